@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.bench.quality import evaluate
+from headprune.data.models import resolve_device, resolve_path
 from headprune.model.running import device_of, to_device, undisturbed
-from headprune.run.models import resolve_device, resolve_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scorers import drawn, encoder_recipe, fine_tuned

@@ -8,7 +8,7 @@ and none wrongly?
 A class is drawn from the base models of Transformers whose model type no registered layout names as
 a family, and is built with random weights from its own default configuration, every size of it
 shrunk. What cannot be built or run this way is redrawn and listed. Every site, of a registered
-layout or of one that ``hp.propose_layouts`` found, then has to pass ``headprune.surgery.prove``:
+layout or of one that ``hp.propose_layouts`` found, then has to pass ``headprune.detect.prove``:
 |gated - pruned| in fp64 for each head alone and for ragged masks, gradients included.
 """
 
@@ -42,9 +42,9 @@ def examine(model_type: str) -> dict[str, Any]:
 
     import headprune as hp
     from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
+    from headprune.detect.prove import Scratch, largest, prove
+    from headprune.detect.trace import cores
     from headprune.model.sites import Sites
-    from headprune.surgery.prove import Scratch, largest, prove
-    from headprune.surgery.trace import cores
 
     torch.set_num_threads(1)
     row: dict[str, Any] = {
@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
     for module in (
         "transformers.modeling_utils",
         "transformers.models.auto.modeling_auto",
-        "headprune.surgery.detect",
+        "headprune.detect.propose",
     ):
         importlib.import_module(module)
     for name in registry:

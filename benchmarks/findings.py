@@ -39,13 +39,13 @@ from torch import nn
 import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.core.files import write_atomic
-from headprune.run.data import Data, encode_rows, load_rows
-from headprune.run.labels import number_labels
-from headprune.run.models import build_model, prepare
-from headprune.run.reading import locate
-from headprune.run.recipe import Recipe
+from headprune.data.datasets import Data, encode_rows, load_rows
+from headprune.data.labels import number_labels
+from headprune.data.models import build_model, prepare
+from headprune.recipes.reading import locate
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import load_recipe
 from headprune.run.surroundings import git_commit
-from headprune.run.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import learned_gates

@@ -45,10 +45,10 @@ from studies import RECORDS, spread
 import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.core.files import write_atomic
+from headprune.data.datasets import Data
 from headprune.gating import GateDistribution, HardConcrete, SubsetTopk
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device
-from headprune.run.data import Data
 
 PAGE = "learned-gates.md"
 ONE_SHOT, LEARNED = ("taylor", "fisher", "random"), ("hard_concrete", "subset_topk")

@@ -46,8 +46,8 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 import headprune as hp
 from headprune.bench.latency import compare_latency
 from headprune.core.heads import HeadMask
+from headprune.data.models import resolve_device
 from headprune.model.running import call, outputs
-from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -34,9 +34,9 @@ from torch import nn
 
 import headprune as hp
 from headprune.core.files import atomic_path, write_atomic
-from headprune.run.presets import PRESETS
+from headprune.recipes.presets import PRESETS
+from headprune.recipes.validate import configured as validated
 from headprune.run.surroundings import git_commit
-from headprune.run.validate import configured as validated
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies

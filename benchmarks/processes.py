@@ -4,12 +4,12 @@
     OMP_NUM_THREADS=1 python benchmarks/processes.py
 
 A random Llama is scored by first-order importance (a forward and a backward pass a batch) and by
-leave-one-out (many passes a batch). For every number of processes a crew is started once; each
+leave-one-out (many passes a batch). For every number of processes a workers is started once; each
 process has one thread and its own copy of the model, and scores once before any time is taken. Then
 the crews take turns, round by round, while the others wait at a pipe: what slows the machine slows
 them alike. The time is that of the first process, from the call to the scores that all have put
 together; the efficiency is the throughput over that of one process, divided by the number of
-processes. Every crew's scores are compared with those of one process.
+processes. Every workers's scores are compared with those of one process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scorers", nargs="+", default=list(SCORERS))
     parser.add_argument("--out", type=Path, default=RECORDS / "processes.json")
     parser.add_argument(
-        "--crew", type=Path, help="this is a process of a crew, which meets in this folder"
+        "--workers", type=Path, help="this is a process of a workers, which meets in this folder"
     )
     args = parser.parse_args(argv)
     if 1 not in args.processes:
@@ -65,27 +65,27 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Measures and returns the record's path; in a process of a crew, scores whenever it is told
+    """Measures and returns the record's path; in a process of a workers, scores whenever it is told
     to."""
     args = arguments(argv)
-    if args.crew is not None:
+    if args.workers is not None:
         work(args)
         return Path(args.out)
     words = list(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory() as home:
-        crews = {size: Crew(size, Path(home, str(size)), words) for size in args.processes}
+        crews = {size: Workers(size, Path(home, str(size)), words) for size in args.processes}
         try:
-            scores = {size: crew.asked("scores") for size, crew in crews.items()}
+            scores = {size: workers.asked("scores") for size, workers in crews.items()}
             rounds = [
-                {size: crew.asked("time") for size, crew in crews.items()}
+                {size: workers.asked("time") for size, workers in crews.items()}
                 for _ in range(args.rounds)
             ]
         finally:
-            for crew in crews.values():
-                crew.end()
+            for workers in crews.values():
+                workers.end()
     record: dict[str, Any] = {
         **header("processes"),
-        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "crew")},
+        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "workers")},
         "rows": [
             row(name, size, rounds, scores, args)
             for name in args.scorers
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 def row(
     name: str, size: int, rounds: list[dict[int, Any]], scores: dict[int, Any], args: Any
 ) -> dict[str, Any]:
-    """What a crew took, and by how much its scores differ from those of one process, relative to
+    """What a workers took, and by how much its scores differ from those of one process, relative to
     the largest."""
     seconds = [times[size][name] for times in rounds]
     faster = [times[1][name] / times[size][name] for times in rounds]  # in the same round
@@ -122,12 +122,12 @@ def row(
     }
 
 
-class Crew:
+class Workers:
     """Processes that score together when asked."""
 
     def __init__(self, size: int, folder: Path, words: list[str]) -> None:
         folder.mkdir()
-        command = [sys.executable, __file__, *words, "--crew", str(folder)]
+        command = [sys.executable, __file__, *words, "--workers", str(folder)]
         shared = {**os.environ, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.members = [
@@ -150,10 +150,10 @@ class Crew:
 
 
 def work(args: argparse.Namespace) -> None:
-    """A process of a crew: a line in, a line out."""
+    """A process of a workers: a line in, a line out."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    meeting = f"file://{args.crew}/meeting"
+    meeting = f"file://{args.workers}/meeting"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     model, data = llama(args), tokens(args)
 

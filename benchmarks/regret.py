@@ -41,15 +41,15 @@ from headprune.core.files import write_atomic
 from headprune.core.metrics import drop
 from headprune.core.scores import HeadScores
 from headprune.model.running import undisturbed
+from headprune.recipes.reading import locate
+from headprune.recipes.schema import Recipe, RecoverStep
+from headprune.recipes.validate import load_recipe
 from headprune.run.auto import AutoOfRun
-from headprune.run.base import open_base, ready_base
-from headprune.run.reading import locate
-from headprune.run.recipe import Recipe, RecoverStep
 from headprune.run.recovering import recover_once
 from headprune.run.subject import EVALUATION_BATCH, Subject, quiet
 from headprune.run.surroundings import git_commit
-from headprune.run.validate import load_recipe
-from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._base import Estimate, ScoringProblem
+from headprune.sweep.base import open_base, ready_base
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
@@ -289,7 +289,7 @@ class Known(AutoOfRun):
 
     scores: tuple[HeadScores, ...] = field(default=(), repr=False, compare=False)
 
-    def _estimates(self, problem: Problem, candidates: Sequence[Any]) -> list[Estimate]:
+    def _estimates(self, problem: ScoringProblem, candidates: Sequence[Any]) -> list[Estimate]:
         return [
             Estimate(
                 torch.tensor([v for row in found.values for v in row], dtype=torch.float64),

@@ -37,12 +37,12 @@ import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.core.errors import HeadPruneError
 from headprune.core.files import write_atomic
-from headprune.run.data import Data, encode_rows, load_rows
-from headprune.run.labels import number_labels
-from headprune.run.models import build_model, prepare, resolve_device
-from headprune.run.reading import locate
-from headprune.run.recipe import Recipe
-from headprune.run.validate import load_recipe
+from headprune.data.datasets import Data, encode_rows, load_rows
+from headprune.data.labels import number_labels
+from headprune.data.models import build_model, prepare, resolve_device
+from headprune.recipes.reading import locate
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies

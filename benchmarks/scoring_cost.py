@@ -60,8 +60,8 @@ from transformers import BertConfig, BertForSequenceClassification
 import headprune as hp
 from headprune.bench.latency import no_collection, synchronize
 from headprune.core.files import write_atomic
+from headprune.data.models import resolve_device
 from headprune.model.running import to_device
-from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -49,8 +49,8 @@ from torch import nn
 import headprune as hp
 from headprune.bench.size import sizes
 from headprune.core.files import atomic_path
+from headprune.data.models import resolve_device
 from headprune.model.running import device_of
-from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -112,7 +112,7 @@ def tried(layout: Any) -> tuple[bool, str]:
 
 def refusals() -> str:
     """docs/refusals.md."""
-    from headprune.surgery.properties import PROPERTIES
+    from headprune.detect.properties import PROPERTIES
 
     rows = "\n".join(f"| **{name}** | {meaning} |" for name, meaning in PROPERTIES.items())
     return f"""{WRITTEN}

@@ -21,7 +21,7 @@ from headprune.core.version import __version__
 
 _HOME = {
     "AttentionLayout": "headprune.core.layout",
-    "AttentionMaps": "headprune.core.attention_maps",
+    "AttentionMaps": "headprune.maps.attention_maps",
     "AttentionSite": "headprune.core.heads",
     "Budget": "headprune.core.plan",
     "HeadId": "headprune.core.heads",
@@ -37,20 +37,20 @@ _HOME = {
     "agreement": "headprune.scoring._agreement",
     "attention_maps": "headprune.scoring._attention_maps",
     "find_sites": "headprune.model.sites",
-    "from_pretrained": "headprune.surgery.checkpoint",
+    "from_pretrained": "headprune.checkpoints.checkpoint",
     "gated": "headprune.gating.context",
     "learned_gates": "headprune.gating.learned",
     "prune_": "headprune.surgery.prune",
     "prune_heads_": "headprune.surgery.prune",
-    "propose_layouts": "headprune.surgery.detect",
+    "propose_layouts": "headprune.detect.propose",
     "recover_": "headprune.recovery._api",
-    "save_pretrained": "headprune.surgery.checkpoint",
+    "save_pretrained": "headprune.checkpoints.checkpoint",
     "score": "headprune.scoring._api",
     "select": "headprune.selection._api",
 }
 _ROOMS = (
-    *("attention", "bench", "core", "gating", "layouts", "model"),
-    *("recovery", "report", "run", "scoring", "selection", "surgery"),
+    *("attention", "bench", "checkpoints", "core", "data", "detect", "gating", "layouts", "maps"),
+    *("model", "recipes", "recovery", "report", "run", "scoring", "selection", "surgery", "sweep"),
 )
 
 __all__ = ["__version__", *_HOME, *_ROOMS, "plot"]
@@ -74,15 +74,17 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from headprune.attention.multi_head import MultiHeadAttention
-    from headprune.core.attention_maps import AttentionMaps
+    from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
     from headprune.core.errors import HeadPruneError
     from headprune.core.heads import AttentionSite, HeadId, HeadMask
     from headprune.core.layout import AttentionLayout, HeadSlab
     from headprune.core.plan import Budget, PruningPlan
     from headprune.core.record import RunRecord
     from headprune.core.scores import HeadScores
+    from headprune.detect.propose import propose_layouts
     from headprune.gating.context import gated
     from headprune.gating.learned import learned_gates
+    from headprune.maps.attention_maps import AttentionMaps
     from headprune.model.processes import Processes
     from headprune.model.sites import find_sites
     from headprune.recovery._api import recover_
@@ -92,6 +94,4 @@ if TYPE_CHECKING:
     from headprune.scoring._attention_maps import attention_maps
     from headprune.scoring._stopping import Stable
     from headprune.selection._api import select
-    from headprune.surgery.checkpoint import from_pretrained, save_pretrained
-    from headprune.surgery.detect import propose_layouts
     from headprune.surgery.prune import prune_, prune_heads_

@@ -32,9 +32,9 @@ def the_run(out: str) -> None:
     """A run from training to report, in a second or two; what a batch gives in scoring is written
     at once."""
     from headprune.run import Recipe, run_recipe
-    from headprune.scoring import _shelf
+    from headprune.scoring import _resume_cache
 
-    _shelf.EVERY, _shelf._TIMES = 0.0, 0
+    _resume_cache.EVERY, _resume_cache._TIMES = 0.0, 0
 
     recover = [
         {"method": "mean_fold"},

@@ -13,7 +13,7 @@ import matplotlib
 import headprune.recovery._training
 import headprune.run.on_data
 import headprune.run.runner
-import headprune.run.sweeping  # noqa: F401
+import headprune.sweep.sweeping  # noqa: F401
 from tests import killing  # noqa: F401
 
 matplotlib.use("agg")

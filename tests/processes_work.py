@@ -38,7 +38,7 @@ from headprune.scoring import (
     SubsetTopk,
     Surgeon,
     Taylor,
-    _shelf,
+    _resume_cache,
     registry,
 )
 from tests.laws.support import Subject, examples_of, subject_of
@@ -135,7 +135,7 @@ def resumed(
         "progress": False,
     }
     if folder is not None:
-        _shelf.EVERY, _shelf._TIMES = 0.0, 0
+        _resume_cache.EVERY, _resume_cache._TIMES = 0.0, 0
         with suppress(HeadPruneError, RuntimeError):
             hp.score(subject().model, Failing(whole), scorers, **given)
         assert len(list(folder.glob("*/*.safetensors"))) > 1

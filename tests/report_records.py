@@ -10,14 +10,14 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from headprune.core.attention_maps import AttentionMaps, SiteMaps
-from headprune.core.attention_pictures import AttentionPictures, ShownExample
 from headprune.core.codec import FrozenDict
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
 from headprune.core.sweeps import SweepTable
+from headprune.maps.attention_maps import AttentionMaps, SiteMaps
+from headprune.maps.pictures import AttentionPictures, ShownExample
 
 NASTY = '<script>alert("x")</script>|`*&'
 

@@ -12,7 +12,7 @@ import pytest
 
 from headprune import scoring, selection
 from headprune.core.registry import Registry
-from headprune.surgery.properties import PROPERTIES
+from headprune.detect.properties import PROPERTIES
 from tests.documents import PAGES
 from tests.scripts import benchmark, script
 
@@ -64,7 +64,7 @@ def test_the_rooms_of_the_architecture_are_those_of_the_code() -> None:
     start = "__main__"  # the command line, for `python -m headprune`
     assert {room for room, _, _ in listed} == {*rooms, start}
     without_torch = {room for room, _, packages in listed if "torch" not in packages.split(", ")}
-    assert without_torch == {"core", "selection", "report", start}
+    assert without_torch == {"core", "maps", "recipes", "selection", "report", start}
 
 
 def test_numbers_of_the_readme_are_those_of_the_tables() -> None:

@@ -21,7 +21,7 @@ import headprune as hp
 from headprune.cli.main import app
 from headprune.core.errors import HeadPruneError
 from headprune.run import Recipe, load_recipe, shipped_recipes
-from headprune.run.grid import lay_out
+from headprune.sweep.grid import lay_out
 from tests.documents import (
     DOCS,
     PAGES,

@@ -26,38 +26,38 @@ import torch
 import transformers
 
 import headprune as hp
-from headprune.core.attention_pictures import AttentionPictures
+from headprune.checkpoints import card
+from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import HeadPruneError
 from headprune.core.heads import HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
-from headprune.core.paired import Drop, paired_drops
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.samples import Curvature, Samples
 from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.core.sweeps import SweepTable
+from headprune.data.datasets import load_rows
+from headprune.data.models import open_model, prepare
+from headprune.data.sound import clip_of
+from headprune.data.vocabulary import train_tokenizer
+from headprune.maps.pictures import AttentionPictures
+from headprune.recipes.validate import load_recipe
 from headprune.recovery._checkpoint import Keeper
 from headprune.report import Beside, render_html, render_markdown
 from headprune.report.html import render_sweep_html
-from headprune.run.base import Base
-from headprune.run.data import load_rows
 from headprune.run.gradual import FILE as GRADUAL
 from headprune.run.identity import hashes
 from headprune.run.journal import Journal
-from headprune.run.models import open_model, prepare
-from headprune.run.outcome import SPLITS, Outcome
-from headprune.run.picking import Looked, Pick
 from headprune.run.progress import Finished, Progress, take_folder
-from headprune.run.runs import Run, SweepRun, recipe_of
-from headprune.run.sound import clip_of
-from headprune.run.tables import write_timings
-from headprune.run.tasks import file_of, outcome_of
-from headprune.run.validate import load_recipe
-from headprune.run.vocabulary import train_tokenizer
-from headprune.scoring import _shelf
-from headprune.surgery.formats import card
-from headprune.surgery.streaming import prune_checkpoint
+from headprune.scoring import _resume_cache
+from headprune.sweep.base import Base
+from headprune.sweep.outcome import SPLITS, Outcome
+from headprune.sweep.paired import Drop, paired_drops
+from headprune.sweep.pick import Looked, Pick
+from headprune.sweep.runs import Run, SweepRun, recipe_of
+from headprune.sweep.tables import write_timings
+from headprune.sweep.tasks import file_of, outcome_of
 from tests.fuzzing import alarm, mutated, mutated_bytes, mutated_header, mutated_lines
 from tests.report_records import maps_of, plan_of, record_of, sweep_table
 
@@ -225,7 +225,7 @@ class _Sum:
 
 def _kept(folder: Path) -> None:
     """What batches gave to a call: rows of a pass, and sums of the next."""
-    with patch.object(_shelf, "EVERY", 0.0):
+    with patch.object(_resume_cache, "EVERY", 0.0):
         _read_kept(folder)
 
 
@@ -233,7 +233,9 @@ def _read_kept(folder: Path) -> None:
     def nothing() -> None:
         pass
 
-    with _shelf.opened(folder, {"scorers": "taylor", "device": "cpu"}, [0.5, 1.0], 1e-5) as shelf:
+    with _resume_cache.opened(
+        folder, {"scorers": "taylor", "device": "cpu"}, [0.5, 1.0], 1e-5
+    ) as shelf:
         shelf.rows(lambda number, batch: batch)(0, torch.ones(2, 3), "aa", nothing)
         into = shelf.added({"sum": _Sum()})
         into.begin()

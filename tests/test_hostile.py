@@ -23,33 +23,33 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.checkpoints import foreign
+from headprune.checkpoints.foreign import check_config
+from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.cli.main import app
 from headprune.core.agreement import Agreement, Measure, Pair
-from headprune.core.attention_patterns import Pattern
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
-from headprune.core.explanation import explain
 from headprune.core.files import settle
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
+from headprune.data.models import open_model
+from headprune.data.sound import clip_of
+from headprune.maps.patterns import Pattern
+from headprune.recipes.reading import parse_yaml
+from headprune.recipes.validate import load_recipe
 from headprune.recovery._checkpoint import FILE, Keeper
 from headprune.report import render_html, render_markdown
 from headprune.report.attention import attention_view
-from headprune.run.base import Base
+from headprune.report.explanation import explain
 from headprune.run.dry import dry_run
 from headprune.run.journal import Journal
-from headprune.run.models import open_model
 from headprune.run.progress import Finished, take_folder
-from headprune.run.reading import parse_yaml
-from headprune.run.runs import Run, SweepRun
-from headprune.run.sound import clip_of
-from headprune.run.tables import _columns, write_timings
-from headprune.run.validate import load_recipe
-from headprune.surgery.formats import foreign
-from headprune.surgery.formats.foreign import check_config
-from headprune.surgery.streaming import prune_checkpoint
+from headprune.sweep.base import Base
+from headprune.sweep.runs import Run, SweepRun
+from headprune.sweep.tables import _columns, write_timings
 from tests.report_records import pictures_of, plan_of, record_of, sweep_table
 from tests.tiny_models import bert
 from tests.tiny_recipe import TINY
@@ -216,7 +216,7 @@ def test_the_look_for_dangers_sees_them() -> None:
 
 
 def test_the_one_yaml_loader_is_a_safe_one() -> None:
-    from headprune.run.reading import _Loader
+    from headprune.recipes.reading import _Loader
 
     assert issubclass(_Loader, yaml.SafeLoader)
     assert not any(

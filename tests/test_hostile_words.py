@@ -14,12 +14,12 @@ import yaml
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.checkpoints import card
 from headprune.cli.main import app
 from headprune.core.errors import InvalidValue
+from headprune.data.models import open_model
+from headprune.recipes.validate import load_recipe
 from headprune.report import repeat
-from headprune.run.models import open_model
-from headprune.run.validate import load_recipe
-from headprune.surgery.formats import card
 from tests.report_records import record_of
 from tests.tiny_models import bert
 from tests.tiny_recipe import TINY

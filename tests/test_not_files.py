@@ -30,8 +30,8 @@ import headprune as hp
 from headprune.core import opening
 from headprune.core.errors import HeadPruneError
 from headprune.core.opening import NotAFile, check_file, opened, read_bytes, read_text
+from headprune.data.sources import check_pictures
 from headprune.run.progress import Finished
-from headprune.run.sources import check_pictures
 from tests.test_fuzz import KINDS, sum_timings, take_finished
 
 pytestmark = pytest.mark.skipif(
@@ -185,13 +185,13 @@ def test_rows_that_name_a_fifo_in_place_of_a_picture_are_refused(tmp_path: Path)
 OPENING = ("open", "read_text", "read_bytes", "load_file", "safe_open", "ZipFile")
 ALLOWED = {
     "report/html.py": "a template of ours",
-    "surgery/formats/remote_code.py": "a template of ours",
+    "checkpoints/remote_code.py": "a template of ours",
     "core/registry.py": "an installed package",
     "run/surroundings.py": "what the system says of itself",
     "cli/prune.py": "what was written a moment ago",
     "cli/_shared.py": "the null device",
     "core/files.py": "places that are written to",
-    "run/sound.py": "bytes in memory",
+    "data/sound.py": "bytes in memory",
 }
 
 

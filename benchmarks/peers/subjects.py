@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 import headprune as hp
+from headprune.checkpoints.export import export_onnx
 from headprune.core.files import atomic_path
-from headprune.run.data import Data, load_rows
-from headprune.run.labels import number_labels
-from headprune.run.models import build_model
-from headprune.run.reading import locate
-from headprune.run.recipe import Recipe
-from headprune.run.validate import load_recipe
-from headprune.surgery.export import export_onnx
+from headprune.data.datasets import Data, load_rows
+from headprune.data.labels import number_labels
+from headprune.data.models import build_model
+from headprune.recipes.reading import locate
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "programs"))

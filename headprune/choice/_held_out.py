@@ -17,7 +17,7 @@ from headprune.model.cut import cut_
 from headprune.model.losses import shaped_losses
 from headprune.model.running import batch_size, device_of, some_examples, to_device, undisturbed
 from headprune.model.sites import bind, sites_of
-from headprune.scoring._base import Problem
+from headprune.scoring._base import ScoringProblem
 
 #: Refits a cut model in place on some batches.
 Refit = Callable[[nn.Module, list[Any]], object]
@@ -39,7 +39,7 @@ class Folds:
         InvalidValue: fewer rows than folds.
     """
 
-    def __init__(self, problem: Problem, count: int) -> None:
+    def __init__(self, problem: ScoringProblem, count: int) -> None:
         self.count = count
         self.rows: list[Tensor] = [torch.empty(0, dtype=torch.int64) for _ in range(count)]
         self.batches: list[list[Any]] = [[] for _ in range(count)]
@@ -66,7 +66,7 @@ class Folds:
         ]
 
 
-def whole_losses(problem: Problem, folds: Folds) -> Tensor:
+def whole_losses(problem: ScoringProblem, folds: Folds) -> Tensor:
     """``[rows]``, fp64 on the CPU: the losses of the uncut model."""
     found = torch.zeros(folds.size, dtype=torch.float64)
     for fold in range(folds.count):
@@ -75,7 +75,7 @@ def whole_losses(problem: Problem, folds: Folds) -> Tensor:
 
 
 def held_out_losses(
-    problem: Problem, folds: Folds, plans: Sequence[HeadMask], refit: Refit | None
+    problem: ScoringProblem, folds: Folds, plans: Sequence[HeadMask], refit: Refit | None
 ) -> Tensor:
     """``[plans, rows]``, fp64 on the CPU: each row's loss under each plan, cut and refitted without
     that row's fold.
@@ -96,7 +96,7 @@ def held_out_losses(
     refusals: list[str] = []
 
     def own() -> dict[str, Tensor]:
-        mine = range(problem.crew.rank, len(plans), problem.crew.size)
+        mine = range(problem.workers.rank, len(plans), problem.workers.size)
         bar = tqdm(mine, desc="cut and refit", disable=disable, leave=False)
         try:
             return {str(i): losses(plans[i]) for i in bar}
@@ -108,7 +108,7 @@ def held_out_losses(
 
     parts = problem.gathered("held-out losses", own)
     # A process without a plan learns of a refusal here, so that all of them go on alike.
-    refused = problem.crew.united(refusals)
+    refused = problem.workers.united(refusals)
     if refused:
         raise RefitRefused(refused[0])
     by_plan = {int(i): row for part in parts for i, row in part.items()}
@@ -116,7 +116,7 @@ def held_out_losses(
 
 
 def losses_of_fold(
-    problem: Problem, folds: Folds, fold: int, mask: HeadMask, refit: Refit | None
+    problem: ScoringProblem, folds: Folds, fold: int, mask: HeadMask, refit: Refit | None
 ) -> Tensor:
     """``[rows of the fold]``, fp64 on the CPU: their losses under a plan, cut and refitted on the
     other rows."""
@@ -131,7 +131,7 @@ def losses_of_fold(
     return _losses(problem, small, folds.batches[fold])
 
 
-def _losses(problem: Problem, model: nn.Module, batches: Sequence[Any]) -> Tensor:
+def _losses(problem: ScoringProblem, model: nn.Module, batches: Sequence[Any]) -> Tensor:
     device, found = device_of(problem.model), []
     with undisturbed(model), torch.no_grad():
         for number, batch in enumerate(batches):

@@ -26,7 +26,7 @@ from headprune.model.own_loss import is_default
 from headprune.model.sites import sites_of
 from headprune.recovery._api import recover_
 from headprune.recovery._base import Recovery
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._coupling import LOSSES, refuse_coupled
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
@@ -154,7 +154,7 @@ class Auto(Scorer):
         return False
 
     @torch.inference_mode(False)
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         """Scores all candidates, judges their plans, and gives the estimate of the best.
 
         Raises:
@@ -178,7 +178,7 @@ class Auto(Scorer):
         # cannot be copied.
         whole = float(whole_losses(problem, folds).mean())
         distinct = list(dict.fromkeys(plan.mask for plan in plans))
-        problem.crew.agree(
+        problem.workers.agree(
             "the plans of auto",
             "the same in every process",
             repr([[row.kept for row in mask.rows] for mask in distinct]),
@@ -238,7 +238,7 @@ class Auto(Scorer):
         """The plan under these budgets, or under one for all heads."""
         return select(scores, groups or Budget(keep_heads=self.keep))
 
-    def refit_(self, problem: Problem, small: nn.Module, batches: list[Any]) -> object:
+    def refit_(self, problem: ScoringProblem, small: nn.Module, batches: list[Any]) -> object:
         """Refits a cut model in place, as it will be after the cut."""
         loss = None if is_default(problem.loss) else problem.loss
         return recover_(
@@ -260,7 +260,7 @@ class Auto(Scorer):
         method: Recovery = recovery.registry.get(self.refit)(**(self.refit_settings or {}))
         return method
 
-    def _usable(self, problem: Problem) -> list[Named]:
+    def _usable(self, problem: ScoringProblem) -> list[Named]:
         """The candidates; of the default ones none that calls the model itself, where the loss is
         the user's own.
 
@@ -270,14 +270,14 @@ class Auto(Scorer):
             return self.asked
         return [(name, settings) for name, settings in self.asked if "curvature" not in settings]
 
-    def _estimates(self, problem: Problem, candidates: Sequence[Named]) -> list[Estimate]:
+    def _estimates(self, problem: ScoringProblem, candidates: Sequence[Named]) -> list[Estimate]:
         """Every candidate's estimate; candidates share their passes."""
         scorers = [_configured(name, settings) for name, settings in candidates]
         problem.shared["scorers"] = (*problem.shared.get("scorers", ()), *scorers)
         return [scorer.estimate(problem) for scorer in scorers]
 
     def _plans(
-        self, problem: Problem, candidates: Sequence[Named], estimates: Sequence[Estimate]
+        self, problem: ScoringProblem, candidates: Sequence[Named], estimates: Sequence[Estimate]
     ) -> tuple[list[Asked], list[PruningPlan]]:
         """What is asked, and its plan, of every candidate and random draw."""
         seeds = [self.seed + _FIRST_DRAW + i for i in range(self.random_draws)]
@@ -299,7 +299,7 @@ class Auto(Scorer):
         return asked, plans
 
     def _losses(
-        self, problem: Problem, folds: Folds, masks: Sequence[HeadMask]
+        self, problem: ScoringProblem, folds: Folds, masks: Sequence[HeadMask]
     ) -> tuple[torch.Tensor, str, tuple[str, ...]]:
         """``[masks, rows]``, what refitted the cut models, and notes."""
         refit: Refit | None = partial(self.refit_, problem) if self.refit_name else None
@@ -311,7 +311,7 @@ class Auto(Scorer):
 
     def _refitting(
         self,
-        problem: Problem,
+        problem: ScoringProblem,
         folds: Folds,
         mask: HeadMask,
         refitted: torch.Tensor,
@@ -343,7 +343,7 @@ class Auto(Scorer):
         return replace(estimate, notes=tuple(notes), choice=choice)
 
 
-def _scores(problem: Problem, name: str, estimate: Estimate) -> HeadScores:
+def _scores(problem: ScoringProblem, name: str, estimate: Estimate) -> HeadScores:
     """An estimate as a selector takes it."""
     sites = tuple(b.site for b in problem.bound)
     rows = estimate.values.split([len(site.units) for site in sites])

@@ -22,7 +22,7 @@ FAILED, BAD_INPUT = 1, 2
 
 def recipe_names() -> list[str]:
     """What a shell offers for a recipe; files it finds itself."""
-    from headprune.run.reading import shipped_recipes
+    from headprune.recipes.reading import shipped_recipes
 
     return list(shipped_recipes())
 

@@ -41,8 +41,8 @@ def bench(
 
         from headprune.bench.latency import compare_latency, shaped_batch
         from headprune.bench.size import sizes
+        from headprune.data.models import longest_input, open_model, resolve_device
         from headprune.model.examples import example_batch
-        from headprune.run.models import longest_input, open_model, resolve_device
         from headprune.run.subject import quiet as quiet_libraries
         from headprune.run.surroundings import hardware
 

@@ -13,9 +13,9 @@ from headprune.cli._shared import show as show_value
 from headprune.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from headprune.core.difference import PlanDifference, RecordDifference
     from headprune.core.plan import PruningPlan
     from headprune.core.record import RunRecord
+    from headprune.report.difference import PlanDifference, RecordDifference
 
 
 def diff(
@@ -26,9 +26,9 @@ def diff(
 ) -> None:
     """Compare two plans head by head, or two records by settings, figures and plans."""
     with guarded(debug):
-        from headprune.core.difference import plan_difference, record_difference
         from headprune.core.plan import PruningPlan
         from headprune.core.record import RunRecord
+        from headprune.report.difference import plan_difference, record_difference
 
         a, b = _read(first), _read(second)
         found: PlanDifference | RecordDifference

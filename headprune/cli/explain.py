@@ -23,10 +23,10 @@ def explain(
     """Say of a plan which heads go and why, how sure that choice is, and what to expect."""
     with guarded(debug):
         from headprune.core.errors import InvalidValue
-        from headprune.core.explanation import explain as explained
         from headprune.core.plan import PruningPlan
         from headprune.core.record import RunRecord
         from headprune.core.scores import HeadScores
+        from headprune.report.explanation import explain as explained
         from headprune.run.journal import PLAN, RECORD, SCORES
 
         path = plan / PLAN if plan.is_dir() else plan

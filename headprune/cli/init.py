@@ -32,7 +32,7 @@ def init(
     with guarded(debug):
         from headprune.core.errors import InvalidValue
         from headprune.core.files import write_atomic
-        from headprune.run.guess import guess
+        from headprune.data.guess import guess
         from headprune.run.subject import quiet
 
         quiet()

@@ -34,8 +34,8 @@ def inspect(
     recognised."""
     with guarded(debug):
         from headprune.core.errors import UnsupportedModel
+        from headprune.data.models import open_model
         from headprune.model.sites import find_sites, not_taken
-        from headprune.run.models import open_model
         from headprune.run.subject import quiet
 
         quiet()

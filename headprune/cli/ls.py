@@ -33,13 +33,13 @@ def ls(as_json: AsJson = False, debug: Debug = False) -> None:
 
 
 def _recipes() -> dict[str, str]:
-    from headprune.run.reading import read_raw, shipped_recipes
+    from headprune.recipes.reading import read_raw, shipped_recipes
 
     return {name: _description(read_raw(path), path) for name, path in shipped_recipes().items()}
 
 
 def _presets() -> dict[str, str]:
-    from headprune.run.presets import PRESETS
+    from headprune.recipes.presets import PRESETS
 
     return {name: preset.source.partition(": ")[0] for name, preset in PRESETS.items()}
 

@@ -37,7 +37,7 @@ def pick(
     """Pick the smallest model of a sweep within a drop; decided on validation rows, confirmed on
     test rows."""
     with guarded(debug):
-        from headprune.run.picking import pick as run_pick
+        from headprune.sweep.pick import pick as run_pick
 
         found = run_pick(
             sweep,

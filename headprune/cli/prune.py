@@ -27,8 +27,8 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.files import occupied
 
 if TYPE_CHECKING:
+    from headprune.checkpoints.checkpoint import Format
     from headprune.core.plan import Budget, PruningPlan
-    from headprune.surgery.checkpoint import Format
 
 
 def prune(
@@ -137,9 +137,9 @@ def prune(
         )
         own = [] if data is None else _as_settings(given, selector, min_heads, settings)
         decided = _decide(plan, scores, given, selector, min_heads) if data is None else None
-        from headprune.run.models import resolve_path
+        from headprune.checkpoints import weights
+        from headprune.data.models import resolve_path
         from headprune.run.subject import quiet as quiet_libraries
-        from headprune.surgery.formats import weights
 
         _check_adapters(resolve_path(model, "--model"), merge_adapters)
         weights.check_shard_size(max_shard_size, "--max-shard-size")
@@ -204,8 +204,8 @@ def _stream(
     model: str, plan: PruningPlan | None, out: Path, format: str, max_shard_size: str, as_json: bool
 ) -> None:
     """Cuts from file to file."""
-    from headprune.run.models import resolve_path
-    from headprune.surgery.streaming import prune_checkpoint
+    from headprune.checkpoints.streaming import prune_checkpoint
+    from headprune.data.models import resolve_path
 
     folder = resolve_path(model, "--model")
     if plan is None:
@@ -242,8 +242,8 @@ def _stream(
 
 
 def _by_plan(model: str, plan: PruningPlan) -> _Cut:
+    from headprune.data.models import open_model
     from headprune.model.examples import example_batch
-    from headprune.run.models import open_model
     from headprune.surgery.prune import prune_
 
     subject = open_model(model, "--model")
@@ -280,13 +280,13 @@ def _write(
 ) -> tuple[Format, Mapping[Format, str | None], list[str]]:
     """Saves the cut model with what belongs to it: the format, what speaks against others, and the
     files copied."""
-    from headprune.run.models import resolve_path
-    from headprune.surgery.checkpoint import applicable_formats, save_pretrained
-    from headprune.surgery.formats import companions
+    from headprune.checkpoints import companions
+    from headprune.checkpoints.checkpoint import applicable_formats, save_pretrained
+    from headprune.data.models import resolve_path
 
     formats = applicable_formats(found.model)
     chosen = _chosen(format, formats)
-    beside = companions.Beside(resolve_path(model, "--model"), code=chosen != "remote-code")
+    beside = companions.CompanionFiles(resolve_path(model, "--model"), code=chosen != "remote-code")
     how: dict[str, Any] = {"plan": found.plan, "example": found.example, "processor": beside}
     save_pretrained(found.model, out, format=chosen, max_shard_size=max_shard_size, **how)
     return chosen, formats, beside.copied
@@ -322,7 +322,7 @@ def _as_settings(
 
 def _check_adapters(folder: str, merge: bool) -> None:
     """A cut of adapters is not what a merged model is for: whoever wants one says so."""
-    from headprune.run.adapters import is_adapter
+    from headprune.data.adapters import is_adapter
 
     if is_adapter(Path(folder)) and not merge:
         hint = (

@@ -13,7 +13,7 @@ def show(
 ) -> None:
     """Show a recipe as it would run, every default filled in; the output is a recipe itself."""
     with guarded(debug):
-        from headprune.run.validate import load_recipe, recipe_yaml
+        from headprune.recipes.validate import load_recipe, recipe_yaml
 
         resolved = load_recipe(recipe, settings or ())
         if as_json:

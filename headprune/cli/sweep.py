@@ -56,7 +56,7 @@ def sweep(
     """Run every combination of a grid on one base model; called again, it goes on where it
     stopped."""
     with guarded(debug):
-        from headprune.run.sweeping import sweep as run_sweep
+        from headprune.sweep.sweeping import sweep as run_sweep
 
         done = run_sweep(
             recipe,

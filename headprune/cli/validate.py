@@ -47,7 +47,7 @@ def validate(
 
 
 def _check(recipe: str, settings: list[str]) -> dict[str, Any]:
-    from headprune.run.validate import RecipeError, load_recipe
+    from headprune.recipes.validate import RecipeError, load_recipe
 
     try:
         load_recipe(recipe, settings)

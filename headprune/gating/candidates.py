@@ -22,7 +22,7 @@ from headprune.gating.context import multiplied, spread
 from headprune.gating.projections import Stand, output_gated, plain_weight
 from headprune.gating.rows import form, largest_row, over_rows, repeated_along, with_rows
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
-from headprune.model.expose import exposed
+from headprune.model.exposed import exposed
 from headprune.model.losses import Loss, check_finite, shaped_losses
 from headprune.model.precision import full_precision
 from headprune.model.running import batch_size, device_of, tensors

@@ -27,7 +27,7 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
 from headprune.core.mixin import remade
 from headprune.core.plan import PruningPlan
-from headprune.model.expose import exposed
+from headprune.model.exposed import exposed
 from headprune.model.fingerprint import check_plan
 from headprune.model.refusals import check_unshared
 from headprune.model.running import device_of

@@ -145,9 +145,10 @@ class Processor:
         out: Tensor = attn.to_out[1](
             attn.to_out[0](heads.reshape(len(x), -1, attn.heads * q.shape[-1]))
         )
-        return (
-            out + hidden_states if attn.residual_connection else out
-        ) / attn.rescale_output_factor
+        if attn.residual_connection:
+            out = out + hidden_states
+        scale: float = attn.rescale_output_factor
+        return out / scale
 
 
 class Head(nn.Module):

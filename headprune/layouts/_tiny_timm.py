@@ -38,7 +38,8 @@ class OlderAttention(nn.Module):
         )
         q, k, v = qkv.unbind(0)
         scores = self.q_norm(q) * self.scale @ self.k_norm(k).transpose(-2, -1)
-        return (self.attn_drop(scores.softmax(-1)) @ v).transpose(1, 2)
+        out: Tensor = self.attn_drop(scores.softmax(-1)) @ v
+        return out.transpose(1, 2)
 
 
 class Attention(OlderAttention):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
-from headprune.model.expose import exposed
+from headprune.model.exposed import exposed
 from headprune.model.padding import Told, inputs_of, query_mask
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
@@ -115,4 +115,5 @@ def _of_present_heads(module: nn.Module, out: Tensor) -> Tensor:
     if state is None:
         return out
     index = sent(state.heads, out.device)
-    return out.unflatten(-1, (state.n_query_heads, -1)).index_select(-2, index).flatten(-2)
+    by_head: Tensor = out.unflatten(-1, (state.n_query_heads, -1))
+    return by_head.index_select(-2, index).flatten(-2)

@@ -15,9 +15,9 @@ from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import Cached
 from headprune.core.scores import Cost, CostTable
 from headprune.core.slabs import freed_groups, kept_rows
-from headprune.model.expose import exposed
-from headprune.model.fit import lookup, slab_length
+from headprune.model.exposed import exposed
 from headprune.model.losses import Loss
+from headprune.model.matching import lookup, slab_length
 from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, find_sites, unwrap

@@ -235,7 +235,8 @@ def _sequence_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor)
         )
     kind = problem_type(model, labels, logits)
     if kind == "regression":
-        return (logits - labels.to(logits.dtype).reshape(logits.shape)).square().mean(-1)
+        error: Tensor = logits - labels.to(logits.dtype).reshape(logits.shape)
+        return error.square().mean(-1)
     if kind == "multi_label_classification":
         return functional.binary_cross_entropy_with_logits(
             logits, labels.to(logits.dtype), reduction="none"

@@ -236,7 +236,7 @@ class _Reading:
         if step.is_jump_target:
             return False
         if made.opname.startswith("LOAD_FAST"):
-            return made.argval == self._output()
+            return bool(made.argval == self._output())
         try:
             start = self.start(i - 1, branches=True)
             root = self._root(start)

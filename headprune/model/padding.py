@@ -253,14 +253,14 @@ class _Watch(TorchFunctionMode):
         """Attention begins to run."""
         self.leave()
         self.found, self._batch_axis, self._on = _Found(given), self._batch_axes[name], True
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         return self.found
 
     def leave(self) -> None:
         """Attention has run, or an error ended it."""
         if self._on:
             self._on = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

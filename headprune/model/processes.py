@@ -73,7 +73,7 @@ class Processes:
             )
 
     @contextmanager
-    def together(self) -> Iterator[Crew]:
+    def together(self) -> Iterator[Workers]:
         """For as long as the block lasts, a group of all processes; every process has to come here.
 
         Raises:
@@ -89,18 +89,18 @@ class Processes:
                 raise InvalidValue(
                     "processes", must, f"WORLD_SIZE={started} and no process group", hint
                 )
-            yield Crew()
+            yield Workers()
             return
         with in_words(self.timeout, "the process group"):
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         try:
-            yield Crew(dist.get_rank(), dist.get_world_size(), group, self.timeout)
+            yield Workers(dist.get_rank(), dist.get_world_size(), group, self.timeout)
         finally:
             dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)
-class Crew:
+class Workers:
     """One process among those that share work; by default the only one.
 
     Args:

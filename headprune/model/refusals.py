@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headprune.attention.sharded import check_whole
 from headprune.core.errors import UnsupportedModel
-from headprune.model.fit import lookup
+from headprune.model.matching import lookup
 from headprune.model.offloaded import offloaders
 from headprune.model.sites import BoundSite, unwrap
 

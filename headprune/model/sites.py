@@ -16,9 +16,9 @@ from headprune.core.heads import POLICIES, AttentionSite, Policy
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState
 from headprune.core.slabs import HeadGeometry
 from headprune.layouts import registry
-from headprune.model import missed
-from headprune.model.fit import fitted, geometry, lookup, reason_against, slab_length, slabs_of
-from headprune.model.missed import attention_like, closest_reason, nothing_found
+from headprune.model import near_misses
+from headprune.model.matching import fitted, geometry, lookup, reason_against, slab_length, slabs_of
+from headprune.model.near_misses import attention_like, closest_reason, nothing_found
 from headprune.model.transfers import in_main_memory
 
 __all__ = [  # what is asked of sites elsewhere, wherever it is written
@@ -117,7 +117,7 @@ def not_taken(
     """
     own = sites.layouts.values() if isinstance(sites, Sites) else ()
     known = [*layouts, *own, *(registry.get(name) for name in registry)]
-    return missed.not_taken(unwrap(model), [site.name for site in sites], known)
+    return near_misses.not_taken(unwrap(model), [site.name for site in sites], known)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -106,7 +106,7 @@ class _Follower(TorchDispatchMode):
     def __init__(
         self, expected: int | None, biases: Mapping[int, int], inputs: Callable[[], Any]
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trails: list[Trail] = []
         self.inside = 0  # calls of followed projections that are running
         self._expected, self._biases, self._inputs = expected, biases, inputs

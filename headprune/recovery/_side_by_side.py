@@ -16,7 +16,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.batches import EMPTY, Batches
 from headprune.model.contexts import wide
-from headprune.model.expose import exposed
+from headprune.model.exposed import exposed
 from headprune.model.padding import inputs_of
 from headprune.model.running import (
     batch_size,

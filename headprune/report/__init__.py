@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "Beside": "headprune.report.beside",
+    "ReportInputs": "headprune.report.inputs",
     "Compared": "headprune.report.comparison",
     "draw_agreement": "headprune.report.agreement",
     "render_html": "headprune.report.html",
@@ -20,7 +20,7 @@ _HOME = {
 }
 
 __all__ = [
-    "Beside",
+    "ReportInputs",
     "Compared",
     "draw_agreement",
     "render_html",
@@ -44,8 +44,8 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from headprune.report.agreement import draw_agreement
-    from headprune.report.beside import Beside
     from headprune.report.comparison import Compared
     from headprune.report.html import render_html
+    from headprune.report.inputs import ReportInputs
     from headprune.report.markdown import render_markdown
     from headprune.report.write import write_comparison, write_report

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headprune.core.attention_pictures import MEAN, AttentionPictures, ShownExample
 from headprune.core.display import clean
 from headprune.core.heads import HeadId
 from headprune.core.record import RunRecord
+from headprune.maps.pictures import MEAN, AttentionPictures, ShownExample
 from headprune.report.formats import fixed
 from headprune.report.heatmap import by_kind, short_names
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from headprune.core.agreement import Agreement
-from headprune.core.difference import plan_difference
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId, HeadMask
 from headprune.core.record import RunRecord, SizeRow
 from headprune.report.curve import Curve, curve
+from headprune.report.difference import plan_difference
 from headprune.report.formats import count, fixed, flat, signed
 from headprune.report.heatmap import short_names
 from headprune.report.quality import QualityGroup, quality_groups

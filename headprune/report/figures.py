@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headprune.core.agreement import MEASURES, Agreement, Measure
 from headprune.core.record import SpeedRow
-from headprune.report.view import QualityGroup
+from headprune.report.quality import QualityGroup
 
 
 @dataclass(frozen=True)

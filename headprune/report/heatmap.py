@@ -9,10 +9,10 @@ from itertools import groupby
 from statistics import median
 from typing import Literal
 
-from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.heads import AttentionSite, HeadId
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores, ScoredUnit
+from headprune.maps.pictures import AttentionPictures
 from headprune.report.formats import fixed, power, significant
 
 #: Steps of the colour ramp; `style.css.j2` has one class for each, for light and for dark.

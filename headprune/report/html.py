@@ -19,10 +19,10 @@ from headprune.core.agreement import MEASURES, Agreement
 from headprune.core.display import clean
 from headprune.core.record import RunRecord
 from headprune.core.sweeps import SweepTable
-from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared, comparison_view
 from headprune.report.curve import HEIGHT, WIDTH, curve
 from headprune.report.figures import agreement_dots, bars, intervals
+from headprune.report.inputs import NOTHING, ReportInputs
 from headprune.report.series import points_of_sweep
 from headprune.report.tradeoff import sweep_view
 from headprune.report.view import view
@@ -51,7 +51,7 @@ def _agreement(found: Agreement | None) -> Any:
     return None if found is None else {"found": found, "pairs": agreement_dots(found)}
 
 
-def render_html(record: RunRecord, beside: Beside = NOTHING) -> str:
+def render_html(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
     """The report as one HTML page.
 
     All data is escaped, and a content security policy forbids every load and every script but the

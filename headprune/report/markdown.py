@@ -12,8 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from headprune.core.agreement import Agreement
 from headprune.core.display import clean, escape
 from headprune.core.record import RunRecord
-from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared, comparison_view
+from headprune.report.inputs import NOTHING, ReportInputs
 from headprune.report.view import view
 
 
@@ -40,7 +40,7 @@ def _environment() -> Environment:
     return environment
 
 
-def render_markdown(record: RunRecord, beside: Beside = NOTHING) -> str:
+def render_markdown(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
     """The report as GitHub-flavoured Markdown.
 
     >>> print(

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.agreement import MEASURES, Agreement
-from headprune.core.attention_maps import AttentionMaps
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId
 from headprune.core.metrics import LOWER, RATIO, is_one_of
@@ -25,6 +24,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.core.sweeps import SweepTable
+from headprune.maps.attention_maps import AttentionMaps
 from headprune.report.formats import significant
 from headprune.report.series import Comparable, comparable, points_of_sweep, series_of
 

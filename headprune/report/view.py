@@ -11,11 +11,11 @@ import yaml
 from headprune.core.agreement import Agreement
 from headprune.core.record import Proof, RunRecord, SizeRow, SpeedRow
 from headprune.report.attention import AttentionView, attention_view
-from headprune.report.beside import NOTHING, Beside
 from headprune.report.choice import ChoiceTable, choice_table
 from headprune.report.decoding import DecodingLine, decoding_lines
 from headprune.report.formats import count, flat, signed, significant
 from headprune.report.heatmap import HeatMap, heat_map
+from headprune.report.inputs import NOTHING, ReportInputs
 from headprune.report.layers import LayerTable, layer_table
 from headprune.report.provenance import Pairs, provenance
 from headprune.report.quality import QualityGroup, quality_groups
@@ -80,7 +80,7 @@ class View:
     missing: tuple[str, ...]
 
 
-def view(record: RunRecord, beside: Beside = NOTHING) -> View:
+def view(record: RunRecord, beside: ReportInputs = NOTHING) -> View:
     """Formats a record with what lies beside it."""
     quality = quality_groups(record)
     speed = tuple(speed_line(r) for r in record.speed)
@@ -125,7 +125,7 @@ def view(record: RunRecord, beside: Beside = NOTHING) -> View:
     )
 
 
-def _heat_maps(record: RunRecord, beside: Beside) -> tuple[HeatMap, ...]:
+def _heat_maps(record: RunRecord, beside: ReportInputs) -> tuple[HeatMap, ...]:
     """One a scorer, the record's own first."""
     maps = [heat_map(record, scores, beside.pictures) for scores in (None, *beside.scores)]
     return tuple(found for found in maps if found is not None)

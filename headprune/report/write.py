@@ -10,9 +10,9 @@ from headprune.core.agreement import Agreement
 from headprune.core.files import write_atomic
 from headprune.core.record import RunRecord
 from headprune.core.sweeps import SweepTable
-from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared
 from headprune.report.html import render_comparison_html, render_html, render_sweep_html
+from headprune.report.inputs import NOTHING, ReportInputs
 from headprune.report.markdown import render_comparison_markdown, render_markdown
 from headprune.report.tradeoff import draw_tradeoff, render_tradeoff
 
@@ -23,7 +23,7 @@ SUMMARY = "summary.md"
 
 
 def write_report(
-    record: RunRecord, folder: str | Path, beside: Beside = NOTHING
+    record: RunRecord, folder: str | Path, beside: ReportInputs = NOTHING
 ) -> tuple[Path, Path]:
     """Writes ``report.html`` and ``report.md`` into ``folder`` and returns their paths.
 

@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "Recipe": "headprune.run.recipe",
-    "RecipeError": "headprune.run.validate",
-    "load_recipe": "headprune.run.validate",
-    "pick": "headprune.run.picking",
+    "Recipe": "headprune.recipes.schema",
+    "RecipeError": "headprune.recipes.validate",
+    "load_recipe": "headprune.recipes.validate",
+    "pick": "headprune.sweep.pick",
     "prepared": "headprune.run.runner",
     "prune_gradually_": "headprune.run.gradual",
     "run_recipe": "headprune.run.runner",
     "score_recipe": "headprune.run.runner",
-    "shipped_recipes": "headprune.run.reading",
-    "sweep": "headprune.run.sweeping",
+    "shipped_recipes": "headprune.recipes.reading",
+    "sweep": "headprune.sweep.sweeping",
 }
 
 __all__ = [
@@ -45,10 +45,10 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from headprune.recipes.reading import shipped_recipes
+    from headprune.recipes.schema import Recipe
+    from headprune.recipes.validate import RecipeError, load_recipe
     from headprune.run.gradual import prune_gradually_
-    from headprune.run.picking import pick
-    from headprune.run.reading import shipped_recipes
-    from headprune.run.recipe import Recipe
     from headprune.run.runner import prepared, run_recipe, score_recipe
-    from headprune.run.sweeping import sweep
-    from headprune.run.validate import RecipeError, load_recipe
+    from headprune.sweep.pick import pick
+    from headprune.sweep.sweeping import sweep

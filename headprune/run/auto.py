@@ -20,13 +20,13 @@ from headprune.core.scores import HeadScores
 from headprune.model.losses import default_loss
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind
+from headprune.recipes.judged import STAND_IN, judged_after
 from headprune.recovery._api import recover_
 from headprune.run.choosing import choose_heads
-from headprune.run.judged import STAND_IN, judged_after
 from headprune.run.recovering import seeded
 from headprune.run.subject import Subject
 from headprune.scoring._api import score
-from headprune.scoring._base import Problem, Scorer
+from headprune.scoring._base import Scorer, ScoringProblem
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
 
@@ -56,7 +56,7 @@ class AutoOfRun(Auto):
     def refit_name(self) -> str:
         return " + ".join(step.method for step in judged_after(self._run.recipe))
 
-    def refit_(self, problem: Problem, small: nn.Module, batches: list[Any]) -> None:
+    def refit_(self, problem: ScoringProblem, small: nn.Module, batches: list[Any]) -> None:
         for step in judged_after(self._run.recipe):
             method = seeded(recovery.registry, step.method, step.settings, self._run.recipe.seed)
             teacher = problem.model if method.needs_teacher else None
@@ -93,7 +93,7 @@ class AutoOfRun(Auto):
             score(subject.model, batches[:1], "random", sites=subject.sites, progress=False)
         )
         with undisturbed(subject.model) as model:
-            problem = Problem(
+            problem = ScoringProblem(
                 model, bind(model, subject.sites), batches, default_loss, progress=False
             )
             problem.judge()

@@ -14,10 +14,10 @@ from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
 from headprune.model.sites import bind
+from headprune.recipes.validate import configured
 from headprune.run.journal import LATENCY
 from headprune.run.recovering import recoverer
 from headprune.run.subject import Subject
-from headprune.run.validate import configured
 from headprune.scoring._callables import loss_of, rescorer
 from headprune.selection._api import select
 from headprune.selection._base import Selector

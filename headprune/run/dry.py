@@ -18,12 +18,12 @@ from headprune.core.heads import AttentionSite
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.sites import Sites
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import configured
 from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.journal import Journal, to_stderr
-from headprune.run.recipe import Recipe
 from headprune.run.runner import resolved
 from headprune.run.subject import EVALUATION_BATCH, Subject, prepare_subject, quiet
-from headprune.run.validate import configured
 from headprune.scoring._api import score
 from headprune.scoring._base import Scorer
 from headprune.scoring._constant import ConstantWork

@@ -11,9 +11,9 @@ from typing import Any
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import sha256_file
-from headprune.run.imported import source_files
-from headprune.run.models import model_config, resolve_path
-from headprune.run.recipe import Recipe
+from headprune.data.imported import source_files
+from headprune.data.models import model_config, resolve_path
+from headprune.recipes.schema import Recipe
 
 _PARTS = ("task", "seed", "model", "data", "train")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import nn
 
+from headprune.checkpoints.checkpoint import from_pretrained
 from headprune.core.codec import FrozenDict
 from headprune.core.record import RunRecord
-from headprune.run.guess import guess
+from headprune.data.guess import guess
+from headprune.recipes.schema import Recipe
 from headprune.run.journal import MODEL, RECORD, to_stderr
-from headprune.run.recipe import Recipe
 from headprune.run.runner import run_recipe
-from headprune.surgery.checkpoint import from_pretrained
 
 
 def prune_on_data(

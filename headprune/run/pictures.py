@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headprune.core.attention_pictures import AttentionPictures, ShownExample
 from headprune.core.errors import HeadPruneError
-from headprune.run.features import Example
+from headprune.data.features import Example
+from headprune.maps.pictures import AttentionPictures, ShownExample
 from headprune.run.subject import Subject
 from headprune.scoring._attention_maps import attention_maps
 

@@ -18,10 +18,10 @@ from headprune.core.codec import FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import remove_parts
 from headprune.core.record import RunRecord
+from headprune.recipes.judged import judged_after
+from headprune.recipes.schema import Recipe
 from headprune.run.identity import check_inside, digest, facts_of, hashes, made_of
 from headprune.run.journal import FILES, FOLDERS, RECORD, WORK, Journal
-from headprune.run.judged import judged_after
-from headprune.run.recipe import Recipe
 
 _T = TypeVar("_T")
 

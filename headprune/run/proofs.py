@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.checkpoints.checkpoint import from_pretrained
 from headprune.core.errors import VerificationFailed
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
+from headprune.data.features import Collate, Example
 from headprune.gating.context import gated
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import Sites
-from headprune.run.features import Collate, Example
-from headprune.surgery.checkpoint import from_pretrained
 from headprune.surgery.verify import compare, sample_outputs
 
 _PROMPTS = (3, 6, 10, 16)

@@ -10,11 +10,11 @@ from torch import nn
 
 from headprune import recovery
 from headprune.core.registry import Registry
+from headprune.recipes.schema import RecoverStep
+from headprune.recipes.validate import configured
 from headprune.recovery._api import recover_
 from headprune.recovery._base import Recovery, RecoveryReport
-from headprune.run.recipe import RecoverStep
 from headprune.run.subject import EVALUATION_BATCH, Subject
-from headprune.run.validate import configured
 
 
 def recover_once(

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headprune.core.agreement import Agreement
-from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.errors import InvalidValue
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.core.sweeps import SweepTable
-from headprune.report.beside import Beside
+from headprune.maps.pictures import AttentionPictures
 from headprune.report.comparison import Compared
+from headprune.report.inputs import ReportInputs
 from headprune.report.write import write_comparison, write_report, write_tradeoff
 from headprune.run.journal import ATTENTION, RECORD, TABLE, record_path
 
@@ -74,16 +74,16 @@ def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:
     return write_comparison(found, out, agreement_of(records, names))
 
 
-def beside(record: RunRecord, folder: Path) -> Beside:
+def beside(record: RunRecord, folder: Path) -> ReportInputs:
     """What lies in a folder and belongs to the record's model."""
     pictures = (
         AttentionPictures.load(folder / ATTENTION) if (folder / ATTENTION).is_file() else None
     )
     if record.scores is None:
-        return Beside(pictures)
+        return ReportInputs(pictures)
     found = [HeadScores.load(path) for path in sorted(folder.glob(_SCORES))]
     others = tuple(scores for scores in found if _alike(scores, record.scores))
-    return Beside(pictures, others, _agreement([record.scores, *others], None))
+    return ReportInputs(pictures, others, _agreement([record.scores, *others], None))
 
 
 def agreement_of(records: Sequence[RunRecord], names: Sequence[str]) -> Agreement | None:

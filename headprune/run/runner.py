@@ -17,6 +17,8 @@ from headprune.core.locking import locked
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import load_recipe, recipe_yaml
 from headprune.run import stages
 from headprune.run.choosing import choose_heads, measure_speed, measure_table, take_table
 from headprune.run.journal import (
@@ -34,9 +36,7 @@ from headprune.run.journal import (
 from headprune.run.launched import Launch
 from headprune.run.pictures import draw_attention
 from headprune.run.progress import Progress, take_folder
-from headprune.run.recipe import Recipe
 from headprune.run.subject import Subject, prepare_subject, quiet
-from headprune.run.validate import load_recipe, recipe_yaml
 
 _SCORES = (SCORES, *COMPANIONS, MAGNITUDE)
 

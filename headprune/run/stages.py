@@ -15,6 +15,7 @@ from headprune import recovery, scoring, selection
 from headprune.bench.decoding import compare_decoding
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.bench.size import sizes
+from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
@@ -22,18 +23,17 @@ from headprune.gating.context import gated
 from headprune.model.processes import Processes
 from headprune.model.running import device_of
 from headprune.model.sites import bind
+from headprune.recipes.schema import BenchSection
+from headprune.recipes.validate import configured
 from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, WORK
 from headprune.run.progress import Progress
 from headprune.run.proofs import generation_proof, reload_proof
-from headprune.run.recipe import BenchSection
 from headprune.run.recovering import recover_once, seeded
 from headprune.run.subject import Subject
-from headprune.run.validate import configured
 from headprune.scoring._api import score
-from headprune.surgery.checkpoint import from_pretrained, save_pretrained
 from headprune.surgery.prune import prune_
 
 _RANDOM_SEEDS = 1000  # draws begin here, away from the run's own seed

@@ -19,19 +19,16 @@ from headprune.bench.answers import evaluate_answers
 from headprune.bench.latency_tables import latency_table
 from headprune.bench.quality import Quality, evaluate
 from headprune.bench.translation import check_sacrebleu, evaluate_translation
+from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.files import staged, write_atomic
 from headprune.core.latency import LatencyTable
 from headprune.core.record import QualityRow
-from headprune.model.sites import Sites, find_sites
-from headprune.recovery._api import recover_
-from headprune.run.data import Data, RawData, encode_rows, load_rows
-from headprune.run.imported import check_takes, own_layouts
-from headprune.run.journal import BASE, ROWS, Journal
-from headprune.run.label_order import check_order, facts_of_labels, mapping_words
-from headprune.run.labels import number_labels
-from headprune.run.launched import Launch
-from headprune.run.models import (
+from headprune.data.datasets import Data, RawData, encode_rows, load_rows
+from headprune.data.imported import check_takes, own_layouts
+from headprune.data.label_order import check_order, facts_of_labels, mapping_words
+from headprune.data.labels import number_labels
+from headprune.data.models import (
     Loaded,
     Preparation,
     build_model,
@@ -41,14 +38,17 @@ from headprune.run.models import (
     prepare,
     resolve_device,
 )
-from headprune.run.overlap import read_notes, read_twice
+from headprune.data.overlap import read_notes, read_twice
+from headprune.model.sites import Sites, find_sites
+from headprune.recipes.schema import Recipe, SelectSection
+from headprune.recipes.validate import configured
+from headprune.recovery._api import recover_
+from headprune.run.journal import BASE, ROWS, Journal
+from headprune.run.launched import Launch
 from headprune.run.progress import Progress
-from headprune.run.recipe import Recipe, SelectSection
 from headprune.run.surroundings import git_commit, hardware, versions
-from headprune.run.validate import configured
 from headprune.selection._groups import divided
 from headprune.selection._task import check_possible
-from headprune.surgery.checkpoint import from_pretrained, save_pretrained
 
 EVALUATION_BATCH = 64
 _EXAMPLE_ROWS = 8

@@ -14,9 +14,9 @@ from headprune.core.errors import InvalidValue
 from headprune.gating.candidates import CandidateLosses
 from headprune.gating.projections import Stand
 from headprune.model.contexts import reading
-from headprune.model.processes import Crew
+from headprune.model.processes import Workers
 from headprune.model.transfers import in_fp64, in_main_memory, sent
-from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._base import Estimate, ScoringProblem
 from headprune.scoring._contexts import mean_contexts, read_contexts
 from headprune.scoring._distributions import content_seeds
 
@@ -24,7 +24,7 @@ from headprune.scoring._distributions import content_seeds
 Fill: TypeAlias = Callable[[Any], Mapping[int, Stand]]
 
 
-def unit_rows(problem: Problem) -> Tensor:
+def unit_rows(problem: ScoringProblem) -> Tensor:
     """``[units, heads]``, on the CPU: 1 where a present head belongs to the unit, site after
     site."""
     sites = [b.site for b in problem.bound]
@@ -37,7 +37,7 @@ def unit_rows(problem: Problem) -> Tensor:
 
 
 def differences(
-    problem: Problem, what: str, settings: Tensor, base: Tensor, replay: Replay, fill: Fill
+    problem: ScoringProblem, what: str, settings: Tensor, base: Tensor, replay: Replay, fill: Fill
 ) -> Tensor:
     """``[examples, settings]``: each setting's loss minus the base's, in fp64 on the CPU."""
     return problem.rows(what, _Differences(replay.of(problem), settings, base, fill))
@@ -71,10 +71,10 @@ class Replay:
     def __init__(self, max_bytes: int, replay: bool = True) -> None:
         self.max_bytes, self.replay = max_bytes, replay
         self._losses: CandidateLosses | None = None
-        self._crew = Crew()
+        self._workers = Workers()
 
-    def of(self, problem: Problem) -> CandidateLosses:
-        self._crew = problem.crew
+    def of(self, problem: ScoringProblem) -> CandidateLosses:
+        self._workers = problem.workers
         if self._losses is None:
             self._losses = CandidateLosses(
                 problem.model, problem.bound, problem.loss, self.max_bytes, self.replay, problem.see
@@ -83,11 +83,11 @@ class Replay:
 
     def told(self, estimate: Estimate) -> Estimate:
         """The estimate with notes about how it was made."""
-        notes = self._crew.united(self._losses.notes if self._losses else ())
+        notes = self._workers.united(self._losses.notes if self._losses else ())
         return replace(estimate, notes=(*estimate.notes, *notes))
 
 
-def idle(estimate: Estimate, problem: Problem) -> Estimate:
+def idle(estimate: Estimate, problem: ScoringProblem) -> Estimate:
     """The estimate with a note about sites whose heads change no loss."""
     sizes = [len(b.site.units) for b in problem.bound]
     sites = zip(problem.bound, estimate.values.split(sizes), strict=True)
@@ -109,14 +109,14 @@ def nothing(batch: Any) -> Mapping[int, Stand]:
     return {}
 
 
-def means(problem: Problem) -> Fill:
+def means(problem: ScoringProblem) -> Fill:
     """Closed gates let through the head's mean output over all tokens of the data that are no
     padding."""
     fill: dict[int, Stand] = dict(mean_contexts(problem))
     return lambda batch: fill
 
 
-def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
+def other_contexts(problem: ScoringProblem, pool: int, seed: int) -> Fill:
     """Closed gates let through what the head puts out on another example, drawn from a pool of
     ``pool``.
 
@@ -191,7 +191,7 @@ def _without_padding(kept: list[dict[int, tuple[Tensor, Tensor]]]) -> list[dict[
 
 
 @torch.no_grad()
-def _counted(problem: Problem, batch: Any) -> list[Tensor | None]:
+def _counted(problem: ScoringProblem, batch: Any) -> list[Tensor | None]:
     """By site ``[examples, tokens]``: which tokens of a batch are no padding; None where a site
     does not run."""
     found: list[Tensor | None] = [None] * len(problem.bound)

@@ -27,7 +27,7 @@ from headprune.model.running import batch_size, call, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer, added
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, added
 from headprune.scoring._contexts import by_example
 
 #: Blocks of examples for statistics of a vector a site.
@@ -246,7 +246,7 @@ class ActivationScorer(Scorer):
         hint = "Look for NaN or infinite values in the batches."
         return InvalidValue(where, "finite", "NaN or infinite", hint)
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         statistics, n_examples = _gathered(problem, self)
         parts = []
         for statistic in statistics:
@@ -350,7 +350,7 @@ def run(model: nn.Module, batch: Any, loss: Loss) -> None:
     call(model, inputs_of(model, batch))
 
 
-def _gathered(problem: Problem, scorer: ActivationScorer) -> tuple[list[Any], int]:
+def _gathered(problem: ScoringProblem, scorer: ActivationScorer) -> tuple[list[Any], int]:
     """A scorer's statistics, one a site with heads, and the number of examples; those of the call's
     other scorers are gathered in the same pass."""
     found: dict[Gathers, list[Statistic]] = problem.shared.setdefault("activations", {})
@@ -365,7 +365,9 @@ def _gathered(problem: Problem, scorer: ActivationScorer) -> tuple[list[Any], in
 
 
 @torch.no_grad()
-def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statistic]]) -> int:
+def _pass(
+    problem: ScoringProblem, bound: list[BoundSite], statistics: list[list[Statistic]]
+) -> int:
     first, size = 0, 0
 
     def take(number: int, x: Tensor, counted: Tensor | None) -> None:
@@ -400,9 +402,9 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
 
     problem.gathered("activations", own)
     for _, statistic in every:
-        if problem.crew.size > 1:
+        if problem.workers.size > 1:
             statistic.join(
-                problem.crew.exchanged(statistic.parts)
+                problem.workers.exchanged(statistic.parts)
             )  # one at a time: they may be large
         name = statistic.bound.site.name
         if not statistic.runs:

@@ -22,12 +22,12 @@ from headprune.core.version import __version__
 from headprune.model.fingerprint import fingerprint, weights_digest
 from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
-from headprune.model.processes import Crew, Processes
+from headprune.model.processes import Processes, Workers
 from headprune.model.running import device_of, nested_tensors, packing, undisturbed
 from headprune.model.sites import BoundSite, bind, not_taken, unwrap
 from headprune.scoring import registry
-from headprune.scoring._base import Estimate, Problem, Scorer
-from headprune.scoring._shelf import opened
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._resume_cache import opened
 from headprune.scoring._stopping import Stable, read_until
 
 _LOAD = "Load the model into memory, or with a device_map and without preload_module_classes."
@@ -152,18 +152,20 @@ def score(
     beyond = not_taken(model, [b.site for b in bound] if sites is None else sites)
     packs = packing(model)
     with (
-        nullcontext(Crew()) if processes is None else processes.together() as crew,
+        nullcontext(Workers()) if processes is None else processes.together() as workers,
         undisturbed(model),
     ):
-        if crew.size > 1:
+        if workers.size > 1:
             check_whole(
                 model, "one whose weights are whole in every process, where they share batches"
             )
             whole_mark = f"{mark.structure} {weights_digest(model)}"
             _check_alike(
-                crew, whole_mark, batches, [(name, s.settings) for name, s in named], until
+                workers, whole_mark, batches, [(name, s.settings) for name, s in named], until
             )
-        problem = Problem(model, bound, batches, loss or default_loss, progress, crew=crew)
+        problem = ScoringProblem(
+            model, bound, batches, loss or default_loss, progress, workers=workers
+        )
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
@@ -171,7 +173,7 @@ def score(
             problem.measure()
             problem.judge(any(s.needs_data and s.reads_loss for s in scorers))
         known = (*problem.notes, *_zeros_in_padding(problem, packs))
-        own = _own_folder(folder, crew)
+        own = _own_folder(folder, workers)
         call = _call(model, named, until, loss, mark, bound) if own else {}
         with (
             problem.explained(),
@@ -212,18 +214,18 @@ def score(
     return results[0] if isinstance(scorer, (str, Scorer)) else results
 
 
-def _own_folder(folder: str | Path | None, crew: Crew) -> Path | None:
+def _own_folder(folder: str | Path | None, workers: Workers) -> Path | None:
     """Where this process keeps what its batches give."""
     if not isinstance(folder, str | Path | None) or folder == "":
         raise InvalidValue("score(folder=)", "a folder's path", repr(folder))
     where = "" if folder is None else str(Path(folder).absolute())
-    crew.agree(
+    workers.agree(
         "score(folder=)",
         "the same in every process",
         where,
         "Give all of them a folder that they share.",
     )
-    return None if folder is None else Path(folder) / f"{crew.rank}-of-{crew.size}"
+    return None if folder is None else Path(folder) / f"{workers.rank}-of-{workers.size}"
 
 
 def _call(
@@ -269,7 +271,7 @@ def _close(model: nn.Module) -> float:
     return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
 
 
-def _check_alike(crew: Crew, mark: str, batches: Any, *asked: Any) -> None:
+def _check_alike(workers: Workers, mark: str, batches: Any, *asked: Any) -> None:
     """Refuses processes that do not all do the same, and loaders that deal out the data, which the
     processes do."""
     sampler, by_batch, rows = (
@@ -286,11 +288,13 @@ def _check_alike(crew: Crew, mark: str, batches: Any, *asked: Any) -> None:
             " accelerator.prepare()."
         )
         raise InvalidValue("batches", must, f"a {type(batches).__name__} that deals them out", hint)
-    crew.agree("score()", "called with the same scorers and until= in every process", repr(asked))
+    workers.agree(
+        "score()", "called with the same scorers and until= in every process", repr(asked)
+    )
     hint = (
         "Load the same checkpoint everywhere, and seed what is drawn when a model gets a new head."
     )
-    crew.agree("the model", "the same in every process, to the last weight", mark, hint)
+    workers.agree("the model", "the same in every process, to the last weight", mark, hint)
 
 
 def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:
@@ -309,7 +313,7 @@ def _notes(scorer: Scorer, estimate: Estimate) -> tuple[str, ...]:
     return estimate.notes
 
 
-def _zeros_in_padding(problem: Problem, packs: list[nn.Module]) -> tuple[str, ...]:
+def _zeros_in_padding(problem: ScoringProblem, packs: list[nn.Module]) -> tuple[str, ...]:
     """What there is to say of encoders that, packing padded batches, put zeros where the padding
     was."""
     if not packs:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.core.attention_maps import AttentionMaps, SiteMaps
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
+from headprune.maps.attention_maps import AttentionMaps, SiteMaps
 from headprune.model.inside import bare
 from headprune.model.losses import default_loss, is_encoder_decoder
 from headprune.model.mistakes import explained_one

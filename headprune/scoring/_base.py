@@ -24,13 +24,13 @@ from headprune.model.judging import judged
 from headprune.model.losses import Loss, check_finite, shaped_losses
 from headprune.model.mistakes import explained, refuse_caches
 from headprune.model.own_loss import is_default
-from headprune.model.processes import Crew
+from headprune.model.processes import Workers
 from headprune.model.running import DataDigest, batch_size, device_of, some_examples, to_device
 from headprune.model.sites import BoundSite
-from headprune.scoring import _shelf
+from headprune.scoring import _resume_cache
 from headprune.scoring._later import Later
+from headprune.scoring._resume_cache import Added, Kept, Shelf, Sums
 from headprune.scoring._rows import room
-from headprune.scoring._shelf import Added, Kept, Shelf, Sums
 
 #: Batches whose losses are looked at together.
 _LOOK = 4096
@@ -71,7 +71,7 @@ class Estimate:
 
 
 @dataclass
-class Problem:
+class ScoringProblem:
     """A model, its sites and the data, as a scorer sees them; what several scorers need is computed
     once.
 
@@ -82,7 +82,7 @@ class Problem:
         loss: Per-example loss.
         progress: Show a bar; None shows it on a terminal only.
         before: Batches of the user's that came before these, which are numbered after them.
-        crew: The processes that share the batches.
+        workers: The processes that share the batches.
         shelf: Where what batches give is kept, for a call that is cut off.
         notes: What the user should know about the loss and the model.
     """
@@ -96,7 +96,7 @@ class Problem:
     costs: CostTable | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
     before: int = 0
-    crew: Crew = field(default_factory=Crew)
+    workers: Workers = field(default_factory=Workers)
     shelf: Shelf = field(default_factory=Shelf)
     notes: tuple[str, ...] = ()
     examples: int = field(default=0, init=False)  # of the last whole pass
@@ -206,7 +206,7 @@ class Problem:
         """
         device, first = device_of(self.model), 0
         for number, batch in self._into(into, self._read(what)):
-            if self.crew.owns(number - self.before) and (
+            if self.workers.owns(number - self.before) and (
                 into is None or not into.holds(number, self._so_far)
             ):
                 self.given = batch
@@ -225,13 +225,15 @@ class Problem:
         if into is not None:
             into.end(self._mark, self.look)
 
-    def rows(self, what: str, of_batch: Callable[[int, Any], Tensor] | _shelf.Rows) -> Tensor:
+    def rows(
+        self, what: str, of_batch: Callable[[int, Any], Tensor] | _resume_cache.Rows
+    ) -> Tensor:
         """``[examples, ...]``, fp64 on the CPU: what ``of_batch(number, batch)`` gives, in the
         order of the data.
 
         The processes share the batches, and what was kept is not made again, so that the rows must
         be all that it does and depend on the batch alone; one that does more says what
-        (``_shelf.Rows``).
+        (``_resume_cache.Rows``).
         """
 
         kept = self.shelf.rows(of_batch)
@@ -260,7 +262,7 @@ class Problem:
             nonlocal more
             held, size = {}, 0
             for number, batch in reading:
-                if self.crew.owns(number - self.before):
+                if self.workers.owns(number - self.before):
                     self.given = batch
                     held[str(number)] = self._kept(kept, number, to_device(batch, device))
                 size += 8 * width * batch_size(batch)
@@ -291,12 +293,12 @@ class Problem:
             InvalidValue: the processes have read other data.
             ProcessFailed: one failed or is gone.
         """
-        parts = self.crew.exchanged(make)
+        parts = self.workers.exchanged(make)
         hint = (
             "Give every process all batches in one order: no sampler that deals them out, no"
             " shuffling of its own."
         )
-        self.crew.agree("batches", "the same in every process", f"{what}: {self.data}", hint)
+        self.workers.agree("batches", "the same in every process", f"{what}: {self.data}", hint)
         return parts
 
     def _read(self, what: str) -> Iterator[tuple[int, Any]]:
@@ -425,7 +427,7 @@ class Scorer(ABC):
         return True
 
     @abstractmethod
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         """Importance of every unit of the problem's sites."""
 
 

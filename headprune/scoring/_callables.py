@@ -23,7 +23,7 @@ from headprune.model.running import undisturbed
 from headprune.model.sites import Sites, bind, sites_of, unwrap
 from headprune.scoring._ablation import Replay
 from headprune.scoring._api import score
-from headprune.scoring._base import Problem, Scorer
+from headprune.scoring._base import Scorer, ScoringProblem
 from headprune.scoring._masks import mask_rows
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def loss_of(
     """
     model = unwrap(model)
     bound = bind(model, sites)
-    problem = Problem(model, bound, batches, loss or default_loss, progress)
+    problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     problem.keep()
     problem.judge()
     replay, whole = Replay(max_bytes), _Whole()
@@ -118,7 +118,7 @@ class _Whole:
         return self._losses
 
 
-def _losses(problem: Problem, model: nn.Module) -> Tensor:
+def _losses(problem: ScoringProblem, model: nn.Module) -> Tensor:
     """``[examples]``, fp64 on the CPU: the losses of a model, on the problem's data."""
     with undisturbed(model), torch.no_grad():
         found = []

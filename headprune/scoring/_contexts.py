@@ -15,10 +15,10 @@ from headprune.model.contexts import Take, reading, watched, wide
 from headprune.model.running import device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory
-from headprune.scoring._base import Problem
+from headprune.scoring._base import ScoringProblem
 
 
-def read_contexts(problem: Problem, batches: Iterable[tuple[int, Any]], take: Take) -> None:
+def read_contexts(problem: ScoringProblem, batches: Iterable[tuple[int, Any]], take: Take) -> None:
     """Runs the loss on numbered batches, handing the contexts of every site to ``take``; see
     ``reading``."""
     with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
@@ -27,7 +27,7 @@ def read_contexts(problem: Problem, batches: Iterable[tuple[int, Any]], take: Ta
             problem.losses(number, batch)
 
 
-def mean_contexts(problem: Problem) -> dict[int, Tensor]:
+def mean_contexts(problem: ScoringProblem) -> dict[int, Tensor]:
     """``[heads * width]`` in fp64, the mean context of every site over all tokens that are no
     padding.
 
@@ -93,7 +93,7 @@ class _Totals:
 
 @contextmanager
 def leaves(
-    problem: Problem, see: Callable[[int, Tensor], None] | None = None
+    problem: ScoringProblem, see: Callable[[int, Tensor], None] | None = None
 ) -> Iterator[list[list[Tensor]]]:
     """For as long as the block lasts, every site keeps what it reads whenever it runs, and that
     asks for a gradient.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.model.transfers import sent
-from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._base import Estimate, ScoringProblem
 from headprune.scoring._flat import rounding, types_of
 
 #: ``weights [examples] -> [[examples, ...]]``: slopes of the weighted sum of the losses, of each
@@ -44,7 +44,7 @@ _POWER, _POWER_FP16 = 63, 3
 
 
 def coupled(
-    problem: Problem,
+    problem: ScoringProblem,
     of: Tensor,
     slopes: Slopes,
     together: list[Tensor] | None = None,
@@ -96,7 +96,7 @@ def coupled(
     return found
 
 
-def asks(problem: Problem, n_examples: int, device: torch.device, key: str = LOSSES) -> bool:
+def asks(problem: ScoringProblem, n_examples: int, device: torch.device, key: str = LOSSES) -> bool:
     """Whether ``coupled`` will ask for slopes of other sums in the batch that runs, which then
     needs its graph."""
     known = problem.shared.get(key)
@@ -105,7 +105,7 @@ def asks(problem: Problem, n_examples: int, device: torch.device, key: str = LOS
     return known is None or (device.type == "cpu" and _place(problem, key) in _LOOKS)
 
 
-def _place(problem: Problem, key: str) -> int:
+def _place(problem: ScoringProblem, key: str) -> int:
     """The number of the batch that runs, from 1, among those that were asked for."""
     count, last = problem.shared[BATCHES[key]]
     if problem.given is not last:
@@ -122,7 +122,7 @@ def alone(of: Tensor, slopes: Slopes) -> list[Tensor]:
     return [torch.stack(of_site) for of_site in zip(*rows, strict=True)]
 
 
-def refuse_coupled(problem: Problem, scorer: str, key: str = LOSSES) -> None:
+def refuse_coupled(problem: ScoringProblem, scorer: str, key: str = LOSSES) -> None:
     """Refuses numbers that were found to be coupled, for a scorer that has no use for them.
 
     Raises:
@@ -138,10 +138,10 @@ def refuse_coupled(problem: Problem, scorer: str, key: str = LOSSES) -> None:
     )
 
 
-def noted(problem: Problem, estimate: Estimate) -> Estimate:
+def noted(problem: ScoringProblem, estimate: Estimate) -> Estimate:
     """The estimate with a note where losses were found to be coupled, in any of the processes; all
     of them must ask."""
-    notes = problem.crew.united((NOTE,) if problem.shared.get(LOSSES) else ())
+    notes = problem.workers.united((NOTE,) if problem.shared.get(LOSSES) else ())
     return replace(estimate, notes=(*estimate.notes, *notes))
 
 
@@ -150,7 +150,7 @@ def _each(of: Tensor) -> list[Tensor]:
     return list(torch.eye(len(of), dtype=of.dtype, device=of.device))
 
 
-def _weights(problem: Problem, of: Tensor) -> list[Tensor]:
+def _weights(problem: ScoringProblem, of: Tensor) -> list[Tensor]:
     """``[examples]`` once or more, so that any two examples have unlike weights in one of them."""
     power = _POWER_FP16 if torch.float16 in {of.dtype, *types_of(problem)} else _POWER
     powers = sorted(range(-power, power + 1), key=abs)

@@ -14,7 +14,7 @@ from headprune.model.recompute import recomputed
 from headprune.model.running import device_of, to_device
 from headprune.model.sites import sites_of
 from headprune.model.transfers import in_fp64, in_main_memory, sent
-from headprune.scoring._base import Problem
+from headprune.scoring._base import ScoringProblem
 
 #: Slopes above this many roundings are not looked at again: no flat loss was seen to come near.
 _SMALL = 1e4
@@ -33,7 +33,7 @@ _HINT = (
 )
 
 
-def refuse_flat(problem: Problem, largest: Tensor) -> None:
+def refuse_flat(problem: ScoringProblem, largest: Tensor) -> None:
     """Refuses slopes of the loss that are zero but for rounding; call after a whole pass.
 
     No size tells them: a loss of 1e-6, of a model that fits its data, has slopes as small as the
@@ -68,12 +68,12 @@ def refuse_flat(problem: Problem, largest: Tensor) -> None:
     )
 
 
-def rounding(problem: Problem) -> float:
+def rounding(problem: ScoringProblem) -> float:
     """The relative rounding of the narrowest type that the model computes in."""
     return max(torch.finfo(dtype).eps for dtype in types_of(problem))
 
 
-def types_of(problem: Problem) -> set[torch.dtype]:
+def types_of(problem: ScoringProblem) -> set[torch.dtype]:
     """The types that the model computes in."""
     types = {p.dtype for p in problem.model.parameters() if p.is_floating_point()} or {
         torch.float32
@@ -86,7 +86,7 @@ def types_of(problem: Problem) -> set[torch.dtype]:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _slopes(problem: Problem, move: float) -> Tensor:
+def _slopes(problem: ScoringProblem, move: float) -> Tensor:
     """``[examples, units]`` of the first batch in fp64, on its device, with every gate moved up or
     down from 1."""
     from headprune.scoring._gradients import (

@@ -26,7 +26,7 @@ from headprune.model.running import batch_size, device_of, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of, unwrap
 from headprune.model.transfers import sent
 from headprune.scoring._averages import in_blocks
-from headprune.scoring._base import Problem, Scorer
+from headprune.scoring._base import Scorer, ScoringProblem
 from headprune.scoring._coupling import LOSSES, Slopes, alone, asks, coupled, refuse_coupled
 from headprune.scoring._flat import refuse_flat
 from headprune.scoring._rows import Held, Rows, collected
@@ -54,13 +54,13 @@ def gate_gradients(
     """
     model = unwrap(model)
     bound = bind(model, sites)
-    problem = Problem(model, bound, batches, loss, progress=False)
+    problem = ScoringProblem(model, bound, batches, loss, progress=False)
     with undisturbed(model), problem.explained():
         problem.judge()
         return unit_gradients(problem)
 
 
-def unit_gradients(problem: Problem) -> Tensor:
+def unit_gradients(problem: ScoringProblem) -> Tensor:
     """G of a problem, computed once and then shared by all scorers; fp64 on the CPU."""
     if "gradients" not in problem.shared:
         problem.shared["gradients"] = torch.cat(list(_pieces(problem)))
@@ -68,12 +68,12 @@ def unit_gradients(problem: Problem) -> Tensor:
     return found
 
 
-def n_units(problem: Problem) -> int:
+def n_units(problem: ScoringProblem) -> int:
     """Units of all sites."""
     return sum(len(b.site.units) for b in problem.bound)
 
 
-def _pieces(problem: Problem) -> Iterator[Tensor]:
+def _pieces(problem: ScoringProblem) -> Iterator[Tensor]:
     return _not_flat(
         problem, problem.pieces("gate gradients", LossGradients(problem), n_units(problem))
     )
@@ -84,7 +84,7 @@ class LossGradients:
     """The rows of G that a batch gives; whether the loss couples examples is found out on the first
     one."""
 
-    problem: Problem
+    problem: ScoringProblem
 
     def __call__(self, number: int, batch: Any) -> Tensor:
         return loss_gradients(self.problem, number, batch)
@@ -97,7 +97,7 @@ class LossGradients:
             self.problem.shared[LOSSES] = True
 
 
-def _not_flat(problem: Problem, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+def _not_flat(problem: ScoringProblem, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
     """The pieces of a pass; where it ends, slopes that are nothing but rounding are refused."""
     largest = torch.zeros((), dtype=torch.float64)
     for piece in pieces:
@@ -141,7 +141,7 @@ class Gathered:
     products: Callable[[], Tensor]
 
 
-def gathered(problem: Problem, scorer: GradientScorer) -> Gathered:
+def gathered(problem: ScoringProblem, scorer: GradientScorer) -> Gathered:
     """What a scorer makes of G; that of the call's other scorers is gathered in the same pass.
 
     Where there is no room for G it is never whole, and each scorer takes what it needs as batches
@@ -167,7 +167,7 @@ def gathered(problem: Problem, scorer: GradientScorer) -> Gathered:
     )
 
 
-def _read(problem: Problem, streams: list[_Stream]) -> bool:
+def _read(problem: ScoringProblem, streams: list[_Stream]) -> bool:
     """Reads all gradients; whether there was room for G, and if not, they went into the streams."""
 
     def feed(gradients: Tensor) -> None:
@@ -223,7 +223,7 @@ class _Stream:
 @torch.inference_mode(False)
 # Whatever the caller has set: a gate made or reshaped without it is no part of the graph.
 @torch.enable_grad()
-def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -> Tensor:
+def loss_gradients(problem: ScoringProblem, number: int, batch: Any, at: float = 1.0) -> Tensor:
     """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``, where the
     gates are."""
     gates = open_gates(problem, gate_shapes(problem, batch), at)
@@ -234,7 +234,7 @@ def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -
     return by_unit(problem, gradients)
 
 
-def token_gradients(problem: Problem) -> Tensor | Rows:
+def token_gradients(problem: ScoringProblem) -> Tensor | Rows:
     """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of
     each example.
 
@@ -266,7 +266,7 @@ def token_gradients(problem: Problem) -> Tensor | Rows:
     )
 
 
-def refuse_coupled_losses(problem: Problem, number: int, batch: Any, scorer: str) -> None:
+def refuse_coupled_losses(problem: ScoringProblem, number: int, batch: Any, scorer: str) -> None:
     """Refuses a loss that couples examples, for a scorer that has no use for one; found out on the
     first batch.
 
@@ -282,7 +282,7 @@ def refuse_coupled_losses(problem: Problem, number: int, batch: Any, scorer: str
 
 
 def _summed(
-    problem: Problem, number: int, batch: Any, gates: Mapping[str, Tensor]
+    problem: ScoringProblem, number: int, batch: Any, gates: Mapping[str, Tensor]
 ) -> tuple[Tensor, list[Tensor], Slopes]:
     """A batch's losses, the gradients of their sum with respect to gates, one a site, and those of
     weighted sums."""
@@ -303,13 +303,13 @@ def slopes_of(numbers: Tensor, inputs: Sequence[Tensor]) -> Slopes:
     return slopes
 
 
-def gate_shapes(problem: Problem, batch: Any) -> list[tuple[int, ...]]:
+def gate_shapes(problem: ScoringProblem, batch: Any) -> list[tuple[int, ...]]:
     """The shape of gates with one row an example, for every site."""
     return [(batch_size(batch), len(b.site.heads)) for b in problem.bound]
 
 
 def open_gates(
-    problem: Problem, shapes: Sequence[tuple[int, ...]], at: float = 1.0
+    problem: ScoringProblem, shapes: Sequence[tuple[int, ...]], at: float = 1.0
 ) -> dict[str, Tensor]:
     """Gates that ask for their gradient, by site; the graph begins at the first of them, because
     weights are frozen."""
@@ -324,7 +324,7 @@ def open_gates(
 
 
 def gate_slopes(
-    problem: Problem,
+    problem: ScoringProblem,
     total: Tensor,
     gates: Mapping[str, Tensor],
     what: str = "the loss",
@@ -337,7 +337,7 @@ def gate_slopes(
 
 
 def gradients_of(
-    problem: Problem,
+    problem: ScoringProblem,
     total: Tensor,
     inputs: Sequence[Sequence[Tensor]],
     what: str = "the loss",
@@ -375,14 +375,14 @@ def gradients_of(
     return gradients
 
 
-def by_unit(problem: Problem, gradients: Sequence[Tensor]) -> Tensor:
+def by_unit(problem: ScoringProblem, gradients: Sequence[Tensor]) -> Tensor:
     """``[..., units]`` of all sites, side by side, from one tensor ``[..., heads]`` a site."""
     return torch.cat(
         [_units(problem, b, g) for b, g in zip(problem.bound, gradients, strict=True)], -1
     )
 
 
-def _units(problem: Problem, bound: BoundSite, gradient: Tensor) -> Tensor:
+def _units(problem: ScoringProblem, bound: BoundSite, gradient: Tensor) -> Tensor:
     """Sums the members of each unit: heads that share a key/value head move together, so their
     gradients add."""
     units = bound.site.units
@@ -398,7 +398,7 @@ def _units(problem: Problem, bound: BoundSite, gradient: Tensor) -> Tensor:
     return found
 
 
-def _lengths(problem: Problem, batch: Any, size: int) -> dict[str, int]:
+def _lengths(problem: ScoringProblem, batch: Any, size: int) -> dict[str, int]:
     """Query tokens an example at every site; windows of an image are tokens one after another."""
     lengths: dict[str, int] = {}
 

@@ -19,7 +19,7 @@ from headprune.model.recompute import recomputed
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import sites_of
 from headprune.model.transfers import in_main_memory, sent
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._gradients import by_unit, gate_slopes
 from headprune.scoring.magnitude import Magnitude
 
@@ -61,7 +61,7 @@ class LearnedScorer(Scorer):
 
     @torch.inference_mode(False)
     @torch.enable_grad()  # whatever the caller has set
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         problem.keep()
         training = _Training(self, problem)
         while training.step < self.steps or training.into.behind:
@@ -80,7 +80,7 @@ class _Training:
     head wherever it stands (among heads of exactly equal size, by place).
     """
 
-    def __init__(self, settings: LearnedScorer, problem: Problem) -> None:
+    def __init__(self, settings: LearnedScorer, problem: ScoringProblem) -> None:
         self.settings, self.problem, self.distribution = settings, problem, settings.distribution()
         self.counts = [len(b.site.units) for b in problem.bound]
         self.sizes = torch.tensor(

@@ -26,7 +26,7 @@ from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_fp64, in_main_memory
 from headprune.scoring._activations import run
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
 #: For every site by number, the maps of its runs in the last forward pass.
 Maps: TypeAlias = dict[int, list[Tensor]]
@@ -103,7 +103,7 @@ class Places:
     too, and the answers are read where the problem looks at its losses.
     """
 
-    def __init__(self, problem: Problem | None = None) -> None:
+    def __init__(self, problem: ScoringProblem | None = None) -> None:
         self.problem = problem
         self.known: dict[str, int] = {}  # by site
 
@@ -321,12 +321,12 @@ class MapScorer(Scorer):
         """``[..., keys]`` in fp64, 0 where a key does not count, to ``[...]``."""
 
     def kept(
-        self, problem: Problem, b: BoundSite, given: Told, shape: tuple[int, int, int]
+        self, problem: ScoringProblem, b: BoundSite, given: Told, shape: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
         """Which queries and keys count."""
         return visible(problem.model, b, given, shape)
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         bound = [b for b in problem.bound if b.site.heads]
         device = device_of(problem.model)
 
@@ -347,7 +347,12 @@ class MapScorer(Scorer):
         return mean_over_examples(rows)
 
     def _site(
-        self, problem: Problem, b: BoundSite, runs: list[Tensor], given: list[Told], size: int
+        self,
+        problem: ScoringProblem,
+        b: BoundSite,
+        runs: list[Tensor],
+        given: list[Told],
+        size: int,
     ) -> Tensor:
         """``[examples, units]``, means over the queries of all runs."""
         total, count = [], []

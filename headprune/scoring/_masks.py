@@ -16,7 +16,7 @@ from headprune.model.running import undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.model.transfers import in_main_memory
 from headprune.scoring._ablation import Replay, differences, nothing
-from headprune.scoring._base import Problem
+from headprune.scoring._base import ScoringProblem
 
 
 def mask_losses(
@@ -61,7 +61,7 @@ def mask_losses(
     model = unwrap(model)
     bound = bind(model, sites)
 
-    problem = Problem(model, bound, batches, loss or default_loss, progress)
+    problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     with undisturbed(model), problem.explained():
         problem.judge()
         settings = mask_rows(model, masks, bound)

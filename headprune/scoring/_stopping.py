@@ -14,7 +14,7 @@ from headprune.core.errors import InvalidValue
 from headprune.model.batches import EMPTY
 from headprune.model.running import DataDigest, batch_size, tensors
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._coupling import BATCHES, LOSSES, OUTPUTS
 from headprune.scoring._rows import Collected, Moments, room
 
@@ -172,7 +172,7 @@ def _critical(error: float, n_pairs: int, n: int) -> float:
 
 
 def read_until(
-    problem: Problem, scorers: list[tuple[str, Scorer]], until: Stable
+    problem: ScoringProblem, scorers: list[tuple[str, Scorer]], until: Stable
 ) -> list[Estimate]:
     """Estimates from as many batches as it takes; ``problem.data`` becomes the digest of those.
 
@@ -213,7 +213,7 @@ def read_until(
 
 
 def _parts(
-    problem: Problem, until: Stable, digest: DataDigest, most: int
+    problem: ScoringProblem, until: Stable, digest: DataDigest, most: int
 ) -> Iterator[tuple[list[Any], bool]]:
     """The batches piece by piece, and whether the data are looked at after them.
 
@@ -261,7 +261,7 @@ def _parts(
         raise InvalidValue(*EMPTY)
 
 
-def _part(problem: Problem, batches: list[Any], before: int) -> Problem:
+def _part(problem: ScoringProblem, batches: list[Any], before: int) -> ScoringProblem:
     """The problem for some of the batches; no numbers of others are carried over."""
     kept = {k: v for k, v in problem.shared.items() if k in _CARRIED}
     return replace(problem, batches=batches, shared=kept, before=before)
@@ -317,7 +317,7 @@ def _checked(name: str, estimate: Estimate) -> Estimate:
 
 
 def _check_additive(
-    first: Problem, scorers: list[tuple[str, Scorer]], found: list[Estimate]
+    first: ScoringProblem, scorers: list[tuple[str, Scorer]], found: list[Estimate]
 ) -> None:
     """Refuses scorers whose numbers for an example depend on the other examples, for example by a
     common norm.

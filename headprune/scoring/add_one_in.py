@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from headprune.scoring._ablation import Replay, byte_count, differences, nothing, unit_rows
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AddOneIn(Scorer):
     def __post_init__(self) -> None:
         byte_count("AddOneIn.max_bytes", self.max_bytes)
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         rows, replay = unit_rows(problem), Replay(self.max_bytes, self.replay)
         samples = -differences(
             problem, "add one in", rows, rows.new_zeros(rows.shape[1]), replay, nothing

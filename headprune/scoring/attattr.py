@@ -17,7 +17,7 @@ from headprune.model.precision import product_eps
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
 from headprune.scoring._activations import run
-from headprune.scoring._base import Estimate, Problem, Scorer, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
 from headprune.scoring._gradients import refuse_coupled_losses
 from headprune.scoring._maps import (
     Places,
@@ -70,7 +70,7 @@ class Attattr(Scorer):
             raise InvalidValue("Attattr.steps", "a count >= 1", self.steps)
         one_of("Attattr.of", self.of, ("probability", "loss"))
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         bound = [b for b in problem.bound if b.site.heads]
         device, places = device_of(problem.model), Places(problem)
 
@@ -94,7 +94,7 @@ class Attattr(Scorer):
         return mean_over_examples(rows)
 
     def _site(
-        self, problem: Problem, b: BoundSite, number: int, batch: Any, places: Places
+        self, problem: ScoringProblem, b: BoundSite, number: int, batch: Any, places: Places
     ) -> Tensor:
         """``[examples, units]``."""
         size = batch_size(batch)
@@ -126,7 +126,13 @@ class Attattr(Scorer):
     @torch.inference_mode(False)
     @torch.enable_grad()  # whatever the caller has set
     def _step(
-        self, problem: Problem, b: BoundSite, number: int, batch: Any, scale: float, places: Places
+        self,
+        problem: ScoringProblem,
+        b: BoundSite,
+        number: int,
+        batch: Any,
+        scale: float,
+        places: Places,
     ) -> tuple[list[Tensor], list[Tensor], list[Told]]:
         """The maps of a site's runs, the gradients of F with respect to the maps times ``scale``,
         in fp64, and what tells the padding of each run.

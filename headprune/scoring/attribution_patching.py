@@ -14,7 +14,7 @@ from headprune.core.errors import InvalidValue
 from headprune.model.contexts import reading, rows_of
 from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, one_of
+from headprune.scoring._base import Estimate, ScoringProblem, one_of
 from headprune.scoring._contexts import leaves, mean_contexts
 from headprune.scoring._coupling import alone, asks, coupled, noted
 from headprune.scoring._flat import refuse_flat
@@ -74,7 +74,7 @@ class AttributionPatching(GradientScorer):
         named = getattr(self.corrupt, "__qualname__", type(self.corrupt).__qualname__)
         return FrozenDict({"base": self.base, "corrupt": f"{self.corrupt.__module__}.{named}"})
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         if self.base == "zero":
             return noted(problem, averaged(gathered(problem, self).rows))
         means = mean_contexts(problem) if self.base == "mean" else {}
@@ -98,7 +98,7 @@ class AttributionPatching(GradientScorer):
     def of_gradients(self, gradients: Tensor) -> Tensor:
         return -gradients
 
-    def _corrupted(self, problem: Problem, batch: Any) -> Contexts:
+    def _corrupted(self, problem: ScoringProblem, batch: Any) -> Contexts:
         assert self.corrupt is not None
         found: Contexts = {}
         corrupted = self.corrupt(batch)
@@ -114,7 +114,7 @@ class AttributionPatching(GradientScorer):
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tensor:
+def _effects(problem: ScoringProblem, number: int, batch: Any, bases: Contexts) -> Tensor:
     """``[examples, units]``: ``sum_t <base - ctx, dl/dctx>``, summed over the runs of a site and
     its unit's heads."""
     with leaves(problem) as contexts:

@@ -14,7 +14,7 @@ from headprune.model.losses import is_encoder_decoder
 from headprune.model.padding import Told
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
-from headprune.scoring._base import Problem
+from headprune.scoring._base import ScoringProblem
 from headprune.scoring._maps import MapScorer, visible
 
 
@@ -48,7 +48,7 @@ class Confidence(MapScorer):
         return probabilities.amax(-1)
 
     def kept(
-        self, problem: Problem, b: BoundSite, given: Told, shape: tuple[int, int, int]
+        self, problem: ScoringProblem, b: BoundSite, given: Told, shape: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
         queries, keys = visible(problem.model, b, given, shape)
         batch = given.batch

@@ -14,7 +14,7 @@ from headprune.core.heads import AttentionSite
 from headprune.model.losses import Loss, default_loss
 from headprune.model.sites import bind, unwrap
 from headprune.scoring._averages import averaged, in_blocks, with_curvature
-from headprune.scoring._base import Estimate, Problem, one_of
+from headprune.scoring._base import Estimate, ScoringProblem, one_of
 from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gate_gradients, gathered
 
@@ -49,7 +49,7 @@ class Fisher(GradientScorer):
     def __post_init__(self) -> None:
         _check_block("Fisher.block", self.block)
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         row = "example" if self.block == 1 else "block of examples"
         of_data = gathered(problem, self)
         found = noted(problem, averaged(of_data.rows, of_data.n_examples, row=row))

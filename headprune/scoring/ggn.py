@@ -27,7 +27,7 @@ from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
 from headprune.model.transfers import in_fp64, sent
 from headprune.scoring._averages import averaged, with_curvature
-from headprune.scoring._base import Estimate, Problem, Scorer, added, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, added, one_of
 from headprune.scoring._coupling import OUTPUTS, coupled, refuse_coupled
 from headprune.scoring._distributions import (
     Distributions,
@@ -93,7 +93,7 @@ class Ggn(Scorer):
         if self.draws is not None and self.draws < 1:
             raise InvalidValue("Ggn.draws", "at least 1, or None", self.draws)
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         n = n_units(problem)
         kept, drawn = not Curvature.too_large(n), False
         total = (
@@ -123,7 +123,7 @@ class Ggn(Scorer):
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    def rows(self, problem: Problem, number: int, batch: Any) -> tuple[Tensor, bool]:
+    def rows(self, problem: ScoringProblem, number: int, batch: Any) -> tuple[Tensor, bool]:
         """``[examples, rows, units]`` whose outer products sum to each example's matrix; whether
         labels were drawn."""
         gates = open_gates(problem, gate_shapes(problem, batch))
@@ -211,7 +211,7 @@ def ggn_matrix(
     scorer, n_examples = Ggn(draws, seed), 0
     n_units = sum(len(b.site.units) for b in bound)
     total = torch.zeros(n_units, n_units, dtype=torch.float64)
-    problem = Problem(model, bound, batches, default_loss, progress=False)
+    problem = ScoringProblem(model, bound, batches, default_loss, progress=False)
     with undisturbed(model), problem.explained():
         problem.judge()
         for number, batch in problem.passes("ggn"):

@@ -16,7 +16,7 @@ from headprune.gating.context import gated
 from headprune.model.sites import sites_of
 from headprune.model.transfers import in_fp64
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import gate_shapes, loss_gradients, n_units, open_gates
 from headprune.scoring._rows import collected
@@ -56,7 +56,7 @@ class IntegratedGradients(Scorer):
         if self.points < 1:
             raise InvalidValue("IntegratedGradients.points", "at least 1", self.points)
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         nodes, weights = np.polynomial.legendre.leggauss(self.points)  # on [-1, 1]
         places = [((1 + float(x)) / 2, float(w) / 2) for x, w in zip(nodes, weights, strict=True)]
         whole = 0.0
@@ -84,7 +84,7 @@ class IntegratedGradients(Scorer):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _saved(problem: Problem, number: int, batch: Any) -> Tensor:
+def _saved(problem: ScoringProblem, number: int, batch: Any) -> Tensor:
     """``[examples]``: the loss without any head minus the loss."""
     losses = []
     for at in (0.0, 1.0):

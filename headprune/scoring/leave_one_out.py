@@ -18,7 +18,7 @@ from headprune.scoring._ablation import (
     unit_rows,
 )
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LeaveOneOut(Scorer):
     def by_example(self) -> bool:
         return self.replacement == "zero"  # what others put out stands in otherwise
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         rows, replay = unit_rows(problem), Replay(self.max_bytes, self.replay)
         base = rows.new_ones(rows.shape[1])
         samples = differences(
@@ -77,7 +77,7 @@ class LeaveOneOut(Scorer):
         seed = self.seed if self.replacement == "resample" else None
         return idle(replay.told(averaged(samples, seed=seed)), problem)
 
-    def _fill(self, problem: Problem) -> Fill:
+    def _fill(self, problem: ScoringProblem) -> Fill:
         if self.replacement == "zero":
             return nothing
         problem.keep()

@@ -15,7 +15,7 @@ from headprune.core.slabs import rows_of, used_groups
 from headprune.model.offloaded import fetched
 from headprune.model.sites import BoundSite, lookup
 from headprune.model.transfers import in_main_memory, sent
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Magnitude(Scorer):
 
     needs_data: ClassVar[bool] = False
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         sizes = []
         for b in problem.bound:
             with fetched(b.module):

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Random(Scorer):
     seed: int = 0
     needs_data: ClassVar[bool] = False
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         generator = torch.Generator().manual_seed(self.seed)
         n_units = sum(len(b.site.units) for b in problem.bound)
         return Estimate(

@@ -11,7 +11,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.scoring._ablation import Replay, byte_count, differences, nothing, unit_rows
 from headprune.scoring._averages import averaged, mean_and_error
-from headprune.scoring._base import Estimate, Problem, Scorer, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Shapley(Scorer):
             )
         byte_count("Shapley.max_bytes", self.max_bytes)
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         problem.keep()
         rows, replay = unit_rows(problem), Replay(self.max_bytes)
         every, none = rows.new_ones(rows.shape[1]), rows.new_zeros(rows.shape[1])
@@ -98,7 +98,7 @@ class Shapley(Scorer):
         )
 
     def _shares(
-        self, problem: Problem, rows: Tensor, order: Tensor, whole: Tensor, replay: Replay
+        self, problem: ScoringProblem, rows: Tensor, order: Tensor, whole: Tensor, replay: Replay
     ) -> Tensor:
         """``[examples, units]``: what each unit adds when units are opened in this order.
 

@@ -18,7 +18,7 @@ from headprune.model.running import batch_size
 from headprune.model.transfers import in_main_memory
 from headprune.scoring._activations import pseudo_values, runs_of
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._base import Estimate, ScoringProblem
 from headprune.scoring._constant import ConstantWork
 from headprune.scoring._contexts import by_example, leaves
 from headprune.scoring._coupling import LOSSES, OUTPUTS, Slopes, coupled, noted, refuse_coupled
@@ -123,7 +123,7 @@ class Surgeon(ConstantWork):
     def only_passes(self) -> _OnlyPasses:
         return _OnlyPasses(self.curvature, self.ridge, self.draws, self.blocks, self.seed)
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         own = self.curvature or ("output" if is_default(problem.loss) else "loss")
         factors = {
             site: Factors(b, self.blocks) for site, b in enumerate(problem.bound) if b.site.heads
@@ -143,8 +143,8 @@ class Surgeon(ConstantWork):
         seen.join(problem.gathered("slopes of contexts", of_share))
         problem.shared |= {LOSSES: True} if seen.coupled else {}
         for f in factors.values():
-            if problem.crew.size > 1:
-                f.join(problem.crew.exchanged(f.parts))  # one at a time: they may be large
+            if problem.workers.size > 1:
+                f.join(problem.workers.exchanged(f.parts))  # one at a time: they may be large
         _check(list(factors.values()))
         first = problem.examples
         examples = torch.tensor(
@@ -167,7 +167,7 @@ class Surgeon(ConstantWork):
     @torch.enable_grad()
     def _slopes(
         self,
-        problem: Problem,
+        problem: ScoringProblem,
         number: int,
         batch: Any,
         own: str,
@@ -224,7 +224,7 @@ class Surgeon(ConstantWork):
         return drawn
 
     def _by_example(
-        self, problem: Problem, batch: Any, numbers: Tensor, contexts: list[list[Tensor]]
+        self, problem: ScoringProblem, batch: Any, numbers: Tensor, contexts: list[list[Tensor]]
     ) -> Slopes:
         """Slopes of numbers ``[examples]`` in all that the sites have read."""
         runs = [(b, x) for b, xs in zip(problem.bound, contexts, strict=True) for x in xs]

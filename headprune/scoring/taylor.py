@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, one_of
+from headprune.scoring._base import Estimate, ScoringProblem, one_of
 from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gathered, token_gradients
 
@@ -54,7 +54,7 @@ class Taylor(GradientScorer):
                 "Taylor.block", "a count of examples, with reduce='batch' only", self.block
             )
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         if self.reads_gradients:
             found = gathered(problem, self)
             rows, n_examples = found.rows, found.n_examples

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._base import Estimate, ScoringProblem
 from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gathered
 
@@ -31,7 +31,7 @@ class Taylor2(GradientScorer):
     The standard error is that of the mean over examples.
     """
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         return noted(problem, averaged(gathered(problem, self).rows))
 
     def of_gradients(self, gradients: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.scores import HeadScores
 from headprune.selection._base import Position, Problem, Selector
 from headprune.selection._budget import best_first, minimum
-from headprune.selection._descent import Descent
+from headprune.selection._quadratic_search import QuadraticSearch
 from headprune.selection.global_topk import GlobalTopk
 
 
@@ -57,15 +57,15 @@ class Quadratic(Selector):
             raise InvalidValue("Quadratic.search", "'full' or 'kwon'", repr(self.search))
 
     def keep(self, problem: Problem) -> frozenset[Position]:
-        descent = Descent(problem, _matrix(problem.scores))
+        search = QuadraticSearch(problem, _matrix(problem.scores))
         greedy = GlobalTopk(min_heads=self.min_heads, multiple_of=self.multiple_of)
-        first = descent.gone(greedy.keep(problem))
+        first = search.gone(greedy.keep(problem))
         if self.search == "kwon":
-            return descent.kept(descent.rearranged(first))
-        fewest = descent.gone(minimum(problem, best_first(problem.scores)))
-        starts = [first, descent.rearranged(first), fewest, descent.worn_down()]
-        starts += [descent.allotted(first, share) for share in (0.0, 0.5)]
-        return descent.kept(descent.filled(descent.lowest(starts)))
+            return search.kept(search.rearranged(first))
+        fewest = search.gone(minimum(problem, best_first(problem.scores)))
+        starts = [first, search.rearranged(first), fewest, search.backward_elimination()]
+        starts += [search.allotted(first, share) for share in (0.0, 0.5)]
+        return search.kept(search.filled(search.lowest(starts)))
 
 
 def _matrix(scores: HeadScores) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

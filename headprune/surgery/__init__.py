@@ -1,1 +1,1 @@
-"""Physical removal of heads, its proof, and checkpoints of what is left."""
+"""Physical removal of heads and its proof."""

@@ -224,7 +224,7 @@ class OddAttention(torch.nn.Module):
 
 
 def test_inspect_says_why_a_module_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headprune.run import models
+    from headprune.data import models
 
     model = torch.nn.Sequential(hp.MultiHeadAttention(8, 2), OddAttention())
     monkeypatch.setattr(models, "open_model", lambda path: model)

@@ -24,7 +24,7 @@ class OddAttention(nn.Module):
 
 
 def call(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *arguments: str) -> Any:
-    from headprune.run import models
+    from headprune.data import models
 
     monkeypatch.setattr(models, "open_model", lambda path: model)
     return CliRunner().invoke(app, ["inspect", "here", *arguments])

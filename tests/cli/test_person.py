@@ -20,17 +20,17 @@ import headprune as hp
 import headprune.cli.prune
 from headprune.cli.main import COMMANDS, app
 from headprune.core.codec import EMPTY
-from headprune.core.difference import PlanDifference, RecordDifference
 from headprune.core.errors import HeadPruneError, PlanMismatch, UnsupportedModel
-from headprune.core.explanation import Explanation, explain
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
+from headprune.data.guess import guess
+from headprune.recipes.validate import check_recipe, load_recipe
+from headprune.report.difference import PlanDifference, RecordDifference
+from headprune.report.explanation import Explanation, explain
 from headprune.run import auto as run_auto
 from headprune.run import dry, stages
 from headprune.run.dry import DryRun, dry_run
-from headprune.run.guess import guess
 from headprune.run.subject import Subject
-from headprune.run.validate import check_recipe, load_recipe
 from headprune.scoring import Surgeon
 from tests.scripts import WORDS, tiny_encoder
 from tests.terminals import on_terminal

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 import headprune as hp
 from headprune.cli.main import app
 from headprune.core.scores import ModelFingerprint
+from headprune.data.models import open_model
 from headprune.layouts import registry
 from headprune.model.fingerprint import fingerprint
-from headprune.run.models import open_model
 from tests.laws.support import shaken
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from headprune.core.agreement import Agreement, Measure, Pair
 from headprune.core.choice import Candidate, Choice
 from headprune.core.codec import EMPTY, FrozenDict, Value
-from headprune.core.difference import plan_difference, record_difference
-from headprune.core.explanation import explain
 from headprune.core.heads import HeadId
 from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.plan import Budget, SiteBudget
 from headprune.core.samples import Curvature, Samples
+from headprune.report.difference import plan_difference, record_difference
+from headprune.report.explanation import explain
 from tests.report_records import costed, maps_of, pictures_of, plan_of, record_of, sweep_table
 
 GOLDEN = Path(__file__).resolve().parent
@@ -103,12 +103,12 @@ KEY = "0123456789abcdef" * 4
 
 def made_by_sweeps() -> list[Value]:
     """One of every kind that the commands of a sweep leave for later ones."""
-    from headprune.core.paired import Drop
     from headprune.core.scores import ModelFingerprint
-    from headprune.run.base import Base
-    from headprune.run.picking import Looked, Pick
-    from headprune.run.runs import SweepRun
-    from headprune.run.validate import load_recipe
+    from headprune.recipes.validate import load_recipe
+    from headprune.sweep.base import Base
+    from headprune.sweep.paired import Drop
+    from headprune.sweep.pick import Looked, Pick
+    from headprune.sweep.runs import SweepRun
 
     scores, table = record_of(2, 4, 2).scores, sweep_table()
     assert scores is not None
@@ -146,7 +146,7 @@ def outcome(path: Path) -> Path:
     """What a model made of five rows of each split."""
     import numpy as np
 
-    from headprune.run.outcome import SPLITS, Outcome
+    from headprune.sweep.outcome import SPLITS, Outcome
 
     arrays = {f"{split}.amounts": np.array([1.0, 0.0, 1.0, 1.0, 0.0]) for split in SPLITS}
     arrays |= {f"{split}.losses": np.arange(5) / 8 for split in SPLITS}
@@ -196,7 +196,7 @@ def main(folder: Path = GOLDEN) -> None:
     if not maps.exists():
         print(maps_of(record_of(1, 2), 1, 3).save(maps))
 
-    from headprune.surgery.formats.manifest import Manifest
+    from headprune.checkpoints.manifest import Manifest
 
     saved = folder / f"checkpoint-{Manifest.SCHEMA_VERSION}"
     if not saved.exists():

@@ -14,9 +14,7 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune.core import attention_maps
 from headprune.core.arrays import packed
-from headprune.core.attention_maps import AttentionMaps, Pattern, SiteMaps
 from headprune.core.errors import (
     CheckpointError,
     HeadPruneError,
@@ -25,6 +23,8 @@ from headprune.core.errors import (
     UnsupportedModel,
 )
 from headprune.core.heads import HeadId
+from headprune.maps import attention_maps
+from headprune.maps.attention_maps import AttentionMaps, Pattern, SiteMaps
 
 
 class Words:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headprune.core.attention_maps import AttentionMaps, SiteMaps
-from headprune.core.attention_patterns import ONE_KEY, SAME_POSITIONS, find_patterns, main_pattern
-from headprune.core.attention_pictures import MEAN, AttentionPictures, ShownExample
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId
+from headprune.maps.attention_maps import AttentionMaps, SiteMaps
+from headprune.maps.patterns import ONE_KEY, SAME_POSITIONS, find_patterns, main_pattern
+from headprune.maps.pictures import MEAN, AttentionPictures, ShownExample
 from tests.report_records import maps_of, pictures_of, record_of
 
 

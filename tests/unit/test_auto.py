@@ -22,9 +22,9 @@ from headprune.choice.auto import Auto
 from headprune.core.choice import RANDOM, Candidate, Choice, Refitting
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
-from headprune.core.explanation import explain
 from headprune.core.heads import AttentionSite
 from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.report.explanation import explain
 from headprune.scoring._base import Scorer
 from tests.laws.support import labelled_subject
 

@@ -11,9 +11,9 @@ import pytest
 import headprune as hp
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
-from headprune.run.judged import judged_after
+from headprune.recipes.judged import judged_after
+from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.run.runner import run_recipe
-from headprune.run.validate import RecipeError, check_recipe
 from tests.tiny_recipe import TINY
 
 AUTO: dict[str, Any] = {

@@ -18,13 +18,13 @@ from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import RunRecord
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
 from headprune.layouts import registry
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import RecipeError, check_recipe, recipe_yaml
 from headprune.report import render_html
 from headprune.report.heatmap import heat_map
 from headprune.report.repeat import python_lines
 from headprune.run import choosing
-from headprune.run.recipe import Recipe
 from headprune.run.runner import prepared
-from headprune.run.validate import RecipeError, check_recipe, recipe_yaml
 from headprune.selection import registry as selectors
 
 BY_SCORES = [name for name in selectors.names() if not selectors.get(name).needs]

@@ -19,10 +19,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.checkpoints import remote_code
 from headprune.core.errors import CheckpointError, InvalidValue, VerificationFailed
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
-from headprune.surgery.formats import remote_code
 from tests.laws.support import picture
 
 WEIGHTS, MANIFEST = "model.safetensors", "headprune.json"

@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 from headprune.core.agreement import Agreement, Measure, Pair
-from headprune.core.attention_pictures import AttentionPictures, ShownExample, ShownSite
 from headprune.core.codec import EMPTY, FrozenDict, Value
-from headprune.core.difference import Change, PlanDifference, RecordDifference
 from headprune.core.errors import HeadPruneError, InvalidValue
-from headprune.core.explanation import Explanation, Fate
 from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
@@ -24,6 +21,9 @@ from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.core.samples import Samples
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+from headprune.maps.pictures import AttentionPictures, ShownExample, ShownSite
+from headprune.report.difference import Change, PlanDifference, RecordDifference
+from headprune.report.explanation import Explanation, Fate
 from tests.report_records import sweep_table
 
 SITES = (

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from headprune.core.codec import EMPTY
-from headprune.core.difference import plan_difference
 from headprune.core.errors import HeadPruneError, InvalidValue
-from headprune.core.explanation import explain
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.core.plan import Budget, PruningPlan, SiteBudget, allowance
@@ -27,6 +25,8 @@ from headprune.core.slabs import (
     rows_of,
     used_groups,
 )
+from headprune.report.difference import plan_difference
+from headprune.report.explanation import explain
 
 SITE = AttentionSite("a", "llama", "causal", 6, 2, 8, 8, (0, 1, 2, 3, 4, 5))
 PAIRS = AttentionSite("a", "llama", "causal", 4, 2, 8, 8, (0, 1, 2, 3))

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.difference import record_difference
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
-from headprune.core.explanation import explain
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SpeedRow
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+from headprune.report.difference import record_difference
+from headprune.report.explanation import explain
 
 PLAIN = AttentionSite("plain", "bert", "self", 3, 3, 8, 8, (0, 1, 2))
 GROUPS = AttentionSite("groups", "llama", "causal", 6, 3, 8, 8, (0, 1, 4, 5))

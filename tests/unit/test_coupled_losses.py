@@ -29,7 +29,7 @@ from headprune.scoring import (
     ggn_matrix,
     registry,
 )
-from headprune.scoring._base import Problem
+from headprune.scoring._base import ScoringProblem
 from headprune.scoring._coupling import LOSSES, NOTE
 from tests.laws.support import Subject, subject_of
 
@@ -464,7 +464,7 @@ def test_models_that_do_not_couple_take_two_backward_passes_more(
     monkeypatch.setattr(
         _gradients, "refuse_flat", lambda *_: None
     )  # which looks twice where types are narrow
-    problem = Problem(model, bound, [batch, batch], read_logits, progress=False)
+    problem = ScoringProblem(model, bound, [batch, batch], read_logits, progress=False)
     for p in model.parameters():
         p.requires_grad_(False)
     found = _gradients.unit_gradients(problem)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import headprune as hp
 from headprune.bench import compare_decoding
 from headprune.core.errors import InvalidValue
-from headprune.run.validate import RecipeError, load_recipe
+from headprune.recipes.validate import RecipeError, load_recipe
 
 LAYERS, GROUPS, WIDTH = 2, 4, 4
 

@@ -13,10 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import headprune as hp
 from headprune.core.heads import AttentionSite
+from headprune.detect import propose
+from headprune.detect.properties import PROPERTIES
+from headprune.detect.prove import masks
 from headprune.layouts import registry
-from headprune.surgery import detect
-from headprune.surgery.properties import PROPERTIES
-from headprune.surgery.prove import masks
 from tests.laws.support import CLOSE, picture, ragged
 
 WIDTH, HEADS = 16, 4
@@ -409,7 +409,7 @@ def test_a_fused_projection_is_told_apart_by_proof() -> None:
 def test_what_is_not_faithful_is_refused_by_name(
     make: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detect, "_taken", lambda model, layouts: [])
+    monkeypatch.setattr(propose, "_taken", lambda model, layouts: [])
     found = hp.propose_layouts(model_of(make), torch.randn(3, 5, WIDTH))
     assert not found
     assert [r.property for r in found.refused] == [why]
@@ -509,7 +509,7 @@ def test_known_families_are_found_without_their_layouts(
 ) -> None:
     model, batch = registry.get(layout).tiny(0, family)
     meant = [s.name for s in hp.find_sites(model)]
-    monkeypatch.setattr(detect, "_taken", lambda model, layouts: [])
+    monkeypatch.setattr(propose, "_taken", lambda model, layouts: [])
     found = hp.propose_layouts(model, batch)
     (modules, difference), *others = found.found.values()
     assert not others
@@ -528,7 +528,7 @@ def test_known_families_are_found_without_their_layouts(
 def test_known_families_that_need_more_are_refused_by_name(
     layout: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detect, "_taken", lambda model, layouts: [])
+    monkeypatch.setattr(propose, "_taken", lambda model, layouts: [])
     found = hp.propose_layouts(*registry.get(layout).tiny(0))
     assert not found
     assert found.refused[0].property == why

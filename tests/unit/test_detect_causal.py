@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import headprune as hp
+from headprune.detect import propose
+from headprune.detect.causality import is_causal
 from headprune.layouts import registry
-from headprune.surgery import detect
-from headprune.surgery.causality import is_causal
 
 WIDTH, HEADS, LENGTH = 16, 4, 5
 
@@ -174,7 +174,7 @@ def test_known_families_are_of_their_kind(
     model, batch = registry.get(layout).tiny(0, family)
     for part in model.modules():  # no flag tells
         part.__dict__.pop("is_causal", None)
-    monkeypatch.setattr(detect, "_taken", lambda model, layouts: [])
+    monkeypatch.setattr(propose, "_taken", lambda model, layouts: [])
     assert set(kinds(model, batch)) == {kind}
 
 

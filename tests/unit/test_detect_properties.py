@@ -15,11 +15,11 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.core.errors import UnsupportedModel, VerificationFailed
 from headprune.core.heads import AttentionSite
+from headprune.detect import propose
+from headprune.detect.properties import PROPERTIES
+from headprune.detect.prove import Scratch, largest, prove
+from headprune.detect.search import sites_by
 from headprune.model.sites import Sites
-from headprune.surgery import detect
-from headprune.surgery.properties import PROPERTIES
-from headprune.surgery.prove import Scratch, largest, prove
-from headprune.surgery.search import sites_by
 from tests.laws.support import CLOSE, ragged
 from tests.unit.test_detect import (
     HEADS,
@@ -283,7 +283,7 @@ class Sized(nn.Module):
 def test_the_reason_is_named_and_quoted(
     make: Any, why: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detect, "_taken", lambda model, layouts: [])
+    monkeypatch.setattr(propose, "_taken", lambda model, layouts: [])
     torch.manual_seed(0)
     found = hp.propose_layouts(make(), torch.randn(3, 5, WIDTH))
     assert not found, str(found)

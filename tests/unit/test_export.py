@@ -14,10 +14,10 @@ from torch.export import Dim
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.checkpoints import export
 from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
-from headprune.surgery import export
 from tests.laws.support import shaken
 
 NAMES = ["bert", "vit", "llama", "gpt2"]

@@ -16,6 +16,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.checkpoints import building, checkpoint, proof
+from headprune.checkpoints.checkpoint import applicable_formats
 from headprune.core.errors import (
     CheckpointError,
     InvalidValue,
@@ -25,9 +27,6 @@ from headprune.core.errors import (
 )
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
-from headprune.surgery import checkpoint
-from headprune.surgery.checkpoint import applicable_formats
-from headprune.surgery.formats import building, proof
 from tests.laws.support import shaken
 
 

@@ -11,11 +11,11 @@ import transformers as hf
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.checkpoints import card, companions
 from headprune.cli.main import app
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan
-from headprune.surgery.formats import card, companions
 from tests.unit.test_formats import EMPTY, UNEVEN, UNIFORM, cut, tiny
 
 # ---------------------------------------------------------------- what travels along

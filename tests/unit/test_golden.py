@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import headprune.core
-from headprune.core.attention_maps import AttentionMaps
 from headprune.core.codec import Value
 from headprune.core.heads import HeadId
 from headprune.core.scores import HeadScores
+from headprune.maps.attention_maps import AttentionMaps
 from tests.golden.check import check_file
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -23,12 +23,13 @@ FIRST = "model.layers.0.self_attn"
 
 
 def kinds() -> dict[str, type[Value]]:
-    """Every stored value of core, by name."""
-    for module in pkgutil.iter_modules(headprune.core.__path__):
-        importlib.import_module(f"headprune.core.{module.name}")
-    return {
-        k.__name__: k for k in Value.__subclasses__() if k.__module__.startswith("headprune.core.")
-    }
+    """Every stored value of the rooms that hold values for users, by name."""
+    rooms = (headprune.core, headprune.maps, headprune.report)
+    for room in rooms:
+        for module in pkgutil.iter_modules(room.__path__):
+            importlib.import_module(f"{room.__name__}.{module.name}")
+    within = tuple(f"{room.__name__}." for room in rooms)
+    return {k.__name__: k for k in Value.__subclasses__() if k.__module__.startswith(within)}
 
 
 #: What every file must say: of each kind and version, a few facts that were true when it was

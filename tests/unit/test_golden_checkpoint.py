@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import headprune as hp
-from headprune.surgery.formats.manifest import Manifest
+from headprune.checkpoints.manifest import Manifest
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

@@ -12,8 +12,8 @@ import pytest
 
 import headprune.run
 from headprune.core.codec import Value
-from headprune.run.outcome import Outcome
-from headprune.run.runs import recipe_of
+from headprune.sweep.outcome import Outcome
+from headprune.sweep.runs import recipe_of
 from tests.golden.check import check_file
 from tests.golden.make import KEY
 

@@ -23,10 +23,10 @@ from numpy.testing import assert_allclose
 import headprune as hp
 from headprune.core.codec import EMPTY
 from headprune.core.errors import HeadPruneError, InfeasibleBudget
-from headprune.core.explanation import explain
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Samples
 from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.report.explanation import explain
 from headprune.scoring import rank_average
 from headprune.scoring._agreement import _kendall
 from headprune.selection import _close, registry

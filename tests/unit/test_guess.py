@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from headprune.cli.main import app
 from headprune.core.errors import InvalidValue
 from headprune.core.record import RunRecord
-from headprune.run.data import load_rows
-from headprune.run.guess import guess
+from headprune.data.datasets import load_rows
+from headprune.data.guess import guess
+from headprune.recipes.validate import load_recipe
 from headprune.run.runner import prepared
-from headprune.run.validate import load_recipe
 from tests.recipe_fixtures import FIXTURES
 from tests.tiny_models import WORDS, bert, write_wav
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import headprune as hp
+from headprune.checkpoints import card
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.layouts import registry
-from headprune.surgery.formats import card
 
 
 def tiny(name: str) -> Any:

@@ -15,9 +15,9 @@ from transformers import BertForSequenceClassification
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
+from headprune.data.adapters import _check_patterns
+from headprune.data.models import open_model
 from headprune.layouts import registry
-from headprune.run.adapters import _check_patterns
-from headprune.run.models import open_model
 from tests.laws import (
     families,
     test_law_1_families,

@@ -14,7 +14,6 @@ import pytest
 from matplotlib.figure import Figure
 
 import headprune as hp
-from headprune.core.attention_maps import AttentionMaps, SiteMaps
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
@@ -22,6 +21,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow, RunRecord
 from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.core.sweeps import SweepTable
+from headprune.maps.attention_maps import AttentionMaps, SiteMaps
 
 matplotlib.use("Agg")
 

@@ -7,10 +7,10 @@ import pytest
 
 import headprune as hp
 from headprune.core.errors import UnknownName
-from headprune.run.grid import lay_out
-from headprune.run.presets import PRESETS, preset_named
-from headprune.run.reading import locate, read_raw
-from headprune.run.validate import RecipeError, check_recipe, load_recipe
+from headprune.recipes.presets import PRESETS, preset_named
+from headprune.recipes.reading import locate, read_raw
+from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
+from headprune.sweep.grid import lay_out
 
 
 @pytest.mark.parametrize("name", PRESETS)

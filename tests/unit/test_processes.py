@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.scores import HeadScores
-from headprune.model.processes import Crew
+from headprune.model.processes import Workers
 from headprune.scoring._api import _check_alike
 from tests import processes_work
 from tests.processes import started, together
@@ -174,7 +174,7 @@ def test_loaders_that_deal_out_the_data_are_refused() -> None:
     assert isinstance(prepared.batch_sampler, BatchSamplerShard)
     for loader in (dealt, prepared):
         with pytest.raises(InvalidValue, match="deals them out"):
-            _check_alike(Crew(), "a model", loader)
+            _check_alike(Workers(), "a model", loader)
 
 
 def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_the_benchmark_compares_crews_in_turn(tmp_path: Path) -> None:
     assert (one["processes"], two["processes"]) == (1, 2)
     assert one["speedup"] == one["efficiency"] == 1
     assert one["difference"] == 0
-    assert two["difference"] < 1e-6, "the crew scores what one process scores"
+    assert two["difference"] < 1e-6, "the workers scores what one process scores"
     assert two["efficiency"] == pytest.approx(two["speedup"] / 2)
     assert len(one["seconds"]) == len(two["seconds"]) == 2
     assert one["examples_per_second"] == pytest.approx(3 / np.median(one["seconds"]))

@@ -16,14 +16,15 @@ from torch import nn
 from headprune.bench.answers import Question, answer, evaluate_answers
 from headprune.core.answers import exact_match, f1
 from headprune.core.errors import InvalidValue
+from headprune.data import questions
+from headprune.data.datasets import encode_rows, load_rows
+from headprune.data.models import Preparation
+from headprune.data.questions import BEYOND
 from headprune.model.losses import default_loss
-from headprune.run import questions, run_recipe
-from headprune.run.data import encode_rows, load_rows
-from headprune.run.models import Preparation
-from headprune.run.outcome import Outcome, judge
-from headprune.run.questions import BEYOND
+from headprune.recipes.validate import RecipeError, check_recipe
+from headprune.run import run_recipe
 from headprune.run.runner import prepared
-from headprune.run.validate import RecipeError, check_recipe
+from headprune.sweep.outcome import Outcome, judge
 from tests.tiny_models import WORDS, bert
 
 

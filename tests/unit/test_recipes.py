@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 import headprune as hp
 from headprune.cli.main import app
+from headprune.recipes.reading import override, read_raw
+from headprune.recipes.schema import Task
+from headprune.recipes.validate import check_recipe
 from headprune.run import load_recipe, run_recipe, shipped_recipes, subject, sweep
-from headprune.run.grid import lay_out
-from headprune.run.reading import override, read_raw
-from headprune.run.recipe import Task
-from headprune.run.validate import check_recipe
+from headprune.sweep.grid import lay_out
 from tests.recipe_fixtures import FIXTURES
 from tests.steady_clock import steady_table
 

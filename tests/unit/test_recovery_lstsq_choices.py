@@ -22,6 +22,7 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.double import Doubled
 from headprune.model.running import call
 from headprune.model.sites import bind
+from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.recovery import Lstsq, _layerwise, _sensitivity
 from headprune.recovery._held_out import (
     BIAS_ALONE,
@@ -36,7 +37,6 @@ from headprune.recovery._least_squares import Moments, pooled, solved
 from headprune.recovery._sensitivity import sensitivities
 from headprune.recovery._side_by_side import quiet
 from headprune.run import runner
-from headprune.run.validate import RecipeError, check_recipe
 from tests.laws.support import Subject, family_subject
 from tests.reference import recovery as reference
 from tests.unit.test_recovery_lstsq import TwoSentences, later, pruned, recovered, subject_of

@@ -14,10 +14,10 @@ import headprune as hp
 from headprune import recovery
 from headprune.core.codec import FrozenDict
 from headprune.core.record import RunRecord
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import load_recipe
 from headprune.report.repeat import TRAINING, python_lines
 from headprune.run import prepared, run_recipe
-from headprune.run.recipe import Recipe
-from headprune.run.validate import load_recipe
 from tests.recipe_fixtures import FIXTURES
 from tests.report_records import record_of
 

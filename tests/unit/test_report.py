@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from headprune.bench.decoding import DecodingRow
-from headprune.core.attention_patterns import Pattern
-from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.choice import Candidate, Choice
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.display import clean
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
+from headprune.maps.patterns import Pattern
+from headprune.maps.pictures import AttentionPictures
 from headprune.report import Beside, render_html, render_markdown, write_report
 from headprune.report.attention import attention_view
 from headprune.report.formats import count, counts, duration, fixed, signed, times

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.record import RunRecord, SpeedRow
+from headprune.maps.pictures import AttentionPictures
 from headprune.report import Beside, Compared, render_html
 from headprune.report.html import render_comparison_html, render_sweep_html
 from headprune.scoring._agreement import agreement

@@ -12,12 +12,12 @@ import torch
 from datasets import Dataset
 
 from headprune.core.errors import InvalidValue
-from headprune.run.data import encode_rows, load_rows
-from headprune.run.features import Collate
-from headprune.run.models import Preparation
-from headprune.run.recipe import Recipe
-from headprune.run.splits import normalised, partition
-from headprune.run.validate import check_recipe
+from headprune.data.datasets import encode_rows, load_rows
+from headprune.data.features import Collate
+from headprune.data.models import Preparation
+from headprune.data.splits import normalised, partition
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import check_recipe
 
 
 def recipe(path: object, task: str = "text_classification", **data: Any) -> Recipe:

@@ -15,13 +15,13 @@ import headprune as hp
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
 from headprune.layouts import registry as layouts
 from headprune.model.losses import default_loss
+from headprune.recipes import schema as recipes
+from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.recovery import Finetune
 from headprune.recovery._api import carry_out
 from headprune.recovery._base import Job
 from headprune.run import gradual, prune_gradually_, runner
-from headprune.run import recipe as recipes
 from headprune.run.gradual import GradualReport, stage_budget
-from headprune.run.validate import RecipeError, check_recipe
 
 EXACT = {"rtol": 0, "atol": 0}
 TINY = Finetune(steps=6, learning_rate=1e-3)

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.data.datasets import RawData, encode_rows, load_rows
+from headprune.data.label_order import check_order, mapping_words, measure
+from headprune.data.labels import number_labels
+from headprune.data.models import prepare
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import check_recipe
 from headprune.run import runner
-from headprune.run.data import RawData, encode_rows, load_rows
-from headprune.run.label_order import check_order, mapping_words, measure
-from headprune.run.labels import number_labels
-from headprune.run.models import prepare
-from headprune.run.recipe import Recipe
-from headprune.run.validate import check_recipe
 from tests.tiny_models import bert
 
 #: What the model's classes mean, and how many rows there are of each split.
@@ -356,8 +356,8 @@ def test_a_model_that_answers_by_chance_is_no_reason_to_stop(
 def test_luck_with_few_rows_is_no_better_order() -> None:
     """Out of all orders one always fits the rows that it is chosen on: those that judge it are
     others."""
-    from headprune.run.data import Data
-    from headprune.run.features import Collate
+    from headprune.data.datasets import Data
+    from headprune.data.features import Collate
 
     class Drawn(nn.Module):
         def __init__(self, n: int) -> None:

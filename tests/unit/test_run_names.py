@@ -13,12 +13,12 @@ import headprune as hp
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.files import append_line
+from headprune.data.guess import guess
+from headprune.data.sources import load_source
+from headprune.recipes.schema import DataSection
+from headprune.recipes.validate import check_recipe, load_recipe
 from headprune.run import on_data, run_recipe
-from headprune.run.guess import guess
 from headprune.run.journal import Journal
-from headprune.run.recipe import DataSection
-from headprune.run.sources import load_source
-from headprune.run.validate import check_recipe, load_recipe
 from tests.tiny_models import bert
 
 #: A byte that is no UTF-8, as Python has it in a file's name.

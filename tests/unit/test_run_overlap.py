@@ -14,12 +14,12 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
+from headprune.data.datasets import encode_rows, load_rows
+from headprune.data.models import prepare
+from headprune.data.overlap import read_notes, read_twice
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import check_recipe
 from headprune.run import runner
-from headprune.run.data import encode_rows, load_rows
-from headprune.run.models import prepare
-from headprune.run.overlap import read_notes, read_twice
-from headprune.run.recipe import Recipe
-from headprune.run.validate import check_recipe
 from tests.tiny_models import bert, encoder_decoder, llama, vit, wav2vec2
 
 Row = dict[str, Any]

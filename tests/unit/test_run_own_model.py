@@ -14,12 +14,12 @@ import torch
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.files import sha256_file
+from headprune.data.imported import source_files
+from headprune.recipes.reading import override
+from headprune.recipes.schema import ModelSection
+from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.run import pick, prepared, run_recipe, sweep
 from headprune.run.example_model import LAYOUT, row_transformer
-from headprune.run.imported import source_files
-from headprune.run.reading import override
-from headprune.run.recipe import ModelSection
-from headprune.run.validate import RecipeError, check_recipe
 from tests.tiny_recipe import TINY
 
 OWN = {

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadId
+from headprune.maps.pictures import AttentionPictures
+from headprune.recipes.validate import check_recipe
 from headprune.run import pictures as made
 from headprune.run import runner
 from headprune.run.subject import Subject
-from headprune.run.validate import check_recipe
 from tests.tiny_recipe import TINY
 
 TEXT = [

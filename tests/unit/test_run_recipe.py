@@ -10,10 +10,10 @@ import yaml
 
 from headprune.core.errors import InvalidValue, UnknownName
 from headprune.core.plan import Budget
-from headprune.run.reading import locate, override, parse_yaml, read_raw
-from headprune.run.recipe import Recipe
-from headprune.run.references import interpolate
-from headprune.run.validate import RecipeError, check_recipe, load_recipe, recipe_yaml
+from headprune.recipes.reading import locate, override, parse_yaml, read_raw
+from headprune.recipes.references import interpolate
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import RecipeError, check_recipe, load_recipe, recipe_yaml
 
 GOOD: dict[str, Any] = {
     "name": "test",

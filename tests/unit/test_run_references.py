@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from headprune.cli.main import app
 from headprune.core.errors import HeadPruneError
-from headprune.run.grid import lay_out
-from headprune.run.references import interpolate
-from headprune.run.validate import RecipeError, load_recipe
+from headprune.recipes.references import interpolate
+from headprune.recipes.validate import RecipeError, load_recipe
+from headprune.sweep.grid import lay_out
 from tests.fuzzing import alarm
 from tests.tiny_recipe import TINY
 

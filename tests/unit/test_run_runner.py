@@ -17,10 +17,9 @@ import torch
 import headprune as hp
 from headprune import layouts
 from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
-from headprune.run import runner, stages
-from headprune.run.data import load_rows
-from headprune.run.labels import number_labels
-from headprune.run.models import (
+from headprune.data.datasets import load_rows
+from headprune.data.labels import number_labels
+from headprune.data.models import (
     build_model,
     load_model,
     longest_input,
@@ -29,8 +28,9 @@ from headprune.run.models import (
     resolve_device,
     resolve_path,
 )
-from headprune.run.recipe import Recipe
-from headprune.run.validate import check_recipe, load_recipe
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import check_recipe, load_recipe
+from headprune.run import runner, stages
 from tests.tiny_models import llama
 
 WORDS = [f"w{i}" for i in range(20)]

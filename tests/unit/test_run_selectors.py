@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.report.repeat import python_lines
 from headprune.run import choosing, runner
-from headprune.run.recipe import Recipe
-from headprune.run.validate import RecipeError, check_recipe
 
 WORDS = [f"w{i}" for i in range(20)]
 

@@ -15,10 +15,10 @@ import headprune as hp
 from headprune.bench.latency import compare_latency
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
 from headprune.core.latency import LatencyTable
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
 from headprune.report.repeat import python_lines
 from headprune.run import choosing, runner, subject
-from headprune.run.recipe import Recipe
-from headprune.run.validate import RecipeError, check_recipe, load_recipe
 from tests.steady_clock import steady_table
 
 CONFIG = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}

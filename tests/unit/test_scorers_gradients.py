@@ -29,7 +29,7 @@ from headprune.scoring import (
     gate_gradients,
     ggn_matrix,
 )
-from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._base import Estimate, ScoringProblem
 from headprune.scoring._distributions import content_seeds, distributions, drawn_labels
 from tests.laws.support import Subject, family_subject, set_implementation
 from tests.laws.test_law_6_scores import padded, renumbered_
@@ -123,7 +123,9 @@ def estimate(subject: Subject, scorer: Any, batches: Any = None) -> Estimate:
     with undisturbed(subject.model):
         bound = bind(subject.model, subject.sites)
         found: Estimate = scorer.estimate(
-            Problem(subject.model, bound, batches or [subject.batch], loss_of(subject), False)
+            ScoringProblem(
+                subject.model, bound, batches or [subject.batch], loss_of(subject), False
+            )
         )
         return found
 

@@ -20,7 +20,7 @@ from headprune.model.losses import default_loss
 from headprune.model.running import batch_size, call
 from headprune.model.sites import bind
 from headprune.scoring import LeaveOneOut, Magnitude, Random, Taylor, gate_gradients
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from tests.laws.support import Subject, logits, picture, subject_of
 from tests.laws.support import examples_of as data
 from tests.reference import scores as reference
@@ -141,7 +141,7 @@ def test_one_example_has_no_standard_error(scorer: Any) -> None:
 def test_a_scorer_of_yours_that_says_nothing_of_its_error() -> None:
     @dataclass(frozen=True)
     class Own(Scorer):
-        def estimate(self, problem: Problem) -> Estimate:
+        def estimate(self, problem: ScoringProblem) -> Estimate:
             rows = problem.rows("own", lambda number, batch: torch.ones(batch_size(batch), 12))
             return Estimate(rows.mean(0), n_examples=len(rows))
 

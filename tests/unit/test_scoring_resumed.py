@@ -19,8 +19,8 @@ import headprune as hp
 from headprune.core.errors import InvalidValue
 from headprune.core.locking import locked
 from headprune.gating import candidates
-from headprune.scoring import Auto, LeaveOneOut, Shapley, _shelf
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring import Auto, LeaveOneOut, Shapley, _resume_cache
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from tests.laws.support import Subject, subject_of
 from tests.laws.support import examples_of as data
 from tests.laws.test_law_6_scores import SCORERS, loss_of, split
@@ -48,8 +48,8 @@ class Batches(list[Any]):
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a batch gave is written at once."""
-    monkeypatch.setattr(_shelf, "EVERY", 0.0)
-    monkeypatch.setattr(_shelf, "_TIMES", 0)
+    monkeypatch.setattr(_resume_cache, "EVERY", 0.0)
+    monkeypatch.setattr(_resume_cache, "_TIMES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +235,8 @@ def test_passes_that_are_short_are_kept_as_well(
     """With a clock on which every run of the model takes a second, and a minute goes by between two
     writes."""
     now, batches = [0.0], split(data(bert, 6), 2)
-    monkeypatch.setattr(_shelf, "EVERY", 60.0)
-    monkeypatch.setattr(_shelf, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_resume_cache, "EVERY", 60.0)
+    monkeypatch.setattr(_resume_cache, "monotonic", lambda: now[0])
     whole = told(score(bert, Shapley(orders=1), batches))
 
     def ticking(*_: Any) -> None:
@@ -250,7 +250,7 @@ def test_passes_that_are_short_are_kept_as_well(
             score(bert, Shapley(orders=40), batches, tmp_path / "many")
     finally:
         handle.remove()
-    kept = [len(_shelf._said(path) or ()) for path in tmp_path.rglob("rows-*.safetensors")]
+    kept = [len(_resume_cache._said(path) or ()) for path in tmp_path.rglob("rows-*.safetensors")]
     assert len(kept) > 3
     assert sum(kept) > 3 * len(batches), "of many passes"
     now[0] = 0.0
@@ -288,7 +288,7 @@ def test_how_ablations_are_run_is_remembered(
 class Cached(Scorer):
     """Gives one tensor for every batch, by an own scorer's right."""
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         row = torch.arange(
             float(sum(len(b.site.units) for b in problem.bound)), dtype=torch.float64
         ).expand(1, -1)
@@ -336,7 +336,7 @@ def test_no_more_is_kept_than_there_is_room_for(
 ) -> None:
     batches, folder = split(data(bert, 4), 1), tmp_path / "work"
     one = score(bert, "taylor", batches)
-    monkeypatch.setattr(_shelf, "LIMIT", 100)
+    monkeypatch.setattr(_resume_cache, "LIMIT", 100)
     assert told(score(bert, "taylor", batches, folder)) == told(one)
     assert sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 1000
     assert not list(folder.rglob("*.part"))
@@ -368,7 +368,7 @@ class Total:
         self.total = found["total"]
 
 
-def passes(added: _shelf.Added, *marks: list[str], sums: Total) -> None:
+def passes(added: _resume_cache.Added, *marks: list[str], sums: Total) -> None:
     """Passes over batches that are told by these marks, each the digest of all batches up to it."""
     for of_pass in marks:
         added.begin()
@@ -381,10 +381,12 @@ def passes(added: _shelf.Added, *marks: list[str], sums: Total) -> None:
 
 def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -> None:
     sums = Total()
-    passes(_shelf.Shelf(tmp_path).added({"own": sums}), ["a", "ab"], ["a", "ab"], sums=sums)
+    passes(_resume_cache.Shelf(tmp_path).added({"own": sums}), ["a", "ab"], ["a", "ab"], sums=sums)
     assert sums.total == 4
     again = Total()
-    passes(_shelf.Shelf(tmp_path).added({"own": again}), ["a", "ab"], ["a", "ab"], sums=again)
+    passes(
+        _resume_cache.Shelf(tmp_path).added({"own": again}), ["a", "ab"], ["a", "ab"], sums=again
+    )
     assert again.total == 4, "nothing was added twice"
     for first, second in (
         (["x", "xy"], ["a", "ab"]),
@@ -395,7 +397,7 @@ def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -
         with pytest.raises(
             InvalidValue, match=r"a folder with what these batches gave, in this order.*up to batch"
         ):
-            passes(_shelf.Shelf(tmp_path).added({"own": other}), first, second, sums=other)
+            passes(_resume_cache.Shelf(tmp_path).added({"own": other}), first, second, sums=other)
 
 
 @pytest.mark.parametrize(
@@ -407,22 +409,22 @@ def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -
     ],
 )
 def test_sums_of_another_kind_are_refused(said: dict[str, Any], tmp_path: Path) -> None:
-    _shelf.Shelf(tmp_path).write(
+    _resume_cache.Shelf(tmp_path).write(
         tmp_path / "sums-1.safetensors", {"other/total": torch.zeros(1)}, said
     )
     with pytest.raises(
         InvalidValue,
         match=r"sums-1\.safetensors: must be sums of this call, got a file without them",
     ):
-        _shelf.Shelf(tmp_path).added({"own": Total()})
+        _resume_cache.Shelf(tmp_path).added({"own": Total()})
 
 
 def test_rows_of_which_nothing_is_said_are_made_again(tmp_path: Path) -> None:
     said = {"1/0": [], "1/1": "ab", "1/2": ["abc"]}
     rows = {name: torch.ones(1, 2) for name in said}
-    _shelf.Shelf(tmp_path).write(tmp_path / "rows-000001.safetensors", rows, said)
+    _resume_cache.Shelf(tmp_path).write(tmp_path / "rows-000001.safetensors", rows, said)
     asked: list[int] = []
-    kept = _shelf.Shelf(tmp_path).rows(
+    kept = _resume_cache.Shelf(tmp_path).rows(
         lambda number, batch: (asked.append(number), torch.zeros(1, 2))[1]
     )
     found = [

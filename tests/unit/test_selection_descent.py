@@ -13,9 +13,9 @@ import pytest
 import headprune as hp
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
-from headprune.selection import Problem, _terrain
+from headprune.selection import Problem, _feasible_moves
 from headprune.selection._budget import pose
-from headprune.selection._descent import Descent
+from headprune.selection._quadratic_search import QuadraticSearch
 from tests.selection_problems import make, site, unit_cost
 
 Units = frozenset[int]
@@ -23,7 +23,7 @@ Units = frozenset[int]
 
 def descent_of(
     seed: int, sizes: Any, keep_heads: int, dear: bool = False, ties: bool = False, **rules: Any
-) -> Descent:
+) -> QuadraticSearch:
     """Of random scores whose heads are tied to each other; with ``ties`` of small whole numbers."""
     rng = np.random.default_rng(seed)
     n = sum(sizes)
@@ -34,14 +34,14 @@ def descent_of(
     values = np.split(np.diag(matrix) / 2, np.cumsum(sizes)[:-1])
     scores: HeadScores = replace(make(sites, values, costs), curvature=Curvature.of(matrix))
     budget = hp.Budget(keep_params=keep_heads / n) if dear else hp.Budget(keep_heads=keep_heads)
-    return Descent(replace(pose(scores, budget, None), **rules), matrix)
+    return QuadraticSearch(replace(pose(scores, budget, None), **rules), matrix)
 
 
-def objective(descent: Descent, gone: Units) -> float:
+def objective(descent: QuadraticSearch, gone: Units) -> float:
     return sum(descent.matrix[i, j] for i in gone for j in gone) / 2
 
 
-def flags(descent: Descent, gone: Units) -> Any:
+def flags(descent: QuadraticSearch, gone: Units) -> Any:
     return np.array([i in gone for i in range(len(descent.on.places))])
 
 
@@ -49,7 +49,7 @@ def units(gone: Any) -> Units:
     return frozenset(map(int, np.flatnonzero(gone)))
 
 
-def allowed(problem: Problem, descent: Descent, gone: Units) -> bool:
+def allowed(problem: Problem, descent: QuadraticSearch, gone: Units) -> bool:
     keep = frozenset(p for i, p in enumerate(descent.on.places) if i not in gone)
     return problem.lawful(keep) and problem.fits(keep)
 
@@ -70,7 +70,9 @@ def test_the_value_is_half_of_the_quadratic_form() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_worn_down_takes_out_what_raises_it_least_for_its_cost(seed: int, rules: Any) -> None:
+def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
+    seed: int, rules: Any
+) -> None:
     descent = descent_of(seed, (6, 5, 4), 6 + seed % 3, dear=seed % 2 == 1, **rules)
     problem, places = descent.problem, descent.on.places
     gone: Units = frozenset(i for i, p in enumerate(places) if p in problem.go)
@@ -91,10 +93,10 @@ def test_worn_down_takes_out_what_raises_it_least_for_its_cost(seed: int, rules:
                     ((objective(descent, gone | {i}) - objective(descent, gone)) / saved, i)
                 )
         if not rates:
-            assert descent.worn_down() is None
+            assert descent.backward_elimination() is None
             return
         gone |= {min(rates)[1]}
-    found = descent.worn_down()
+    found = descent.backward_elimination()
     assert found is not None
     assert units(found) == gone
 
@@ -104,7 +106,7 @@ def test_a_large_site_has_a_choice_for_every_number_of_heads(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unit after unit goes, always the one that is missed least beside those that are gone."""
-    monkeypatch.setattr(_terrain, "ENUMERATED", 3)
+    monkeypatch.setattr(_feasible_moves, "ENUMERATED", 3)
     rules = RULES[seed % 4]
     descent = descent_of(seed, (7, 6, 3), 6, **rules)
     for number, (span, choices) in enumerate(
@@ -177,4 +179,4 @@ def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(
 def test_the_cheapest_points_are_beaten_by_none(
     costs: list[int], values: list[float], kept: list[int]
 ) -> None:
-    assert _terrain.cheapest(np.array(costs), np.array(values)).tolist() == kept
+    assert _feasible_moves.cheapest(np.array(costs), np.array(values)).tolist() == kept

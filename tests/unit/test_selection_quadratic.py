@@ -12,7 +12,7 @@ import headprune as hp
 from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
-from headprune.selection import GlobalTopk, Problem, Quadratic, _terrain
+from headprune.selection import GlobalTopk, Problem, Quadratic, _feasible_moves
 from headprune.selection._api import select
 from headprune.selection._budget import pose
 from tests.selection_problems import CURRENCIES, asked, make, random_table, site, unit_cost
@@ -222,7 +222,7 @@ def test_large_sites_are_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
     good here."""
     scores = curved(3, (6, 6), 40)
     expected = select(scores, hp.Budget(keep_heads=6), "quadratic")
-    monkeypatch.setattr(_terrain, "ENUMERATED", 0)
+    monkeypatch.setattr(_feasible_moves, "ENUMERATED", 0)
     assert select(scores, hp.Budget(keep_heads=6), "quadratic").mask == expected.mask
 
 
@@ -243,28 +243,28 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
         rules = {"stay": frozenset({(0, 3)}), "go": frozenset({(1, 2)})} if seed % 2 else {}
         problem = problem_of(scores, asked(kind, 0.8), selector, latency=table, **rules)
         assert scores.curvature is not None
-        terrain = _terrain.Terrain(problem, scores.curvature.matrix)
-        gone = np.random.default_rng(seed).uniform(size=len(terrain.places)) < 0.4
+        moves = _feasible_moves.FeasibleMoves(problem, scores.curvature.matrix)
+        gone = np.random.default_rng(seed).uniform(size=len(moves.places)) < 0.4
         gone = np.array(
             [
                 p in problem.go or (g and p not in problem.stay)
-                for p, g in zip(terrain.places, gone, strict=True)
+                for p, g in zip(moves.places, gone, strict=True)
             ]
         )
-        keep = frozenset(itertools.compress(terrain.places, ~gone))
+        keep = frozenset(itertools.compress(moves.places, ~gone))
         if not problem.lawful(keep):
             continue
-        assert terrain.costs(gone).tolist() == [
+        assert moves.costs(gone).tolist() == [
             problem.site_cost(i, u) for i, u in enumerate(problem.by_site(keep))
         ]
-        out, back = np.flatnonzero(terrain.free & ~gone), np.flatnonzero(terrain.free & gone)
-        found = terrain.moves(out, back, gone)
+        out, back = np.flatnonzero(moves.free & ~gone), np.flatnonzero(moves.free & gone)
+        found = moves.moves(out, back, gone)
         for (i, a), (j, b) in itertools.product(enumerate([*out, None]), enumerate([*back, None])):
-            new = keep - ({terrain.places[a]} if a is not None else set())
-            new |= {terrain.places[b]} if b is not None else set()
+            new = keep - ({moves.places[a]} if a is not None else set())
+            new |= {moves.places[b]} if b is not None else set()
             assert found[i, j] == (problem.lawful(new) and problem.fits(new)), (a, b)
             allowed, refused = allowed + found[i, j], refused + (not found[i, j])
-        for place, choices in enumerate(terrain.choices):
+        for place, choices in enumerate(moves.choices):
             units = [[u for u, r in enumerate(row) if not r] for row in choices.rows]
             assert choices.costs.tolist() == [problem.site_cost(place, u) for u in units]
             assert {problem.heads(place, u) for u in units} == problem.counts[place]

@@ -17,8 +17,8 @@ import headprune as hp
 from headprune.attention.kept_heads import KEPT_HEADS
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from headprune.layouts import registry
-from headprune.model.fit import reason_against
-from headprune.model.missed import attention_like, closest_reason
+from headprune.model.matching import reason_against
+from headprune.model.near_misses import attention_like, closest_reason
 from headprune.model.sites import bind
 from tests.laws.support import CLOSE, EXACT, picture, ragged, subject_of
 

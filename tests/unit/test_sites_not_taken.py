@@ -17,7 +17,7 @@ import headprune as hp
 from headprune.core.coverage import NotTaken, coverage_notes
 from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
-from headprune.model.missed import attention_like
+from headprune.model.near_misses import attention_like
 from headprune.model.sites import Sites, not_taken
 from tests.laws.support import subject_of
 
@@ -204,7 +204,9 @@ def test_attention_whose_layout_is_gone_is_named(
     model, _ = registry.get(layout).tiny(0, family)
     sites = hp.find_sites(model)
     kinds = {site.name: type(model.get_submodule(site.name)).__name__ for site in sites}
-    monkeypatch.setattr("headprune.model.missed.reason_against", lambda layout, module: "no layout")
+    monkeypatch.setattr(
+        "headprune.model.near_misses.reason_against", lambda layout, module: "no layout"
+    )
     seen = [name for group in not_taken(model, []) for name in group.modules]
     for name, kind in kinds.items():
         if (

@@ -14,12 +14,13 @@ import torch
 
 import headprune as hp
 from headprune.core.errors import InvalidValue
-from headprune.run import run_recipe, sound
-from headprune.run.data import load_rows
-from headprune.run.features import Collate
+from headprune.data import sound
+from headprune.data.datasets import load_rows
+from headprune.data.features import Collate
+from headprune.data.sound import Clip, Sounds, clip_of
+from headprune.recipes.validate import RecipeError, check_recipe
+from headprune.run import run_recipe
 from headprune.run.identity import facts_of
-from headprune.run.sound import Clip, Sounds, clip_of
-from headprune.run.validate import RecipeError, check_recipe
 from tests.tiny_models import wav2vec2, write_wav
 
 

@@ -18,7 +18,7 @@ from headprune.core.errors import InvalidValue
 from headprune.model.losses import default_loss
 from headprune.model.sites import bind
 from headprune.scoring import LeaveOneOut, Shapley, Taylor, registry
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._rows import Moments
 from headprune.scoring._stopping import Stable, lowest, read_until
 from headprune.scoring._stopping import settled as settled_by
@@ -31,7 +31,7 @@ UNITS = 8
 class Columns(Scorer):
     """The numbers of an example are the example itself: a scorer without a model."""
 
-    def estimate(self, problem: Problem) -> Estimate:
+    def estimate(self, problem: ScoringProblem) -> Estimate:
         samples = torch.cat([batch for _, batch in problem.passes("columns")])
         return Estimate(samples.mean(0), None, len(samples), None, samples)
 
@@ -48,9 +48,9 @@ class Stream:
             yield batch
 
 
-def problem_of(batches: Any) -> Problem:
+def problem_of(batches: Any) -> ScoringProblem:
     model = nn.Sequential(hp.MultiHeadAttention(2 * UNITS, UNITS))
-    return Problem(model, bind(model), batches, default_loss, progress=False)
+    return ScoringProblem(model, bind(model), batches, default_loss, progress=False)
 
 
 def stopped(data: Tensor, until: Stable, size: int = 10) -> Estimate:
@@ -264,7 +264,7 @@ def test_few_batches_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
 
     @dataclass(frozen=True)
     class Wide(Scorer):
-        def estimate(self, problem: Problem) -> Estimate:
+        def estimate(self, problem: ScoringProblem) -> Estimate:
             held.append(len(problem.batches))  # type: ignore[arg-type]
             samples = torch.cat([batch[:, :UNITS] for _, batch in problem.passes("wide")])
             return Estimate(samples.mean(0), None, len(samples), None, samples)
@@ -309,7 +309,7 @@ def test_looks_grow() -> None:
 
     @dataclass(frozen=True)
     class Counting(Columns):
-        def estimate(self, problem: Problem) -> Estimate:
+        def estimate(self, problem: ScoringProblem) -> Estimate:
             found = super().estimate(problem)
             seen.append(found.n_examples)
             return found
@@ -476,7 +476,7 @@ def test_settings_are_checked(settings: dict[str, Any], words: str) -> None:
 def test_a_scorer_without_a_number_an_example_is_refused() -> None:
     @dataclass(frozen=True)
     class Blind(Columns):
-        def estimate(self, problem: Problem) -> Estimate:
+        def estimate(self, problem: ScoringProblem) -> Estimate:
             return replace(super().estimate(problem), samples=None)
 
     with pytest.raises(

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.checkpoints import slices, streaming
+from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.cli.main import app
 from headprune.core.errors import (
     CheckpointError,
@@ -30,9 +32,6 @@ from headprune.core.errors import (
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.model.sites import find_sites
-from headprune.surgery import streaming
-from headprune.surgery.formats import slices
-from headprune.surgery.streaming import prune_checkpoint
 from tests.scripts import benchmark
 
 SIZES: dict[str, dict[str, Any]] = {

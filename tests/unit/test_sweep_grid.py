@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headprune.core.errors import InvalidValue
-from headprune.run.grid import lay_out
-from headprune.run.validate import RecipeError, check_recipe, load_recipe
+from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
+from headprune.sweep.grid import lay_out
 
 RAW: dict[str, Any] = {
     "name": "test",

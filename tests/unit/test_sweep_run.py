@@ -20,14 +20,14 @@ from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue,
 from headprune.core.files import PART
 from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
-from headprune.run import picking, runs, sweeping, tasks
-from headprune.run.base import Base, open_base, ready_base
-from headprune.run.outcome import Outcome
-from headprune.run.recipe import Recipe
-from headprune.run.runs import SweepRun
-from headprune.run.splits import calibration_rows
+from headprune.data.splits import calibration_rows
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import check_recipe
 from headprune.run.surroundings import versions
-from headprune.run.validate import check_recipe
+from headprune.sweep import pick, runs, sweeping, tasks
+from headprune.sweep.base import Base, open_base, ready_base
+from headprune.sweep.outcome import Outcome
+from headprune.sweep.runs import SweepRun
 from tests.tiny_recipe import TINY, interrupt_after
 
 GRID = ["scorer=taylor,random", "keep=0.75,0.5", "recover=none,mean_fold"]
@@ -535,7 +535,7 @@ def test_a_pick_is_made_again_and_saved(swept: sweeping.SweepResult, tmp_path: P
     assert found.validation.value == pytest.approx(smallest["validation_drop"])
     assert found.confirmed
     assert not any("random" in look.setting for look in found.looks)
-    assert picking.Pick.load(tmp_path / "picked" / "pick.json") == found
+    assert pick.Pick.load(tmp_path / "picked" / "pick.json") == found
     model = hp.from_pretrained(tmp_path / "picked" / "model")
     assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
     subject = hp.run.prepared(tiny(), say=lambda line: None)

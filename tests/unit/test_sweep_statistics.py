@@ -14,12 +14,12 @@ import pytest
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue, UnknownName
 from headprune.core.metrics import drop, drop_words
-from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
-from headprune.core.picking import Candidate, fixed_sequence
 from headprune.core.sweeps import SweepTable, check_size, pareto
 from headprune.report.html import render_sweep_html
 from headprune.report.tradeoff import draw_tradeoff, render_tradeoff
 from headprune.report.write import write_tradeoff
+from headprune.sweep.fixed_sequence import Candidate, fixed_sequence
+from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from tests.report_records import sweep_table
 
 
@@ -116,7 +116,7 @@ def test_resamples_do_not_depend_on_the_other_models_or_on_memory(
     np.testing.assert_allclose(
         resampled_drops(base, others[1:2], 100, 0)[:, 0], whole[:, 1], rtol=0, atol=1e-15
     )
-    monkeypatch.setattr("headprune.core.paired._STEP", 350)
+    monkeypatch.setattr("headprune.sweep.paired._STEP", 350)
     np.testing.assert_allclose(resampled_drops(base, others, 100, 0), whole, rtol=0, atol=1e-15)
 
 

@@ -13,9 +13,9 @@ import transformers
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.checkpoints.transformers_4 import pruned_heads
 from headprune.core.errors import CheckpointError
-from headprune.run.models import open_model
-from headprune.surgery.formats.transformers_4 import pruned_heads
+from headprune.data.models import open_model
 
 SIZES: dict[str, dict[str, int]] = {
     "Bert": {

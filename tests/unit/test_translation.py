@@ -23,17 +23,17 @@ from headprune.bench.translation import evaluate_translation, translate
 from headprune.core.bleu import bleu
 from headprune.core.errors import InvalidValue
 from headprune.core.metrics import drop, drop_words
-from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
+from headprune.data.datasets import load_rows
+from headprune.data.models import prepare
+from headprune.data.order import LikeLengths
+from headprune.data.vocabulary import train_tokenizer
+from headprune.recipes.reading import override
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.run import prepared
-from headprune.run.base import open_base, ready_base
-from headprune.run.data import load_rows
-from headprune.run.models import prepare
-from headprune.run.order import LikeLengths
-from headprune.run.outcome import Outcome, judge
-from headprune.run.reading import override
-from headprune.run.recipe import Recipe
-from headprune.run.validate import RecipeError, check_recipe
-from headprune.run.vocabulary import train_tokenizer
+from headprune.sweep.base import open_base, ready_base
+from headprune.sweep.outcome import Outcome, judge
+from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from tests.tiny_models import bert
 
 MULTI30K = Path(__file__).resolve().parents[3] / "shared" / "data" / "multi30k"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.run import prepared, run_recipe
-from headprune.run.validate import RecipeError, check_recipe
 from tests.tiny_models import WORDS, encoder_decoder
 
 

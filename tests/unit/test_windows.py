@@ -16,7 +16,7 @@ from headprune.core.errors import InvalidValue
 from headprune.layouts import registry
 from headprune.model.losses import default_loss
 from headprune.model.sites import bind, sites_of
-from headprune.scoring._base import Problem
+from headprune.scoring._base import ScoringProblem
 from headprune.scoring._gradients import gate_gradients, token_gradients
 from tests.laws.support import CLOSE, Subject, as_double, shaken
 
@@ -129,8 +129,8 @@ def test_gate_gradients_of_a_batch_are_those_of_its_examples(swin: Subject) -> N
     assert_close(gate_gradients(swin.model, one_by_one, sites=swin.sites), together, **CLOSE)
 
 
-def problem(subject: Subject, batches: list[Any]) -> Problem:
-    return Problem(
+def problem(subject: Subject, batches: list[Any]) -> ScoringProblem:
+    return ScoringProblem(
         subject.model, bind(subject.model, subject.sites), batches, default_loss, progress=False
     )
 

@@ -12,8 +12,8 @@ import training
 from protocol import Cut, Job, Run, head_width, heads_left, main, pretrained, running
 
 import headprune as hp
-from headprune.run.presets import PRESETS
-from headprune.run.validate import configured
+from headprune.recipes.presets import PRESETS
+from headprune.recipes.validate import configured
 
 
 def cut(job: Job) -> Cut:

@@ -1,0 +1,1 @@
+"""Checkpoints of cut models: every format of a folder, cuts from file to file, and ONNX."""

@@ -1,0 +1,124 @@
+"""Opens a folder of Transformers 4 whose heads were cut by its ``prune_heads``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headprune.checkpoints.foreign import check_folder, check_weights
+from headprune.core.errors import CheckpointError, HeadPruneError
+from headprune.core.heads import without
+from headprune.core.opening import read_text
+from headprune.model.classes import class_named
+from headprune.model.cut import cut_
+from headprune.model.sites import bind, find_sites
+
+_KEY = "pruned_heads"
+
+
+def pruned_heads(folder: Path) -> dict[int, tuple[int, ...]]:
+    """The heads that the folder's configuration says were cut, by layer; none where it says nothing
+    of the kind.
+
+    Raises:
+        CheckpointError: ``pruned_heads`` that are no lists of heads by layer.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(read_text(path))
+    except ValueError:
+        return {}  # the reader of the configuration has a better error
+    said = config.get(_KEY) if isinstance(config, dict) else None
+    if not said:
+        return {}
+    try:
+        return {
+            int(layer): tuple(sorted({int(head) for head in heads}))
+            for layer, heads in said.items()
+            if heads
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        must = "lists of removed heads by layer, as Transformers 4 wrote them"
+        raise CheckpointError(f"{path}: {_KEY}", must, repr(said)[:100]) from error
+
+
+def opened(folder: Path) -> nn.Module:
+    """The cut model of such a folder, in evaluation mode, with its heads' original indices.
+
+    Transformers 5 builds every layer whole. So the class is built, cut as the configuration says,
+    and filled.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        CheckpointError: no class of Transformers, layers or heads that the model does not have, or
+            weights that do not fit the cut model.
+    """
+    check_folder(folder)
+    heads = pruned_heads(folder)
+    names = json.loads(read_text(folder / "config.json")).get("architectures") or [""]
+    kind: Any = class_named(str(names[0]))
+    if kind is None:
+        raise CheckpointError(
+            str(folder), "a model of a class of Transformers", f"architectures {names}"
+        )
+    check_weights(kind, folder)
+
+    class Cut(kind):
+        """The class, cut as soon as it is built."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            _cut_(self, heads, folder)
+
+    Cut.__name__ = kind.__name__
+    config = kind.config_class.from_pretrained(folder)
+    config.__dict__.pop(_KEY, None)
+    try:  # mismatched sizes are looked at below
+        model, info = Cut.from_pretrained(
+            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except HeadPruneError:
+        raise
+    except (
+        Exception
+    ) as error:  # what lies there breaks readers and constructors in any way it likes
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise CheckpointError(
+            str(folder), f"a {kind.__name__} cut by Transformers 4", reason
+        ) from error
+    wrong = sorted(info["missing_keys"]) + sorted(key[0] for key in info["mismatched_keys"])
+    if wrong:
+        got = f"{len(wrong)} missing or of another shape: {', '.join(wrong[:3])}"
+        raise CheckpointError(
+            str(folder), f"all weights of a {kind.__name__} without heads {heads}", got
+        )
+    model.__class__ = kind
+    opened_model: nn.Module = model.eval()
+    return opened_model
+
+
+def _cut_(model: nn.Module, heads: Mapping[int, tuple[int, ...]], folder: Path) -> None:
+    """Cuts a model that was just built; Transformers 4 counted the layers of self-attention."""
+    sites = find_sites(model)
+    located = [site for site in sites if site.kind != "cross"]
+    removed = {}
+    for layer, gone in heads.items():
+        where = f"{folder / 'config.json'}: {_KEY}"
+        if not 0 <= layer < len(located):
+            raise CheckpointError(
+                where, f"of the {len(located)} layers of the model", f"layer {layer}"
+            )
+        site = located[layer]
+        unknown = sorted(set(gone) - set(site.heads))
+        if unknown:
+            raise CheckpointError(where, f"heads of layer {layer}, {list(site.heads)}", unknown[0])
+        removed[site.name] = gone
+    cut_(model, bind(model, sites), without(sites, removed))

@@ -1,0 +1,1 @@
+"""Data and models of a recipe: rows, encodings, labels, splits, and models by path."""

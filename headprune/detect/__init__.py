@@ -1,0 +1,1 @@
+"""The search for layouts of attention modules that nobody described."""

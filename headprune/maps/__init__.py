@@ -1,0 +1,1 @@
+"""Attention maps: what every head attended to, in which pattern, and as a picture."""

@@ -1,0 +1,28 @@
+"""What a report shows beside the record: values that a run leaves in its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headprune.core.agreement import Agreement
+from headprune.core.scores import HeadScores
+from headprune.maps.pictures import AttentionPictures
+
+
+@dataclass(frozen=True)
+class ReportInputs:
+    """Values that belong to a record and are no part of it; every one may be missing.
+
+    Args:
+        pictures: What every head attends to in a few examples.
+        scores: Other scores of the same model; the head map switches between them and the record's
+            own.
+        agreement: How alike the scores order the heads.
+    """
+
+    pictures: AttentionPictures | None = None
+    scores: tuple[HeadScores, ...] = ()
+    agreement: Agreement | None = None
+
+
+NOTHING = ReportInputs()
