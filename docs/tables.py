@@ -1,7 +1,10 @@
-"""Writes docs/layouts.md, scorers.md and selectors.md from their registries, refusals.md from the
-table of properties, recipes.md from the recipes, and the imports of architecture.md from the code.
+"""Write what the docs say about the code, from the code.
 
     python docs/tables.py
+
+From the registries: docs/layouts.md, scorers.md, selectors.md, the lists of api-methods.md and the
+counts in README.md. From the table of properties: refusals.md. From the recipes: recipes.md. From
+the imports: a table of architecture.md.
 
 Whether a layer may lose all its heads is not read off a layout but tried, on each family's tiny
 model.
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 WRITTEN = "<!-- Written by `python docs/tables.py`; do not edit. -->"
 
 
@@ -415,13 +419,60 @@ def _below(room: str, rooms: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def main(folder: Path = HERE) -> None:
+def api_methods() -> str:
+    """docs/api-methods.md, with every registered method."""
+    from headprune import recovery, scoring, selection
+
+    text = (HERE / "api-methods.md").read_text(encoding="utf-8")
+    registries = {
+        "Scorers": scoring.registry,
+        "Selectors": selection.registry,
+        "Recoveries": recovery.registry,
+    }
+    for title, registry in registries.items():
+        methods = [registry.get(name) for name in registry.names() if registry.is_own(name)]
+        lines = [f"::: {method.__module__}.{method.__name__}\n" for method in methods]
+        section = re.compile(rf"(^## {title}\n\n).*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+        text = section.sub(rf"\g<1>{chr(10).join(lines)}\n", text)
+    return text
+
+
+def readme() -> str:
+    """README.md, with the counts of families, layouts and scorers."""
+    from headprune import scoring
+    from headprune.layouts import registry
+
+    names = [name for name in registry.names() if registry.is_own(name)]
+    n_families = sum(len(registry.get(name).families) for name in names)
+    n_scorers = sum(scoring.registry.is_own(name) for name in scoring.registry.names())
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\d+(?= families and variants)", str(n_families), text)
+    text = re.sub(r"\d+(?= layouts\]\(docs/layouts.md\))", str(len(names)), text)
+    return re.sub(r"\d+(?= \[scorers\]\(docs/scorers.md\))", str(n_scorers), text)
+
+
+#: What is written, from the root of the repository, and by which function.
+WRITES = {
+    "docs/layouts.md": layouts,
+    "docs/scorers.md": scorers,
+    "docs/selectors.md": selectors,
+    "docs/refusals.md": refusals,
+    "docs/recipes.md": recipes,
+    "docs/architecture.md": architecture,
+    "docs/api-methods.md": api_methods,
+    "README.md": readme,
+}
+
+
+def main(root: Path = ROOT) -> None:
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for make in (layouts, scorers, selectors, refusals, recipes, architecture):
-            (folder / f"{make.__name__}.md").write_text(make(), encoding="utf-8")
+        for name, make in WRITES.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(make(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)

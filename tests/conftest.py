@@ -12,9 +12,22 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import pytest
 import torch
 
+from tests.laws import chosen
 from tests.laws.support import DEEP, Subject, family_subject, subject_of
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    chosen.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    chosen.read_options(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen.select(config, items)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ FAMILIES = [
 ]
 
 #: Families whose layers must keep a head; every other one may lose all.
-KEEP_A_HEAD = {"diffusers-style", "x_transformers.Encoder", "x_transformers.Decoder"}
+KEEP_A_HEAD = {family for layout, family in FAMILIES if registry.get(layout).empty == "refuse"}
 
 
 def over(families: Iterable[tuple[str, str]] = FAMILIES) -> pytest.MarkDecorator:

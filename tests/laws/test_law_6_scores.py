@@ -26,6 +26,7 @@ from headprune.model.running import call
 from headprune.model.sites import lookup, slabs_of
 from headprune.scoring import Auto, HardConcrete, SubsetTopk, Taylor, registry
 from headprune.scoring._base import Scorer
+from tests.laws import chosen
 from tests.laws.support import CLOSE, TRANSFORMERS, Subject, set_implementation, subject_of
 from tests.laws.support import examples_of as data
 
@@ -44,6 +45,14 @@ SCORERS += [
     Taylor(normalize="l2"),
     Taylor(reduce="batch", block=2),
 ]
+
+
+def name_of(scorer: Any) -> str:
+    return registry.resolve(scorer, Scorer, "scorer")[0]
+
+
+if chosen.SCORER:  # `pytest tests/laws --scorer NAME`
+    SCORERS = [s for s in SCORERS if name_of(s) == chosen.SCORER]
 BLOCKS = [s for s in SCORERS if getattr(s, "reduce", None) == "batch" or s in LEARNED.values()]
 
 
@@ -87,9 +96,8 @@ def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> N
 
 
 def test_every_scorer_is_held_to_this_law() -> None:
-    assert {registry.resolve(s, Scorer, "scorer")[0] for s in SCORERS} == set(
-        registry.names()
-    ) - EXCEPTED
+    wanted = {chosen.SCORER} if chosen.SCORER else set(registry.names())
+    assert {name_of(s) for s in SCORERS} == wanted - EXCEPTED
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
