@@ -67,6 +67,22 @@ def test_the_rooms_of_the_architecture_are_those_of_the_code() -> None:
     assert without_torch == {"core", "maps", "recipes", "selection", "report", start}
 
 
+def test_every_decision_is_listed_and_names_files_that_exist() -> None:
+    """``core/heads.py`` in a note is a file of the package, ``tests/...`` one of the repository."""
+    architecture = (DOCS / "architecture.md").read_text()
+    notes = sorted((DOCS / "decisions").glob("*.md"))
+    assert len(notes) > 30
+    for note in notes:
+        assert f"(decisions/{note.name})" in architecture
+    n_files = 0
+    for page in (DOCS / "architecture.md", *notes):
+        for name in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text()):
+            places = (ROOT / name, ROOT / "headprune" / name)
+            assert any(place.is_file() for place in places), f"{page.name}: {name}"
+            n_files += 1
+    assert n_files > 40
+
+
 def test_counts_of_the_readme_are_those_of_the_registries() -> None:
     """They are written by docs/tables.py, as long as the words around them are there."""
     text = " ".join((ROOT / "README.md").read_text().split())
