@@ -28,7 +28,7 @@ Fill: TypeAlias = Callable[[Any], Mapping[int, Stand]]
 def unit_rows(problem: ScoringProblem) -> Tensor:
     """``[units, heads]``, on the CPU: 1 where a present head belongs to the unit, site after
     site."""
-    rows = []
+    rows = []  # by site [units, heads of the site]
     for b in problem.bound:
         of_site = torch.zeros(len(b.site.units), len(b.site.heads))
         for row, unit in zip(of_site, b.site.units, strict=True):
@@ -239,6 +239,7 @@ def _replacements(
         marks: Of the batch's examples.
         counted: ``[examples, tokens]``: which tokens are no padding.
     """
+    # By example [tokens of the other example, heads * width].
     others = [pool[_other(mark, sorted(pool))] for mark in marks]
     # A token's number among those that are no padding.
     places = (counted.cumsum(1) - 1).clamp(min=0)
@@ -267,5 +268,6 @@ def _all_of(contexts: Tensor) -> Tensor:
 
 def _other(mark: int, pool: list[int]) -> int:
     """One of the pool, but not the example itself."""
+    # Where this example alone has tokens at a site, it replaces itself.
     others = [other for other in pool if other != mark] or pool
     return others[mark % len(others)]

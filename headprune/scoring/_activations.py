@@ -85,7 +85,9 @@ class Statistic(ABC):
 
     def parts(self) -> dict[str, Tensor]:
         """All that was gathered, for the other processes."""
-        parts = {name: getattr(self, name) for name in self.added}
+        parts: dict[str, Tensor] = {}
+        for name in self.added:
+            parts[name] = getattr(self, name)
         parts["runs"] = torch.tensor(self.runs)
         parts["rounding"] = torch.tensor(self.rounding, dtype=torch.float64)
         return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, TypeAlias
 
 from headprune.core.agreement import MEASURES, Agreement, Measure, Pair
@@ -71,6 +71,7 @@ def agreement(
     check_confidence(confidence, "agreement")
     check_draws(draws, "agreement")
     _check_comparable(scores, "agreement")
+    # By default compare the halves that a budget of half the heads would remove.
     n_units = sum(map(len, scores[0].values))
     k = n_units // 2 if k is None else k
     check_k(k, scores[0], "agreement")
@@ -84,6 +85,7 @@ def agreement(
     pairs = []
     for a, b in combinations(range(len(scores)), 2):
         values = _compare(flat[a], flat[b], k)
+        # Where one of them is held fixed, the other alone is resampled.
         drawn = None
         if resamples[a] is not None or resamples[b] is not None:
             drawn = _compare(_or(resamples[a], flat[a]), _or(resamples[b], flat[b]), k)
@@ -254,8 +256,10 @@ def _compare(a: Floats, b: Floats, k: int) -> dict[str, Floats]:
     import numpy as np
     from scipy.stats import rankdata
 
+    # Repeat a single row for every draw.
     rows = max(len(np.atleast_2d(a)), len(np.atleast_2d(b)))
     a, b = (np.broadcast_to(np.atleast_2d(x), (rows, np.shape(x)[-1])) for x in (a, b))
+    # Spearman's correlation is that of the ranks.
     ranks = [rankdata(x, axis=-1) for x in (a, b)]
     first, second = (r - r.mean(-1, keepdims=True) for r in ranks)
     # Units that are among the k lowest of both.
@@ -306,6 +310,7 @@ def _measures(
         if len(finite) < 2 or np.isnan(value):
             measures.append(Measure(value))
             continue
+        # The bootstrap's standard error, taken for normal.
         width = float(ndtri((1 + confidence) / 2) * finite.std(ddof=1))
         measures.append(Measure(value, max(value - width, lowest), min(value + width, 1.0)))
     return measures
@@ -315,7 +320,7 @@ def _flat(scores: HeadScores) -> Floats:
     """``[units]``."""
     import numpy as np
 
-    return np.array([v for row in scores.values for v in row], dtype=np.float64)
+    return np.array(list(chain.from_iterable(scores.values)), dtype=np.float64)
 
 
 def _by_site(scores: HeadScores, flat: Floats) -> tuple[tuple[float, ...], ...]:

@@ -24,7 +24,7 @@ from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
 from headprune.model.processes import Processes, Workers
 from headprune.model.running import device_of, nested_tensors, packing, undisturbed
-from headprune.model.sites import BoundSite, bind, not_taken, unwrap
+from headprune.model.sites import BoundSite, Sites, bind, not_taken, sites_of, unwrap
 from headprune.scoring import registry
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._resume_cache import ResumeCache, opened
@@ -118,11 +118,11 @@ def score(
     # 2. Bind the sites of the model.
     model = unwrap(model)
     bound = bind(model, sites)
-    located = [b.site for b in bound]
+    located = sites_of(bound)
     _check_has_heads(located)
     check_in_memory(model, _LOAD, known=True)
     mark = fingerprint(model, located)
-    not_covered = not_taken(model, located if sites is None else sites)
+    not_covered = not_taken(model, list(located) if sites is None else sites)
     # Found before `undisturbed`, which turns packing off.
     packs = packing(model)
 
@@ -188,7 +188,7 @@ def _check_arguments(batches: Any, until: Any, processes: Any) -> None:
         raise InvalidValue("batches", "an iterable of batches", got, hint)
 
 
-def _check_has_heads(sites: list[AttentionSite]) -> None:
+def _check_has_heads(sites: Sites) -> None:
     if not any(site.heads for site in sites):
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
 
@@ -253,7 +253,7 @@ def _result(
     if e.curvature is not None:
         curvature = Curvature.of(e.curvature.detach().cpu().numpy())
     return HeadScores(
-        sites=tuple(b.site for b in problem.bound),
+        sites=tuple(sites_of(problem.bound)),
         values=_by_site(problem.bound, e.values),
         standard_errors=standard_errors,
         scorer=name,
@@ -371,7 +371,7 @@ def _check_alike(workers: Workers, mark: str, batches: Any, *asked: Any) -> None
 def _by_site(bound: list[BoundSite], flat: Tensor) -> tuple[tuple[float, ...], ...]:
     """One tuple of numbers per site, from ``[units]``."""
     sizes = [len(b.site.units) for b in bound]
-    return tuple(tuple(map(float, row)) for row in flat.split(sizes))
+    return tuple(tuple(row.tolist()) for row in flat.split(sizes))
 
 
 def _notes(scorer: Scorer, estimate: Estimate) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,6 +172,7 @@ def rescorer(
         small = _cut(model, located, mask, after_cut)
         present = sites_of(bind(small, located))
         scores = score(small, batches, scorer, loss=loss, sites=present, progress=progress)
+        # Scores of other data would be compared with those of the call before.
         digests.add(scores.data)
         if len(digests) > 1:
             must = "the same in every call, in the same order"
@@ -183,6 +185,7 @@ def rescorer(
 
 def _cut(model: nn.Module, located: Sites, mask: HeadMask, after_cut: Change | None) -> nn.Module:
     """A copy of the model with only the mask's heads."""
+    # Other processes may hold parts of the weights.
     check_whole(model, "one whose weights are whole in this process, to be copied and cut")
     small = copy.deepcopy(model)
     cut_(small, bind(small, located), mask)
@@ -224,6 +227,6 @@ def _moved(
     values: tuple[tuple[float, ...], ...], place: Tensor, sites: tuple[AttentionSite, ...]
 ) -> tuple[tuple[float, ...], ...]:
     """Numbers of the kept units, by site, as numbers of all units."""
-    flat = torch.tensor([v for row in values for v in row], dtype=torch.float64)
+    flat = torch.tensor(list(chain.from_iterable(values)), dtype=torch.float64)
     parts = (place @ flat).split([len(site.units) for site in sites])
     return tuple(tuple(part.tolist()) for part in parts)

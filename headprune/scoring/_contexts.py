@@ -43,7 +43,7 @@ def mean_contexts(problem: ScoringProblem) -> dict[int, Tensor]:
         return sums.parts()
 
     sums.join(problem.gathered(what, read_own))
-    # Of all sites in one copy.
+    # Tokens per site, of all sites in one copy.
     counts = in_main_memory(total[-1] for total in sums.of_site.values())
     means = {}
     for (site, total), count in zip(sums.of_site.items(), counts, strict=True):

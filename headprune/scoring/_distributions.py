@@ -28,7 +28,7 @@ COLUMNS = 4
 Targets: TypeAlias = tuple[list[Tensor], bool]
 
 
-def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) -> Targets:
+def fisher_targets(predicted: Distributions, seeds: list[int], draws: int | None) -> Targets:
     """Numbers whose slopes' products are the second derivative of the default loss.
 
     With slopes ``g`` of an example, ``sum g g'`` is the Gauss-Newton matrix, with respect to
@@ -37,29 +37,29 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
     and added up with random signs (``_combined``).
 
     Args:
-        found: The distributions.
+        predicted: The distributions.
         seeds: One seed per example.
         draws: Labels per token, or groups of columns; None is 1 label, or ``COLUMNS`` groups.
 
     Returns:
         One number per class, group or draw.
     """
-    if found.by_token:
-        logits = found.logits_counted()  # [counted positions, classes]
+    if predicted.by_token:
+        logits = predicted.logits_counted()  # [counted positions, classes]
         n_draws = draws or 1
         # By position: an example's loss is the mean over its tokens and draws.
-        weights = (found.counted.sum(1, keepdim=True).clamp(min=1) * n_draws).rsqrt()
-        weights = sent(weights.expand_as(found.counted)[found.counted], logits.device)
+        weights = (predicted.counted.sum(1, keepdim=True).clamp(min=1) * n_draws).rsqrt()
+        weights = sent(weights.expand_as(predicted.counted)[predicted.counted], logits.device)
         targets = []
-        for labels in drawn_labels(found, seeds, n_draws):
+        for labels in drawn_labels(predicted, seeds, n_draws):
             losses = cross_entropy(logits, labels, reduction="none")
             targets.append((weights * losses).sum())
         return targets, True
-    output = found.logits[:, 0]  # [examples, classes]
+    output = predicted.logits[:, 0]  # [examples, classes]
     # Each column times the root of its second derivative.
-    if found.kind == "regression":
+    if predicted.kind == "regression":
         scaled = output * (2 / output.shape[1]) ** 0.5
-    elif found.kind == "multi_label_classification":
+    elif predicted.kind == "multi_label_classification":
         p = output.detach().sigmoid()
         scaled = output * (p * (1 - p) / output.shape[1]).sqrt()
     else:
@@ -67,7 +67,7 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
     return _targets(scaled, seeds, draws)
 
 
-def logit_targets(found: Distributions, seeds: list[int], draws: int | None) -> Targets:
+def logit_targets(predicted: Distributions, seeds: list[int], draws: int | None) -> Targets:
     """Numbers whose slopes' products are the second derivative of the squared change of the logits.
 
     That is half the squared change, mean over classes, of logits less their own mean. So every
@@ -75,23 +75,23 @@ def logit_targets(found: Distributions, seeds: list[int], draws: int | None) -> 
     Where every token has logits, each draw is a sum of them with random signs.
 
     Args:
-        found: The distributions; of outputs that are no softmax, those of ``regression``.
+        predicted: The distributions; of outputs that are no softmax, those of ``regression``.
         seeds: One seed per example.
         draws: Sums per token, or groups of columns; None is 1 sum, or ``COLUMNS`` groups.
 
     Returns:
         One number per class, group or draw.
     """
-    if not found.by_token:
-        output = found.logits[:, 0]  # [examples, classes]
-        if found.kind == "single_label_classification":
+    if not predicted.by_token:
+        output = predicted.logits[:, 0]  # [examples, classes]
+        if predicted.kind == "single_label_classification":
             columns = output - output.mean(1, keepdim=True)
         else:
             columns = output
         return _targets(columns * (2 / output.shape[1]) ** 0.5, seeds, draws)
 
     # 1. Logits less their mean, [counted positions, classes].
-    logits = found.logits_counted()
+    logits = predicted.logits_counted()
     finite = logits.detach().isfinite()  # a place where no answer may begin has -inf
     numbers = logits.masked_fill(~finite, 0)
     mean = numbers.sum(1, keepdim=True) / finite.sum(1, keepdim=True)
@@ -99,7 +99,7 @@ def logit_targets(found: Distributions, seeds: list[int], draws: int | None) -> 
 
     # 2. The weight of every position: a mean over tokens, classes and draws.
     n_draws = draws or 1
-    counts = found.counted.sum(1)  # [examples]
+    counts = predicted.counted.sum(1)  # [examples]
     positions = sent(counts.clamp(min=1).repeat_interleave(counts), logits.device)
     weights = (2 / (positions * finite.sum(1) * n_draws)).sqrt().unsqueeze(1)
 
@@ -159,7 +159,7 @@ def _combined(columns: Tensor, seeds: list[int], groups: int) -> list[Tensor]:
     return [signed.masked_fill(group != number, 0).sum() for number in range(groups)]
 
 
-def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:
+def drawn_labels(predicted: Distributions, seeds: list[int], draws: int) -> Tensor:
     """Labels from the model's own predictions, in the order of ``logits_counted``.
 
     Each example has a generator of its own and inverts its cumulated probabilities. So its labels
@@ -169,7 +169,7 @@ def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:
         ``[draws, counted positions]``.
     """
     labels = []
-    by_example = found.logits_counted().detach().split(found.counted.sum(1).tolist())
+    by_example = predicted.logits_counted().detach().split(predicted.counted.sum(1).tolist())
     for logits, seed in zip(by_example, seeds, strict=True):
         # [positions, classes] in fp64, which mps has not.
         wide = torch.float32 if logits.device.type == "mps" else torch.float64

@@ -55,6 +55,7 @@ def open_gates(
         shapes: The shape of every site's gates.
         at: Their value.
     """
+    # In fp32 at least: gradients of 16 bits would lose digits.
     gates = {}
     for b, shape in zip(problem.bound, shapes, strict=True):
         gate = torch.full(shape, at, device=device_of(b.module), dtype=gate_dtype(b))
@@ -67,6 +68,7 @@ def slopes_of(numbers: Tensor, inputs: Sequence[Tensor]) -> Slopes:
     first axis is the examples."""
 
     def slopes(weights: Tensor) -> list[Tensor]:
+        # The graph is kept: the caller asks again with other weights.
         gradients = torch.autograd.grad(
             numbers, inputs, weights, retain_graph=True, allow_unused=True
         )
@@ -109,6 +111,7 @@ def gradients_of(
     Raises:
         InvalidValue: the number has no graph, or does not depend on a site.
     """
+    # Gates ask for a gradient, so that a loss without a graph was cut off from the model.
     if not total.requires_grad:
         must = "connected to the model's output (not detached, not under no_grad)"
         raise InvalidValue("loss(model, batch)", must, "a tensor without a graph")

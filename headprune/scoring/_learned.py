@@ -120,6 +120,7 @@ class _GateTraining:
             if self.problem.examples and self.step == self.settings.steps:
                 break
             first, size = 0, batch_size(batch)
+            # A batch may end one block and begin others.
             while first < size and self.step < self.settings.steps:
                 last = min(size, first + self.settings.block - self.filled)
                 self.add(number, batch, slice(first, last))
@@ -219,6 +220,7 @@ class _GateTraining:
 
     def estimate(self) -> Estimate:
         """The weights of the gates, with notes."""
+        # Passes over the same data count its examples once.
         weights = self.weights.detach()
         notes = self.distribution.told(weights, self.sizes, self.step)
         note = "No standard error: the gates were trained together, not averaged over examples."

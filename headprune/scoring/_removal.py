@@ -4,6 +4,7 @@ many runs at once."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -59,10 +60,10 @@ def removed(
         orders = _in_order(inverse, c, failed, *shape)
 
         # 3. Give every site its runs.
-        n_runs = [len(runs) for runs in jobs.values()]
+        n_runs = list(map(len, jobs.values()))
         for site, part in zip(jobs, orders.split(n_runs), strict=True):
             results[site].append(part)
-    return [torch.cat(parts) for parts in results]
+    return list(map(torch.cat, results))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -77,7 +78,7 @@ def _together(sites: Sequence[_UnitTable], n_runs: int) -> Iterator[dict[int, li
         alike.setdefault((site.table.device, site.shape), []).append(number)
     for (_, (n_units, length)), numbers in alike.items():
         at_once = max(1, AT_ONCE // (MATRICES * 8 * (n_units * length) ** 2))
-        runs = [(number, run) for number in numbers for run in range(n_runs)]
+        runs = list(product(numbers, range(n_runs)))
         for first in range(0, len(runs), at_once):
             jobs: dict[int, list[int]] = {}
             for number, run in runs[first : first + at_once]:
@@ -109,8 +110,8 @@ class _UnitTable:
         self.n_more = end - factors.width
         #: ``[units * channels]``, a unit after the other.
         self.table = torch.cat(rows)
-        of_units = [head for unit in factors.bound.site.units for head in unit]
-        self.in_order = of_units == list(factors.bound.site.heads) and not self.n_more
+        of_units = tuple(chain.from_iterable(factors.bound.site.units))
+        self.in_order = of_units == factors.bound.site.heads and not self.n_more
 
     def inverses(self, weights: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
         """The inverse of A, the covariance of the contexts, in the table's order.

@@ -111,6 +111,7 @@ class ResumeCache:
         self._files: dict[str, Path] = {}
         self._loaded: dict[str, _BatchRows] = {}
         self._waiting: dict[str, _BatchRows] = {}
+        self._n_waiting_bytes = 0
         if folder is not None:
             self._list_files(folder)
 
@@ -157,14 +158,15 @@ class ResumeCache:
         if self._full:
             return
         self._waiting[name] = batch
-        n_bytes = sum(waiting.rows.nbytes for waiting in self._waiting.values())
-        if self.write_is_due() or n_bytes > _PIECE:
+        self._n_waiting_bytes += batch.rows.nbytes
+        if self.write_is_due() or self._n_waiting_bytes > _PIECE:
             check()
             self.flush()
 
     def flush(self) -> None:
         """Write the rows that wait for it."""
         waiting, self._waiting = self._waiting, {}
+        self._n_waiting_bytes = 0
         if not waiting or self.folder is None:
             return
         self._n_files += 1

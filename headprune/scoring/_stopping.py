@@ -16,6 +16,7 @@ from headprune.model.running import DataDigest, batch_size, tensors
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._coupling import Couplings
+from headprune.scoring._gates import n_units
 from headprune.scoring._rows import CollectedRows, PairedMoments, room
 from headprune.scoring._shared_values import SharedValues
 
@@ -110,8 +111,8 @@ def settled(seen: PairedMoments, k: int, error: float, rare: float = 0.02) -> bo
         error: Largest probability of a wrong yes, for as many examples as ``Stable`` says.
         rare: Share of examples above which an event must have been seen.
     """
-    n, n_units = seen.count, len(seen.mean)
-    n_pairs = k * (n_units - k)
+    n, n_columns = seen.count, len(seen.mean)
+    n_pairs = k * (n_columns - k)
 
     # 1. Too few examples allow no claim.
     clear = 2 * _critical(_CHOOSING * error, n_pairs, n)
@@ -121,17 +122,17 @@ def settled(seen: PairedMoments, k: int, error: float, rare: float = 0.02) -> bo
     # 2. Count the close pairs, [units, units]; at most one direction of a pair is false.
     studentised = _studentised(seen, error)
     lower = studentised >= clear
-    in_every_set = lower.sum(1) >= n_units - k
+    in_every_set = lower.sum(1) >= n_columns - k
     in_no_set = lower.sum(0) >= k
     close = (studentised.abs() < clear) & ~in_every_set[:, None] & ~in_no_set[None]
-    close = close & ~torch.eye(n_units).bool()
+    close = close & ~torch.eye(n_columns).bool()
     n_close = min(int((close | close.T).triu().sum()), n_pairs)
 
     # 3. Test every unit inside against every unit outside.
     critical = 0.0
     if n_close:
         critical = _critical((1 - 2 * _CHOOSING) * error, n_close, n)
-    inside = torch.zeros(n_units, dtype=torch.bool)
+    inside = torch.zeros(n_columns, dtype=torch.bool)
     inside[lowest(seen.mean, k)] = True
     return bool((studentised[inside][:, ~inside] > critical).all())
 
@@ -179,13 +180,13 @@ def read_until(
         InvalidValue: no data, a ``k`` that does not split the units, or a scorer whose score is no
             mean of one number per example.
     """
-    n_units = sum(len(b.site.units) for b in problem.bound)
-    _check_asked(scorers, until, n_units)
+    width = n_units(problem)
+    _check_asked(scorers, until, width)
     digest = DataDigest()
     totals = [_Total() for _ in scorers]
     n_tests, done = 0, False
     n_batches = 0
-    for part, is_test in _parts(problem, until, digest, room() // (8 * n_units)):
+    for part, is_test in _parts(problem, until, digest, room() // (8 * width)):
         # 1. Estimate from these batches alone.
         _read_part(problem, scorers, totals, part, n_batches)
         n_batches += len(part)
@@ -201,10 +202,10 @@ def read_until(
     return [total.estimate(note) for total in totals]
 
 
-def _check_asked(scorers: list[tuple[str, Scorer]], until: Stable, n_units: int) -> None:
+def _check_asked(scorers: list[tuple[str, Scorer]], until: Stable, width: int) -> None:
     """Refuse a set of all units, and scorers that are no mean of one number per example."""
-    if until.k >= n_units:
-        raise InvalidValue("Stable.k", f"below the number of units, {n_units}", until.k)
+    if until.k >= width:
+        raise InvalidValue("Stable.k", f"below the number of units, {width}", until.k)
     for name, scorer in scorers:
         if not scorer.needs_data:
             raise _refusal(name, "it uses no data")
