@@ -235,13 +235,13 @@ def _read_kept(folder: Path) -> None:
 
     with _resume_cache.opened(
         folder, {"scorers": "taylor", "device": "cpu"}, [0.5, 1.0], 1e-5
-    ) as shelf:
-        shelf.rows(lambda number, batch: batch)(0, torch.ones(2, 3), "aa", nothing)
-        into = shelf.added({"sum": _Sum()})
-        into.begin()
+    ) as cache:
+        cache.rows(lambda number, batch: batch)(0, torch.ones(2, 3), "aa", nothing)
+        into = cache.sums({"sum": _Sum()})
+        into.begin_pass()
         if not into.holds(0, "aa"):
-            into.done("aa", nothing)
-        into.end("aa", nothing)
+            into.batch_added("aa", nothing)
+        into.end_pass("aa", nothing)
 
 
 def _pick(folder: Path) -> None:

@@ -27,7 +27,7 @@ from headprune.model.sites import sites_of
 from headprune.recovery._api import recover_
 from headprune.recovery._base import Recovery
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
-from headprune.scoring._coupling import LOSSES, refuse_coupled
+from headprune.scoring._coupling import losses_are_coupled, refuse_coupled
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
 
@@ -169,9 +169,8 @@ class Auto(Scorer):
         folds = Folds(problem, self.folds)
         candidates = self._usable(problem)
         estimates = self._estimates(problem, candidates)
-        if problem.shared.get(
-            LOSSES
-        ):  # rows of a fold would have other losses than rows of a whole batch
+        if losses_are_coupled(problem):
+            # Rows of a fold would have other losses than rows of a whole batch.
             refuse_coupled(problem, "auto")
         asked, plans = self._plans(problem, candidates, estimates)
         # Before the copies: a model may keep what it computed last, and a tensor with a graph
@@ -273,7 +272,7 @@ class Auto(Scorer):
     def _estimates(self, problem: ScoringProblem, candidates: Sequence[Named]) -> list[Estimate]:
         """Every candidate's estimate; candidates share their passes."""
         scorers = [_configured(name, settings) for name, settings in candidates]
-        problem.shared["scorers"] = (*problem.shared.get("scorers", ()), *scorers)
+        problem.scorers = (*problem.scorers, *scorers)
         return [scorer.estimate(problem) for scorer in scorers]
 
     def _plans(

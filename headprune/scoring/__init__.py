@@ -1,8 +1,7 @@
-"""Importance scorers: one file a scorer, the file's name is its registered name, its class the name
-in camel case.
+"""Importance scorers, one per file; a file is named as its scorer, and in camel case its class.
 
 ``hp.score(model, batches, "taylor")`` takes the name; ``hp.scoring.Taylor(reduce="token")`` is the
-same scorer with settings of your own.
+same scorer with other settings.
 """
 
 import importlib
@@ -14,6 +13,7 @@ registry = Registry(
     "scorer", "headprune.scoring", "headprune.scorers", elsewhere={"auto": "headprune.choice.auto"}
 )
 
+#: Where the other public names are defined; their modules, and torch, are imported on first use.
 _HOME = {
     "Stable": "headprune.scoring._stopping",
     "agreement": "headprune.scoring._agreement",

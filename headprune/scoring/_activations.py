@@ -1,9 +1,8 @@
-"""Statistics of what the output projections read, gathered for all activation scorers of a call in
-one forward pass.
+"""Statistics of what the output projections read, for all activation scorers of a call in one pass.
 
-Nothing here needs a loss. Sums are in fp64, padding is left out, and every statistic is kept apart
-for a few blocks of examples (example i is in block ``i % blocks``), so that leaving a block out
-gives standard errors in bounded memory.
+Nothing here needs a loss. Sums are in fp64, without padding. Every statistic is kept apart for a
+few blocks of examples (example i is in block ``i % blocks``), so that a jackknife over blocks gives
+standard errors in bounded memory.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from headprune.model.running import batch_size, call, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, added
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._contexts import by_example
+from headprune.scoring._sharing import summed
 
-#: Blocks of examples for statistics of a vector a site.
+#: Blocks of examples, for statistics of one vector per site.
 BLOCKS = 20
 
 #: A kind of statistic and what it is made with besides the site; scorers that gather the same share
@@ -39,7 +39,7 @@ Gathers: TypeAlias = tuple[Any, ...]
 
 
 class Statistic(ABC):
-    """What is gathered at one site: ``count`` ``[blocks]`` and sums that go with it.
+    """What is gathered at one site: ``count`` ``[blocks]`` and sums that belong to it.
 
     Args:
         bound: The site.
@@ -50,25 +50,29 @@ class Statistic(ABC):
     added: ClassVar[tuple[str, ...]]
 
     def __init__(self, bound: BoundSite, blocks: int = BLOCKS) -> None:
-        self.bound, self.blocks = bound, blocks
+        self.bound = bound
+        self.blocks = blocks
         self.width = len(bound.site.heads) * bound.site.value_dim
+        #: How often the output projection ran.
         self.runs = 0
-        self.rounding = 0.0  # relative, of what is read
+        #: Relative rounding of what it read.
+        self.rounding = 0.0
         self.count = self.zeros()
 
     def zeros(self, *shape: int) -> Tensor:
         """fp64 zeros for every block; on the CPU where the device has no fp64."""
         device = device_of(self.bound.module)
-        found = "cpu" if device.type == "mps" else device
-        return torch.zeros(self.blocks, *shape, dtype=torch.float64, device=found)
+        if device.type == "mps":
+            device = torch.device("cpu")
+        return torch.zeros(self.blocks, *shape, dtype=torch.float64, device=device)
 
     def block_of(self, examples: range) -> Tensor:
-        """``[examples]``, the block of each, where the sums are."""
+        """``[examples]``, the block of each, on the device of the sums."""
         return torch.arange(examples.start, examples.stop, device=self.count.device) % self.blocks
 
     @abstractmethod
     def add(self, examples: range, x: Tensor, counted: Tensor) -> None:
-        """Takes one run of the projection.
+        """Take one run of the projection.
 
         Args:
             examples: Numbers of the batch's examples.
@@ -77,25 +81,26 @@ class Statistic(ABC):
         """
 
     def end(self, examples: range) -> None:  # noqa: B027 (most statistics have nothing to do)
-        """All runs of a batch have been taken."""
+        """Finish a batch, of which all runs were taken."""
 
     def parts(self) -> dict[str, Tensor]:
         """All that was gathered, for the other processes."""
-        seen = {
-            "runs": torch.tensor(self.runs),
-            "rounding": torch.tensor(self.rounding, dtype=torch.float64),
-        }
-        return {**{name: getattr(self, name) for name in self.added}, **seen}
+        parts: dict[str, Tensor] = {}
+        for name in self.added:
+            parts[name] = getattr(self, name)
+        parts["runs"] = torch.tensor(self.runs)
+        parts["rounding"] = torch.tensor(self.rounding, dtype=torch.float64)
+        return parts
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
-        """Takes what all processes have gathered in place of its own."""
+        """Replace the own sums by those of all processes."""
         for name in self.added:
-            setattr(self, name, added(parts, name).to(self.count.device))
-        self.runs = int(added(parts, "runs"))
+            setattr(self, name, summed(parts, name).to(self.count.device))
+        self.runs = int(summed(parts, "runs"))
         self.rounding = max(float(part["rounding"]) for part in parts)
 
 
-class Moments(Statistic):
+class ChannelMoments(Statistic):
     """Mean and sum of squared deviations of every channel over tokens, merged example by example
     (Chan et al. 1979)."""
 
@@ -103,28 +108,35 @@ class Moments(Statistic):
 
     def __init__(self, bound: BoundSite) -> None:
         super().__init__(bound)
-        self.mean, self.squares = self.zeros(self.width), self.zeros(self.width)
+        # Both [blocks, width].
+        self.mean = self.zeros(self.width)
+        self.squares = self.zeros(self.width)
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
-        n = added(parts, "count").unsqueeze(1)
+        n = summed(parts, "count").unsqueeze(1)
+        # A block without tokens has the mean 0.
         shares = [part["count"].unsqueeze(1) / n.clamp(min=1) for part in parts]
-        mean = torch.stack(
-            [share * part["mean"] for share, part in zip(shares, parts, strict=True)]
-        ).sum(0)
-        squares = [
-            p["squares"] + p["count"].unsqueeze(1) * (p["mean"] - mean).square() for p in parts
-        ]
+        means = [share * part["mean"] for share, part in zip(shares, parts, strict=True)]
+        mean = torch.stack(means).sum(0)
+        squares = []
+        for part in parts:
+            between = part["count"].unsqueeze(1) * (part["mean"] - mean).square()
+            squares.append(part["squares"] + between)
         super().join(parts)
-        self.mean, self.squares = mean.to(self.mean), torch.stack(squares).sum(0).to(self.squares)
+        self.mean = mean.to(self.mean)
+        self.squares = torch.stack(squares).sum(0).to(self.squares)
 
     def add(self, examples: range, x: Tensor, counted: Tensor) -> None:
         block = self.block_of(examples)
+        # Moments of every example: [examples] and [examples, width].
         count = counted.sum(1)
         mean = x.sum(1) / count.clamp(min=1).unsqueeze(1)
         squares = ((x - mean.unsqueeze(1)) * counted.unsqueeze(2)).square().sum(1)
-        for start in range(0, len(block), self.blocks):  # in such a stretch no block comes twice
+        # Merge as many examples at once as there are blocks: then no block comes twice.
+        for start in range(0, len(block), self.blocks):
             part = slice(start, start + self.blocks)
-            here, before = block[part], self.count[block[part]]
+            here = block[part]
+            before = self.count[here]
             share = (count[part] / (before + count[part]).clamp(min=1)).unsqueeze(1)
             delta = mean[part] - self.mean[here]
             self.mean[here] += delta * share
@@ -137,17 +149,15 @@ class Moments(Statistic):
         return (weights @ self.squares + n @ self.mean.square()) / n.sum()
 
     def variance(self, weights: Tensor) -> Tensor:
-        """``[width]``, unbiased variance over the tokens of the blocks with weight 1; 0 for a
-        single token.
+        """``[width]``, unbiased variance over the tokens of the blocks with weight 1.
 
-        0 also where tokens differ by the model's rounding only: standardised, that would look like
-        a signal.
+        0 for a single token, and where tokens differ by the model's rounding only: standardised,
+        that would look like a signal.
         """
         n = self.count * weights
         mean = n @ self.mean / n.sum()
-        variance = (weights @ self.squares + n @ (self.mean - mean).square()) / (n.sum() - 1).clamp(
-            min=1
-        )
+        squares = weights @ self.squares + n @ (self.mean - mean).square()
+        variance = squares / (n.sum() - 1).clamp(min=1)
         return variance.masked_fill(variance <= (4 * self.rounding * mean).square(), 0)
 
 
@@ -166,23 +176,28 @@ class Magnitudes(Statistic):
         super().__init__(bound)
         self.of = of
         self.squares = self.zeros(self.width if of == "channels" else len(bound.site.units))
+        # Of every run of a batch: sums of magnitudes [examples, width or units], and [examples]
+        # tokens.
         self._batch: list[tuple[Tensor, Tensor]] = []
 
     def add(self, examples: range, x: Tensor, counted: Tensor) -> None:
         if self.of == "output":
             weight = output_weight(self.bound).to(x)
-            x = torch.stack(
-                [(x[..., u] @ weight[:, u].T).norm(dim=-1) for u in unit_columns(self.bound)], -1
-            )
+            # [examples, tokens, units]
+            norms = [(x[..., u] @ weight[:, u].T).norm(dim=-1) for u in unit_columns(self.bound)]
+            x = torch.stack(norms, -1)
         self._batch.append((x.abs().sum(1), counted.sum(1)))
 
     def end(self, examples: range) -> None:
-        if self._batch:
-            block = self.block_of(examples)
-            total, count = (sum(run[1:], run[0]) for run in zip(*self._batch, strict=True))
-            self.squares.index_add_(0, block, (total / count.clamp(min=1).unsqueeze(1)).square())
-            self.count.index_add_(0, block, (count > 0).double())
-            self._batch = []
+        if not self._batch:
+            return
+        block = self.block_of(examples)
+        total, count = (sum(run[1:], run[0]) for run in zip(*self._batch, strict=True))
+        mean = total / count.clamp(min=1).unsqueeze(1)
+        self.squares.index_add_(0, block, mean.square())
+        # Examples with a token that counts.
+        self.count.index_add_(0, block, (count > 0).double())
+        self._batch = []
 
     def size(self, weights: Tensor) -> Tensor:
         """Root mean square over the examples of the blocks with weight 1; ``[width]`` or
@@ -191,7 +206,7 @@ class Magnitudes(Statistic):
 
 
 class Products(Statistic):
-    """Sums over tokens of ``x x'``; memory ``blocks * width ** 2`` a site."""
+    """Sums over tokens of ``x x'``; ``blocks * width ** 2`` numbers per site."""
 
     added = ("count", "sums")
 
@@ -214,16 +229,16 @@ class Products(Statistic):
 def by_block(examples: range, blocks: int) -> Iterator[tuple[int, slice]]:
     """The blocks that examples fall into, each with the places of its examples in the batch.
 
-    Example i is in block ``i % blocks``, which Python knows: to ask a tensor of block numbers waits
-    for its device.
+    Example i is in block ``i % blocks``, which Python knows: reading a tensor of block numbers
+    would wait for its device.
     """
     for place in range(min(len(examples), blocks)):
         yield examples[place] % blocks, slice(place, None, blocks)
 
 
 class ActivationScorer(Scorer):
-    """A scorer that reads one statistic a site; its standard errors are a jackknife over blocks of
-    examples."""
+    """A scorer that reads one statistic per site; its standard errors are a jackknife over blocks
+    of examples."""
 
     reads_loss: ClassVar[bool] = False
 
@@ -250,27 +265,26 @@ class ActivationScorer(Scorer):
         statistics, n_examples = _gathered(problem, self)
         parts = []
         for statistic in statistics:
-            sizes = [len(range(g, n_examples, statistic.blocks)) for g in range(statistic.blocks)]
+            blocks = range(statistic.blocks)
+            sizes = [len(range(block, n_examples, statistic.blocks)) for block in blocks]
             parts.append(jackknife(partial(self.site_values, statistic), statistic.count, sizes))
         parts = in_main_memory(parts)  # of all sites in one copy
         for statistic, part in zip(statistics, parts, strict=True):
             if not bool(torch.isfinite(part).all()):
                 raise self.refused(statistic)
-        rows = torch.cat(parts, 1)
-        found = averaged(
-            rows, n_examples, row="example" if n_examples == 1 else "block of examples"
-        )
-        return replace(found, notes=(*found.notes, *self.notes(statistics)))
+        row = "example" if n_examples == 1 else "block of examples"
+        estimate = averaged(torch.cat(parts, 1), n_examples, row=row)
+        return replace(estimate, notes=(*estimate.notes, *self.notes(statistics)))
 
 
 def jackknife(values_of: Callable[[Tensor], Tensor], like: Tensor, sizes: Iterable[int]) -> Tensor:
-    """Numbers, one row a block, whose mean is a statistic of all blocks and whose spread is its
-    sampling error.
+    """Rows, one per block, whose mean is a statistic of all blocks and whose spread is its sampling
+    error.
 
     They are the pseudo-values of the jackknife that leaves out groups of unlike size (Busing,
-    Meijer, van der Leeden 1999), stretched so that the variance of their mean is that jackknife's,
-    and moved so that their mean is the statistic. For a mean over examples, each of which is a
-    block, they are the examples.
+    Meijer, van der Leeden 1999). They are stretched so that the variance of their mean is that
+    jackknife's, and moved so that their mean is the statistic. For a mean over examples, each of
+    which is a block, they are the examples.
 
     Args:
         values_of: From weights ``[blocks]`` of 0 and 1 to ``[units]``.
@@ -280,34 +294,39 @@ def jackknife(values_of: Callable[[Tensor], Tensor], like: Tensor, sizes: Iterab
     Returns:
         ``[blocks with examples, units]``; the statistic itself for a single block.
     """
-    held = list(sizes)
-    return pseudo_values(torch.stack([values_of(weights) for weights in runs_of(like, held)]), held)
+    listed = list(sizes)
+    values = [values_of(weights) for weights in runs_of(like, listed)]
+    return pseudo_values(torch.stack(values), listed)
 
 
 def runs_of(like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """What a jackknife asks for: all blocks, then, for every block with examples, all but that;
-    each ``[blocks]``.
+    """The weights ``[blocks]`` that a jackknife needs values for.
 
-    Where a single block has examples, all blocks are all that is asked for.
+    First all blocks; then, for every block with examples, all but that one. Where a single block
+    has examples, all blocks alone.
     """
     everything = torch.ones_like(like)
-    found = [everything]
-    given = [block for block, size in enumerate(sizes) if size]
-    for block in given if len(given) > 1 else []:
+    runs = [everything]
+    with_examples = [block for block, size in enumerate(sizes) if size]
+    if len(with_examples) < 2:
+        return runs
+    for block in with_examples:
         weights = everything.clone()
         weights[block].zero_()
-        found.append(weights)
-    return found
+        runs.append(weights)
+    return runs
 
 
 def pseudo_values(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The rows of ``jackknife`` from ``values`` ``[1 + blocks with examples, units]``, one row a
+    """The rows of ``jackknife``, from ``values`` ``[1 + blocks with examples, units]``, one row per
     run of ``runs_of``."""
     whole, left_out = values[0], values[1:]
     if not len(left_out):
         return values
     given = [size for size in sizes if size]
-    shares = sent([sum(given) / size for size in given], whole.device, whole.dtype).unsqueeze(1)
+    # [blocks, 1]: all examples divided by those of the block.
+    ratios = [sum(given) / size for size in given]
+    shares = sent(ratios, whole.device, whole.dtype).unsqueeze(1)
     pseudo = shares * whole - (shares - 1) * left_out
     deviations = (pseudo - (pseudo / shares).sum(0)) * ((len(given) - 1) / (shares - 1)).sqrt()
     return whole + deviations - deviations.mean(0)
@@ -316,8 +335,8 @@ def pseudo_values(values: Tensor, sizes: Sequence[int]) -> Tensor:
 def output_weight(bound: BoundSite) -> Tensor:
     """``[out, heads * width]``, what a site's contexts are multiplied by.
 
-    Without an output projection every channel goes to its own place in the output, which a cut
-    leaves as wide.
+    Without an output projection every channel has its own place in the output, which a cut leaves
+    as wide.
     """
     if bound.layout.gate:
         with fetched(bound.gate):
@@ -328,21 +347,24 @@ def output_weight(bound: BoundSite) -> Tensor:
 
 
 def unit_columns(bound: BoundSite) -> list[Tensor]:
-    """Where every unit lies in its site's contexts: all columns of all its heads."""
+    """The columns of every unit in its site's contexts: those of all its heads."""
     site = bound.site
-    device = device_of(bound.module)
-    columns = torch.arange(len(site.heads) * site.value_dim, device=device).view(
-        len(site.heads), site.value_dim
-    )
-    # One head after the other: a list of places would have to be sent to the device.
-    return [torch.cat([columns[site.heads.index(head)] for head in unit]) for unit in site.units]
+    n_heads = len(site.heads)
+    columns = torch.arange(n_heads * site.value_dim, device=device_of(bound.module))
+    of_head = dict(zip(site.heads, columns.view(n_heads, site.value_dim), strict=True))
+
+    def columns_of(unit: tuple[int, ...]) -> Tensor:
+        # One head after the other: a list of places would have to be sent to the device.
+        return torch.cat([of_head[head] for head in unit])
+
+    return [columns_of(unit) for unit in site.units]
 
 
 def run(model: nn.Module, batch: Any, loss: Loss) -> None:
-    """Runs a model on a batch without asking for a loss; through a loss of the user's, which knows
-    the batch's form.
+    """Run a model on a batch without asking for a loss.
 
-    Labels are left out, except for an encoder-decoder, which makes its decoder's inputs from them.
+    A loss of the user's is called all the same, because it knows the batch's form. Labels are left
+    out, except for an encoder-decoder, which makes its decoder's inputs from them.
     """
     if not is_default(loss):
         loss(model, batch)
@@ -350,73 +372,111 @@ def run(model: nn.Module, batch: Any, loss: Loss) -> None:
     call(model, inputs_of(model, batch))
 
 
+class _SharedStatistics:
+    """Statistics by kind, one per site with heads; shared by the scorers of a call."""
+
+    def __init__(self) -> None:
+        self.of_kind: dict[Gathers, list[Statistic]] = {}
+        self.n_examples = 0
+
+
 def _gathered(problem: ScoringProblem, scorer: ActivationScorer) -> tuple[list[Any], int]:
-    """A scorer's statistics, one a site with heads, and the number of examples; those of the call's
-    other scorers are gathered in the same pass."""
-    found: dict[Gathers, list[Statistic]] = problem.shared.setdefault("activations", {})
-    if scorer.gathers not in found:
-        together = [s for s in problem.shared.get("scorers", ()) if isinstance(s, ActivationScorer)]
-        wanted = dict.fromkeys(s.gathers for s in (scorer, *together) if s.gathers not in found)
+    """A scorer's statistics, one per site with heads, and the number of examples.
+
+    The statistics of the call's other scorers are gathered in the same pass.
+    """
+    shared = problem.shared.of(_SharedStatistics)
+    if scorer.gathers not in shared.of_kind:
+        kinds = {scorer.gathers: None}  # a set in order
+        for other in problem.scorers:
+            if isinstance(other, ActivationScorer) and other.gathers not in shared.of_kind:
+                kinds[other.gathers] = None
         bound = [b for b in problem.bound if b.site.heads]
-        new = {key: [key[0](b, *key[1:]) for b in bound] for key in wanted}
-        problem.shared["activations examples"] = _pass(problem, bound, list(new.values()))
-        found.update(new)
-    return found[scorer.gathers], problem.shared["activations examples"]
+        new = {kind: _made(kind, bound) for kind in kinds}
+        shared.n_examples = _gather(problem, bound, list(new.values()))
+        shared.of_kind.update(new)
+    return shared.of_kind[scorer.gathers], shared.n_examples
+
+
+def _made(kind: Gathers, bound: list[BoundSite]) -> list[Statistic]:
+    """An empty statistic of a kind for every site."""
+    cls, *settings = kind
+    return [cls(b, *settings) for b in bound]
 
 
 @torch.no_grad()
-def _pass(
+def _gather(
     problem: ScoringProblem, bound: list[BoundSite], statistics: list[list[Statistic]]
 ) -> int:
-    first, size = 0, 0
+    """Fill statistics in one pass; return the number of examples.
+
+    Args:
+        problem: The problem.
+        bound: Its sites with heads.
+        statistics: For every kind, one statistic per site.
+    """
+    every = [statistic for of_kind in statistics for statistic in of_kind]
+    examples = range(0)  # of the batch that runs
 
     def take(number: int, x: Tensor, counted: Tensor | None) -> None:
-        x = by_example(bound[number], x, size)
-        x = x.cpu() if x.device.type == "mps" else x
-        counted = (
-            torch.ones(x.shape[:2], device=x.device) if counted is None else counted.to(x.device)
-        )
-        counted = counted.reshape(size, -1)
-        rounding = torch.finfo(x.dtype).eps
-        # Chosen, not multiplied by 0: attention may leave NaN at padding.
-        x = x.masked_fill(counted.unsqueeze(-1) == 0, 0).double()
+        rows, counted = _without_padding(bound[number], x, counted, len(examples))
+        rounding = torch.finfo(rows.dtype).eps
+        rows = rows.double()
         for of_kind in statistics:
-            of_kind[number].runs += 1
-            of_kind[number].rounding = rounding
-            of_kind[number].add(range(first, first + size), x, counted.double())
+            statistic = of_kind[number]
+            statistic.runs += 1
+            statistic.rounding = rounding
+            statistic.add(examples, rows, counted.double())
 
-    every = list(enumerate(s for of_kind in statistics for s in of_kind))
-
-    def own() -> dict[str, Tensor]:
-        nonlocal first, size
+    def read_own() -> dict[str, Tensor]:
+        nonlocal examples
+        into = problem.added(**{str(i): statistic for i, statistic in enumerate(every)})
         with reading(problem.model, bound, take) as begin:
-            for _, before, batch in problem.share(
-                "activations", problem.added(**{str(i): s for i, s in every})
-            ):
-                first, size = before, batch_size(batch)
+            for _, before, batch in problem.share("activations", into):
+                examples = range(before, before + batch_size(batch))
                 begin(batch)
                 run(problem.model, batch, problem.loss)
-                for _, statistic in every:
-                    statistic.end(range(first, first + size))
+                for statistic in every:
+                    statistic.end(examples)
         return {}
 
-    problem.gathered("activations", own)
-    for _, statistic in every:
-        if problem.workers.size > 1:
-            statistic.join(
-                problem.workers.exchanged(statistic.parts)
-            )  # one at a time: they may be large
-        name = statistic.bound.site.name
-        if not statistic.runs:
-            hint = "Leave this site out with sites=."
-            raise UnsupportedModel(
-                name, "a module that runs when the model does", "one that no batch reached", hint
-            )
-    reached = in_main_memory(statistic.count.any() for _, statistic in every)
-    for (_, statistic), some in zip(every, reached, strict=True):
-        if not bool(some):
-            name = statistic.bound.site.name
-            raise InvalidValue(
-                "batches", "with a token that is no padding", f"only padding at {name}"
-            )
+    problem.gathered("activations", read_own)
+    if problem.workers.size > 1:
+        for statistic in every:
+            # One at a time: they may be large.
+            statistic.join(problem.workers.exchanged(statistic.parts))
+    _check_reached(every)
     return problem.examples
+
+
+def _without_padding(
+    b: BoundSite, x: Tensor, counted: Tensor | None, size: int
+) -> tuple[Tensor, Tensor]:
+    """What a site read, with zeros at padding.
+
+    Returns:
+        ``[examples, tokens, width]``, and ``[examples, tokens]``: which tokens count.
+    """
+    rows = by_example(b, x, size)
+    if rows.device.type == "mps":  # it has no fp64
+        rows = rows.cpu()
+    if counted is None:
+        counted = torch.ones(rows.shape[:2], device=rows.device)
+    counted = counted.to(rows.device).reshape(size, -1)
+    # Chosen, not multiplied by 0: attention may leave NaN at padding.
+    return rows.masked_fill(counted.unsqueeze(-1) == 0, 0), counted
+
+
+def _check_reached(statistics: Iterable[Statistic]) -> None:
+    """Refuse sites that did not run, or that read nothing but padding."""
+    for statistic in statistics:
+        if not statistic.runs:
+            must, got = "a module that runs when the model does", "one that no batch reached"
+            hint = "Leave this site out with sites=."
+            raise UnsupportedModel(statistic.bound.site.name, must, got, hint)
+    # Of all sites in one copy.
+    reached = in_main_memory(statistic.count.any() for statistic in statistics)
+    for statistic, has_tokens in zip(statistics, reached, strict=True):
+        if not bool(has_tokens):
+            got = f"only padding at {statistic.bound.site.name}"
+            raise InvalidValue("batches", "with a token that is no padding", got)

@@ -1,18 +1,17 @@
-"""``agreement`` of several scores, and ``rank_average``, which makes one of them; no torch in
-here."""
+"""``agreement`` of several scores, and ``rank_average``, which merges them; without torch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import combinations
-from typing import TYPE_CHECKING
+from itertools import chain, combinations
+from typing import TYPE_CHECKING, TypeAlias
 
 from headprune.core.agreement import MEASURES, Agreement, Measure, Pair
 from headprune.core.codec import FrozenDict
 from headprune.core.coverage import coverage_notes
 from headprune.core.errors import InvalidValue, PlanMismatch
-from headprune.core.scores import HeadScores
+from headprune.core.scores import CostTable, HeadScores
 from headprune.core.uncertainty import (
     check_confidence,
     check_draws,
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
+#: A site's name and its units.
+Site: TypeAlias = tuple[str, tuple[tuple[int, ...], ...]]
+
 
 def agreement(
     *scores: HeadScores,
@@ -36,19 +38,16 @@ def agreement(
     draws: int = 500,
     seed: int = 0,
 ) -> Agreement:
-    """How alike several scores order the units of one model: Spearman, Kendall's tau-b, Jaccard of
-    the k lowest.
+    """Compare how several scores order the units of one model.
 
-    The intervals are value ± z · the bootstrap's standard error, cut at the ends of the range.
-    Examples are resampled with replacement; scores of the same data share their resamples, so that
-    an example which is hard for both counts once. Scores without per-example numbers stay as they
-    are; two of them have no interval. Noise in scores lowers agreement, and no correction is made
-    for that: scores from more data agree better.
+    The measures are Spearman's correlation, Kendall's tau-b and the Jaccard index of the k lowest.
+    Intervals are value ± z · the bootstrap's standard error. Scores of the same data share
+    resamples; scores without per-example numbers are held fixed. Noise lowers agreement.
 
     Args:
         scores: Two or more, of one model and the same sites.
-        k: Units in the sets that are compared; half of the units by default.
-        names: What to call them; by default their scorers' names.
+        k: Units in the sets that are compared; default half of the units.
+        names: Default their scorers' names.
         confidence: Of the intervals.
         draws: Resamples.
         seed: Of the resampling.
@@ -60,10 +59,8 @@ def agreement(
     >>> from headprune.core.codec import EMPTY
     >>> from headprune.core.heads import AttentionSite
     >>> from headprune.core.scores import ModelFingerprint
-    >>> site, mark = (
-    ...     AttentionSite("x", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3)),
-    ...     ModelFingerprint("s", "w"),
-    ... )
+    >>> site = AttentionSite("x", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3))
+    >>> mark = ModelFingerprint("s", "w")
     >>> a = HeadScores((site,), ((1.0, 2.0, 3.0, 4.0),), None, "a", EMPTY, 0, mark)
     >>> b = HeadScores((site,), ((1.0, 2.0, 4.0, 3.0),), None, "b", EMPTY, 0, mark)
     >>> print(agreement(a, b))
@@ -74,38 +71,47 @@ def agreement(
     check_confidence(confidence, "agreement")
     check_draws(draws, "agreement")
     _check_comparable(scores, "agreement")
+    # By default compare the halves that a budget of half the heads would remove.
     n_units = sum(map(len, scores[0].values))
     k = n_units // 2 if k is None else k
     check_k(k, scores[0], "agreement")
-    called = _names(scores) if names is None else tuple(names)
-    if len(called) != len(scores):
-        raise InvalidValue("agreement(names=)", f"one name a score, {len(scores)}", len(called))
-    drawn, notes = _draws(scores, called, draws, seed)
+    labels = _names(scores) if names is None else tuple(names)
+    if len(labels) != len(scores):
+        raise InvalidValue("agreement(names=)", f"one name per score, {len(scores)}", len(labels))
+
+    # 1. Compare every pair, as it was measured and in every resample.
+    resamples, notes = _resamples(scores, labels, draws, seed)
+    flat = list(map(_flat, scores))
     pairs = []
     for a, b in combinations(range(len(scores)), 2):
-        values = _compare(_flat(scores[a]), _flat(scores[b]), k)
-        spread = None
-        if drawn[a] is not None or drawn[b] is not None:
-            first, second = (
-                x if d is None else d for x, d in ((_flat(scores[i]), drawn[i]) for i in (a, b))
-            )
-            spread = _compare(first, second, k)
-        pairs.append(Pair(a, b, *_measures(values, spread, confidence)))
+        values = _compare(flat[a], flat[b], k)
+        # Where one of them is held fixed, the other alone is resampled.
+        drawn = None
+        if resamples[a] is not None or resamples[b] is not None:
+            drawn = _compare(_or(resamples[a], flat[a]), _or(resamples[b], flat[b]), k)
+        pairs.append(Pair(a, b, *_measures(values, drawn, confidence)))
+
+    # 2. Note what weakens the comparison.
     if len({s.model.weights for s in scores}) > 1:
         notes.append("the scores are of models with other weights")
-    for name, s in zip(called, scores, strict=True):
-        if len({v for row in s.values for v in row}) < 2:
+    for name, values_of in zip(labels, flat, strict=True):
+        if len(set(values_of.tolist())) < 2:
             notes.append(f"all scores of {name} are equal: they have no order")
-    return Agreement(called, k, n_units, confidence, tuple(pairs), tuple(notes))
+    return Agreement(labels, k, n_units, confidence, tuple(pairs), tuple(notes))
 
 
 def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) -> HeadScores:
-    """One score from several of the same model and sites: a unit's mean rank, from 1 (least
-    important) upwards.
+    """Merge several scores of one model into one: a unit's mean rank.
 
-    Ranks do not care for the scorers' units and outliers; ties have average ranks. Standard errors
-    are the bootstrap's, scores of the same data resampled together, scores without per-example
-    numbers held as they are; None where none has such numbers.
+    Ranks begin at 1, the least important unit; ties have average ranks. They do not depend on the
+    scorers' measures and outliers. Standard errors are the bootstrap's, with scores of the same
+    data resampled together and scores without per-example numbers held fixed; None where no score
+    has such numbers.
+
+    Args:
+        scores: Two or more, of one model and the same sites.
+        draws: Resamples.
+        seed: Of the resampling.
 
     Raises:
         InvalidValue: fewer than two scores, or something else than scores.
@@ -113,26 +119,30 @@ def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) 
     """
     from scipy.stats import rankdata
 
+    # 1. Check that the scores can be merged.
     scores = tuple(scores)
     check_draws(draws, "rank_average")
     _check_comparable(scores, "rank_average")
     if len({s.model for s in scores}) > 1:
-        raise PlanMismatch(
-            "rank_average", "given scores of one model", "scores of models with other weights"
-        )
-    called = _names(scores)
-    drawn, notes = _draws(scores, called, draws, seed)
-    ranks = sum(rankdata(_flat(s)) for s in scores) / len(scores)
+        got = "scores of models with other weights"
+        raise PlanMismatch("rank_average", "given scores of one model", got)
+
+    # 2. Average the ranks, as measured and in every resample.
+    resamples, notes = _resamples(scores, _names(scores), draws, seed)
+    flat = list(map(_flat, scores))
+    ranks = sum(map(rankdata, flat)) / len(scores)
     errors = None
-    if any(d is not None for d in drawn):
-        parts = [
-            rankdata(_flat(s) if d is None else d, axis=-1)
-            for s, d in zip(scores, drawn, strict=True)
+    if any(drawn is not None for drawn in resamples):
+        # [draws, units] or, of scores that are held fixed, [units]
+        drawn_ranks = [
+            rankdata(_or(drawn, values), axis=-1)
+            for drawn, values in zip(resamples, flat, strict=True)
         ]
-        errors = (sum(parts) / len(scores)).std(0, ddof=1)
-    data = {s.data for s in scores if s.data is not None}
-    settings = [{"scorer": s.scorer, "settings": s.settings, "scores": s.digest} for s in scores]
+        errors = (sum(drawn_ranks) / len(scores)).std(0, ddof=1)
+
+    # 3. Say what they are made of.
     first = scores[0]
+    settings = [{"scorer": s.scorer, "settings": s.settings, "scores": s.digest} for s in scores]
     return HeadScores(
         sites=first.sites,
         values=_by_site(first, ranks),
@@ -141,48 +151,75 @@ def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) 
         settings=FrozenDict({"of": settings}),
         n_examples=min((s.n_examples for s in scores if s.n_examples), default=0),
         model=first.model,
-        data=data.pop() if len(data) == 1 else None,
+        data=_common_data(scores),
         seed=None if errors is None else seed,
-        costs=next((s.costs for s in scores if s.costs is not None), None),
-        notes=(*notes, *coverage_notes(dict.fromkeys(note for s in scores for note in s.notes))),
+        costs=_first_costs(scores),
+        notes=(*notes, *_merged_notes(scores)),
     )
 
 
+def _first_costs(scores: Sequence[HeadScores]) -> CostTable | None:
+    """What the units cost, from the first scores that say so."""
+    return next((s.costs for s in scores if s.costs is not None), None)
+
+
+def _common_data(scores: Sequence[HeadScores]) -> str | None:
+    """The digest of the data, where all scores that have one have the same."""
+    data = {s.data for s in scores if s.data is not None}
+    return data.pop() if len(data) == 1 else None
+
+
+def _merged_notes(scores: Sequence[HeadScores]) -> Iterable[str]:
+    """The notes about coverage of all scores, each once."""
+    notes: dict[str, None] = {}  # a set in order
+    for s in scores:
+        notes |= dict.fromkeys(s.notes)
+    return coverage_notes(notes)
+
+
+def _or(drawn: Floats | None, values: Floats) -> Floats:
+    """Resampled values ``[draws, units]``; without them the values themselves, ``[units]``."""
+    return values if drawn is None else drawn
+
+
 def _check_comparable(scores: Sequence[HeadScores], where: str) -> None:
+    """Refuse scores of other models, sites or units than the first."""
     for s in scores:
         if not isinstance(s, HeadScores):
-            raise InvalidValue(
-                where, "given HeadScores, such as hp.score returns", type(s).__name__
-            )
+            must = "given HeadScores, such as hp.score returns"
+            raise InvalidValue(where, must, type(s).__name__)
     if len(scores) < 2:
         raise InvalidValue(where, "given two scores or more", len(scores))
     first = scores[0]
     for s in scores[1:]:
         if s.model.structure != first.model.structure:
-            raise PlanMismatch(
-                where,
-                "given scores of one model",
-                f"{first.scorer} and {s.scorer} of different models",
-            )
-        mine, theirs = ([(site.name, site.units) for site in x.sites] for x in (first, s))
-        if mine != theirs:
-            other = next((t for t in theirs if t not in mine), None) or next(
-                m for m in mine if m not in theirs
-            )
-            got = (
-                f"{other[0]} with {len(other[1])} units in one of {first.scorer} and {s.scorer}"
-                " alone"
-            )
-            raise PlanMismatch(
-                where,
-                "given scores of the same sites and units",
-                got,
-                "See HeadScores.of(pattern).",
-            )
+            got = f"{first.scorer} and {s.scorer} of different models"
+            raise PlanMismatch(where, "given scores of one model", got)
+        other = _differing_site(_units(first), _units(s))
+        if other is not None:
+            name, units = other
+            scorers = f"{first.scorer} and {s.scorer}"
+            got = f"{name} with {len(units)} units in one of {scorers} alone"
+            must = "given scores of the same sites and units"
+            raise PlanMismatch(where, must, got, "See HeadScores.of(pattern).")
+
+
+def _units(scores: HeadScores) -> list[Site]:
+    return [(site.name, site.units) for site in scores.sites]
+
+
+def _differing_site(mine: list[Site], theirs: list[Site]) -> Site | None:
+    """A site that only one of two scores has, or has with these units; None where all are equal."""
+    if mine == theirs:
+        return None
+    for site in theirs:
+        if site not in mine:
+            return site
+    return next(site for site in mine if site not in theirs)
 
 
 def _names(scores: Sequence[HeadScores]) -> tuple[str, ...]:
-    """The scorers' names, numbered where one comes twice."""
+    """The scorers' names, numbered where several scores have the same one."""
     total, seen = Counter(s.scorer for s in scores), Counter[str]()
     names = []
     for s in scores:
@@ -191,46 +228,41 @@ def _names(scores: Sequence[HeadScores]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _draws(
+def _resamples(
     scores: Sequence[HeadScores], names: Sequence[str], draws: int, seed: int
 ) -> tuple[list[Floats | None], list[str]]:
-    """Resampled scores, None where there is nothing to resample, and why."""
-    found: list[Floats | None] = []
+    """Resampled scores ``[draws, units]``, None where there is nothing to resample; and notes
+    why."""
+    resamples: list[Floats | None] = []
     notes = []
+    # Equal seeds and row counts give equal resamples. So scores of the same data get the seed of
+    # the first of them.
+    seeds: dict[tuple[str | None, int], int] = {}
     for place, (s, name) in enumerate(zip(scores, names, strict=True)):
-        # Equal seeds and row counts give equal resamples: so those of the same data go together.
-        same = (
-            i
-            for i, other in enumerate(scores)
-            if other.data == s.data and _n_rows(other) == _n_rows(s)
-        )
-        drawn, reason = _drawn(s, draws, seed + next(same, place))
-        found.append(drawn)
-        notes += [f"{name} is held fixed: {reason}"] if drawn is None and s.n_examples else []
-    return found, notes
-
-
-def _n_rows(scores: HeadScores) -> int:
-    return 0 if scores.samples is None else scores.samples.rows
-
-
-def _drawn(scores: HeadScores, draws: int, seed: int) -> tuple[Floats | None, str]:
-    try:
-        return resampled(scores, draws, seed, "agreement"), ""
-    except InvalidValue as error:
-        return None, str(error.got)
+        n_rows = 0 if s.samples is None else s.samples.rows
+        own_seed = seeds.setdefault((s.data, n_rows), seed + place)
+        drawn = None
+        try:
+            drawn = resampled(s, draws, own_seed, "agreement")
+        except InvalidValue as error:
+            if s.n_examples:
+                notes.append(f"{name} is held fixed: {error.got}")
+        resamples.append(drawn)
+    return resamples, notes
 
 
 def _compare(a: Floats, b: Floats, k: int) -> dict[str, Floats]:
-    """Each measure for every draw of ``a`` and ``b``, ``[draws, units]``; one of them may be a
-    single row."""
+    """Each measure, ``[draws]``, of ``a`` and ``b``, ``[draws, units]`` or a single row."""
     import numpy as np
     from scipy.stats import rankdata
 
+    # Repeat a single row for every draw.
     rows = max(len(np.atleast_2d(a)), len(np.atleast_2d(b)))
     a, b = (np.broadcast_to(np.atleast_2d(x), (rows, np.shape(x)[-1])) for x in (a, b))
+    # Spearman's correlation is that of the ranks.
     ranks = [rankdata(x, axis=-1) for x in (a, b)]
     first, second = (r - r.mean(-1, keepdims=True) for r in ranks)
+    # Units that are among the k lowest of both.
     common = ((lowest_places(a) < k) & (lowest_places(b) < k)).sum(-1)
     return {
         "spearman": _cosine(first, second),
@@ -240,49 +272,62 @@ def _compare(a: Floats, b: Floats, k: int) -> dict[str, Floats]:
 
 
 def _kendall(a: Floats, b: Floats) -> Floats:
-    """Tau-b row by row; NaN where all of one are equal. SciPy counts pairs by sorting, in n log n
-    steps a row."""
+    """Tau-b row by row; NaN where all of one are equal.
+
+    SciPy counts pairs by sorting, in n log n steps per row.
+    """
     import numpy as np
     from scipy.stats import kendalltau
 
-    # The p-value is not used; this way to one is quick, and divides by zero for two units.
+    # The p-value is not used. The asymptotic one is quick, but divides by zero for two units.
     method = "asymptotic" if a.shape[-1] > 2 else "auto"
     return np.array([kendalltau(x, y, method=method).statistic for x, y in zip(a, b, strict=True)])
 
 
 def _cosine(a: Floats, b: Floats) -> Floats:
-    """Row by row; NaN where one of them is zero."""
+    """Cosine row by row; NaN where a row is zero."""
     import numpy as np
 
     size = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
-    found: Floats = np.divide((a * b).sum(-1), size, out=np.full(len(size), np.nan), where=size > 0)
-    return np.clip(found, -1, 1)
+    nan = np.full(len(size), np.nan)
+    cosine: Floats = np.divide((a * b).sum(-1), size, out=nan, where=size > 0)
+    return np.clip(cosine, -1, 1)  # rounding may exceed 1
 
 
 def _measures(
-    values: dict[str, Floats], spread: dict[str, Floats] | None, confidence: float
+    values: dict[str, Floats], drawn: dict[str, Floats] | None, confidence: float
 ) -> list[Measure]:
+    """Each measure, with an interval where there are resamples."""
     import numpy as np
     from scipy.special import ndtri
 
-    found = []
+    measures = []
     for name, lowest in MEASURES.items():
         value = float(values[name][0])
-        drawn = None if spread is None else spread[name][np.isfinite(spread[name])]
-        if drawn is None or len(drawn) < 2 or np.isnan(value):
-            found.append(Measure(value))
+        finite = np.empty(0)
+        if drawn is not None:
+            finite = drawn[name][np.isfinite(drawn[name])]
+        if len(finite) < 2 or np.isnan(value):
+            measures.append(Measure(value))
             continue
-        width = float(ndtri((1 + confidence) / 2) * drawn.std(ddof=1))
-        found.append(Measure(value, max(value - width, lowest), min(value + width, 1.0)))
-    return found
+        # The bootstrap's standard error, taken for normal.
+        width = float(ndtri((1 + confidence) / 2) * finite.std(ddof=1))
+        measures.append(Measure(value, max(value - width, lowest), min(value + width, 1.0)))
+    return measures
 
 
 def _flat(scores: HeadScores) -> Floats:
+    """``[units]``."""
     import numpy as np
 
-    return np.array([v for row in scores.values for v in row], dtype=np.float64)
+    return np.array(list(chain.from_iterable(scores.values)), dtype=np.float64)
 
 
 def _by_site(scores: HeadScores, flat: Floats) -> tuple[tuple[float, ...], ...]:
-    left = iter(flat.tolist())
-    return tuple(tuple(next(left) for _ in row) for row in scores.values)
+    """One tuple of numbers per site, from ``[units]``."""
+    rows = []
+    start = 0
+    for row in scores.values:
+        rows.append(tuple(flat[start : start + len(row)].tolist()))
+        start += len(row)
+    return tuple(rows)

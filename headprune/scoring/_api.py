@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,10 +24,10 @@ from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
 from headprune.model.processes import Processes, Workers
 from headprune.model.running import device_of, nested_tensors, packing, undisturbed
-from headprune.model.sites import BoundSite, bind, not_taken, unwrap
+from headprune.model.sites import BoundSite, Sites, bind, not_taken, sites_of, unwrap
 from headprune.scoring import registry
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
-from headprune.scoring._resume_cache import opened
+from headprune.scoring._resume_cache import ResumeCache, opened
 from headprune.scoring._stopping import Stable, read_until
 
 _LOAD = "Load the model into memory, or with a device_map and without preload_module_classes."
@@ -75,50 +75,31 @@ def score(
     folder: str | Path | None = None,
     progress: bool | None = None,
 ) -> HeadScores | tuple[HeadScores, ...]:
-    """Measures how important each head is; the model is left exactly as it was.
+    """Measure how important each head is, without changing the model.
 
-    Scores do not depend on the batch size or on padding: each example has its own loss and its own
-    gates.
+    Scores do not depend on the batch size or on padding.
 
     Args:
-        model: A model with known attention; run in evaluation mode. A compiled model is run
-            uncompiled.
-        batches: Any iterable of what the model takes, with labels where the scorer needs a loss.
-            Scorers without data take None, but then the scores cannot say what the units cost.
-        scorer: A registered name, a configured scorer, or several of them; several share their
-            passes over the data. The default is the cheapest that reads the loss, and works for
-            any loss; ``"auto"`` tries several on held-out rows, for one budget and refit.
+        model: A model with known attention, run in evaluation mode; a compiled one uncompiled.
+        batches: What the model takes, with labels where the scorer needs a loss. Scorers without
+            data take None; the scores then lack costs.
+        scorer: A registered name, a configured scorer, or several.
         loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
         sites: Default ``find_sites(model)``.
-        until: ``hp.Stable(k=...)`` stops reading batches when the set of the k lowest is settled;
-            the notes of the scores say after how many examples. The batches must come in random
-            order.
-        processes: ``hp.Processes()`` shares the batches among the processes of
-            ``torch.distributed``; every process makes this call, with the same whole batches, and
-            gets the scores of one process. None shares nothing.
-        folder: A folder for this call alone. What the batches gave is kept there now and then, up
-            to 4 GiB, and the same call, with the same batches in the same order, goes on after it
-            if it was killed, to the same scores. Of a loss its name and what it makes of the first
-            examples are compared; one that draws random numbers draws others. What is not kept
-            begins anew: ``ggn``, the pool of ``resample``, the cuts and refits of ``auto``, and
-            scorers of your own that iterate ``problem.passes``. The folder stays until you take it
-            away.
+        until: ``hp.Stable(k=...)`` stops reading when the k lowest are settled.
+        processes: ``hp.Processes()`` shares the batches among processes.
+        folder: For this call alone, which resumes from it.
         progress: Show a progress bar; None shows it on a terminal.
 
     Returns:
-        HeadScores, or a tuple of them if several scorers were asked for; with the per-example
-        numbers of scorers that have them (``scores.samples``), and with the curvature of ``fisher``
-        and ``ggn`` (``scores.curvature``).
+        HeadScores, or a tuple of them for several scorers.
 
     Raises:
         UnknownName: no such scorer.
-        InvalidValue: no data, no labels, a loss that is not finite (the message names the batch);
-            batches that can be read only once for a scorer that reads them again; slopes of the
-            loss that are zero but for rounding, for a scorer that goes by them.
-        UnsupportedModel: no known attention in the model, or weights that are neither in memory nor
-            offloaded by accelerate, module by module.
-        ProcessFailed: another process failed, is gone, or did not answer in time.
-        NotWritten: there is no room in the folder, or no right to write there.
+        InvalidValue: unusable data, labels or loss.
+        UnsupportedModel: no known attention, or weights out of reach.
+        ProcessFailed: another process failed or did not answer.
+        NotWritten: the folder cannot be written.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -129,103 +110,178 @@ def score(
     >>> scores.n_examples, len(scores.values[0])
     (8, 2)
     """
+    # 1. Check what is asked for.
+    is_single = isinstance(scorer, (str, Scorer))
+    named = _named_scorers(scorer)
+    _check_arguments(batches, until, processes)
+
+    # 2. Bind the sites of the model.
+    model = unwrap(model)
+    bound = bind(model, sites)
+    located = sites_of(bound)
+    _check_has_heads(located)
+    check_in_memory(model, _LOAD, known=True)
+    mark = fingerprint(model, located)
+    not_covered = not_taken(model, list(located) if sites is None else sites)
+    # Found before `undisturbed`, which turns packing off.
+    packs = packing(model)
+
+    group = nullcontext(Workers()) if processes is None else processes.together()
+    with group as workers, undisturbed(model):
+        # 3. Check that all processes do the same.
+        if workers.size > 1:
+            _check_processes(workers, model, mark, batches, named, until)
+
+        # 4. Run the first batch: what the model costs, and whether the loss is its own.
+        scorers = tuple(s for _, s in named)
+        problem = ScoringProblem(
+            model,
+            bound,
+            batches,
+            loss or default_loss,
+            progress,
+            workers=workers,
+            scorers=scorers,
+        )
+        _run_first_batch(problem, until)
+        notes = (*problem.notes, *_zeros_in_padding(problem, packs))
+
+        # 5. Estimate; what the batches give is kept in the folder.
+        own = _own_folder(folder, workers)
+        call: dict[str, str] = {}
+        if own is not None:
+            call = _call(model, named, until, loss, mark, bound)
+        with problem.explained(), _opened(problem, own, call) as problem.cache:
+            estimates = _estimates(problem, named, until)
+
+    # 6. Say what was measured, and on what.
+    results = []
+    for (name, s), estimate in zip(named, estimates, strict=True):
+        # Scorers without data run no model, so that notes about it do not concern them.
+        known = notes if s.needs_data else ()
+        every = (*known, *_notes(s, estimate), *coverage_note(not_covered))
+        results.append(_result(problem, mark, name, s, estimate, every))
+    return results[0] if is_single else tuple(results)
+
+
+def _named_scorers(
+    scorer: str | Scorer | list[str | Scorer] | tuple[str | Scorer, ...],
+) -> list[tuple[str, Scorer]]:
+    """``(registered name, configured scorer)`` of all scorers that are asked for."""
+    # A name can be iterated, too.
     wanted = [scorer] if isinstance(scorer, (str, Scorer)) else list(scorer)
-    named = [registry.resolve(s, Scorer, "score(scorer=)") for s in wanted]
-    scorers = [s for _, s in named]
-    if not scorers:
+    if not wanted:
         raise InvalidValue("scorer", "a scorer or several", "an empty list")
+    return [registry.resolve(s, Scorer, "score(scorer=)") for s in wanted]
+
+
+def _check_arguments(batches: Any, until: Any, processes: Any) -> None:
+    """Refuse arguments of another type."""
     if not isinstance(until, Stable | None):
         raise InvalidValue("score(until=)", "hp.Stable(k=...)", type(until).__name__)
     if not isinstance(processes, Processes | None):
         raise InvalidValue("score(processes=)", "hp.Processes(...)", type(processes).__name__)
+    # Any of these can be iterated, but not as batches.
     if isinstance(batches, (Mapping, Tensor, str)):
+        got = f"a single {type(batches).__name__}"
         hint = "Wrap a single batch in a list: [batch]."
-        raise InvalidValue(
-            "batches", "an iterable of batches", f"a single {type(batches).__name__}", hint
-        )
-    model = unwrap(model)
-    bound = bind(model, sites)
-    if not any(b.site.heads for b in bound):
+        raise InvalidValue("batches", "an iterable of batches", got, hint)
+
+
+def _check_has_heads(sites: Sites) -> None:
+    if not any(site.heads for site in sites):
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
-    check_in_memory(model, _LOAD, known=True)
-    mark = fingerprint(model, [b.site for b in bound])
-    beyond = not_taken(model, [b.site for b in bound] if sites is None else sites)
-    packs = packing(model)
-    with (
-        nullcontext(Workers()) if processes is None else processes.together() as workers,
-        undisturbed(model),
-    ):
-        if workers.size > 1:
-            check_whole(
-                model, "one whose weights are whole in every process, where they share batches"
-            )
-            whole_mark = f"{mark.structure} {weights_digest(model)}"
-            _check_alike(
-                workers, whole_mark, batches, [(name, s.settings) for name, s in named], until
-            )
-        problem = ScoringProblem(
-            model, bound, batches, loss or default_loss, progress, workers=workers
-        )
-        problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
-        if until is None and sum(s.needs_data for s in scorers) > 1:
-            problem.keep()
-        with problem.explained():
-            problem.measure()
-            problem.judge(any(s.needs_data and s.reads_loss for s in scorers))
-        known = (*problem.notes, *_zeros_in_padding(problem, packs))
-        own = _own_folder(folder, workers)
-        call = _call(model, named, until, loss, mark, bound) if own else {}
-        with (
-            problem.explained(),
-            opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf,
-        ):
-            estimates = (
-                read_until(problem, named, until)
-                if until
-                else [s.estimate(problem) for s in scorers]
-            )
-    results = tuple(
-        HeadScores(
-            sites=tuple(b.site for b in bound),
-            values=_by_site(bound, e.values),
-            standard_errors=(
-                None if e.standard_errors is None else _by_site(bound, e.standard_errors)
-            ),
-            scorer=e.choice.best.scorer if e.choice else name,
-            settings=(
-                registry.get(e.choice.best.scorer)(**e.choice.best.settings).settings
-                if e.choice
-                else s.settings
-            ),
-            n_examples=e.n_examples,
-            model=mark,
-            data=problem.data if s.needs_data else None,
-            seed=e.seed,
-            costs=problem.costs,
-            samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
-            notes=(*(known if s.needs_data else ()), *_notes(s, e), *coverage_note(beyond)),
-            curvature=(
-                None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy())
-            ),
-            choice=e.choice,
-        )
-        for (name, s), e in zip(named, estimates, strict=True)
+
+
+def _run_first_batch(problem: ScoringProblem, until: Stable | None) -> None:
+    """Measure the model's costs, and choose the loss; keep batches that several scorers read."""
+    with_data = [s for s in problem.scorers if s.needs_data]
+    # With until=, all scorers read a batch before the next one comes.
+    if until is None and len(with_data) > 1:
+        problem.keep()
+    with problem.explained():
+        problem.measure()
+        problem.judge(any(s.reads_loss for s in with_data))
+
+
+def _estimates(
+    problem: ScoringProblem, named: list[tuple[str, Scorer]], until: Stable | None
+) -> list[Estimate]:
+    """The estimate of every scorer, from all batches or until they are settled."""
+    if until is not None:
+        return read_until(problem, named, until)
+    return [scorer.estimate(problem) for _, scorer in named]
+
+
+def _opened(
+    problem: ScoringProblem, folder: Path | None, call: dict[str, str]
+) -> AbstractContextManager[ResumeCache]:
+    """The resume cache of a call, which its first losses tell from others."""
+    first_losses = [] if folder is None else problem.first_losses()
+    return opened(folder, call, first_losses, _tolerance(problem.model))
+
+
+def _result(
+    problem: ScoringProblem,
+    mark: ModelFingerprint,
+    name: str,
+    scorer: Scorer,
+    e: Estimate,
+    notes: tuple[str, ...],
+) -> HeadScores:
+    """The scores of one scorer.
+
+    Args:
+        problem: The problem, after all passes.
+        mark: The model's fingerprint.
+        name: The scorer's registered name.
+        scorer: The scorer.
+        e: Its estimate.
+        notes: All notes, those of the estimate too.
+    """
+    settings = scorer.settings
+    if e.choice is not None:
+        # `auto` gives the scores of the scorer that it chose.
+        name = e.choice.best.scorer
+        settings = registry.get(name)(**e.choice.best.settings).settings
+    # Plain numbers of tensors: HeadScores knows no torch.
+    standard_errors = samples = curvature = None
+    if e.standard_errors is not None:
+        standard_errors = _by_site(problem.bound, e.standard_errors)
+    if e.samples is not None:
+        samples = Samples.of(e.samples.detach().cpu().numpy())
+    if e.curvature is not None:
+        curvature = Curvature.of(e.curvature.detach().cpu().numpy())
+    return HeadScores(
+        sites=tuple(sites_of(problem.bound)),
+        values=_by_site(problem.bound, e.values),
+        standard_errors=standard_errors,
+        scorer=name,
+        settings=settings,
+        n_examples=e.n_examples,
+        model=mark,
+        data=problem.data if scorer.needs_data else None,
+        seed=e.seed,
+        costs=problem.costs,
+        samples=samples,
+        notes=notes,
+        curvature=curvature,
+        choice=e.choice,
     )
-    return results[0] if isinstance(scorer, (str, Scorer)) else results
 
 
 def _own_folder(folder: str | Path | None, workers: Workers) -> Path | None:
-    """Where this process keeps what its batches give."""
+    """Where this process keeps what its batches give; None where the call has no folder."""
     if not isinstance(folder, str | Path | None) or folder == "":
         raise InvalidValue("score(folder=)", "a folder's path", repr(folder))
+    # All processes must ask, also those without a folder: agreeing is an exchange.
     where = "" if folder is None else str(Path(folder).absolute())
-    workers.agree(
-        "score(folder=)",
-        "the same in every process",
-        where,
-        "Give all of them a folder that they share.",
-    )
-    return None if folder is None else Path(folder) / f"{workers.rank}-of-{workers.size}"
+    hint = "Give all of them a folder that they share."
+    workers.agree("score(folder=)", "the same in every process", where, hint)
+    if folder is None:
+        return None
+    # Processes have other batches each, so that another number of them begins anew.
+    return Path(folder) / f"{workers.rank}-of-{workers.size}"
 
 
 def _call(
@@ -236,15 +292,17 @@ def _call(
     mark: ModelFingerprint,
     bound: list[BoundSite],
 ) -> dict[str, str]:
-    """What tells a call from others, but for its batches."""
+    """What tells a call from others, but for its batches; keys and values are those of a file."""
+    # Device, autocast and kernels change the rounding of what the batches give.
     device = device_of(bound[0].module)
-    autocast = (
-        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "off"
-    )
+    autocast: Any = "off"
+    if torch.is_autocast_enabled(device.type):
+        autocast = torch.get_autocast_dtype(device.type)
     kernels = getattr(getattr(model, "config", None), "_attn_implementation", None)
     versions = [
         f"headprune {__version__}",
-        *(f"{name} {version(name)}" for name in ("torch", "transformers")),
+        f"torch {version('torch')}",
+        f"transformers {version('transformers')}",
     ]
     return {
         "scorers": repr([(name, scorer.settings) for name, scorer in named]),
@@ -258,74 +316,87 @@ def _call(
 
 
 def _name(function: Any) -> str:
-    """What a function is called, with what it was given before."""
+    """A function's qualified name; of a partial one with its arguments."""
     if isinstance(function, partial):
         return f"{_name(function.func)} of {function.args!r}, {function.keywords!r}"
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', '')}.{name}"
 
 
-def _close(model: nn.Module) -> float:
-    """How far losses of one call may be apart, relative: threads add in another order."""
+def _tolerance(model: nn.Module) -> float:
+    """Largest relative difference between losses of one call: threads add in any order."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
 
 
+def _check_processes(
+    workers: Workers,
+    model: nn.Module,
+    mark: ModelFingerprint,
+    batches: Any,
+    named: list[tuple[str, Scorer]],
+    until: Stable | None,
+) -> None:
+    """Refuse processes that do not all do the same, and models whose weights are divided."""
+    check_whole(model, "one whose weights are whole in every process, where they share batches")
+    weights = f"{mark.structure} {weights_digest(model)}"
+    _check_alike(workers, weights, batches, [(name, s.settings) for name, s in named], until)
+
+
 def _check_alike(workers: Workers, mark: str, batches: Any, *asked: Any) -> None:
-    """Refuses processes that do not all do the same, and loaders that deal out the data, which the
-    processes do."""
-    sampler, by_batch, rows = (
-        getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset")
+    """Refuse processes that differ, and loaders that deal out the data among the processes."""
+    # Attributes of loaders that give each process other batches.
+    n_shares = max(
+        getattr(getattr(batches, "sampler", None), "num_replicas", 1),
+        # What accelerator.prepare() made.
+        getattr(getattr(batches, "batch_sampler", None), "num_processes", 1),
+        getattr(getattr(batches, "dataset", None), "num_processes", 1),
     )
-    parts = [
-        getattr(sampler, "num_replicas", 1),
-        *(getattr(x, "num_processes", 1) for x in (by_batch, rows)),
-    ]
-    if max(parts) > 1 or type(batches).__name__ == "DataLoaderDispatcher":
+    kind = type(batches).__name__
+    if n_shares > 1 or kind == "DataLoaderDispatcher":
         must = "the same, whole ones in every process, which share them themselves"
         hint = (
             "Give the loader without a DistributedSampler, and as it was before"
             " accelerator.prepare()."
         )
-        raise InvalidValue("batches", must, f"a {type(batches).__name__} that deals them out", hint)
-    workers.agree(
-        "score()", "called with the same scorers and until= in every process", repr(asked)
-    )
+        raise InvalidValue("batches", must, f"a {kind} that deals them out", hint)
+    must = "called with the same scorers and until= in every process"
+    workers.agree("score()", must, repr(asked))
     hint = (
         "Load the same checkpoint everywhere, and seed what is drawn when a model gets a new head."
     )
     workers.agree("the model", "the same in every process, to the last weight", mark, hint)
 
 
-def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:
+def _by_site(bound: list[BoundSite], flat: Tensor) -> tuple[tuple[float, ...], ...]:
+    """One tuple of numbers per site, from ``[units]``."""
     sizes = [len(b.site.units) for b in bound]
-    return tuple(tuple(map(float, row)) for row in flat.split(sizes))
+    return tuple(tuple(row.tolist()) for row in flat.split(sizes))
 
 
 def _notes(scorer: Scorer, estimate: Estimate) -> tuple[str, ...]:
-    """The scorer's notes, and what it may have left to us: why there is no standard error."""
-    if (
-        scorer.needs_data
-        and estimate.n_examples == 1
-        and not any("tandard error" in n for n in estimate.notes)
-    ):
-        return (*estimate.notes, "No standard error: the scores rest on a single example.")
-    return estimate.notes
+    """The scorer's notes; also why there is no standard error, if it does not say so."""
+    if not scorer.needs_data or estimate.n_examples != 1:
+        return estimate.notes
+    # With a capital or a small letter.
+    if any("tandard error" in note for note in estimate.notes):
+        return estimate.notes
+    return (*estimate.notes, "No standard error: the scores rest on a single example.")
 
 
 def _zeros_in_padding(problem: ScoringProblem, packs: list[nn.Module]) -> tuple[str, ...]:
-    """What there is to say of encoders that, packing padded batches, put zeros where the padding
-    was."""
+    """A note where encoders that pack padded batches put zeros at padding, and losses show it."""
     if not packs:
         return ()
-    judged = torch.tensor(problem.seen())
+    # Losses of the first batch, as they are judged here and as the model's users get them.
+    judged = torch.tensor(problem.first_losses())
     with nested_tensors(packs, made=True):
-        packed = torch.tensor(problem.seen())
-    if judged.shape == packed.shape and torch.allclose(
-        judged, packed, rtol=1e-3, atol=1e-4, equal_nan=True
-    ):
-        return ()
-    said = (
+        packed = torch.tensor(problem.first_losses())
+    if judged.shape == packed.shape:
+        close = torch.allclose(judged, packed, rtol=1e-3, atol=1e-4, equal_nan=True)
+        if close:
+            return ()
+    cause = (
         "In evaluation and without gradients PyTorch's encoder puts zeros at padding, and the model"
         " reads them"
     )
@@ -333,4 +404,4 @@ def _zeros_in_padding(problem: ScoringProblem, packs: list[nn.Module]) -> tuple[
         "Leave padding out of what follows the encoder, or build it with"
         " enable_nested_tensor=False."
     )
-    return (f"{said}: its losses are others then than those that were judged here. {advice}",)
+    return (f"{cause}: its losses are others then than those that were judged here. {advice}",)

@@ -1,10 +1,9 @@
-"""``attention_maps``: what every head attends to in some examples, for pictures and for words about
-heads."""
+"""``attention_maps``: what every head attends to in some examples, for pictures of heads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,18 @@ from headprune.model.padding import Told
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring._activations import run
-from headprune.scoring._maps import Places, by_example, checked_runs, eager, mapping, told, visible
+from headprune.scoring._maps import (
+    Places,
+    by_example,
+    checked_runs,
+    eager,
+    mapping,
+    padding_info,
+    visible,
+)
+
+#: Of every example its tokens, in words.
+Words: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 def attention_maps(
@@ -30,10 +40,9 @@ def attention_maps(
     tokenizer: Any = None,
     image: tuple[int, int] | None = None,
 ) -> AttentionMaps:
-    """The attention weights of every head on one batch, as the model itself computes them; it is
-    left as it was.
+    """Compute the attention weights of every head on one batch, without changing the model.
 
-    Transformers' models run eagerly for the pass, our own attention shows its weights; a fused
+    Transformers' models run eagerly for the pass, our own attention returns its weights; a fused
     kernel makes no map and is refused. Of a module that runs several times in a pass the first run
     is shown.
 
@@ -41,7 +50,7 @@ def attention_maps(
         model: A model with known attention, whole or cut; run in evaluation mode.
         batch: One batch of what the model takes; a few examples make a picture.
         sites: Default ``find_sites(model)``.
-        tokenizer: Turns token numbers into words (``convert_ids_to_tokens``), to write beside the
+        tokenizer: Turns token numbers into words (``convert_ids_to_tokens``), the labels of the
             weights.
         image: Rows and columns of the patches, for a model that reads images.
 
@@ -69,65 +78,78 @@ def attention_maps(
         mapping(bound, Places()) as maps,
     ):
         batch = taken(batch)
-        with told(model, bound, batch) as given, explained_one(model, batch, "batch"):
+        with padding_info(model, bound, batch) as given, explained_one(model, batch, "batch"):
             run(model, batch, default_loss)
         shown = maps()
-    found = [_site(model, b, shown[i], given[i], size) for i, b in enumerate(bound)]
-    tokens, targets = ((), ()) if tokenizer is None else _words(model, batch, tokenizer)
-    return AttentionMaps(tuple(found), tokens, targets, image)
+    site_maps = [_site(model, b, shown[i], given[i], size) for i, b in enumerate(bound)]
+    tokens: Words = ()
+    targets: Words = ()
+    if tokenizer is not None:
+        tokens, targets = _words(model, batch, tokenizer)
+    return AttentionMaps(tuple(site_maps), tokens, targets, image)
 
 
 def _site(
     model: nn.Module, b: BoundSite, runs: list[Tensor], given: list[Told], size: int
 ) -> SiteMaps:
+    """The maps of a site's first run, with zeros at padding."""
+    # [examples, heads, queries, keys]
     weights = by_example(b, checked_runs(b, runs)[0], size).cpu().float()
-    masks = (mask.cpu() for mask in visible(model, b, given[0], (size, *weights.shape[2:])))
-    queries, keys = (mask.expand(size, -1) for mask in masks)
-    seen = queries[:, None, :, None] & keys[:, None, None, :]
-    shown = weights.masked_fill(~seen, 0).numpy()  # rows of padding may be NaN
+    masks = visible(model, b, given[0], (size, *weights.shape[2:]))
+    queries, keys = (mask.cpu().expand(size, -1) for mask in masks)
+    counted = queries[:, None, :, None] & keys[:, None, None, :]
+    shown = weights.masked_fill(~counted, 0).numpy()  # rows of padding may be NaN
     return SiteMaps(
         b.site.name, b.site.kind, b.site.heads, shown, queries.numpy().copy(), keys.numpy().copy()
     )
 
 
-def _words(model: nn.Module, batch: Any, tokenizer: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
+def _words(model: nn.Module, batch: Any, tokenizer: Any) -> tuple[Words, Words]:
     """Tokens of the batch, and of the decoder where it has one."""
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
-        got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise InvalidValue(
-            "attention_maps(tokenizer=)", "left out where the batch has no input_ids", got
-        )
+        got: Any = type(batch).__name__
+        if isinstance(batch, Mapping):
+            got = sorted(map(str, batch))
+        must = "left out where the batch has no input_ids"
+        raise InvalidValue("attention_maps(tokenizer=)", must, got)
     ids = batch["input_ids"]
     read = _row_words(tokenizer, ids, batch.get("attention_mask"))
     if not is_encoder_decoder(model):
         return read, ()
     target, mask = batch.get("decoder_input_ids"), batch.get("decoder_attention_mask")
     if target is None:
+        # The model makes the decoder's inputs from the labels, one place to the right.
         labels = batch["labels"]
         first: int = bare(model).config.decoder_start_token_id  # type: ignore[union-attr, assignment]
         start = labels.new_full((len(labels), 1), first)
         target = torch.cat([start, labels[:, :-1]], 1)
-        mask = (
-            labels != -100 if mask is None else mask
-        )  # a query counts where there is a token to tell
+        if mask is None:
+            # A query counts where there is a token to predict.
+            mask = labels != -100
     return read, _row_words(tokenizer, target, mask)
 
 
-def _row_words(tokenizer: Any, ids: Tensor, mask: Tensor | None) -> tuple[tuple[str, ...], ...]:
+def _row_words(tokenizer: Any, ids: Tensor, mask: Tensor | None) -> Words:
+    """The tokens of every row that are no padding."""
     masks = torch.ones_like(ids) if mask is None else mask
-    rows = (row[kept.bool()].tolist() for row, kept in zip(ids, masks, strict=True))
     # Byte pairs are spelled in letters that stand for bytes: "ü" is two of them.
-    byte_pairs = "ByteLevel" in repr(
-        getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    )
-    words = (tuple(map(str, tokenizer.convert_ids_to_tokens(row))) for row in rows)
-    return tuple(
-        tuple(_readable(word, tokenizer) for word in row) if byte_pairs else row for row in words
-    )
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    has_byte_pairs = "ByteLevel" in repr(decoder)
+    rows = []
+    for row, kept in zip(ids, masks, strict=True):
+        words = list(map(str, tokenizer.convert_ids_to_tokens(row[kept.bool()].tolist())))
+        if has_byte_pairs:
+            words = [_readable(word, tokenizer) for word in words]
+        rows.append(tuple(words))
+    return tuple(rows)
 
 
 def _readable(token: str, tokenizer: Any) -> str:
-    """A byte pair as text, with a mark where a word or a line begins; what is a part of a letter
-    stays as it is."""
+    """A byte pair as text, with a mark where a word or a line begins.
+
+    A byte pair that is a part of a letter is not changed.
+    """
     text = str(tokenizer.convert_tokens_to_string([token]))
-    return token if "\ufffd" in text else text.replace(" ", "▁").replace("\n", "↵")
+    if "\ufffd" in text:
+        return token
+    return text.replace(" ", "▁").replace("\n", "↵")

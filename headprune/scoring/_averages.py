@@ -1,5 +1,5 @@
-"""From numbers a row, one row an example, to an estimate: their mean, its standard error, and what
-to say about it."""
+"""From rows of numbers, one per example, to an estimate: their mean, its standard error and
+notes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,39 @@ from torch import Tensor
 
 from headprune.core.samples import Curvature
 from headprune.scoring._base import Estimate
-from headprune.scoring._rows import Rows
+from headprune.scoring._rows import SummarizedRows
 
 #: Rows that differ by less, relative to the largest number in them, differ by rounding.
 _SAME = 1e-6
 
 
 def averaged(
-    rows: Tensor | Rows,
+    rows: Tensor | SummarizedRows,
     n_examples: int | None = None,
     seed: int | None = None,
     row: str = "example",
 ) -> Estimate:
-    """The mean of the rows ``[rows, units]`` with its standard error, and notes where that is
-    missing or says nothing.
+    """The mean of the rows ``[rows, units]`` with its standard error.
+
+    There are notes where the error is missing or says nothing.
 
     Args:
-        rows: The rows, or what there was room for.
-        n_examples: Default: one a row.
+        rows: The rows, or their summary.
+        n_examples: Default: one per row.
         seed: Of what was drawn.
         row: What a row is, in words.
     """
-    if isinstance(rows, Rows):
-        samples, count, (values, errors) = rows.samples, rows.count, rows.mean_and_error
+    if isinstance(rows, SummarizedRows):
+        samples, count = rows.samples, rows.count
+        values, errors = rows.mean_and_error
     else:
-        samples, count, (values, errors) = rows, len(rows), mean_and_error(rows)
+        samples, count = rows, len(rows)
+        values, errors = mean_and_error(rows)
+    # Say where the standard error is missing or misleading.
     notes = []
     if errors is None:
         notes.append(f"No standard error: the scores rest on a single {row}.")
+    # Numbers that differ by rounding only are equal.
     elif bool((samples - samples[0]).abs().max() <= _SAME * samples.abs().max()):
         notes.append(
             f"Every {row} gave the same numbers, so that a standard error of 0 promises nothing"
@@ -50,11 +55,10 @@ def averaged(
 
 
 def with_curvature(estimate: Estimate, n_units: int, make: Callable[[], Tensor]) -> Estimate:
-    """The estimate with its curvature; without it, and with a note, where that is too large to
-    keep."""
-    said = Curvature.too_large(n_units)
-    if said:
-        return replace(estimate, notes=(*estimate.notes, said))
+    """The estimate with its curvature, or with a note where that is too large to keep."""
+    note = Curvature.too_large(n_units)
+    if note:
+        return replace(estimate, notes=(*estimate.notes, note))
     return replace(estimate, curvature=make())
 
 
@@ -68,4 +72,6 @@ def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor | None]:
 def in_blocks(samples: Tensor, size: int) -> Tensor:
     """Means of blocks of rows in their order, ``[blocks, units]``; the last block may be
     smaller."""
-    return samples if size == 1 else torch.stack([block.mean(0) for block in samples.split(size)])
+    if size == 1:
+        return samples
+    return torch.stack([block.mean(0) for block in samples.split(size)])

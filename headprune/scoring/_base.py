@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,30 +11,28 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from headprune.core.choice import Choice
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
-from headprune.model.batches import EMPTY, Batches
+from headprune.model.batches import Batches
 from headprune.model.costs import measure_costs
 from headprune.model.judging import judged
-from headprune.model.losses import Loss, check_finite, shaped_losses
+from headprune.model.losses import Loss, shaped_losses
 from headprune.model.mistakes import explained, refuse_caches
 from headprune.model.own_loss import is_default
 from headprune.model.processes import Workers
-from headprune.model.running import DataDigest, batch_size, device_of, some_examples, to_device
+from headprune.model.running import device_of, some_examples, to_device
 from headprune.model.sites import BoundSite
-from headprune.scoring import _resume_cache
-from headprune.scoring._later import Later
-from headprune.scoring._resume_cache import Added, Kept, Shelf, Sums
-from headprune.scoring._rows import room
+from headprune.scoring._checks import DeferredChecks
+from headprune.scoring._reading import BatchReader
+from headprune.scoring._resume_cache import MakeRows, ResumableSums, ResumeCache, Sums
+from headprune.scoring._shared_values import SharedValues
+from headprune.scoring._sharing import SharedPasses
 
-#: Batches whose losses are looked at together.
-_LOOK = 4096
-#: Losses that a call is known by.
-_SEEN = 16
+#: Losses of the first batch that a call is recognised by.
+_N_FIRST_LOSSES = 16
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ class Estimate:
         n_examples: Examples that it rests on.
         seed: Of what was drawn, None where nothing was.
         samples: ``[rows, units]``, fp64 on the CPU: independent numbers whose mean has the sampling
-            error of the values. One row an example in data order, whose mean is the values, where
-            the formula is a mean over examples; else one row a block of examples (jackknife
+            error of the values. Where the formula is a mean over examples: one row per example in
+            data order, whose mean is the values. Else one row per block of examples (jackknife
             pseudo-values). None where nothing was sampled.
         notes: What the user should know: no standard error from one example, a fallback to a slower
             way.
@@ -70,348 +67,12 @@ class Estimate:
     choice: Choice | None = None
 
 
-@dataclass
-class ScoringProblem:
-    """A model, its sites and the data, as a scorer sees them; what several scorers need is computed
-    once.
-
-    Args:
-        model: The model, in evaluation mode and with frozen weights.
-        bound: Its sites.
-        batches: The data; None where no scorer needs any.
-        loss: Per-example loss.
-        progress: Show a bar; None shows it on a terminal only.
-        before: Batches of the user's that came before these, which are numbered after them.
-        workers: The processes that share the batches.
-        shelf: Where what batches give is kept, for a call that is cut off.
-        notes: What the user should know about the loss and the model.
-    """
-
-    model: nn.Module
-    bound: list[BoundSite]
-    batches: Iterable[Any] | None
-    loss: Loss
-    progress: bool | None = None
-    data: str | None = None
-    costs: CostTable | None = None
-    shared: dict[Any, Any] = field(default_factory=dict)
-    before: int = 0
-    workers: Workers = field(default_factory=Workers)
-    shelf: Shelf = field(default_factory=Shelf)
-    notes: tuple[str, ...] = ()
-    examples: int = field(default=0, init=False)  # of the last whole pass
-    _order: bytes | None = field(default=None, init=False)  # of a whole pass
-    given: Any = field(
-        default=None, init=False
-    )  # the batch of the pass that runs, as the user gave it
-    opening: Any = field(default=None, init=False)  # the first batch of a pass, as the user gave it
-    _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
-    _looked: bool = field(
-        default=False, init=False
-    )  # whether the first losses of the pass were looked at
-    _later: Later = field(default_factory=Later, init=False)  # what else is looked at with them
-    _mark: str = field(default="", init=False)  # digest of all batches of a pass so far
-
-    def __post_init__(self) -> None:
-        if self.batches is not None:
-            self.batches = Batches.of(self.batches)
-
-    def judge(self, asked: bool = True) -> None:
-        """Looks at the loss on the first batch, before any pass: the default one is to be the
-        model's own.
-
-        Args:
-            asked: Whether somebody asks for losses, or for what they count.
-        """
-        if self.batches is not None:
-            batch = self._first()
-            refuse_caches(batch, 0)
-            found = judged(self.model, self.loss, to_device(batch, device_of(self.model)), asked)
-            self.loss, self.notes = found.loss, found.notes
-
-    def losses(self, number: int, batch: Any) -> Tensor:
-        """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite
-        where it ends.
-
-        A look waits for an accelerator, so there is one a pass, and one at its first loss, where
-        most mistakes show; more in a pass of thousands of batches.
-
-        Raises:
-            InvalidValue: not one number an example; in the first batch, one that is not finite.
-        """
-        losses = shaped_losses(self.loss, self.model, batch, number)
-        self.see(number, losses)
-        return losses
-
-    def see(self, number: int, losses: Tensor) -> None:
-        """Has the losses ``[examples]`` of a batch looked at as those of ``losses`` are."""
-        self._unseen.append((number, losses.detach()))
-        if not self._looked or len(self._unseen) == _LOOK:
-            self.look()
-
-    def refuse_later(self, key: Any, failed: Tensor, error: Callable[[int], Exception]) -> None:
-        """Raises an error where a batch has ``failed``, when the losses are looked at next.
-
-        Args:
-            key: What is tested, and at which site; of one key the first place is named.
-            failed: Booleans of any shape, where they are.
-            error: Makes the error of the first place that is True, counted flat.
-        """
-        self._later.refuse(key, failed, error)
-
-    def look(self) -> None:
-        """Looks at all that has not been looked at yet; waits for an accelerator.
-
-        Raises:
-            InvalidValue: a loss that is not finite, by batch and example.
-            HeadPruneError: what ``refuse_later`` was given.
-        """
-        unseen, self._unseen, self._looked = self._unseen, [], True
-        check_finite(unseen)
-        self._later.check()
-
-    def added(self, **sums: Sums) -> Added:
-        """For a pass whose batches go into sums and nothing else: where the call was cut off, they
-        hold what they held then, and the pass gives only the batches after that."""
-        return self.shelf.added(sums)
-
-    def passes(self, what: str, into: Added | None = None) -> Iterator[tuple[int, Any]]:
-        """Yields ``(number, batch on the model's device)`` for one pass over the data, with a
-        progress bar.
-
-        All of it in every process, so that whatever is made of it needs no exchange; ``share``,
-        ``rows`` and ``pieces`` are faster.
-
-        Args:
-            what: What it is for, in words.
-            into: What the batches are ``added`` to, if that is all that is made of them.
-
-        Raises:
-            InvalidValue: no data was given, there is no batch in it, an earlier pass gave other
-                batches, or one of the ``losses`` is not finite.
-        """
-        device = device_of(self.model)
-        for number, batch in self._into(into, self._read(what)):
-            if into is None or not into.holds(number, self._so_far):
-                self.given = batch
-                yield number, to_device(batch, device)
-                if into is not None:
-                    into.done(self._so_far, self.look)
-
-    def share(self, what: str, into: Added | None = None) -> Iterator[tuple[int, int, Any]]:
-        """Yields ``(number, examples before it, batch)`` of this process's batches; see ``passes``.
-
-        What is made of them is only a part: bring the parts of all processes together with
-        ``gathered``.
-        """
-        device, first = device_of(self.model), 0
-        for number, batch in self._into(into, self._read(what)):
-            if self.workers.owns(number - self.before) and (
-                into is None or not into.holds(number, self._so_far)
-            ):
-                self.given = batch
-                yield number, first, to_device(batch, device)
-                if into is not None:
-                    into.done(self._so_far, self.look)
-            first += batch_size(batch)
-
-    def _into(
-        self, into: Added | None, batches: Iterator[tuple[int, Any]]
-    ) -> Iterator[tuple[int, Any]]:
-        """The batches of a pass, at whose ends sums are told of it."""
-        if into is not None:
-            into.begin()
-        yield from batches
-        if into is not None:
-            into.end(self._mark, self.look)
-
-    def rows(
-        self, what: str, of_batch: Callable[[int, Any], Tensor] | _resume_cache.Rows
-    ) -> Tensor:
-        """``[examples, ...]``, fp64 on the CPU: what ``of_batch(number, batch)`` gives, in the
-        order of the data.
-
-        The processes share the batches, and what was kept is not made again, so that the rows must
-        be all that it does and depend on the batch alone; one that does more says what
-        (``_resume_cache.Rows``).
-        """
-
-        kept = self.shelf.rows(of_batch)
-
-        def own() -> dict[str, Tensor]:
-            return {
-                str(number): self._kept(kept, number, batch)
-                for number, _, batch in self.share(what)
-            }
-
-        return in_data_order(self.gathered(what, own))
-
-    def pieces(
-        self, what: str, of_batch: Callable[[int, Any], Tensor], width: int, keep: bool = True
-    ) -> Iterator[Tensor]:
-        """``rows`` of so many numbers each, a piece after the other, so that they need not all be
-        in memory.
-
-        The pieces are the same whatever the number of processes, which exchange what they have
-        after each. Where the rows are not all that ``of_batch`` makes, ``keep`` must be False.
-        """
-        device, reading, more = device_of(self.model), self._read(what), True
-        kept = (self.shelf if keep else Shelf()).rows(of_batch)
-
-        def own() -> dict[str, Tensor]:
-            nonlocal more
-            held, size = {}, 0
-            for number, batch in reading:
-                if self.workers.owns(number - self.before):
-                    self.given = batch
-                    held[str(number)] = self._kept(kept, number, to_device(batch, device))
-                size += 8 * width * batch_size(batch)
-                if size > room() // 8:
-                    return held
-            more = False
-            return held
-
-        while more:
-            parts = self.gathered(what, own)
-            if any(parts):
-                yield in_data_order(parts)
-
-    def _kept(self, kept: Kept, number: int, batch: Any) -> Tensor:
-        return kept(number, batch, self._so_far, self.look)
-
-    @property
-    def _so_far(self) -> str:
-        """Digest of the data of the last whole pass, and of all batches of this one."""
-        return f"{self.shelf.whole} {self._mark}"
-
-    def gathered(
-        self, what: str, make: Callable[[], Mapping[str, Tensor]]
-    ) -> list[Mapping[str, Tensor]]:
-        """The tensors that ``make`` makes of a ``share``, of all processes by rank.
-
-        Raises:
-            InvalidValue: the processes have read other data.
-            ProcessFailed: one failed or is gone.
-        """
-        parts = self.workers.exchanged(make)
-        hint = (
-            "Give every process all batches in one order: no sampler that deals them out, no"
-            " shuffling of its own."
-        )
-        self.workers.agree("batches", "the same in every process", f"{what}: {self.data}", hint)
-        return parts
-
-    def _read(self, what: str) -> Iterator[tuple[int, Any]]:
-        """One pass over the data as it was given: what ``passes`` says."""
-        if self.batches is None:
-            raise InvalidValue("batches", f"given, because {what} needs data", None)
-        digest = DataDigest()
-        self._looked = False
-        order = (
-            bytearray()
-        )  # of the digest of all batches so far, after each, eight bytes: there may be millions
-        disable = None if self.progress is None else not self.progress
-        total = operator.length_hint(self.batches) or None
-        # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each:
-        # give it one.
-        bar = tqdm(iter(self.batches), desc=what, total=total, disable=disable, leave=False)
-        examples = 0
-        for count, batch in enumerate(bar, self.before):
-            examples += batch_size(batch, f"batch {count}")
-            refuse_caches(batch, count)
-            self.opening = batch if count == self.before else self.opening
-            digest.add(batch)
-            order += digest.short()
-            self._mark = order[-8:].hex()
-            if self._order is not None and self._order[len(order) - 8 : len(order)] != order[-8:]:
-                raise _other_batches(what, f"others from batch {count} on")
-            yield count, batch
-        self.look()
-        if not order:
-            raise InvalidValue(*EMPTY)
-        if self._order is not None and len(order) < len(self._order):
-            raise _other_batches(what, f"{len(order) // 8} batches after {len(self._order) // 8}")
-        self.data, self._order, self.examples = digest.hexdigest(), bytes(order), examples
-        self.shelf.whole = self._mark
-
-    def measure(self) -> None:
-        """Measures what the model costs on the first example; on the first batch where it takes no
-        single example."""
-        if self.batches is None:
-            return
-        first = self._first()
-        refuse_caches(first, 0)
-        loss = None if is_default(self.loss) else self.loss
-        one = (
-            None if any(b.layout.batch_axis for b in self.bound) else some_examples(first, slice(1))
-        )
-        if one is not None:
-            try:
-                self.costs = measure_costs(self.model, self.bound, one, loss)
-                return
-            except (
-                Exception
-            ):  # what is wrong with the batch itself shows again below, as the user gave it  # nosec B110
-                pass
-        self.costs = measure_costs(self.model, self.bound, first, loss)
-
-    def seen(self) -> list[float]:
-        """Losses of the first examples, which tell a call from one with other gates, precision or
-        loss; none where the batches have no labels for the loss."""
-        if self.batches is None:
-            return []
-        first, devices = (
-            to_device(self._first(), device_of(self.model)),
-            range(torch.cuda.device_count()),
-        )
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                found = self.loss(self.model, first)
-            return [float(x) for x in found.detach().double().flatten()[:_SEEN]]
-        except Exception:  # whatever is wrong shows again, where it is needed  # nosec B110
-            return []
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Errors in the block say on which batch they were, and what is wrong with it where that is
-        known."""
-        with explained(
-            self.model, Batches.of(self.batches) if self.batches is not None else None, self.before
-        ):
-            yield
-
-    def _first(self) -> Any:
-        """The first batch, which stays the first."""
-        assert self.batches is not None
-        return Batches.of(self.batches).first()
-
-    def keep(self) -> None:
-        """Makes the data of an iterator readable more than once."""
-        if self.batches is not None:
-            Batches.of(self.batches).keep()
-
-
-def in_data_order(parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    """Rows by the number of their batch, of all processes, one after the other; fp64 on the CPU."""
-    by_number = {int(name): rows for part in parts for name, rows in part.items() if name.isdigit()}
-    rows = [by_number[number] for number in sorted(by_number)]
-    if len({r.device for r in rows}) > 1:  # some were kept in a folder
-        rows = [r.cpu() for r in rows]
-    return torch.cat(rows).cpu().double()  # once: every copy waits for the accelerator
-
-
-def added(parts: Iterable[Mapping[str, Tensor]], name: str) -> Tensor:
-    """The sum of one tensor of all processes; the only process's own as it is."""
-    first, *others = (part[name] for part in parts)
-    return sum(others, first)
-
-
 class Scorer(ABC):
     """A way to measure importance; subclasses are frozen dataclasses of their settings."""
 
     needs_data: ClassVar[bool] = True
-    #: Whether it asks for losses, or goes by the tokens that count in them; if not, labels may be
-    #: missing or anything.
+    #: Whether it reads losses, or which tokens count in them. Without that, labels may be missing
+    #: or anything.
     reads_loss: ClassVar[bool] = True
 
     @property
@@ -431,18 +92,253 @@ class Scorer(ABC):
         """Importance of every unit of the problem's sites."""
 
 
-def _other_batches(what: str, got: str) -> InvalidValue:
-    """Rows of one example would be put together with those of another."""
-    hint = "Pass a list, or a DataLoader that does not shuffle or augment."
-    return InvalidValue(
-        "batches",
-        "the same in every pass, in the same order",
-        f"{got} in the pass for {what}",
-        hint,
-    )
+@dataclass
+class ScoringProblem:
+    """A model, its sites and the data, as a scorer sees them.
+
+    Args:
+        model: The model, in evaluation mode and with frozen weights.
+        bound: Its sites.
+        batches: The data; None where no scorer needs any.
+        loss: Per-example loss.
+        progress: Show a bar; None shows it on a terminal only.
+        costs: What the model costs; see ``measure``.
+        scorers: All scorers of the call: those that read the same gather it in one pass.
+        shared: What scorers compute once for all of them.
+        before: Batches of the user's that came before these, which are numbered after them.
+        workers: The processes that share the batches.
+        cache: What batches gave, for a call that is cut off.
+        notes: What the user should know about the loss and the model.
+    """
+
+    model: nn.Module
+    bound: list[BoundSite]
+    batches: Iterable[Any] | None
+    loss: Loss
+    progress: bool | None = None
+    costs: CostTable | None = None
+    scorers: tuple[Scorer, ...] = ()
+    shared: SharedValues = field(default_factory=SharedValues)
+    before: int = 0
+    workers: Workers = field(default_factory=Workers)
+    cache: ResumeCache = field(default_factory=ResumeCache)
+    notes: tuple[str, ...] = ()
+    reader: BatchReader = field(init=False)
+    checks: DeferredChecks = field(default_factory=DeferredChecks, init=False)
+
+    def __post_init__(self) -> None:
+        if self.batches is not None:
+            self.batches = Batches.of(self.batches)
+        self.reader = BatchReader(self._batches, self.checks, self.progress, self.before)
+
+    # What the last pass read.
+
+    @property
+    def given(self) -> Any:
+        """The batch of the pass that runs, as the user gave it."""
+        return self.reader.given
+
+    @property
+    def examples(self) -> int:
+        """Examples of the last whole pass."""
+        return self.reader.examples
+
+    @property
+    def data(self) -> str | None:
+        """Digest of the batches of the last whole pass."""
+        return self.reader.data
+
+    @data.setter
+    def data(self, digest: str) -> None:
+        self.reader.data = digest
+
+    # Losses, and checks that are made later.
+
+    def losses(self, number: int, batch: Any) -> Tensor:
+        """``[examples]``: the losses of a batch of ``passes``, to be checked where the pass ends.
+
+        A check waits for an accelerator. So there is one at the first loss of a pass, where most
+        mistakes show, and one at its end; more in a pass of thousands of batches.
+
+        Raises:
+            InvalidValue: not one number per example, or a loss of the first batch that is not
+                finite.
+        """
+        losses = shaped_losses(self.loss, self.model, batch, number)
+        self.checks.add_losses(number, losses)
+        return losses
+
+    def refuse_later(self, key: Any, failed: Tensor, error: Callable[[int], Exception]) -> None:
+        """Raise an error where a batch has ``failed``, when the losses are checked next.
+
+        Args:
+            key: What is tested, and at which site; of one key the first place is named.
+            failed: Booleans of any shape.
+            error: Makes the error of the first place that is True, counted flat.
+        """
+        self.checks.refuse(key, failed, error)
+
+    def run_checks(self) -> None:
+        """Make all checks that wait; this waits for an accelerator.
+
+        Raises:
+            InvalidValue: a loss that is not finite, by batch and example.
+            Exception: an error that ``refuse_later`` was given.
+        """
+        self.checks.run()
+
+    # Passes over the data.
+
+    def added(self, **sums: Sums) -> ResumableSums:
+        """Let a call that was cut off go on with the sums that it had.
+
+        For a pass whose batches are added to these sums and used for nothing else. A resumed pass
+        gives only the batches that the sums do not hold.
+        """
+        return self.cache.sums(sums)
+
+    def passes(self, what: str, into: ResumableSums | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield ``(number, batch on the model's device)`` for one pass over the data.
+
+        Every process gets all batches, so that nothing has to be exchanged; ``share``, ``rows`` and
+        ``pieces`` are faster.
+
+        Args:
+            what: What the pass is for, in words; shown at the progress bar.
+            into: What the batches are ``added`` to, if they are used for nothing else.
+
+        Raises:
+            InvalidValue: no data was given, there is no batch in it, an earlier pass gave other
+                batches, or one of the ``losses`` is not finite.
+        """
+        for number, _, batch in self._passes.batches(what, into):
+            yield number, batch
+
+    def share(self, what: str, into: ResumableSums | None = None) -> Iterator[tuple[int, int, Any]]:
+        """Yield ``(number, examples before it, batch)`` of this process's batches; see ``passes``.
+
+        Bring the results of all processes together with ``gathered``.
+        """
+        return self._passes.batches(what, into, own_only=True)
+
+    def rows(self, what: str, of_batch: MakeRows) -> Tensor:
+        """Rows ``[examples, ...]`` of all batches in the order of the data, fp64 on the CPU.
+
+        The processes share the batches, and rows in the resume cache are not computed again. So
+        they must depend on the batch alone, and ``of_batch`` must compute nothing else, unless it
+        is a ``StatefulRows``.
+
+        Args:
+            what: What the pass is for, in words.
+            of_batch: From the number of a batch and the batch to its rows.
+        """
+        return self._passes.rows(what, of_batch)
+
+    def pieces(
+        self, what: str, of_batch: MakeRows, width: int, keep: bool = True
+    ) -> Iterator[Tensor]:
+        """Yield the ``rows`` piece by piece, so that they need not all be in memory.
+
+        The pieces are the same for any number of processes, which exchange their rows after each.
+
+        Args:
+            what: What the pass is for, in words.
+            of_batch: From the number of a batch and the batch to its rows.
+            width: Numbers per row.
+            keep: False where ``of_batch`` computes more than the rows.
+        """
+        return self._passes.pieces(what, of_batch, width, keep)
+
+    def gathered(
+        self, what: str, make: Callable[[], Mapping[str, Tensor]]
+    ) -> list[Mapping[str, Tensor]]:
+        """The tensors that ``make`` makes of a ``share``, of all processes by rank.
+
+        Raises:
+            InvalidValue: the processes have read other data.
+            ProcessFailed: a process failed or ended.
+        """
+        return self._passes.gathered(what, make)
+
+    @property
+    def _passes(self) -> SharedPasses:
+        device = device_of(self.model)
+        return SharedPasses(self.reader, self.workers, self.cache, self.checks, device)
+
+    # The first batch, before any pass.
+
+    def judge(self, asked: bool = True) -> None:
+        """Choose the model's own loss where the default one is asked for, by the first batch.
+
+        Args:
+            asked: Whether a scorer reads losses, or which tokens count in them.
+        """
+        if self._batches is None:
+            return
+        batch = self._batches.first()
+        refuse_caches(batch, 0)
+        on_device = to_device(batch, device_of(self.model))
+        judgement = judged(self.model, self.loss, on_device, asked)
+        self.loss, self.notes = judgement.loss, judgement.notes
+
+    def measure(self) -> None:
+        """Measure what the model costs, on the first example.
+
+        Where the model takes no single example the first batch is measured.
+        """
+        if self._batches is None:
+            return
+        batch = self._batches.first()
+        refuse_caches(batch, 0)
+        loss = None if is_default(self.loss) else self.loss
+        # With the batch as second axis, a slice of the first one is no example.
+        example = None
+        if not any(b.layout.batch_axis for b in self.bound):
+            example = some_examples(batch, slice(1))
+        if example is not None:
+            try:
+                self.costs = measure_costs(self.model, self.bound, example, loss)
+                return
+            except Exception:  # nosec B110
+                # A mistake in the batch shows again below, where the batch is the user's.
+                pass
+        self.costs = measure_costs(self.model, self.bound, batch, loss)
+
+    def first_losses(self) -> list[float]:
+        """Losses of the first examples; none where the batches have no labels for the loss.
+
+        They differ between calls with other gates, another precision or another loss.
+        """
+        if self._batches is None:
+            return []
+        batch = to_device(self._batches.first(), device_of(self.model))
+        devices = range(torch.cuda.device_count())
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                losses = self.loss(self.model, batch)
+            return [float(x) for x in losses.detach().double().flatten()[:_N_FIRST_LOSSES]]
+        except Exception:  # nosec B110
+            # A mistake shows again, where the losses are needed.
+            return []
+
+    def keep(self) -> None:
+        """Make the data of an iterator readable more than once."""
+        if self._batches is not None:
+            self._batches.keep()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add to errors in the block which batch they are about, and what is wrong with it where
+        that is known."""
+        with explained(self.model, self._batches, self.before):
+            yield
+
+    @property
+    def _batches(self) -> Batches | None:
+        return None if self.batches is None else Batches.of(self.batches)
 
 
 def one_of(where: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuses a setting that is not one of the allowed words."""
+    """Refuse a setting that is not one of the allowed words."""
     if value not in allowed:
         raise InvalidValue(where, "one of " + ", ".join(allowed), repr(value))

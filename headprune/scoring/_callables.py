@@ -1,4 +1,4 @@
-"""What selectors ask of a model while they choose, as callables: ``loss=`` and ``rescore=`` of
+"""Callables through which selectors ask a model while they choose: ``loss=`` and ``rescore=`` of
 ``hp.select``."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-#: Changes a cut copy of a model before it is looked at, in place: a recovery.
+#: Changes a cut copy of a model in place before it is measured: a recovery.
 Change = Callable[[nn.Module], object]
 
 
@@ -44,25 +45,25 @@ def loss_of(
     max_bytes: int = 2**30,
     progress: bool | None = None,
 ) -> Callable[[Sequence[HeadMask]], NDArray[np.float64]]:
-    """What masks do to the model's loss, for ``hp.select(loss=)``: masks in, ``[masks, examples]``
-    out.
+    """Measure how much masks raise the model's loss, for ``hp.select(loss=)``.
 
-    Each number is by how much an example's loss rises above that of the model with all heads. The
-    masks of one call are run as in ``mask_losses``, with the first of them as the base: layers
-    before the first one where another mask differs from it are played back. So put first what the
-    others are neighbours of.
+    The masks of one call are run as in ``mask_losses``, with the first of them as the base: layers
+    before the first one where another mask differs from it are played back. So put a mask first
+    from which the others differ little.
 
     Args:
-        model: The model; left as it was found. It must not change while the callable is used.
-        batches: Batches with labels; read again in every call, and refused when they are not the
-            same.
+        model: The model; not changed. It must not change while the callable is used.
+        batches: Batches with labels; read again in every call, and refused when they differ.
         loss: Per-example loss.
         sites: Default ``find_sites(model)``.
-        after_cut: Measures each mask on a copy that is cut to it and then changed by this, such as
-            by ``lambda small: hp.recover_(small, batches, "mean_fold", model)``: selection that
-            knows the recovery, at the price of one for every mask.
+        after_cut: Measures each mask on a copy, cut to it and then changed by this, such as
+            by ``lambda small: hp.recover_(small, batches, "mean_fold", model)``. It runs once per
+            mask.
         max_bytes: Bound on the memory for masks that run at once, about.
         progress: Show a progress bar; None shows it on a terminal.
+
+    Returns:
+        From masks to ``[masks, examples]``: the loss above that of the model with all heads.
 
     >>> from headprune import MultiHeadAttention
     >>> model = nn.Sequential(MultiHeadAttention(8, 2))
@@ -76,56 +77,51 @@ def loss_of(
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     problem.keep()
     problem.judge()
-    replay, whole = Replay(max_bytes), _Whole()
+    # What the first call finds about the model serves all later ones.
+    replay = Replay(max_bytes)
+    whole: Tensor | None = None  # [examples], losses with all heads
 
-    def played(masks: Sequence[HeadMask]) -> Tensor:
-        settings = mask_rows(model, masks, bound)
-        losses, found = replay.of(problem), []
+    # The two ways to measure masks: [masks, examples], fp64 on the CPU.
+
+    def with_gates(masks: Sequence[HeadMask]) -> Tensor:
+        settings = mask_rows(model, masks, bound)  # [masks, heads]
+        losses_of = replay.of(problem)
+        batches_losses = []  # [masks, examples] each
         with undisturbed(model):
             for number, batch in problem.passes("losses of masks"):
-                others, first = losses(batch, settings[1:], settings[0], number=number)
-                found.append(torch.cat([first[None], others]))
-        return torch.cat(found, 1).double().cpu()
+                others, first = losses_of(batch, settings[1:], settings[0], number=number)
+                batches_losses.append(torch.cat([first[None], others]))
+        return torch.cat(batches_losses, 1).double().cpu()
 
-    def recovered(masks: Sequence[HeadMask]) -> Tensor:
-        assert after_cut is not None
+    def with_cuts(masks: Sequence[HeadMask]) -> Tensor:
+        located = sites_of(bound)
         return torch.stack(
-            [_losses(problem, _cut(model, sites_of(bound), mask, after_cut)) for mask in masks]
+            [_losses(problem, _cut(model, located, mask, after_cut)) for mask in masks]
         )
 
     def rise(masks: Sequence[HeadMask]) -> NDArray[np.float64]:
+        nonlocal whole
         if not masks:
             raise InvalidValue("masks", "at least one", "none")
         with problem.explained():
-            start = whole.of(lambda: _losses(problem, model))
-            difference: NDArray[np.float64] = (
-                (recovered if after_cut else played)(masks) - start
-            ).numpy()
+            if whole is None:
+                whole = _losses(problem, model)
+            losses = with_gates(masks) if after_cut is None else with_cuts(masks)
+            difference: NDArray[np.float64] = (losses - whole).numpy()
         return difference
 
     return rise
 
 
-class _Whole:
-    """The losses of the model with all heads, measured once."""
-
-    def __init__(self) -> None:
-        self._losses: Tensor | None = None
-
-    def of(self, make: Callable[[], Tensor]) -> Tensor:
-        if self._losses is None:
-            self._losses = make()
-        return self._losses
-
-
 def _losses(problem: ScoringProblem, model: nn.Module) -> Tensor:
     """``[examples]``, fp64 on the CPU: the losses of a model, on the problem's data."""
+    batches_losses = []
     with undisturbed(model), torch.no_grad():
-        found = []
         for number, batch in problem.passes("losses"):
-            found.append(shaped_losses(problem.loss, model, batch, number))
-            problem.see(number, found[-1])
-    return torch.cat(found).double().cpu()
+            losses = shaped_losses(problem.loss, model, batch, number)
+            problem.checks.add_losses(number, losses)
+            batches_losses.append(losses)
+    return torch.cat(batches_losses).double().cpu()
 
 
 def rescorer(
@@ -138,14 +134,14 @@ def rescorer(
     after_cut: Change | None = None,
     progress: bool | None = None,
 ) -> Callable[[HeadMask], HeadScores]:
-    """Scores of the model with fewer heads, for ``hp.select(rescore=)``: a mask in, HeadScores out.
+    """Score the model with fewer heads, for ``hp.select(rescore=)``.
 
-    A copy of the model is cut to the mask and scored; gates would not do, because what a head that
-    is gone would have put out is still there for scorers that look at activations. The scores are
-    for all of the model's sites; units that are gone have 0 and no meaning.
+    A copy of the model is cut to the mask and scored. Gates would not do: scorers that read
+    activations would still see the output of a removed head. The scores are for all of the model's
+    sites; those of removed units are 0 and mean nothing.
 
     Args:
-        model: The model; left as it was found.
+        model: The model; not changed.
         batches: As for ``hp.score``; read again in every call.
         scorer: A registered name or a configured scorer.
         loss: Per-example loss.
@@ -153,6 +149,9 @@ def rescorer(
         after_cut: Changes the cut copy before it is scored, in place: a recovery between the steps,
             such as ``lambda small: hp.recover_(small, batches, "mean_fold", model)``.
         progress: Show a progress bar; None shows it on a terminal.
+
+    Returns:
+        From a mask to HeadScores.
 
     >>> from headprune import MultiHeadAttention
     >>> model = nn.Sequential(MultiHeadAttention(8, 2))
@@ -164,33 +163,29 @@ def rescorer(
     model = unwrap(model)
     located = sites_of(bind(model, sites))
     if batches is not None:
-        batches = Batches.of(batches)  # one for all calls: it knows what those before have read
+        # One object for all calls: it knows which batches earlier calls have read.
+        batches = Batches.of(batches)
         batches.keep()
-    seen: dict[str | None, None] = {}
+    digests: set[str | None] = set()  # of the data of all calls
 
     def rescore(mask: HeadMask) -> HeadScores:
         small = _cut(model, located, mask, after_cut)
-        found = score(
-            small,
-            batches,
-            scorer,
-            loss=loss,
-            sites=sites_of(bind(small, located)),
-            progress=progress,
-        )
-        seen[found.data] = None
-        if len(seen) > 1:
+        present = sites_of(bind(small, located))
+        scores = score(small, batches, scorer, loss=loss, sites=present, progress=progress)
+        # Scores of other data would be compared with those of the call before.
+        digests.add(scores.data)
+        if len(digests) > 1:
+            must = "the same in every call, in the same order"
             hint = "Pass a list, or a DataLoader that does not shuffle or augment."
-            raise InvalidValue(
-                "batches", "the same in every call, in the same order", "others than before", hint
-            )
-        return _over(found, tuple(located))
+            raise InvalidValue("batches", must, "others than before", hint)
+        return _over(scores, tuple(located))
 
     return rescore
 
 
 def _cut(model: nn.Module, located: Sites, mask: HeadMask, after_cut: Change | None) -> nn.Module:
     """A copy of the model with only the mask's heads."""
+    # Other processes may hold parts of the weights.
     check_whole(model, "one whose weights are whole in this process, to be copied and cut")
     small = copy.deepcopy(model)
     cut_(small, bind(small, located), mask)
@@ -199,28 +194,39 @@ def _cut(model: nn.Module, located: Sites, mask: HeadMask, after_cut: Change | N
     return small
 
 
-def _over(found: HeadScores, sites: tuple[AttentionSite, ...]) -> HeadScores:
-    """Scores of what is left in the shape of all sites, 0 for what is gone."""
-    left = {(unit.name, unit.heads): i for i, unit in enumerate(found.units())}
-    flat = [(site.name, unit) for site in sites for unit in site.units]
-    place = torch.zeros(len(flat), len(left), dtype=torch.float64)
-    for i, unit in enumerate(flat):
-        if unit in left:
-            place[i, left[unit]] = 1
+def _over(scores: HeadScores, sites: tuple[AttentionSite, ...]) -> HeadScores:
+    """Scores of the kept units as scores of all units, 0 for removed ones."""
+    # 1. [all units, kept units]: 1 where they are the same.
+    kept = {(unit.name, unit.heads): i for i, unit in enumerate(scores.units())}
+    units = [(site.name, unit) for site in sites for unit in site.units]
+    place = torch.zeros(len(units), len(kept), dtype=torch.float64)
+    for i, unit in enumerate(units):
+        if unit in kept:
+            place[i, kept[unit]] = 1
 
-    def rows(values: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-        spread = place @ torch.tensor([v for row in values for v in row], dtype=torch.float64)
-        return tuple(
-            tuple(map(float, part)) for part in spread.split([len(site.units) for site in sites])
-        )
-
-    bent = None if found.curvature is None else torch.tensor(found.curvature.matrix)
+    # 2. Move all numbers to their places.
+    values = _moved(scores.values, place, sites)
+    errors = curvature = None
+    if scores.standard_errors is not None:
+        errors = _moved(scores.standard_errors, place, sites)
+    if scores.curvature is not None:
+        matrix = torch.tensor(scores.curvature.matrix)
+        curvature = Curvature.of((place @ matrix @ place.T).numpy())
     return replace(
-        found,
+        scores,
         sites=sites,
-        values=rows(found.values),
-        standard_errors=None if found.standard_errors is None else rows(found.standard_errors),
+        values=values,
+        standard_errors=errors,
         costs=None,
         samples=None,
-        curvature=None if bent is None else Curvature.of((place @ bent @ place.T).numpy()),
+        curvature=curvature,
     )
+
+
+def _moved(
+    values: tuple[tuple[float, ...], ...], place: Tensor, sites: tuple[AttentionSite, ...]
+) -> tuple[tuple[float, ...], ...]:
+    """Numbers of the kept units, by site, as numbers of all units."""
+    flat = torch.tensor(list(chain.from_iterable(values)), dtype=torch.float64)
+    parts = (place @ flat).split([len(site.units) for site in sites])
+    return tuple(tuple(part.tolist()) for part in parts)

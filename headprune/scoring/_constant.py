@@ -13,6 +13,7 @@ class ConstantWork(Scorer):
     It does so ``blocks + 1`` times at most: with all examples, and without each block of them.
     """
 
+    #: Blocks of examples.
     blocks: int
 
     @abstractmethod

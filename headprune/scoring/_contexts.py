@@ -1,5 +1,5 @@
-"""Passes over a problem's data that read what the output projections read, for scorers that need it
-beside the loss."""
+"""Passes over a problem's data for scorers that need the contexts, the inputs of the output
+projections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headprune.scoring._base import ScoringProblem
 
 
 def read_contexts(problem: ScoringProblem, batches: Iterable[tuple[int, Any]], take: Take) -> None:
-    """Runs the loss on numbered batches, handing the contexts of every site to ``take``; see
+    """Run the loss on numbered batches, and hand the contexts of every site to ``take``; see
     ``reading``."""
     with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
         for number, batch in batches:
@@ -34,90 +34,93 @@ def mean_contexts(problem: ScoringProblem) -> dict[int, Tensor]:
     Raises:
         InvalidValue: batches of nothing but padding.
     """
-    problem.keep()
-    what, sums = "mean outputs of heads", _Totals()
+    problem.keep()  # the scorer reads the data again
+    what, sums = "mean outputs of heads", _ContextSums()
 
-    def own() -> dict[str, Tensor]:
-        read_contexts(
-            problem,
-            ((n, batch) for n, _, batch in problem.share(what, problem.added(sums=sums))),
-            sums.take,
-        )
+    def read_own() -> dict[str, Tensor]:
+        share = problem.share(what, problem.added(sums=sums))
+        read_contexts(problem, ((number, batch) for number, _, batch in share), sums.take)
         return sums.parts()
 
-    sums.join(problem.gathered(what, own))
+    sums.join(problem.gathered(what, read_own))
+    # Tokens per site, of all sites in one copy.
     counts = in_main_memory(total[-1] for total in sums.of_site.values())
-    for site, count in zip(sums.of_site, counts, strict=True):
+    means = {}
+    for (site, total), count in zip(sums.of_site.items(), counts, strict=True):
+        b = problem.bound[site]
         if not count:
-            name = problem.bound[site].site.name
-            raise InvalidValue(
-                "batches", "with a token that is no padding", f"only padding at {name}"
-            )
-    return {
-        site: (t[:-1] / t[-1]).to(device_of(problem.bound[site].module))
-        for site, t in sums.of_site.items()
-    }
+            got = f"only padding at {b.site.name}"
+            raise InvalidValue("batches", "with a token that is no padding", got)
+        means[site] = (total[:-1] / total[-1]).to(device_of(b.module))
+    return means
 
 
-class _Totals:
-    """Of every site ``[heads * width + 1]``: the sum of its contexts, and over how many tokens."""
+class _ContextSums:
+    """The sum of every site's contexts, and the number of its tokens: ``[heads * width + 1]``."""
 
     def __init__(self) -> None:
         self.of_site: dict[int, Tensor] = {}
 
     def take(self, site: int, x: Tensor, counted: Tensor | None) -> None:
-        """Adds what a site read."""
-        tokens, here = (
-            x.flatten(0, -2).to(wide(x)),
-            torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device),
-        )
-        here = (here if counted is None else counted.to(x.device)).flatten()
-        total = tokens.masked_fill(~here[:, None], 0).sum(
-            0
-        )  # chosen: attention may leave NaN at padding
-        more = torch.cat([total, here.sum(0, keepdim=True).to(total)])
-        self.of_site[site] = (
-            self.of_site[site].to(more.device) + more if site in self.of_site else more
-        )
+        """Add what a site read, ``[..., heads * width]``."""
+        tokens = x.flatten(0, -2).to(wide(x))
+        if counted is None:
+            counted = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        counted = counted.to(x.device).flatten()
+        # Chosen, not multiplied by 0: attention may leave NaN at padding.
+        total = tokens.masked_fill(~counted[:, None], 0).sum(0)
+        self._add(site, torch.cat([total, counted.sum(0, keepdim=True).to(total)]))
 
     def parts(self) -> dict[str, Tensor]:
+        """All sums, by the number of the site."""
         return {str(site): total for site, total in self.of_site.items()}
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
-        found: dict[int, Tensor] = {}
+        """Replace the own sums by those of all processes."""
+        self.of_site = {}
         for part in parts:
             for name, total in part.items():
-                found[int(name)] = found[int(name)] + total if int(name) in found else total
-        self.of_site = found
+                self._add(int(name), total)
+
+    def _add(self, site: int, total: Tensor) -> None:
+        if site in self.of_site:
+            # A layer that was loaded on another device for this batch has its sums there.
+            total = self.of_site[site].to(total.device) + total
+        self.of_site[site] = total
 
 
 @contextmanager
 def leaves(
     problem: ScoringProblem, see: Callable[[int, Tensor], None] | None = None
 ) -> Iterator[list[list[Tensor]]]:
-    """For as long as the block lasts, every site keeps what it reads whenever it runs, and that
-    asks for a gradient.
+    """Keep what every site reads in the block, run by run, and have it ask for a gradient.
 
     ``see(number of the site, x)`` is called at each run.
-    """
-    kept: list[list[Tensor]] = [[] for _ in problem.bound]
 
-    def asking(site: int, x: Tensor) -> Tensor:
+    Yields:
+        By site, what it read in each of its runs.
+    """
+    contexts: list[list[Tensor]] = [[] for _ in problem.bound]
+
+    def keep(site: int, x: Tensor) -> Tensor:
         if see is not None:
             see(site, x)
-        kept[site].append(x if x.requires_grad else x.detach().requires_grad_())
-        return kept[site][-1]
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()
+        contexts[site].append(x)
+        return x
 
-    with watched(problem.bound, asking):
-        yield kept
+    with watched(problem.bound, keep):
+        yield contexts
 
 
 def by_example(b: BoundSite, rows: Tensor, size: int) -> Tensor:
-    """``[examples, tokens, ...]`` of rows, of which windows of an example follow one another.
+    """``[examples, tokens, ...]`` of rows, where the windows of an example follow one another.
 
     Raises:
         UnsupportedModel: rows that are no examples.
     """
+    # A site may run on windows, several of them per example.
     if len(rows) % size:
         hint = "Leave this site out with sites=, or give batches with the examples first."
         raise UnsupportedModel(b.site.name, f"run on {size} examples", f"{len(rows)} rows", hint)

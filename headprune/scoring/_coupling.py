@@ -1,16 +1,15 @@
-"""Losses of which one depends on other examples of the batch: found on the first batch by two sums
-of them.
+"""Losses of an example that depend on other examples of the batch, found by two weighted sums.
 
-Scorers give every example gates of its own, and take the slopes of the summed losses in them: those
-of each loss in its own example's gates, as long as no loss depends on another example. A
-contrastive loss does, and so does one with statistics of the batch.
+Scorers give every example gates of its own, and take the slopes of the summed losses in them. These
+are the slopes of each loss in its own example's gates, as long as no loss depends on another
+example. A contrastive loss does, and so does one with statistics of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,10 +18,7 @@ from headprune.core.errors import InvalidValue
 from headprune.model.transfers import sent
 from headprune.scoring._base import Estimate, ScoringProblem
 from headprune.scoring._flat import rounding, types_of
-
-#: ``weights [examples] -> [[examples, ...]]``: slopes of the weighted sum of the losses, of each
-#: site by example.
-Slopes: TypeAlias = Callable[[Tensor], list[Tensor]]
+from headprune.scoring._gates import Slopes
 
 NOTE = (
     "The loss of an example depends on the others of its batch: the slopes of each example had a"
@@ -31,16 +27,61 @@ NOTE = (
 _HINT = (
     "Take taylor, fisher, integrated_gradients or leave_one_out, which are right for such losses."
 )
-#: Where a problem keeps whether its losses, and its model's outputs, are coupled.
-LOSSES, OUTPUTS = "coupled losses", "coupled outputs"
-#: By those, where it keeps how many batches there were, and the last one.
-BATCHES = {LOSSES: "batches of losses", OUTPUTS: "batches of outputs"}
-#: Batches that are looked at after the first.
-_LOOKS = tuple(2 * 4**n for n in range(12))
-#: Dependence on other examples that makes a smaller share of the slopes is rounding.
+#: The numbers of an example that may depend on other examples.
+Numbers: TypeAlias = Literal["losses", "outputs"]
+LOSSES: Literal["losses"] = "losses"
+OUTPUTS: Literal["outputs"] = "outputs"
+#: How errors call these numbers.
+_WORDS = {LOSSES: "the loss", OUTPUTS: "the model's output"}
+
+#: Batches that are tested after the first.
+_TESTED = tuple(2 * 4**n for n in range(12))
+#: A dependence on other examples that makes a smaller share of the slopes is rounding.
 _SHARE = 1e-2
 #: The largest power of two that losses are multiplied with, and in fp16, which would overflow.
 _POWER, _POWER_FP16 = 63, 3
+
+
+@dataclass
+class Coupling:
+    """What is known about one kind of numbers.
+
+    Args:
+        is_coupled: Whether they depend on other examples of their batch; None until a batch of
+            several examples was tested.
+        n_batches: Batches of several examples so far.
+        last: The last of them, as the user gave it.
+    """
+
+    is_coupled: bool | None = None
+    n_batches: int = 0
+    last: Any = None
+
+
+@dataclass
+class Couplings:
+    """What is known about the losses and the model's outputs of a call."""
+
+    losses: Coupling = field(default_factory=Coupling)
+    outputs: Coupling = field(default_factory=Coupling)
+
+    def of(self, numbers: Numbers) -> Coupling:
+        """What is known about these numbers."""
+        return self.losses if numbers == LOSSES else self.outputs
+
+    def copy(self) -> Couplings:
+        """The same, to be changed apart."""
+        return Couplings(replace(self.losses), replace(self.outputs))
+
+
+def losses_are_coupled(problem: ScoringProblem) -> bool:
+    """Whether losses that depend on other examples of their batch were found."""
+    return bool(problem.shared.of(Couplings).losses.is_coupled)
+
+
+def remember_coupled_losses(problem: ScoringProblem) -> None:
+    """Take the losses for coupled, without a test."""
+    problem.shared.of(Couplings).losses.is_coupled = True
 
 
 def coupled(
@@ -48,146 +89,172 @@ def coupled(
     of: Tensor,
     slopes: Slopes,
     together: list[Tensor] | None = None,
-    key: str = LOSSES,
+    numbers: Numbers = LOSSES,
 ) -> bool:
-    """Whether a number of one example depends on another example of its batch.
+    """Test whether a number of one example depends on another example of its batch.
 
-    That is found out on the first batch. A loss may couple examples in some batches alone, as one
-    does that looks for pairs of a class: so batches 2, 8, 32 and so on are looked at again, where a
-    look does not wait for an accelerator.
-
-    Numbers that depend on their own example alone have slopes that follow their weights in a sum:
-    all weights are powers of two, up or down, so that this is exact but for sums that an
-    accelerator adds up in any order. Where slopes do not follow, every number is asked alone: does
-    it have a slope in the gates of another example?
+    The first batch is tested. A loss may couple examples in some batches alone, as one does that
+    looks for pairs of a class: so batches 2, 8, 32 and so on are tested too, where that does not
+    wait for an accelerator.
 
     Args:
         problem: The problem.
-        of: ``[examples]``, the numbers: losses, or outputs.
-        slopes: Their slopes; asked once more for as many examples as there are where something is
-            found.
+        of: ``[examples]``, the losses or outputs.
+        slopes: Their slopes. For coupled numbers they are asked once per example.
         together: The slopes of their plain sum, if they are known.
-        key: What the numbers are.
+        numbers: What the numbers are.
 
     Raises:
         InvalidValue: numbers of a later batch are coupled, and those before were not.
     """
-    known = problem.shared.get(key)
-    if known or not asks(problem, len(of), of.device, key):
-        return bool(known)
+    state = problem.shared.of(Couplings).of(numbers)
+    before = state.is_coupled
+    # Coupled numbers remain coupled, and most batches are not tested.
+    if before or not asks(problem, len(of), of.device, numbers):
+        return bool(before)
     with torch.no_grad():
-        share = min(_SHARE, rounding(problem) ** 0.5)
-        together = slopes(torch.ones_like(of)) if together is None else together
-        found = any(
-            bool(_follows_not(weights, slopes(weights), together, share))
-            for weights in _weights(problem, of)
-        )
-        found = found and any(
-            bool(_beyond(row, slopes(one), share)) for row, one in enumerate(_each(of))
-        )
-    if found and known is False:
-        what = "the loss" if key == LOSSES else "the model's output"
+        depend = _depends_on_others(problem, of, slopes, together)
+    if depend and before is False:
         must = "one whose examples depend on each other in the first batch, too, or in none"
         got = "examples that depend on others of their batch in a later batch alone"
         hint = "Put a batch first in which they do, or larger batches; or take leave_one_out."
-        raise InvalidValue(what, must, got, hint)
-    if known is None:
-        problem.shared |= {key: found, BATCHES[key]: (1, problem.given)}
-    return found
+        raise InvalidValue(_WORDS[numbers], must, got, hint)
+    if before is None:
+        state.is_coupled = depend
+        state.n_batches, state.last = 1, problem.given
+    return depend
 
 
-def asks(problem: ScoringProblem, n_examples: int, device: torch.device, key: str = LOSSES) -> bool:
-    """Whether ``coupled`` will ask for slopes of other sums in the batch that runs, which then
-    needs its graph."""
-    known = problem.shared.get(key)
-    if known or n_examples < 2:
-        return bool(known)
-    return known is None or (device.type == "cpu" and _place(problem, key) in _LOOKS)
+def asks(
+    problem: ScoringProblem, n_examples: int, device: torch.device, numbers: Numbers = LOSSES
+) -> bool:
+    """Whether ``coupled`` will ask for slopes of other sums in the batch that runs.
+
+    The graph of the batch must then be kept.
+    """
+    state = problem.shared.of(Couplings).of(numbers)
+    # A single example has no others to depend on.
+    if state.is_coupled or n_examples < 2:
+        return bool(state.is_coupled)
+    if state.is_coupled is None:
+        return True
+    return device.type == "cpu" and _place(problem, state) in _TESTED
 
 
-def _place(problem: ScoringProblem, key: str) -> int:
-    """The number of the batch that runs, from 1, among those that were asked for."""
-    count, last = problem.shared[BATCHES[key]]
-    if problem.given is not last:
-        count += 1
-        problem.shared[BATCHES[key]] = count, problem.given
-    place: int = count
-    return place
+def _place(problem: ScoringProblem, state: Coupling) -> int:
+    """The number of the batch that runs, from 1, among those of several examples."""
+    # Scorers may ask several times about one batch.
+    if problem.given is not state.last:
+        state.n_batches += 1
+        state.last = problem.given
+    return state.n_batches
 
 
 def alone(of: Tensor, slopes: Slopes) -> list[Tensor]:
-    """``[examples, ...]`` of each site: the slope of each number in gates that all examples
-    share."""
-    rows = [[site.sum(0) for site in slopes(one)] for one in _each(of)]
+    """``[examples, ...]`` per site: the slope of each number in gates that all examples share."""
+
+    def shared_slopes(one: Tensor) -> list[Tensor]:
+        # Summed here, because the slopes of all examples would take examples ** 2 rows.
+        return [of_site.sum(0) for of_site in slopes(one)]
+
+    rows = [shared_slopes(one) for one in _each(of)]
     return [torch.stack(of_site) for of_site in zip(*rows, strict=True)]
 
 
-def refuse_coupled(problem: ScoringProblem, scorer: str, key: str = LOSSES) -> None:
-    """Refuses numbers that were found to be coupled, for a scorer that has no use for them.
+def refuse_coupled(problem: ScoringProblem, scorer: str, numbers: Numbers = LOSSES) -> None:
+    """Refuse coupled numbers, for a scorer that has no use for them.
 
     Raises:
         InvalidValue: always.
     """
-    what = "the loss" if key == LOSSES else "the model's output"
     must = f"of each example one that depends on that example alone, for {scorer}"
-    hint = (
-        _HINT if key == LOSSES else "Take leave_one_out, or a scorer without a loss, such as wanda."
-    )
-    raise InvalidValue(
-        what, must, "of some examples one that depends on others of their batch", hint
-    )
+    got = "of some examples one that depends on others of their batch"
+    hint = "Take leave_one_out, or a scorer without a loss, such as wanda."
+    if numbers == LOSSES:
+        hint = _HINT
+    raise InvalidValue(_WORDS[numbers], must, got, hint)
 
 
 def noted(problem: ScoringProblem, estimate: Estimate) -> Estimate:
-    """The estimate with a note where losses were found to be coupled, in any of the processes; all
-    of them must ask."""
-    notes = problem.workers.united((NOTE,) if problem.shared.get(LOSSES) else ())
+    """The estimate with a note where any process found coupled losses; all processes must ask."""
+    own = (NOTE,) if losses_are_coupled(problem) else ()
+    notes = problem.workers.united(own)
     return replace(estimate, notes=(*estimate.notes, *notes))
 
 
+def _depends_on_others(
+    problem: ScoringProblem, of: Tensor, slopes: Slopes, together: list[Tensor] | None
+) -> bool:
+    """Whether a number depends on another example.
+
+    Numbers that depend on their own example alone have slopes that follow their weights in a sum.
+    All weights are powers of two, so that this is exact but for sums that an accelerator adds up in
+    any order.
+    """
+    share = min(_SHARE, rounding(problem) ** 0.5)
+    if together is None:
+        together = slopes(torch.ones_like(of))
+    # 1. Do the slopes follow the weights?
+    follow = True
+    for weights in _weights(problem, of):
+        if bool(_follows_not(weights, slopes(weights), together, share)):
+            follow = False
+            break
+    if follow:
+        return False
+    # 2. If not: does a number alone have a slope in the gates of another example?
+    return any(bool(_beyond(row, slopes(one), share)) for row, one in enumerate(_each(of)))
+
+
 def _each(of: Tensor) -> list[Tensor]:
-    """``[examples]`` for every example: 1 for itself."""
+    """Weights ``[examples]`` for every example: 1 for itself."""
     return list(torch.eye(len(of), dtype=of.dtype, device=of.device))
 
 
 def _weights(problem: ScoringProblem, of: Tensor) -> list[Tensor]:
-    """``[examples]`` once or more, so that any two examples have unlike weights in one of them."""
-    power = _POWER_FP16 if torch.float16 in {of.dtype, *types_of(problem)} else _POWER
-    powers = sorted(range(-power, power + 1), key=abs)
-    levels = [sign * 2.0**exponent for exponent in powers for sign in (1, -1)]
-    n_levels, step, found = len(levels), 1, []
-    while step < len(of):  # a digit of the example's number after the other
-        digits = [example // step % n_levels for example in range(len(of))]
-        found.append(sent([levels[digit] for digit in digits], of.device, of.dtype))
-        step *= n_levels
-    return found
+    """Weights ``[examples]``, once or more: any two examples differ in one of them."""
+    is_fp16 = torch.float16 in {of.dtype, *types_of(problem)}
+    power = _POWER_FP16 if is_fp16 else _POWER
+    levels = []
+    for exponent in sorted(range(-power, power + 1), key=abs):
+        levels += [2.0**exponent, -(2.0**exponent)]
+    # Write the number of each example in base len(levels): one digit per tensor of weights.
+    weights = []
+    step = 1
+    while step < len(of):
+        digits = [example // step % len(levels) for example in range(len(of))]
+        weights.append(sent([levels[digit] for digit in digits], of.device, of.dtype))
+        step *= len(levels)
+    return weights
 
 
 def _follows_not(
-    weights: Tensor, found: Sequence[Tensor], together: Sequence[Tensor], share: float
+    weights: Tensor, slopes: Sequence[Tensor], together: Sequence[Tensor], share: float
 ) -> Tensor:
     """Whether slopes of a weighted sum are others than weighted slopes of the plain sum, at any
     example."""
-    apart, size = weights.new_zeros(len(weights)), weights.new_zeros(len(weights))
-    for weighted, plain in zip(found, together, strict=True):
-        expected = plain.flatten(1)
+    difference = weights.new_zeros(len(weights))  # [examples], the largest of all sites
+    size = weights.new_zeros(len(weights))
+    for weighted, plain in zip(slopes, together, strict=True):
+        expected = plain.flatten(1)  # [examples, numbers]
         by = weights.to(expected.device, expected.dtype).unsqueeze(1)
         got = weighted.flatten(1) / by
-        apart = torch.maximum(apart, _largest(got - expected, apart))
+        difference = torch.maximum(difference, _largest(got - expected, difference))
         size = torch.maximum(size, torch.maximum(_largest(got, size), _largest(expected, size)))
-    return ((apart > share * size) | ~apart.isfinite()).any()
+    return ((difference > share * size) | ~difference.isfinite()).any()
 
 
-def _beyond(row: int, found: Sequence[Tensor], share: float) -> Tensor:
+def _beyond(row: int, slopes: Sequence[Tensor], share: float) -> Tensor:
     """Whether the slopes of one example's number reach beyond the example."""
-    size = torch.zeros(0)
-    for site in found:
+    size = torch.zeros(0)  # [examples], the largest of all sites
+    for site in slopes:
         here = _largest(site.flatten(1), site)
-        size = here if not len(size) else torch.maximum(size, here.to(size))
-    others = torch.cat([size[:row], size[row + 1 :]]).max()
-    return others > share * size.max()
+        size = torch.maximum(size, here.to(size)) if len(size) else here
+    others = torch.cat([size[:row], size[row + 1 :]])
+    return others.max() > share * size.max()
 
 
 def _largest(x: Tensor, like: Tensor) -> Tensor:
     """``[examples]``, the largest absolute value of each row."""
-    return (x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))).to(like.device, like.dtype)
+    largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
+    return largest.to(like.device, like.dtype)

@@ -1,7 +1,9 @@
-"""What first and second order ask of a model's distributions: labels drawn from them, and numbers
-to differentiate."""
+"""Numbers to differentiate, made of a model's predicted distributions, and labels drawn from
+them."""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,43 +21,45 @@ __all__ = [
     "logit_targets",
 ]
 
-#: Columns of slopes that an example has without ``draws``: a backward pass each.
+#: Columns of slopes per example, where ``draws`` is not given: one backward pass each.
 COLUMNS = 4
 
+#: Numbers to differentiate, each summed over the batch; and whether anything was drawn.
+Targets: TypeAlias = tuple[list[Tensor], bool]
 
-def fisher_targets(
-    found: Distributions, seeds: list[int], draws: int | None
-) -> tuple[list[Tensor], bool]:
-    """Numbers whose slopes, ``g`` an example, are such that ``sum g g'`` is the second derivative
-    of the default loss.
 
-    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Where an example has a
-    softmax distribution a token, labels are drawn. Elsewhere each class has a column of slopes, and
-    where these are more than ``draws`` they are dealt at random into as many groups and added up
-    with random signs (``_combined``).
+def fisher_targets(predicted: Distributions, seeds: list[int], draws: int | None) -> Targets:
+    """Numbers whose slopes' products are the second derivative of the default loss.
+
+    With slopes ``g`` of an example, ``sum g g'`` is the Gauss-Newton matrix, with respect to
+    anything. Where an example has a softmax distribution per token, labels are drawn. Elsewhere
+    each class has a column of slopes. More columns than ``draws`` are dealt at random into groups
+    and added up with random signs (``_combined``).
 
     Args:
-        found: The distributions.
-        seeds: A seed an example.
-        draws: Labels a token, or groups of columns; None is 1 label, or ``COLUMNS`` groups.
+        predicted: The distributions.
+        seeds: One seed per example.
+        draws: Labels per token, or groups of columns; None is 1 label, or ``COLUMNS`` groups.
 
     Returns:
-        One number a class, a group or a draw, summed over the batch; and whether anything was
-        drawn.
+        One number per class, group or draw.
     """
-    if found.by_token:
-        logits = found.logits_counted()
-        weights = (found.counted.sum(1, keepdim=True).clamp(min=1) * (draws or 1)).rsqrt()
-        of_position = sent(weights.expand_as(found.counted)[found.counted], logits.device)
-        losses = [
-            cross_entropy(logits, y, reduction="none")
-            for y in drawn_labels(found, seeds, draws or 1)
-        ]
-        return [(of_position * loss).sum() for loss in losses], True
-    output = found.logits[:, 0]
-    if found.kind == "regression":
+    if predicted.by_token:
+        logits = predicted.logits_counted()  # [counted positions, classes]
+        n_draws = draws or 1
+        # By position: an example's loss is the mean over its tokens and draws.
+        weights = (predicted.counted.sum(1, keepdim=True).clamp(min=1) * n_draws).rsqrt()
+        weights = sent(weights.expand_as(predicted.counted)[predicted.counted], logits.device)
+        targets = []
+        for labels in drawn_labels(predicted, seeds, n_draws):
+            losses = cross_entropy(logits, labels, reduction="none")
+            targets.append((weights * losses).sum())
+        return targets, True
+    output = predicted.logits[:, 0]  # [examples, classes]
+    # Each column times the root of its second derivative.
+    if predicted.kind == "regression":
         scaled = output * (2 / output.shape[1]) ** 0.5
-    elif found.kind == "multi_label_classification":
+    elif predicted.kind == "multi_label_classification":
         p = output.detach().sigmoid()
         scaled = output * (p * (1 - p) / output.shape[1]).sqrt()
     else:
@@ -63,52 +67,65 @@ def fisher_targets(
     return _targets(scaled, seeds, draws)
 
 
-def logit_targets(
-    found: Distributions, seeds: list[int], draws: int | None
-) -> tuple[list[Tensor], bool]:
-    """The same for half the squared change of the logits, mean over classes, from which their own
-    mean is taken away.
+def logit_targets(predicted: Distributions, seeds: list[int], draws: int | None) -> Targets:
+    """Numbers whose slopes' products are the second derivative of the squared change of the logits.
 
-    So every class weighs alike, and an example that the model is sure of as much as one that it is
-    not. Where every token has logits, each draw is a sum of them with random signs.
+    That is half the squared change, mean over classes, of logits less their own mean. So every
+    class weighs alike, and an example that the model is sure of as much as one that it is not.
+    Where every token has logits, each draw is a sum of them with random signs.
 
     Args:
-        found: The distributions; of outputs that are no softmax, those of ``regression``.
-        seeds: A seed an example.
-        draws: Sums a token, or groups of columns; None is 1 sum, or ``COLUMNS`` groups.
+        predicted: The distributions; of outputs that are no softmax, those of ``regression``.
+        seeds: One seed per example.
+        draws: Sums per token, or groups of columns; None is 1 sum, or ``COLUMNS`` groups.
+
+    Returns:
+        One number per class, group or draw.
     """
-    softmax = found.kind == "single_label_classification"
-    if not found.by_token:
-        output = found.logits[:, 0]
-        centred = output - output.mean(1, keepdim=True) if softmax else output
-        return _targets(centred * (2 / output.shape[1]) ** 0.5, seeds, draws)
-    logits = found.logits_counted()  # [counted positions, classes]
-    there = logits.detach().isfinite()  # what no answer may begin at is -inf
-    numbers = logits.masked_fill(~there, 0)
-    centred = (numbers - numbers.sum(1, keepdim=True) / there.sum(1, keepdim=True)).masked_fill(
-        ~there, 0
-    )
-    counts = found.counted.sum(1)  # [examples]
+    if not predicted.by_token:
+        output = predicted.logits[:, 0]  # [examples, classes]
+        if predicted.kind == "single_label_classification":
+            columns = output - output.mean(1, keepdim=True)
+        else:
+            columns = output
+        return _targets(columns * (2 / output.shape[1]) ** 0.5, seeds, draws)
+
+    # 1. Logits less their mean, [counted positions, classes].
+    logits = predicted.logits_counted()
+    finite = logits.detach().isfinite()  # a place where no answer may begin has -inf
+    numbers = logits.masked_fill(~finite, 0)
+    mean = numbers.sum(1, keepdim=True) / finite.sum(1, keepdim=True)
+    centred = (numbers - mean).masked_fill(~finite, 0)
+
+    # 2. The weight of every position: a mean over tokens, classes and draws.
+    n_draws = draws or 1
+    counts = predicted.counted.sum(1)  # [examples]
     positions = sent(counts.clamp(min=1).repeat_interleave(counts), logits.device)
-    weights = (2 / (positions * there.sum(1) * (draws or 1))).sqrt().unsqueeze(1)
+    weights = (2 / (positions * finite.sum(1) * n_draws)).sqrt().unsqueeze(1)
+
+    # 3. Sums with random signs.
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     targets = []
-    for _ in range(draws or 1):
-        # Classes first: where they are places in a text, padding at its end changes no sign of the
-        # others.
-        pairs = zip(counts.tolist(), generators, strict=True)
-        signs = [
-            torch.randint(2, (logits.shape[1], n), generator=g, dtype=torch.int8).T
-            for n, g in pairs
-        ]
-        signed = centred * (sent(torch.cat(signs), logits.device, logits.dtype) * 2 - 1)
+    for _ in range(n_draws):
+        signs = _signs(generators, counts.tolist(), logits.shape[1])
+        signed = centred * (sent(signs, logits.device, logits.dtype) * 2 - 1)
         targets.append((signed * weights).sum())
     return targets, True
 
 
-def _targets(columns: Tensor, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
-    """One number a column ``[batch, columns]``, or a group of columns where they are more; and
-    whether these were drawn."""
+def _signs(generators: list[torch.Generator], counts: list[int], n_classes: int) -> Tensor:
+    """``[positions, classes]`` of 0 and 1, of every example by its own generator."""
+    signs = []
+    for generator, n in zip(generators, counts, strict=True):
+        # Classes first: where they are places in a text, padding at its end changes no sign of the
+        # others.
+        drawn = torch.randint(2, (n_classes, n), generator=generator, dtype=torch.int8)
+        signs.append(drawn.T)
+    return torch.cat(signs)
+
+
+def _targets(columns: Tensor, seeds: list[int], draws: int | None) -> Targets:
+    """One number per column of ``[batch, columns]``; where they are too many, per group."""
     groups = draws or COLUMNS
     if columns.shape[1] <= groups:
         return [column.sum() for column in columns.unbind(1)], False
@@ -116,22 +133,23 @@ def _targets(columns: Tensor, seeds: list[int], draws: int | None) -> tuple[list
 
 
 def _combined(columns: Tensor, seeds: list[int], groups: int) -> list[Tensor]:
-    """Sums of columns with random signs, one a group, whose slopes' products have the columns'
-    products as their mean.
+    """Sums of columns with random signs, one per group.
 
-    Two columns meet in a group or not; where they do, the product of their signs has a mean of 0.
-    Groups of equal size have less noise than signs for all columns in every sum, and none where
-    each column has a group of its own (a count sketch with buckets of equal size: Charikar, Chen,
-    Farach-Colton 2002).
+    The mean of their slopes' products is that of the columns: two columns in one group have signs
+    whose product has a mean of 0. Groups of equal size have less noise than signs for all columns
+    in every sum, and none where each column has a group of its own (a count sketch with buckets of
+    equal size: Charikar, Chen, Farach-Colton 2002).
 
     Args:
         columns: ``[batch, columns]``.
-        seeds: A seed an example. What is drawn depends on nothing else: not on the logits, whose
-            rounding is another in another batch.
+        seeds: One seed per example. Draws depend on nothing else: not on the logits, whose rounding
+            is another in another batch.
         groups: How many.
     """
     n = columns.shape[1]
-    group, sign = torch.empty(len(seeds), n, dtype=torch.long), torch.empty(len(seeds), n)
+    # Both [batch, columns].
+    group = torch.empty(len(seeds), n, dtype=torch.long)
+    sign = torch.empty(len(seeds), n)
     for example, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
         group[example] = torch.randperm(n, generator=generator) % groups
@@ -141,16 +159,19 @@ def _combined(columns: Tensor, seeds: list[int], groups: int) -> list[Tensor]:
     return [signed.masked_fill(group != number, 0).sum() for number in range(groups)]
 
 
-def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:
-    """``[draws, counted positions]``: labels from the model's own predictions, in the order of
-    ``logits_counted``.
+def drawn_labels(predicted: Distributions, seeds: list[int], draws: int) -> Tensor:
+    """Labels from the model's own predictions, in the order of ``logits_counted``.
 
-    Each example has a generator of its own and inverts its cumulated probabilities, so that its
-    labels depend on its seed, on its logits and on nothing else.
+    Each example has a generator of its own and inverts its cumulated probabilities. So its labels
+    depend on its seed and its logits alone.
+
+    Returns:
+        ``[draws, counted positions]``.
     """
     labels = []
-    by_example = found.logits_counted().detach().split(found.counted.sum(1).tolist())
+    by_example = predicted.logits_counted().detach().split(predicted.counted.sum(1).tolist())
     for logits, seed in zip(by_example, seeds, strict=True):
+        # [positions, classes] in fp64, which mps has not.
         wide = torch.float32 if logits.device.type == "mps" else torch.float64
         cumulated = logits.to(wide).softmax(-1).cumsum(-1)
         generator = torch.Generator().manual_seed(seed)

@@ -13,8 +13,10 @@ from headprune.model.contexts import rows_of, wide
 from headprune.model.running import device_of
 from headprune.model.sites import BoundSite
 from headprune.scoring._activations import by_block
-from headprune.scoring._base import added
 from headprune.scoring._contexts import by_example
+from headprune.scoring._sharing import summed
+
+_SUMS = ("weight", "x", "xx", "gg", "tokens")
 
 
 class Factors:
@@ -23,32 +25,47 @@ class Factors:
     def __init__(self, bound: BoundSite, blocks: int) -> None:
         self.bound = bound
         self.width = len(bound.site.heads) * bound.site.value_dim
-        parameter = next(bound.module.parameters())
-        nothing = torch.zeros(blocks, dtype=wide(parameter), device=device_of(bound.module))
-        self.weight = nothing.clone()
-        self.x = nothing.new_zeros(blocks, self.width)
-        self.xx = nothing.new_zeros(blocks, self.width, self.width)
+        dtype, device = wide(next(bound.module.parameters())), device_of(bound.module)
+        #: Weights of tokens, ``[blocks]``.
+        self.weight = torch.zeros(blocks, dtype=dtype, device=device)
+        #: Weighted contexts and their products, ``[blocks, width]`` and ``[blocks, width, width]``.
+        self.x = self.weight.new_zeros(blocks, self.width)
+        self.xx = self.weight.new_zeros(blocks, self.width, self.width)
+        #: Products of slopes, ``[blocks, width, width]``.
         self.gg = torch.zeros_like(self.xx)
-        self.tokens = torch.zeros((), dtype=torch.int64, device=nothing.device)
+        #: Tokens that are no padding.
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
 
     def add_slopes(self, examples: range, g: Tensor, batch: Any, here: Tensor | None) -> Tensor:
-        """Adds the slopes of one target at one run; returns how much each token weighs,
-        ``[examples, tokens]``."""
+        """Add the slopes of one target at one run.
+
+        Args:
+            examples: Numbers of the batch's examples.
+            g: The slopes, as the site read its contexts.
+            batch: The batch of the run.
+            here: Which tokens are no padding; None where all of them count.
+
+        Returns:
+            ``[examples, tokens]``: how much each token weighs.
+        """
         g = self._by_example(g, len(examples), batch).to(self.gg.dtype)
-        if here is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
-            g = g.masked_fill(~here.to(g.device).reshape(g.shape[:2])[..., None], 0)
+        n_examples, n_tokens = g.shape[:2]
+        if here is None:
+            self.tokens += n_examples * n_tokens
+        else:
+            # Chosen, not multiplied by 0: attention may leave NaN at padding.
+            is_padding = ~here.to(g.device).reshape(n_examples, n_tokens, 1)
+            g = g.masked_fill(is_padding, 0)
+            self.tokens += here.sum().to(self.tokens.device)
         for number, some in by_block(examples, len(self.gg)):
             rows = g[some].flatten(0, 1)
             self.gg[number].addmm_(rows.T, rows)
-        self.tokens += (
-            g.shape[0] * g.shape[1] if here is None else here.sum().to(self.tokens.device)
-        )
         return g.square().sum(-1)
 
     def add_tokens(self, examples: range, x: Tensor, weights: Tensor, batch: Any) -> None:
-        """Adds one run's contexts, by the weights of their tokens; those that weigh nothing are
-        left out."""
+        """Add one run's contexts, by the weights of their tokens ``[examples, tokens]``."""
         x = self._by_example(x, len(examples), batch).to(self.xx.dtype)
+        # Chosen, not multiplied by 0: attention may leave NaN at padding.
         x = x.masked_fill(weights[..., None] == 0, 0)
         for number, some in by_block(examples, len(self.xx)):
             rows, w = x[some].flatten(0, 1), weights[some].flatten()
@@ -59,17 +76,14 @@ class Factors:
 
     def parts(self) -> dict[str, Tensor]:
         """All sums, for the other processes."""
-        sums = {"weight": self.weight, "x": self.x, "xx": self.xx, "gg": self.gg}
-        return {**sums, "tokens": self.tokens}
+        return {name: getattr(self, name) for name in _SUMS}
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
-        """Takes the sums of all processes in place of its own."""
-        # In memory of their own: what was read from a file may begin anywhere, and products there
-        # round otherwise.
-        self.weight, self.x, self.xx, self.gg, self.tokens = (
-            added(parts, name).to(self.weight.device).clone()
-            for name in ("weight", "x", "xx", "gg", "tokens")
-        )
+        """Replace the own sums by those of all processes."""
+        for name in _SUMS:
+            # A copy: tensors of a file may begin anywhere in memory, where products round
+            # otherwise.
+            setattr(self, name, summed(parts, name).to(self.weight.device).clone())
 
     def _by_example(self, x: Tensor, size: int, batch: Any) -> Tensor:
         return by_example(self.bound, rows_of(self.bound, x, batch), size)

@@ -15,12 +15,13 @@ from headprune.model.running import device_of, to_device
 from headprune.model.sites import sites_of
 from headprune.model.transfers import in_fp64, in_main_memory, sent
 from headprune.scoring._base import ScoringProblem
+from headprune.scoring._gates import by_unit, gate_shapes, gate_slopes, open_gates
 
-#: Slopes above this many roundings are not looked at again: no flat loss was seen to come near.
+#: Slopes above this many roundings are not tested: no flat loss was seen to come near.
 _SMALL = 1e4
 #: How far gates are moved, in roundings; in types of 16 bits, whose roundings are large.
 _MOVE, _MOVE_HALF = 64, 4
-#: Slopes that change by this share of themselves there are no slopes.
+#: Slopes that change by this share of themselves are rounding.
 _SHARE = 0.75
 #: Slopes of the first batch that are so much smaller than the largest of all say nothing about the
 #: others.
@@ -34,38 +35,43 @@ _HINT = (
 
 
 def refuse_flat(problem: ScoringProblem, largest: Tensor) -> None:
-    """Refuses slopes of the loss that are zero but for rounding; call after a whole pass.
+    """Refuse slopes of the loss that are zero but for rounding; call after a whole pass.
 
-    No size tells them: a loss of 1e-6, of a model that fits its data, has slopes as small as the
-    rounding of another loss. So slopes that are small are compared with themselves. The first batch
-    is run with all gates at 1, and again with each moved up or down by a few roundings of the
-    model's type. A slope changes little there, by its curvature times that step. Rounding changes
-    as a whole, and so does the slope of a loss whose minimum is where the model is.
+    Their size alone does not show it: a loss of 1e-6, of a model that fits its data, has slopes as
+    small as the rounding of another loss. So small slopes are compared with themselves. The first
+    batch is run with all gates at 1, and again with each moved up or down by a few roundings of the
+    model's type. A true slope changes little, by its curvature times that step. Rounding changes
+    altogether, and so does the slope of a loss whose minimum is where the model is.
 
     Args:
         problem: The problem, after a pass.
-        largest: The largest absolute value that was found, one number.
+        largest: The largest absolute slope of the pass, one number.
 
     Raises:
         InvalidValue: they are zero but for rounding.
     """
+    # 1. Large slopes need no test. The comparison is also False for NaN, which others refuse.
     unit = rounding(problem)
     size = float(largest)
-    if not size <= _SMALL * unit:  # also where it is NaN, which others refuse
+    if not size <= _SMALL * unit:
         return
+
+    # 2. Slopes of the first batch, at gates of 1 and beside.
     move = unit * (_MOVE if unit < 1e-4 else _MOVE_HALF)
     try:
-        there, beside = in_main_memory([_slopes(problem, 0.0), _slopes(problem, move)])
-    except Exception:  # a loss that cannot be asked again, such as one that counts its calls  # nosec B110
+        at_one, moved = in_main_memory([_slopes(problem, 0.0), _slopes(problem, move)])
+    except Exception:  # nosec B110
+        # The loss cannot be asked again, such as one that counts its calls.
         return
-    if size > _UNLIKE * float(there.abs().max()) or float((beside - there).norm()) < _SHARE * float(
-        there.norm()
-    ):
+
+    # 3. True slopes stay alike.
+    if size > _UNLIKE * float(at_one.abs().max()):
         return
+    if float((moved - at_one).norm()) < _SHARE * float(at_one.norm()):
+        return
+    where = "the slopes of the loss in the gates of the heads"
     got = f"{size:.2g} at most, and others where the gates move by {move:.2g}"
-    raise InvalidValue(
-        "the slopes of the loss in the gates of the heads", "larger than rounding", got, _HINT
-    )
+    raise InvalidValue(where, "larger than rounding", got, _HINT)
 
 
 def rounding(problem: ScoringProblem) -> float:
@@ -75,9 +81,9 @@ def rounding(problem: ScoringProblem) -> float:
 
 def types_of(problem: ScoringProblem) -> set[torch.dtype]:
     """The types that the model computes in."""
-    types = {p.dtype for p in problem.model.parameters() if p.is_floating_point()} or {
-        torch.float32
-    }
+    types = {p.dtype for p in problem.model.parameters() if p.is_floating_point()}
+    if not types:
+        types.add(torch.float32)
     device = device_of(problem.model).type
     if torch.is_autocast_enabled(device):
         types.add(torch.get_autocast_dtype(device))
@@ -89,22 +95,18 @@ def types_of(problem: ScoringProblem) -> set[torch.dtype]:
 def _slopes(problem: ScoringProblem, move: float) -> Tensor:
     """``[examples, units]`` of the first batch in fp64, on its device, with every gate moved up or
     down from 1."""
-    from headprune.scoring._gradients import (
-        by_unit,
-        gate_shapes,
-        gate_slopes,
-        open_gates,
-    )  # it imports this file
-
-    batch: Any = to_device(problem.opening, device_of(problem.model))
+    batch: Any = to_device(problem.reader.first, device_of(problem.model))
     gates = open_gates(problem, gate_shapes(problem, batch))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for gate in gates.values():  # up or down by head: a norm may hide what all do together
+        for gate in gates.values():
+            # Up or down by head: a norm may hide a move that all heads make together.
             signs = torch.randint(2, gate.shape[-1:], generator=generator) * 2 - 1
             gate += move * sent(signs, gate.device, gate.dtype)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(0)  # a loss that draws numbers draws the same ones both times
+        # A loss that draws numbers draws the same ones both times.
+        torch.manual_seed(0)
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
-            slopes = gate_slopes(problem, problem.loss(problem.model, batch).sum(), gates)
+            losses = problem.loss(problem.model, batch)
+            slopes = gate_slopes(problem, losses.sum(), gates)
     return in_fp64(by_unit(problem, slopes).detach())

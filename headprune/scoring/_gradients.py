@@ -1,7 +1,7 @@
 """The exact matrix of gate gradients: dl_i/dm_h for every example and every head, in one forward
 and one backward.
 
-Where the loss couples examples, such as a contrastive one, there is a backward pass an example
+Where the loss couples examples, such as a contrastive one, there is one backward pass per example
 (``_coupling``).
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature
 from headprune.gating.context import gated
@@ -23,13 +22,33 @@ from headprune.model.contexts import watched
 from headprune.model.losses import Loss, default_loss
 from headprune.model.recompute import recomputed
 from headprune.model.running import batch_size, device_of, undisturbed
-from headprune.model.sites import BoundSite, bind, sites_of, unwrap
-from headprune.model.transfers import sent
+from headprune.model.sites import bind, sites_of, unwrap
 from headprune.scoring._averages import in_blocks
 from headprune.scoring._base import Scorer, ScoringProblem
-from headprune.scoring._coupling import LOSSES, Slopes, alone, asks, coupled, refuse_coupled
+from headprune.scoring._coupling import (
+    LOSSES,
+    alone,
+    asks,
+    coupled,
+    losses_are_coupled,
+    refuse_coupled,
+    remember_coupled_losses,
+)
 from headprune.scoring._flat import refuse_flat
-from headprune.scoring._rows import Held, Rows, collected
+from headprune.scoring._gates import (
+    Slopes,
+    by_unit,
+    gate_shapes,
+    gate_slopes,
+    n_units,
+    open_gates,
+    site_by_unit,
+    slopes_of,
+)
+from headprune.scoring._rows import BoundedRows, SummarizedRows, collected
+
+#: What the rows of a batch in a resume cache say of coupled losses.
+_FINDING = "coupled losses"
 
 
 def gate_gradients(
@@ -38,19 +57,21 @@ def gate_gradients(
     loss: Loss = default_loss,
     sites: Iterable[AttentionSite] | None = None,
 ) -> Tensor:
-    """The matrix G, ``[examples, units]``: how each example's loss changes with each unit's gate,
-    at gates of 1.
+    """How each example's loss changes with each unit's gate, at gates of 1.
 
     Every example has gates of its own, so that one backward pass of the summed losses gives all
     gradients exactly (Michel et al. 2019, section 2.3, for the gradient; a unit of grouped queries
     is the sum over its heads). A loss that depends on other examples of its batch, as a contrastive
-    one does, takes a backward pass an example.
+    one does, takes one backward pass per example.
 
     Args:
-        model: The model; left as it was found. A compiled model is run uncompiled.
+        model: The model; not changed. A compiled model is run uncompiled.
         batches: Batches with labels.
         loss: Per-example loss.
         sites: Default ``find_sites(model)``.
+
+    Returns:
+        The matrix G, ``[examples, units]``.
     """
     model = unwrap(model)
     bound = bind(model, sites)
@@ -60,64 +81,18 @@ def gate_gradients(
         return unit_gradients(problem)
 
 
-def unit_gradients(problem: ScoringProblem) -> Tensor:
-    """G of a problem, computed once and then shared by all scorers; fp64 on the CPU."""
-    if "gradients" not in problem.shared:
-        problem.shared["gradients"] = torch.cat(list(_pieces(problem)))
-    found: Tensor = problem.shared["gradients"]
-    return found
-
-
-def n_units(problem: ScoringProblem) -> int:
-    """Units of all sites."""
-    return sum(len(b.site.units) for b in problem.bound)
-
-
-def _pieces(problem: ScoringProblem) -> Iterator[Tensor]:
-    return _not_flat(
-        problem, problem.pieces("gate gradients", LossGradients(problem), n_units(problem))
-    )
-
-
-@dataclass(frozen=True)
-class LossGradients:
-    """The rows of G that a batch gives; whether the loss couples examples is found out on the first
-    one."""
-
-    problem: ScoringProblem
-
-    def __call__(self, number: int, batch: Any) -> Tensor:
-        return loss_gradients(self.problem, number, batch)
-
-    def told(self, batch: Any) -> list[str]:
-        return [LOSSES] if self.problem.shared.get(LOSSES) else []
-
-    def catch_up(self, number: int, batch: Any, told: Sequence[str]) -> None:
-        if LOSSES in told:
-            self.problem.shared[LOSSES] = True
-
-
-def _not_flat(problem: ScoringProblem, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The pieces of a pass; where it ends, slopes that are nothing but rounding are refused."""
-    largest = torch.zeros((), dtype=torch.float64)
-    for piece in pieces:
-        largest = torch.maximum(largest, piece.abs().max())
-        yield piece
-    refuse_flat(problem, largest)
-
-
 class GradientScorer(Scorer):
     """A scorer that is the mean of a function of G's rows, or of their means over blocks of
     examples."""
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether it is, as it is set."""
+        """Whether it is, with its settings."""
         return True
 
     @property
     def block_size(self) -> int:
-        """Examples a block, in data order."""
+        """Examples per block, in data order."""
         return 1
 
     @abstractmethod
@@ -130,111 +105,170 @@ class Gathered:
     """What a gradient scorer makes of G.
 
     Args:
-        rows: Its rows, or what there was room for.
+        rows: Its rows, or a summary where there was no room for them.
         n_examples: Examples.
         products: ``[units, units]``: the mean of the outer products of the gradients that its rows
             are made of.
     """
 
-    rows: Tensor | Rows
+    rows: Tensor | SummarizedRows
     n_examples: int
     products: Callable[[], Tensor]
 
 
+class _SharedGradients:
+    """G, or what scorers took of it where there was no room; shared by the scorers of a call."""
+
+    def __init__(self) -> None:
+        self.whole: Tensor | None = None
+        self.streams: dict[GradientScorer, _Stream] = {}
+
+
+def unit_gradients(problem: ScoringProblem) -> Tensor:
+    """G of a problem, ``[examples, units]`` in fp64 on the CPU; all scorers share it."""
+    shared = problem.shared.of(_SharedGradients)
+    if shared.whole is None:
+        shared.whole = torch.cat(list(_pieces(problem)))
+    return shared.whole
+
+
 def gathered(problem: ScoringProblem, scorer: GradientScorer) -> Gathered:
-    """What a scorer makes of G; that of the call's other scorers is gathered in the same pass.
+    """What a scorer makes of G; the call's other gradient scorers share the pass.
 
-    Where there is no room for G it is never whole, and each scorer takes what it needs as batches
-    come.
+    Where there is no room for G, each scorer takes what it needs from every batch.
     """
-    streams: dict[GradientScorer, _Stream] = problem.shared.setdefault("gradient streams", {})
-    if "gradients" not in problem.shared and scorer not in streams:
-        together = [
-            s
-            for s in problem.shared.get("scorers", ())
-            if isinstance(s, GradientScorer) and s.reads_gradients
-        ]
-        wanted = dict.fromkeys((scorer, *together))
-        made = {s: _Stream(s, n_units(problem)) for s in wanted}
-        if not _read(problem, list(made.values())):
-            streams.update(made)
-    if scorer in streams:
-        return streams[scorer].done()
-    gradients: Tensor = problem.shared["gradients"]
-    means = in_blocks(gradients, scorer.block_size)
-    return Gathered(
-        scorer.of_gradients(means), len(gradients), lambda: means.T @ means / len(means)
-    )
+    # 1. Read the data, if no scorer of the call has done so.
+    shared = problem.shared.of(_SharedGradients)
+    if shared.whole is None and scorer not in shared.streams:
+        _read_gradients(problem, scorer, shared)
+    # 2. Without room for G, the rows were made batch by batch.
+    if scorer in shared.streams:
+        return shared.streams[scorer].finished()
+    # 3. Else all of them are made of G at once, [rows, units].
+    assert shared.whole is not None
+    means = in_blocks(shared.whole, scorer.block_size)
+    rows = scorer.of_gradients(means)
+    return Gathered(rows, len(shared.whole), lambda: means.T @ means / len(means))
 
 
-def _read(problem: ScoringProblem, streams: list[_Stream]) -> bool:
-    """Reads all gradients; whether there was room for G, and if not, they went into the streams."""
+def _read_gradients(
+    problem: ScoringProblem, scorer: GradientScorer, shared: _SharedGradients
+) -> None:
+    """Read G, for this scorer and all other gradient scorers of the call."""
+    others = [s for s in problem.scorers if isinstance(s, GradientScorer)]
+    streams = {scorer: _Stream(scorer, n_units(problem))}
+    for other in others:
+        if other.reads_gradients and other not in streams:
+            streams[other] = _Stream(other, n_units(problem))
 
     def feed(gradients: Tensor) -> None:
-        for stream in streams:
+        for stream in streams.values():
             stream.add(gradients)
 
-    held = Held(feed)
+    rows = BoundedRows(feed)
     for piece in _pieces(problem):
-        held.add(piece)
-    if (whole := held.whole) is None:
-        return False
-    problem.shared["gradients"] = whole
-    return True
+        rows.add(piece)
+    shared.whole = rows.whole
+    if shared.whole is None:
+        shared.streams.update(streams)
 
 
 class _Stream:
     """What one scorer takes of gradients that come piece by piece."""
 
     def __init__(self, scorer: GradientScorer, n_units: int) -> None:
-        self.scorer, self.rows, self.n_examples = scorer, Rows(), 0
+        self.scorer = scorer
+        # What the scorer makes of the gradients.
+        self.rows = SummarizedRows()
+        self.n_examples = 0
+        # Gradients of a block that is not full yet.
         self.rest = torch.zeros(0, n_units, dtype=torch.float64)
-        self.total = (
-            None
-            if Curvature.too_large(n_units)
-            else torch.zeros(n_units, n_units, dtype=torch.float64)
-        )
+        # Sum of outer products, [units, units]; None where the curvature would be too large.
+        self.products: Tensor | None = None
+        if not Curvature.too_large(n_units):
+            self.products = torch.zeros(n_units, n_units, dtype=torch.float64)
 
     def add(self, gradients: Tensor) -> None:
+        """Take the next gradients ``[examples, units]``."""
         self.n_examples += len(gradients)
+        # Blocks run across the borders of batches.
         gradients = torch.cat([self.rest, gradients])
         n_full = len(gradients) // self.scorer.block_size * self.scorer.block_size
-        self.rest = gradients[n_full:].clone()
+        self.rest = gradients[n_full:].clone()  # a view would keep all gradients in memory
         self._take(gradients[:n_full])
+
+    def finished(self) -> Gathered:
+        """What was taken, with the last block, which may be smaller."""
+        self._take(self.rest)
+        self.rest = self.rest[:0]
+        return Gathered(self.rows, self.n_examples, self._mean_products)
 
     def _take(self, gradients: Tensor) -> None:
         if not len(gradients):
             return
         means = in_blocks(gradients, self.scorer.block_size)
         self.rows.add(self.scorer.of_gradients(means))
-        if self.total is not None:
-            self.total += means.T @ means
+        if self.products is not None:
+            self.products += means.T @ means
 
-    def done(self) -> Gathered:
-        self._take(self.rest)
-        self.rest = self.rest[:0]
-        return Gathered(self.rows, self.n_examples, self._products)
-
-    def _products(self) -> Tensor:
-        assert self.total is not None
-        return self.total / self.rows.count
+    def _mean_products(self) -> Tensor:
+        assert self.products is not None
+        return self.products / self.rows.count
 
 
+@dataclass(frozen=True)
+class LossGradients:
+    """The rows of G that a batch gives; the first batch shows whether the loss couples examples."""
+
+    problem: ScoringProblem
+
+    def __call__(self, number: int, batch: Any) -> Tensor:
+        return loss_gradients(self.problem, number, batch)
+
+    def findings(self, batch: Any) -> list[str]:
+        return [_FINDING] if losses_are_coupled(self.problem) else []
+
+    def catch_up(self, number: int, batch: Any, findings: Sequence[str]) -> None:
+        if _FINDING in findings:
+            remember_coupled_losses(self.problem)
+
+
+def _pieces(problem: ScoringProblem) -> Iterator[Tensor]:
+    pieces = problem.pieces("gate gradients", LossGradients(problem), n_units(problem))
+    return _not_flat(problem, pieces)
+
+
+def _not_flat(problem: ScoringProblem, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The pieces of a pass; slopes that are nothing but rounding are refused where it ends."""
+    largest = torch.zeros((), dtype=torch.float64)
+    for piece in pieces:
+        largest = torch.maximum(largest, piece.abs().max())
+        yield piece
+    refuse_flat(problem, largest)
+
+
+# The caller may have turned graphs off: gates that are made without one have no gradient.
 @torch.inference_mode(False)
-# Whatever the caller has set: a gate made or reshaped without it is no part of the graph.
 @torch.enable_grad()
 def loss_gradients(problem: ScoringProblem, number: int, batch: Any, at: float = 1.0) -> Tensor:
-    """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``, where the
-    gates are."""
+    """``[examples, units]``: the rows of G that a batch gives, on the device of the gates.
+
+    Args:
+        problem: The problem.
+        number: Of the batch.
+        batch: The batch.
+        at: The value of all gates.
+    """
     gates = open_gates(problem, gate_shapes(problem, batch), at)
     with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
-        losses, gradients, slopes = _summed(problem, number, batch, gates)
+        losses, gradients, slopes = _backward(problem, number, batch, gates)
         if coupled(problem, losses, slopes, gradients):
+            # The gradient of the sum mixes losses: take one backward pass per example.
             return by_unit(problem, alone(losses, slopes))
     return by_unit(problem, gradients)
 
 
-def token_gradients(problem: ScoringProblem) -> Tensor | Rows:
+def token_gradients(problem: ScoringProblem) -> Tensor | SummarizedRows:
     """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of
     each example.
 
@@ -247,166 +281,61 @@ def token_gradients(problem: ScoringProblem) -> Tensor | Rows:
     @torch.enable_grad()
     def of_batch(number: int, batch: Any) -> Tensor:
         size = batch_size(batch)
+        # Gates [examples, tokens, heads].
         lengths = _lengths(problem, batch, size)
-        gates = open_gates(
-            problem, [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
-        )
+        shapes = [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
+        gates = open_gates(problem, shapes)
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
-            losses, gradients, slopes = _summed(problem, number, batch, gates)
+            losses, gradients, slopes = _backward(problem, number, batch, gates)
             if coupled(problem, losses, slopes, gradients):
                 refuse_coupled(problem, "Taylor(reduce='token')")
-        absolute = [
-            _units(problem, b, g).abs().sum(1)
-            for b, g in zip(problem.bound, gradients, strict=True)
-        ]
+        absolute = []
+        for b, gradient in zip(problem.bound, gradients, strict=True):
+            # [examples, tokens, units], summed over tokens
+            absolute.append(site_by_unit(problem, b, gradient).abs().sum(1))
         return torch.cat(absolute, 1)
 
-    return collected(
-        _not_flat(problem, problem.pieces("gate gradients by token", of_batch, n_units(problem)))
-    )
+    pieces = problem.pieces("gate gradients by token", of_batch, n_units(problem))
+    return collected(_not_flat(problem, pieces))
 
 
 def refuse_coupled_losses(problem: ScoringProblem, number: int, batch: Any, scorer: str) -> None:
-    """Refuses a loss that couples examples, for a scorer that has no use for one; found out on the
-    first batch.
+    """Refuse a loss that couples examples, for a scorer that has no use for one.
+
+    The first batch is tested, with a forward and a backward pass.
 
     Raises:
         InvalidValue: the loss of an example depends on others.
     """
-    if not problem.shared.get(LOSSES) and asks(
-        problem, batch_size(batch), device_of(problem.model)
-    ):
+    is_known = losses_are_coupled(problem)
+    if not is_known and asks(problem, batch_size(batch), device_of(problem.model), LOSSES):
         loss_gradients(problem, number, batch)
-    if problem.shared.get(LOSSES):
+    if losses_are_coupled(problem):
         refuse_coupled(problem, scorer)
 
 
-def _summed(
+def _backward(
     problem: ScoringProblem, number: int, batch: Any, gates: Mapping[str, Tensor]
 ) -> tuple[Tensor, list[Tensor], Slopes]:
-    """A batch's losses, the gradients of their sum with respect to gates, one a site, and those of
-    weighted sums."""
+    """A batch's losses, the gradients of their sum with respect to gates, one per site, and those
+    of weighted sums."""
     losses = problem.losses(number, batch)
-    asked = asks(problem, len(losses), losses.device)  # whether gradients of other sums follow
-    gradients = gate_slopes(problem, losses.sum(), gates, keep_graph=asked)
+    # The test for coupling needs more backward passes.
+    keep_graph = asks(problem, len(losses), losses.device)
+    gradients = gate_slopes(problem, losses.sum(), gates, keep_graph=keep_graph)
     return losses, gradients, slopes_of(losses, list(gates.values()))
 
 
-def slopes_of(numbers: Tensor, inputs: Sequence[Tensor]) -> Slopes:
-    """Gradients of weighted sums of ``numbers`` ``[examples]`` with respect to inputs with the
-    examples first."""
-
-    def slopes(weights: Tensor) -> list[Tensor]:
-        found = torch.autograd.grad(numbers, inputs, weights, retain_graph=True, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
-
-    return slopes
-
-
-def gate_shapes(problem: ScoringProblem, batch: Any) -> list[tuple[int, ...]]:
-    """The shape of gates with one row an example, for every site."""
-    return [(batch_size(batch), len(b.site.heads)) for b in problem.bound]
-
-
-def open_gates(
-    problem: ScoringProblem, shapes: Sequence[tuple[int, ...]], at: float = 1.0
-) -> dict[str, Tensor]:
-    """Gates that ask for their gradient, by site; the graph begins at the first of them, because
-    weights are frozen."""
-    gates = {}
-    for b, shape in zip(problem.bound, shapes, strict=True):
-        weight = next(b.module.parameters())
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        gates[b.site.name] = torch.full(
-            shape, at, device=device_of(b.module), dtype=wide, requires_grad=True
-        )
-    return gates
-
-
-def gate_slopes(
-    problem: ScoringProblem,
-    total: Tensor,
-    gates: Mapping[str, Tensor],
-    what: str = "the loss",
-    keep_graph: bool = False,
-) -> list[Tensor]:
-    """Gradients of a number with respect to the gates of ``open_gates``, one a site; see
-    ``gradients_of``."""
-    found = gradients_of(problem, total, [[gate] for gate in gates.values()], what, keep_graph)
-    return [gradient for (gradient,) in found]
-
-
-def gradients_of(
-    problem: ScoringProblem,
-    total: Tensor,
-    inputs: Sequence[Sequence[Tensor]],
-    what: str = "the loss",
-    keep_graph: bool = False,
-) -> list[list[Tensor]]:
-    """Gradients of a number with respect to tensors of every site, in the order of the sites.
-
-    Args:
-        problem: The problem.
-        total: A sum over examples.
-        inputs: For every site, tensors that ask for their gradient: its gate, or what it read
-            whenever it ran.
-        what: What the number is made of, for messages.
-        keep_graph: Whether another number of the same graph follows.
-
-    Raises:
-        InvalidValue: the number has no graph, or does not depend on a site.
-    """
-    if not total.requires_grad:
-        must = "connected to the model's output (not detached, not under no_grad)"
-        raise InvalidValue("loss(model, batch)", must, "a tensor without a graph")
-    flat = [x for of_site in inputs for x in of_site]
-    found = iter(torch.autograd.grad(total, flat, allow_unused=True, retain_graph=keep_graph))
-    gradients = []
-    for b, of_site in zip(problem.bound, inputs, strict=True):
-        pairs = [(x, next(found)) for x in of_site]
-        if b.site.heads and all(gradient is None for _, gradient in pairs):
-            hint = "Leave this site out with sites=, or use a loss that depends on it."
-            raise InvalidValue(
-                what, f"one that depends on {b.site.name}", "no dependence on it", hint
-            )
-        gradients.append(
-            [torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs]
-        )
-    return gradients
-
-
-def by_unit(problem: ScoringProblem, gradients: Sequence[Tensor]) -> Tensor:
-    """``[..., units]`` of all sites, side by side, from one tensor ``[..., heads]`` a site."""
-    return torch.cat(
-        [_units(problem, b, g) for b, g in zip(problem.bound, gradients, strict=True)], -1
-    )
-
-
-def _units(problem: ScoringProblem, bound: BoundSite, gradient: Tensor) -> Tensor:
-    """Sums the members of each unit: heads that share a key/value head move together, so their
-    gradients add."""
-    units = bound.site.units
-    if units == tuple((head,) for head in bound.site.heads):
-        return gradient
-    key = "units", bound.site.name
-    if key not in problem.shared:
-        unit_of = {head: index for index, unit in enumerate(units) for head in unit}
-        problem.shared[key] = sent([unit_of[h] for h in bound.site.heads], gradient.device)
-    found: Tensor = gradient.new_zeros(*gradient.shape[:-1], len(units)).index_add_(
-        -1, problem.shared[key], gradient
-    )
-    return found
-
-
 def _lengths(problem: ScoringProblem, batch: Any, size: int) -> dict[str, int]:
-    """Query tokens an example at every site; windows of an image are tokens one after another."""
-    lengths: dict[str, int] = {}
+    """Query tokens per example at every site; windows of an image are tokens one after another."""
+    # A site that does not run has one gate per example.
+    lengths = {b.site.name: 1 for b in problem.bound}
 
-    def note(site: int, x: Tensor) -> None:
+    def note_length(site: int, x: Tensor) -> None:
         b = problem.bound[site]
         windows = x.shape[0] // size if b.layout.windows else 1
         lengths[b.site.name] = windows * x.shape[1 - b.layout.batch_axis]
 
-    with torch.no_grad(), watched(problem.bound, note):
+    with torch.no_grad(), watched(problem.bound, note_length):
         problem.loss(problem.model, batch)
-    return {b.site.name: lengths.get(b.site.name, 1) for b in problem.bound}
+    return lengths

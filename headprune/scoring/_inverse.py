@@ -1,5 +1,4 @@
-"""The inverse of a symmetric matrix, without a look at whether there is one: to look waits for an
-accelerator."""
+"""The inverse of a symmetric matrix, without a wait for the answer whether there is one."""
 
 from __future__ import annotations
 
@@ -8,13 +7,14 @@ from torch import Tensor
 
 
 def inverted(a: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of a positive definite matrix by Cholesky's factor, and whether there was none.
+    """Invert a positive definite matrix by Cholesky's factor.
 
     Args:
         a: ``[..., n, n]``, symmetric.
 
     Returns:
-        ``[..., n, n]``, nothing of use where it failed; and ``[...]``, True where it did.
+        ``[..., n, n]``, the inverse, nothing of use where there is none; and ``[...]``, True where
+        there is none.
     """
     factor, code = torch.linalg.cholesky_ex(a)
     if a.device.type == "cpu":

@@ -1,5 +1,4 @@
-"""Scores from trained gates: the model is frozen, Adam trains the gates, on blocks of examples in
-data order."""
+"""Scores from trained gates: Adam trains them on blocks of examples, while the model is frozen."""
 
 from __future__ import annotations
 
@@ -20,20 +19,20 @@ from headprune.model.running import batch_size, device_of
 from headprune.model.sites import sites_of
 from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
-from headprune.scoring._gradients import by_unit, gate_slopes
+from headprune.scoring._gates import by_unit, gate_dtype, gate_slopes
 from headprune.scoring.magnitude import Magnitude
 
 
 @dataclass(frozen=True)
 class LearnedScorer(Scorer):
-    """Trains gates and takes their weights for scores; a scorer says which gates.
+    """Train gates and take their weights for scores; a subclass says which gates.
 
     Args:
-        steps: Updates of the gates, one a block of examples; the data is gone through as often as
-            that takes.
+        steps: Updates of the gates, one per block of examples; the data are read as often as that
+            takes.
         learning_rate: Of Adam.
-        block: Examples of an update, in data order, whatever the loader's batch size; the last one
-            of a pass may be smaller. Batches that are longer run once for every block in them.
+        block: Examples per update, in data order, for any batch size of the loader; the last block
+            of a pass may be smaller. Larger batches run once for every block in them.
         seed: Of the draws.
     """
 
@@ -49,7 +48,8 @@ class LearnedScorer(Scorer):
                 raise InvalidValue(f"{name}.{key}", "a count >= 1", getattr(self, key))
         if not self.learning_rate > 0:
             raise InvalidValue(f"{name}.learning_rate", "a number above 0", self.learning_rate)
-        self.distribution()  # refuses its own settings
+        # A distribution refuses its own settings.
+        self.distribution()
 
     @abstractmethod
     def distribution(self) -> GateDistribution:
@@ -59,55 +59,68 @@ class LearnedScorer(Scorer):
     def by_example(self) -> bool:
         return False
 
+    # The caller may have turned graphs off.
     @torch.inference_mode(False)
-    @torch.enable_grad()  # whatever the caller has set
+    @torch.enable_grad()
     def estimate(self, problem: ScoringProblem) -> Estimate:
         problem.keep()
-        training = _Training(self, problem)
+        training = _GateTraining(self, problem)
         while training.step < self.steps or training.into.behind:
-            training.go_through()
+            training.run_pass()
         return training.estimate()
 
 
-class _Training:
-    """Gates in training: one draw of them a block of examples, all in fp64 on the CPU but for the
-    gates in the model.
+class _GateTraining:
+    """Gates in training: one draw per block of examples.
 
-    A draw and a step of Adam are hundreds of operations on a number a unit: a CPU has done them
-    before a GPU's kernels would have begun.
+    All numbers are in fp64 on the CPU, but for the gates in the model. A draw and a step of Adam
+    are hundreds of operations on one number per unit, which a CPU finishes before a GPU's kernels
+    would have begun.
 
-    Noise is dealt out by the rank of a unit's `Magnitude` within its site, so that it follows a
-    head wherever it stands (among heads of exactly equal size, by place).
+    Noise is assigned by the rank of a unit's `Magnitude` within its site. So it follows a head to
+    any place in the site (among heads of exactly equal size, it follows the place).
     """
 
     def __init__(self, settings: LearnedScorer, problem: ScoringProblem) -> None:
-        self.settings, self.problem, self.distribution = settings, problem, settings.distribution()
+        self.settings = settings
+        self.problem = problem
+        self.distribution = settings.distribution()
+
+        # Units per site, and [units] how many heads each has.
         self.counts = [len(b.site.units) for b in problem.bound]
-        self.sizes = torch.tensor(
-            [len(u) for b in problem.bound for u in b.site.units], dtype=torch.float64
-        )
+        sizes = [len(unit) for b in problem.bound for unit in b.site.units]
+        self.sizes = torch.tensor(sizes, dtype=torch.float64)
+
+        # What is trained.
+        n_multipliers = self.distribution.n_multipliers
         self.weights = self.distribution.initial(len(self.sizes)).double().requires_grad_()
-        self.multipliers = torch.zeros(
-            self.distribution.n_multipliers, dtype=torch.float64, requires_grad=True
-        )
-        self._trained = (
-            [self.weights, self.multipliers] if len(self.multipliers) else [self.weights]
-        )
+        self.multipliers = torch.zeros(n_multipliers, dtype=torch.float64, requires_grad=True)
+        self._trained = [self.weights]
+        if n_multipliers:
+            self._trained.append(self.multipliers)
         self.optimizer = torch.optim.Adam(self._trained, settings.learning_rate)
+
+        # Noise.
         by_size = Magnitude().estimate(problem).values.split(self.counts)
         self.ranks = [row.argsort(stable=True).argsort() for row in by_size]
         self.generator = torch.Generator().manual_seed(settings.seed)
+
+        # Steps, examples in the block that was begun, and examples of all passes.
         self.step = self.filled = self.n_read = 0
-        self.dealt = self.drawn = self.slopes = torch.zeros_like(self.sizes)
-        self.waiting: list[Tensor] = []  # slopes of this block that are where they were made
+        # Of the block, all [units]: its noise, its gates, and the slopes of its losses in them.
+        self.noise = self.drawn = self.slopes = torch.zeros_like(self.sizes)
+        # Slopes of the block that are on the accelerator yet.
+        self.waiting: list[Tensor] = []
         self.into = problem.added(training=self)
 
-    def go_through(self) -> None:
-        """One pass over the data, or what of it the steps still take."""
+    def run_pass(self) -> None:
+        """Train on one pass over the data, or on its beginning where no more steps are wanted."""
         for number, batch in self.problem.passes(self.distribution.name, self.into):
+            # The first pass is read to its end, for the digest of the data.
             if self.problem.examples and self.step == self.settings.steps:
-                break  # the first pass goes to its end, for the digest of the data
+                break
             first, size = 0, batch_size(batch)
+            # A batch may end one block and begin others.
             while first < size and self.step < self.settings.steps:
                 last = min(size, first + self.settings.block - self.filled)
                 self.add(number, batch, slice(first, last))
@@ -115,15 +128,16 @@ class _Training:
                 if self.filled == self.settings.block:
                     self.update()
             self.n_read += first
-        self.problem.look()  # also where the pass was not read to its end
+        # A pass that was not read to its end has made no checks.
+        self.problem.run_checks()
         if self.filled and not self.into.behind:
             self.update()
 
     def add(self, number: int, batch: Any, some: slice) -> None:
-        """Adds the slopes of some examples' losses in the gates of this block."""
+        """Add the slopes of some examples' losses in the gates of this block."""
         if not self.filled:
             noise = self.distribution.noise(len(self.sizes), self.generator).split(self.counts)
-            self.dealt = torch.cat([row[rank] for row, rank in zip(noise, self.ranks, strict=True)])
+            self.noise = torch.cat([row[rank] for row, rank in zip(noise, self.ranks, strict=True)])
             self.slopes = torch.zeros_like(self.sizes)
             self.draw()
         gates = self.placed()
@@ -137,87 +151,82 @@ class _Training:
         self.filled += some.stop - some.start
 
     def collect(self) -> None:
-        """Adds up the slopes of this block on the CPU: the one wait a block, because the next gates
-        depend on them."""
+        """Add up the slopes of this block on the CPU.
+
+        This is the only wait per block: the next gates depend on the slopes.
+        """
         for slopes in in_main_memory(self.waiting):
             self.slopes += slopes.double()
         self.waiting = []
 
     def draw(self) -> None:
-        """Gates from the noise that was dealt out."""
-        self.drawn = self.distribution.sample(self.weights, self.dealt, self.sizes, self.step)
+        """Make the block's gates of its noise."""
+        self.drawn = self.distribution.sample(self.weights, self.noise, self.sizes, self.step)
 
     def placed(self) -> dict[str, Tensor]:
-        """The drawn gates where the model wants them, one tensor ``[heads]`` a site, each the
-        beginning of a graph."""
+        """The drawn gates on the model's devices, ``[heads]`` per site, each with a graph of its
+        own."""
         gates = {}
-        for b, drawn in zip(
-            self.problem.bound, self.drawn.detach().split(self.counts), strict=True
-        ):
-            weight = next(b.module.parameters())
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            gates[b.site.name] = sent(
-                drawn[unit_of_heads(b)], device_of(b.module), wide
-            ).requires_grad_()
+        drawn = self.drawn.detach().split(self.counts)
+        for b, of_site in zip(self.problem.bound, drawn, strict=True):
+            of_heads = of_site[unit_of_heads(b)]
+            gate = sent(of_heads, device_of(b.module), gate_dtype(b))
+            gates[b.site.name] = gate.requires_grad_()
         return gates
 
     def update(self) -> None:
-        """One step of Adam on the mean loss of the block and the penalty."""
+        """Make one step of Adam on the mean loss of the block and the penalty."""
         self.collect()
         multipliers = self.multipliers if len(self.multipliers) else None
         penalty = self.distribution.penalty(self.weights, multipliers, self.sizes, self.step)
+        # Its gradient in the drawn gates is that of the mean loss.
+        linear = (self.drawn * self.slopes).sum() / self.filled
         self.optimizer.zero_grad()
-        ((self.drawn * self.slopes).sum() / self.filled + penalty).backward()
+        (linear + penalty).backward()
         self.optimizer.step()
-        self.step, self.filled = self.step + 1, 0
+        self.step += 1
+        self.filled = 0
 
     def parts(self) -> dict[str, Tensor]:
-        """All that a training goes on from."""
+        """The state of the training, to be resumed; the names are those in a call's folder."""
         self.collect()
-        counts = torch.tensor([self.step, self.filled, self.n_read])
-        own = {
-            "counts": counts,
-            "dealt": self.dealt,
+        state = {
+            "counts": torch.tensor([self.step, self.filled, self.n_read]),
+            "dealt": self.noise,
             "slopes": self.slopes,
             "draws": self.generator.get_state(),
         }
-        trained = {f"trained {i}": p.detach() for i, p in enumerate(self._trained)}
-        states = {
-            i: self.optimizer.state[p]
-            for i, p in enumerate(self._trained)
-            if p in self.optimizer.state
-        }
-        return (
-            own
-            | trained
-            | {f"adam {i} {name}": x for i, state in states.items() for name, x in state.items()}
-        )
+        for number, parameter in enumerate(self._trained):
+            state[f"trained {number}"] = parameter.detach()
+            if parameter in self.optimizer.state:
+                for name, x in self.optimizer.state[parameter].items():
+                    state[f"adam {number} {name}"] = x
+        return state
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
-        """Goes on from the only ones of ``parts``."""
-        (found,) = parts
-        self.step, self.filled, self.n_read = found["counts"].tolist()
-        self.dealt, self.slopes = found["dealt"], found["slopes"]
-        self.generator.set_state(found["draws"])
-        for i, p in enumerate(self._trained):
-            p.data.copy_(found[f"trained {i}"])
-            adam = {
-                name.removeprefix(f"adam {i} "): x
-                for name, x in found.items()
-                if name.startswith(f"adam {i} ")
-            }
+        """Resume from a state, the only one of ``parts``."""
+        (state,) = parts
+        self.step, self.filled, self.n_read = state["counts"].tolist()
+        self.noise, self.slopes = state["dealt"], state["slopes"]
+        self.generator.set_state(state["draws"])
+        for number, parameter in enumerate(self._trained):
+            parameter.data.copy_(state[f"trained {number}"])
+            prefix = f"adam {number} "
+            adam = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
             if adam:
-                self.optimizer.state[p] = adam
+                self.optimizer.state[parameter] = adam
         if self.filled:
             self.draw()
 
     def estimate(self) -> Estimate:
+        """The weights of the gates, with notes."""
+        # Passes over the same data count its examples once.
         weights = self.weights.detach()
-        told = self.distribution.told(weights, self.sizes, self.step)
+        notes = self.distribution.told(weights, self.sizes, self.step)
         note = "No standard error: the gates were trained together, not averaged over examples."
         return Estimate(
             weights,
             n_examples=min(self.n_read, self.problem.examples),
             seed=self.settings.seed,
-            notes=(*told, note),
+            notes=(*notes, note),
         )

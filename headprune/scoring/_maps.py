@@ -2,16 +2,16 @@
 computed them.
 
 Fused kernels never make a map, so Transformers' models run eagerly here, and our own attention
-shows its weights. A map is known by what it is, ``[rows, heads, queries, keys]`` of non-negative
-numbers that sum to 1 over the keys at most (less with attention sinks), among what the attention
-module and its parts return.
+returns its weights. A map is recognised among all that the attention module and its parts return:
+``[rows, heads, queries, keys]`` of non-negative numbers that sum to 1 over the keys at most (less
+with attention sinks).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -38,57 +38,62 @@ _HINT = "Leave this site out with sites=, or take a scorer that needs no maps."
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
-    """Transformers' models inside ``model`` compute attention eagerly for as long as the block
-    lasts.
-
-    Written into the configurations themselves, which attention modules ask in every call, because
-    the model's own switch also asks whether a kernel is installed, warns, and cannot be put back
-    where parts had kernels of their own. A model in fp64 takes its fp32 steps in fp64 too: its
-    masks hold the least number of fp64, which is minus infinity to a softmax in fp32, and so NaN in
-    a row of padding on the left.
+    """Compute attention eagerly in Transformers' models inside ``model``.
 
     Yields:
-        What makes a batch one that means the same to eager attention as to the model's own.
+        A function that makes a batch mean the same to eager attention as to the model's own.
     """
-    configurations = {
-        id(c): c for m in model.modules() for c in _with_parts(getattr(m, "config", None))
-    }
-    before = [(c, getattr(c, _SWITCH)) for c in configurations.values()]
-    double = any(p.dtype == torch.float64 for p in model.parameters())
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    changed = any(implementation != "eager" for _, implementation in before)
-    try:
-        for configuration, _ in before:
+    # The configurations themselves are changed, which attention modules ask in every call. The
+    # model's own switch also asks whether a kernel is installed, warns, and cannot be put back
+    # where parts had kernels of their own.
+    configurations = _configurations(model)
+    before = [getattr(configuration, _SWITCH) for configuration in configurations]
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    dtype = dtypes[0] if dtypes else torch.float32
+    is_changed = any(implementation != "eager" for implementation in before)
+
+    def for_eager(batch: Any) -> Any:
+        return _with_added_masks(batch, dtype) if is_changed else batch
+
+    with ExitStack() as stack:
+        for configuration, implementation in zip(configurations, before, strict=True):
+            stack.callback(setattr, configuration, _SWITCH, implementation)
             setattr(configuration, _SWITCH, "eager")
-        with Doubled() if before and double else nullcontext():
-            yield lambda batch: _with_added_masks(batch, dtype) if changed else batch
-    finally:
-        for configuration, implementation in before:
-            setattr(configuration, _SWITCH, implementation)
+        if configurations and torch.float64 in dtypes:
+            # A model in fp64 takes its fp32 steps in fp64, too: its masks hold the least number of
+            # fp64. To a softmax in fp32 that is minus infinity, and so NaN in a row of padding.
+            stack.enter_context(Doubled())
+        yield for_eager
+
+
+def _configurations(model: nn.Module) -> list[Any]:
+    """The Transformers configurations inside a model, each once."""
+    by_id: dict[int, Any] = {}
+    for module in model.modules():
+        for configuration in _with_parts(getattr(module, "config", None)):
+            by_id[id(configuration)] = configuration
+    return list(by_id.values())
 
 
 def _with_added_masks(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with boolean masks of four axes as numbers that are added to scores.
+    """The batch with boolean masks ``[examples, heads, queries, keys]`` as numbers.
 
-    To other kernels they say which keys may be seen; eager attention adds masks, and booleans would
-    hide nothing.
+    Other kernels take booleans. Eager attention adds masks to scores, so that booleans would hide
+    nothing.
     """
     if not isinstance(batch, Mapping):
         return batch
-
-    def added(mask: Tensor) -> Tensor:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-
-    hide = [
-        name for name in _MASKS if isinstance(batch.get(name), Tensor) and batch[name].ndim == 4
-    ]
-    return {
-        **batch,
-        **{name: added(batch[name]) for name in hide if batch[name].dtype == torch.bool},
-    }
+    changed = dict(batch)
+    for name in _MASKS:
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == torch.bool:
+            zeros = torch.zeros_like(mask, dtype=dtype)
+            changed[name] = zeros.masked_fill(~mask, torch.finfo(dtype).min)
+    return changed
 
 
 def _with_parts(configuration: Any) -> Iterator[Any]:
+    """A configuration and those of its parts."""
     if hasattr(configuration, _SWITCH):
         yield configuration
         for name in getattr(configuration, "sub_configs", ()):
@@ -96,67 +101,84 @@ def _with_parts(configuration: Any) -> Iterator[Any]:
 
 
 class Places:
-    """Which of an attention module's tensors is its map, found out on the first batch.
+    """Which of an attention module's tensors is its map, found on the first batch.
 
-    That a tensor is a map its numbers tell, and to read them waits for an accelerator. So they are
-    read once, of all sites together. Later maps are taken from the same place; they are tested,
-    too, and the answers are read where the problem looks at its losses.
+    The numbers of a tensor show whether it is a map, and reading them waits for an accelerator. So
+    they are read once, of all sites together. Later maps are taken from the same place. They are
+    tested, too; those answers are read where the problem checks its losses.
     """
 
     def __init__(self, problem: ScoringProblem | None = None) -> None:
         self.problem = problem
-        self.known: dict[str, int] = {}  # by site
+        #: By site: the place of the map among the tensors of a run.
+        self.known: dict[str, int] = {}
 
     def knows(self, bound: Iterable[BoundSite]) -> bool:
         """Whether nothing has to be read for these sites."""
         return all(b.site.name in self.known for b in bound)
 
-    def maps(self, watches: Sequence[_Watch]) -> Maps:
-        """The maps that were seen since the last call.
+    def maps(self, watches: Sequence[_MapHooks]) -> Maps:
+        """The maps of all runs since the last call.
 
         Raises:
-            UnsupportedModel: a module that ran and showed no map.
+            UnsupportedModel: a module that ran and returned no map.
         """
-        runs = [watch.runs for watch in watches]
-        asked: list[list[Tensor]] = []
+        # 1. Test the tensors of sites whose place is not known, and read all answers together.
+        tested: list[list[Tensor]] = []
         for watch in watches:
-            asked += [] if self._is_known(watch) else watch.runs
-        answers = iter(in_main_memory(torch.stack([is_map(x) for x in run]) for run in asked))
-        found: Maps = {}
-        for number, (watch, of_site) in enumerate(zip(watches, runs, strict=True)):
-            watch.runs = []
-            if self._is_known(watch):
-                found[number] = [x for (x,) in of_site]
-                self._test(watch, found[number])
-                continue
-            places = [_first_true(next(answers)) for _ in of_site]
-            if None in places:
+            if watch.bound.site.name not in self.known:
+                tested += watch.runs
+        are_maps = iter(in_main_memory(map(_are_maps, tested)))
+
+        # 2. Take the map of every run.
+        maps: Maps = {}
+        for number, watch in enumerate(watches):
+            runs, watch.runs = watch.runs, []
+            if watch.bound.site.name in self.known:
+                maps[number] = [x for (x,) in runs]
+                self._test(watch, maps[number])
+            else:
+                places = [_first_true(next(are_maps)) for _ in runs]
+                maps[number] = self._at_places(watch, runs, places)
+        return maps
+
+    def _at_places(
+        self, watch: _MapHooks, runs: list[list[Tensor]], places: list[int | None]
+    ) -> list[Tensor]:
+        """The maps of a site's runs; their place is remembered where it is one for all runs."""
+        maps = []
+        for shown, place in zip(runs, places, strict=True):
+            if place is None:
                 raise watch.no_map()
-            found[number] = [
-                run[place] for run, place in zip(of_site, places, strict=True) if place is not None
-            ]
-            if len(set(places)) == 1 and places[0] is not None:
-                self.known[watch.bound.site.name] = places[0]
-        return found
+            maps.append(shown[place])
+        if len(set(places)) == 1 and places[0] is not None:
+            self.known[watch.bound.site.name] = places[0]
+        return maps
 
-    def _is_known(self, watch: _Watch) -> bool:
-        return watch.bound.site.name in self.known
-
-    def _test(self, watch: _Watch, maps: list[Tensor]) -> None:
+    def _test(self, watch: _MapHooks, maps: list[Tensor]) -> None:
+        """Have tensors from a known place refused later, should they be no maps."""
         if self.problem is not None and maps:
-            others = torch.stack([~is_map(x) for x in maps])
-            self.problem.refuse_later(
-                ("a map", watch.bound.site.name), others, lambda _: watch.no_map()
-            )
+            key = "a map", watch.bound.site.name
+            self.problem.refuse_later(key, ~_are_maps(maps), lambda _: watch.no_map())
 
 
 def _first_true(flags: Tensor) -> int | None:
-    return next((place for place, flag in enumerate(flags.tolist()) if flag), None)
+    for place, flag in enumerate(flags.tolist()):
+        if flag:
+            return place
+    return None
+
+
+def _are_maps(tensors: Iterable[Tensor]) -> Tensor:
+    """``[tensors]``: which of them are maps."""
+    return torch.stack([is_map(x) for x in tensors])
 
 
 def is_map(x: Tensor) -> Tensor:
-    """``[]``: whether ``[rows, heads, queries, keys]`` are probabilities over the keys; nobody
-    looks."""
+    """``[]``: whether ``[rows, heads, queries, keys]`` are probabilities over the keys.
+
+    The answer is on the device, so that nothing waits for it.
+    """
     x = x.detach()
     sums = x.sum(-1, dtype=torch.float32).nan_to_num(0)  # rows of padding may be NaN
     return (x.nan_to_num(0) >= 0).all() & (sums < 1.01).all() & (sums > 0).any()
@@ -166,7 +188,7 @@ def is_map(x: Tensor) -> Tensor:
 def mapping(
     bound: Iterable[BoundSite], places: Places, graph: bool = False
 ) -> Iterator[Callable[[], Maps]]:
-    """For as long as the block lasts, attention maps are taken from every forward pass.
+    """Take attention maps from every forward pass in the block.
 
     Args:
         bound: Sites with heads; numbered as they come.
@@ -174,13 +196,13 @@ def mapping(
         graph: Make the maps part of a graph although no weight needs a gradient, and keep it.
 
     Yields:
-        A function that gives the maps of all passes since it was called last.
+        A function that gives the maps of all passes since its last call.
 
     Raises:
         UnsupportedModel: in the forward pass: a module that runs and returns nothing of a map's
             shape.
     """
-    watches = [_Watch(b, places, graph) for b in bound]
+    watches = [_MapHooks(b, places, graph) for b in bound]
     with ExitStack() as stack:
         for watch in watches:
             module = watch.bound.module
@@ -191,43 +213,43 @@ def mapping(
         yield lambda: places.maps(watches)
 
 
-class _Watch:
+class _MapHooks:
     """The hooks on one attention module.
 
-    ``runs`` are the runs that nobody has asked for yet, each with the tensors that may be its map:
-    what the module returned, then what its parts did; where the place of the map is known, that one
-    alone.
+    Args:
+        bound: The site.
+        places: What is known of where its map is.
+        graph: Make the maps part of a graph.
     """
 
     def __init__(self, bound: BoundSite, places: Places, graph: bool) -> None:
-        self.bound, self.places, self.graph = bound, places, graph
+        self.bound = bound
+        self.places = places
+        self.graph = graph
+        #: By run, the tensors that may be its map: what the module returned, then what its parts
+        #: returned. Where the place of the map is known, that tensor alone.
         self.runs: list[list[Tensor]] = []
+        # Tensors that the parts returned in the run that goes on.
         self.parts: list[Tensor] = []
-        self.asked = False
+        # Whether the caller of our own attention wants its weights.
+        self.weights_wanted = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ask our own attention for its weights, and begin a graph where one is wanted."""
         self.parts = []
         if isinstance(module, MultiHeadAttention):
-            self.asked = kwargs.get("need_weights", False)
+            self.weights_wanted = kwargs.get("need_weights", False)
             kwargs = {**kwargs, "need_weights": True}
-        if not self.graph:
-            return args, kwargs
-        # The first input gets a graph of its own, unless an earlier run of the same module has
-        # given it one.
-        values = [*args, *kwargs.values()]
-        first = next(
-            i
-            for i, v in enumerate(values)
-            if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 2
-        )
-        if not values[first].requires_grad:
-            values[first] = values[first].detach().requires_grad_()
-        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        if self.graph:
+            return _with_graph(args, kwargs)
+        return args, kwargs
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        """Note what a part of the module returned."""
         self.parts += [t for t in tensors(out) if self._may_be_map(t)]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        """Note what the module returned, and end the run."""
         shown = [t for t in tensors(out) if self._may_be_map(t)] + self.parts
         self.parts = []
         place = self.places.known.get(self.bound.site.name)
@@ -235,8 +257,12 @@ class _Watch:
             shown = shown[place : place + 1]
         if not shown:
             raise self.no_map()
-        self.runs.append(shown if self.graph else [x.detach() for x in shown])
-        return out[0] if isinstance(module, MultiHeadAttention) and not self.asked else None
+        if not self.graph:
+            shown = [x.detach() for x in shown]
+        self.runs.append(shown)
+        if isinstance(module, MultiHeadAttention) and not self.weights_wanted:
+            return out[0]
+        return None
 
     def no_map(self) -> UnsupportedModel:
         name, kind = self.bound.site.name, type(self.bound.module).__name__
@@ -245,11 +271,28 @@ class _Watch:
         return UnsupportedModel(f"the attention map of {name}", must, got, _HINT)
 
     def _may_be_map(self, x: Tensor) -> bool:
+        """Whether a tensor has a map's type and shape."""
         n_heads = len(self.bound.site.heads)
-        one_for_all = (
-            n_heads > 1 and x.ndim == 4 and x.stride(1) == 0
-        )  # their mean, shown once a head (WavLM)
-        return x.is_floating_point() and x.ndim == 4 and x.shape[1] == n_heads and not one_for_all
+        if not x.is_floating_point() or x.ndim != 4 or x.shape[1] != n_heads:
+            return False
+        # The mean of all heads, expanded to each of them, is no map (WavLM).
+        return n_heads == 1 or x.stride(1) != 0
+
+
+def _with_graph(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of a module, of which the first one asks for its gradient.
+
+    It does already where an earlier run of the same module gave it a graph.
+    """
+    values = [*args, *kwargs.values()]
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2:
+            if not value.requires_grad:
+                values[place] = value.detach().requires_grad_()
+            break
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
 def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
@@ -258,9 +301,8 @@ def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
     if len(probabilities) == size:
         return probabilities
     if len(probabilities) % size or not b.layout.windows:
-        raise UnsupportedModel(
-            b.site.name, f"run on {size} examples", f"a map of {len(probabilities)} rows", _HINT
-        )
+        got = f"a map of {len(probabilities)} rows"
+        raise UnsupportedModel(b.site.name, f"run on {size} examples", got, _HINT)
     windows: Tensor = probabilities.unflatten(0, (size, -1))
     return windows.transpose(1, 2).flatten(2, 3)
 
@@ -273,29 +315,29 @@ def visible(
     Keys of cross-attention follow ``key_mask``, all others the mask of the queries; see
     ``query_mask``.
     """
-    size, queries, keys = shape
+    size, n_queries, n_keys = shape
     device = device_of(b.module)
-    nothing = b.layout.windows
-    of_queries = None if nothing else query_mask(model, b.site.kind, given, (size, queries))
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    if not b.layout.windows:  # windows of an image have no padding
+        queries = query_mask(model, b.site.kind, given, (size, n_queries))
     if b.site.kind == "cross":
-        of_keys = key_mask(given, (size, keys))
-    else:
-        of_keys = None if nothing else query_mask(model, b.site.kind, given, (size, keys))
-    return (
-        torch.ones(size, queries, dtype=torch.bool, device=device)
-        if of_queries is None
-        else of_queries.to(device),
-        torch.ones(size, keys, dtype=torch.bool, device=device)
-        if of_keys is None
-        else of_keys.to(device),
-    )
+        keys = key_mask(given, (size, n_keys))
+    elif not b.layout.windows:
+        keys = query_mask(model, b.site.kind, given, (size, n_keys))
+    # Without a mask nothing is padding.
+    if queries is None:
+        queries = torch.ones(size, n_queries, dtype=torch.bool, device=device)
+    if keys is None:
+        keys = torch.ones(size, n_keys, dtype=torch.bool, device=device)
+    return queries.to(device), keys.to(device)
 
 
 @contextmanager
-def told(
+def padding_info(
     model: nn.Module, bound: Iterable[BoundSite], batch: Any
 ) -> Iterator[dict[int, list[Told]]]:
-    """By site number, what tells the padding of each run that the block makes on a batch; see
+    """Note the padding of each run that the block makes on a batch, by site number; see
     ``inputs_of``."""
     bound = list(bound)
     given: dict[int, list[Told]] = {number: [] for number in range(len(bound))}
@@ -311,14 +353,14 @@ def told(
 
 
 class MapScorer(Scorer):
-    """A scorer that reads a number off every row of a map: mean over queries, examples and the
+    """A scorer that makes a number of every row of a map: mean over queries, examples and the
     unit's heads."""
 
     reads_loss: ClassVar[bool] = False
 
     @abstractmethod
     def of_rows(self, probabilities: Tensor) -> Tensor:
-        """``[..., keys]`` in fp64, 0 where a key does not count, to ``[...]``."""
+        """From ``[..., keys]`` in fp64, 0 where a key does not count, to ``[...]``."""
 
     def kept(
         self, problem: ScoringProblem, b: BoundSite, given: Told, shape: tuple[int, int, int]
@@ -332,11 +374,14 @@ class MapScorer(Scorer):
 
         def of_batch(number: int, batch: Any) -> Tensor:
             batch = taken(batch)
-            with told(problem.model, bound, batch) as given:
+            with padding_info(problem.model, bound, batch) as given:
                 run(problem.model, batch, problem.loss)
-            found, size = maps(), batch_size(batch)
-            rows = [self._site(problem, b, found[i], given[i], size) for i, b in enumerate(bound)]
-            return torch.cat([of_site.to(device) for of_site in rows], 1)
+            shown, size = maps(), batch_size(batch)
+            rows = []
+            for number, b in enumerate(bound):
+                of_site = self._site(problem, b, shown[number], given[number], size)
+                rows.append(of_site.to(device))
+            return torch.cat(rows, 1)
 
         with (
             torch.no_grad(),
@@ -355,15 +400,17 @@ class MapScorer(Scorer):
         size: int,
     ) -> Tensor:
         """``[examples, units]``, means over the queries of all runs."""
+        # By run: [examples, heads], sums over queries, and [examples, 1], how many they are.
         total, count = [], []
-        for probabilities, of_run in zip(checked_runs(b, runs), given, strict=True):
-            probabilities = in_fp64(by_example(b, probabilities, size))
-            masks = self.kept(problem, b, of_run, (size, *probabilities.shape[2:]))
+        for of_run, told_of_run in zip(checked_runs(b, runs), given, strict=True):
+            # [examples, heads, queries, keys]
+            probabilities = in_fp64(by_example(b, of_run, size))
+            masks = self.kept(problem, b, told_of_run, (size, *probabilities.shape[2:]))
             queries, keys = (mask.to(probabilities.device) for mask in masks)
             # Chosen, not multiplied by 0: rows of padding may be NaN.
             wanted = queries[:, None, :, None] & keys[:, None, None, :]
-            found = self.of_rows(probabilities.masked_fill(~wanted, 0))
-            total.append(found.masked_fill(~queries[:, None], 0).sum(2))
+            numbers = self.of_rows(probabilities.masked_fill(~wanted, 0))
+            total.append(numbers.masked_fill(~queries[:, None], 0).sum(2))
             count.append(queries.sum(1, keepdim=True).float())
         n_queries = sum(count[1:], count[0])
 
@@ -394,8 +441,8 @@ def unit_sums(b: BoundSite, heads: Tensor) -> Tensor:
 
 
 def _columns(b: BoundSite, heads: Tensor, unit: tuple[int, ...]) -> Tensor:
-    """``[examples, heads of the unit]``, one after the other: a list of places would have to be
-    sent to the device."""
+    """``[examples, heads of the unit]``."""
+    # One after the other: a list of places would have to be sent to the device.
     return torch.stack([heads[:, b.site.heads.index(head)] for head in unit], 1)
 
 
@@ -403,8 +450,7 @@ def mean_over_examples(rows: Tensor) -> Estimate:
     """The estimate that is a mean over examples, ``[examples, units]``."""
     if not bool(torch.isfinite(rows).all()):
         row = int((~torch.isfinite(rows)).any(1).nonzero()[0])
+        where = f"the attention maps of example {row}"
         hint = "Look for NaN or infinite values in the batches."
-        raise InvalidValue(
-            f"the attention maps of example {row}", "finite", "NaN or infinite", hint
-        )
+        raise InvalidValue(where, "finite", "NaN or infinite", hint)
     return averaged(rows)

@@ -30,15 +30,14 @@ def mask_losses(
     max_bytes: int = 2**30,
     progress: bool | None = None,
 ) -> Tensor:
-    """How much each example's loss rises above the base's under each mask, as passes with ``gated``
-    would give it.
+    """Measure how much each mask raises each example's loss, as passes with ``gated`` would.
 
-    Layers that come before the first one where a mask differs from the base are played back, and
-    several masks run as one batch: masks that differ from the base by a swap of heads cost little
-    more than half a pass each.
+    Layers before the first one where a mask differs from the base are played back, and several
+    masks run as one batch. Masks that differ from the base by a swap of heads cost little more than
+    half a pass each.
 
     Args:
-        model: The model; left as it was found.
+        model: The model; not changed.
         batches: Batches with labels.
         masks: Masks or plans.
         base: What they are compared with; default all heads.
@@ -64,17 +63,25 @@ def mask_losses(
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     with undisturbed(model), problem.explained():
         problem.judge()
-        settings = mask_rows(model, masks, bound)
-        start = torch.ones_like(settings[0]) if base is None else mask_rows(model, [base], bound)[0]
-        return differences(
-            problem, "losses of masks", settings, start, Replay(max_bytes), nothing
-        ).T
+        settings = mask_rows(model, masks, bound)  # [masks, heads]
+        start = torch.ones_like(settings[0])
+        if base is not None:
+            start = mask_rows(model, [base], bound)[0]
+        rows = differences(problem, "losses of masks", settings, start, Replay(max_bytes), nothing)
+        return rows.T
 
 
 def mask_rows(
     model: nn.Module, masks: Sequence[HeadMask | PruningPlan], bound: list[BoundSite]
 ) -> Tensor:
     """``[masks, heads]``, on the CPU: the gates of all present heads, site after site."""
-    rows = [[gate for _, gate in gate_tensors(model, mask, bound)] for mask in masks]
-    flat = iter(in_main_memory(gate for row in rows for gate in row))
-    return torch.stack([torch.cat([next(flat) for _ in row]) for row in rows])
+    # By mask and site, [heads of the site] on its device.
+    gates = []
+    n_sites = 0
+    for mask in masks:
+        of_mask = [gate for _, gate in gate_tensors(model, mask, bound)]
+        n_sites = len(of_mask)
+        gates += of_mask
+    on_cpu = in_main_memory(gates)  # of all masks in one copy
+    starts = range(0, len(on_cpu), n_sites)
+    return torch.stack([torch.cat(on_cpu[start : start + n_sites]) for start in starts])

@@ -1,9 +1,10 @@
-"""Units of a site removed one after the other, the cheapest first, while the rest takes over; many
-runs in one go."""
+"""Remove the units of a site one after the other, the cheapest first, while the others compensate;
+many runs at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -14,10 +15,9 @@ from headprune.scoring._activations import unit_columns
 from headprune.scoring._factors import Factors
 from headprune.scoring._inverse import inverted
 
-#: Runs that go together take at most so many bytes; a single run takes what it needs.
+#: Bytes of runs that are made at once; a single run takes what it needs.
 AT_ONCE = 2**28
-#: What a run takes at its peak, in matrices of ``width ** 2`` fp64 numbers: C, and to find A's
-#: inverse.
+#: Peak memory of a run, in matrices of ``width ** 2`` fp64 numbers: C, and to find A's inverse.
 MATRICES = 5
 #: A's diagonal is at least this share of the contexts' mean square.
 _ROUNDING = 1e-10
@@ -26,16 +26,10 @@ _ROUNDING = 1e-10
 def removed(
     factors: Sequence[Factors], weights: Tensor, examples: Tensor, ridge: float
 ) -> list[Tensor]:
-    """Removes all units of every site, the cheapest first, in several runs; Python looks at
-    nothing.
+    """Remove all units of every site, the cheapest first, in several runs.
 
-    What goes at one site changes nothing at another, and a run is a choice of blocks. So runs, and
-    sites of equal shape, go together, as far as there is room (``AT_ONCE``): fewer calls, and
-    larger ones.
-
-    Which unit goes is a number on the device, and picks its columns there: to bring A and C to the
-    CPU instead would cost one wait, too, but the ``width ** 2`` multiply-adds of every channel are
-    a GPU's work (at a width of 4096, some 4e11 a site in fp64).
+    A run counts some blocks of examples. Sites do not depend on each other. So runs, and sites of
+    equal shape, are made at once, as far as there is room (``AT_ONCE``).
 
     Args:
         factors: The sums of every site.
@@ -45,38 +39,46 @@ def removed(
 
     Returns:
         For every site ``[runs, 2, units]``, on its device: units by number, in the order in which
-        they go, and their prices; NaN where a matrix has no inverse.
+        they are removed, and their prices; NaN where a matrix has no inverse.
     """
-    sites = [_Site(f) for f in factors]
-    found: list[list[Tensor]] = [[] for _ in factors]
-    for jobs in _together(sites, len(weights)):
-        c = _joined(
-            [sites[site].slopes(weights[runs], examples[runs]) for site, runs in jobs.items()]
-        )
-        parts = [sites[site].inverses(weights[runs], ridge) for site, runs in jobs.items()]
-        failed = torch.cat([part for _, part in parts])
-        inverse = _joined([part for part, _ in parts])
-        del parts
-        orders = _in_order(inverse, c, failed, *sites[next(iter(jobs))].shape)
-        for site, part in zip(
-            jobs, orders.split([len(runs) for runs in jobs.values()]), strict=True
-        ):
-            found[site].append(part)
-    return [torch.cat(parts) for parts in found]
+    # Everything remains on the device: also which unit is removed is a number there. The CPU would
+    # need one wait, too, but width ** 2 multiply-adds per channel are a GPU's work (at a width of
+    # 4096, some 4e11 per site in fp64).
+    tables = [_UnitTable(f) for f in factors]
+    results: list[list[Tensor]] = [[] for _ in factors]
+    for jobs in _together(tables, len(weights)):
+        # 1. The matrices of all jobs, [jobs, units * channels, units * channels].
+        of_sites = [(tables[site], runs) for site, runs in jobs.items()]
+        c = _joined([table.slopes(weights[runs], examples[runs]) for table, runs in of_sites])
+        parts = [table.inverses(weights[runs], ridge) for table, runs in of_sites]
+        inverse = _joined([inverse for inverse, _ in parts])
+        failed = torch.cat([failed for _, failed in parts])
+        del parts  # as large as the joined ones
+
+        # 2. Remove the units.
+        shape = of_sites[0][0].shape
+        orders = _in_order(inverse, c, failed, *shape)
+
+        # 3. Give every site its runs.
+        n_runs = list(map(len, jobs.values()))
+        for site, part in zip(jobs, orders.split(n_runs), strict=True):
+            results[site].append(part)
+    return list(map(torch.cat, results))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
+    """All parts in one tensor; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _together(sites: Sequence[_Site], n_runs: int) -> Iterator[dict[int, list[int]]]:
-    """Batches of runs, by number of the site: those of a batch have one device and one shape."""
+def _together(sites: Sequence[_UnitTable], n_runs: int) -> Iterator[dict[int, list[int]]]:
+    """Runs to be made at once, by number of the site; these sites have one device and one shape."""
     alike: dict[tuple[torch.device, tuple[int, int]], list[int]] = {}
     for number, site in enumerate(sites):
         alike.setdefault((site.table.device, site.shape), []).append(number)
     for (_, (n_units, length)), numbers in alike.items():
         at_once = max(1, AT_ONCE // (MATRICES * 8 * (n_units * length) ** 2))
-        runs = [(number, run) for number in numbers for run in range(n_runs)]
+        runs = list(product(numbers, range(n_runs)))
         for first in range(0, len(runs), at_once):
             jobs: dict[int, list[int]] = {}
             for number, run in runs[first : first + at_once]:
@@ -84,11 +86,11 @@ def _together(sites: Sequence[_Site], n_runs: int) -> Iterator[dict[int, list[in
             yield jobs
 
 
-class _Site:
-    """Where a site's units lie, in a table whose rows are of one length: what a unit has not stands
-    for itself alone.
+class _UnitTable:
+    """The columns of a site's units, as rows of one length.
 
-    Such a channel is 1 in A and 0 in C, and adds nothing to a price.
+    A shorter unit is filled up with channels that are 1 in A and 0 in C, so that they add nothing
+    to a price.
     """
 
     def __init__(self, factors: Factors) -> None:
@@ -97,27 +99,34 @@ class _Site:
         length = max(map(len, columns))
         #: Units, and channels of each.
         self.shape = len(columns), length
-        more = torch.arange(factors.width, factors.width + sum(length - len(u) for u in columns))
-        rows, first = [], 0
-        for u in columns:
-            rows.append(torch.cat([u, sent(more[first : first + length - len(u)], u.device)]))
-            first += length - len(u)
-        self.n_more = len(more)
+        rows = []
+        end = factors.width  # the filling channels are numbered after the site's own
+        for column in columns:
+            n_missing = length - len(column)
+            filling = torch.arange(end, end + n_missing)
+            rows.append(torch.cat([column, sent(filling, column.device)]))
+            end += n_missing
+        #: Filling channels of all units.
+        self.n_more = end - factors.width
         #: ``[units * channels]``, a unit after the other.
         self.table = torch.cat(rows)
-        of_units = [head for unit in factors.bound.site.units for head in unit]
-        self.in_order = of_units == list(factors.bound.site.heads) and not self.n_more
+        of_units = tuple(chain.from_iterable(factors.bound.site.units))
+        self.in_order = of_units == factors.bound.site.heads and not self.n_more
 
     def inverses(self, weights: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-        """The inverse of A in the table's order, ``[runs, units * channels, units * channels]``;
-        and ``[runs]``, whether there was none."""
+        """The inverse of A, the covariance of the contexts, in the table's order.
+
+        Returns:
+            ``[runs, units * channels, units * channels]``; and ``[runs]``, where there is none.
+        """
         f = self.factors
         weights = sent(weights, f.weight.device, f.weight.dtype)
         total = (weights @ f.weight).clamp(min=torch.finfo(weights.dtype).tiny)
         mean = weights @ f.x / total[:, None]
         a = torch.tensordot(weights, f.xx, 1).div_(total[:, None, None])
         diagonal = a.diagonal(dim1=1, dim2=2)
-        rounding = _ROUNDING * diagonal.mean(1)  # what does not vary has no inverse else
+        # Without it, contexts that do not vary would have no inverse.
+        rounding = _ROUNDING * diagonal.mean(1)
         a.baddbmm_(mean[:, :, None], mean[:, None, :], alpha=-1)
         added = torch.maximum(ridge * diagonal.mean(1), rounding).clamp(min=1e-30)
         diagonal.add_(added[:, None])
@@ -126,13 +135,15 @@ class _Site:
         return self._in_table(inverse, 1.0), failed
 
     def slopes(self, weights: Tensor, examples: Tensor) -> Tensor:
-        """C in the table's order, ``[runs, units * channels, units * channels]``."""
+        """C, the products of slopes, in the table's order: ``[runs, units * channels, units *
+        channels]``."""
         gg = self.factors.gg
         c = torch.tensordot(sent(weights, gg.device, gg.dtype), gg, 1)
         c /= sent(examples, c.device, c.dtype).clamp(min=1)[:, None, None]
         return self._in_table(c, 0.0)
 
     def _in_table(self, matrices: Tensor, alone: float) -> Tensor:
+        """Matrices in the table's order, with ``alone`` on the diagonal of filling channels."""
         if self.in_order:
             return matrices
         if self.n_more:
@@ -142,10 +153,10 @@ class _Site:
 
 
 def _in_order(inverse: Tensor, c: Tensor, failed: Tensor, n_units: int, length: int) -> Tensor:
-    """``[runs, 2, units]``: the units in the order in which they go, and their prices.
+    """Remove all units, the cheapest first.
 
-    What has gone is dropped: the last unit takes its place, and the matrices end a unit earlier, in
-    place. So the work is a third of what whole matrices would take.
+    The last unit takes the place of a removed one, and the matrices end a unit earlier, in place.
+    So the work is a third of what whole matrices would take.
 
     Args:
         inverse: ``[runs, units * length, units * length]``, of A; overwritten.
@@ -153,22 +164,27 @@ def _in_order(inverse: Tensor, c: Tensor, failed: Tensor, n_units: int, length: 
         failed: ``[runs]``: where there is no inverse.
         n_units: Units.
         length: Channels of each.
+
+    Returns:
+        ``[runs, 2, units]``: the units in the order in which they are removed, and their prices.
     """
     n_runs = len(c)
     within = torch.arange(length, device=c.device)
-    names = torch.arange(n_units, device=c.device).repeat(n_runs, 1)  # by place
+    # [runs, kept units]: the number of the unit at each place.
+    names = torch.arange(n_units, device=c.device).repeat(n_runs, 1)
     order, paid = [], []
-    for n_left in range(n_units, 0, -1):
-        prices, broken = _prices(inverse, c, n_left, length)
+    for n_kept in range(n_units, 0, -1):
+        # 1. Find the cheapest unit of each run; of equals, the first by number.
+        prices, broken = _prices(inverse, c, n_kept, length)
         failed = failed | broken
-        by_name = torch.full((n_runs, n_units), torch.inf, dtype=c.dtype, device=c.device).scatter_(
-            1, names, prices
-        )
-        unit = by_name.argmin(1, keepdim=True)  # of equals, the first
+        by_name = torch.full((n_runs, n_units), torch.inf, dtype=c.dtype, device=c.device)
+        by_name.scatter_(1, names, prices)
+        unit = by_name.argmin(1, keepdim=True)
         order.append(unit)
         paid.append(by_name.gather(1, unit))
-        if n_left == 1:
+        if n_kept == 1:
             break
+        # 2. Remove it.
         place = (names == unit).int().argmax(1, keepdim=True)
         names = names.scatter(1, place, names[:, -1:])[:, :-1]
         broken = _remove_(inverse, c, place * length + within)
@@ -179,8 +195,11 @@ def _in_order(inverse: Tensor, c: Tensor, failed: Tensor, n_units: int, length: 
 
 
 def _prices(inverse: Tensor, c: Tensor, n_units: int, length: int) -> tuple[Tensor, Tensor]:
-    """``[runs, units]``: what the loss rises by if each goes next; and ``[runs]``, where that has
-    no answer."""
+    """How much the loss rises if each unit is removed next.
+
+    Returns:
+        ``[runs, units]``; and ``[runs]``, where that has no answer.
+    """
 
     def blocks(matrices: Tensor) -> Tensor:
         apart: Tensor = matrices.unflatten(2, (n_units, length)).unflatten(1, (n_units, length))
@@ -192,11 +211,11 @@ def _prices(inverse: Tensor, c: Tensor, n_units: int, length: int) -> tuple[Tens
 
 
 def _remove_(inverse: Tensor, c: Tensor, u: Tensor) -> Tensor:
-    """The rest takes over what it can of a unit, whose place the last one then has.
+    """Remove a unit, for which the others compensate; the last unit takes its place.
 
     Args:
-        inverse: ``[runs, width, width]``. Without the last unit's rows and columns, it is the
-            rest's afterwards.
+        inverse: ``[runs, width, width]``. Afterwards it is that of the others, without the last
+            unit's rows and columns.
         c: As ``inverse``.
         u: ``[runs, length]``, the unit's rows.
 

@@ -1,5 +1,4 @@
-"""Rows of numbers as they come: whole as long as there is room, then their sums and means of
-neighbouring ones."""
+"""Rows of numbers as they come: whole as long as there is room, then summarized."""
 
 from __future__ import annotations
 
@@ -19,155 +18,182 @@ def room() -> int:
     return _TIMES * samples.LIMIT
 
 
-class Rows:
+class SummarizedRows:
     """Rows ``[rows, units]`` in fp64 on the CPU, in memory that does not grow with them.
 
-    Mean and standard error are those of all rows. Of the rows themselves stay means of neighbours,
-    in equal blocks that double whenever there is no room.
+    Mean and standard error are those of all rows. Of the rows themselves, means of blocks of
+    neighbours are kept; the blocks double whenever there is no room.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        # Of all rows [units]: the mean and the sum of squared deviations.
+        self._mean = torch.zeros(())
+        self._squares = torch.zeros(())
+        # Rows per block, and means of full blocks [blocks, units].
         self._block = 1
         self._kept: list[Tensor] = []
-        self._begun, self._n_begun = torch.zeros(()), 0  # the sum of a block that is not full
-        self._mean, self._squares = torch.zeros(()), torch.zeros(())
+        # The sum of the rows in a block that is not full, and how many they are.
+        self._begun = torch.zeros(())
+        self._n_begun = 0
 
     def add(self, rows: Tensor) -> None:
-        """Adds rows, in order."""
+        """Add rows, in order."""
         if not len(rows):
             return
-        here, total = rows.mean(0), self.count + len(rows)
-        apart = here - self._mean
-        self._squares = (
-            self._squares
-            + (rows - here).square().sum(0)
-            + apart.square() * self.count * len(rows) / total
-        )
-        self._mean, self.count = self._mean + apart * len(rows) / total, total
-        missing = self._block - self._n_begun
-        if len(rows) >= missing:
-            self._kept.append((self._begun + rows[:missing].sum(0)).unsqueeze(0) / self._block)
-            self._begun, self._n_begun, rows = torch.zeros(()), 0, rows[missing:]
-        n_full = len(rows) // self._block * self._block if not self._n_begun else 0
-        if n_full:
-            self._kept.append(rows[:n_full].unflatten(0, (-1, self._block)).mean(1))
-        self._begun, self._n_begun = (
-            self._begun + rows[n_full:].sum(0),
-            self._n_begun + len(rows) - n_full,
-        )
+        self._add_moments(rows)
+        self._add_blocks(rows)
         if sum(kept.nbytes for kept in self._kept) > room():
             self._halve()
 
+    def _add_moments(self, rows: Tensor) -> None:
+        """Merge mean and squared deviations of two sets of rows (Chan et al. 1979)."""
+        mean = rows.mean(0)
+        total = self.count + len(rows)
+        delta = mean - self._mean
+        within = (rows - mean).square().sum(0)
+        between = delta.square() * self.count * len(rows) / total
+        self._squares = self._squares + within + between
+        self._mean = self._mean + delta * len(rows) / total
+        self.count = total
+
+    def _add_blocks(self, rows: Tensor) -> None:
+        # 1. Fill the block that was begun.
+        n_missing = self._block - self._n_begun
+        if len(rows) >= n_missing:
+            total = self._begun + rows[:n_missing].sum(0)
+            self._kept.append(total.unsqueeze(0) / self._block)
+            self._begun, self._n_begun = torch.zeros(()), 0
+            rows = rows[n_missing:]
+        # 2. Take whole blocks.
+        n_full = 0
+        if not self._n_begun:
+            n_full = len(rows) // self._block * self._block
+        if n_full:
+            self._kept.append(rows[:n_full].unflatten(0, (-1, self._block)).mean(1))
+        # 3. Begin a block with what remains.
+        self._begun = self._begun + rows[n_full:].sum(0)
+        self._n_begun += len(rows) - n_full
+
     def _halve(self) -> None:
+        """Merge pairs of blocks."""
         kept = torch.cat(self._kept)
         if len(kept) % 2:
-            self._begun, self._n_begun = (
-                self._begun + kept[-1] * self._block,
-                self._n_begun + self._block,
-            )
-        self._kept = [kept[: len(kept) // 2 * 2].unflatten(0, (-1, 2)).mean(1)]
+            # The last block has no neighbour yet: it begins the next one.
+            self._begun = self._begun + kept[-1] * self._block
+            self._n_begun += self._block
+        pairs = kept[: len(kept) // 2 * 2].unflatten(0, (-1, 2))
+        self._kept = [pairs.mean(1)]
         self._block *= 2
 
     @property
     def samples(self) -> Tensor:
-        """Means of equal blocks of neighbouring rows; a last partial one is left out."""
+        """Means of equal blocks of neighbouring rows, without a last partial one."""
         return torch.cat(self._kept)
 
     @property
     def mean_and_error(self) -> tuple[Tensor, Tensor | None]:
-        """Of all rows; no error for a single one."""
-        return self._mean, (
-            self._squares / (self.count - 1) / self.count
-        ).sqrt() if self.count > 1 else None
+        """Mean of all rows and its standard error; no error for a single row."""
+        if self.count < 2:
+            return self._mean, None
+        return self._mean, (self._squares / (self.count - 1) / self.count).sqrt()
 
-    def divided(self, by: Tensor) -> Rows:
-        """The same of rows that were divided by a number a unit."""
-        found = Rows()
-        found.count, found._block, found._n_begun = self.count, self._block, self._n_begun
-        found._kept, found._begun = [kept / by for kept in self._kept], self._begun / by
-        found._mean, found._squares = self._mean / by, self._squares / by.square()
-        return found
+    def divided(self, by: Tensor) -> SummarizedRows:
+        """The summary of the rows divided by ``by``, ``[units]``."""
+        result = SummarizedRows()
+        result.count = self.count
+        result._mean = self._mean / by
+        result._squares = self._squares / by.square()
+        result._block = self._block
+        result._kept = [kept / by for kept in self._kept]
+        result._begun = self._begun / by
+        result._n_begun = self._n_begun
+        return result
 
 
-class Held:
-    """Rows of parts that come one by one, kept as long as there is room for them.
+class BoundedRows:
+    """Rows that are kept as long as there is room for them.
 
     Args:
-        feed: Takes all parts, in order, from where there is no room any more.
+        overflow: Takes all rows, in order, when there is no room any more.
     """
 
-    def __init__(self, feed: Callable[[Tensor], None]) -> None:
-        self._feed, self._held, self._fed = feed, list[Tensor](), False
+    def __init__(self, overflow: Callable[[Tensor], None]) -> None:
+        self._overflow = overflow
+        self._kept: list[Tensor] = []
+        self._is_full = False
 
     def add(self, part: Tensor) -> None:
-        """Adds rows, in order."""
-        self._held.append(part)
-        if self._fed or sum(h.nbytes for h in self._held) > room():
-            for held in self._held:
-                self._feed(held)
-            self._held, self._fed = [], True
+        """Add rows, in order."""
+        self._kept.append(part)
+        if self._is_full or sum(kept.nbytes for kept in self._kept) > room():
+            for kept in self._kept:
+                self._overflow(kept)
+            self._kept = []
+            self._is_full = True
 
     @property
     def whole(self) -> Tensor | None:
-        """All rows; None where they were fed."""
-        return None if self._fed else torch.cat(self._held)
+        """All rows; None where there was no room."""
+        return None if self._is_full else torch.cat(self._kept)
 
 
-class Collected:
-    """All rows of parts that come one by one, as long as there is room for them."""
+class CollectedRows:
+    """Rows, whole as long as there is room for them, then summarized."""
 
     def __init__(self) -> None:
-        self._rows = Rows()
-        self._held = Held(self._rows.add)
+        self._summary = SummarizedRows()
+        self._rows = BoundedRows(self._summary.add)
 
     def add(self, part: Tensor) -> None:
-        """Adds rows, in order."""
-        self._held.add(part)
+        """Add rows, in order."""
+        self._rows.add(part)
 
     @property
-    def rows(self) -> Tensor | Rows:
-        """What there was room for."""
-        whole = self._held.whole
-        return self._rows if whole is None else whole
+    def rows(self) -> Tensor | SummarizedRows:
+        """All rows, or their summary where there was no room."""
+        whole = self._rows.whole
+        return self._summary if whole is None else whole
 
 
-def collected(parts: Iterable[Tensor]) -> Tensor | Rows:
-    """All rows of the parts, as long as there is room for them."""
-    found = Collected()
+def collected(parts: Iterable[Tensor]) -> Tensor | SummarizedRows:
+    """All rows of the parts, or their summary where there is no room for them."""
+    rows = CollectedRows()
     for part in parts:
-        found.add(part)
-    return found.rows
+        rows.add(part)
+    return rows.rows
 
 
-class Moments:
-    """What a test of paired differences needs of rows ``[rows, units]``, in memory that does not
-    grow with them.
+class PairedMoments:
+    """Moments of rows ``[rows, units]`` that a test of paired differences needs.
 
-    >>> seen = Moments()
-    >>> seen.add(torch.tensor([[0.0, 1.0], [4.0, 1.0]], dtype=torch.float64))
-    >>> seen.count, seen.mean.tolist(), seen.covariance.tolist(), seen.widest.tolist()
+    Memory does not grow with the rows.
+
+    >>> moments = PairedMoments()
+    >>> moments.add(torch.tensor([[0.0, 1.0], [4.0, 1.0]], dtype=torch.float64))
+    >>> moments.count, moments.mean.tolist(), moments.covariance.tolist(), moments.widest.tolist()
     (2, [2.0, 1.0], [[4.0, 0.0], [0.0, 0.0]], [[0.0, 3.0], [1.0, 0.0]])
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean, self._products, self.widest = (
-            torch.zeros(()),
-            torch.zeros(()),
-            torch.tensor(-torch.inf),
-        )
+        #: ``[units]``.
+        self.mean = torch.zeros(())
+        #: ``[units, units]``: the largest difference between two units in one row.
+        self.widest = torch.tensor(-torch.inf)
+        # [units, units], sum over rows of the products of deviations from the mean.
+        self._products = torch.zeros(())
 
     def add(self, rows: Tensor) -> None:
-        """Adds rows."""
-        here, total = rows.mean(0), self.count + len(rows)
-        apart, centred = here - self.mean, rows - here
-        self._products = (
-            self._products
-            + centred.T @ centred
-            + apart.outer(apart) * (self.count * len(rows) / total)
-        )
-        self.mean, self.count = self.mean + apart * len(rows) / total, total
+        """Add rows."""
+        mean = rows.mean(0)
+        total = self.count + len(rows)
+        delta, centred = mean - self.mean, rows - mean
+        between = delta.outer(delta) * (self.count * len(rows) / total)
+        self._products = self._products + centred.T @ centred + between
+        self.mean = self.mean + delta * len(rows) / total
+        self.count = total
+        # Column by column: all differences at once would be [rows, units, units].
         widest = torch.stack([(column[:, None] - rows).amax(0) for column in rows.unbind(1)])
         self.widest = torch.maximum(widest, self.widest.to(widest))
 

@@ -1,4 +1,4 @@
-"""Sequential stopping: reads data only until the set of the k least important units is settled."""
+"""Sequential stopping: read data only until the set of the k least important units is settled."""
 
 from __future__ import annotations
 
@@ -15,54 +15,37 @@ from headprune.model.batches import EMPTY
 from headprune.model.running import DataDigest, batch_size, tensors
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
-from headprune.scoring._coupling import BATCHES, LOSSES, OUTPUTS
-from headprune.scoring._rows import Collected, Moments, room
+from headprune.scoring._coupling import Couplings
+from headprune.scoring._gates import n_units
+from headprune.scoring._rows import CollectedRows, PairedMoments, room
+from headprune.scoring._shared_values import SharedValues
 
-#: Share of a look's error that chooses which pairs are close; the rest tests them.
+#: Share of a test's error that chooses which pairs are close; the rest tests them.
 _CHOOSING = 0.1
-#: What of a problem holds for all data.
-_CARRIED = ("scorers", LOSSES, OUTPUTS, *BATCHES.values())
 #: Relative difference of means in fp64 that rounding makes.
 _SAME = 1e-13
 
 
 @dataclass(frozen=True)
 class Stable:
-    """Stop as soon as the set of the ``k`` least important units is settled.
+    """Stop reading as soon as the set of the ``k`` least important units is settled.
 
-    The data are looked at when ``first`` examples have been read and then whenever there are
-    ``growth`` times as many. At each look every unit inside the set is compared with every unit
-    outside by the studentised mean of their paired per-example differences, and the set is settled
-    if all of these exceed a critical value. The critical value is that of the two-step
-    self-normalised test of many inequalities (Chernozhukov, Chetverikov and Kato 2019, "Inference
-    on Causal and Structural Parameters using Many Moment Inequalities"): pairs that are clearly
-    ordered are set aside first, and the union bound is paid for the close ones alone. So it is
-    close to a single comparison where one pair decides, whatever the number of heads. The error
-    ``1 - confidence`` is divided over looks as 1/(j (j + 1)), which sums to one, so that any number
-    of looks is paid for (error spending: Lan and DeMets 1983).
+    The scores are tested after ``first`` examples, then whenever there are ``growth`` times more.
+    Each test compares every unit inside the set with every unit outside it, by their paired
+    per-example differences (Chernozhukov, Chetverikov and Kato 2019, two-step self-normalised
+    test). The error ``1 - confidence`` is divided over the tests, so that their number does not
+    matter (Lan and DeMets 1983).
 
-    That is exact for many examples only, and no test of means holds for every distribution (Bahadur
-    and Savage 1956): what has not been seen leaves no trace in a variance. Two rules guard against
-    it. Nothing is settled before an event in a share ``rare`` of the examples would have been seen,
-    ``(1 - rare)^n <= error``: 200 examples for 2 %. And from each difference of means is taken what
-    events too rare to be counted may be worth, ``R ln(1/error) / n`` with R the largest deviation
-    that was seen against the difference (the range term of an empirical Bernstein bound, Maurer and
-    Pontil 2009, theorem 4, with constant 1 and the range observed, because nobody knows the true
-    one). What is left to
-    trust: events rarer than ``rare``, and tails that are much heavier than all that was read, may
-        still change the set.
-
-    The claim is about all data that those read are a random part of, so the batches must come in
-    random order; sorted ones (by length, by label) void it. With several scorers reading goes on
-    until all of them are settled at one look, each at the confidence given. Units that are equal in
-    every example on both sides of the border are never told
-    apart: all data are read. Only ``batches`` are ever read, and no more of them than were needed.
+    The confidence is asymptotic in the number of examples, and it is about all data that those read
+    are a random part of. So the batches must come in random order. Events rarer than ``rare`` may
+    still change the set. Units that are equal in every example are never told apart. With several
+    scorers, reading goes on until all of them are settled.
 
     Args:
-        k: Units in the set: what a budget will remove.
-        confidence: Probability that the set is that of all data, at the least, in the sense above.
-        first: Examples before the first look.
-        growth: How much more is read before the next look.
+        k: Units in the set: how many a budget will remove.
+        confidence: Least probability that the set is that of all data.
+        first: Examples before the first test.
+        growth: Factor of the examples between two tests.
         rare: Share of examples above which an event that changes the set is not to be overlooked.
 
     >>> Stable(k=12)
@@ -79,29 +62,43 @@ class Stable:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise InvalidValue("Stable.k", "a count of units >= 1", repr(self.k))
         if not 0 < self.confidence < 1:
-            raise InvalidValue(
-                "Stable.confidence", "between 0 and 1", self.confidence, "For example 0.95."
-            )
+            hint = "For example 0.95."
+            raise InvalidValue("Stable.confidence", "between 0 and 1", self.confidence, hint)
         if self.first < 2:
             raise InvalidValue("Stable.first", "at least 2 examples", self.first)
         if not self.growth > 1:
             raise InvalidValue("Stable.growth", "above 1", self.growth)
         if not 0 < self.rare < 1:
-            raise InvalidValue(
-                "Stable.rare",
-                "a share of the examples between 0 and 1",
-                self.rare,
-                "For example 0.02.",
-            )
+            must = "a share of the examples between 0 and 1"
+            raise InvalidValue("Stable.rare", must, self.rare, "For example 0.02.")
 
     def error(self, look: int) -> float:
-        """What the look of this number, counted from 1, may spend of the error."""
+        """What the test of this number, counted from 1, may spend of the error.
+
+        The shares ``1 / (j (j + 1))`` sum to one over all tests.
+        """
         return (1 - self.confidence) / (look * (look + 1))
 
 
-def settled(seen: Moments, k: int, error: float, rare: float = 0.02) -> bool:
-    """Whether the k columns of the lowest means are, up to ``error``, those of the lowest
-    expectations.
+# The test of ``settled`` is that of Chernozhukov, Chetverikov and Kato (2019), "Inference on Causal
+# and Structural Parameters using Many Moment Inequalities". Pairs that are clearly ordered are set
+# aside first, and the union bound is paid for the close ones alone. So it costs little more than a
+# single comparison where one pair decides, for any number of heads.
+#
+# It is exact for many examples only, and no test of means holds for every distribution (Bahadur and
+# Savage 1956): an event that was not seen does not show in a variance. Two rules guard against it.
+# 1. Nothing is settled before an event in a share ``rare`` of the examples would have been seen,
+#    ``(1 - rare)^n <= error``: 200 examples for 2 %.
+# 2. Each difference of means is reduced by what events too rare to be counted may be worth,
+#    ``R ln(1/error) / n``, with R the largest deviation that was seen against the difference: the
+#    range term of an empirical Bernstein bound (Maurer and Pontil 2009, theorem 4, with constant 1
+#    and the range observed, because the true one is not known).
+# Events rarer than ``rare``, and tails that are much heavier than all that was read, may still
+# change the set.
+
+
+def settled(seen: PairedMoments, k: int, error: float, rare: float = 0.02) -> bool:
+    """Test whether the k columns of the lowest means have the lowest expectations.
 
     ``T[x, y]`` speaks for x being lower than y. If the true set is S, then all T[x, y] with y in S,
     x outside have expectations of at most zero. Every S but the measured one must be rejected, each
@@ -109,54 +106,55 @@ def settled(seen: Moments, k: int, error: float, rare: float = 0.02) -> bool:
     critical value) are rejected at once, and for all others only the close pairs can matter.
 
     Args:
-        seen: Of the numbers ``[examples, units]``.
+        seen: Moments of the numbers ``[examples, units]``.
         k: Size of the set.
-        error: Probability of a wrong yes, at most, for as many examples as ``Stable`` says.
+        error: Largest probability of a wrong yes, for as many examples as ``Stable`` says.
         rare: Share of examples above which an event must have been seen.
     """
-    n, n_units = seen.count, len(seen.mean)
-    n_pairs = k * (n_units - k)
+    n, n_columns = seen.count, len(seen.mean)
+    n_pairs = k * (n_columns - k)
+
+    # 1. Too few examples allow no claim.
     clear = 2 * _critical(_CHOOSING * error, n_pairs, n)
-    if (1 - rare) ** n > error or math.isinf(
-        clear
-    ):  # too few examples for any claim, whatever they look like
+    if (1 - rare) ** n > error or math.isinf(clear):
         return False
+
+    # 2. Count the close pairs, [units, units]; at most one direction of a pair is false.
     studentised = _studentised(seen, error)
     lower = studentised >= clear
-    surely_in = lower.sum(1) >= n_units - k
-    surely_out = lower.sum(0) >= k
-    close = (
-        (studentised.abs() < clear)
-        & ~surely_in[:, None]
-        & ~surely_out[None]
-        & ~torch.eye(n_units).bool()
-    )
-    n_close = min(
-        int((close | close.T).triu().sum()), n_pairs
-    )  # one direction of a pair at most is false
-    critical = _critical((1 - 2 * _CHOOSING) * error, n_close, n) if n_close else 0.0
-    inside = torch.zeros(n_units, dtype=torch.bool)
+    in_every_set = lower.sum(1) >= n_columns - k
+    in_no_set = lower.sum(0) >= k
+    close = (studentised.abs() < clear) & ~in_every_set[:, None] & ~in_no_set[None]
+    close = close & ~torch.eye(n_columns).bool()
+    n_close = min(int((close | close.T).triu().sum()), n_pairs)
+
+    # 3. Test every unit inside against every unit outside.
+    critical = 0.0
+    if n_close:
+        critical = _critical((1 - 2 * _CHOOSING) * error, n_close, n)
+    inside = torch.zeros(n_columns, dtype=torch.bool)
     inside[lowest(seen.mean, k)] = True
     return bool((studentised[inside][:, ~inside] > critical).all())
 
 
-def _studentised(seen: Moments, error: float) -> Tensor:
+def _studentised(seen: PairedMoments, error: float) -> Tensor:
     """``[units, units]``, antisymmetric: studentised differences of means, less what unseen rare
     events may be worth.
 
     An event that never showed in n examples has, up to ``error``, a share of at most
-    ``ln(1/error) / n``; its size is taken to be that of the largest deviation which was seen
-    against the difference. An allowance beyond the difference leaves 0, no evidence either way.
+    ``ln(1/error) / n``. Its size is taken to be that of the largest deviation that was seen against
+    the difference. An allowance beyond the difference leaves 0, no evidence for either order.
     """
     n, means, covariance = seen.count, seen.mean, seen.covariance
-    variance = covariance.diagonal()[:, None] + covariance.diagonal()[None] - 2 * covariance
+    variances = covariance.diagonal()
+    variance = variances[:, None] + variances[None] - 2 * covariance
     gap = means[None] - means[:, None]
-    left = gap - (gap + seen.widest) * math.log(1 / error) / n
-    told = (left > 0) & (
-        gap > _SAME * means.abs().max()
-    )  # columns that tie must not be told apart by rounding
-    found = torch.where(told, left * (n / variance.clamp(min=0)) ** 0.5, torch.zeros_like(gap))
-    return torch.where(told, found, -found.T)
+    reduced = gap - (gap + seen.widest) * math.log(1 / error) / n
+    # Columns that tie must not be ordered by rounding.
+    is_ordered = (reduced > 0) & (gap > _SAME * means.abs().max())
+    ratio = reduced * (n / variance.clamp(min=0)) ** 0.5
+    positive = torch.where(is_ordered, ratio, torch.zeros_like(gap))
+    return torch.where(is_ordered, positive, -positive.T)
 
 
 def lowest(values: Tensor, k: int) -> Tensor:
@@ -165,10 +163,12 @@ def lowest(values: Tensor, k: int) -> Tensor:
 
 
 def _critical(error: float, n_pairs: int, n: int) -> float:
-    """Of the largest of ``n_pairs`` self-normalised sums of ``n`` terms; infinite where n is too
-    small for any."""
+    """Critical value of the largest of ``n_pairs`` self-normalised sums of ``n`` terms; infinite
+    where n is too small for any."""
     z = float(torch.special.ndtri(torch.tensor(error / n_pairs, dtype=torch.float64)))
-    return -z / math.sqrt(1 - z * z / n) if z * z < n else math.inf
+    if z * z >= n:
+        return math.inf
+    return -z / math.sqrt(1 - z * z / n)
 
 
 def read_until(
@@ -178,119 +178,175 @@ def read_until(
 
     Raises:
         InvalidValue: no data, a ``k`` that does not split the units, or a scorer whose score is no
-            mean of one number an example.
+            mean of one number per example.
     """
-    n_units = sum(len(b.site.units) for b in problem.bound)
-    if until.k >= n_units:
-        raise InvalidValue("Stable.k", f"below the number of units, {n_units}", until.k)
+    width = n_units(problem)
+    _check_asked(scorers, until, width)
+    digest = DataDigest()
+    totals = [_Total() for _ in scorers]
+    n_tests, done = 0, False
+    n_batches = 0
+    for part, is_test in _parts(problem, until, digest, room() // (8 * width)):
+        # 1. Estimate from these batches alone.
+        _read_part(problem, scorers, totals, part, n_batches)
+        n_batches += len(part)
+        # 2. Test what all batches gave.
+        if is_test:
+            n_tests += 1
+            error = until.error(n_tests)
+            done = all(settled(t.moments, until.k, error, until.rare) for t in totals)
+        if done:
+            break
+    problem.data = digest.hexdigest()
+    note = _note(totals[0].moments.count, n_tests, done, until)
+    return [total.estimate(note) for total in totals]
+
+
+def _check_asked(scorers: list[tuple[str, Scorer]], until: Stable, width: int) -> None:
+    """Refuse a set of all units, and scorers that are no mean of one number per example."""
+    if until.k >= width:
+        raise InvalidValue("Stable.k", f"below the number of units, {width}", until.k)
     for name, scorer in scorers:
         if not scorer.needs_data:
             raise _refusal(name, "it uses no data")
         if not scorer.by_example:
             raise _refusal(name, "its number for an example depends on the other examples")
-    digest, so_far = DataDigest(), [_SoFar() for _ in scorers]
-    looks, done, read = 0, False, 0
-    for batches, look in _parts(problem, until, digest, room() // (8 * n_units)):
-        part = _part(problem, batches, read)
-        with part.explained():
-            found = [_checked(name, scorer.estimate(part)) for name, scorer in scorers]
-        problem.shared |= {k: v for k, v in part.shared.items() if k in _CARRIED}
-        if not read and len(batches) > 1:
-            _check_additive(_part(problem, batches[:1], 0), scorers, found)
-        read += len(batches)
-        for one, estimate in zip(so_far, found, strict=True):
-            one.add(estimate)
-        if look:
-            looks += 1
-            done = all(
-                settled(one.moments, until.k, until.error(looks), until.rare) for one in so_far
-            )
-        if done:
-            break
-    problem.data = digest.hexdigest()
-    note = _note(so_far[0].moments.count, looks, done, until)
-    return [one.joined(note) for one in so_far]
+
+
+def _read_part(
+    problem: ScoringProblem,
+    scorers: list[tuple[str, Scorer]],
+    totals: list[_Total],
+    batches: list[Any],
+    n_before: int,
+) -> None:
+    """Add the estimates from some of the batches to the totals."""
+    part = _part(problem, batches, n_before)
+    with part.explained():
+        estimates = [_checked(name, scorer.estimate(part)) for name, scorer in scorers]
+    problem.shared.put(part.shared.of(Couplings))
+    if not n_before and len(batches) > 1:
+        _check_additive(_part(problem, batches[:1], 0), scorers, estimates)
+    for total, estimate in zip(totals, estimates, strict=True):
+        total.add(estimate)
+
+
+class _NextPart:
+    """The batches since the last part.
+
+    Args:
+        most: Examples for which there is room.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.batches: list[Any] = []
+        self.n_examples = 0
+        self.n_bytes = 0
+        self.is_first = True
+
+    def has_room(self, n_examples: int, n_bytes: int) -> bool:
+        """Whether another batch fits."""
+        if self.n_examples + n_examples > self.most:
+            return False
+        return not self.may_end or self.n_bytes + n_bytes <= room()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the part is large enough: the first one needs two batches."""
+        return len(self.batches) > 1 or not self.is_first
+
+    def add(self, batch: Any, n_examples: int, n_bytes: int) -> None:
+        self.batches.append(batch)
+        self.n_examples += n_examples
+        self.n_bytes += n_bytes
+
+    def ended(self) -> list[Any]:
+        """The batches of the part; another part begins."""
+        batches, self.batches = self.batches, []
+        self.n_examples = self.n_bytes = 0
+        self.is_first = False
+        return batches
 
 
 def _parts(
     problem: ScoringProblem, until: Stable, digest: DataDigest, most: int
 ) -> Iterator[tuple[list[Any], bool]]:
-    """The batches piece by piece, and whether the data are looked at after them.
+    """The batches part by part, and whether the scores are tested after them.
 
-    A piece is what there is room for, as batches and as rows of ``most`` examples; more rows than
-    that would come back as means of neighbours. The first piece has two batches, if there are two.
+    A part is what there is room for, as batches and as rows of ``most`` examples; more rows than
+    that would come back as means of neighbours. The first part has two batches, if there are two.
 
     Raises:
         InvalidValue: no batches, or one so large that two have no room.
     """
     if problem.batches is None:
         raise InvalidValue("batches", "given, because until= reads data", None)
-    seen, target, first = 0, float(until.first), True
-    part: list[Any] = []
-    examples = nbytes = 0
+    n_seen, target = 0, float(until.first)
+    part = _NextPart(most)
     for number, batch in enumerate(problem.batches):
-        size, bytes_here = (
-            batch_size(batch, f"batch {number}"),
-            sum(t.nbytes for t in tensors(batch)),
-        )
+        size = batch_size(batch, f"batch {number}")
+        n_bytes = sum(t.nbytes for t in tensors(batch))
         if 2 * size > most:
             must = (
                 f"of at most {most // 2} examples, so that there is room for the numbers of two"
                 " batches"
             )
             raise InvalidValue(f"batch {number}", must, f"{size} examples", "Use smaller batches.")
-        whole = len(part) > 1 or not first
-        if part and (examples + size > most or (whole and nbytes + bytes_here > room())):
-            yield part, False
-            part, examples, nbytes, first = [], 0, 0, False
+        if part.batches and not part.has_room(size, n_bytes):
+            yield part.ended(), False
         digest.add(batch)
-        part.append(batch)
-        examples, nbytes, seen = examples + size, nbytes + bytes_here, seen + size
-        if seen >= target and (len(part) > 1 or not first):
-            yield part, True
-            part, examples, nbytes, first, target = (
-                [],
-                0,
-                0,
-                False,
-                max(target, seen) * until.growth,
-            )
-    if part:
-        yield part, True
-    elif not seen:
+        part.add(batch, size, n_bytes)
+        n_seen += size
+        if n_seen >= target and part.may_end:
+            yield part.ended(), True
+            target = max(target, n_seen) * until.growth
+    if part.batches:
+        yield part.ended(), True
+    elif not n_seen:
         raise InvalidValue(*EMPTY)
 
 
 def _part(problem: ScoringProblem, batches: list[Any], before: int) -> ScoringProblem:
-    """The problem for some of the batches; no numbers of others are carried over."""
-    kept = {k: v for k, v in problem.shared.items() if k in _CARRIED}
-    return replace(problem, batches=batches, shared=kept, before=before)
+    """The problem for some of the batches; no numbers of other batches are shared with it."""
+    shared = SharedValues()
+    shared.put(problem.shared.of(Couplings).copy())
+    return replace(problem, batches=batches, shared=shared, before=before)
 
 
-class _SoFar:
-    """What one scorer has said of all that was read, in memory that does not grow with it."""
+class _Total:
+    """What one scorer's estimates add up to, in memory that does not grow with the examples."""
 
     def __init__(self) -> None:
-        self.moments, self._rows, self._said = Moments(), Collected(), dict[str, None]()
+        self.moments = PairedMoments()
+        self._rows = CollectedRows()
+        self._notes: dict[str, None] = {}  # a set in order
         self._seed: int | None = None
-        self._bent: Tensor | None = None
+        # Sum over examples of the curvature, [units, units].
+        self._curvature: Tensor | None = None
 
     def add(self, estimate: Estimate) -> None:
+        """Add an estimate from other examples."""
         rows = _rows(estimate)
         self.moments.add(rows)
         self._rows.add(rows)
         self._seed = estimate.seed
-        of_part = averaged(rows).notes  # what is said of so few examples need not hold for all
-        self._said.update(dict.fromkeys(note for note in estimate.notes if note not in of_part))
+        # Notes about so few examples need not hold for all.
+        of_part = averaged(rows).notes
+        for note in estimate.notes:
+            if note not in of_part:
+                self._notes[note] = None
         if estimate.curvature is not None:
-            bent = estimate.curvature * estimate.n_examples
-            self._bent = bent if self._bent is None else self._bent + bent
+            more = estimate.curvature * estimate.n_examples
+            self._curvature = more if self._curvature is None else self._curvature + more
 
-    def joined(self, note: str) -> Estimate:
+    def estimate(self, note: str) -> Estimate:
+        """The estimate from all examples, with a note of ours."""
         n = self.moments.count
-        found = averaged(self._rows.rows, n, self._seed)
-        curvature = None if self._bent is None else self._bent / n
-        return replace(found, notes=(*self._said, *found.notes, note), curvature=curvature)
+        estimate = averaged(self._rows.rows, n, self._seed)
+        notes = (*self._notes, *estimate.notes, note)
+        curvature = None if self._curvature is None else self._curvature / n
+        return replace(estimate, notes=notes, curvature=curvature)
 
 
 def _rows(estimate: Estimate) -> Tensor:
@@ -299,63 +355,54 @@ def _rows(estimate: Estimate) -> Tensor:
 
 
 def _checked(name: str, estimate: Estimate) -> Estimate:
-    """Refuses what is no mean over examples."""
-    if estimate.samples is None:
+    """Refuse an estimate that is no mean over examples."""
+    samples, errors = estimate.samples, estimate.standard_errors
+    if samples is None:
         raise _refusal(name, "it has no per-example numbers")
-    if len(estimate.samples) != estimate.n_examples or not _alike(
-        estimate.samples.mean(0), estimate.values.to(estimate.samples)
-    ):
-        raise _refusal(name, "its score is no mean of one number an example")
-    errors = _errors(estimate.samples)
-    if (
-        errors is not None
-        and estimate.standard_errors is not None
-        and not _alike(errors, estimate.standard_errors)
-    ):
+    values = estimate.values.to(samples)
+    if len(samples) != estimate.n_examples or not _alike(samples.mean(0), values):
+        raise _refusal(name, "its score is no mean of one number per example")
+    expected = _errors(samples)
+    if expected is not None and errors is not None and not _alike(expected, errors):
         raise _refusal(name, "its error has other parts than the choice of examples")
     return estimate
 
 
 def _check_additive(
-    first: ScoringProblem, scorers: list[tuple[str, Scorer]], found: list[Estimate]
+    first: ScoringProblem, scorers: list[tuple[str, Scorer]], estimates: list[Estimate]
 ) -> None:
-    """Refuses scorers whose numbers for an example depend on the other examples, for example by a
+    """Refuse scorers whose numbers for an example depend on the other examples, for example by a
     common norm.
 
-    It costs one batch more; such numbers cannot be put together from parts of the data.
+    Such numbers cannot be merged from parts of the data. The check runs one batch once more.
     """
-    rounding = (
-        torch.finfo(next(first.model.parameters()).dtype).eps ** 0.5
-    )  # batches of another size round differently
-    for (name, scorer), together in zip(scorers, found, strict=True):
+    # Batches of another size round differently.
+    rounding = torch.finfo(next(first.model.parameters()).dtype).eps ** 0.5
+    for (name, scorer), together in zip(scorers, estimates, strict=True):
         alone = _rows(_checked(name, scorer.estimate(first)))
         if not _alike(alone, _rows(together)[: len(alone)], rounding):
             raise _refusal(name, "its number for an example depends on the other examples")
 
 
 def _alike(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:
-    """Equal up to a part of the largest number."""
+    """Whether two tensors are equal up to a part of the largest number."""
     return bool(torch.allclose(a, b, rtol=0, atol=tolerance * float(b.abs().max())))
 
 
 def _refusal(name: str, reason: str) -> InvalidValue:
-    must = "used with scorers whose score is a mean of one number an example"
-    return InvalidValue(
-        "score(until=)", must, f"{name!r}: {reason}", "Leave until= out, or take taylor or fisher."
-    )
+    must = "used with scorers whose score is a mean of one number per example"
+    hint = "Leave until= out, or take taylor or fisher."
+    return InvalidValue("score(until=)", must, f"{name!r}: {reason}", hint)
 
 
 def _errors(samples: Tensor) -> Tensor | None:
+    """Standard errors of the mean; None for a single sample."""
     return samples.std(0) / len(samples) ** 0.5 if len(samples) > 1 else None
 
 
-def _note(n: int, looks: int, done: bool, until: Stable) -> str:
+def _note(n: int, n_tests: int, done: bool, until: Stable) -> str:
     what = f"the set of the {until.k} lowest"
+    confidence = f"confidence {until.confidence:g}"
     if done:
-        return (
-            f"{what} is settled at confidence {until.confidence:g} after {n} examples (look"
-            f" {looks})"
-        )
-    return (
-        f"all {n} examples were read and {what} is not settled at confidence {until.confidence:g}"
-    )
+        return f"{what} is settled at {confidence} after {n} examples (look {n_tests})"
+    return f"all {n} examples were read and {what} is not settled at {confidence}"

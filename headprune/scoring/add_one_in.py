@@ -36,4 +36,4 @@ class AddOneIn(Scorer):
         samples = -differences(
             problem, "add one in", rows, rows.new_zeros(rows.shape[1]), replay, nothing
         )
-        return replay.told(averaged(samples))
+        return replay.noted(averaged(samples))

@@ -26,7 +26,7 @@ from headprune.scoring._maps import (
     eager,
     mapping,
     mean_over_examples,
-    told,
+    padding_info,
     unit_sums,
     visible,
 )
@@ -86,7 +86,7 @@ class Attattr(Scorer):
             refuse_coupled_losses(problem, number, batch, "attattr")
             if number == problem.before:
                 # Most mistakes show in the first batch, and the others may take long.
-                problem.look()
+                problem.run_checks()
             return torch.cat([of_site.to(device) for of_site in rows], 1)
 
         with eager(problem.model) as taken:
@@ -144,7 +144,7 @@ class Attattr(Scorer):
         with ExitStack() as stack:
             shown = stack.enter_context(mapping([b], places, graph=True))
             stack.enter_context(gated(problem.model, {b.site.name: gate}, sites_of(problem.bound)))
-            given = stack.enter_context(told(problem.model, [b], batch))
+            given = stack.enter_context(padding_info(problem.model, [b], batch))
             losses = problem.losses(number, batch)
             maps = checked_runs(b, shown()[0])
         answer = (torch.exp(-losses) if self.of == "probability" else -losses).sum()

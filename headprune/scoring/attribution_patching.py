@@ -18,7 +18,8 @@ from headprune.scoring._base import Estimate, ScoringProblem, one_of
 from headprune.scoring._contexts import leaves, mean_contexts
 from headprune.scoring._coupling import alone, asks, coupled, noted
 from headprune.scoring._flat import refuse_flat
-from headprune.scoring._gradients import GradientScorer, by_unit, gathered, gradients_of, slopes_of
+from headprune.scoring._gates import by_unit, gradients_of, slopes_of
+from headprune.scoring._gradients import GradientScorer, gathered
 
 #: By site number, the heads' outputs: one tensor for each time that the site runs in a pass, or one
 #: for all of them.

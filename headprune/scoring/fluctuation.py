@@ -12,8 +12,8 @@ from torch import Tensor
 from headprune.model.transfers import in_main_memory
 from headprune.scoring._activations import (
     ActivationScorer,
+    ChannelMoments,
     Gathers,
-    Moments,
     output_weight,
     unit_columns,
 )
@@ -48,9 +48,9 @@ class Fluctuation(ActivationScorer):
 
     @property
     def gathers(self) -> Gathers:
-        return (Moments,)
+        return (ChannelMoments,)
 
-    def site_values(self, statistic: Moments, weights: Tensor) -> Tensor:
+    def site_values(self, statistic: ChannelMoments, weights: Tensor) -> Tensor:
         variance = statistic.variance(weights)
         channels = variance * output_weight(statistic.bound).to(variance).square().sum(0)
         if self.normalize == "zscore":
@@ -59,7 +59,7 @@ class Fluctuation(ActivationScorer):
             channels = torch.where(spread > 0, centred / spread, 0)
         return torch.stack([channels[unit].mean() for unit in unit_columns(statistic.bound)])
 
-    def notes(self, statistics: Iterable[Moments]) -> tuple[str, ...]:
+    def notes(self, statistics: Iterable[ChannelMoments]) -> tuple[str, ...]:
         given = list(statistics)
         varies = in_main_memory(s.variance(torch.ones_like(s.count)).any() for s in given)
         still = [s.bound.site.name for s, some in zip(given, varies, strict=True) if not bool(some)]

@@ -27,7 +27,7 @@ from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
 from headprune.model.transfers import in_fp64, sent
 from headprune.scoring._averages import averaged, with_curvature
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, added, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
 from headprune.scoring._coupling import OUTPUTS, coupled, refuse_coupled
 from headprune.scoring._distributions import (
     Distributions,
@@ -35,7 +35,7 @@ from headprune.scoring._distributions import (
     distributions,
     drawn_labels,
 )
-from headprune.scoring._gradients import (
+from headprune.scoring._gates import (
     by_unit,
     gate_shapes,
     gate_slopes,
@@ -44,6 +44,7 @@ from headprune.scoring._gradients import (
     slopes_of,
 )
 from headprune.scoring._rows import collected
+from headprune.scoring._sharing import summed
 from headprune.scoring.fisher import structured
 
 
@@ -113,7 +114,7 @@ class Ggn(Scorer):
         found = averaged(
             samples, seed=self.seed if any(bool(part["drawn"]) for part in parts) else None
         )
-        found = with_curvature(found, n, lambda: added(parts, "total").cpu() / found.n_examples)
+        found = with_curvature(found, n, lambda: summed(parts, "total").cpu() / found.n_examples)
         ignored = (
             ()
             if is_default(problem.loss)
@@ -132,7 +133,7 @@ class Ggn(Scorer):
                 problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss)
             )
             numbers = found.numbers()
-            if coupled(problem, numbers, slopes_of(numbers, list(gates.values())), key=OUTPUTS):
+            if coupled(problem, numbers, slopes_of(numbers, list(gates.values())), numbers=OUTPUTS):
                 refuse_coupled(problem, "ggn", OUTPUTS)
             softmax = found.kind == "single_label_classification"
             drawn = softmax and (self.draws is not None or found.by_token)

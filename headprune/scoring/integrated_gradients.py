@@ -18,7 +18,8 @@ from headprune.model.transfers import in_fp64
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._coupling import noted
-from headprune.scoring._gradients import gate_shapes, loss_gradients, n_units, open_gates
+from headprune.scoring._gates import gate_shapes, n_units, open_gates
+from headprune.scoring._gradients import loss_gradients
 from headprune.scoring._rows import collected
 
 #: A gap of more than this share of the whole is told.

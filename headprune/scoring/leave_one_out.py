@@ -75,7 +75,7 @@ class LeaveOneOut(Scorer):
             problem, "leave one out", base - rows, base, replay, self._fill(problem)
         )
         seed = self.seed if self.replacement == "resample" else None
-        return idle(replay.told(averaged(samples, seed=seed)), problem)
+        return idle(replay.noted(averaged(samples, seed=seed)), problem)
 
     def _fill(self, problem: ScoringProblem) -> Fill:
         if self.replacement == "zero":

@@ -72,7 +72,7 @@ class Shapley(Scorer):
                 problem, "shapley, heads left out", every - rows, every, replay, nothing
             )
             samples = (first + last) / 2
-            return replay.told(averaged(samples))
+            return replay.noted(averaged(samples))
         generator = torch.Generator().manual_seed(self.seed)
         whole = differences(problem, "shapley, no head", none[None], every, replay, nothing)[:, 0]
         samples, pairs = 0.0 * whole[:, None].expand(-1, len(rows)), []
@@ -82,7 +82,7 @@ class Shapley(Scorer):
             pair = (both[0] + both[1]) / 2
             samples = samples + pair / self.orders
             pairs.append(pair.mean(0))
-        found = replay.told(averaged(samples, seed=self.seed))
+        found = replay.noted(averaged(samples, seed=self.seed))
         _, drawn = mean_and_error(torch.stack(pairs))
         if drawn is None:
             note = (

@@ -21,7 +21,14 @@ from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, ScoringProblem
 from headprune.scoring._constant import ConstantWork
 from headprune.scoring._contexts import by_example, leaves
-from headprune.scoring._coupling import LOSSES, OUTPUTS, Slopes, coupled, noted, refuse_coupled
+from headprune.scoring._coupling import (
+    OUTPUTS,
+    coupled,
+    losses_are_coupled,
+    noted,
+    refuse_coupled,
+    remember_coupled_losses,
+)
 from headprune.scoring._distributions import (
     content_seeds,
     distributions,
@@ -30,7 +37,7 @@ from headprune.scoring._distributions import (
 )
 from headprune.scoring._factors import Factors
 from headprune.scoring._flat import refuse_flat
-from headprune.scoring._gradients import gradients_of, slopes_of
+from headprune.scoring._gates import Slopes, gradients_of, slopes_of
 from headprune.scoring._removal import removed
 
 CURVATURES = ("output", "logits", "loss")
@@ -137,11 +144,12 @@ class Surgeon(ConstantWork):
             )
             for number, first, batch in problem.share("slopes of contexts", into):
                 seen.drawn |= self._slopes(problem, number, batch, own, factors, first)
-                seen.coupled |= problem.shared.get(LOSSES, False)
+                seen.coupled |= losses_are_coupled(problem)
             return seen.parts()
 
         seen.join(problem.gathered("slopes of contexts", of_share))
-        problem.shared |= {LOSSES: True} if seen.coupled else {}
+        if seen.coupled:
+            remember_coupled_losses(problem)
         for f in factors.values():
             if problem.workers.size > 1:
                 f.join(problem.workers.exchanged(f.parts))  # one at a time: they may be large
@@ -198,7 +206,7 @@ class Surgeon(ConstantWork):
                     problem,
                     numbers,
                     self._by_example(problem, batch, numbers, contexts),
-                    key=OUTPUTS,
+                    numbers=OUTPUTS,
                 ):
                     refuse_coupled(problem, f"surgeon with curvature={own!r}", OUTPUTS)
                 seeds = content_seeds(problem.model, problem.given, self.seed)

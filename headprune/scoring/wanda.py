@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headprune.scoring._activations import (
     ActivationScorer,
+    ChannelMoments,
     Gathers,
-    Moments,
     output_weight,
     unit_columns,
 )
@@ -34,9 +34,9 @@ class Wanda(ActivationScorer):
 
     @property
     def gathers(self) -> Gathers:
-        return (Moments,)
+        return (ChannelMoments,)
 
-    def site_values(self, statistic: Moments, weights: Tensor) -> Tensor:
+    def site_values(self, statistic: ChannelMoments, weights: Tensor) -> Tensor:
         size = statistic.mean_square(weights).sqrt()
         channels = size * output_weight(statistic.bound).to(size).abs().mean(0)
         return torch.stack([channels[unit].sum() for unit in unit_columns(statistic.bound)])

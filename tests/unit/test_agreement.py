@@ -207,7 +207,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for k in (0, 12):
         with pytest.raises(InvalidValue, match="a count of units from 1 to 11"):
             hp.agreement(a, a, k=k)
-    with pytest.raises(InvalidValue, match="one name a score, 2, got 1"):
+    with pytest.raises(InvalidValue, match="one name per score, 2, got 1"):
         hp.agreement(a, a, names=["a"])
     with pytest.raises(InvalidValue, match="different from one another"):
         hp.agreement(a, a, names=["a", "a"])

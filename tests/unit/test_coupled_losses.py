@@ -24,13 +24,14 @@ from headprune.scoring import (
     Surgeon,
     Taylor,
     _coupling,
+    _gates,
     _gradients,
     gate_gradients,
     ggn_matrix,
     registry,
 )
 from headprune.scoring._base import ScoringProblem
-from headprune.scoring._coupling import LOSSES, NOTE
+from headprune.scoring._coupling import NOTE
 from tests.laws.support import Subject, subject_of
 
 SIZE = 12  # examples in a batch
@@ -424,11 +425,14 @@ def test_the_slow_way_gives_the_same(scorer: Any, monkeypatch: pytest.MonkeyPatc
     model, batches = Classifier(), data()
     fast = hp.score(model, batches, scorer, loss=own, progress=False)
     assert NOTE not in fast.notes
+
+    def always(problem: ScoringProblem, *_: Any, **__: Any) -> bool:
+        _coupling.remember_coupled_losses(problem)
+        return True
+
     for module in (_gradients, __import__(f"headprune.scoring.{fast.scorer}", fromlist=["x"])):
         if hasattr(module, "coupled"):
-            monkeypatch.setattr(
-                module, "coupled", lambda problem, *_, **__: problem.shared.setdefault(LOSSES, True)
-            )
+            monkeypatch.setattr(module, "coupled", always)
     slow = hp.score(model, batches, scorer, loss=own, progress=False)
     assert NOTE in slow.notes, "it ran"
     assert_close(values(slow), values(fast), rtol=1e-8, atol=1e-12)
@@ -468,10 +472,10 @@ def test_models_that_do_not_couple_take_two_backward_passes_more(
     for p in model.parameters():
         p.requires_grad_(False)
     found = _gradients.unit_gradients(problem)
-    assert problem.shared[LOSSES] is False
+    assert problem.shared.of(_coupling.Couplings).losses.is_coupled is False
     assert len(calls) == 2 + 1
     monkeypatch.setattr(_coupling, "coupled", lambda *_: False)
-    gates = _gradients.open_gates(problem, _gradients.gate_shapes(problem, batch))
+    gates = _gates.open_gates(problem, _gates.gate_shapes(problem, batch))
     with hp.gated(model, gates):
         summed = grad(read_logits(model, batch).sum(), list(gates.values()))
     size = len(found) // 2

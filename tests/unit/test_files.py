@@ -418,7 +418,7 @@ EXCEPTIONS = {
     "data/sources.py _local": "a cache of its own for datasets, thrown away",
     "run/subject.py save_base": "to a folder that staged gave",
     "sweep/tables.py _columns": "to a path that atomic_path gave",
-    "scoring/_resume_cache.py write": "to a path that atomic_path gave",
+    "scoring/_resume_cache.py _write": "to a path that atomic_path gave",
     "checkpoints/export.py export_onnx": "to a folder that staged gave",
     "checkpoints/building.py save_as": "to a folder that staged gave",
     "checkpoints/companions.py save": "to a folder that staged gave",

@@ -17,7 +17,7 @@ import headprune as hp
 from headprune.core import samples as samples_module
 from headprune.recovery import Lstsq
 from headprune.scoring import Fisher, Ggn, IntegratedGradients, Surgeon, Taylor, Taylor2
-from headprune.scoring._rows import Rows, collected
+from headprune.scoring._rows import SummarizedRows, collected
 from tests.laws.support import subject_of
 from tests.scripts import benchmark
 
@@ -104,7 +104,7 @@ def test_what_lstsq_keeps_changes_no_number() -> None:
 
 
 def test_no_rows_change_nothing() -> None:
-    rows, x = Rows(), torch.randn(3, 2, dtype=torch.float64)
+    rows, x = SummarizedRows(), torch.randn(3, 2, dtype=torch.float64)
     for part in (x[:0], x[:2], x[:0], x[2:]):
         rows.add(part)
     mean, error = rows.mean_and_error
@@ -165,7 +165,7 @@ def test_rows_keep_means_of_neighbours(sizes: list[int], monkeypatch: pytest.Mon
     monkeypatch.setattr(samples_module, "LIMIT", 8 * 2 * 4)  # 8 rows of 2 whole
     data = torch.randn(37, 2, dtype=torch.float64) + 100
     rows = collected(iter(data.split(sizes)))
-    assert isinstance(rows, Rows)
+    assert isinstance(rows, SummarizedRows)
     block = 37 // len(rows.samples)
     block = 1 << (block.bit_length() - 1)
     assert_close(

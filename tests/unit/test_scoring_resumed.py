@@ -250,7 +250,9 @@ def test_passes_that_are_short_are_kept_as_well(
             score(bert, Shapley(orders=40), batches, tmp_path / "many")
     finally:
         handle.remove()
-    kept = [len(_resume_cache._said(path) or ()) for path in tmp_path.rglob("rows-*.safetensors")]
+    kept = [
+        len(_resume_cache._metadata_of(path) or ()) for path in tmp_path.rglob("rows-*.safetensors")
+    ]
     assert len(kept) > 3
     assert sum(kept) > 3 * len(batches), "of many passes"
     now[0] = 0.0
@@ -368,24 +370,29 @@ class Total:
         self.total = found["total"]
 
 
-def passes(added: _resume_cache.Added, *marks: list[str], sums: Total) -> None:
+def passes(added: _resume_cache.ResumableSums, *marks: list[str], sums: Total) -> None:
     """Passes over batches that are told by these marks, each the digest of all batches up to it."""
     for of_pass in marks:
-        added.begin()
+        added.begin_pass()
         for number, mark in enumerate(of_pass):
             if not added.holds(number, mark):
                 sums.total = sums.total + 1
-                added.done(mark, lambda: None)
-        added.end(of_pass[-1], lambda: None)
+                added.batch_added(mark, lambda: None)
+        added.end_pass(of_pass[-1], lambda: None)
 
 
 def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -> None:
     sums = Total()
-    passes(_resume_cache.Shelf(tmp_path).added({"own": sums}), ["a", "ab"], ["a", "ab"], sums=sums)
+    passes(
+        _resume_cache.ResumeCache(tmp_path).sums({"own": sums}), ["a", "ab"], ["a", "ab"], sums=sums
+    )
     assert sums.total == 4
     again = Total()
     passes(
-        _resume_cache.Shelf(tmp_path).added({"own": again}), ["a", "ab"], ["a", "ab"], sums=again
+        _resume_cache.ResumeCache(tmp_path).sums({"own": again}),
+        ["a", "ab"],
+        ["a", "ab"],
+        sums=again,
     )
     assert again.total == 4, "nothing was added twice"
     for first, second in (
@@ -397,7 +404,9 @@ def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -
         with pytest.raises(
             InvalidValue, match=r"a folder with what these batches gave, in this order.*up to batch"
         ):
-            passes(_resume_cache.Shelf(tmp_path).added({"own": other}), first, second, sums=other)
+            passes(
+                _resume_cache.ResumeCache(tmp_path).sums({"own": other}), first, second, sums=other
+            )
 
 
 @pytest.mark.parametrize(
@@ -409,22 +418,22 @@ def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -
     ],
 )
 def test_sums_of_another_kind_are_refused(said: dict[str, Any], tmp_path: Path) -> None:
-    _resume_cache.Shelf(tmp_path).write(
+    _resume_cache.ResumeCache(tmp_path).write(
         tmp_path / "sums-1.safetensors", {"other/total": torch.zeros(1)}, said
     )
     with pytest.raises(
         InvalidValue,
         match=r"sums-1\.safetensors: must be sums of this call, got a file without them",
     ):
-        _resume_cache.Shelf(tmp_path).added({"own": Total()})
+        _resume_cache.ResumeCache(tmp_path).sums({"own": Total()})
 
 
 def test_rows_of_which_nothing_is_said_are_made_again(tmp_path: Path) -> None:
     said = {"1/0": [], "1/1": "ab", "1/2": ["abc"]}
     rows = {name: torch.ones(1, 2) for name in said}
-    _resume_cache.Shelf(tmp_path).write(tmp_path / "rows-000001.safetensors", rows, said)
+    _resume_cache.ResumeCache(tmp_path).write(tmp_path / "rows-000001.safetensors", rows, said)
     asked: list[int] = []
-    kept = _resume_cache.Shelf(tmp_path).rows(
+    kept = _resume_cache.ResumeCache(tmp_path).rows(
         lambda number, batch: (asked.append(number), torch.zeros(1, 2))[1]
     )
     found = [

@@ -19,7 +19,7 @@ from headprune.model.losses import default_loss
 from headprune.model.sites import bind
 from headprune.scoring import LeaveOneOut, Shapley, Taylor, registry
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
-from headprune.scoring._rows import Moments
+from headprune.scoring._rows import PairedMoments
 from headprune.scoring._stopping import Stable, lowest, read_until
 from headprune.scoring._stopping import settled as settled_by
 from tests.laws.support import as_double, subject_of
@@ -58,7 +58,7 @@ def stopped(data: Tensor, until: Stable, size: int = 10) -> Estimate:
 
 
 def settled(data: Tensor, k: int, error: float, rare: float = 0.02) -> bool:
-    seen = Moments()
+    seen = PairedMoments()
     seen.add(data)
     return settled_by(seen, k, error, rare)
 
@@ -289,7 +289,7 @@ def test_batches_for_which_there_is_no_room_are_refused_in_words(
 
 @pytest.mark.parametrize("sizes", [[1] * 50, [7, 23, 20], [50]])
 def test_moments_are_those_of_all_rows(sizes: list[int]) -> None:
-    data, seen = torch.randn(50, 3, dtype=torch.float64) + 100, Moments()
+    data, seen = torch.randn(50, 3, dtype=torch.float64) + 100, PairedMoments()
     for part in data.split(sizes):
         seen.add(part)
     assert seen.count == 50
@@ -406,7 +406,7 @@ def test_several_scorers_stop_together() -> None:
         ("magnitude", "'magnitude': it uses no data"),
         (
             Taylor(reduce="batch", block=4),
-            "'taylor': its score is no mean of one number an example",
+            "'taylor': its score is no mean of one number per example",
         ),
         (
             Taylor(normalize="l2"),

@@ -15,8 +15,8 @@ from headprune.model.fingerprint import fingerprint, sampled_bytes
 from headprune.model.transfers import copies, in_main_memory, sent
 from headprune.recovery._distillation import _variance
 from headprune.scoring._activations import by_block
+from headprune.scoring._checks import DeferredChecks
 from headprune.scoring._inverse import inverted
-from headprune.scoring._later import Later
 from tests.pretended_cuda import CPU, CUDA, PretendedCuda
 
 
@@ -91,18 +91,18 @@ def test_blocks_of_examples_are_those_of_their_numbers() -> None:
 
 
 def test_what_is_refused_later_is_the_first_that_failed() -> None:
-    later = Later()
-    later.check()
+    checks = DeferredChecks()
+    checks.run()
 
     def error(what: str) -> Any:
         return lambda place: ValueError(f"{what} at {place}")
 
-    later.refuse("a", torch.tensor([False, False]), error("a"))
-    later.refuse("b", torch.tensor([[False, False], [True, True]]), error("b"))
-    later.refuse("b", torch.tensor([True]), error("b again"))
+    checks.refuse("a", torch.tensor([False, False]), error("a"))
+    checks.refuse("b", torch.tensor([[False, False], [True, True]]), error("b"))
+    checks.refuse("b", torch.tensor([True]), error("b again"))
     with pytest.raises(ValueError, match=r"^b at 2$"):
-        later.check()
-    later.check()  # what was read is gone
+        checks.run()
+    checks.run()  # what was read is gone
 
 
 def test_what_a_gpu_computes_another_way_is_the_same() -> None:
