@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.model.exposed import exposed
-from headprune.model.padding import Told, inputs_of, query_mask
+from headprune.model.padding import PaddingInfo, inputs_of, query_mask
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
@@ -41,9 +41,9 @@ def reading(
     """
 
     def seen(number: int, x: Tensor) -> None:
-        b, told = bound[number], inputs.now
-        x = rows_of(b, x.detach(), told.batch)
-        take(number, x, counted(model, b, x, told))
+        b, info = bound[number], inputs.now
+        x = rows_of(b, x.detach(), info.batch)
+        take(number, x, counted(model, b, x, info))
 
     with inputs_of(model, bound) as inputs, watched(bound, seen):
         yield inputs.begin
@@ -78,13 +78,13 @@ def watched(
         yield
 
 
-def counted(model: nn.Module, b: BoundSite, rows: Tensor, told: Told) -> Tensor | None:
+def counted(model: nn.Module, b: BoundSite, rows: Tensor, info: PaddingInfo) -> Tensor | None:
     """``[rows, tokens]``: True where a token of ``rows_of`` is no padding; None where nothing is
     known."""
     return (
         None
         if b.layout.windows
-        else query_mask(model, b.site.kind, told, (rows.shape[0], rows.shape[1]))
+        else query_mask(model, b.site.kind, info, (rows.shape[0], rows.shape[1]))
     )
 
 

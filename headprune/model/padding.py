@@ -30,7 +30,7 @@ _KEPT = 4  # masks that are remembered: layers share one or two
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class PaddingInfo:
     """What tells the padding of a call: the batch, and what attention hid.
 
     Args:
@@ -46,7 +46,7 @@ class Told:
     keys: tuple[Visible, ...] = ()
 
 
-def query_mask(model: nn.Module, kind: Kind, told: Any, shape: tuple[int, int]) -> Tensor | None:
+def query_mask(model: nn.Module, kind: Kind, info: Any, shape: tuple[int, int]) -> Tensor | None:
     """``[batch, queries]``: True where a query is no padding; None where nothing tells, or nothing
     is hidden.
 
@@ -59,23 +59,25 @@ def query_mask(model: nn.Module, kind: Kind, told: Any, shape: tuple[int, int]) 
     Args:
         model: Says whether there is a decoder.
         kind: What the queries are.
-        told: What was told, or the batch alone.
+        info: The padding information, or the batch alone.
         shape: ``(batch, queries)``.
     """
-    told = told if isinstance(told, Told) else Told(told)
-    said, (_, seen) = _said(model, kind, told, shape), unhidden(told.stream, shape)
+    info = info if isinstance(info, PaddingInfo) else PaddingInfo(info)
+    said, (_, seen) = _mask_of_batch(model, kind, info, shape), unhidden(info.stream, shape)
     if said is None or seen is None:
         return seen if said is None else said
     return said & seen.to(said.device)
 
 
-def _said(model: nn.Module, kind: Kind, told: Told, shape: tuple[int, int]) -> Tensor | None:
+def _mask_of_batch(
+    model: nn.Module, kind: Kind, info: PaddingInfo, shape: tuple[int, int]
+) -> Tensor | None:
     """What the batch says of queries."""
-    batch = told.batch
+    batch = info.batch
     if not isinstance(batch, Mapping):
         return None
     if kind == "self" or not is_encoder_decoder(model):
-        return token_mask(batch, shape) if told.here else None
+        return token_mask(batch, shape) if info.here else None
     mask, labels, own = batch.get(_MASK), batch.get("labels"), batch.get("decoder_input_ids")
     if isinstance(labels, Tensor) and labels.ndim == 2:
         mask = labels != -100
@@ -85,15 +87,15 @@ def _said(model: nn.Module, kind: Kind, told: Told, shape: tuple[int, int]) -> T
     return token_mask({_MASK: mask}, shape)
 
 
-def key_mask(told: Any, shape: tuple[int, int]) -> Tensor | None:
+def key_mask(info: Any, shape: tuple[int, int]) -> Tensor | None:
     """``[batch, keys]`` of another sequence: True where a key is no padding; None where nothing is
     hidden.
 
     By what attention hid, where it was seen to run; else by ``attention_mask``.
     """
-    told = told if isinstance(told, Told) else Told(told)
-    seen, mask = unhidden(told.keys, shape)
-    return mask if seen else token_mask(told.batch, shape)
+    info = info if isinstance(info, PaddingInfo) else PaddingInfo(info)
+    seen, mask = unhidden(info.keys, shape)
+    return mask if seen else token_mask(info.batch, shape)
 
 
 def output_mask(model: nn.Module, batch: Any, shape: tuple[int, int]) -> Tensor | None:
@@ -105,7 +107,7 @@ def output_mask(model: nn.Module, batch: Any, shape: tuple[int, int]) -> Tensor 
     """
     mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
     frames = getattr(unwrap(model), "_get_feature_vector_attention_mask", None)
-    found = _said(model, "causal", Told(batch), shape)
+    found = _mask_of_batch(model, "causal", PaddingInfo(batch), shape)
     if (
         found is not None
         or frames is None
@@ -145,11 +147,11 @@ class Inputs:
         self._watch.forget()
 
     @property
-    def now(self) -> Told:
+    def now(self) -> PaddingInfo:
         """As of the attention that runs, or ran last."""
         same = _same_layer if self._kinds.get(self._last) == "cross" else _same_stack
         streams = (found.visible for name, found in self._found.items() if same(name, self._last))
-        return Told(
+        return PaddingInfo(
             self._batch, self._here, next(filter(None, streams), ()), self._watch.found.visible
         )
 

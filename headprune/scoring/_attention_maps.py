@@ -15,7 +15,7 @@ from headprune.maps.attention_maps import AttentionMaps, SiteMaps
 from headprune.model.inside import bare
 from headprune.model.losses import default_loss, is_encoder_decoder
 from headprune.model.mistakes import explained_one
-from headprune.model.padding import Told
+from headprune.model.padding import PaddingInfo
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring._activations import run
@@ -78,7 +78,7 @@ def attention_maps(
 
 
 def _site(
-    model: nn.Module, b: BoundSite, runs: list[Tensor], given: list[Told], size: int
+    model: nn.Module, b: BoundSite, runs: list[Tensor], given: list[PaddingInfo], size: int
 ) -> SiteMaps:
     weights = by_example(b, checked_runs(b, runs)[0], size).cpu().float()
     masks = (mask.cpu() for mask in visible(model, b, given[0], (size, *weights.shape[2:])))
