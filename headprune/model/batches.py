@@ -80,6 +80,7 @@ class Batches:
 
     def again(self) -> bool:
         """Whether another pass has batches."""
+        # To look would start the only pass.
         if self.only_once and self._begun is None:
             return False
         try:

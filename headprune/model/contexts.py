@@ -70,6 +70,7 @@ def watched(
         return None if x is None else (x, *args[1:])
 
     def after_module(number: int, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        # Attention often returns (output, attention weights).
         if isinstance(out, Tensor):
             return see(number, out)
         x = see(number, out[0])
@@ -94,7 +95,7 @@ def counted(model: nn.Module, b: BoundSite, rows: Tensor, info: PaddingInfo) -> 
     Returns:
         ``[rows, tokens]``: True where a token is no padding; None where nothing is known.
     """
-    if b.layout.windows:
+    if b.layout.windows:  # windows of an image have no padding that a batch shows
         return None
     return query_mask(model, b.site.kind, info, (rows.shape[0], rows.shape[1]))
 
@@ -106,7 +107,9 @@ def tokens_first(b: BoundSite) -> bool:
 
 def wide(x: Tensor) -> torch.dtype:
     """The dtype for sums."""
-    return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
+    if x.device.type == "mps":  # has no float64
+        return torch.float32
+    return torch.float64
 
 
 def rows_of(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
@@ -114,11 +117,13 @@ def rows_of(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
     if not b.layout.gate:
         x = _of_present_heads(b.module, x)
     if x.ndim == 2:
-        one_token_per_example = len(x) == batch_size(batch)
-        return x.unsqueeze(1 if one_token_per_example else 0)
+        if len(x) == batch_size(batch):  # [batch, width]: one token per example
+            return x.unsqueeze(1)
+        return x.unsqueeze(0)  # [tokens, width]: one example
     if x.ndim == 3:
+        # [tokens, batch, width] or [batch, tokens, width]
         return x.transpose(0, 1) if b.layout.batch_axis == 1 else x
-    return x.flatten(1, -2)
+    return x.flatten(1, -2)  # several axes of tokens, as of images
 
 
 def _of_present_heads(module: nn.Module, out: Tensor) -> Tensor:
@@ -130,5 +135,6 @@ def _of_present_heads(module: nn.Module, out: Tensor) -> Tensor:
     if state is None:
         return out
     index = sent(state.heads, out.device)
+    # [..., heads of the uncut module, width]
     by_head: Tensor = out.unflatten(-1, (state.n_query_heads, -1))
     return by_head.index_select(-2, index).flatten(-2)

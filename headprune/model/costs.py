@@ -123,7 +123,7 @@ class _Recorder:
         with ExitStack() as stack:
             for site in sites:
                 values = _value_weights(site)
-                count = partial(self._count_attention, site, [base_of(v) for v in values])
+                count = partial(self._count_attention, site, list(map(base_of, values)))
                 stack.callback(site.gate.register_forward_pre_hook(count).remove)
                 # Without a layer for the values, only the call shows how many keys there are.
                 if all(isinstance(value, Tensor) for value in values):
@@ -141,7 +141,7 @@ class _Recorder:
         """What was counted; the longest site, or else the longest layer, gives the length."""
         length = max(self._lengths, default=0)
         if not length:
-            length = max((max(numbers) for numbers in self.rows.values()), default=1)
+            length = max(map(max, self.rows.values()), default=1)
         return _PassCounts(length, self.rows, self.keys, self.pairs)
 
     def _count_linear(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -221,6 +221,7 @@ def measure_costs(
     Returns:
         The whole model's cost and the cost of each unit of ``bound``.
     """
+    # The totals need the attention of the whole model, not only of these sites.
     sites = [*bound, *_other_sites(model, bound)]
     batch = to_device(batch, device_of(model))
 
@@ -345,7 +346,7 @@ def _per_head_macs(bound: BoundSite, n_heads: int, counts: _PassCounts) -> _Coun
     total = _Count()
     for path in bound.layout.per_head:
         layer = lookup(bound.module, path)
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, nn.Linear):  # a norm counts nothing
             rows = [n // len(bound.site.heads) for n in counts.rows.get(id(layer), [])]
             total += _count_of(rows, counts.length).times(n_heads * layer.weight.numel())
     return total
@@ -372,7 +373,7 @@ def _slab_cost(
         return _module_list_cost(target, positions, counts)
     n_rows = len(kept_rows(bound.site.geometry, slab.units, slab.packing, positions, groups))
     length = slab_length(bound.module, slab)
-    if isinstance(target, Tensor):
+    if isinstance(target, Tensor):  # a table: element-wise, so without multiply-adds
         return n_rows * target.numel() // length, _Count()
 
     params, macs = 0, _Count()
@@ -395,7 +396,7 @@ def _module_list_cost(
     for position in positions:
         for parameter in modules[position].parameters():
             params += parameter.numel()
-            if parameter.ndim == 2:
+            if parameter.ndim == 2:  # a weight of a linear layer, not a bias or a norm
                 n_weights += parameter.numel()
     return params, counts.rows_of(modules[positions[0]]).times(n_weights)
 

@@ -45,6 +45,7 @@ from headprune.model.refusals import check_cut
 from headprune.model.sites import BoundSite, lookup, unwrap
 from headprune.model.transfers import copies, sent
 
+#: Attributes of every module: parameters, buffers, children, hooks ...
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
 
@@ -104,6 +105,7 @@ class Undo:
             # Tensors, children and hooks lie in mappings of torch's own, to which handles refer.
             inside = {name: copy(value) for name, value in held.items() if name in _KEPT_BY_TORCH}
             self.modules.append((part, type(part), held, inside))
+        # Flags and gradients belong to parameters, which are shared, not copied.
         self.parameters += [(p, p.requires_grad, p.grad) for p in module.parameters()]
 
     def keep(self, *tensors: Tensor) -> None:
@@ -237,8 +239,7 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
             cut, a site that must keep a head, or what ``check_cut`` refuses.
     """
     # 1. Compute everything that is new; nothing changes yet.
-    sites, cuts = _planned(bound, mask)
-    check_cut(model, [(c.bound, c.slab.path) for c in cuts])
+    sites, cuts = _planned(model, bound, mask)
     new_tensors = _new_tensors(model, cuts)
     shortened = list(_shortened(cuts))
     shortenings = list(_offloaded_shortenings(shortened))
@@ -282,6 +283,7 @@ def _finish_site(model: nn.Module, cut: _SiteCut) -> None:
 
 def _empty(b: BoundSite) -> None:
     """Make a cut module run without heads."""
+    # The layout knows how, or the package's own forward stands in for the module's.
     if callable(b.layout.empty):
         b.layout.empty(b.module)
         if b.layout.gate:
@@ -351,8 +353,7 @@ def kept_rows_of(
     Raises:
         UnsupportedModel: as ``cut_``; also for heads that are modules of a list.
     """
-    _, cuts = _planned(bound, mask)
-    check_cut(model, [(c.bound, c.slab.path) for c in cuts])
+    _, cuts = _planned(model, bound, mask)
     names = {id(module): name for name, module in unwrap(model).named_modules()}
     kept = {}
     for cut in cuts:
@@ -363,14 +364,16 @@ def kept_rows_of(
     return kept
 
 
-def _planned(bound: Iterable[BoundSite], mask: HeadMask) -> tuple[list[_SiteCut], list[_Cut]]:
-    """The sites that change, and every slab that is cut."""
+def _planned(
+    model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask
+) -> tuple[list[_SiteCut], list[_Cut]]:
+    """The sites that change, and every slab that is cut; raises what ``check_cut`` refuses."""
     sites: list[_SiteCut] = []
     cuts: list[_Cut] = []
     for b in bound:
         kept = mask.kept(b.site.name)
         heads = b.site.check(head for head in b.site.heads if head in kept)
-        if heads == b.site.heads:
+        if heads == b.site.heads:  # nothing to remove
             continue
         if GATES_ATTRIBUTE in b.gate.__dict__:
             hint = "Leave the hp.gated block first: its gates are for the heads that are there now."
@@ -382,6 +385,7 @@ def _planned(bound: Iterable[BoundSite], mask: HeadMask) -> tuple[list[_SiteCut]
         positions = [b.site.heads.index(head) for head in heads]
         sites.append(_SiteCut(b, heads, before.keep(positions)))
         cuts += [_Cut(b, slab, _rows(slab, before, positions)) for slab in b.slabs]
+    check_cut(model, [(cut.bound, cut.slab.path) for cut in cuts])
     return sites, cuts
 
 
@@ -425,6 +429,7 @@ def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, di
     for cut in cuts:
         for owner, tensors in cut.tensors():
             _, planned = plan.setdefault(id(owner), (owner, {}))
+            # A tensor that two slabs cut: which rows are kept would depend on the order.
             if not planned.keys().isdisjoint(tensors):
                 must, got = "a projection of its own", "one shared with another slab"
                 hint = "Untie the projections first, for example by a deep copy of one."
@@ -481,6 +486,7 @@ def _check_shared(model: nn.Module, by_old: dict[int, _NewParameter]) -> None:
 
 def _install(owner: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put new tensors into a module: a linear layer, parameters, buffers or attributes."""
+    # A linear layer also counts its features, so it installs its tensors itself.
     if "weight" in tensors and (isinstance(owner, nn.Linear) or is_conv1d(owner)):
         replace_features_(owner, tensors)
         return
@@ -506,7 +512,7 @@ def _record(cut: _SiteCut) -> None:
     }
     # Functions of the layout read widths off the uncut module, so the widths are recorded.
     widths = None
-    if any(callable(width) for width in (layout.head_dim, layout.value_dim, layout.key_dim)):
+    if any(map(callable, (layout.head_dim, layout.value_dim, layout.key_dim))):
         widths = (site.head_dim, site.value_dim, site.key_dim)
     state = HeadState(site.n_query_heads, site.n_kv_heads, cut.heads, widths, site.layout)
     for path, count in layout.counts:

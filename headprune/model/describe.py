@@ -7,6 +7,7 @@ from typing import Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
 
+#: What a count attribute of a module counts.
 _COUNTS = {
     "n_query_heads": "query heads",
     "n_kv_heads": "key/value heads",
@@ -14,6 +15,7 @@ _COUNTS = {
     "query_width": "width of all queries",
     "value_width": "width of all values",
 }
+#: What is on the axis of a slab.
 _UNITS = {
     "query": "queries",
     "gated_query": "queries and their gates",
@@ -23,6 +25,7 @@ _UNITS = {
     "head": "one number a head",
     "kv_head": "one number a key/value head",
 }
+#: The axis of a slab; other axes are numbers.
 _AXES = {"out": "rows of ", "in": "columns of ", "list": "modules of "}
 
 
@@ -34,8 +37,10 @@ def slab_words(slab: HeadSlab) -> str:
     """
     axis = _AXES.get(str(slab.axis), f"axis {slab.axis} of ")
     packing = ""
-    if len(slab.units) > 1:
-        packing = "; head by head" if slab.packing == "grouped" else "; one after the other"
+    if len(slab.units) > 1:  # several kinds of units on one axis: in which order
+        packing = "; one after the other"
+        if slab.packing == "grouped":
+            packing = "; head by head"
     units = ", ".join(_UNITS[unit] for unit in slab.units)
     condition = " where there is one" if slab.optional else ""
     return f"{axis}`{slab.path}` ({units}{packing}){condition}"
@@ -64,6 +69,7 @@ def patch_words(layout: AttentionLayout) -> list[str]:
 
 def _first_paragraph(documented: Any) -> str:
     """The first paragraph of a docstring, on one line; else the name."""
+    # The function inside a functools.partial has the docstring.
     text = inspect.getdoc(getattr(documented, "func", documented))
     if not text:
         text = str(getattr(documented, "__name__", ""))

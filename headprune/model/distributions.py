@@ -46,6 +46,7 @@ class Distributions:
 
     def numbers(self) -> Tensor:
         """A weighted sum ``[batch]`` of each example's counted logits, each weight different."""
+        # [batch, positions, 1]; cosines of different numbers are all different
         counted = sent(self.counted, self.logits.device).unsqueeze(-1)
         logits = self.logits.masked_fill(~counted, 0).flatten(1)
         weights = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).cos()
@@ -53,6 +54,7 @@ class Distributions:
 
     def logits_counted(self) -> Tensor:
         """The logits ``[counted positions, classes]`` that count, example after example."""
+        # The mask is on the CPU, so nothing waits for the numbers of positions.
         examples, positions = self.counted.nonzero(as_tuple=True)
         device = self.logits.device
         return self.logits[sent(examples, device), sent(positions, device)]
@@ -101,7 +103,10 @@ def distributions_of(
     """Read a model's output for a batch; see ``distributions``."""
     mapping = batch if isinstance(batch, Mapping) else {}
     if isinstance(output, Mapping) and "start_logits" in output:
-        name = "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"
+        # Encoder-decoders search the answer in the decoder's tokens.
+        name = "attention_mask"
+        if is_encoder_decoder(model):
+            name = "decoder_attention_mask"
         ends = torch.stack([output["start_logits"], output["end_logits"]], 1)
         return _of_ends(ends, mapping.get(name))
     logits = _logits_of(output, where)
@@ -124,13 +129,14 @@ def _logits_of(output: Any, where: str) -> Tensor:
         raise InvalidValue(place, must, f"a {type(output).__name__}", hint)
     if logits.ndim not in (2, 3) or not logits.is_floating_point():
         raise InvalidValue(place, must, f"a tensor {list(logits.shape)}", hint)
-    narrow = logits.dtype in (torch.float16, torch.bfloat16)
-    return logits.float() if narrow else logits
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return logits
 
 
 def _of_examples(model: nn.Module, logits: Tensor, labels: Any) -> Distributions:
     """One distribution per example, from logits ``[batch, classes]``."""
-    if not isinstance(labels, Tensor):
+    if not isinstance(labels, Tensor):  # whole numbers: a single label if the model does not say
         labels = torch.zeros(0, dtype=torch.long)
     kind = problem_type(model, labels, logits)
     counted = torch.ones(len(logits), 1, dtype=torch.bool)
@@ -177,6 +183,7 @@ def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
     """
     mapping = batch if isinstance(batch, Mapping) else {}
     mask = mapping.get("attention_mask")
+    # Padding depends on the batch, and a seed must not.
     unpadded = unmasked(mask.cpu()) if isinstance(mask, Tensor) else None
     parts = [part.detach().cpu() for part in _contents(model, batch)]
     seeds = []
@@ -187,6 +194,7 @@ def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
             if unpadded is not None and part.shape[:2] == unpadded.shape:
                 row = row[unpadded[example]]
             digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        # Generators take seeds below 2 ** 63.
         seeds.append(int.from_bytes(digest.digest(), "little") % 2**63)
     return seeds
 

@@ -146,6 +146,7 @@ def check_plan(
         there = f"{have[first]} heads there" if first in have else "one without such a site"
         got = f"{there} ({len(differing)} of {len(names)} sites differ)"
         raise PlanMismatch("plan", must, got, hint)
+    # A mask, or a plan made by hand, knows no model.
     if not isinstance(plan, PruningPlan) or plan.model is None:
         return []
     here = fingerprint(model, sites, sampled)

@@ -37,13 +37,18 @@ def judged(model: nn.Module, loss: Loss | None, batch: Any, asked: bool = True) 
     """
     if loss is not None and not is_default(loss):
         note = difference_in_training(model, lambda: _outputs(model, loss, batch), "output")
-        return Judged(loss, (note,) if note else ())
+        return _with_note(loss, (), note)
+    # To compare with the model's own loss costs a pass.
     reading = reading_of(model, batch) if asked else Reading(reads_next(model))
     if reading.refusal is None and has_labels(batch):
         note = difference_in_training(model, lambda: [reading(model, batch)], "loss")
     else:
         note = difference_in_training(model, lambda: _outputs(model, None, batch), "output")
-    return Judged(reading, (*reading.notes, note) if note else reading.notes)
+    return _with_note(reading, reading.notes, note)
+
+
+def _with_note(loss: Loss, notes: tuple[str, ...], note: str) -> Judged:
+    return Judged(loss, (*notes, note)) if note else Judged(loss, notes)
 
 
 def _outputs(model: nn.Module, loss: Loss | None, batch: Any) -> list[Tensor]:
@@ -69,7 +74,7 @@ class Judge:
 
     def __init__(self, loss: Loss | None) -> None:
         self._given = loss
-        self._judged: Judged | None = None
+        self._judged: Judged | None = None  # until the check
 
     def look(self, model: nn.Module, batch: Any) -> None:
         """Check it on a batch, unless it was checked before.
@@ -81,6 +86,7 @@ class Judge:
         """
         if self._judged is None:
             self._judged = judged(model, self._given, batch)
+            # The default loss refuses here, before any work is done.
             if isinstance(self._judged.loss, Reading):
                 self._judged.loss.check()
 

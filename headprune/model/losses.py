@@ -79,6 +79,7 @@ def _has_unshifted_loss(model: nn.Module) -> bool:
 
 def _loss_name(model: nn.Module) -> str:
     """The loss that Transformers chose for a model by its class; empty for other models."""
+    # Transformers finds it by a part of the class's name.
     kind = getattr(model, "loss_type", None)
     if not isinstance(kind, str):
         return ""
@@ -168,7 +169,7 @@ def losses_of(
     Returns:
         Losses ``[batch]``.
     """
-    if "start_positions" in batch:
+    if "start_positions" in batch:  # extractive question answering
         starts, ends = output["start_logits"], output["end_logits"]  # [batch, tokens]
         mask = token_mask(batch, (starts.shape[0], starts.shape[1]))
         of_starts = _position_losses(_wide(starts), batch["start_positions"], mask)
@@ -187,6 +188,7 @@ def logits_of(output: Any) -> Tensor:
     Raises:
         InvalidValue: an output without logits ``[batch, classes]`` or ``[batch, tokens, classes]``.
     """
+    # Transformers' outputs are mappings; other models may return the logits themselves.
     logits = output.get("logits") if isinstance(output, Mapping) else output
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
         got = type(logits if isinstance(output, Mapping) else output).__name__
@@ -242,6 +244,7 @@ def problem_type(model: nn.Module, labels: Tensor, logits: Tensor) -> str:
         return str(given)
     if logits.shape[-1] == 1:
         return "regression"
+    # Transformers decides by the dtype of the labels, too.
     if labels.is_floating_point():
         return "multi_label_classification"
     return "single_label_classification"
@@ -277,6 +280,7 @@ def _position_losses(logits: Tensor, positions: Tensor, mask: Tensor | None) -> 
     length = logits.shape[1]
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
+    # The number of tokens itself is the class to ignore.
     positions = positions.reshape(len(logits)).clamp(0, length)
     return functional.cross_entropy(logits, positions, reduction="none", ignore_index=length)
 

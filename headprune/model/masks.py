@@ -39,6 +39,7 @@ def visible(pairs: Tensor) -> Tensor:
         seen = seen.flatten(1, -2).any(1)  # [rows, keys]
     if n_queries not in (1, n_keys):
         return seen
+    # Which query may see itself; with a single row of queries, any key stands for itself.
     itself = pairs if n_queries == 1 else pairs.diagonal(dim1=-2, dim2=-1)
     keys: Tensor = seen | ~itself.flatten(1).any(1, keepdim=True)
     return keys
@@ -57,9 +58,9 @@ def unmasked(mask: Any) -> Tensor | None:
     """
     if not isinstance(mask, Tensor) or not 2 <= mask.ndim <= 4:
         return None
-    if mask.ndim == 2:
-        return mask.bool()
-    return visible(mask > HIDDEN if mask.is_floating_point() else mask.bool())
+    if mask.ndim > 2 and mask.is_floating_point():  # added to the scores
+        return visible(mask > HIDDEN)
+    return mask.bool() if mask.ndim == 2 else visible(mask.bool())
 
 
 def token_mask(batch: Any, shape: tuple[int, int]) -> Tensor | None:
@@ -102,7 +103,9 @@ def unhidden(visibles: Sequence[Visible], shape: tuple[int, int]) -> tuple[bool,
             by_row = keys.expand(n_rows, -1)
         else:  # [rows * heads, keys]: what any head may see
             by_row = keys.reshape(n_rows, -1, n_keys).any(1)
-        combined = by_row if combined is None else combined & by_row
+        if combined is not None:
+            by_row = by_row & combined
+        combined = by_row
     # To read the numbers of an accelerator would wait for it.
     if combined is not None and combined.device.type == "cpu" and bool(combined.all()):
         return fits, None

@@ -56,6 +56,7 @@ def matched_geometry(layout: AttentionLayout, module: nn.Module) -> HeadGeometry
 
 def _wrong_parts(layout: AttentionLayout, module: nn.Module) -> str | None:
     """Why a module's parts do not match a layout; None when they do."""
+    # Two layouts may match the same parts; a cut decides for one.
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
     if state is not None and state.layout not in (None, layout.name):
         return f"it was cut as one of layout {state.layout!r}"
@@ -100,6 +101,7 @@ def _wrong_parameters(layout: AttentionLayout, module: nn.Module, now: HeadGeome
 
 def _is_of_one_head(module: nn.Module, name: str, head_dim: int) -> bool:
     """Whether a parameter is a norm's of one head's width, or of a linear layer per head."""
+    # A norm or a linear layer that sees one head at a time works for any number of heads.
     owner = module.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.Linear):
         return owner.in_features == head_dim
@@ -131,6 +133,7 @@ def slab_length(module: nn.Module, slab: HeadSlab) -> int:
     if not isinstance(slab.axis, str):
         raise InvalidValue(where, "'in' or 'out', because it is a projection", repr(slab.axis))
     target = base_of(target)
+    # Packed weights of quantised layers do not have a row per feature.
     weight = getattr(target, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         where = f"{type(module).__name__}.{slab.path}"
@@ -176,6 +179,7 @@ def _sharing(layout: AttentionLayout, n_query: int, n_kv: int) -> tuple[int, ...
 def widths(layout: AttentionLayout, module: nn.Module) -> tuple[int, int, int | None]:
     """Read the widths of a query, a value and (where it differs from a query's) a key."""
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
+    # Functions read widths off the uncut module, so a cut records them.
     if state is not None and state.widths is not None:
         return state.widths
     head_dim = _width(layout, module, layout.head_dim)

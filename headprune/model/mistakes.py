@@ -100,6 +100,7 @@ def _numbered(model: nn.Module, batch: Any, where: str, error: InvalidValue) -> 
 
 def _explanation(model: nn.Module, batch: Any, where: str, error: Exception) -> InvalidValue | None:
     """The first explanation that fits an error; None where none does."""
+    # PyTorch has one class for most errors, so the text has to decide.
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):  # callers may catch it and take smaller batches
         return None
@@ -182,6 +183,7 @@ def _beyond_positions(model: nn.Module, batch: Any, where: str, text: str) -> In
     sizes = _UNEQUAL.search(text)
     if sizes is None:
         return None
+    # Which of the two is the table's length is not in the text.
     limit, length = sorted(map(int, sizes.groups()))
     tables = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -233,6 +235,7 @@ def _wrong_arguments(
         return None
     called = bare(model)
     must = f"what {type(called).__name__}.forward takes"
+    # By position, names cannot help.
     if isinstance(batch, (tuple, list)):
         got = f"a {type(batch).__name__} of {len(batch)}: {text}"
         return InvalidValue(where, f"{must} by position", got, _as_mapping(model))

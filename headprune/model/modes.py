@@ -133,6 +133,7 @@ def _as_in_training(model: nn.Module) -> Iterator[None]:
 
     Attributes and buffers are restored.
     """
+    # Shallow copies: a forward may set attributes and write into buffers.
     before = [(m, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
     contents = [(b, b.clone(), b._version) for b in model.buffers() if not b.is_inference()]
     try:
@@ -149,7 +150,7 @@ def _as_in_training(model: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         for buffer, content, version in contents:
-            if buffer._version != version:
+            if buffer._version != version:  # written into
                 buffer.copy_(content)
 
 

@@ -56,8 +56,9 @@ def _has_roles(module: nn.Module) -> bool:
     for name, part in (*module._modules.items(), *module._parameters.items()):
         if part is not None and _has_matrix(part):
             names.append(name)
-    if any(_ALL_THREE.search(name) for name in names):
+    if _matching(names, _ALL_THREE):
         return True
+    # Two projections, one of queries and one of keys and values together.
     queries = _matching(names, _QUERIES)
     if queries and _matching(names, _KEYS_VALUES) - queries:
         return True
@@ -148,6 +149,7 @@ def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str
     the fewest parts that must be absent.
     """
     best = max((_match(module, layout) for layout in layouts), key=lambda match: match.order)
+    # With less than half of it, to name the layout would mislead.
     if best.share <= 0.5 or best.n_slabs <= len(best.slabs) / 2:
         parts = [name for name, part in module.named_children() if _has_parameters(part)]
         return f"near to no layout, made of {', '.join(parts) or 'parameters alone'}"
@@ -175,6 +177,7 @@ def unmatched_attention(
     for name, module in attention_like(model):
         if name in taken or name in around or name.startswith(inside):
             continue
+        # A layout takes it, so the caller left it out on purpose.
         if any(reason_against(layout, module) is None for layout in layouts):
             continue
         reason = closest_reason(module, layouts)

@@ -110,7 +110,7 @@ def _changes_nothing(
     function: FunctionType, named: Mapping[str, Any], part: Any, seen: set[Any]
 ) -> bool:
     """Check a function, the functions inside it, and once each those that it calls."""
-    this = (function, *[id(value) for value in named.values()])
+    this = (function, *map(id, named.values()))
     if this in seen:
         return True
     seen.add(this)
@@ -224,9 +224,9 @@ class _CodeReader:
                 # Every store belongs to an operator in place: n += 1.
                 if len(stores) != len(in_place):
                     return False
-                stores_are_own = all(self._is_counter(i) for i in in_place)
+                stores_are_own = all(map(self._is_counter, in_place))
             else:
-                stores_are_own = all(self._stores_own(i) for i in stores)
+                stores_are_own = all(map(self._stores_own, stores))
             return stores_are_own and all(self._harmless_steps())
         except _Unknown:
             return False

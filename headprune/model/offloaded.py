@@ -24,6 +24,7 @@ def offloaders(module: nn.Module) -> list[Any]:
     There are several if the module is in several places.
     """
     hook: Any = getattr(module, "_hf_hook", None)
+    # A SequentialHook has several.
     hooks: tuple[Any, ...] = getattr(hook, "hooks", (hook,))
     return [h for h in hooks if getattr(h, "offload", False) and h.weights_map is not None]
 
@@ -58,6 +59,7 @@ class OffloadedTensor:
 
     def read(self) -> Tensor:
         """Its numbers, as the module gets them; they may be accelerate's own, not a copy."""
+        # Of several hooks the last one fetches what the module computes with.
         value: Tensor = offloaders(self.module)[-1].weights_map[self.name]
         return value.detach().to(self.dtype)
 
@@ -86,7 +88,25 @@ def tied(model: nn.Module, away: Mapping[str, OffloadedTensor]) -> dict[str, str
     Returns:
         By name of a tensor, the first name of what it is tied to. First names have no entry.
     """
-    # 1. The same object, or the same place.
+    same = _at_one_place(away)
+    declared: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    order = {name: number for number, name in enumerate(away)}
+    for one, other in declared.items():
+        if one not in away or other not in away:
+            continue
+        names = [same.get(one, one), same.get(other, other)]
+        early, late = sorted(names, key=order.__getitem__)
+        # A class may declare what a checkpoint has untied: the numbers decide.
+        if early != late and torch.equal(away[early].read(), away[late].read()):
+            for name, to in same.items():
+                if to == late:
+                    same[name] = early
+            same[late] = early
+    return same
+
+
+def _at_one_place(away: Mapping[str, OffloadedTensor]) -> dict[str, str]:
+    """Tensors that are the same object, or at the same place, as an earlier one, by name."""
     first: dict[Any, str] = {}
     same: dict[str, str] = {}
     for name, tensor in away.items():
@@ -96,20 +116,6 @@ def tied(model: nn.Module, away: Mapping[str, OffloadedTensor]) -> dict[str, str
             early = first.setdefault(key, name)
             if early != name:
                 same.setdefault(name, same.get(early, early))
-
-    # 2. Declared as tied, and equal.
-    declared: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    order = {name: number for number, name in enumerate(away)}
-    for one, other in declared.items():
-        if one not in away or other not in away:
-            continue
-        names = [same.get(one, one), same.get(other, other)]
-        early, late = sorted(names, key=order.__getitem__)
-        if early != late and torch.equal(away[early].read(), away[late].read()):
-            for name, to in same.items():
-                if to == late:
-                    same[name] = early
-            same[late] = early
     return same
 
 
@@ -119,9 +125,11 @@ def _place(tensor: OffloadedTensor) -> tuple[Any, ...] | None:
         return None
     source, key = source_of(offloaders(tensor.module)[-1], tensor.name)
     memory = source if isinstance(source, dict) else getattr(source, "state_dict", {})
+    # Offloaded to main memory: a view of the same numbers is the same tensor.
     if key in memory:
         value = memory[key]
         return ("memory", value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+    # Offloaded to disk, or read from the checkpoint's files.
     entry = getattr(source, "index", {}).get(key, {})
     if entry.get("safetensors_file") is None:
         return None
@@ -158,6 +166,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 def count_parameters(model: nn.Module) -> int:
     """Count the numbers in a model's parameters; shared ones count once, also if offloaded."""
     away = offloaded(model)
+    # PyTorch itself skips shared parameters, but not offloaded ones.
     repeated = tied(model, away) if away else {}
     return sum(p.numel() for name, p in model.named_parameters() if name not in repeated)
 
@@ -187,7 +196,7 @@ def fetched(module: nn.Module) -> Iterator[None]:
     """Fetch the weights of a module and of those in it, for the length of the block."""
     with ExitStack() as stack:
         for part in module.modules():
-            if offloaders(part) and any(tensor.is_meta for tensor in own_tensors(part).values()):
+            if offloaders(part) and _on_meta(own_tensors(part)):
                 hook: Any = part._hf_hook
                 stack.callback(hook.post_forward, part, None)
                 hook.pre_forward(part)
@@ -218,6 +227,7 @@ def _send_back(module: Any, parameters: Mapping[str, Any], buffers: Mapping[str,
         buffers: Its buffers before.
     """
     parameters, buffers = _on_meta(parameters), _on_meta(buffers)
+    # An error inside a forward leaves what its hook has fetched.
     for name, tensor in own_tensors(module).items():
         if (name in parameters or name in buffers) and not tensor.is_meta:
             module._hf_hook.post_forward(module, None)

@@ -32,20 +32,30 @@ def own_code(bound: BoundSite) -> str | None:
     layout, module = bound.layout, bound.module
     if not registry.is_own(layout.name) or registry.get(layout.name) != layout:
         return None
-    proven = layout.proves(module) if callable(layout.proves) else layout.proves
+    proven = layout.proves
+    if callable(proven):
+        proven = proven(module)
     # Modules of a list are removed whole, with all their code.
     lists = tuple(f"{slab.path}." for slab in layout.slabs if slab.axis == "list")
     cut = {slab.path for slab in layout.slabs if slab.axis in ("in", "out")}
     for path, part in module.named_modules():
         if path.startswith(lists):
             continue
-        code = next(_on_instance(part), None)
-        if code is None and (not proven or path in cut):
-            code = _of_class(type(part))
+        # A proven layout knows the code of classes, except that of the projections it cuts.
+        trusts_class = proven and path not in cut
+        code = _of_part(part, trusts_class)
         if code is not None:
             where = ".".join(filter(None, (bound.site.name, path))) or type(part).__name__
             return f"{code} at {where!r}"
     return _attention_function(module)
+
+
+def _of_part(part: nn.Module, trusts_class: bool) -> str | None:
+    """The first code of a module that is no library's."""
+    code = next(_on_instance(part), None)
+    if code is not None:
+        return code
+    return None if trusts_class else _of_class(type(part))
 
 
 def _on_instance(part: nn.Module) -> Iterator[str]:
@@ -53,6 +63,7 @@ def _on_instance(part: nn.Module) -> Iterator[str]:
     for name, value in part.__dict__.items():
         if isinstance(value, (type, nn.Module)):
             continue
+        # An attribute hides the class's method of the same name.
         replaces_method = callable(value) and callable(getattr(type(part), name, None))
         if (name in FORWARDS or replaces_method) and not from_libraries(value):
             yield f"a {name.lstrip('_')} put on one module ({_qualified_name(value)})"
@@ -64,14 +75,18 @@ def _on_instance(part: nn.Module) -> Iterator[str]:
 
 def _of_class(kind: type) -> str | None:
     """A method, or a function that a class calls, that is no library's."""
-    for name, function in chain(own_methods(kind), own_globals(kind)):
-        return f"{name} ({_qualified_name(function)})"
-    return None
+    code = next(chain(own_methods(kind), own_globals(kind)), None)
+    if code is None:
+        return None
+    name, function = code
+    return f"{name} ({_qualified_name(function)})"
 
 
 def _attention_function(module: Any) -> str | None:
     """The function that computes attention, if another one is registered with Transformers."""
+    # Transformers chooses by a name in the configuration, from a table that users may extend.
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    # If nobody has imported Transformers, nothing is registered there.
     library: Any = sys.modules.get("transformers.modeling_utils")
     known: Callable[..., Any] | None = getattr(library, "ALL_ATTENTION_FUNCTIONS", {}).get(chosen)
     if known is None or from_libraries(known):
@@ -80,6 +95,7 @@ def _attention_function(module: Any) -> str | None:
 
 
 def _qualified_name(value: Any) -> str:
+    """Module and name of a function, or of the class of another callable."""
     function = function_of(value)
     if function is None:
         return f"{type(value).__module__}.{type(value).__qualname__}"

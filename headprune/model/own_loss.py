@@ -25,7 +25,7 @@ from headprune.model.losses import (
     problem_type,
     reads_next,
 )
-from headprune.model.running import call, undisturbed
+from headprune.model.running import call, forward_parameters, undisturbed
 from headprune.model.transfers import in_main_memory
 
 _IGNORED = -100
@@ -112,7 +112,7 @@ def reading_of(model: nn.Module, batch: Any) -> Reading:
         return by_class
 
     # 3. Compare, with one copy from the accelerator.
-    stacked = [torch.stack(means) for means in ours.values()]
+    stacked = map(torch.stack, ours.values())
     theirs, *copied = in_main_memory([own.detach().reshape(1).float(), *stacked])
     means = {shifted: row.tolist() for shifted, row in zip(ours, copied, strict=True)}
     close = _CLOSE_IN_16_BITS if own.dtype in _NARROW_TYPES else _CLOSE
@@ -139,6 +139,7 @@ def _compared(
     """
     if not means or not math.isfinite(own):
         return Reading(by_class)
+    # The reading by the class first: a batch may agree with both.
     for shifted in sorted(means, key=lambda shifted: shifted is not by_class):
         if any(abs(mean - own) <= _ATOL + close * abs(own) for mean in means[shifted]):
             return Reading(shifted, notes=plain.notes())
@@ -163,10 +164,8 @@ def _not_compared(error: Exception) -> str:
 
 def _takes_answers(model: nn.Module) -> bool:
     """Whether the model's ``forward`` can be called with labels."""
-    parameters = inspect.signature(bare(model).forward).parameters
-    if "labels" in parameters or "start_positions" in parameters:
-        return True
-    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters = forward_parameters(model)
+    return parameters is None or not parameters.isdisjoint({"labels", "start_positions"})
 
 
 def _inputs_for_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,8 +68,10 @@ def query_mask(model: nn.Module, kind: Kind, info: Any, shape: tuple[int, int]) 
     info = _as_info(info)
     by_batch = _mask_of_batch(model, kind, info, shape)
     _, by_attention = unhidden(info.stream, shape)
-    if by_batch is None or by_attention is None:
-        return by_attention if by_batch is None else by_batch
+    if by_batch is None:
+        return by_attention
+    if by_attention is None:
+        return by_batch
     return by_batch & by_attention.to(by_batch.device)
 
 
@@ -85,7 +87,9 @@ def _mask_of_batch(
     if not isinstance(batch, Mapping):
         return None
     if kind == "self" or not is_encoder_decoder(model):
-        return token_mask(batch, shape) if info.here else None
+        if not info.here:
+            return None
+        return token_mask(batch, shape)
 
     # The decoder's queries: its own mask first, then the labels, then the encoder's mask.
     mask = batch.get("decoder_attention_mask")
@@ -156,6 +160,7 @@ class Inputs:
         self._here = True
         self._last = ""  # the site that runs, or ran last
         self._has_mask = isinstance(batch, Mapping) and _MASK in batch
+        # Masks of this pass, to recognise them where a module is called with one.
         self._masks = [batch[_MASK]] if self._has_mask else []
         self._called: set[str] = set()
         self._handed: set[str] = set()  # modules that were called with one of the masks
@@ -166,7 +171,10 @@ class Inputs:
     @property
     def now(self) -> PaddingInfo:
         """As of the attention that runs, or ran last."""
-        same = _same_layer if self._kinds.get(self._last) == "cross" else _same_stack
+        # Queries of cross-attention are of the stream of the attention to itself next to it.
+        same = _same_stack
+        if self._kinds.get(self._last) == "cross":
+            same = _same_layer
         stream: tuple[Visible, ...] = ()
         for name, hidden in self._hidden.items():
             if same(name, self._last) and hidden.visible:
@@ -177,9 +185,9 @@ class Inputs:
     def called(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Note the call of a module around attention, or of attention itself."""
         self._called.add(name)
-        if not name:
+        if not name:  # the whole model
             self._masks.append(_argument(module, args, kwargs, _MASK))
-        if any(self._is_known_mask(tensor) for tensor in tensors((args, kwargs))):
+        if any(map(self._is_known_mask, tensors((args, kwargs)))):
             self._handed.add(name)
         if name not in self._kinds:
             # What the attentions inside hid belongs to the module's call before.
@@ -208,6 +216,7 @@ class Inputs:
         self._last = name
         self._here = self._is_here(name)
         hidden = self._watcher.enter(name, unmasked(_argument(module, args, kwargs, _MASK)))
+        # The keys of cross-attention are another sequence.
         if self._kinds[name] != "cross":
             self._hidden.pop(name, None)
             self._hidden = {name: hidden, **self._hidden}
@@ -224,10 +233,15 @@ class Inputs:
         with the site without it, and has another part that hands on masks.
         """
         parts = name.split(".") if name else []
+        # Names of the modules on the way: "", "encoder", "encoder.layer", ...
         path = [".".join(parts[:n]) for n in range(len(parts) + 1)]
         called = [n for n, part in enumerate(path) if part in self._called]
-        handed = [n for n in called if path[n] in self._handed]
-        start = handed[-1] if handed else max(0, called[0] - 1)
+        # From the last module with the mask, or the parent of the first called one ...
+        start = max(0, called[0] - 1)
+        for n in called:
+            if path[n] in self._handed:
+                start = n
+        # ... to the next module that is called.
         below = next((n for n in called if n > start), start)
         kind = type(self._model.get_submodule(path[below]))
         for n in range(start, below):
@@ -284,6 +298,7 @@ class _MaskWatcher(TorchFunctionMode):
         self.hidden = _HiddenKeys(by_argument)
         self._batch_axis = self._batch_axes[name]
         self._is_on = True
+        # Entered by a hook and left by another one, so there is no block.
         self.__enter__()  # type: ignore[no-untyped-call]
         return self.hidden
 
@@ -326,7 +341,7 @@ class _MaskWatcher(TorchFunctionMode):
         known = id(mask), version
         if known not in self._cache:
             # [(batch,) (heads,) queries, keys], with ones for the axes that the mask lacks
-            pairs = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
+            pairs: Tensor = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
             if pairs.dtype != torch.bool:
                 pairs = pairs > HIDDEN
             while len(self._cache) >= _CACHED_MASKS:
@@ -339,6 +354,7 @@ class _MaskWatcher(TorchFunctionMode):
         mask = kwargs.get("key_padding_mask")
         if mask is None:
             return None
+        # Booleans are True at padding; floats are added to the scores.
         pairs = ~mask if mask.dtype == torch.bool else mask > HIDDEN
         return visible(pairs.unsqueeze(-2))  # [batch, 1, keys]
 
@@ -423,7 +439,9 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 @functools.cache
 def _parameters_of(forward: Any) -> tuple[str, ...]:
     """Names of a method's parameters, without ``self``."""
-    return tuple(inspect.signature(forward).parameters)[1:] if inspect.isfunction(forward) else ()
+    if not inspect.isfunction(forward):  # compiled code has no signature
+        return ()
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _hands_masks_elsewhere(parent: nn.Module, part: str, kind: type) -> bool:

@@ -79,6 +79,7 @@ class Processes:
         """
         if not (dist.is_available() and dist.is_initialized()):
             started = os.environ.get("WORLD_SIZE", "1")
+            # torchrun and accelerate set it, whether or not the program joins the group.
             if started != "1":
                 must = "an initialised torch.distributed where several processes were started"
                 hint = "Call torch.distributed.init_process_group('gloo') before."

@@ -24,8 +24,7 @@ def recomputed(model: nn.Module) -> Iterator[None]:
     was called. Results do not change; hooks inside the layers run twice. As in training, layers get
     no cache.
     """
-    wanted = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    layers = [module for module in wanted if _is_layer(module)]
+    layers = filter(_wants_checkpoint, model.modules())
     replaced = [(layer, functools.partial(_checkpointed, layer)) for layer in layers]
     with ExitStack() as stack:
         # A second pass that stops early would not send back what its hooks have fetched.
@@ -35,7 +34,10 @@ def recomputed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _is_layer(module: nn.Module) -> bool:
+def _wants_checkpoint(module: nn.Module) -> bool:
+    """Whether a module is a layer of Transformers with checkpoints switched on."""
+    if not getattr(module, "gradient_checkpointing", False):
+        return False
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 

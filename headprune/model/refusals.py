@@ -100,6 +100,7 @@ def _check_wrappers(model: nn.Module, parts: Iterable[Part]) -> None:
             continue
         inner = (f"{leaf}.", "modules_to_save.")
         extra = [n for n, _ in wrapper.named_parameters() if not n.startswith(inner)]
+        # Parameters of the wrapper itself: adapters for heads that would be removed.
         if extra:
             must = "an attention without adapters around it"
             hint = "Merge the adapters first (PEFT: model.merge_and_unload())."
@@ -110,6 +111,7 @@ def _check_in_place(model: nn.Module, parts: Iterable[Part]) -> None:
     """Refuse weights that accelerate fetches for an outer module, which names them otherwise."""
     away: set[int] = set()  # ids of parameters
     for module in unwrap(model).modules():
+        # Such a hook fetches all weights inside its module, by their names there.
         if any(hook.place_submodules for hook in offloaders(module)):
             away |= _without_own_hooks(module)
     if not away:
@@ -117,7 +119,7 @@ def _check_in_place(model: nn.Module, parts: Iterable[Part]) -> None:
     for bound, path in parts:
         target = lookup(bound.module, path)
         tensors = [target] if isinstance(target, Tensor) else target.parameters()
-        if any(id(tensor) in away for tensor in tensors):
+        if not away.isdisjoint(map(id, tensors)):
             must = "in memory, or fetched by a hook of its own module"
             got = "weights fetched for a module around it"
             hint = (
@@ -136,11 +138,11 @@ def _without_own_hooks(module: nn.Module) -> set[int]:
     return ids
 
 
-def _check_prefixes(model: nn.Module, parts: Iterable[Part]) -> None:
+def _check_prefixes(model: nn.Module, parts: list[Part]) -> None:
     """Refuse keys and values that a prompt encoder makes for all heads (PEFT's prefix tuning)."""
-    where = next((bound.site.name for bound, _ in parts), None)
-    if where is None:
+    if not parts:
         return
+    bound, _ = parts[0]
     for module in unwrap(model).modules():
         if "prompt_encoder" not in module._modules:
             continue
@@ -151,4 +153,4 @@ def _check_prefixes(model: nn.Module, parts: Iterable[Part]) -> None:
                 must = "an attention that makes all keys and values itself"
                 got = f"prefixes for all heads from the adapter {name!r} ({kind.value})"
                 hint = "Cut the model before it gets the adapter."
-                raise UnsupportedModel(where, must, got, hint)
+                raise UnsupportedModel(bound.site.name, must, got, hint)

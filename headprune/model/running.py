@@ -62,6 +62,7 @@ def check_positions(model: nn.Module, batch: tuple[Any, ...] | list[Any]) -> Non
     Raises:
         InvalidValue: a tensor that is no mask where the model expects one.
     """
+    # Only models of Transformers have this name; their masks follow the first input.
     if not hasattr(model, "main_input_name") or len(batch) < 2:
         return
     for name, value in zip(inspect.signature(model.forward).parameters, batch, strict=False):
@@ -85,11 +86,19 @@ def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """The batch without answers that ``forward`` has no parameter for."""
     if not any(name in batch for name in ANSWERS):
         return batch
+    parameters = forward_parameters(model)
+    if parameters is None:
+        return batch
+    refused = set(ANSWERS) - parameters
+    return {name: value for name, value in batch.items() if name not in refused}
+
+
+def forward_parameters(model: nn.Module) -> set[str] | None:
+    """Names of the parameters of a model's ``forward``; None if it takes any keyword."""
     parameters = inspect.signature(bare(model).forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return batch
-    refused = {name for name in ANSWERS if name not in parameters}
-    return {name: value for name, value in batch.items() if name not in refused}
+        return None
+    return set(parameters)
 
 
 # ---------------------------------------------------------------- tensors of batches and outputs
@@ -123,6 +132,7 @@ def device_of(model: nn.Module) -> torch.device:
     If accelerate offloads its weights, that is where it runs.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    # Offloaded weights are on the meta device between forwards.
     if device.type != "meta":
         return device
     for module in model.modules():
@@ -177,6 +187,7 @@ def some_examples(batch: Any, places: Tensor | slice) -> Any:
     {'x': tensor([0, 1]), 'texts': ['a', 'b']}
     """
     size = batch_size(batch)
+    # Tensors take a mask, a slice or numbers; lists need numbers.
     numbers = list(range(size)[places]) if isinstance(places, slice) else places.tolist()
     return _selected(batch, size, places, numbers)
 
@@ -198,6 +209,7 @@ def _selected(value: Any, size: int, places: Tensor | slice, numbers: list[int])
         return {name: _selected(part, size, places, numbers) for name, part in value.items()}
     if not isinstance(value, (tuple, list)):
         return value
+    # One text per example, say; a tuple of tensors is searched.
     if len(value) == size and _are_plain(value):
         return [value[number] for number in numbers]
     return tuple(_selected(part, size, places, numbers) for part in value)
@@ -226,6 +238,7 @@ class DataDigest:
 
     def add(self, batch: Any) -> None:
         for tensor in in_main_memory(tensor.detach() for tensor in tensors(batch)):
+            # Equal bytes of another dtype or shape are other data.
             self._digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             self._digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
@@ -351,6 +364,7 @@ def undisturbed(
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
     """Restore modes, gradients and the configured problem type after the block."""
+    # A forward may set a gradient or a problem type, and the caller changes modes.
     modes = [(module, module.training) for module in model.modules()]
     grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     config = getattr(bare(model), "config", None)

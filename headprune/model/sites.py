@@ -286,9 +286,11 @@ def _bound(
     if state is None:  # not cut yet: all heads are present
         state = HeadState(now.n_query_heads, now.n_kv_heads, tuple(range(now.n_query_heads)))
     where = f"{name} ({type(module).__name__})"
+    # Someone else has cut the weights, or replaced them by those of another cut.
     if len(state.heads) != now.n_query_heads:
         must = f"cut only through headprune ({len(state.heads)} heads on record)"
         raise UnsupportedModel(where, must, f"{now.n_query_heads} heads in the weights")
+    # MHA has groups of one head, MQA a single group; only GQA leaves a choice.
     if state.n_query_heads == state.n_kv_heads:
         policy = "group"  # all policies are the same then
     elif state.n_kv_heads == 1 and policy == "group" and "balanced" in layout.policies:

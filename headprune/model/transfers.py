@@ -28,6 +28,7 @@ def in_main_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
         if tensor.device.type != "cpu":
             groups.setdefault((tensor.device, tensor.dtype), []).append(number)
     for numbers in groups.values():
+        # One flat tensor per device and dtype, one copy, and cut into pieces again.
         shapes = [results[number].shape for number in numbers]
         whole = torch.cat([results[number].detach().reshape(-1) for number in numbers]).cpu()
         pieces = whole.split([shape.numel() for shape in shapes])
@@ -48,7 +49,9 @@ def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
 def in_fp64(x: Tensor) -> Tensor:
     """Convert a tensor to fp64; in main memory if its device has no fp64."""
-    return x.cpu().double() if x.device.type == "mps" else x.double()
+    if x.device.type == "mps":  # has no fp64
+        x = x.cpu()
+    return x.double()
 
 
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -57,6 +60,7 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     A copy on the GPU is made without a wait, at the speed of the GPU's own memory.
     """
     originals = list(tensors)
+    # What is copied together has to fit together.
     needed: Counter[torch.device] = Counter()
     for tensor in originals:
         needed[tensor.device] += tensor.numel() * tensor.element_size()

@@ -40,6 +40,7 @@ def check_unwrapped(model: nn.Module, parts: Iterable[str], must: str) -> None:
     for name, module in unwrap(model).named_modules():
         if _keeps_parameters(type(module)):
             wrappers[name] = type(module).__name__
+    # A wrapper keeps the parameters of everything inside it.
     for part in parts:
         for name, kind in wrappers.items():
             if not name or f"{part}.".startswith(f"{name}."):
