@@ -17,7 +17,9 @@ def class_named(name: str) -> type | None:
     """
     import transformers
 
-    home = importlib.import_module(OWN[name]) if name in OWN else transformers
+    home = transformers
+    if name in OWN:
+        home = importlib.import_module(OWN[name])
     value = getattr(home, name, None)
     if isinstance(value, type) and issubclass(value, transformers.PreTrainedModel):
         return value

@@ -25,6 +25,7 @@ def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int) or main_input != "input_ids":
         return None
+    # Random tokens; the second row ends in padding.
     ids = torch.randint(0, vocabulary, (2, 12), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0

@@ -43,6 +43,7 @@ def fingerprint(
     for s in sites:
         sizes = f"{s.n_query_heads} {s.n_kv_heads} {s.head_dim} {s.value_dim}"
         parts.append(f"{s.name} {s.layout} {sizes}")
+    # Names and sizes, and no weights.
     structure = hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     # A state dict may hold other things than tensors.

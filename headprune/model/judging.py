@@ -48,7 +48,9 @@ def judged(model: nn.Module, loss: Loss | None, batch: Any, asked: bool = True) 
 
 
 def _with_note(loss: Loss, notes: tuple[str, ...], note: str) -> Judged:
-    return Judged(loss, (*notes, note)) if note else Judged(loss, notes)
+    if note:
+        notes = (*notes, note)
+    return Judged(loss, notes)
 
 
 def _outputs(model: nn.Module, loss: Loss | None, batch: Any) -> list[Tensor]:

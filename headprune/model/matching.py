@@ -60,6 +60,7 @@ def _wrong_parts(layout: AttentionLayout, module: nn.Module) -> str | None:
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
     if state is not None and state.layout not in (None, layout.name):
         return f"it was cut as one of layout {state.layout!r}"
+    # Whatever the layout requires, cuts, or rules out.
     needed = [*layout.requires]
     needed += [slab.path for slab in layout.slabs if not slab.optional]
     for path in needed:

@@ -164,7 +164,8 @@ class _WithoutTraining(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:  # built in: it has no signature
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
-            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+            kwargs = dict(kwargs)
+            kwargs.pop("dropout_p", None)
         elif func in _SWITCHES:
             given = inspect.signature(func).bind(*args, **kwargs).arguments
             return func(**{**given, _SWITCHES[func]: False})

@@ -469,7 +469,9 @@ def _holds_numbers(container: Any) -> bool:
     """Whether a dictionary or a list holds numbers only; empty ones count if they are counters."""
     if not isinstance(container, (dict, list)):
         return False
-    values = list(container.values()) if isinstance(container, dict) else container
+    values = container
+    if isinstance(container, dict):
+        values = list(container.values())
     if not all(isinstance(value, Number) for value in values):
         return False
     return bool(values) or type(container).__name__ in ("Counter", "defaultdict")

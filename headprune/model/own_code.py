@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from headprune.core.layout import AttentionLayout
 from headprune.core.mixin import FORWARDS
 from headprune.layouts import registry
 from headprune.layouts._code import from_libraries, function_of, own_globals, own_methods
 from headprune.model.noting import only_notes
 from headprune.model.sites import BoundSite
 
+#: Attributes of a module that hold its hooks.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -32,9 +34,7 @@ def own_code(bound: BoundSite) -> str | None:
     layout, module = bound.layout, bound.module
     if not registry.is_own(layout.name) or registry.get(layout.name) != layout:
         return None
-    proven = layout.proves
-    if callable(proven):
-        proven = proven(module)
+    proven = _is_proven(layout, module)
     # Modules of a list are removed whole, with all their code.
     lists = tuple(f"{slab.path}." for slab in layout.slabs if slab.axis == "list")
     cut = {slab.path for slab in layout.slabs if slab.axis in ("in", "out")}
@@ -45,9 +45,16 @@ def own_code(bound: BoundSite) -> str | None:
         trusts_class = proven and path not in cut
         code = _of_part(part, trusts_class)
         if code is not None:
-            where = ".".join(filter(None, (bound.site.name, path))) or type(part).__name__
+            where = f"{bound.site.name}.{path}".strip(".") or type(part).__name__
             return f"{code} at {where!r}"
     return _attention_function(module)
+
+
+def _is_proven(layout: AttentionLayout, module: nn.Module) -> bool:
+    """Whether a layout runs a module's code before it takes the module."""
+    if callable(layout.proves):
+        return bool(layout.proves(module))
+    return bool(layout.proves)
 
 
 def _of_part(part: nn.Module, trusts_class: bool) -> str | None:

@@ -95,12 +95,10 @@ def _mask_of_batch(
     mask = batch.get("decoder_attention_mask")
     if mask is None:
         labels = batch.get("labels")
-        has_inputs = any(
-            batch.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")
-        )
+        ids, embeddings = batch.get("decoder_input_ids"), batch.get("decoder_inputs_embeds")
         if isinstance(labels, Tensor) and labels.ndim == 2:
             mask = labels != _IGNORED
-        elif not has_inputs:
+        elif ids is None and embeddings is None:
             mask = batch.get(_MASK)
     return token_mask({_MASK: mask}, shape)
 

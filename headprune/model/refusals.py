@@ -72,7 +72,7 @@ def _check_one_place(
         part: The part.
         names: All names of every module, by its id.
     """
-    # Its names through every place of the site's module.
+    # Its names through every place of the site's module; any other name is another place.
     homes = names.get(id(bound.module), ())
     own = {f"{home}.{path}".removeprefix(".") for home in homes}
     modules: Iterable[tuple[str, nn.Module]] = [("", part)]

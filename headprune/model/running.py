@@ -287,8 +287,11 @@ def without_fused_attention() -> Iterator[None]:
 
 def packing(model: nn.Module) -> list[nn.Module]:
     """Encoders of PyTorch's that may pack padded batches into nested tensors."""
-    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
-    return [encoder for encoder in encoders if encoder.__dict__.get(_PACKS)]
+    return list(filter(_packs, model.modules()))
+
+
+def _packs(module: nn.Module) -> bool:
+    return isinstance(module, nn.TransformerEncoder) and bool(module.__dict__.get(_PACKS))
 
 
 @contextmanager

@@ -80,7 +80,9 @@ class Sites(tuple[AttentionSite, ...]):
 
     def __repr__(self) -> str:
         plain = super().__repr__()
-        return f"Sites({plain}, not_taken={self.not_taken!r})" if self.not_taken else plain
+        if not self.not_taken:
+            return plain
+        return f"Sites({plain}, not_taken={self.not_taken!r})"
 
     def __str__(self) -> str:
         lines = [*map(str, self)]

@@ -57,6 +57,7 @@ def retire_wrappers(changed: Iterable[nn.Module]) -> int:
     Returns:
         How many wrappers there are.
     """
+    # Such wrappers need a process group.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     changed_ids = {id(module) for module in changed}
