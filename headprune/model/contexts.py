@@ -62,7 +62,7 @@ def watched(
     Args:
         bound: The sites; one without heads is not watched.
         see: Gets the input of the output projection, or the output of a module without one. If it
-            returns a tensor, the model goes on with that.
+            returns a tensor, the model continues with that.
     """
 
     def before_projection(number: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
