@@ -38,6 +38,7 @@ class FrozenDict(Mapping[str, Any]):
     __slots__ = ("_data",)
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        # A frozen copy, so that no later change of ``data`` reaches it.
         self._data = {str(key): _freeze(value) for key, value in (data or {}).items()}
 
     def __getitem__(self, key: str) -> Any:
@@ -68,6 +69,7 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     {'a.b': 1, 'a.c': {}, 'd': [2]}
     """
     for key, value in data.items():
+        # An empty mapping is a value: it has no keys below it.
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:
@@ -228,6 +230,7 @@ class Value:
     @property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON form: equal values have equal digests on every machine."""
+        # Sorted keys and no blanks: the indented form of ``to_json`` may change.
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -259,6 +262,7 @@ def _encode(hint: Any, value: Any) -> Any:
 
 
 def _encode_items(options: tuple[Any, ...], items: Sequence[Any]) -> list[Any]:
+    # The type of a tuple may be one option of a union, such as ``tuple[int, ...] | None``.
     args: tuple[Any, ...] = (Any, ...)
     for option in options:
         if get_origin(option) is tuple:
@@ -352,6 +356,7 @@ def _decode_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     others = [option for option in options if option is not type(None)]
+    # The exact type wins: 1 is read as int from ``int | float``, not as float.
     for option in others:
         if option in (int, float, str, bool) and type(value) is option:
             return value

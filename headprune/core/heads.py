@@ -74,6 +74,7 @@ class AttentionSite(Value):
             differ only in it are equal.
     """
 
+    # The uncut module; these fields stay the same after every cut.
     name: str
     layout: str
     kind: Kind
@@ -81,8 +82,10 @@ class AttentionSite(Value):
     n_kv_heads: int
     head_dim: int
     value_dim: int
+    # The module as it is now.
     heads: tuple[int, ...]
     shared_with: tuple[str, ...] = ()
+    # How heads that share a key/value head are treated.
     policy: Policy = "group"
     grouping: Grouping = "contiguous"
     key_dim: int | None = None
@@ -114,6 +117,7 @@ class AttentionSite(Value):
     def geometry(self) -> HeadGeometry:
         """Head counts, widths and shared key/value heads of the present heads."""
         n_query, n_kv = self.n_query_heads, self.n_kv_heads
+        # HeadGeometry counts positions. In an uncut module they are the original indices.
         kv_of = tuple(self.kv_head(h) for h in range(n_query))
         whole = HeadGeometry(n_query, n_kv, self.head_dim, self.value_dim, self.key_dim, kv_of)
         if len(self.heads) == n_query:
@@ -134,6 +138,7 @@ class AttentionSite(Value):
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The present heads (original indices) by the key/value head that they read."""
+        # Key/value heads whose query heads were all removed do not appear.
         groups: dict[int, list[int]] = {}
         for head in self.heads:
             groups.setdefault(self.kv_head(head), []).append(head)
@@ -195,6 +200,7 @@ class AttentionSite(Value):
     def permitting(self, keep: Iterable[int]) -> AttentionSite:
         """This site under the strictest policy that allows these kept heads."""
         keep = tuple(keep)
+        # From the strictest policy to the one that allows any heads.
         for policy in POLICIES[:-1]:
             site = replace(self, policy=policy)
             try:
@@ -229,11 +235,14 @@ def places(sites: Sequence[AttentionSite], wanted: str) -> tuple[int, ...]:
     >>> places(sites, "self"), places(sites, "a[0]"), places(sites, "?0")
     ((0, 1, 2), (0,), (1, 2))
     """
+    # 1. A kind.
     if wanted in KINDS:
         return tuple(i for i, site in enumerate(sites) if site.kind == wanted)
+    # 2. A name: one that holds brackets would mean something else as a pattern.
     names = [site.name for site in sites]
     if wanted in names:
         return tuple(i for i, name in enumerate(names) if name == wanted)
+    # 3. A pattern.
     return tuple(i for i, name in enumerate(names) if fnmatchcase(name, wanted))
 
 
@@ -295,6 +304,7 @@ class HeadMask(Value):
                 raise UnknownName(f"site {site!r}", "a known attention site", repr(site), hint)
         rows = []
         for site, count in n_heads.items():
+            # A site that ``keep`` lacks keeps every head.
             kept: Iterable[int] = range(count)
             if site in keep:
                 kept = indices(keep[site], f"keep[{site!r}]", count)
@@ -321,6 +331,7 @@ class HeadMask(Value):
         (0, 2)
         """
         sites = tuple(sites)
+        # NumPy arrays and tensors become nested lists.
         table = array.tolist() if hasattr(array, "tolist") else array
         must = f"[layers, heads] with one row per site, {len(sites)}"
         if not isinstance(table, Sequence):
@@ -331,6 +342,7 @@ class HeadMask(Value):
         for number, (row, site) in enumerate(zip(table, sites, strict=True)):
             where = f"array[{number}], for {site.name}"
             kept = kept_in_row(row, site.n_query_heads, where)
+            # A head that an earlier cut removed cannot come back.
             absent = sorted(set(kept) - set(site.heads))
             if absent:
                 must = f"1 only for the present heads {list(site.heads)}"
@@ -388,6 +400,7 @@ class HeadMask(Value):
     def _combine(self, other: HeadMask, operation: Callable[[_Heads, _Heads], _Heads]) -> HeadMask:
         if not isinstance(other, HeadMask):
             return NotImplemented
+        # Masks of two models have no common meaning.
         own_counts = {row.site: row.n_heads for row in self.rows}
         other_counts = {row.site: row.n_heads for row in other.rows}
         if own_counts != other_counts:
@@ -411,6 +424,7 @@ class HeadMask(Value):
         width = max(map(len, self.sites), default=0)
         lines = [f"HeadMask: {self.n_kept} of {self.n_heads} heads kept"]
         for row in self.rows:
+            # The same marks as in the grids of plans.
             marks = "".join("■" if h in row.kept else "·" for h in range(row.n_heads))
             lines.append(f"  {row.site:<{width}}  {marks}  {len(row.kept)}/{row.n_heads}")
         return "\n".join(lines)

@@ -34,6 +34,7 @@ def allowance(amount: int | float, whole: int) -> int:
     """
     if isinstance(amount, int):
         return amount
+    # Relative and absolute slack: 0.29 * 100 is 28.999999999999996.
     return math.floor(amount * whole * (1 + 1e-12) + 1e-9)
 
 
@@ -58,6 +59,7 @@ class Budget(Value):
     at least 1.3 times as fast
     """
 
+    # Exactly one of these five is given.
     keep_heads: int | float | None = None
     keep_params: float | None = None
     keep_macs: float | None = None
@@ -78,6 +80,7 @@ class Budget(Value):
 
     def _check_amount(self) -> None:
         amount = self.amount
+        # bool is an int, but True is no count.
         numeric = isinstance(amount, (int, float)) and not isinstance(amount, bool)
         if self.kind == "speedup":
             if not numeric or not 1 < amount < math.inf:
@@ -178,6 +181,7 @@ class PruningPlan(Value):
         if self.policy not in POLICIES:
             must = f"one of {', '.join(POLICIES)}"
             raise InvalidValue("PruningPlan.policy", must, repr(self.policy))
+        # Both together would not say which one holds.
         if self.budget is not None and self.budgets:
             raise InvalidValue("PruningPlan", "given one of budget and budgets", "both")
 

@@ -103,10 +103,12 @@ class StoredMatrix(ABC):
                 " file. " + self.hint
             )
             raise InvalidValue(self.kind, must, "scores that come from no file", hint)
+        # 1. The file of the JSON's own name.
         expected = self._companion(path)
         matrix = self._load(expected)
         if not isinstance(matrix, str):
             return matrix
+        # 2. Others. The error is about the expected file, whatever they hold.
         why_not = matrix
         for candidate in self._others(path.parent):
             matrix = self._load(candidate)
@@ -126,6 +128,7 @@ class StoredMatrix(ABC):
         try:
             check_file(path)
             with safe_open(path, framework="np") as file:
+                # The metadata is read before the numbers: most candidates are other scores'.
                 if (file.metadata() or {}).get("sha256") != self.sha256:
                     return "the numbers of other scores"
                 if file.get_slice(self.kind).get_dtype() != "F64":
@@ -137,6 +140,7 @@ class StoredMatrix(ABC):
             return f"{error.got}"
         except (SafetensorError, OSError):
             return _DAMAGED
+        # Metadata can be edited; the hash of the numbers decides.
         if data.shape != self.shape or _digest(data) != self.sha256:
             return _DAMAGED
         return _sealed(data)
@@ -194,6 +198,7 @@ class Samples(StoredMatrix):
             got = f"the shape {list(data.shape)}"
             raise InvalidValue("samples", "a matrix [rows, units] with a row", got)
         _check_finite("samples", data)
+        # Ceiling division: blocks as small as the limit allows.
         rows_per_block = -(-data.nbytes // LIMIT)
         if rows_per_block > 1:
             n_blocks = len(data) // rows_per_block
@@ -262,6 +267,7 @@ class Curvature(StoredMatrix):
         if hint:
             must = f"of at most {LIMIT // 2**20} MiB"
             raise InvalidValue("curvature", must, f"{len(data)} units", hint)
+        # The hash depends on the memory order, so it must be row by row.
         data = np.ascontiguousarray((data + data.T) / 2)
         return cls(len(data), _digest(data))._with_matrix(data)
 
@@ -277,6 +283,7 @@ class Curvature(StoredMatrix):
         """The curvature of larger units, each a group of these: sums over rows and columns."""
         import numpy as np
 
+        # Row g has a 1 for every unit of group g.
         members = np.zeros((len(groups), self.units))  # [groups, units]
         for row, group in zip(members, groups, strict=True):
             row[group] = 1

@@ -67,15 +67,18 @@ class HeadScores(Value):
         choice: How ``auto`` chose the scorer; None where the user did.
     """
 
+    # The numbers.
     sites: tuple[AttentionSite, ...]
     values: tuple[tuple[float, ...], ...]
     standard_errors: tuple[tuple[float, ...], ...] | None
+    # Their source.
     scorer: str
     settings: FrozenDict
     n_examples: int
     model: ModelFingerprint
     data: str | None = None
     seed: int | None = None
+    # What selectors, intervals and reports use besides the numbers.
     costs: CostTable | None = None
     samples: Samples | None = None
     notes: tuple[str, ...] = ()
@@ -84,6 +87,7 @@ class HeadScores(Value):
 
     def __post_init__(self) -> None:
         self._check_shapes()
+        # NaN has no place in an order, and infinite scores have no mean.
         for site, row in zip(self.sites, self.values, strict=True):
             for unit, value in zip(site.units, row, strict=True):
                 if not math.isfinite(value):
@@ -159,13 +163,14 @@ class HeadScores(Value):
         wanted = places(self.sites, sites)
         if not wanted:
             raise _no_such_sites(self.sites, sites)
+        # 1. Numbers and costs, site by site.
         errors, costs = self.standard_errors, self.costs
         if errors is not None:
             errors = _chosen(errors, wanted)
         if costs is not None:
             costs = replace(costs, units=_chosen(costs.units, wanted))
 
-        # Matrices have one column per unit. One whose file is missing is left out with a note.
+        # 2. Matrices, column by column. One whose file is missing becomes a note.
         columns = [i for i, unit in enumerate(self.units()) if unit.site in wanted]
         samples, curvature, notes = None, None, self.notes
         if self.samples is not None:
@@ -205,6 +210,7 @@ class HeadScores(Value):
         most important) of the unit; and its cost: ``params``, ``macs`` (per example as long as the
         scored ones), ``kv_bytes`` (per token). NaN where a scorer has none.
         """
+        # Rank 1 is the most important unit, which comes last in ``ranked``.
         ranks = {}
         for rank, unit in enumerate(reversed(self.ranked()), start=1):
             ranks[unit.site, unit.unit] = rank
@@ -279,6 +285,7 @@ class HeadScores(Value):
 
     def _by_site(self, flat: Sequence[_T]) -> tuple[tuple[_T, ...], ...]:
         """One entry per unit, in the shape of ``values``."""
+        # Statistics come as one flat list over all sites.
         rows, start = [], 0
         for row in self.values:
             rows.append(tuple(flat[start : start + len(row)]))
@@ -303,6 +310,7 @@ class HeadScores(Value):
 
     @property
     def title(self) -> str:
+        # With shared key/value heads a unit may hold several heads.
         n_units = sum(map(len, self.values))
         of = f"{self.n_heads} heads"
         if n_units != self.n_heads:
