@@ -88,6 +88,7 @@ class AttentionSite(Value):
     # How heads that share a key/value head are treated.
     policy: Policy = "group"
     grouping: Grouping = "contiguous"
+    # Rare cases: latent attention, balanced groups, code that cannot run without heads.
     key_dim: int | None = None
     bundles: tuple[tuple[int, ...], ...] | None = None
     least: int = field(default=0, compare=False)

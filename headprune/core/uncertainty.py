@@ -76,7 +76,7 @@ class Stability:
         return self.settled
 
     def __str__(self) -> str:
-        counts = f"{len(self.surely_in)} surely among them, {len(self.surely_out)} surely not"
+        counts = f"{len(self.surely_in)} settled in, {len(self.surely_out)} settled out"
         lines = [
             f"the {self.k} lowest are the same in {self.probability:.1%} of resamples; {counts}"
         ]
