@@ -1,5 +1,4 @@
-"""Agreement: how alike several scorers order the heads, with intervals, as a value that can be
-printed and stored."""
+"""Agreement: how alike several scorers rank the heads, with intervals."""
 
 from __future__ import annotations
 
@@ -14,17 +13,20 @@ from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: The measures, in the order in which they are shown, and their lowest value.
+#: The measures in the order of the table, with their lowest value.
 MEASURES = {"spearman": -1.0, "kendall": -1.0, "jaccard": 0.0}
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of agreement and its interval; NaN where it is not defined, no interval where
-    nothing was sampled.
+    """A measure of agreement and its interval.
 
-    Two that are not defined are equal, unlike NaN, so that an agreement equals what is read back
-    from its file.
+    Two that are not defined are equal, unlike NaN. So an agreement equals itself after a round trip
+    through a file.
+
+    Args:
+        value: The measure; NaN where it is not defined.
+        low, high: Ends of the interval; None where nothing was sampled.
     """
 
     value: float
@@ -32,10 +34,14 @@ class Measure:
     high: float | None = None
 
     def _key(self) -> tuple[float | None, ...]:
-        return None if math.isnan(self.value) else self.value, self.low, self.high
+        # NaN differs from itself; None does not.
+        value = None if math.isnan(self.value) else self.value
+        return value, self.low, self.high
 
     def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Measure) else NotImplemented
+        if not isinstance(other, Measure):
+            return NotImplemented
+        return self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -43,18 +49,17 @@ class Measure:
     def __str__(self) -> str:
         if math.isnan(self.value):
             return "not defined"
-        interval = (
-            "" if self.low is None or self.high is None else f" [{self.low:.2f}, {self.high:.2f}]"
-        )
-        return f"{self.value:.2f}{interval}"
+        if self.low is None or self.high is None:
+            return f"{self.value:.2f}"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two scores, by their places in ``Agreement.names``.
+    """Agreement of two scores.
 
     Args:
-        first, second: Their places.
+        first, second: Their positions in ``Agreement.names``.
         spearman: Correlation of ranks; ties have average ranks.
         kendall: Kendall's tau-b.
         jaccard: Of the sets of the k lowest: common units over units in either.
@@ -74,10 +79,10 @@ class Agreement(Value):
     Args:
         names: Of the scores.
         k: Units in the sets that ``jaccard`` compares.
-        n_units: Units that were scored.
+        n_units: Scored units.
         confidence: Of the intervals.
         pairs: Every pair.
-        notes: What the reader should know.
+        notes: Messages for the reader.
     """
 
     names: tuple[str, ...]
@@ -97,17 +102,17 @@ class Agreement(Value):
         Raises:
             UnknownName: no such pair.
         """
+        where = "Agreement.between"
         if first == second:
-            raise UnknownName(
-                "Agreement.between", "two different names of those compared", f"{first!r} twice"
-            )
+            must = "two different names of those compared"
+            raise UnknownName(where, must, f"{first!r} twice")
         for pair in self.pairs:
             if {self.names[pair.first], self.names[pair.second]} == {first, second}:
                 return pair
-        wrong = next((name for name in (first, second) if name not in self.names), first)
-        raise UnknownName(
-            "Agreement.between", "two of the compared names", wrong, did_you_mean(wrong, self.names)
-        )
+        # The hint is about the name that is not there.
+        wrong = second if first in self.names and second not in self.names else first
+        hint = did_you_mean(wrong, self.names)
+        raise UnknownName(where, "two of the compared names", wrong, hint)
 
     def label(self, pair: Pair) -> str:
         """A pair in words."""
@@ -124,27 +129,33 @@ class Agreement(Value):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Cells of the table."""
-        return [(self.label(p), *(str(getattr(p, name)) for name in MEASURES)) for p in self.pairs]
+        rows = []
+        for pair in self.pairs:
+            measures = [str(getattr(pair, name)) for name in MEASURES]
+            rows.append((self.label(pair), *measures))
+        return rows
 
     def __str__(self) -> str:
         table = [self.header, *self.rows()]
+        # zip(*table) gives the columns.
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
-        return "\n".join(
-            [self.title, *("  " + line for line in lines), *(f"  note: {n}" for n in self.notes)]
-        )
+        lines = [self.title]
+        for row in table:
+            cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+            lines.append("  " + "  ".join(cells).rstrip())
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
     def __rich__(self) -> Table:
         return rich_table(self.title, self.header, self.rows(), self.notes)
 
     def _repr_html_(self) -> str:
-        def line(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html_text(c)}</{tag}>" for c in cells) + "</tr>"
+        parts = [f"<caption>{html_text(self.title)}</caption>", _html_line(self.header, "th")]
+        parts += [_html_line(row, "td") for row in self.rows()]
+        notes = [f"<p>{html_text(note)}</p>" for note in self.notes]
+        return f"<table>{''.join(parts)}</table>{''.join(notes)}"
 
-        body = "".join(line(row, "td") for row in self.rows())
-        notes = "".join(f"<p>{html_text(n)}</p>" for n in self.notes)
-        head = f"<caption>{html_text(self.title)}</caption>{line(self.header, 'th')}"
-        return f"<table>{head}{body}</table>{notes}"
+
+def _html_line(cells: tuple[str, ...], tag: str) -> str:
+    marked = [f"<{tag}>{html_text(cell)}</{tag}>" for cell in cells]
+    return f"<tr>{''.join(marked)}</tr>"

@@ -1,5 +1,4 @@
-"""How good an answer out of a text is: SQuAD's exact match and F1, in words and nothing but
-words."""
+"""Quality of an answer taken from a text: SQuAD's exact match and F1."""
 
 from __future__ import annotations
 
@@ -13,49 +12,62 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compared(text: str) -> str:
-    """An answer as SQuAD compares it: no case, no punctuation, no English articles, single blanks.
+    """Normalise an answer as SQuAD does.
+
+    No case, no punctuation, no English articles, single blanks.
 
     >>> compared("The  U.S. Navy, of course!")
     'us navy of course'
     """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    bare = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
-def exact_match(said: str, true: Sequence[str]) -> float:
-    """1 where the answer is one of the true ones, up to what ``compared`` drops (Rajpurkar et al.
-    2016, section 6.1).
+def exact_match(answer: str, true: Sequence[str]) -> float:
+    """1 where the answer is one of the true ones, else 0 (Rajpurkar et al. 2016, section 6.1).
+
+    Answers are compared after ``compared``.
 
     Args:
-        said: The answer; empty for "there is none".
+        answer: The answer; empty for "there is none".
         true: The true answers; none where the text has no answer (Rajpurkar et al. 2018).
 
     >>> exact_match("the Navy", ["Army", "navy"]), exact_match("", []), exact_match("navy", [])
     (1.0, 1.0, 0.0)
     """
-    return _best(said, true, lambda a, b: float(a == b))
+    return _best(answer, true, _equal)
 
 
-def f1(said: str, true: Sequence[str]) -> float:
-    """The largest F1 with a true answer, both taken as bags of words; where one is empty, 1 if both
-    are.
+def f1(answer: str, true: Sequence[str]) -> float:
+    """The largest F1 with a true answer, both as bags of words.
+
+    Where one of them is empty: 1 if both are, else 0.
 
     Args:
-        said: See ``exact_match``.
+        answer: See ``exact_match``.
         true: See ``exact_match``.
 
     >>> f1("in the US Navy", ["US Navy", "the Navy yard"]), f1("", []), f1("navy", [])
     (0.8, 1.0, 0.0)
     """
-    return _best(said, true, _overlap)
+    return _best(answer, true, _overlap)
 
 
-def _best(said: str, true: Sequence[str], rate: Callable[[str, str], float]) -> float:
-    return max(rate(compared(said), compared(one)) for one in true or [""])
+def _best(answer: str, true: Sequence[str], rate: Callable[[str, str], float]) -> float:
+    plain = compared(answer)
+    # A text without an answer has one true answer: the empty one.
+    return max(rate(plain, compared(other)) for other in true or [""])
 
 
-def _overlap(said: str, true: str) -> float:
-    words, wanted = said.split(), true.split()
-    if not words or not wanted:
-        return float(words == wanted)
-    common = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * common / (len(words) + len(wanted))
+def _equal(answer: str, true: str) -> float:
+    return float(answer == true)
+
+
+def _overlap(answer: str, true: str) -> float:
+    """F1 of two answers as bags of words."""
+    words, true_words = answer.split(), true.split()
+    if not words or not true_words:
+        return float(words == true_words)
+    common = sum((Counter(words) & Counter(true_words)).values())
+    # Equals 2 / (1 / precision + 1 / recall).
+    return 2 * common / (len(words) + len(true_words))

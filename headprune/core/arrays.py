@@ -1,4 +1,4 @@
-"""Arrays as the bytes of a safetensors file, the same bytes whenever they are made."""
+"""Arrays as the bytes of a safetensors file; equal arrays give equal bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 
 
 def packed(arrays: Mapping[str, NDArray[np.generic]], marks: Mapping[str, str]) -> bytes:
-    """Arrays and what is said of them; the library writes several marks in an order of chance, this
-    in theirs.
+    """Serialise arrays with metadata; equal ones give equal bytes.
+
+    The library itself writes metadata in a random order.
+
+    Args:
+        arrays: The arrays by name.
+        marks: The metadata.
 
     >>> import numpy as np
     >>> marks = {"b": "1", "a": "2", "c": "3", "d": "4"}
@@ -23,9 +28,10 @@ def packed(arrays: Mapping[str, NDArray[np.generic]], marks: Mapping[str, str]) 
     from safetensors.numpy import save
 
     data: bytes = save(dict(arrays), dict(marks))
+    # A safetensors file is the header's length in 8 bytes, a JSON header, and the numbers.
     length = int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(data[8 : 8 + length])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text + data[8 + length :]

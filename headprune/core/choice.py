@@ -1,4 +1,4 @@
-"""Choice: which scorer `auto` took, what the others would have cost, and how sure that is."""
+"""Choice: the scorer that `auto` chose, the loss of the others, and how sure the choice is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANDOM = "random"
 
 
 def candidate_name(scorer: str, settings: Mapping[str, Any], by_kind: bool) -> str:
-    """What a candidate is called in tables.
+    """Name a candidate for tables.
 
     >>> candidate_name("surgeon", {"curvature": "logits"}, True)
     'surgeon (curvature=logits), by kind'
@@ -25,7 +25,7 @@ def candidate_name(scorer: str, settings: Mapping[str, Any], by_kind: bool) -> s
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scorer's plan, judged by the loss of rows that its refit has not seen.
+    """A scorer's plan and its loss on rows that its refit has not seen.
 
     Args:
         scorer: Registered name.
@@ -38,9 +38,11 @@ class Candidate:
         same_as: An earlier candidate that keeps the same heads; empty where there is none.
     """
 
+    # The plan.
     scorer: str
     settings: FrozenDict
     by_kind: bool
+    # Its loss on held-out rows, and how much more that is than the chosen one's.
     loss: float
     difference: float
     low: float
@@ -49,13 +51,13 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         return candidate_name(self.scorer, self.settings, self.by_kind)
 
 
 @dataclass(frozen=True)
 class Refitting:
-    """What the refit is worth: the chosen plan's loss without it, on the same held-out rows.
+    """Effect of the refit: the chosen plan's loss without it, on the same held-out rows.
 
     Args:
         loss: Mean loss of the cut model without a refit.
@@ -69,29 +71,29 @@ class Refitting:
 
     @property
     def harms(self) -> bool:
-        """Whether the refit raises the loss by its whole interval."""
+        """Whether the refit raises the loss: the whole interval is below 0."""
         return self.high < 0
 
     @property
     def helps(self) -> bool:
-        """Whether the refit lowers the loss by its whole interval."""
+        """Whether the refit lowers the loss: the whole interval is above 0."""
         return self.low > 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidates of `auto` and the one that it took.
+    """The candidates of `auto` and the chosen one.
 
     Args:
         candidates: From the lowest loss to the highest; the draws of ``random`` as one, their mean.
-        chosen: ``name`` of the one that was taken.
-        budget: What all of them had to meet, in words.
-        refit: What each cut model was refitted by before it was judged; empty for nothing.
-        n_examples: Rows that judged.
+        chosen: ``name`` of the chosen one.
+        budget: The budget that all of them meet, in words.
+        refit: Recovery that was applied to each cut model before its loss; empty for none.
+        n_examples: Held-out rows.
         whole: Mean loss of the uncut model on the same rows.
         confidence: Of the margin.
-        notes: What the user should know.
-        refitting: What the refit is worth; None where there was none.
+        notes: Messages for the user.
+        refitting: Effect of the refit; None where there was none.
     """
 
     candidates: tuple[Candidate, ...]
@@ -106,13 +108,19 @@ class Choice:
 
     @property
     def best(self) -> Candidate:
-        """The candidate that was taken."""
-        return next(c for c in self.candidates if c.name == self.chosen)
+        """The chosen candidate."""
+        return next(one for one in self.candidates if one.name == self.chosen)
+
+    @property
+    def _scored(self) -> list[Candidate]:
+        """All candidates but the random draws."""
+        return [one for one in self.candidates if one.scorer != RANDOM]
 
     @property
     def preferred(self) -> str:
         """Why the chosen one is not the candidate with the lowest loss; empty where it is."""
-        lowest = next(c for c in self.candidates if c.scorer != RANDOM)
+        # Candidates are sorted by their loss.
+        lowest = self._scored[0]
         if lowest.loss == self.best.loss:
             return ""
         return (
@@ -127,29 +135,39 @@ class Choice:
 
     @property
     def ties(self) -> tuple[Candidate, ...]:
-        """Other candidates whose loss these rows cannot tell from that of the chosen one.
+        """Other candidates whose loss these rows cannot distinguish from the chosen one's.
 
-        Random draws are none, and neither are candidates that keep the chosen one's heads.
+        Random draws and candidates that keep the chosen one's heads do not count.
         """
-        others = (c for c in self.candidates if c is not self.best and c.scorer != RANDOM)
-        return tuple(c for c in others if c.low <= 0 and c.same_as != self.chosen)
+        # The interval of the difference reaches 0 or below.
+        ties = []
+        for one in self._scored:
+            is_other = one is not self.best and one.same_as != self.chosen
+            if is_other and one.low <= 0:
+                ties.append(one)
+        return tuple(ties)
 
     @property
     def margin(self) -> float:
-        """By how much the chosen one's loss may be above that of the best candidate, at most, at
-        this confidence."""
-        return max([0.0, *(-c.low for c in self.candidates if c.scorer != RANDOM)])
+        """Largest plausible gap between the chosen one's loss and the best candidate's.
+
+        At the confidence of the choice.
+        """
+        # ``low`` is the lower end of a candidate's loss minus the chosen one's.
+        gaps = [-one.low for one in self._scored]
+        return max([0.0, *gaps])
 
     @property
     def beats_random(self) -> bool:
-        """Whether random heads, refitted alike, lose more by their whole interval; True where none
-        were drawn."""
-        return all(c.low > 0 for c in self.candidates if c.scorer == RANDOM)
+        """Whether random heads, refitted alike, lose more: their whole interval is above 0.
+
+        True where none were drawn.
+        """
+        return all(one.low > 0 for one in self.candidates if one.scorer == RANDOM)
 
     @property
     def doubt(self) -> str:
-        """In words, that the chosen heads may be no better than random ones; empty where they beat
-        them."""
+        """A warning that random heads may be as good; empty where the chosen ones beat them."""
         if self.beats_random:
             return ""
         alike = ", refitted alike" if self.refit else ""
@@ -157,12 +175,12 @@ class Choice:
 
     @property
     def unrefitted(self) -> str:
-        """What the chosen plan without its refit is called in tables."""
+        """Name of the chosen plan without its refit in tables."""
         return f"{self.chosen}, without {self.refit}"
 
     @property
     def refit_doubt(self) -> str:
-        """Say that the refit harms, or that the rows do not show that it helps; empty otherwise."""
+        """A warning that the refit harms, or is not shown to help; empty where it helps."""
         if self.refitting is None or self.refitting.helps:
             return ""
         losses = f"loss {self.best.loss:.4f} with it, {self.refitting.loss:.4f} without"
@@ -174,7 +192,7 @@ class Choice:
         return f"These rows do not show that {self.refit} helps ({losses})."
 
     def mark(self, one: Candidate) -> str:
-        """What there is to say of a candidate: taken, ties, or whose heads it keeps."""
+        """A candidate's remark in tables: taken, ties, or whose heads it keeps."""
         if one is self.best:
             return "taken"
         if one.same_as:
@@ -187,6 +205,7 @@ class Choice:
             f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out"
             " rows"
         ]
+        # One column for names, also those of lines that are no candidates.
         names = ["whole model", *(one.name for one in self.candidates)]
         if self.refitting is not None:
             names.append(self.unrefitted)
@@ -195,11 +214,9 @@ class Choice:
         if self.refitting is not None:
             lines.append(f"  {self.unrefitted:<{width}}  {self.refitting.loss:.4f}")
         for one in self.candidates:
-            interval = (
-                ""
-                if one is self.best
-                else f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
-            )
+            interval = ""
+            if one is not self.best:
+                interval = f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
             lines.append(
                 f"  {one.name:<{width}}  {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip()
             )

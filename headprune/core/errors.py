@@ -1,5 +1,4 @@
-"""Every error headprune raises on purpose, in one template: where, what must be, what it got, what
-to try."""
+"""All errors of headprune, in one template: where, what must be, what it got, what to try."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-#: Characters of what was found that a message shows.
+#: Characters of the wrong value that a message shows.
 _LONGEST = 2000
 
 
@@ -17,7 +16,7 @@ class HeadPruneError(Exception):
     Args:
         where: The argument, file or key at fault.
         must: What it must be.
-        got: What was found instead.
+        got: The wrong value.
         hint: What to try; left out of the message when empty.
     """
 
@@ -27,9 +26,12 @@ class HeadPruneError(Exception):
 
     def __str__(self) -> str:
         got = str(self.got)
-        got = got if len(got) <= _LONGEST else f"{got[:_LONGEST]} ..."
+        if len(got) > _LONGEST:
+            got = f"{got[:_LONGEST]} ..."
         text = f"{self.where}: must be {self.must}, got {got}"
-        return f"{text}. {self.hint}" if self.hint else text
+        if self.hint:
+            text += f". {self.hint}"
+        return text
 
 
 class InvalidValue(HeadPruneError, ValueError):
@@ -45,7 +47,7 @@ class NameClash(HeadPruneError, ValueError):
 
 
 class UnsupportedModel(HeadPruneError, TypeError):
-    """The model has no attention we can gate or cut, or has one that we would cut wrongly."""
+    """The model has no attention that can be gated or cut, or one that would be cut wrongly."""
 
 
 class PlanMismatch(HeadPruneError, ValueError):
@@ -61,7 +63,7 @@ class VerificationFailed(HeadPruneError, ArithmeticError):
 
 
 class ProcessFailed(HeadPruneError, RuntimeError):
-    """Another process that shares the work failed, is gone, or did not answer in time."""
+    """Another process that shares the work failed, ended, or did not answer in time."""
 
 
 class CheckpointError(HeadPruneError, ValueError):
@@ -69,20 +71,18 @@ class CheckpointError(HeadPruneError, ValueError):
 
 
 class NotWritten(HeadPruneError, OSError):
-    """A file could not be written: no room, no right, no such place. What was there before is as it
-    was."""
+    """A file could not be written: no room, no right, no such place.
+
+    The old file, if there was one, has not changed.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (
-            self.where,
-            self.must,
-            self.got,
-            self.hint,
-        )  # OSError's own keeps two of them
+        # OSError's own keeps only two of the arguments.
+        return type(self), (self.where, self.must, self.got, self.hint)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint that names the closest known names, or lists them all.
+    """Make a hint that names the closest known names, or lists them all.
 
     >>> did_you_mean("tailor", ["taylor", "random"])
     "Did you mean 'taylor'?"
@@ -92,5 +92,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(name, known, n=2, cutoff=0.6)
     if close:
-        return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return f"Known: {', '.join(known)}." if known else "None are known."
+        return f"Did you mean {' or '.join(map(repr, close))}?"
+    if not known:
+        return "None are known."
+    return f"Known: {', '.join(known)}."

@@ -1,8 +1,8 @@
 """Files and folders written whole or not at all, and their hashes.
 
-What is written lies beside its place until all of it is on the disk, and takes its place by a
-rename. A process that is killed leaves the old file or the new one, and perhaps a hidden
-``.<name>.*.part``; a full disk leaves the old file.
+New data is written to a temporary place in the same folder. When all of it is on the disk, it is
+renamed into place. A process that is killed leaves the old file or the new one, and perhaps a
+hidden ``.<name>.*.part``. A full disk leaves the old file.
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from headprune.core.errors import HeadPruneError, NotWritten
 from headprune.core.opening import opened, read_bytes
 
-#: How the name of what is not whole yet ends; it begins with a dot.
+#: Ending of the name of a temporary file or folder; the name begins with a dot.
 PART = ".part"
-#: How it ends while what is in it takes its places, and the file there that names what goes for it.
-_WHOLE, _GONE = ".whole" + PART, ".gone" + PART
+#: Ending of a temporary folder that is complete, while its files are renamed into place.
+_WHOLE = ".whole" + PART
+#: Name of the file in it that lists the old files to remove.
+_REMOVED = ".gone" + PART
 
 _AS_BEFORE = "What was there before is as it was. Make room there, or give another place."
 _IN_PLACE = "Some of what is new may be in its place already. Make room there, and write it again."
 
 
 def not_written(path: str | Path, error: BaseException, hint: str = _AS_BEFORE) -> BaseException:
-    """What the system says while ``path`` is written, in our words; an error of ours, or of another
-    kind, as it is."""
+    """Translate an error of the system into a NotWritten that names ``path``.
+
+    Our own errors, and errors of other kinds, are returned unchanged.
+    """
+    # Errors of the user's own code inside the block must come through unchanged.
     if isinstance(error, HeadPruneError) or not (isinstance(error, OSError) or _is_io(error)):
         return error
     got = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -41,36 +47,38 @@ def not_written(path: str | Path, error: BaseException, hint: str = _AS_BEFORE) 
 
 
 def _is_io(error: BaseException) -> bool:
-    """Whether an error of safetensors, which has no class of its own for it, says that a file could
-    not be written."""
-    return type(error).__name__ == "SafetensorError" and (
-        "I/O error" in str(error) or "IoError" in str(error)
-    )
+    """Whether an error of safetensors means that a file could not be written.
+
+    Safetensors has no class for such errors.
+    """
+    if type(error).__name__ != "SafetensorError":
+        return False
+    return "I/O error" in str(error) or "IoError" in str(error)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """For what makes files by other ways than the ones below.
+    """Translate errors of the system inside the block into NotWritten.
 
     Raises:
-        NotWritten: for what the system says inside of the block.
+        NotWritten: the system refused to write.
     """
     try:
         yield
     except Exception as error:
-        told = not_written(path, error)
-        if told is error:
+        translated = not_written(path, error)
+        if translated is error:
             raise
-        raise told from error
+        raise translated from error
 
 
 @contextlib.contextmanager
 def atomic_paths() -> Iterator[Callable[[str | Path], Path]]:
-    """For files of one folder that belong together: yields what gives a temporary path beside a
-    file's own.
+    """Write several files of one folder together: all of them, or none.
 
-    When the block ends well, all of them are brought to the disk first, and then take their places
-    one right after the other, in the order in which they were asked for. On an error none does.
+    Yields a function that gives the temporary path of a file's own path. When the block ends
+    without an error, all files are flushed to the disk first. Then they are renamed into place one
+    right after the other, in the order in which they were asked for. On an error none is.
 
     Raises:
         NotWritten: the system refused to write.
@@ -81,39 +89,41 @@ def atomic_paths() -> Iterator[Callable[[str | Path], Path]]:
 
     def beside(path: str | Path) -> Path:
         path = Path(path)
-        place = _part(path.parent, path.name)
+        temporary = _temporary(path.parent, path.name)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        modes[place] = os.fstat(handle).st_mode  # what the user's umask leaves of it
+            handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        modes[temporary] = os.fstat(handle).st_mode  # 0o666 without the bits of the user's umask
         os.close(handle)
-        places[path] = place
-        return place
+        places[path] = temporary
+        return temporary
 
     try:
         yield beside
+        # 1. All files are on the disk.
         for temporary, mode in modes.items():
-            _open_to(temporary, mode)
-            _to_disk(temporary)
+            _apply_mode(temporary, mode)
+            _flush(temporary)
+        # 2. From the first rename on the old state is lost.
         for path, temporary in places.items():
             os.replace(temporary, path)
             hint = _IN_PLACE
+        # 3. The new names are on the disk too.
         for folder in dict.fromkeys(path.parent for path in places):
-            _to_disk(folder)
+            _flush(folder)
     except BaseException as error:
         for temporary in places.values():
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        told = not_written(next(iter(places), ""), error, hint)
-        if told is error:
+        translated = not_written(next(iter(places), ""), error, hint)
+        if translated is error:
             raise
-        raise told from error
+        raise translated from error
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Gives a temporary path beside ``path``; what is written there takes its place when the block
-    ends well.
+    """Write one file, whole or not at all: yields the temporary path to write to.
 
     Raises:
         NotWritten: the system refused to write.
@@ -123,7 +133,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def write_atomic(path: str | Path, data: bytes) -> Path:
-    """Writes ``data`` to ``path``, whole or not at all; returns the path."""
+    """Write ``data`` to ``path``, whole or not at all; return the path."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
     return Path(path)
@@ -133,102 +143,133 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
 def staged(
     folder: str | Path, alone: bool = False, in_place_of: Sequence[str] = ()
 ) -> Iterator[Path]:
-    """Gives a temporary folder; what is written there takes its place in ``folder`` when the block
-    ends well.
+    """Write a folder's files together: yields the temporary folder to write to.
 
-    All of it is brought to the disk first. A folder that was not there appears whole, by one
-    rename; in one that was, files take their places one right after the other, and others stay;
-    where a process is killed meanwhile, ``settle`` or the next call brings the rest of them there.
-    On an error nothing changes, but for one that comes when they take their places, which says so.
-    What killed processes left half written there goes.
+    When the block ends without an error, all files are flushed to the disk first. A new folder then
+    appears whole, by one rename. In a folder that exists, files are renamed into place one right
+    after the other, and its other files are kept. If a process is killed meanwhile, ``settle`` or
+    the next call moves the rest. On an error nothing changes, except for an error during the
+    renames, which says so. Temporary folders of killed processes are deleted.
 
     Args:
         folder: The folder.
-        alone: Nothing else may be there in the end: not what another process put there in the
-            meantime, either.
-        in_place_of: Patterns of files that go when these come, unless they are among them.
+        alone: Refuse any other file in it at the end, also one of another process.
+        in_place_of: Patterns of old files to remove, unless new ones have their names.
 
     Raises:
         NotWritten: the system refused to write, or something is there.
     """
-    folder = Path(folder)
-    new = not folder.exists()
-    home = folder.parent if new else folder  # inside, so that both are on one disk
-    hint = _AS_BEFORE
-    with writing(folder):
-        home.mkdir(parents=True, exist_ok=True)
-        settle(folder)
-        _remove_dead(home, folder.name)
-        place, held = _held_part(home, folder.name)
+    staging = _Staging(Path(folder))
     try:
-        yield place
-        found = sorted(place.rglob("*"))
-        for path in (*found, place):
-            _open_to(path, place.stat().st_mode)
-            _to_disk(path)
-        if alone and (there := occupied(folder)):
-            raise NotWritten(
-                str(folder), "a new or an empty folder", f"one with {there[0]}", _AS_BEFORE
-            )
-        if new and not folder.exists():
-            os.replace(place, folder)
-            hint = _IN_PLACE
-        else:
-            names = {path.relative_to(place) for path in found}
-            old = {
-                path.relative_to(folder) for pattern in in_place_of for path in folder.glob(pattern)
-            } - names
-            gone = sorted(map(str, old))
-            if not new:  # from here on these files are to come, whoever brings them
-                write_atomic(place / _GONE, json.dumps(gone).encode())
-                os.replace(place, place := place.with_suffix(_WHOLE))
-                _to_disk(home)
-            hint = _IN_PLACE
-            _into_places(place, folder, gone)
-        _to_disk(home)
+        yield staging.place
+        staging.put_in_place(alone, in_place_of)
     except BaseException as error:
-        told = not_written(folder, error, hint)
-        if not isinstance(told, NotWritten):
+        translated = not_written(folder, error, staging.hint)
+        if not isinstance(translated, NotWritten):
             raise
-        where = told.where.replace(str(place), str(folder))  # which the user knows
-        raise NotWritten(where, told.must, told.got, told.hint) from error
+        # The user knows the folder, not the temporary one.
+        where = translated.where.replace(str(staging.place), str(folder))
+        raise NotWritten(where, translated.must, translated.got, translated.hint) from error
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        staging.close()
 
 
-def _part(home: Path, name: str) -> Path:
-    """A new place for what is not whole yet."""
+class _Staging:
+    """A temporary folder, locked by this process, whose files are to be put into ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.is_new = not folder.exists()
+        # Inside a folder that exists: a rename needs one and the same disk.
+        self.home = folder.parent if self.is_new else folder
+        self.hint = _AS_BEFORE
+        with writing(folder):
+            self.home.mkdir(parents=True, exist_ok=True)
+            settle(folder)
+            _remove_dead(self.home, folder.name)
+            self.place, self._lock = _locked_place(self.home, folder.name)
+
+    def put_in_place(self, alone: bool, in_place_of: Sequence[str]) -> None:
+        # 1. Everything is on the disk before anything is renamed.
+        paths = sorted(self.place.rglob("*"))
+        for path in (*paths, self.place):
+            _apply_mode(path, self.place.stat().st_mode)
+            _flush(path)
+        in_the_way = occupied(self.folder) if alone else []
+        if in_the_way:
+            must = "a new or an empty folder"
+            raise NotWritten(str(self.folder), must, f"one with {in_the_way[0]}", _AS_BEFORE)
+
+        # 2. One rename for a new folder, one per file for another.
+        if self.is_new and not self.folder.exists():
+            os.replace(self.place, self.folder)
+            self.hint = _IN_PLACE
+        else:
+            names = {path.relative_to(self.place) for path in paths}
+            self._put_files_in_place(self._old_files(in_place_of, names))
+        _flush(self.home)
+
+    def _old_files(self, patterns: Sequence[str], new: set[Path]) -> list[str]:
+        """Files of the folder that match a pattern and are not replaced."""
+        old: set[Path] = set()
+        for pattern in patterns:
+            old.update(path.relative_to(self.folder) for path in self.folder.glob(pattern))
+        return sorted(map(str, old - new))
+
+    def _put_files_in_place(self, removed: list[str]) -> None:
+        if not self.is_new:
+            # With this name ``settle`` completes the work, even if this process is killed now.
+            write_atomic(self.place / _REMOVED, json.dumps(removed).encode())
+            whole = self.place.with_suffix(_WHOLE)
+            os.replace(self.place, whole)
+            self.place = whole
+            _flush(self.home)
+        self.hint = _IN_PLACE
+        _move_files(self.place, self.folder, removed)
+
+    def close(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _temporary(home: Path, name: str) -> Path:
+    """A new temporary path."""
     return home / f".{name}.{secrets.token_hex(4)}{PART}"
 
 
-def _open_to(path: Path, mode: int) -> None:
-    """Lets those read and write a file whom the mode lets; some libraries put a file there that
-    nobody else may see."""
+def _apply_mode(path: Path, mode: int) -> None:
+    """Give a file the read and write rights of ``mode``.
+
+    Some libraries write files that nobody else may read.
+    """
     wanted, now = mode & 0o666, path.stat().st_mode & 0o777
     if path.is_file() and now != wanted:
         os.chmod(path, wanted)
 
 
-def _held_part(home: Path, name: str) -> tuple[Path, int | None]:
-    """A new folder that is held; another one where somebody found it in the moment before and took
-    it away."""
+def _locked_place(home: Path, name: str) -> tuple[Path, int | None]:
+    """Make a temporary folder and lock it."""
     while True:
-        place = _part(home, name)
+        place = _temporary(home, name)
         os.mkdir(place)
-        held = _hold(place)
-        if held is None:
-            time.sleep(0.05)  # it cannot be held here, or is on its way out
+        lock = _hold(place)
+        if lock is None:
+            time.sleep(0.05)  # folders cannot be locked here, or another process deletes this one
         if place.exists():
-            return place, held
-        if held is not None:
-            os.close(held)
+            return place, lock
+        # Another process took it for a dead one's before it was locked, and deleted it.
+        if lock is not None:
+            os.close(lock)
 
 
 def _hold(folder: Path) -> int | None:
-    """Keeps others from taking a folder for a dead process's, as long as this process lives and
-    what comes back is open; None where folders cannot be held."""
+    """Lock a folder, so that others do not take it for a dead process's.
+
+    Returns:
+        A handle; the lock lasts until it is closed or this process ends. None where another process
+        holds the folder, or folders cannot be locked.
+    """
     if sys.platform == "win32":
         return None
     import fcntl
@@ -246,58 +287,71 @@ def _hold(folder: Path) -> int | None:
 
 
 def settle(folder: Path) -> None:
-    """Brings to their places what a process was killed over while it put files into ``folder``;
-    without the right to do so the folder stays as it is.
+    """Complete the renames of a process that was killed while it put files into ``folder``.
 
-    Folders come from anywhere: nothing outside of this one is touched, whatever lies in it.
+    Without the right to do so the folder does not change. Folders may come from anywhere: nothing
+    outside of this one is touched, whatever lies in it.
     """
     with contextlib.suppress(OSError):
         for place in _dead(folder, r".*", _WHOLE):
-            gone = _names(place / _GONE)
-            into = [folder / path.relative_to(place) for path in place.rglob("*") if path.is_dir()]
-            if gone is not None and not any(path.is_symlink() for path in into):
-                _into_places(place, folder, gone)
-                _to_disk(folder)
+            removed = _names(place / _REMOVED)
+            paths = [path for path in place.rglob("*") if path.is_dir()]
+            # Through a link files would be written outside of the folder.
+            has_link = any((folder / path.relative_to(place)).is_symlink() for path in paths)
+            if removed is not None and not has_link:
+                _move_files(place, folder, removed)
+                _flush(folder)
                 shutil.rmtree(place, ignore_errors=True)
 
 
 def _names(path: Path) -> list[str] | None:
-    """Names of files beside each other, as a file has them; None where it has others, or anything
-    else."""
+    """Read a list of file names; None where it has paths to other folders, or anything else."""
     try:
         names = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
         return None
-    plain = isinstance(names, list) and all(
-        isinstance(n, str) and n == Path(n).name and "\0" not in n for n in names
-    )
-    return names if plain else None
+    if not isinstance(names, list) or not all(map(_is_plain_name, names)):
+        return None
+    return names
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and name == Path(name).name and "\0" not in name
 
 
 def _dead(home: Path, name: str, ending: str) -> Iterator[Path]:
-    """Hidden folders of this ending, for a ``name`` by pattern, that nobody holds; held while they
-    are looked at."""
+    """Yield temporary folders that no process holds; each is locked meanwhile.
+
+    Args:
+        home: Where they lie.
+        name: A pattern of the name that they are for.
+        ending: How their names end.
+    """
     for path in home.glob(f".*{ending}"):
-        known = re.fullmatch(rf"\.{name}\.[0-9a-f]{{8}}{re.escape(ending)}", path.name)
-        if known and path.is_dir() and not path.is_symlink() and (held := _hold(path)) is not None:
-            try:
-                yield path
-            finally:
-                os.close(held)
+        is_ours = re.fullmatch(rf"\.{name}\.[0-9a-f]{{8}}{re.escape(ending)}", path.name)
+        if not is_ours or not path.is_dir() or path.is_symlink():
+            continue
+        lock = _hold(path)
+        if lock is None:
+            continue
+        try:
+            yield path
+        finally:
+            os.close(lock)
 
 
 def _remove_dead(home: Path, name: str) -> None:
-    """Takes away folders for ``name`` that nobody holds, which may be as large as a model."""
+    """Delete folders for ``name`` that no process holds; they may be as large as a model."""
     for path in _dead(home, re.escape(name), PART):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _into_places(place: Path, folder: Path, gone: Sequence[str]) -> None:
-    """What is in ``place`` goes into ``folder``, and files of other names go from there; may be
-    done twice."""
-    for name in gone:
+def _move_files(place: Path, folder: Path, removed: Sequence[str]) -> None:
+    """Move everything from ``place`` into ``folder``; delete ``removed`` there. Safe to repeat."""
+    for name in removed:
         (folder / name).unlink(missing_ok=True)
-    paths = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.name != _GONE]
+    paths = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.name != _REMOVED]
+    # Sorted paths: a folder comes before its files.
     for path in paths:
         if (place / path).is_dir():
             (folder / path).mkdir(parents=True, exist_ok=True)
@@ -305,39 +359,45 @@ def _into_places(place: Path, folder: Path, gone: Sequence[str]) -> None:
             os.replace(place / path, folder / path)
     for path in (Path(), *paths):
         if (folder / path).is_dir():
-            _to_disk(folder / path)
+            _flush(folder / path)
 
 
 def occupied(folder: Path, beside: Container[str] = ()) -> list[str]:
-    """What stands in the way of a new folder: all that is there, but for ``beside`` and what is not
-    whole yet.
+    """List what stands in the way of a new folder.
 
-    (Of another process, which ``staged(alone=True)`` then finds in its place; or of a dead one,
-    which it takes away.)
+    Temporary files do not count. They are another process's, which ``staged(alone=True)`` finds at
+    the end, or a dead one's, which it deletes.
+
+    Args:
+        folder: The folder.
+        beside: Names that may be there.
     """
     if not folder.is_dir():
         return [folder.name] if os.path.lexists(folder) else []
-    return sorted(
-        p.name for p in folder.iterdir() if not p.name.endswith(PART) and p.name not in beside
-    )
+    names = [path.name for path in folder.iterdir() if not path.name.endswith(PART)]
+    return sorted(name for name in names if name not in beside)
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Adds a line to a file of lines, on the disk when this returns; half a line of a killed
-    process is ended first. A link is not followed: what it names lies elsewhere, and is not ours to
-    change. Half of a surrogate pair, which no file can hold, is spelt as in JSON.
+    """Add a line to a file of lines; it is on the disk when this returns.
+
+    Half a line of a killed process is ended first. A link is not followed: its target may lie
+    elsewhere. Half of a surrogate pair, which no file can hold, is escaped as in JSON.
 
     Raises:
         NotWritten: the system refused to write; the file is as it was.
     """
     with writing(path), open(path, "ab+", buffering=0, opener=_unlinked) as file:
+        # The last byte shows whether the last line is complete.
         before = file.seek(0, os.SEEK_END)
         file.seek(max(0, before - 1))
-        begun = file.read(1) not in (b"", b"\n")
+        has_half_line = file.read(1) not in (b"", b"\n")
+        text = f"\n{line}\n" if has_half_line else f"{line}\n"
         try:
-            left = ("\n" * begun + line + "\n").encode(errors="backslashreplace")
-            while left:
-                left = left[file.write(left) :]
+            unwritten = text.encode(errors="backslashreplace")
+            while unwritten:
+                # An unbuffered file may take a part of the bytes.
+                unwritten = unwritten[file.write(unwritten) :]
             os.fsync(file.fileno())
         except OSError:
             os.ftruncate(file.fileno(), before)
@@ -345,12 +405,12 @@ def append_line(path: str | Path, line: str) -> None:
 
 
 def _unlinked(path: str, flags: int) -> int:
+    """Open a file, but follow no link."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def remove_parts(folder: Path) -> None:
-    """Takes away what killed processes left half written in a folder that nobody else writes to
-    now."""
+    """Delete temporary files of killed processes in a folder that nobody writes to now."""
     for path in folder.glob(f".*{PART}"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -358,11 +418,12 @@ def remove_parts(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    if path.is_dir() and os.name == "nt":
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":
         return  # Windows has no such call
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
@@ -373,6 +434,6 @@ def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file's bytes, read in pieces."""
     digest = hashlib.sha256()
     with opened(path) as file:
-        while piece := file.read(1 << 20):
+        for piece in iter(partial(file.read, 1 << 20), b""):
             digest.update(piece)
     return digest.hexdigest()

@@ -1,14 +1,16 @@
 """Names of heads and sets of heads: HeadId, AttentionSite, HeadMask.
 
-A head keeps the index it had in the full model for ever: after a cut the heads of a site may be 0,
-3 and 7.
+A head always keeps the index that it had in the uncut model. After a cut the heads of a site may
+be 0, 3 and 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal
 
 from headprune.core.codec import Value
@@ -19,13 +21,16 @@ from headprune.core.slabs import MOST_HEADS, HeadGeometry
 Kind = Literal["self", "causal", "cross"]
 KINDS: tuple[Kind, ...] = ("self", "causal", "cross")
 
-#: Which query heads may leave where several share a key/value head: ``group`` all of them together
-#: (the cache shrinks), ``balanced`` the same number in every group that stays, ``free`` any.
+#: Which query heads can be removed where several share a key/value head: ``group`` all of them
+#: together (the cache shrinks), ``balanced`` the same number in every group that is kept, ``free``
+#: any.
 Policy = Literal["group", "balanced", "free"]
 POLICIES: tuple[Policy, ...] = ("group", "balanced", "free")
 
 #: Which query heads share: consecutive ones, or every ``n_kv_heads``-th.
 Grouping = Literal["contiguous", "interleaved"]
+
+_Heads = frozenset[int]
 
 
 @dataclass(frozen=True, order=True)
@@ -61,15 +66,15 @@ class AttentionSite(Value):
         value_dim: Width of a value head.
         heads: Original indices of the heads that are present.
         shared_with: Other names of the same module object.
-        policy: Which heads may leave together.
+        policy: Which heads can be removed together.
         grouping: Which query heads share a key/value head.
         key_dim: Width of a key's block where it is not ``head_dim``.
-        bundles: Units in place of those that the policy gives; a selector's means to keep groups
-            balanced.
-        least: How many heads must stay: 1 where the module cannot run without any. It does not tell
-            sites apart.
+        bundles: Units in place of those of the policy; a selector keeps groups balanced with them.
+        least: How many heads must be kept: 1 where the module cannot run without any. Sites that
+            differ only in it are equal.
     """
 
+    # The uncut module; these fields stay the same after every cut.
     name: str
     layout: str
     kind: Kind
@@ -77,10 +82,13 @@ class AttentionSite(Value):
     n_kv_heads: int
     head_dim: int
     value_dim: int
+    # The module as it is now.
     heads: tuple[int, ...]
     shared_with: tuple[str, ...] = ()
+    # How heads that share a key/value head are treated.
     policy: Policy = "group"
     grouping: Grouping = "contiguous"
+    # Rare cases: latent attention, balanced groups, code that cannot run without heads.
     key_dim: int | None = None
     bundles: tuple[tuple[int, ...], ...] | None = None
     least: int = field(default=0, compare=False)
@@ -89,38 +97,33 @@ class AttentionSite(Value):
         if self.kind not in KINDS:
             raise InvalidValue("AttentionSite.kind", "'self', 'causal' or 'cross'", repr(self.kind))
         if self.policy not in POLICIES:
-            raise InvalidValue(
-                "AttentionSite.policy", f"one of {', '.join(POLICIES)}", repr(self.policy)
-            )
+            must = f"one of {', '.join(POLICIES)}"
+            raise InvalidValue("AttentionSite.policy", must, repr(self.policy))
+        # Checks the counts and widths.
         HeadGeometry(
             self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim, self.key_dim
         )
-        if list(self.heads) != sorted(set(self.heads)) or not set(self.heads) <= set(
-            range(self.n_query_heads)
-        ):
-            raise InvalidValue(
-                "AttentionSite.heads", f"sorted indices below {self.n_query_heads}", self.heads
-            )
+        known = set(range(self.n_query_heads))
+        if list(self.heads) != sorted(set(self.heads)) or not set(self.heads) <= known:
+            must = f"sorted indices below {self.n_query_heads}"
+            raise InvalidValue("AttentionSite.heads", must, self.heads)
         if not 0 <= self.least <= self.n_query_heads:
-            raise InvalidValue(
-                "AttentionSite.least", f"a count of heads, 0 to {self.n_query_heads}", self.least
-            )
-        if self.bundles is not None and sorted(h for b in self.bundles for h in b) != list(
-            self.heads
-        ):
-            raise InvalidValue(
-                "AttentionSite.bundles",
-                f"a partition of the heads {list(self.heads)}",
-                self.bundles,
-            )
+            must = f"a count of heads, 0 to {self.n_query_heads}"
+            raise InvalidValue("AttentionSite.least", must, self.least)
+        if self.bundles is not None and sorted(chain(*self.bundles)) != list(self.heads):
+            must = f"a partition of the heads {list(self.heads)}"
+            raise InvalidValue("AttentionSite.bundles", must, self.bundles)
 
     @property
     def geometry(self) -> HeadGeometry:
-        """Head counts, widths and shared key/value heads as they are now."""
+        """Head counts, widths and shared key/value heads of the present heads."""
         n_query, n_kv = self.n_query_heads, self.n_kv_heads
+        # HeadGeometry counts positions. In an uncut module they are the original indices.
         kv_of = tuple(self.kv_head(h) for h in range(n_query))
         whole = HeadGeometry(n_query, n_kv, self.head_dim, self.value_dim, self.key_dim, kv_of)
-        return whole if len(self.heads) == n_query else whole.keep(self.heads)
+        if len(self.heads) == n_query:
+            return whole
+        return whole.keep(self.heads)
 
     @property
     def group_size(self) -> int:
@@ -129,11 +132,14 @@ class AttentionSite(Value):
 
     def kv_head(self, head: int) -> int:
         """The original key/value head that a query head (original index) reads."""
-        return head // self.group_size if self.grouping == "contiguous" else head % self.n_kv_heads
+        if self.grouping == "contiguous":
+            return head // self.group_size
+        return head % self.n_kv_heads
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The present heads (original indices) by the key/value head that they read."""
+        # Key/value heads whose query heads were all removed do not appear.
         groups: dict[int, list[int]] = {}
         for head in self.heads:
             groups.setdefault(self.kv_head(head), []).append(head)
@@ -141,8 +147,9 @@ class AttentionSite(Value):
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of present heads (original indices) that are scored and go together: KV groups,
-        or single heads.
+        """The sets of present heads (original indices) that are scored and removed together.
+
+        They are KV groups, or single heads.
 
         >>> AttentionSite("a", "llama", "causal", 4, 2, 8, 8, (2, 3)).units
         ((2, 3),)
@@ -151,43 +158,50 @@ class AttentionSite(Value):
         """
         if self.bundles is not None:
             return self.bundles
-        return self.groups if self.policy == "group" else tuple((h,) for h in self.heads)
+        if self.policy == "group":
+            return self.groups
+        return tuple((head,) for head in self.heads)
 
     def check(self, keep: Iterable[int]) -> tuple[int, ...]:
-        """The kept heads (original indices), sorted, if this site can be cut to them under its
-        policy.
+        """Sort the kept heads; refuse them if the policy does not allow that cut.
+
+        Args:
+            keep: Original indices of the heads to keep.
+
+        Returns:
+            The same, sorted, each once.
 
         Raises:
             UnknownName: a head that is not present.
-            InvalidValue: what the policy does not allow: a part of a KV group, or groups of unlike
-                size.
+            InvalidValue: the policy forbids it: a part of a KV group, or groups of unlike size.
         """
-        keep = tuple(sorted(set(keep)))
-        for head in keep:
+        kept = tuple(sorted(set(keep)))
+        for head in kept:
             if head not in self.heads:
-                raise UnknownName(
-                    f"head {head} of {self.name}",
-                    f"one of the present heads {list(self.heads)}",
-                    head,
-                )
-        left = [(group, sum(h in keep for h in group)) for group in self.groups]
+                must = f"one of the present heads {list(self.heads)}"
+                raise UnknownName(f"head {head} of {self.name}", must, head)
+
         where = f"keep for {self.name}"
         hint = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
-        for group, n_kept in left:
-            if self.policy == "group" and 0 < n_kept < len(group):
+        kept_groups, counts = [], []
+        for group in self.groups:
+            n_kept = len(set(group).intersection(kept))
+            if not n_kept:
+                continue
+            if self.policy == "group" and n_kept < len(group):
                 must = f"whole groups of {len(group)} query heads that share a key/value head"
                 raise InvalidValue(where, must, f"{n_kept} of heads {list(group)}", hint)
-        counts = [n for _, n in left if n]
+            kept_groups.append(list(group))
+            counts.append(n_kept)
         if self.policy == "balanced" and len(set(counts)) > 1:
-            must = "the same number of query heads in every group that stays"
-            raise InvalidValue(
-                where, must, f"{counts} of the groups {[list(g) for g, n in left if n]}", hint
-            )
-        return keep
+            must = "the same number of query heads in every group that is kept"
+            raise InvalidValue(where, must, f"{counts} of the groups {kept_groups}", hint)
+        return kept
 
     def permitting(self, keep: Iterable[int]) -> AttentionSite:
-        """This site under the strictest policy that allows to keep these heads."""
+        """This site under the strictest policy that allows these kept heads."""
         keep = tuple(keep)
+        # From the strictest policy to the one that allows any heads.
         for policy in POLICIES[:-1]:
             site = replace(self, policy=policy)
             try:
@@ -198,16 +212,23 @@ class AttentionSite(Value):
         return replace(self, policy="free")
 
     def __str__(self) -> str:
-        kv = "" if self.n_kv_heads == self.n_query_heads else f" in {self.n_kv_heads} KV groups"
-        present = "" if len(self.heads) == self.n_query_heads else f", {len(self.heads)} present"
-        heads = f"{self.n_query_heads} heads{kv} of width {self.head_dim}{present}"
+        heads = f"{self.n_query_heads} heads"
+        if self.n_kv_heads != self.n_query_heads:
+            heads += f" in {self.n_kv_heads} KV groups"
+        heads += f" of width {self.head_dim}"
+        if len(self.heads) != self.n_query_heads:
+            heads += f", {len(self.heads)} present"
         policy = "" if self.policy == "group" else f", {self.policy}"
         return f"{self.name}: {heads} ({self.layout}, {self.kind}{policy})"
 
 
 def places(sites: Sequence[AttentionSite], wanted: str) -> tuple[int, ...]:
-    """Places of the sites of a kind, of the one that is named so, or of those whose names fit a
-    pattern.
+    """Find sites by a kind, a name, or a pattern over names.
+
+    A name goes before a pattern: names may hold brackets.
+
+    Returns:
+        Their positions in ``sites``; empty where nothing matches.
 
     >>> sites = [
     ...     AttentionSite(name, "bert", "self", 2, 2, 4, 4, (0, 1)) for name in ("a[0]", "a0", "b0")
@@ -215,15 +236,20 @@ def places(sites: Sequence[AttentionSite], wanted: str) -> tuple[int, ...]:
     >>> places(sites, "self"), places(sites, "a[0]"), places(sites, "?0")
     ((0, 1, 2), (0,), (1, 2))
     """
+    # 1. A kind.
     if wanted in KINDS:
         return tuple(i for i, site in enumerate(sites) if site.kind == wanted)
-    named = tuple(i for i, site in enumerate(sites) if site.name == wanted)
-    return named or tuple(i for i, site in enumerate(sites) if fnmatchcase(site.name, wanted))
+    # 2. A name: one that holds brackets would mean something else as a pattern.
+    names = [site.name for site in sites]
+    if wanted in names:
+        return tuple(i for i, name in enumerate(names) if name == wanted)
+    # 3. A pattern.
+    return tuple(i for i, name in enumerate(names) if fnmatchcase(name, wanted))
 
 
 @dataclass(frozen=True)
 class SiteKeep:
-    """One row of a mask: the kept original indices of one site."""
+    """One row of a mask: the kept heads of one site, in original indices."""
 
     site: str
     n_heads: int
@@ -245,29 +271,28 @@ class HeadMask(Value):
     rows: tuple[SiteKeep, ...]
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
+        sites: set[str] = set()
         for row in self.rows:
-            if row.site in seen:
-                raise InvalidValue("HeadMask.rows", "one row a site", f"{row.site} twice")
-            seen.add(row.site)
+            if row.site in sites:
+                raise InvalidValue("HeadMask.rows", "one row per site", f"{row.site} twice")
+            sites.add(row.site)
+            where = f"HeadMask row {row.site}"
             if not 0 <= row.n_heads <= MOST_HEADS:
-                raise InvalidValue(
-                    f"HeadMask row {row.site}", f"of 0 to {MOST_HEADS:,} heads", row.n_heads
-                )
+                raise InvalidValue(where, f"of 0 to {MOST_HEADS:,} heads", row.n_heads)
             if list(row.kept) != sorted(set(row.kept)):
-                raise InvalidValue(
-                    f"HeadMask row {row.site}", "sorted indices without repeats", row.kept
-                )
+                raise InvalidValue(where, "sorted indices without repeats", row.kept)
             for head in row.kept:
                 if not 0 <= head < row.n_heads:
-                    raise UnknownName(
-                        f"head {head} of {row.site}", f"an index below {row.n_heads}", head
-                    )
+                    must = f"an index below {row.n_heads}"
+                    raise UnknownName(f"head {head} of {row.site}", must, head)
 
     @classmethod
     def from_keep(cls, keep: Mapping[str, Iterable[int]], n_heads: Mapping[str, int]) -> HeadMask:
-        """From kept original indices and head counts per site; a site absent from ``keep`` keeps
-        every head.
+        """Build a mask from the kept heads of each site.
+
+        Args:
+            keep: Kept original indices by site; a site that it lacks keeps every head.
+            n_heads: Head counts of the uncut model by site.
 
         Raises:
             UnknownName: a site or a head that does not exist.
@@ -276,26 +301,25 @@ class HeadMask(Value):
         """
         for site in keep:
             if site not in n_heads:
-                raise UnknownName(
-                    f"site {site!r}",
-                    "a known attention site",
-                    repr(site),
-                    did_you_mean(site, n_heads),
-                )
+                hint = did_you_mean(site, n_heads)
+                raise UnknownName(f"site {site!r}", "a known attention site", repr(site), hint)
         rows = []
-        for site, n in n_heads.items():
-            kept = indices(keep[site], f"keep[{site!r}]", n) if site in keep else range(n)
-            rows.append(SiteKeep(site, n, tuple(sorted(set(kept)))))
+        for site, count in n_heads.items():
+            # A site that ``keep`` lacks keeps every head.
+            kept: Iterable[int] = range(count)
+            if site in keep:
+                kept = indices(keep[site], f"keep[{site!r}]", count)
+            rows.append(SiteKeep(site, count, tuple(sorted(set(kept)))))
         return cls(tuple(rows))
 
     @classmethod
     def from_array(cls, array: Any, sites: Iterable[AttentionSite]) -> HeadMask:
-        """From ``[layers, heads]``: 1 or True where a head is kept, 0 or False where it is removed.
+        """Build a mask from ``[layers, heads]``: 1 or True is kept, 0 or False is removed.
 
         Args:
             array: A NumPy array, a tensor or nested lists. Rows are in the order of ``sites``,
                 heads in original indices; rows may have different lengths, as the sites have.
-            sites: The sites whose heads they are.
+            sites: The sites of the rows.
 
         Raises:
             InvalidValue: another shape, or values other than 0 and 1.
@@ -308,28 +332,30 @@ class HeadMask(Value):
         (0, 2)
         """
         sites = tuple(sites)
+        # NumPy arrays and tensors become nested lists.
         table = array.tolist() if hasattr(array, "tolist") else array
-        if not isinstance(table, Sequence) or len(table) != len(sites):
-            got = f"{len(table)} rows" if isinstance(table, Sequence) else type(array).__name__
-            raise InvalidValue("array", f"[layers, heads] with one row per site, {len(sites)}", got)
+        must = f"[layers, heads] with one row per site, {len(sites)}"
+        if not isinstance(table, Sequence):
+            raise InvalidValue("array", must, type(array).__name__)
+        if len(table) != len(sites):
+            raise InvalidValue("array", must, f"{len(table)} rows")
         rows = []
         for number, (row, site) in enumerate(zip(table, sites, strict=True)):
             where = f"array[{number}], for {site.name}"
             kept = kept_in_row(row, site.n_query_heads, where)
-            gone = sorted(set(kept) - set(site.heads))
-            if gone:
-                raise UnknownName(
-                    where,
-                    f"1 only for the present heads {list(site.heads)}",
-                    f"1 for head {gone[0]}",
-                )
+            # A head that an earlier cut removed cannot come back.
+            absent = sorted(set(kept) - set(site.heads))
+            if absent:
+                must = f"1 only for the present heads {list(site.heads)}"
+                raise UnknownName(where, must, f"1 for head {absent[0]}")
             rows.append(SiteKeep(site.name, site.n_query_heads, kept))
         return cls(tuple(rows))
 
     @classmethod
     def full(cls, sites: Iterable[AttentionSite]) -> HeadMask:
-        """All heads that are present at ``sites``."""
-        return cls(tuple(SiteKeep(s.name, s.n_query_heads, s.heads) for s in sites))
+        """Keep all heads that are present at ``sites``."""
+        rows = [SiteKeep(site.name, site.n_query_heads, site.heads) for site in sites]
+        return cls(tuple(rows))
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -339,9 +365,8 @@ class HeadMask(Value):
         for row in self.rows:
             if row.site == site:
                 return row
-        raise UnknownName(
-            f"site {site!r}", "a site of this mask", repr(site), did_you_mean(site, self.sites)
-        )
+        hint = did_you_mean(site, self.sites)
+        raise UnknownName(f"site {site!r}", "a site of this mask", repr(site), hint)
 
     def kept(self, site: str) -> tuple[int, ...]:
         """Kept original indices of one site."""
@@ -350,7 +375,7 @@ class HeadMask(Value):
     def removed(self, site: str) -> tuple[int, ...]:
         """Removed original indices of one site."""
         row = self.row(site)
-        return tuple(h for h in range(row.n_heads) if h not in row.kept)
+        return tuple(head for head in range(row.n_heads) if head not in row.kept)
 
     @property
     def n_kept(self) -> int:
@@ -361,56 +386,60 @@ class HeadMask(Value):
         return sum(row.n_heads for row in self.rows)
 
     def __contains__(self, head: object) -> bool:
-        return (
-            isinstance(head, HeadId)
-            and head.site in self.sites
-            and head.head in self.kept(head.site)
-        )
+        if not isinstance(head, HeadId) or head.site not in self.sites:
+            return False
+        return head.head in self.kept(head.site)
 
     def __iter__(self) -> Iterator[HeadId]:
-        return (HeadId(row.site, head) for row in self.rows for head in row.kept)
+        for row in self.rows:
+            for head in row.kept:
+                yield HeadId(row.site, head)
 
     def __len__(self) -> int:
         return self.n_kept
 
-    def _combine(self, other: HeadMask, operation: str) -> HeadMask:
+    def _combine(self, other: HeadMask, operation: Callable[[_Heads, _Heads], _Heads]) -> HeadMask:
         if not isinstance(other, HeadMask):
             return NotImplemented
-        mine, theirs = (
-            {r.site: r.n_heads for r in self.rows},
-            {r.site: r.n_heads for r in other.rows},
-        )
-        if mine != theirs:
-            raise PlanMismatch("HeadMask", f"over the same sites and head counts ({mine})", theirs)
-        kept = {r.site: getattr(set(r.kept), operation)(other.kept(r.site)) for r in self.rows}
-        return HeadMask.from_keep(kept, mine)
+        # Masks of two models have no common meaning.
+        own_counts = {row.site: row.n_heads for row in self.rows}
+        other_counts = {row.site: row.n_heads for row in other.rows}
+        if own_counts != other_counts:
+            must = f"over the same sites and head counts ({own_counts})"
+            raise PlanMismatch("HeadMask", must, other_counts)
+        kept = {}
+        for row in self.rows:
+            kept[row.site] = operation(frozenset(row.kept), frozenset(other.kept(row.site)))
+        return HeadMask.from_keep(kept, own_counts)
 
     def __or__(self, other: HeadMask) -> HeadMask:
-        return self._combine(other, "union")
+        return self._combine(other, operator.or_)
 
     def __and__(self, other: HeadMask) -> HeadMask:
-        return self._combine(other, "intersection")
+        return self._combine(other, operator.and_)
 
     def __sub__(self, other: HeadMask) -> HeadMask:
-        return self._combine(other, "difference")
+        return self._combine(other, operator.sub)
 
     def __str__(self) -> str:
-        width = max((len(r.site) for r in self.rows), default=0)
+        width = max(map(len, self.sites), default=0)
         lines = [f"HeadMask: {self.n_kept} of {self.n_heads} heads kept"]
         for row in self.rows:
+            # The same marks as in the grids of plans.
             marks = "".join("■" if h in row.kept else "·" for h in range(row.n_heads))
             lines.append(f"  {row.site:<{width}}  {marks}  {len(row.kept)}/{row.n_heads}")
         return "\n".join(lines)
 
 
 def without(sites: Iterable[AttentionSite], removed: Mapping[str, Iterable[int]]) -> HeadMask:
-    """All heads that are present at ``sites`` but those that ``removed`` names by site, in original
-    indices.
+    """Keep all present heads but those that ``removed`` names, in original indices by site.
 
     >>> sites = [AttentionSite(name, "bert", "self", 3, 3, 4, 4, (0, 1, 2)) for name in ("a", "b")]
     >>> without(sites, {"a": [1]}).kept("a"), without(sites, {"a": [1]}).kept("b")
     ((0, 2), (0, 1, 2))
     """
-    sites = list(sites)
-    keep = {site.name: set(site.heads) - set(removed.get(site.name, ())) for site in sites}
-    return HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
+    keep, n_heads = {}, {}
+    for site in sites:
+        keep[site.name] = set(site.heads).difference(removed.get(site.name, ()))
+        n_heads[site.name] = site.n_query_heads
+    return HeadMask.from_keep(keep, n_heads)

@@ -1,4 +1,4 @@
-"""Head indices, and rows of 0 and 1, as plain integers: from lists, NumPy arrays and tensors."""
+"""Head indices, and rows of 0 and 1, as plain integers from lists, NumPy arrays and tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HINT = "For 1 or 0 per head take HeadMask.from_array."
 
 
 def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tuple[int, ...]:
-    """The head indices as plain integers, in their order.
+    """Convert head indices to plain integers, in their order.
 
     Args:
         values: A list, a set, a NumPy array or a tensor of integers.
@@ -20,30 +20,30 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
         n_heads: How many heads there are, where that is known.
 
     Raises:
-        InvalidValue: something else. A row with 0 or 1 for every head is refused, because it would
-            pass as the indices 0 and 1.
+        InvalidValue: no indices. A row with 0 or 1 for every head is refused too: it would be read
+            as the indices 0 and 1.
 
     >>> indices({2}, "keep"), indices((), "keep")
     ((2,), ())
     """
     listed = values.tolist() if hasattr(values, "tolist") else values
+    must = "a collection of head indices"
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Iterable):
-        raise InvalidValue(where, "a collection of head indices", repr(listed))
-    found = []
+        raise InvalidValue(where, must, repr(listed))
+    heads = []
     for value in listed:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise InvalidValue(where, "a collection of head indices", repr(value), _HINT)
-        found.append(operator.index(value))
-    repeated = len(set(found)) < len(found)
-    if repeated and len(found) == n_heads and set(found) <= {0, 1}:
-        raise InvalidValue(
-            where, "a collection of head indices", f"{found}, a row of 0 and 1", _HINT
-        )
-    return tuple(found)
+            raise InvalidValue(where, must, repr(value), _HINT)
+        heads.append(operator.index(value))
+    # [0, 1] of two heads may be meant as indices; a repeated number cannot be.
+    is_repeated = len(set(heads)) < len(heads)
+    if is_repeated and len(heads) == n_heads and set(heads) <= {0, 1}:
+        raise InvalidValue(where, must, f"{heads}, a row of 0 and 1", _HINT)
+    return tuple(heads)
 
 
 def kept_in_row(row: Any, n_heads: int, where: str) -> tuple[int, ...]:
-    """The indices of the heads that a row of 0 and 1 keeps.
+    """Find the heads that a row of 0 and 1 keeps.
 
     Args:
         row: One value per head: 1 or True where it is kept, 0 or False where it is removed.
@@ -57,13 +57,11 @@ def kept_in_row(row: Any, n_heads: int, where: str) -> tuple[int, ...]:
     (0, 2)
     """
     values = row.tolist() if hasattr(row, "tolist") else row
-    if (
-        isinstance(values, (str, bytes))
-        or not isinstance(values, Sequence)
-        or len(values) != n_heads
-    ):
-        got = f"{len(values)}" if isinstance(values, Sequence) else repr(values)
-        raise InvalidValue(where, f"one value per head, {n_heads}", got)
+    must = f"one value per head, {n_heads}"
+    if not isinstance(values, Sequence):
+        raise InvalidValue(where, must, repr(values))
+    if isinstance(values, (str, bytes)) or len(values) != n_heads:
+        raise InvalidValue(where, must, f"{len(values)}")
     for value in values:
         if value not in (0, 1):
             raise InvalidValue(where, "1 (kept) or 0 (removed) per head", repr(value))

@@ -1,5 +1,4 @@
-"""LatencyTable: how long a model takes, and what each site's attention adds to that at every number
-of heads."""
+"""LatencyTable: the time of a model, and of each site's attention at every number of heads."""
 
 from __future__ import annotations
 
@@ -14,8 +13,12 @@ from headprune.core.heads import AttentionSite, HeadMask
 
 @dataclass(frozen=True)
 class SiteLatency:
-    """What one site's attention takes: ``seconds[n]`` with n heads, None where it cannot have n
-    heads."""
+    """Time of one site's attention.
+
+    Args:
+        site: The site's name.
+        seconds: ``seconds[n]`` with n heads; None where it cannot have n heads.
+    """
 
     site: str
     seconds: tuple[float | None, ...]
@@ -25,18 +28,17 @@ class SiteLatency:
 class LatencyTable(Value):
     """Latency of a model by the heads of its sites, on one device, at one batch size and length.
 
-    A pruned model is predicted to take what the whole one takes, less what each site's attention no
-    longer does: ``whole - sum over sites of (seconds[present] - seconds[kept])``.
+    The predicted time of a pruned model is the whole model's time, less the time that the removed
+    heads take: ``whole - sum over sites of (seconds[present] - seconds[kept])``.
 
     Args:
-        whole: Seconds of one call of the uncut model.
-        sites: For every site, the seconds of its attention with 0, 1, ... all of the heads that are
-            present.
-        batch_size: Examples in a call.
-        length: Tokens an example.
+        whole: Seconds per call of the uncut model.
+        sites: For every site, the seconds of its attention with 0, 1, ... all present heads.
+        batch_size: Examples per call.
+        length: Tokens per example.
         device: The device in words.
         dtype: The number format of the model's weights.
-        notes: What the user should know.
+        notes: Messages for the user.
 
     >>> table = LatencyTable(1.0, (SiteLatency("a", (0.1, 0.3, 0.4)),), 8, 128, "CPU", "float32")
     >>> round(table.predict(HeadMask.from_keep({"a": [1]}, {"a": 2})), 3)
@@ -56,18 +58,21 @@ class LatencyTable(Value):
 
     def __post_init__(self) -> None:
         _check_seconds("LatencyTable.whole", self.whole)
+        # bool is an int too, so the type itself is compared.
         for name in ("batch_size", "length"):
-            if type(count := getattr(self, name)) is not int or count < 1:
+            count = getattr(self, name)
+            if type(count) is not int or count < 1:
                 raise InvalidValue(f"LatencyTable.{name}", "a count >= 1", repr(count))
         names = [row.site for row in self.sites]
         if not names or len(set(names)) < len(names):
-            raise InvalidValue("LatencyTable.sites", "one row a site, at least one", names)
+            raise InvalidValue("LatencyTable.sites", "one row per site, at least one", names)
         for row in self.sites:
             if not row.seconds or row.seconds[-1] is None:
                 must = "measured with all heads that are present"
                 raise InvalidValue(f"LatencyTable row {row.site}", must, row.seconds)
             for n, seconds in enumerate(row.seconds):
                 if seconds is not None:
+                    # Attention without heads may take no time at all.
                     _check_seconds(f"LatencyTable row {row.site}, {n} heads", seconds, least=0.0)
 
     def row(self, site: str) -> tuple[float | None, ...]:
@@ -83,8 +88,7 @@ class LatencyTable(Value):
         raise UnknownName("LatencyTable", "measured at this site", repr(site), hint)
 
     def check(self, sites: Iterable[AttentionSite]) -> None:
-        """Refuses a table that was measured on other sites than these, or before heads of them were
-        cut.
+        """Refuse a table of other sites than these, or one measured before they were cut.
 
         Raises:
             UnknownName: a site that it lacks.
@@ -92,56 +96,67 @@ class LatencyTable(Value):
                 the model.
         """
         for site in sites:
-            if (heads := len(self.row(site.name)) - 1) != len(site.heads):
+            n_heads = len(self.row(site.name)) - 1
+            if n_heads != len(site.heads):
                 must = f"measured with the {len(site.heads)} heads of {site.name}"
-                raise InvalidValue(
-                    "LatencyTable",
-                    must,
-                    f"a row for {heads} heads",
-                    "Measure the model as it is now.",
-                )
-        attention = math.fsum(row.seconds[-1] or 0.0 for row in self.sites)
+                got = f"a row for {n_heads} heads"
+                raise InvalidValue("LatencyTable", must, got, "Measure the model as it is now.")
+        # fsum: the check must not fail by the rounding of many small numbers.
+        attention = math.fsum(map(_all_heads, self.sites))
         if attention > self.whole * (1 + 1e-6):  # beyond rounding
+            must = "of a model that takes longer than its attention"
             got = f"{_ms(attention)} in attention of {_ms(self.whole)} in all"
-            raise InvalidValue(
-                "LatencyTable", "of a model that takes longer than its attention", got
-            )
+            raise InvalidValue("LatencyTable", must, got)
 
     def alone(self, sites: Iterable[str]) -> LatencyTable:
-        """The table of a model that has nothing but the attention of these sites."""
+        """The table of a model that consists of the attention of these sites."""
         rows = tuple(SiteLatency(name, self.row(name)) for name in sites)
-        return replace(self, sites=rows, whole=sum(row.seconds[-1] or 0.0 for row in rows))
+        return replace(self, sites=rows, whole=sum(map(_all_heads, rows)))
 
     def predict(self, kept: HeadMask | Mapping[str, int]) -> float:
-        """Seconds of the model with these heads, or with so many heads a site.
+        """Predict the seconds per call of the model with some heads kept.
+
+        Args:
+            kept: The kept heads, or how many per site; sites that it lacks keep all.
 
         Raises:
             UnknownName: a site that was not measured.
             InvalidValue: a number of heads that a site cannot have.
         """
-        counts = {r.site: len(r.kept) for r in kept.rows} if isinstance(kept, HeadMask) else kept
+        if isinstance(kept, HeadMask):
+            kept = {row.site: len(row.kept) for row in kept.rows}
         total = self.whole
-        for site, count in counts.items():
+        for site, count in kept.items():
             row = self.row(site)
+            # A negative count would index from the end.
             after = row[count] if 0 <= count < len(row) else None
             if after is None:
                 known = [n for n, seconds in enumerate(row) if seconds is not None]
-                raise InvalidValue(
-                    f"LatencyTable row {site}", f"asked for one of {known} heads", count
-                )
+                must = f"asked for one of {known} heads"
+                raise InvalidValue(f"LatencyTable row {site}", must, count)
             total -= (row[-1] or 0.0) - after
         return total
 
     def __str__(self) -> str:
-        attention = sum(row.seconds[-1] or 0.0 for row in self.sites)
+        attention = sum(map(_all_heads, self.sites))
         at = f"batch {self.batch_size} of {self.length} tokens, {self.dtype}, {self.device}"
         lines = [f"LatencyTable: {_ms(self.whole)}, of which {_ms(attention)} in attention ({at})"]
         width = max(len(row.site) for row in self.sites)
         for row in self.sites:
-            known = [(n, s) for n, s in enumerate(row.seconds) if s is not None][::-1]
-            cells = [f"{n} head{'' if n == 1 else 's'} {_ms(s)}" for n, s in known]
+            cells = []
+            # From all heads down to none.
+            for count in reversed(range(len(row.seconds))):
+                seconds = row.seconds[count]
+                if seconds is not None:
+                    noun = "head" if count == 1 else "heads"
+                    cells.append(f"{count} {noun} {_ms(seconds)}")
             lines.append(f"  {row.site:<{width}}  {', '.join(cells)}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _all_heads(row: SiteLatency) -> float:
+    """Seconds with all heads that are present."""
+    return row.seconds[-1] or 0.0
 
 
 def _ms(seconds: float) -> str:
@@ -149,9 +164,6 @@ def _ms(seconds: float) -> str:
 
 
 def _check_seconds(where: str, value: float, least: float = 5e-324) -> None:
-    if (
-        not isinstance(value, (int, float))
-        or isinstance(value, bool)
-        or not (math.isfinite(value) and value >= least)
-    ):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least:
         raise InvalidValue(where, "a time in seconds", repr(value))

@@ -1,15 +1,15 @@
-"""How a family of attention modules keeps its heads: HeadSlab and AttentionLayout, plus the state
-of a cut module.
+"""How a family of attention modules stores its heads: HeadSlab, AttentionLayout, HeadState.
 
 A layout is data. It names the tensors that are made of heads, the module whose input is the heads'
-outputs side by side (the gate point), the attributes that count heads, and which other parameters
-may stay as they are. A module matches a layout by structure alone: every slab is there, every
-length is explained by a whole number of heads, and every parameter of the module is accounted for.
-What is not accounted for is refused, never guessed.
+outputs side by side (the gate point), the attributes that count heads, and the parameters that a
+cut does not change. A module matches a layout by structure alone: every slab exists, a whole number
+of heads explains every length, and every parameter of the module is accounted for. A module with
+any other parameter is refused, never guessed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,29 +20,33 @@ from headprune.core.heads import POLICIES, Grouping, Kind, Policy
 from headprune.core.mixin import WITHOUT_HEADS, Mixin, original_class, refusal
 from headprune.core.slabs import Packing, check_slab
 
-#: Attribute under which a module that has been cut remembers its original heads (a HeadState).
+#: Attribute of a cut module that holds its original heads (a HeadState).
 STATE_ATTRIBUTE = "headprune_state"
 
-#: Attribute under which a projection holds its gates while a ``gated`` block lasts.
+#: Attribute of a projection that holds its gates inside a ``gated`` block.
 GATES_ATTRIBUTE = "headprune_gates"
 
-#: Attribute under which an output projection remembers the heads whose mean its bias holds.
+#: Attribute of an output projection that lists the heads whose mean was added to its bias.
 FOLDED_ATTRIBUTE = "headprune_folded"
 
-#: What a count attribute of a module holds, in words of HeadGeometry.
+#: Number that a count attribute of a module holds, by its name in HeadGeometry.
 Count = Literal["n_query_heads", "n_kv_heads", "group_size", "query_width", "value_width"]
 
-
-#: Heads whose keys and values a cache holds; or how many numbers a token, of latents that all heads
-#: share.
+#: Heads whose keys and values a cache holds; or numbers per token of latents that all heads share.
 Cached = Literal["key/value", "query"] | int
 
 
 @dataclass(frozen=True)
 class HeadState:
-    """What a cut module remembers: the original counts, which original heads are left, widths
-    (query, value, key) where no attribute of the module tells them, and the layout: without heads,
-    a module could be of several."""
+    """The original heads of a cut module.
+
+    Args:
+        n_query_heads: Query heads of the uncut module.
+        n_kv_heads: Key/value heads of the uncut module.
+        heads: Original indices of the present heads.
+        widths: Of a query, a value and a key, where no attribute of the module holds them.
+        layout: The layout's name; a module without heads could match several.
+    """
 
     n_query_heads: int
     n_kv_heads: int
@@ -51,15 +55,17 @@ class HeadState:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        self.uneven  # noqa: B018 (worked out now: a module asks in every forward)
+        self.uneven  # noqa: B018 (computed now: a module reads it in every forward)
 
     @cached_property
     def uneven(self) -> tuple[int, ...] | None:
-        """How many query heads read each key/value head that is left, where consecutive heads share
-        one; None where all are as many."""
-        size = self.n_query_heads // max(1, self.n_kv_heads)
-        readers = [sum(h // size == kv for h in self.heads) for kv in range(self.n_kv_heads)]
-        sizes = tuple(n for n in readers if n)
+        """Query heads per present key/value head; None where all have as many.
+
+        For modules in which consecutive heads share a key/value head.
+        """
+        group_size = self.n_query_heads // max(1, self.n_kv_heads)
+        readers = Counter(head // group_size for head in self.heads)
+        sizes = tuple(readers[kv] for kv in range(self.n_kv_heads) if kv in readers)
         return sizes if len(set(sizes)) > 1 else None
 
 
@@ -69,11 +75,11 @@ class HeadSlab:
 
     Args:
         path: A projection (cut together with its bias), a bare tensor, or a ``ModuleList`` with one
-            module a head, relative to the attention module.
+            module per head, relative to the attention module.
         axis: ``out`` or ``in`` features for a projection; a dimension for a bare tensor; ``list``
             for a ModuleList.
-        unit: What the blocks are, see ``core/slabs.py``; several for a fused projection.
-        packing: How several units lie on the axis.
+        unit: Kind of block, see ``core/slabs.py``; several for a fused projection.
+        packing: The order of several units on the axis.
         optional: Whether a module without it matches too.
     """
 
@@ -85,21 +91,20 @@ class HeadSlab:
 
     def __post_init__(self) -> None:
         check_slab(self.units, self.packing)
-        if self.axis not in ("in", "out", "list") and (
-            not isinstance(self.axis, int) or isinstance(self.axis, bool)
-        ):
-            raise InvalidValue(
-                f"HeadSlab({self.path!r}).axis",
-                "'in', 'out', 'list' or a dimension",
-                repr(self.axis),
-            )
+        is_dimension = isinstance(self.axis, int) and not isinstance(self.axis, bool)
+        if self.axis not in ("in", "out", "list") and not is_dimension:
+            must = "'in', 'out', 'list' or a dimension"
+            raise InvalidValue(f"HeadSlab({self.path!r}).axis", must, repr(self.axis))
 
     @property
     def units(self) -> tuple[str, ...]:
-        return (self.unit,) if isinstance(self.unit, str) else tuple(self.unit)
+        """The kinds of block, in their order on the axis."""
+        if isinstance(self.unit, str):
+            return (self.unit,)
+        return tuple(self.unit)
 
 
-#: Builds a small random model with an attention, and an example batch for it; called with a seed.
+#: Builds a small random model with an attention, and a batch for it; takes a seed.
 Tiny = Callable[[int], tuple[Any, Any]]
 
 #: A width: an attribute's path, the number itself, or a function of the uncut module.
@@ -108,105 +113,113 @@ Width = str | int | Callable[[Any], int]
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Where one family of attention modules keeps its heads.
+    """Where one family of attention modules stores its heads.
+
+    Every field says at its place below what it is and which other values it may have.
 
     Args:
         name: The registered name.
-        gate: Path of the output projection; its input is gated, ``[..., heads * value_dim]``. Empty
-            where there is
-            none: then the module's own output is the heads' outputs side by side, and keeps its
-                width.
-        slabs: Every tensor axis that is made of heads; the gate's input is among them with unit
-            ``context``.
-        head_dim: Width of a query head.
-        value_dim: Width of a value head; None where it equals ``head_dim``.
-        key_dim: Width of a key's block where it is not ``head_dim``.
-        kind: ``self``, ``causal``, ``cross``, or a function of the module and its name that says
-            which.
-        requires: Attribute paths that must exist for a module to match.
-        absent: Attribute paths that must not exist, or must be False or None.
-        untouched: Paths whose parameters do not depend on the heads (a layer norm of the model's
-            width).
-        per_head: Paths of norms that span one head's width, and of linear layers that each head
-            passes by itself, if the module has them; one that spans several heads is refused,
-            because cutting it would change the heads that stay.
-        counts: Attributes that count heads or widths, kept true by a cut where the module has them.
-        batch_axis: Axis of the gate's input that holds the examples.
-        windows: Whether that axis holds several windows of each example, one example's after
-            another's.
-        grouping: Which query heads share a key/value head.
-        cached: Of what a causal module's cache holds keys and values: each key/value head, or each
-            query head (repeated before they are cached). A number where it holds latents that all
-            heads share: how many a token.
-        policies: What may leave where they do; the first is taken where the user's choice does not
-            matter.
-        adapt: ``(module, model) -> None``, run after every cut for what no slab or count says, for
-            example a bias that comes as an argument for all heads. Its docstring says what it does;
-            docs/layouts.md quotes it.
-        products: ``(module) -> (a query token, a key token)``: multiply-adds of a head for its cost
-            beyond those of linear layers and of its products with keys and values (DeBERTa's with
-            relative positions).
-        exposed: A class to put in front where the module's own code passes by its output
-            projection's ``forward`` (and so by every gate); it computes the same and calls the
-            projection.
-        empty: ``(module) -> None`` that turns a cut module without heads into one that adds only
-            the output projection's bias; None where the module's own code runs with no head (fused
-            attention of no heads is answered by us, see ``layouts/_own_code.py``), "refuse" where
-            neither works. If it refuses some modules, its attribute ``refusal``,
-            ``(module) -> UnsupportedModel | None``, says so before.
-        proves: Whether ``head_dim`` runs the module's own code and refuses what would not lose
-            heads exactly. Other code than a library's is cut without an example only then.
-        families: The model families that are known to have it, each with a tiny model for the laws.
+        gate: Path of the output projection; its input is gated.
+        slabs: Every tensor axis that is made of heads.
+        head_dim, value_dim, key_dim: Widths of a head.
+        kind: ``self``, ``causal`` or ``cross``.
+        requires, absent: Attributes that decide whether a module matches.
+        untouched, per_head: Submodules that are no slabs.
+        counts: Attributes that count heads or widths.
+        batch_axis, windows: Where the examples are in the gate's input.
+        grouping, cached, policies: Shared key/value heads.
+        adapt, products, exposed, empty: Hooks for code that slabs and counts do not describe.
+        proves: Whether ``head_dim`` checks the module's own code.
+        families: Model families, each with a tiny model for the tests.
     """
 
     name: str
+    # Its input is the heads' outputs side by side, [..., heads * value_dim]. An empty path: the
+    # module has no output projection. Its own output is gated then, and keeps its width.
     gate: str
+    # The gate's input is among them, with unit ``context``.
     slabs: tuple[HeadSlab, ...]
+    # Width of a query head.
     head_dim: Width
+    # Width of a value head; None where it equals ``head_dim``.
     value_dim: Width | None = None
+    # Width of a key's block; None where it equals ``head_dim``.
     key_dim: Width | None = None
+    # Or a function of the module and its name that says which.
     kind: Kind | Callable[[Any, str], Kind] = "self"
+    # Attribute paths that must exist for a module to match.
     requires: tuple[str, ...] = ()
+    # Attribute paths that must not exist, or must be False or None.
     absent: tuple[str, ...] = ()
+    # Paths whose parameters do not depend on the heads, such as a layer norm of the model's width.
     untouched: tuple[str, ...] = ()
+    # Paths of norms that span one head's width, and of linear layers that each head passes by
+    # itself; they need not exist. A norm across several heads is refused: a cut would change the
+    # kept heads.
     per_head: tuple[str, ...] = ()
+    # A cut keeps them true where the module has them.
     counts: tuple[tuple[str, Count], ...] = ()
+    # Axis of the gate's input that holds the examples.
     batch_axis: int = 0
+    # Whether that axis holds several windows per example, one example's after another's.
     windows: bool = False
+    # Which query heads share a key/value head.
     grouping: Grouping = "contiguous"
+    # What a causal module's cache holds keys and values of: each key/value head, or each query head
+    # (repeated before they are cached). A number: latents that all heads share, so many per token.
     cached: Cached | Callable[[Any], Cached] = "key/value"
+    # Which heads can be removed where several share a key/value head. The first is taken where the
+    # user's choice makes no difference.
     policies: tuple[Policy, ...] = ("group",)
+    # ``(module, model) -> None``: runs after every cut for what slabs and counts do not describe,
+    # such as a bias for all heads that is an argument. Its docstring says what it does;
+    # docs/layouts.md quotes it.
     adapt: Callable[[Any, Any], None] | None = None
+    # ``(module) -> (per query token, per key token)``: multiply-adds of a head besides those of
+    # linear layers and of its products with keys and values (DeBERTa's with relative positions).
     products: Callable[[Any], tuple[int, int]] | None = None
+    # A class to put in front where the module's own code does not call its output projection, so
+    # that no gate sees its input. It computes the same and calls the projection.
     exposed: type[Mixin] | None = None
+    # ``(module) -> None``: turns a cut module without heads into one that adds only the output
+    # projection's bias. None: the module's own code runs without heads (fused attention of no heads
+    # is computed by us, see ``layouts/_own_code.py``). "refuse": neither works. If it refuses some
+    # modules, its attribute ``refusal``, ``(module) -> UnsupportedModel | None``, says so before.
     empty: Callable[[Any], None] | Literal["refuse"] | None = None
+    # Whether ``head_dim`` runs the module's own code and refuses a module that would not lose heads
+    # exactly. Code that is not a library's is cut without an example only then.
     proves: bool | Callable[[Any], bool] = False
+    # The model families that are known to have it.
     families: tuple[tuple[str, Tiny], ...] = ()
 
     def __post_init__(self) -> None:
-        contexts = [s for s in self.slabs if s.units == ("context",)]
-        if self.gate and ([s.path for s in contexts] != [self.gate] or contexts[0].axis != "in"):
+        contexts = [slab for slab in self.slabs if slab.units == ("context",)]
+        paths = [slab.path for slab in contexts]
+        if self.gate and (paths != [self.gate] or contexts[0].axis != "in"):
             must = (
                 "described by one slab of unit 'context', the gate's input:"
                 f" HeadSlab({self.gate!r}, 'in', 'context')"
             )
-            raise InvalidValue(f"layout {self.name!r}", must, [s.path for s in contexts])
+            raise InvalidValue(f"layout {self.name!r}", must, paths)
         if not self.policies or not set(self.policies) <= set(POLICIES):
-            raise InvalidValue(
-                f"layout {self.name!r}.policies", f"some of {', '.join(POLICIES)}", self.policies
-            )
+            must = f"some of {', '.join(POLICIES)}"
+            raise InvalidValue(f"layout {self.name!r}.policies", must, self.policies)
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
-        """Why a module must keep a head; None where it can lose all, as far as ``empty`` tells
-        before it is called."""
+        """Why a module must keep a head; None where it can lose all of them.
+
+        ``empty`` may still refuse a module when it is called.
+        """
         if self.empty == "refuse":
             name = original_class(module).__name__
             return UnsupportedModel(name, f"left with a head (layout {self.name!r})", "none kept")
         if self.empty is None:
-            return refusal(module, WITHOUT_HEADS)  # a class is put in front of it
-        told: Callable[[Any], UnsupportedModel | None] | None = getattr(self.empty, "refusal", None)
-        return None if told is None else told(module)
+            return refusal(module, WITHOUT_HEADS)  # a class of ours is put in front of it
+        check: Callable[[Any], UnsupportedModel | None] | None
+        check = getattr(self.empty, "refusal", None)
+        return None if check is None else check(module)
 
     def tiny(self, seed: int, family: str | None = None) -> tuple[Any, Any]:
-        """The tiny model and batch of a family, by default of the first one."""
-        return (self.families[0][1] if family is None else dict(self.families)[family])(seed)
+        """Build the tiny model and batch of a family, by default the first one."""
+        build = self.families[0][1] if family is None else dict(self.families)[family]
+        return build(seed)

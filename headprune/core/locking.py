@@ -1,4 +1,4 @@
-"""One process at a time in a folder: a lock that a dead process does not keep."""
+"""A lock on a folder: one process at a time, and a dead process does not keep it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ _HINT = "Wait for it, or give another folder with --out."
 
 @contextmanager
 def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
-    """Keeps a second process out of a folder, which is made where it is not there.
+    """Keep other processes out of a folder; make the folder if it does not exist.
 
-    The lock is the operating system's and ends with its process, however that ends; only an empty
-    file stays.
+    The lock is the operating system's. It ends with its process, however that ends; an empty file
+    remains.
 
     Args:
         folder: The folder.
-        what: What runs there, in words.
-        hint: What to try where another process has it.
+        what: The work that is done there, in words.
+        hint: What to try where another process holds the lock.
 
     Raises:
-        InvalidValue: another process has it, it is a file, or its lock is a link.
+        InvalidValue: another process holds it, it is a file, or its lock is a link.
         NotWritten: no right to write there, or no room.
     """
     from filelock import FileLock, Timeout
 
     if folder.exists() and not folder.is_dir():
         raise InvalidValue(str(folder), "a folder", "a file", "Give another one.")
-    if (folder / LOCK).is_symlink():  # some versions of filelock would empty what it names
-        raise InvalidValue(str(folder / LOCK), "a file", "a link to another place", "Take it away.")
-    if (folder / LOCK).exists() and not (folder / LOCK).is_file():
-        raise InvalidValue(str(folder / LOCK), "a file", "something else", "Take it away.")
+    path = folder / LOCK
+    if path.is_symlink():  # some versions of filelock would empty its target
+        raise InvalidValue(str(path), "a file", "a link to another place", "Take it away.")
+    if path.exists() and not path.is_file():
+        raise InvalidValue(str(path), "a file", "something else", "Take it away.")
     with ExitStack() as stack:
+        # Only errors of taking the lock are translated, not those of the work under it.
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                stack.enter_context(FileLock(folder / LOCK, timeout=0))
+                stack.enter_context(FileLock(path, timeout=0))
             except Timeout:
-                raise InvalidValue(
-                    str(folder), "free", f"{what} that is running there", hint
-                ) from None
+                got = f"{what} that is running there"
+                raise InvalidValue(str(folder), "free", got, hint) from None
         yield

@@ -1,5 +1,4 @@
-"""Metrics: which way is better, and what a drop is; the one place, so that tables, pictures and
-choices agree."""
+"""Metrics: which way is better, and how a drop is computed; tables, pictures and choices agree."""
 
 from __future__ import annotations
 
@@ -14,25 +13,39 @@ _Numbers = TypeVar("_Numbers", bound=Any)
 
 #: Matthews correlation, as ``evaluate`` names it.
 MATTHEWS = "matthews"
-#: Fractions of one, higher is better: differences are given in points (hundredths; of BLEU, what
-#: others call a BLEU).
+#: Fractions of one, higher is better. Differences are given in points: hundredths, which for BLEU
+#: is the unit that others call a BLEU.
 POINTS = (
-    *("accuracy", "f1", "exact_match", "mcc", MATTHEWS, "auc", "auroc", "precision", "recall"),
-    *("pearson", "spearman", "r2", "top1", "top5", "bleu"),
+    "accuracy",
+    "f1",
+    "exact_match",
+    "mcc",
+    MATTHEWS,
+    "auc",
+    "auroc",
+    "precision",
+    "recall",
+    "pearson",
+    "spearman",
+    "r2",
+    "top1",
+    "top5",
+    "bleu",
 )
-#: Lower is better, and what counts is the factor.
+#: Lower is better; differences are relative.
 RATIO = ("perplexity", "mse")
 #: Lower is better, plain differences.
 LOWER = ("loss", "mae", "error", "bits_per_character")
 
 
 def is_one_of(metric: str, names: Sequence[str]) -> bool:
-    """Whether a metric's name holds one of these, whatever its case and its separators."""
-    return any(n in metric.lower().replace("-", "_").replace(" ", "_") for n in names)
+    """Whether a metric's name contains one of these; case and separators do not matter."""
+    plain = metric.lower().replace("-", "_").replace(" ", "_")
+    return any(name in plain for name in names)
 
 
 def drop(metric: str, base: float, value: float) -> float:
-    """What was lost; above 0 is worse, whichever way the metric goes.
+    """Compute the loss of quality; above 0 is worse for every metric.
 
     A fraction of one for metrics such as accuracy (0.01 is one point), the relative increase for
     perplexity and mean squared error (0.01 is 1 % more), the plain increase for other losses.
@@ -54,7 +67,7 @@ def drop(metric: str, base: float, value: float) -> float:
 
 
 def drops(metric: str, base: _Numbers, value: _Numbers) -> _Numbers:
-    """``drop`` of arrays of NumPy too, number by number; relative ones need a base other than 0."""
+    """Compute drops of floats or NumPy arrays; relative ones need a base other than 0."""
     lost: _Numbers
     if is_one_of(metric, POINTS):
         lost = base - value
@@ -68,11 +81,13 @@ def drops(metric: str, base: _Numbers, value: _Numbers) -> _Numbers:
 
 
 def drop_words(metric: str, amount: float) -> str:
-    """A drop as people write it: points, per cent, or the plain number.
+    """Format a drop: points, per cent, or the plain number.
 
     >>> drop_words("accuracy", 0.0123), drop_words("perplexity", -0.05), drop_words("loss", 0.25)
     ('1.23 points', '-5.00 %', '0.2500')
     """
     if is_one_of(metric, POINTS):
         return f"{100 * amount:.2f} points"
-    return f"{100 * amount:.2f} %" if is_one_of(metric, RATIO) else f"{amount:.4f}"
+    if is_one_of(metric, RATIO):
+        return f"{100 * amount:.2f} %"
+    return f"{amount:.4f}"

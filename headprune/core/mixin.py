@@ -1,9 +1,8 @@
-"""Puts a class of ours in front of one module's class, in place: how a module's code is corrected
-after a cut.
+"""Correct the code of one module after a cut: a class of ours is put in front of its class.
 
-The module keeps its class name, its place and its type (it stays an instance of its original
-class); copies and pickles keep the change. ``torch.compile`` guards on classes, so a compiled model
-sees it too.
+The module keeps its class name and its place, and it is still an instance of its original class.
+Copies and pickles keep the change. ``torch.compile`` guards on classes, so a compiled model uses
+the new class too.
 """
 
 from __future__ import annotations
@@ -14,16 +13,18 @@ from typing import Any
 
 from headprune.core.errors import UnsupportedModel
 
-#: Where an instance may keep a ``forward``: its own, and the one that accelerate's hooks
-#: (``device_map``) call.
+#: Attributes of an instance that may hold a ``forward``: its own, and the one that accelerate's
+#: hooks (``device_map``) call.
 FORWARDS = ("_old_forward", "forward")
-#: What a module must be that cannot lose all its heads.
+#: Requirement in the error about a module that cannot lose all its heads.
 WITHOUT_HEADS = "left with a head"
 
 
 class Mixin:
-    """Base of the classes that are put in front. A subclass overrides methods and calls
-    ``super()``."""
+    """Base of the classes that are put in front.
+
+    A subclass overrides methods and calls ``super()``.
+    """
 
     headprune_original: type
     headprune_mixins: tuple[type, ...] = ()
@@ -33,17 +34,26 @@ class Mixin:
 
 
 def mix_in(module: Any, mixin: type[Mixin], must: str = "cut to this") -> bool:
-    """Puts ``mixin`` in front of the class of ``module``; returns whether it was not there before.
+    """Put ``mixin`` in front of the class of ``module``.
+
+    Args:
+        module: The module.
+        mixin: The class.
+        must: Requirement that the error names.
+
+    Returns:
+        Whether it was not there before.
 
     Raises:
         UnsupportedModel: the module has a ``forward`` of its own, which would hide that of its new
-            class; ``must`` says what it then cannot be.
+            class.
     """
     kind: Any = type(module)
     mixins: tuple[type, ...] = getattr(kind, "headprune_mixins", ())
     if mixin in mixins:
         return False
     refused = refusal(module, must)
+    # A mixin that changes other methods works beside another forward.
     if refused is not None and _has_forward(mixin):
         raise refused
     _become(module, _mixed(getattr(kind, "headprune_original", kind), (mixin, *mixins)))
@@ -51,7 +61,8 @@ def mix_in(module: Any, mixin: type[Mixin], must: str = "cut to this") -> bool:
 
 
 def _has_forward(mixin: type[Mixin]) -> bool:
-    return any("forward" in kind.__dict__ for kind in mixin.__mro__ if issubclass(kind, Mixin))
+    ours = [kind for kind in mixin.__mro__ if issubclass(kind, Mixin)]
+    return any("forward" in kind.__dict__ for kind in ours)
 
 
 def refusal(module: Any, must: str = "cut to this") -> UnsupportedModel | None:
@@ -63,29 +74,38 @@ def refusal(module: Any, must: str = "cut to this") -> UnsupportedModel | None:
 
 
 def mix_out(module: Any, mixin: type[Mixin]) -> None:
-    """Takes ``mixin`` out again."""
+    """Remove ``mixin`` from the class of ``module``."""
     kind: Any = type(module)
-    left = tuple(m for m in kind.headprune_mixins if m is not mixin)
-    _become(module, _mixed(kind.headprune_original, left) if left else kind.headprune_original)
+    new_class = kind.headprune_original
+    others = tuple(other for other in kind.headprune_mixins if other is not mixin)
+    if others:
+        new_class = _mixed(new_class, others)
+    _become(module, new_class)
 
 
 def has_own_forward(module: Any) -> bool:
-    """Whether a ``forward`` of the instance hides its class's. Accelerate's hooks do not: they call
-    what was there."""
-    own = next((module.__dict__[name] for name in FORWARDS if name in module.__dict__), None)
-    return own is not None and not _is_of_class(own, module)
+    """Whether a ``forward`` of the instance hides its class's.
+
+    The hooks of accelerate do not: they call the ``forward`` that was there.
+    """
+    # The first that exists is the one that is called in the end.
+    for name in FORWARDS:
+        if name in module.__dict__:
+            own = module.__dict__[name]
+            return own is not None and not _is_of_class(own, module)
+    return False
 
 
 def original_class(module: Any) -> type:
     """The class a module had before anything was put in front of it."""
     kind: Any = type(module)
-    found: type = getattr(kind, "headprune_original", kind)
-    return found
+    original: type = getattr(kind, "headprune_original", kind)
+    return original
 
 
 def _become(module: Any, kind: type) -> None:
-    """Changes the class, and with it the ``forward`` that hooks have taken from the class and bound
-    to the module."""
+    """Change the class of a module, and the ``forward`` that hooks have taken from the old one."""
+    # Hooks keep a bound method of the old class, which would still be called.
     bound = [name for name in FORWARDS if _is_of_class(module.__dict__.get(name), module)]
     module.__class__ = kind
     for name in bound:
@@ -93,6 +113,7 @@ def _become(module: Any, kind: type) -> None:
 
 
 def _is_of_class(method: Any, module: Any) -> bool:
+    """Whether a method is the ``forward`` of the module's class, bound to the module."""
     if not isinstance(method, MethodType) or method.__self__ is not module:
         return False
     return method.__func__ is getattr(type(module), "forward", None)
@@ -100,19 +121,24 @@ def _is_of_class(method: Any, module: Any) -> bool:
 
 @cache
 def _mixed(original: type, mixins: tuple[type, ...]) -> type:
-    ours = {"headprune_original": original, "headprune_mixins": mixins}
-    body = {**ours, "__doc__": original.__doc__, "__module__": original.__module__}
+    """The class with ``mixins`` in front of ``original``; made once, so that types compare."""
+    body = {
+        "headprune_original": original,
+        "headprune_mixins": mixins,
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+    }
     return type(original.__name__, (*mixins, original), body)
 
 
 def remade(kind: Any, state: dict[str, Any]) -> Any:
-    """What ``__reduce_ex__`` returns for a module of a class that may be mixed: such a class was
-    made here and now, so a pickle must say how to make it again."""
-    return (
-        _blank,
-        (getattr(kind, "headprune_original", kind), getattr(kind, "headprune_mixins", ())),
-        state,
-    )
+    """The ``__reduce_ex__`` of a module whose class may have mixins.
+
+    Such a class was made in this process, so a pickle must say how to make it again.
+    """
+    original = getattr(kind, "headprune_original", kind)
+    mixins = getattr(kind, "headprune_mixins", ())
+    return _blank, (original, mixins), state
 
 
 def _blank(original: type, mixins: tuple[type, ...]) -> Any:

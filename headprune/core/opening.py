@@ -1,8 +1,7 @@
-"""Files that come from anywhere are opened here: regular ones alone, and text of a length that can
-be held.
+"""Open files that may come from anywhere: only regular files, and only texts that fit in memory.
 
-A device gives data without end, and opening a FIFO waits for a writer. Links are followed; what
-they lead to counts.
+A device gives endless data, and opening a FIFO waits for a writer. Links are followed; their target
+must be a regular file.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import IO, Any
 
 from headprune.core.errors import HeadPruneError, InvalidValue
 
-#: Bytes of a text that is read whole: plans, scores, records, tables, cards. Far above any of them.
+#: Largest text that is read, in bytes. Plans, scores, records, tables and cards are far smaller.
 LONGEST = 1 << 28
 
 _KINDS = (
@@ -27,21 +26,15 @@ _KINDS = (
 
 
 class NotAFile(InvalidValue, OSError):
-    """Something else than a regular file, or one that is far too long, stands where a file is
-    read."""
+    """The path is no regular file, or the file is far too long."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (
-            self.where,
-            self.must,
-            self.got,
-            self.hint,
-        )  # OSError's own keeps two of them
+        # OSError's own keeps only two of the arguments.
+        return type(self), (self.where, self.must, self.got, self.hint)
 
 
 def check_file(path: str | Path) -> None:
-    """Refuses what is there and is no regular file; for readers of others, which open files by
-    their names.
+    """Refuse a path that is no regular file; for other libraries, which open files by name.
 
     Raises:
         NotAFile: a folder, a FIFO, a socket or a device, or a link to one.
@@ -51,7 +44,7 @@ def check_file(path: str | Path) -> None:
 
 
 def opened(path: str | Path) -> IO[bytes]:
-    """A regular file, opened to be read.
+    """Open a regular file to be read.
 
     Raises:
         NotAFile: a folder, a FIFO, a socket or a device, or a link to one.
@@ -60,7 +53,7 @@ def opened(path: str | Path) -> IO[bytes]:
     check_file(path)  # before it is opened: some devices act on that
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115, the caller closes it
     try:
-        _check(os.fstat(file.fileno()).st_mode, path)  # another may have taken its place
+        _check(os.fstat(file.fileno()).st_mode, path)  # it may have been replaced meanwhile
     except NotAFile:
         file.close()
         raise
@@ -68,29 +61,30 @@ def opened(path: str | Path) -> IO[bytes]:
 
 
 def read_bytes(path: str | Path, longest: int = LONGEST) -> bytes:
-    """All of a regular file.
+    """Read all of a regular file.
 
     Raises:
-        NotAFile: it is none, or longer than ``longest`` bytes, which are not read then.
+        NotAFile: no regular file, or longer than ``longest`` bytes, which are not read then.
         OSError: it cannot be read.
     """
+    data = b""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = b"" if size > longest else file.read(longest + 1) or b""
-    if max(size, len(data)) > longest:
-        raise NotAFile(
-            str(path),
-            f"a file of at most {longest:,} bytes",
-            f"one of {max(size, len(data)):,} bytes",
-        )
+        if size <= longest:
+            # One byte more shows that the file has grown.
+            data = file.read(longest + 1) or b""
+    size = max(size, len(data))
+    if size > longest:
+        must = f"a file of at most {longest:,} bytes"
+        raise NotAFile(str(path), must, f"one of {size:,} bytes")
     return data
 
 
 def read_text(path: str | Path, longest: int = LONGEST) -> str:
-    """All of a regular file in UTF-8, line ends as they are in a text file.
+    """Read all of a regular file in UTF-8; every line end becomes a newline.
 
     Raises:
-        NotAFile: it is none, or longer than ``longest`` bytes.
+        NotAFile: no regular file, or longer than ``longest`` bytes.
         OSError: it cannot be read.
         UnicodeDecodeError: it is no UTF-8.
     """
@@ -98,17 +92,14 @@ def read_text(path: str | Path, longest: int = LONGEST) -> str:
 
 
 def reason(error: BaseException) -> object:
-    """What an error says, for a message that names the file itself."""
-    return (
-        error.got
-        if isinstance(error, HeadPruneError)
-        else getattr(error, "strerror", None) or error
-    )
+    """The cause that an error names, for a message that names the file itself."""
+    if isinstance(error, HeadPruneError):
+        return error.got
+    return getattr(error, "strerror", None) or error
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; where a FIFO has taken its place since the look, without waiting for a writer
-    of it."""
+    """Open a file without waiting for a writer, if a FIFO has replaced it meanwhile."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

@@ -1,10 +1,10 @@
-"""RunRecord: everything a run did, measured and ran on; what the report is drawn from."""
+"""RunRecord: everything that a run did and measured, and the machine it ran on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.display import clean, rich_table
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Group
     from typing_extensions import Self
 
+# Headers of the tables that a terminal shows.
+_QUALITY_COLUMNS = ("model", "heads", "rows", "metric", "value", "spread", "draws")
+_SPEED_COLUMNS = ("batch", "tokens", "as fast", "95 % interval")
+
 Status = Literal["running", "done", "failed", "interrupted"]
 
 
@@ -25,7 +29,7 @@ class QualityRow:
 
     Args:
         name: What was evaluated: ``base``, ``taylor``, ``random``, ``recovered (finetune)``.
-        kept_heads: Heads that it has.
+        kept_heads: Heads of the evaluated model.
         metric: ``accuracy``, ``matthews``, ``perplexity``, ``loss``, ``mse``, ``f1`` or ``bleu``.
         value: The metric on ``split``; the mean over draws.
         split: Which rows it was measured on: ``test`` or ``validation``.
@@ -50,12 +54,12 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One line of the speed table: the original and the pruned model, timed in turn in one process.
+    """One line of the speed table: both models, timed in turn in one process.
 
     Args:
-        batch: Examples a call.
-        length: Tokens an example.
-        original_p50, original_p90, pruned_p50, pruned_p90: Seconds a call.
+        batch: Examples per call.
+        length: Tokens per example.
+        original_p50, original_p90, pruned_p50, pruned_p90: Seconds per call.
         ratio: Median of the paired ratios original / pruned; above 1 the pruned model is faster.
         low, high: 95 % bootstrap interval of that median.
         rounds: Timed calls of each.
@@ -75,7 +79,7 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class SizeRow:
-    """A size before and after: parameters, MACs, KV-cache bytes a token, heads."""
+    """A size before and after: parameters, MACs, KV-cache bytes per token, or heads."""
 
     name: str
     original: float
@@ -90,7 +94,7 @@ class Proof:
         what: What was compared: ``logits``, ``generation``.
         max_difference: Largest absolute difference of any output.
         scale: Largest absolute output of the gated model.
-        tolerance: What was allowed.
+        tolerance: Largest allowed difference.
         dtype: Of the model.
         n_examples: Examples compared.
     """
@@ -105,8 +109,9 @@ class Proof:
 
 @dataclass(frozen=True)
 class RunRecord(Value):
-    """One run, machine-readable; written again after every stage, so that a broken run says how far
-    it came.
+    """One run, machine-readable.
+
+    It is written again after every stage, so that the record of a broken run shows its last stage.
 
     Args:
         name: The recipe's name.
@@ -114,58 +119,61 @@ class RunRecord(Value):
         stage: The last stage that was begun.
         created: Start, ISO 8601, UTC.
         recipe: The resolved recipe.
-        versions: Of Python and of every library that matters.
+        versions: Of Python and of the libraries.
         hardware: Processor, threads, memory, accelerator.
         git_commit: Of the working directory, if it is a checkout.
         seeds: Every seed that was used.
-        rows: Which data rows were used for what.
+        rows: Which data rows each step used.
         scores: The scores that the plan rests on.
         plan: What was cut.
         quality: Quality of every choice of heads, by split.
         speed: Times of the whole and the cut model, by batch and length.
         size: Heads, parameters, multiply-adds and cache, before and after.
         proofs: Comparisons of the cut model with the gated one.
-        timings: Seconds a stage.
-        warnings: What a reader should know.
-        metrics: Anything else that was measured.
+        timings: Seconds per stage.
+        warnings: Messages for the reader.
+        metrics: Other measurements.
         error: Why it stopped, if it did.
     """
 
+    # How far the run came.
     name: str
     status: Status
     stage: str
     created: str
+    # Everything that another run needs to repeat it.
     recipe: FrozenDict = EMPTY
     versions: FrozenDict = EMPTY
     hardware: FrozenDict = EMPTY
     git_commit: str | None = None
     seeds: FrozenDict = EMPTY
     rows: FrozenDict = EMPTY
+    # Results.
     scores: HeadScores | None = None
     plan: PruningPlan | None = None
     quality: tuple[QualityRow, ...] = ()
     speed: tuple[SpeedRow, ...] = ()
     size: tuple[SizeRow, ...] = ()
     proofs: tuple[Proof, ...] = ()
+    # What happened on the way.
     timings: FrozenDict = EMPTY
     warnings: tuple[str, ...] = ()
     metrics: FrozenDict = EMPTY
     error: str | None = None
 
     def __post_init__(self) -> None:
+        # Type checkers see Literal; a file may hold any text.
         if self.status not in ("running", "done", "failed", "interrupted"):
-            raise InvalidValue(
-                "RunRecord.status", "running, done, failed or interrupted", repr(self.status)
-            )
+            must = "running, done, failed or interrupted"
+            raise InvalidValue("RunRecord.status", must, repr(self.status))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what ``save`` wrote; the scores' samples are looked for beside it when they are
-        first needed."""
+        """Read what ``save`` wrote; the scores' samples are read when they are first needed."""
         record = super().load(path)
-        return (
-            record if record.scores is None else replace(record, scores=record.scores.beside(path))
-        )
+        if record.scores is None:
+            return record
+        return replace(record, scores=record.scores.beside(path))
 
     @property
     def title(self) -> str:
@@ -173,6 +181,7 @@ class RunRecord(Value):
 
     def __str__(self) -> str:
         lines = [self.title]
+        # One draw has no spread.
         for row in self.quality:
             spread = "" if row.spread is None else f" ± {row.spread:.4f} ({row.draws} draws)"
             lines.append(
@@ -182,53 +191,42 @@ class RunRecord(Value):
         for speed in self.speed:
             interval = f"{speed.ratio:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
             lines.append(f"  batch {speed.batch:>4} x {speed.length:>4} tokens: {interval}")
-        return "\n".join([*lines, *self._after()])
+        return "\n".join([*lines, *self._last_lines()])
 
     def __rich__(self) -> Group:
         from rich.console import Group
         from rich.text import Text
 
-        quality = [
-            (
-                row.name,
-                str(row.kept_heads),
-                row.split,
-                row.metric,
-                f"{row.value:.4f}",
-                *_spread(row),
-            )
-            for row in self.quality
-        ]
-        speed = [
-            (
-                str(row.batch),
-                str(row.length),
-                f"{row.ratio:.2f}x",
-                f"[{row.low:.2f}, {row.high:.2f}]",
-            )
-            for row in self.speed
-        ]
-        tables = []
-        if quality:
-            tables.append(
-                rich_table(
-                    "", ("model", "heads", "rows", "metric", "value", "spread", "draws"), quality
-                )
-            )
-        if speed:
-            tables.append(rich_table("", ("batch", "tokens", "as fast", "95 % interval"), speed))
-        after = [Text(clean("\n".join(self._after())))] if self._after() else []
-        return Group(Text(clean(self.title), style="bold"), *tables, *after)
+        # Rich breaks long cells; the plain form above keeps one line per row.
+        parts: list[Any] = [Text(clean(self.title), style="bold")]
+        if self.quality:
+            parts.append(rich_table("", _QUALITY_COLUMNS, map(_quality_cells, self.quality)))
+        if self.speed:
+            parts.append(rich_table("", _SPEED_COLUMNS, map(_speed_cells, self.speed)))
+        last = self._last_lines()
+        if last:
+            parts.append(Text(clean("\n".join(last))))
+        return Group(*parts)
 
-    def _after(self) -> list[str]:
-        """What follows quality and speed: proofs, and why the run stopped."""
-        proofs = [
-            f"  {proof.what}: |gated - pruned| <= {proof.max_difference:.2e} (allowed"
-            f" {proof.tolerance:.2e})"
-            for proof in self.proofs
-        ]
-        return [*proofs, *([f"  error: {self.error}"] if self.error else [])]
+    def _last_lines(self) -> list[str]:
+        """Lines after quality and speed: proofs, and why the run stopped."""
+        lines = []
+        for proof in self.proofs:
+            limits = f"<= {proof.max_difference:.2e} (allowed {proof.tolerance:.2e})"
+            lines.append(f"  {proof.what}: |gated - pruned| {limits}")
+        if self.error:
+            lines.append(f"  error: {self.error}")
+        return lines
 
 
-def _spread(row: QualityRow) -> tuple[str, str]:
-    return ("", "") if row.spread is None else (f"± {row.spread:.4f}", str(row.draws))
+def _quality_cells(row: QualityRow) -> tuple[str, ...]:
+    spread, draws = "", ""
+    if row.spread is not None:
+        spread, draws = f"± {row.spread:.4f}", str(row.draws)
+    value = f"{row.value:.4f}"
+    return (row.name, str(row.kept_heads), row.split, row.metric, value, spread, draws)
+
+
+def _speed_cells(row: SpeedRow) -> tuple[str, ...]:
+    interval = f"[{row.low:.2f}, {row.high:.2f}]"
+    return (str(row.batch), str(row.length), f"{row.ratio:.2f}x", interval)

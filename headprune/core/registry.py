@@ -1,9 +1,9 @@
-"""Registries: one file of a package is one entry, the file's name is the entry's name; entries load
-when asked for.
+"""Registries of scorers, selectors, recoveries and layouts; entries are imported on first use.
 
-Outside packages add entries through entry points (``headprune.layouts``, ``.scorers``,
-``.selectors``, ``.recoveries``). Two entries of one name are an error. Files whose name begins with
-an underscore are no entries.
+One file of a package is one entry, and the file's name is the entry's name. Files whose name begins
+with an underscore are no entries. Other packages add entries through entry points
+(``headprune.layouts``, ``.scorers``, ``.selectors``, ``.recoveries``). Two entries of one name are
+an error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,25 @@ from headprune.core.errors import InvalidValue, NameClash, UnknownName, did_you_
 
 
 def camel_case(name: str) -> str:
-    """The class that a file of this name defines.
+    """Name the class that a file of this name defines.
 
     >>> camel_case("leave_one_out")
     'LeaveOneOut'
     """
-    return "".join(part.capitalize() for part in name.split("_"))
+    return "".join(map(str.capitalize, name.split("_")))
 
 
 class Registry:
     """The entries of one kind, found by name and imported on first use.
 
     Args:
-        kind: What an entry is, for messages: ``scorer``.
+        kind: Kind of the entries, for messages: ``scorer``.
         package: The package whose files are the entries.
-        group: The entry-point group of outside entries.
-        attribute: Maps a name to the object's name inside its file; the default is the name in
-            camel case.
-        elsewhere: Entries of ours that stand in a higher room, because they put several rooms
-            together: by name the module.
+        group: The entry-point group of other packages' entries.
+        attribute: Maps a name to the object's name inside its file; by default the name in camel
+            case.
+        elsewhere: Modules, by name, of own entries in other packages; they combine several parts
+            of the library.
     """
 
     def __init__(
@@ -50,49 +51,59 @@ class Registry:
         attribute: Callable[[str], str] = camel_case,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        self.kind, self.package, self.group, self.attribute = kind, package, group, attribute
+        self.kind = kind
+        self.package = package
+        self.group = group
+        self.attribute = attribute
         self._elsewhere = dict(elsewhere or {})
         self._loaded: dict[str, Any] = {}
-        self._points: dict[str, importlib.metadata.EntryPoint] | None = (
-            None  # reading them takes milliseconds
-        )
+        # Read on first use: it takes milliseconds.
+        self._points: dict[str, EntryPoint] | None = None
 
     def _own(self) -> list[str]:
+        """Names of the entries of this library."""
+        paths: list[str] = []
+        # Files are listed; no entry is imported.
         spec = importlib.util.find_spec(self.package)
-        paths = list(spec.submodule_search_locations or []) if spec else []
-        here = [m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_")]
+        if spec is not None:
+            paths.extend(spec.submodule_search_locations or [])
+        modules = [module.name for module in pkgutil.iter_modules(paths)]
+        here = [name for name in modules if not name.startswith("_")]
         return sorted([*here, *self._elsewhere])
 
     def _module(self, name: str) -> str:
-        """The module of an entry of ours."""
+        """The module of an own entry."""
         return self._elsewhere.get(name, f"{self.package}.{name}")
 
-    def _outside(self) -> dict[str, importlib.metadata.EntryPoint]:
+    def _outside(self) -> dict[str, EntryPoint]:
+        """Entry points of other packages, by name."""
         if self._points is None:
             self._points = self._read_points()
         return self._points
 
-    def _read_points(self) -> dict[str, importlib.metadata.EntryPoint]:
-        found: dict[str, importlib.metadata.EntryPoint] = {}
+    def _read_points(self) -> dict[str, EntryPoint]:
+        points: dict[str, EntryPoint] = {}
         own = set(self._own())
         for point in importlib.metadata.entry_points(group=self.group):
-            if point.name in own or (
-                point.name in found and found[point.name].value != point.value
-            ):
-                other = self.package if point.name in own else found[point.name].value
-                must = f"registered once; {other} has it already"
-                raise NameClash(
-                    f"{self.kind} {point.name!r}", must, point.value, "Rename the entry point."
-                )
-            found[point.name] = point
-        return found
+            # An installed package may list one entry point twice; that is no clash.
+            owner = None
+            if point.name in own:
+                owner = self.package
+            elif point.name in points and points[point.name].value != point.value:
+                owner = points[point.name].value
+            if owner is not None:
+                where = f"{self.kind} {point.name!r}"
+                must = f"registered once; {owner} has it already"
+                raise NameClash(where, must, point.value, "Rename the entry point.")
+            points[point.name] = point
+        return points
 
     def names(self) -> list[str]:
-        """All names, sorted; imports none of the entries."""
+        """All names, sorted; imports no entry."""
         return sorted([*self._own(), *self._outside()])
 
     def is_own(self, name: str) -> bool:
-        """Whether an entry is a file of ours, not of an outside package."""
+        """Whether an entry is a file of this library, not of another package."""
         return name in self._own()
 
     def __contains__(self, name: object) -> bool:
@@ -105,7 +116,7 @@ class Registry:
         return len(self.names())
 
     def get(self, name: str) -> Any:
-        """The entry of this name, imported now if it was not before.
+        """Return the entry of this name; import it if needed.
 
         Raises:
             UnknownName: no such entry; the message names the closest.
@@ -123,28 +134,30 @@ class Registry:
         return self._loaded[name]
 
     def class_named(self, name: str) -> Any:
-        """The entry whose class has this name: what a room's ``__getattr__`` gives.
+        """Return the entry whose class has this name, for a package's ``__getattr__``.
 
         Raises:
             AttributeError: no such class; the message names the closest.
         """
-        if not name[:1].isupper():  # modules and dunders are none of the registry's business
+        if not name[:1].isupper():  # a module or a dunder, no class
             raise AttributeError(f"module {self.package!r} has no attribute {name!r}")
         classes = {self.attribute(entry): entry for entry in self}
         if name not in classes:
-            raise AttributeError(
-                f"module {self.package!r} has no {self.kind} {name!r}."
-                f" {did_you_mean(name, classes)}"
-            )
+            hint = did_you_mean(name, classes)
+            raise AttributeError(f"module {self.package!r} has no {self.kind} {name!r}. {hint}")
         return self.get(classes[name])
 
     def resolve(self, value: Any, base: type, where: str) -> tuple[str, Any]:
-        """A registered name, or a configured entry, as ``(registered name, configured entry)``.
+        """Turn a registered name, or a configured entry, into both.
+
+        Returns:
+            The registered name and the configured entry.
 
         Raises:
             UnknownName: no entry of this name.
             InvalidValue: neither a name nor an entry that derives from ``base``.
         """
+        # A name stands for the entry with its default settings.
         if isinstance(value, str):
             chosen = self.get(value)()
             if not isinstance(chosen, base):
@@ -152,24 +165,30 @@ class Registry:
                 raise InvalidValue(f"{self.kind} {value!r}", must, chosen)
             return value, chosen
         if not isinstance(value, base):
-            hint = "Call it, to configure it." if isinstance(value, type) else ""
             must = f"a configured {self.kind} or one of the names {', '.join(self)}"
-            got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-            raise InvalidValue(where, must, got, hint)
-        cls = type(value)
+            if isinstance(value, type):
+                got = f"the class {value.__name__}"
+                raise InvalidValue(where, must, got, "Call it, to configure it.")
+            raise InvalidValue(where, must, type(value).__name__)
+        return self._name_of(type(value)), value
+
+    def _name_of(self, cls: type) -> str:
+        """The registered name of a class, or where it is defined if it has none."""
+        # An own entry: its file's name is its name.
         package, _, module = cls.__module__.rpartition(".")
         if package == self.package or self._elsewhere.get(module) == cls.__module__:
-            return module, value
-        outside = next((entry for entry in self if self.get(entry) is cls), None)
-        return outside or f"{cls.__module__}.{cls.__qualname__}", value
+            return module
+        # An entry of another package has no name of its own: search for its class.
+        for entry in self:
+            if self.get(entry) is cls:
+                return entry
+        return f"{cls.__module__}.{cls.__qualname__}"
 
     def summary(self, name: str) -> str:
-        """First paragraph of an entry's documentation, on one line.
-
-        It is read from the source, so that listing imports nothing heavy.
-        """
+        """First paragraph of an entry's documentation, on one line."""
         if name not in self._own():
             return _first_paragraph(self.get(name).__doc__)
+        # Read from the source, so that a list of entries imports nothing heavy.
         spec = importlib.util.find_spec(self._module(name))
         assert spec is not None
         assert spec.origin is not None

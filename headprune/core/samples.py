@@ -1,16 +1,15 @@
-"""Matrices behind scores, known by their hash and stored as safetensors beside the JSON.
+"""Matrices behind scores, identified by their hash and stored as safetensors beside the JSON.
 
-Samples are the numbers of single examples, Curvature is how the loss bends when several heads go
-together.
+Samples are the numbers of single examples. Curvature is how the loss bends when several heads are
+removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -24,21 +23,25 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
+    Floats = NDArray[np.float64]
+
 _T = TypeVar("_T")
 
-#: Bytes that are kept of a matrix: 8 million numbers, for example 58,000 examples of 144 heads, or
-#: 2896 by 2896 heads.
+#: Largest matrix that is kept, in bytes: 8 million numbers, for example 58,000 examples of 144
+#: heads, or 2896 by 2896 heads.
 LIMIT = 64 * 2**20
+
+_DAMAGED = "a damaged file"
 
 
 class StoredMatrix(ABC):
-    """What kinds of matrices share; a kind is a frozen dataclass of its sizes and ``sha256``.
+    """Base of the kinds of matrices; a kind is a frozen dataclass of its sizes and ``sha256``.
 
-    Two are equal when their numbers are: what is compared, hashed and written into JSON is the
-    SHA-256 of the matrix. The matrix itself, fp64 and never changed, is read when it is needed, for
-    ``<name>.json`` from ``<name>.<kind>.safetensors`` beside it, or from whichever such file in
-    that folder says that it holds this hash, so that a JSON file may be renamed, and that a process
-    may be killed before the matrix is in its place.
+    Two are equal when their numbers are: the SHA-256 of the matrix is compared, hashed and written
+    into JSON. The matrix itself is fp64 and read-only. It is read when it is first needed, for
+    ``<name>.json`` from ``<name>.<kind>.safetensors`` beside it. If that file does not hold this
+    hash, others of its kind in the folder are tried: a JSON file may have been renamed, and a
+    process may have been killed before the matrix was in place.
     """
 
     sha256: str
@@ -52,42 +55,47 @@ class StoredMatrix(ABC):
         """Rows and columns."""
 
     @property
-    def matrix(self) -> NDArray[np.float64]:
+    def matrix(self) -> Floats:
         """The numbers, not writable.
 
         Raises:
             InvalidValue: the file beside the JSON is missing or damaged, or there is no such file
                 because the scores did not come from one.
         """
-        if "matrix" not in self._held:
-            self._holding("matrix", self._read())
-        found: NDArray[np.float64] = self._held["matrix"]
-        return found
+        if "matrix" not in self._state:
+            self._state["matrix"] = self._read()
+        numbers: Floats = self._state["matrix"]
+        return numbers
 
     def beside(self, path: str | Path) -> Self:
         """The same, to be read from beside a JSON file when it is needed."""
-        return replace(self)._holding("path", Path(path))  # type: ignore[type-var]
+        copy = replace(self)  # type: ignore[type-var]
+        copy._state["path"] = Path(path)
+        return copy
 
     def write(self, path: str | Path, beside: Callable[[str | Path], Path]) -> None:
-        """Writes the matrix for beside the JSON file ``path``, to where ``beside`` of
-        ``atomic_paths`` says."""
-        data = packed(
-            {self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256}
-        )
+        """Write the matrix for the JSON file ``path``.
+
+        Args:
+            path: The JSON file.
+            beside: Gives the temporary path of a file's own, see ``atomic_paths``.
+        """
+        marks = {"headprune": type(self).__name__, "sha256": self.sha256}
+        data = packed({self.kind: self.matrix}, marks)
         beside(self._companion(Path(path))).write_bytes(data)
 
     @property
-    def _held(self) -> dict[str, Any]:
-        """State that is no part of the value; copies and pickles keep it."""
-        held: dict[str, Any] = self.__dict__.setdefault("_state", {})
-        return held
+    def _state(self) -> dict[str, Any]:
+        """Numbers and path: no part of the value, but copies and pickles keep them."""
+        state: dict[str, Any] = self.__dict__.setdefault("_state", {})
+        return state
 
-    def _holding(self, key: str, value: Any) -> Self:
-        self._held[key] = value
+    def _with_matrix(self, matrix: Floats) -> Self:
+        self._state["matrix"] = _sealed(matrix)
         return self
 
-    def _read(self) -> NDArray[np.float64]:
-        path: Path | None = self._held.get("path")
+    def _read(self) -> Floats:
+        path: Path | None = self._state.get("path")
         must = f"there with {self.what} of these scores ({self.shape[0]} x {self.shape[1]})"
         if path is None:
             hint = (
@@ -95,45 +103,54 @@ class StoredMatrix(ABC):
                 " file. " + self.hint
             )
             raise InvalidValue(self.kind, must, "scores that come from no file", hint)
-        expected, got = self._companion(path), "no such file"
-        others = (
-            sorted(path.parent.glob(f"*.{self.kind}.safetensors{end}")) for end in ("", f".*{PART}")
-        )
-        for candidate in dict.fromkeys([expected, *chain(*others)]):
-            found = self._load(candidate)
-            if not isinstance(found, str):
-                return found
-            got = found if candidate == expected else got
-        raise InvalidValue(str(expected), must, got, self.hint)
+        # 1. The file of the JSON's own name.
+        expected = self._companion(path)
+        matrix = self._load(expected)
+        if not isinstance(matrix, str):
+            return matrix
+        # 2. Others. The error is about the expected file, whatever they hold.
+        why_not = matrix
+        for candidate in self._others(path.parent):
+            matrix = self._load(candidate)
+            if not isinstance(matrix, str):
+                return matrix
+        raise InvalidValue(str(expected), must, why_not, self.hint)
 
-    def _load(self, path: Path) -> NDArray[np.float64] | str:
+    def _others(self, folder: Path) -> Iterator[Path]:
+        """Files of this kind in a folder, whole ones before the temporary ones of a kill."""
+        yield from sorted(folder.glob(f"*.{self.kind}.safetensors"))
+        yield from sorted(folder.glob(f"*.{self.kind}.safetensors.*{PART}"))
+
+    def _load(self, path: Path) -> Floats | str:
         """The matrix of this hash, or why the file does not give it."""
         from safetensors import SafetensorError, safe_open
 
         try:
             check_file(path)
             with safe_open(path, framework="np") as file:
+                # The metadata is read before the numbers: most candidates are other scores'.
                 if (file.metadata() or {}).get("sha256") != self.sha256:
                     return "the numbers of other scores"
                 if file.get_slice(self.kind).get_dtype() != "F64":
-                    return "a damaged file"
+                    return _DAMAGED
                 data = file.get_tensor(self.kind)
         except FileNotFoundError:
             return "no such file"
         except NotAFile as error:
             return f"{error.got}"
         except (SafetensorError, OSError):
-            return "a damaged file"
-        return (
-            _sealed(data)
-            if data.shape == self.shape and _digest(data) == self.sha256
-            else "a damaged file"
-        )
+            return _DAMAGED
+        # Metadata can be edited; the hash of the numbers decides.
+        if data.shape != self.shape or _digest(data) != self.sha256:
+            return _DAMAGED
+        return _sealed(data)
 
     def _companion(self, path: Path) -> Path:
-        """Where the matrix of a JSON file lies; ``x`` and ``x.json`` have files of their own."""
-        name = path.name
-        stem = name.removesuffix(".json") if name.endswith(".json") else f"{name}.bare"
+        """Path of a JSON file's matrix; ``x`` and ``x.json`` have different ones."""
+        if path.name.endswith(".json"):
+            stem = path.name.removesuffix(".json")
+        else:
+            stem = f"{path.name}.bare"
         return path.with_name(f"{stem}.{self.kind}.safetensors")
 
 
@@ -141,7 +158,7 @@ class StoredMatrix(ABC):
 class Samples(StoredMatrix):
     """A matrix ``[rows, units]``: independent numbers whose mean has the scores' sampling error.
 
-    One row an example in data order, or one a block of examples.
+    One row per example in data order, or one per block of examples.
 
     Args:
         rows: Rows of the matrix.
@@ -166,8 +183,10 @@ class Samples(StoredMatrix):
 
     @classmethod
     def of(cls, matrix: ArrayLike) -> Samples:
-        """From numbers. Above 64 MiB neighbouring rows are averaged in equal blocks, a last partial
-        one is left out.
+        """Make samples from numbers.
+
+        Above 64 MiB neighbouring rows are averaged in equal blocks; a last partial block is not
+        used.
 
         Raises:
             InvalidValue: not a matrix with a row, or numbers that are not finite.
@@ -176,21 +195,16 @@ class Samples(StoredMatrix):
 
         data = np.array(matrix, dtype="<f8", order="C")  # a copy: nobody else can write into it
         if data.ndim != 2 or not len(data):
-            raise InvalidValue(
-                "samples", "a matrix [rows, units] with a row", f"the shape {list(data.shape)}"
-            )
-        if not np.isfinite(data).all():
-            raise InvalidValue(
-                "samples",
-                "finite",
-                "NaN or infinite numbers",
-                "Look at the scorer's input for them.",
-            )
-        block = -(-data.nbytes // LIMIT)
-        if block > 1:
-            n_blocks = len(data) // block
-            data = data[: n_blocks * block].reshape(n_blocks, block, -1).mean(1)
-        return cls(len(data), data.shape[1], _digest(data))._holding("matrix", _sealed(data))
+            got = f"the shape {list(data.shape)}"
+            raise InvalidValue("samples", "a matrix [rows, units] with a row", got)
+        _check_finite("samples", data)
+        # Ceiling division: blocks as small as the limit allows.
+        rows_per_block = -(-data.nbytes // LIMIT)
+        if rows_per_block > 1:
+            n_blocks = len(data) // rows_per_block
+            whole_blocks = data[: n_blocks * rows_per_block]
+            data = whole_blocks.reshape(n_blocks, rows_per_block, -1).mean(1)
+        return cls(len(data), data.shape[1], _digest(data))._with_matrix(data)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -203,11 +217,10 @@ class Samples(StoredMatrix):
 
 @dataclass(frozen=True)
 class Curvature(StoredMatrix):
-    """A symmetric matrix ``I``, ``[units, units]``: the loss rises by about ``1/2 (1-m)' I (1-m)``
-    under gates m.
+    """A symmetric matrix ``I``, ``[units, units]``, that predicts how gates change the loss.
 
-    Half its diagonal are the scores of single units; the rest says which units stand in for each
-    other.
+    Under gates m the loss rises by about ``1/2 (1-m)' I (1-m)``. Half its diagonal are the scores
+    of single units; the rest says which units can replace each other.
 
     Args:
         units: Rows and columns: the prune units in model order.
@@ -228,16 +241,13 @@ class Curvature(StoredMatrix):
     @staticmethod
     def too_large(units: int) -> str:
         """Why a matrix of so many units is not kept, in words; empty where it is."""
-        size = 8 * units**2
-        return (
-            f"The curvature of {units} units is left out: above {LIMIT / 2**20:g} MiB."
-            if size > LIMIT
-            else ""
-        )
+        if 8 * units**2 <= LIMIT:
+            return ""
+        return f"The curvature of {units} units is left out: above {LIMIT / 2**20:g} MiB."
 
     @classmethod
     def of(cls, matrix: ArrayLike) -> Curvature:
-        """From numbers; what rounding leaves unlike across the diagonal is averaged.
+        """Make a curvature from numbers; rounding errors of its symmetry are averaged away.
 
         Raises:
             InvalidValue: not symmetric, numbers that are not finite, or more than 64 MiB.
@@ -246,60 +256,68 @@ class Curvature(StoredMatrix):
 
         data = np.array(matrix, dtype="<f8", order="C")
         if data.ndim != 2 or data.shape[0] != data.shape[1]:
-            raise InvalidValue(
-                "curvature", "a matrix [units, units]", f"the shape {list(data.shape)}"
-            )
-        if not np.isfinite(data).all():
-            raise InvalidValue(
-                "curvature",
-                "finite",
-                "NaN or infinite numbers",
-                "Look at the scorer's input for them.",
-            )
-        unlike = float(np.abs(data - data.T).max(initial=0))
-        if unlike > 1e-6 * float(np.abs(data).max(initial=0)):
-            raise InvalidValue(
-                "curvature", "symmetric", f"a difference of {unlike:.3g} across the diagonal"
-            )
-        if said := cls.too_large(len(data)):
-            raise InvalidValue(
-                "curvature", f"of at most {LIMIT // 2**20} MiB", f"{len(data)} units", said
-            )
+            got = f"the shape {list(data.shape)}"
+            raise InvalidValue("curvature", "a matrix [units, units]", got)
+        _check_finite("curvature", data)
+        difference = float(np.abs(data - data.T).max(initial=0))
+        if difference > 1e-6 * float(np.abs(data).max(initial=0)):
+            got = f"a difference of {difference:.3g} across the diagonal"
+            raise InvalidValue("curvature", "symmetric", got)
+        hint = cls.too_large(len(data))
+        if hint:
+            must = f"of at most {LIMIT // 2**20} MiB"
+            raise InvalidValue("curvature", must, f"{len(data)} units", hint)
+        # The hash depends on the memory order, so it must be row by row.
         data = np.ascontiguousarray((data + data.T) / 2)
-        return cls(len(data), _digest(data))._holding("matrix", _sealed(data))
+        return cls(len(data), _digest(data))._with_matrix(data)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.units, self.units
 
     def part(self, which: list[int]) -> Curvature:
-        """That of some units while the others stay: their rows and columns."""
+        """The curvature of some units while the others are kept: their rows and columns."""
         return Curvature.of(self.matrix[which][:, which])
 
     def merged(self, groups: list[list[int]]) -> Curvature:
-        """That of larger units, each a group of these: sums over rows and columns."""
+        """The curvature of larger units, each a group of these: sums over rows and columns."""
         import numpy as np
 
-        members = np.zeros((len(groups), self.units))
+        # Row g has a 1 for every unit of group g.
+        members = np.zeros((len(groups), self.units))  # [groups, units]
         for row, group in zip(members, groups, strict=True):
             row[group] = 1
         return Curvature.of(members @ self.matrix @ members.T)
 
 
 def if_there(make: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
-    """What is made of a stored matrix; None and why, as a note, where its file is gone."""
+    """Make something of a stored matrix, or explain why its file is missing.
+
+    Returns:
+        The result and no notes; or None and the reason as a note.
+    """
     try:
         return make(), ()
     except InvalidValue as error:
         return None, (str(error),)
 
 
-def _sealed(data: NDArray[np.float64]) -> NDArray[np.float64]:
+def _check_finite(where: str, data: Floats) -> None:
+    import numpy as np
+
+    if not np.isfinite(data).all():
+        hint = "Look at the scorer's input for them."
+        raise InvalidValue(where, "finite", "NaN or infinite numbers", hint)
+
+
+def _sealed(data: Floats) -> Floats:
+    """Make an array read-only."""
     data.setflags(write=False)
     return data
 
 
-def _digest(data: NDArray[np.float64]) -> str:
+def _digest(data: Floats) -> str:
     digest = hashlib.sha256(repr(tuple(data.shape)).encode())
+    # Little-endian on every machine, so that the hash is the same.
     digest.update(data.astype("<f8", copy=False).tobytes())
     return digest.hexdigest()

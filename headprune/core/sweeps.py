@@ -1,5 +1,4 @@
-"""SweepTable: every run of a sweep as one row; settings pooled over draws, the Pareto curve, the
-best per budget."""
+"""SweepTable: every run of a sweep as one row, the Pareto curve, and the best per budget."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from headprune.core.metrics import drop_words
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: What a model's size may be counted in: the columns of a table that say it.
+#: The columns of a table that hold a model's size.
 SIZES = ("heads", "params", "macs", "kv")
-#: What a row may call a run and a plan: names of files, for a table may come from anywhere, and
-#: pages link to them.
-_RUN, _PLAN = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]"), re.compile(r"plans/[A-Za-z0-9_-]+\.json")
+#: Names of a run and of a plan's file. A table may come from anywhere, and pages link to these.
+_RUN = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]")
+_PLAN = re.compile(r"plans/[A-Za-z0-9_-]+\.json")
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,9 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+        """The spread of one value per draw."""
+        sd = statistics.stdev(values) if len(values) > 1 else None
+        return cls(statistics.fmean(values), sd)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Setting:
         values: The value of every grid key.
         method: All of them but the budget, in words.
         budget: The budget, in words; empty where the grid has none.
-        rows: Its rows of the table, one a draw.
+        rows: Its rows of the table, one per draw.
         validation, test: Drops against the base.
     """
 
@@ -67,14 +68,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class SweepTable(Value):
-    """The outcome of a sweep, without timings, so that it is the same whenever and wherever it was
-    run.
+    """The outcome of a sweep.
+
+    It has no timings: the table is the same whenever and wherever the sweep runs.
 
     A row has ``run`` (its digest), the grid's keys, ``seed``, the metric on ``validation`` and
-    ``test`` rows with the mean per-example ``_loss``, the ``_drop`` against the base (see
-    ``headprune.core.metrics.drop``; above 0 is worse) with ``_low`` and ``_high``, its 95 %
-    interval by the paired bootstrap over examples; ``heads``, ``params``, ``macs`` and ``kv``
-    (bytes a token; None where there is no cache) of the cut model, and ``plan``, the file with it.
+    ``test`` rows with the mean per-example ``_loss``, and the ``_drop`` against the base (see
+    ``headprune.core.metrics.drop``; above 0 is worse). ``_low`` and ``_high`` are the drop's 95 %
+    interval by the paired bootstrap over examples. ``heads``, ``params``, ``macs`` and ``kv``
+    (bytes per token; None without a cache) are sizes of the cut model; ``plan`` is its file.
 
     Args:
         name: The recipe's name.
@@ -82,7 +84,7 @@ class SweepTable(Value):
         keys: The grid's keys, as they were given.
         budgets: Those of them that are budgets.
         base: The uncut model: ``validation``, ``test``, their losses, and sizes.
-        rows: One a finished run.
+        rows: One per finished run.
         failed: Runs that ended in an error: grid keys, ``seed`` and ``error``.
     """
 
@@ -96,52 +98,64 @@ class SweepTable(Value):
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "") -> Self:
-        """Rebuilds a table; its rows must have the columns of a sweep's.
+        """Rebuild a table; its rows must have the columns of a sweep's.
 
         Raises:
             InvalidValue: as for every value; or a column that is missing or of another kind.
         """
         table = super().from_dict(data, where)
-        _check_columns(table, where or cls.__name__)
+        _check_table(table, where or cls.__name__)
         return table
 
     def settings(self) -> tuple[Setting, ...]:
         """Every combination that has a finished run, in the order of the rows."""
-        found: dict[tuple[Any, ...], list[FrozenDict]] = {}
+        # Dicts keep the order of the first row of each combination.
+        rows_of: dict[tuple[Any, ...], list[FrozenDict]] = {}
         for row in self.rows:
-            found.setdefault(tuple(row[key] for key in self.keys), []).append(row)
-        return tuple(self._setting(rows) for rows in found.values())
+            combination = tuple(row[key] for key in self.keys)
+            rows_of.setdefault(combination, []).append(row)
+        return tuple(map(self._setting, rows_of.values()))
 
     def _setting(self, rows: list[FrozenDict]) -> Setting:
         values = FrozenDict({key: rows[0][key] for key in self.keys})
+        method: dict[str, Any] = {}
+        budget: dict[str, Any] = {}
+        for key, value in values.items():
+            # A budget is no part of the method: methods are compared at equal budgets.
+            part = budget if key in self.budgets else method
+            part[key] = value
         return Setting(
-            values,
-            words({k: v for k, v in values.items() if k not in self.budgets}) or "all",
-            words({k: v for k, v in values.items() if k in self.budgets}),
-            tuple(rows),
-            Spread.of([row["validation_drop"] for row in rows]),
-            Spread.of([row["test_drop"] for row in rows]),
+            values=values,
+            method=words(method) or "all",
+            budget=words(budget),
+            rows=tuple(rows),
+            validation=Spread.of([row["validation_drop"] for row in rows]),
+            test=Spread.of([row["test_drop"] for row in rows]),
         )
 
     def front(self, by: str = "heads") -> tuple[Setting, ...]:
-        """The Pareto curve, largest first: settings that no other beats in both size and mean
-        validation drop."""
+        """The Pareto curve, largest first.
+
+        Its settings are those that no other beats in both size and mean validation drop.
+        """
         check_size(self.base, by, "SweepTable.front(by=)")
         settings = self.settings()
-        chosen = pareto([s.size(by) for s in settings], [s.validation.mean for s in settings])
+        sizes = [setting.size(by) for setting in settings]
+        # The choice uses validation rows only, so that test rows stay an honest check.
+        chosen = pareto(sizes, [setting.validation.mean for setting in settings])
         return tuple(settings[i] for i in reversed(chosen))
 
     def best(self) -> tuple[Setting, ...]:
-        """For every budget the setting with the smallest mean drop on validation rows, the first of
-        equals."""
-        found: dict[str, Setting] = {}
+        """For every budget the setting with the smallest mean drop on validation rows.
+
+        Of equals the first.
+        """
+        best: dict[str, Setting] = {}
         for setting in self.settings():
-            if (
-                setting.budget not in found
-                or setting.validation.mean < found[setting.budget].validation.mean
-            ):
-                found[setting.budget] = setting
-        return tuple(found.values())
+            other = best.get(setting.budget)
+            if other is None or setting.validation.mean < other.validation.mean:
+                best[setting.budget] = setting
+        return tuple(best.values())
 
     def __str__(self) -> str:
         base = (
@@ -151,6 +165,7 @@ class SweepTable(Value):
             f"SweepTable {self.name}: {len(self.rows)} runs of {len(self.settings())} settings;"
             f" base: {base}"
         ]
+        # 1. The best setting of each budget.
         for setting in self.best():
             drops = (
                 f"validation {self.spread(setting.validation)}, test {self.spread(setting.test)}"
@@ -159,72 +174,75 @@ class SweepTable(Value):
             lines.append(
                 f"  {where}{setting.method}, {setting.size('heads'):g} heads, drop {drops}"
             )
-        failed = [
-            f"  failed: {words({k: v for k, v in f.items() if k != 'error'})}: {f['error']}"
-            for f in self.failed
-        ]
-        return "\n".join([*lines, *failed])
+        # 2. Runs without a result.
+        for row in self.failed:
+            combination = {key: value for key, value in row.items() if key != "error"}
+            lines.append(f"  failed: {words(combination)}: {row['error']}")
+        return "\n".join(lines)
 
     def spread(self, drop: Spread) -> str:
         """A mean drop and its spread in words."""
         number, _, unit = drop_words(self.metric, drop.mean).partition(" ")
-        sd = "" if drop.sd is None else f" ± {drop_words(self.metric, drop.sd).partition(' ')[0]}"
-        return f"{number}{sd} {unit}".rstrip()
+        # The unit is written once, after the spread.
+        if drop.sd is not None:
+            sd, _, _ = drop_words(self.metric, drop.sd).partition(" ")
+            number += f" ± {sd}"
+        return f"{number} {unit}".rstrip()
 
 
-def _check_columns(table: SweepTable, where: str) -> None:
-    """Refuses rows of a file that no sweep has left."""
-    if missing := [name for name in SIZES if name not in table.base]:
-        raise InvalidValue(f"{where}.base", f"complete (with {', '.join(missing)})", "one without")
-    _check_row(table.base, f"{where}.base", table.base)
-    for split in ("validation", "test"):
-        if not _is_number(table.base.get(f"{split}_rows")):
-            raise InvalidValue(
-                f"{where}.base.{split}_rows", "a number", repr(table.base.get(f"{split}_rows"))
-            )
+def _check_table(table: SweepTable, where: str) -> None:
+    """Refuse a table that no sweep wrote."""
+    _check_keys(table.base, SIZES, f"{where}.base", "one without")
+    _check_model(table.base, f"{where}.base", table.base)
+    _check_numbers(table.base, ("validation_rows", "test_rows"), f"{where}.base")
     for i, row in enumerate(table.rows):
         here = f"{where}.rows[{i}]"
-        _check_row(row, here, table.base)
-        for name in ("validation_drop", "test_drop"):
-            if not _is_number(row.get(name)):
-                raise InvalidValue(f"{here}.{name}", "a number", repr(row.get(name)))
-        for name, pattern in (("run", _RUN), ("plan", _PLAN)):
-            if not isinstance(row.get(name), str) or not pattern.fullmatch(row[name]):
-                must = "the name of a file of this sweep, inside its folder"
-                raise InvalidValue(f"{here}.{name}", must, repr(row.get(name)))
-    for name, rows, needed in (
-        ("rows", table.rows, table.keys),
-        ("failed", table.failed, ("error",)),
-    ):
-        for i, row in enumerate(rows):
-            if missing := [key for key in needed if key not in row]:
-                raise InvalidValue(
-                    f"{where}.{name}[{i}]", f"complete (with {', '.join(missing)})", "a row without"
-                )
+        _check_model(row, here, table.base)
+        _check_numbers(row, ("validation_drop", "test_drop"), here)
+        _check_file_name(row, "run", _RUN, here)
+        _check_file_name(row, "plan", _PLAN, here)
+        _check_keys(row, table.keys, here, "a row without")
+    for i, row in enumerate(table.failed):
+        _check_keys(row, ("error",), f"{where}.failed[{i}]", "a row without")
 
 
-def _check_row(row: FrozenDict, where: str, base: FrozenDict) -> None:
-    """A model's metrics, and its sizes: those of the base."""
-    for name in ("validation", "test"):
+def _check_keys(row: FrozenDict, needed: Sequence[str], where: str, got: str) -> None:
+    missing = [key for key in needed if key not in row]
+    if missing:
+        raise InvalidValue(where, f"complete (with {', '.join(missing)})", got)
+
+
+def _check_numbers(row: FrozenDict, names: Sequence[str], where: str) -> None:
+    for name in names:
         if not _is_number(row.get(name)):
             raise InvalidValue(f"{where}.{name}", "a number", repr(row.get(name)))
+
+
+def _check_file_name(row: FrozenDict, name: str, pattern: re.Pattern[str], where: str) -> None:
+    value = row.get(name)
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        must = "the name of a file of this sweep, inside its folder"
+        raise InvalidValue(f"{where}.{name}", must, repr(value))
+
+
+def _check_model(row: FrozenDict, where: str, base: FrozenDict) -> None:
+    """Refuse wrong metrics, or other sizes than the base has."""
+    _check_numbers(row, ("validation", "test"), where)
     for name in SIZES:
-        lacks = name != "heads" and base.get(name) is None
-        if not (
-            row.get(name) is None
-            if lacks
-            else _is_number(row.get(name)) and math.isfinite(row[name])
-        ):
-            raise InvalidValue(
-                f"{where}.{name}",
-                "none, as the base has" if lacks else "a size",
-                repr(row.get(name)),
-            )
+        # A model without a KV cache has no cache size, before and after a cut.
+        size = row.get(name)
+        if name != "heads" and base.get(name) is None:
+            if size is not None:
+                raise InvalidValue(f"{where}.{name}", "none, as the base has", repr(size))
+        elif not _is_number(size) or not math.isfinite(row[name]):
+            raise InvalidValue(f"{where}.{name}", "a size", repr(size))
 
 
 def _is_number(value: Any) -> bool:
-    """One that sums, spreads and axes can take; a model that has come to nothing may have NaN or
-    infinity."""
+    """Whether sums, spreads and axes can take a value.
+
+    NaN and infinity are numbers too: the loss of a model that a cut has ruined.
+    """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return abs(value) < 1e306 or not math.isfinite(value)
@@ -240,15 +258,17 @@ def words(values: Any) -> str:
 
 
 def pareto(sizes: Sequence[float], drops: Sequence[float]) -> list[int]:
-    """Which points no other beats: none is as small and loses less, or is smaller and loses as
-    little.
+    """Find the points that no other beats.
+
+    A point beats another if it is as small and loses less, or is smaller and loses as little.
 
     Returns:
-        Their places, smallest first. Of equal points the first one stays.
+        Their positions, smallest first. Of equal points only the first one.
 
     >>> pareto([36, 24, 24, 14], [0.01, 0.02, 0.03, 0.02])
     [3, 0]
     """
+    # From the smallest up: a larger model must lose less than all smaller ones.
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i], drops[i], i))
     chosen: list[int] = []
     for i in order:
@@ -258,7 +278,7 @@ def pareto(sizes: Sequence[float], drops: Sequence[float]) -> list[int]:
 
 
 def check_size(base: FrozenDict, by: str, where: str) -> None:
-    """Refuses what is no size, or one that the model does not have.
+    """Refuse an unknown size, or one that the model does not have.
 
     Raises:
         UnknownName: no such size.
@@ -267,6 +287,5 @@ def check_size(base: FrozenDict, by: str, where: str) -> None:
     if by not in SIZES:
         raise UnknownName(where, f"one of {', '.join(SIZES)}", repr(by), did_you_mean(by, SIZES))
     if base[by] is None:
-        raise InvalidValue(
-            where, "a size that the model has", f"{by!r}, of a model without a KV cache"
-        )
+        got = f"{by!r}, of a model without a KV cache"
+        raise InvalidValue(where, "a size that the model has", got)

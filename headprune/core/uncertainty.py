@@ -1,26 +1,23 @@
-"""How sure scores are: intervals of values and ranks, and of the set of the lowest, all from the
-per-example numbers.
+"""Sampling error of scores: intervals of values and ranks, and stability of the lowest set.
 
-Everything here resamples rows of ``HeadScores.samples`` with replacement (Efron and Tibshirani
-1993, chapter 6), the same rows for all units, because an example that is hard for one head is hard
-for others. A resampled score is the score plus the change of the mean, so that it is centred where
-the mean of the rows is not the score itself (jackknife pseudo-values). Where the standard error is
-larger than that of the rows, because a scorer draws more than examples, the rest is added as
-independent normal noise.
+Everything here resamples rows of the per-example numbers with replacement (Efron and Tibshirani
+1993, chapter 6). All units share the resampled rows, because an example that is hard for one head
+is hard for others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from headprune.core.errors import InvalidValue
+from headprune.core.samples import Samples
+from headprune.core.units import ScoredUnit
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from headprune.core.scores import HeadScores, ScoredUnit
 
     Floats = NDArray[np.float64]
 
@@ -28,19 +25,37 @@ if TYPE_CHECKING:
 _STEP = 2**22
 
 
+class SampledScores(Protocol):
+    """The part of ``HeadScores`` that its sampling error depends on."""
+
+    @property
+    def values(self) -> tuple[tuple[float, ...], ...]: ...
+
+    @property
+    def standard_errors(self) -> tuple[tuple[float, ...], ...] | None: ...
+
+    @property
+    def samples(self) -> Samples | None: ...
+
+    @property
+    def scorer(self) -> str: ...
+
+    @property
+    def n_examples(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Stability:
-    """Whether the set of the k lowest would be another with other examples. True in a condition
-    when it is settled.
+    """Whether other examples would change the set of the k lowest; true when they would not.
 
     Args:
         k: Units in the set.
-        confidence: What settled means.
+        confidence: Share of resamples from which on the set counts as settled.
         probability: Share of resamples in which the set of the k lowest is exactly that of the
             scores.
         surely_in: Units of the set that are among the k lowest in at least ``confidence`` of the
             resamples.
-        surely_out: Units outside that are among them in at most ``1 - confidence``.
+        surely_out: Units outside the set that are among them in at most ``1 - confidence``.
         undecided: All others, least important first, with the share of resamples in which each is
             among them.
     """
@@ -54,157 +69,213 @@ class Stability:
 
     @property
     def settled(self) -> bool:
-        """The whole set comes back in at least ``confidence`` of the resamples."""
+        """Whether the whole set comes back in at least ``confidence`` of the resamples."""
         return self.probability >= self.confidence
 
     def __bool__(self) -> bool:
         return self.settled
 
     def __str__(self) -> str:
-        counts = f"{len(self.surely_in)} surely among them, {len(self.surely_out)} surely not"
+        counts = f"{len(self.surely_in)} settled in, {len(self.surely_out)} settled out"
         lines = [
             f"the {self.k} lowest are the same in {self.probability:.1%} of resamples; {counts}"
         ]
-        lines += [f"  {u.name}{list(u.heads)}: among them in {p:.1%}" for u, p in self.undecided]
+        for unit, share in self.undecided:
+            lines.append(f"  {unit.name}{list(unit.heads)}: among them in {share:.1%}")
         return "\n".join(lines)
 
 
-def resampled(scores: HeadScores, draws: int, seed: int, what: str) -> Floats:
-    """``[draws, units]``: scores of resampled examples. Equal seeds and row counts resample the
-    same rows.
+def resampled(scores: SampledScores, draws: int, seed: int, what: str) -> Floats:
+    """Score resampled examples ``draws`` times.
+
+    Equal seeds and row counts resample the same rows.
+
+    Args:
+        scores: The scores.
+        draws: Number of resamples.
+        seed: Of the resampling.
+        what: The caller, for an error.
+
+    Returns:
+        ``[draws, units]``.
 
     Raises:
         InvalidValue: the scores have no samples, or only one row of them.
     """
-    import numpy as np
-
     check_draws(draws, what)
     check_samples(scores, what)
     assert scores.samples is not None
-    matrix = scores.samples.matrix
-    centred = matrix - matrix.mean(0)
-    rng, n = np.random.default_rng(seed), len(matrix)
-    step = max(1, _STEP // n)
-    parts = []
-    for start in range(0, draws, step):
-        size = min(step, draws - start)
-        rows = rng.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
-        weights = np.bincount(rows.ravel(), minlength=size * n).reshape(size, n) / n
-        parts.append(weights @ centred)
-    values = np.array([v for row in scores.values for v in row], dtype=np.float64)
-    moved: Floats = values + np.concatenate(parts) + _other_errors(scores, matrix, draws, seed)
+    matrix = scores.samples.matrix  # [rows, units]
+    # The change of the mean is added to the score. So resamples are centred on the score even
+    # where the rows' mean is not the score itself (jackknife pseudo-values).
+    changes = _resampled_means(matrix - matrix.mean(0), draws, seed)  # [draws, units]
+    moved: Floats = _flat(scores.values) + changes + _other_errors(scores, matrix, draws, seed)
     return moved
 
 
-def _other_errors(scores: HeadScores, matrix: Floats, draws: int, seed: int) -> Floats | float:
-    """Normal noise for what a standard error holds beside the choice of examples, such as the
-    orders of ``shapley``."""
+def _resampled_means(matrix: Floats, draws: int, seed: int) -> Floats:
+    """Draw rows with replacement and average them, ``[draws, units]``."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    n_rows = len(matrix)
+    step = max(1, _STEP // n_rows)
+    means = []
+    for start in range(0, draws, step):
+        size = min(step, draws - start)
+        # Every draw counts its rows in a range of its own: one bincount serves all draws.
+        rows = rng.integers(n_rows, size=(size, n_rows)) + n_rows * np.arange(size)[:, None]
+        counts = np.bincount(rows.ravel(), minlength=size * n_rows)
+        weights = counts.reshape(size, n_rows) / n_rows  # [draws of this step, rows]
+        means.append(weights @ matrix)
+    return np.concatenate(means)
+
+
+def _other_errors(scores: SampledScores, matrix: Floats, draws: int, seed: int) -> Floats | float:
+    """Draw normal noise for the part of a standard error that the choice of examples lacks.
+
+    A scorer may draw more than examples, such as the orders of ``shapley``.
+    """
     import numpy as np
 
     if scores.standard_errors is None:
         return 0.0
-    whole = np.array([e for row in scores.standard_errors for e in row], dtype=np.float64) ** 2
-    other = np.clip(whole - matrix.var(0, ddof=1) / len(matrix), 0, None)
-    if (other <= 1e-6 * whole).all():
+    variance = _flat(scores.standard_errors) ** 2  # [units]
+    other = np.clip(variance - matrix.var(0, ddof=1) / len(matrix), 0, None)
+    if (other <= 1e-6 * variance).all():  # rounding alone
         return 0.0
     assert scores.samples is not None
-    own = np.random.default_rng(
-        [seed, int(scores.samples.sha256[:8], 16)]
-    )  # not shared with other scores
-    noise: Floats = own.normal(size=(draws, len(other))) * np.sqrt(other)
+    # The seed holds the samples' hash: other scores must not share this noise.
+    rng = np.random.default_rng([seed, int(scores.samples.sha256[:8], 16)])
+    noise: Floats = rng.normal(size=(draws, len(other))) * np.sqrt(other)
     return noise
 
 
-def check_samples(scores: HeadScores, what: str) -> None:
-    """Refuses scores whose sampling error cannot be known: no samples, or only one row of them."""
-    if scores.samples is not None and scores.samples.rows > 1:
+def _flat(rows: Sequence[Sequence[float]]) -> Floats:
+    """Put one value per unit of every site into one array, ``[units]``."""
+    import numpy as np
+
+    return np.array([value for row in rows for value in row], dtype=np.float64)
+
+
+def check_samples(scores: SampledScores, what: str) -> None:
+    """Refuse scores without samples, or with only one row of them."""
+    samples = scores.samples
+    if samples is not None and samples.rows > 1:
         return
-    got, hint = (
-        f"scores of {scores.scorer!r} without them",
-        "Score again: older files and some scorers have none.",
-    )
+    got = f"scores of {scores.scorer!r} without them"
+    hint = "Score again: older files and some scorers have none."
     if scores.scorer == "rank_average":
         hint = "Averaged ranks have standard errors alone: ask the scores that they were made of."
     elif not scores.n_examples:
-        got, hint = f"{scores.scorer!r}, which uses no data", "Such scores have no sampling error."
+        got = f"{scores.scorer!r}, which uses no data"
+        hint = "Such scores have no sampling error."
     elif scores.n_examples == 1:
-        got, hint = "one example: no standard error", "Give more examples."
-    elif scores.samples is not None:
-        got, hint = (
-            "one block of examples: no standard error",
-            "Give more examples, or smaller blocks.",
-        )
-    raise InvalidValue(
-        what, "called on scores with per-example numbers of several examples", got, hint
-    )
+        got = "one example: no standard error"
+        hint = "Give more examples."
+    elif samples is not None:
+        got = "one block of examples: no standard error"
+        hint = "Give more examples, or smaller blocks."
+    must = "called on scores with per-example numbers of several examples"
+    raise InvalidValue(what, must, got, hint)
 
 
-def half_width(scores: HeadScores, standard_error: float | None, confidence: float) -> float:
-    """Student's t times the standard error, with one degree of freedom less than there are rows (or
-    examples)."""
+def half_width(scores: SampledScores, standard_error: float | None, confidence: float) -> float:
+    """Student's t times the standard error.
+
+    Degrees of freedom: one less than there are rows of samples (or examples).
+    """
     from scipy.special import stdtrit
 
-    check_confidence(confidence, "HeadScores.interval")
+    what = "HeadScores.interval"
+    check_confidence(confidence, what)
     if standard_error is None:
-        check_samples(scores, "HeadScores.interval")
-        raise InvalidValue(
-            "HeadScores.interval",
-            "called on scores with standard errors",
-            f"{scores.scorer!r} without",
-        )
+        check_samples(scores, what)
+        must = "called on scores with standard errors"
+        raise InvalidValue(what, must, f"{scores.scorer!r} without")
     rows = scores.n_examples if scores.samples is None else scores.samples.rows
     return float(stdtrit(rows - 1, (1 + confidence) / 2)) * standard_error
 
 
 def rank_bounds(
-    scores: HeadScores, confidence: float, draws: int, seed: int
+    scores: SampledScores, confidence: float, draws: int, seed: int
 ) -> list[tuple[int, int]]:
-    """For every unit the central interval of its rank over resamples; rank 1 is the most
-    important."""
+    """For every unit the central interval of its rank over resamples; 1 is most important."""
     import numpy as np
 
     what = "HeadScores.rank_interval"
     check_confidence(confidence, what)
     places = lowest_places(resampled(scores, draws, seed, what))
-    ranks = places.shape[1] - places
+    ranks = places.shape[1] - places  # [draws, units]
     tail = (1 - confidence) / 2
     low = np.quantile(ranks, tail, axis=0, method="inverted_cdf")
     high = np.quantile(ranks, 1 - tail, axis=0, method="inverted_cdf")
     return list(zip(low.astype(int).tolist(), high.astype(int).tolist(), strict=True))
 
 
-def lowest_shares(scores: HeadScores, k: int, draws: int, seed: int) -> list[float]:
+def lowest_shares(scores: SampledScores, k: int, draws: int, seed: int) -> list[float]:
     """For every unit the share of resamples in which it is among the k lowest."""
-    check_k(k, scores, "HeadScores.lowest")
-    shares: list[float] = (
-        (lowest_places(resampled(scores, draws, seed, "HeadScores.lowest")) < k).mean(0).tolist()
-    )
+    what = "HeadScores.lowest"
+    check_k(k, scores, what)
+    among = lowest_places(resampled(scores, draws, seed, what)) < k  # [draws, units]
+    shares: list[float] = among.mean(0).tolist()
     return shares
 
 
-def stability(scores: HeadScores, k: int, confidence: float, draws: int, seed: int) -> Stability:
-    """How often the set of the k lowest comes back."""
+def stability(
+    scores: SampledScores,
+    ranked: Sequence[ScoredUnit],
+    k: int,
+    confidence: float,
+    draws: int,
+    seed: int,
+) -> Stability:
+    """Count how often the set of the k lowest comes back.
+
+    Args:
+        scores: The scores.
+        ranked: Their units, least important first.
+        k: Units in the set.
+        confidence: Share of resamples that settles a unit, or the set.
+        draws: Number of resamples.
+        seed: Of the resampling.
+    """
     what = "HeadScores.stable"
     check_k(k, scores, what)
     check_confidence(confidence, what)
-    among = lowest_places(resampled(scores, draws, seed, what)) < k
-    ranked, units = scores.ranked(), list(scores.units())
-    own = {(u.site, u.unit) for u in ranked[:k]}
-    inside = [(u.site, u.unit) in own for u in units]
-    shares = {(u.site, u.unit): float(share) for u, share in zip(units, among.mean(0), strict=True)}
-    sure_in = tuple(u for u in ranked[:k] if shares[u.site, u.unit] >= confidence)
-    sure_out = tuple(u for u in ranked[k:] if shares[u.site, u.unit] <= 1 - confidence)
-    sure = {(u.site, u.unit) for u in (*sure_in, *sure_out)}
-    rest = tuple((u, shares[u.site, u.unit]) for u in ranked if (u.site, u.unit) not in sure)
-    return Stability(k, confidence, float((among == inside).all(1).mean()), sure_in, sure_out, rest)
+    among = lowest_places(resampled(scores, draws, seed, what)) < k  # [draws, units]
+
+    # 1. The units in model order, as the columns of ``among`` are.
+    in_set = {(unit.site, unit.unit) for unit in ranked[:k]}
+    in_order = sorted((unit.site, unit.unit) for unit in ranked)
+    own_set = [place in in_set for place in in_order]  # [units]
+    shares = dict(zip(in_order, among.mean(0).tolist(), strict=True))
+
+    # 2. Units whose place the resamples settle, and the rest.
+    surely_in, surely_out, undecided = [], [], []
+    for position, unit in enumerate(ranked):
+        share = shares[unit.site, unit.unit]
+        if position < k and share >= confidence:
+            surely_in.append(unit)
+        elif position >= k and share <= 1 - confidence:
+            surely_out.append(unit)
+        else:
+            undecided.append((unit, share))
+    probability = float((among == own_set).all(1).mean())
+    return Stability(
+        k, confidence, probability, tuple(surely_in), tuple(surely_out), tuple(undecided)
+    )
 
 
 def lowest_places(values: Floats) -> NDArray[np.intp]:
-    """Each unit's place from the least important, 0; ties as in ``HeadScores.ranked``: the later
-    one comes first."""
+    """Each unit's place from the least important, 0, in every row of ``[draws, units]``.
+
+    Ties as in ``HeadScores.ranked``: the later unit comes first.
+    """
     import numpy as np
 
     n_units = values.shape[1]
+    # A stable sort of the reversed columns puts the later of equal units first.
     order = n_units - 1 - np.argsort(values[:, ::-1], axis=1, kind="stable")
     places: NDArray[np.intp] = np.empty_like(order)
     np.put_along_axis(places, order, np.broadcast_to(np.arange(n_units), order.shape), axis=1)
@@ -212,21 +283,20 @@ def lowest_places(values: Floats) -> NDArray[np.intp]:
 
 
 def check_confidence(confidence: float, what: str) -> None:
-    """Refuses what is no confidence level."""
+    """Refuse a confidence level outside of 0 to 1."""
     if not 0 < confidence < 1:
-        raise InvalidValue(
-            f"{what}(confidence=)", "between 0 and 1", confidence, "For example 0.95."
-        )
+        where = f"{what}(confidence=)"
+        raise InvalidValue(where, "between 0 and 1", confidence, "For example 0.95.")
 
 
 def check_draws(draws: int, what: str) -> None:
-    """Refuses what is no count of resamples."""
+    """Refuse a count of resamples below 1."""
     if draws < 1:
         raise InvalidValue(f"{what}(draws=)", "a count of resamples >= 1", draws)
 
 
-def check_k(k: int, scores: HeadScores, what: str) -> None:
-    """Refuses a k that does not split the units in two."""
+def check_k(k: int, scores: SampledScores, what: str) -> None:
+    """Refuse a k that does not split the units in two."""
     n_units = sum(map(len, scores.values))
     if isinstance(k, bool) or not isinstance(k, int) or not 0 < k < n_units:
         raise InvalidValue(f"{what}(k=)", f"a count of units from 1 to {n_units - 1}", repr(k))

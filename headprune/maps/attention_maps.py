@@ -1,5 +1,4 @@
-"""AttentionMaps: what every head attended to in some examples, a value that is saved; and what a
-head mostly does."""
+"""AttentionMaps: attention weights of every head in some examples, and its main pattern."""
 
 from __future__ import annotations
 
@@ -29,7 +28,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
+#: Type and version in a file.
 _MARK = "AttentionMaps 1"
+#: Arrays of each site in a file.
+_ARRAYS = ("weights", "queries", "keys")
+_MUST = "a file of attention maps"
 _HINT = "Make them again with hp.attention_maps."
 
 
@@ -42,8 +45,8 @@ class SiteMaps:
         kind: ``self``, ``causal`` or ``cross``.
         heads: Original indices of its heads.
         weights: ``[examples, heads, queries, keys]`` in fp32; 0 at padding.
-        queries, keys: Which queries and keys are no padding, ``[examples, queries]`` and
-        ``[examples, keys]``.
+        queries: ``[examples, queries]``: True where a query is no padding.
+        keys: ``[examples, keys]``: True where a key is no padding.
     """
 
     site: str
@@ -56,15 +59,16 @@ class SiteMaps:
 
 @dataclass(frozen=True, eq=False)
 class AttentionMaps:
-    """What every head attended to, example by example; ``maps[HeadId(site, head)]`` is
-    ``[examples, queries, keys]``.
+    """Attention weights of every head, example by example.
+
+    ``maps[HeadId(site, head)]`` is ``[examples, queries, keys]``.
 
     Args:
         sites: The maps, module by module.
-        tokens: The tokens that the model reads, in words, a row an example, where they are known;
-            without padding.
-        targets: Those that the decoder of an encoder-decoder reads.
-        image: Rows and columns of the image's patches, where keys are patches; tokens before them
+        tokens: The input tokens of every example as text, without padding; empty where they are
+            not known.
+        targets: The same of the decoder of an encoder-decoder.
+        image: Rows and columns of the image's patches, where keys are patches. Tokens before them
             are the model's own.
     """
 
@@ -78,21 +82,20 @@ class AttentionMaps:
             raise InvalidValue("AttentionMaps.sites", "at least one", "none")
         n = len(self.sites[0].weights)
         for name in ("tokens", "targets"):
-            if len(getattr(self, name)) not in (0, n):
-                raise InvalidValue(
-                    f"AttentionMaps.{name}",
-                    f"one row for each of {n} examples",
-                    len(getattr(self, name)),
-                )
+            n_rows = len(getattr(self, name))
+            if n_rows not in (0, n):
+                must = f"one row for each of {n} examples"
+                raise InvalidValue(f"AttentionMaps.{name}", must, n_rows)
 
     @property
     def n_examples(self) -> int:
-        """Examples."""
+        """Number of examples."""
         return len(self.sites[0].weights)
 
     @cached_property
-    def _places(self) -> dict[str, SiteMaps]:
-        return {s.site: s for s in self.sites}
+    def _maps_of(self) -> dict[str, SiteMaps]:
+        """The maps by the module's name."""
+        return {maps.site: maps for maps in self.sites}
 
     def of(self, site: str) -> SiteMaps:
         """The maps of one module.
@@ -100,75 +103,83 @@ class AttentionMaps:
         Raises:
             UnknownName: there are none of that name.
         """
-        if site not in self._places:
-            raise UnknownName(
-                "attention map", "a site that was looked at", site, did_you_mean(site, self._places)
-            )
-        return self._places[site]
+        if site not in self._maps_of:
+            hint = did_you_mean(site, self._maps_of)
+            raise UnknownName("attention map", "a site that has maps", site, hint)
+        return self._maps_of[site]
 
     def __getitem__(self, head: HeadId) -> NDArray[np.float32]:
-        found = self.of(head.site)
-        if head.head not in found.heads:
-            raise InvalidValue(
-                f"attention map of {head.site}", f"one of its heads, {found.heads}", head.head
-            )
-        return found.weights[:, found.heads.index(head.head)]
+        maps = self.of(head.site)
+        if head.head not in maps.heads:
+            must = f"one of its heads, {maps.heads}"
+            raise InvalidValue(f"attention map of {head.site}", must, head.head)
+        return maps.weights[:, maps.heads.index(head.head)]
 
     def __iter__(self) -> Iterator[HeadId]:
-        return (HeadId(s.site, head) for s in self.sites for head in s.heads)
+        for maps in self.sites:
+            for head in maps.heads:
+                yield HeadId(maps.site, head)
 
     def labels(self, site: str, example: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What to write beside the queries and under the keys of an example, padding left out:
-        tokens or positions."""
-        found = self.of(site)
-        queries, keys = (int(mask[example].sum()) for mask in (found.queries, found.keys))
-        beside, under = self._words(found.kind)
-        return _labels(beside[example] if beside else (), queries), _labels(
-            under[example] if under else (), keys
+        """Labels of the queries and of the keys of an example, without padding.
+
+        They are tokens, or positions where tokens are not known.
+        """
+        maps = self.of(site)
+        of_queries, of_keys = self._words(maps.kind)
+        return (
+            _labels(of_queries, example, int(maps.queries[example].sum())),
+            _labels(of_keys, example, int(maps.keys[example].sum())),
         )
 
     def _words(self, kind: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """Tokens of queries and of keys of a kind of attention."""
+        """Tokens of the queries and of the keys of a kind of attention."""
         if kind == "cross":
             return self.targets, self.tokens
+        # Without targets a causal model is a decoder alone, which reads the tokens.
         own = self.targets if kind == "causal" and self.targets else self.tokens
         return own, own
 
     def shown(self, head: HeadId, example: int) -> NDArray[np.float32]:
         """One head's weights in one example, ``[queries, keys]`` without padding."""
-        found = self.of(head.site)
-        weights: NDArray[np.float32] = self[head][example][found.queries[example]][
-            :, found.keys[example]
-        ]
+        maps = self.of(head.site)
+        of_example = self[head][example]  # [queries, keys]
+        weights: NDArray[np.float32]
+        weights = of_example[maps.queries[example]][:, maps.keys[example]]
         return weights
 
     def patterns(self, head: HeadId) -> tuple[Pattern, ...]:
-        """Every pattern that can be looked for in the head's maps, the one with the largest share
-        first.
+        """Measure every pattern in the head's maps, the one with the largest share first.
 
-        ``previous token``, ``own position``, ``next token`` and ``first token`` where queries and
-        keys are the same tokens, ``punctuation`` where tokens were given; of an image, the class
-        token and the neighbours on the grid. ``one key`` anywhere: the largest weight of each
-        query; and of two examples or more ``the same positions in every example``: the weight that
-        a query has on the same keys in two of them.
+        Where queries and keys are the same tokens: ``previous token``, ``own position``, ``next
+        token`` and ``first token``. Where tokens are known: ``punctuation``. Of an image: the class
+        token and the neighbours on the grid. Always ``one key``, the largest weight of each query.
+        Of two examples or more ``the same positions in every example``: the weight that a query has
+        on the same keys in two of them.
         """
         import numpy as np
 
-        found = self.of(head.site)
+        kind = self.of(head.site).kind
+        _, keys = self._words(kind)
         shown = [self.shown(head, example).astype(np.float64) for example in range(self.n_examples)]
-        return find_patterns(shown, found.kind, self._words(found.kind)[1], self.image)
+        return find_patterns(shown, kind, keys, self.image)
 
     def mostly(self, head: HeadId) -> Pattern | None:
-        """What the head mostly does, where its weight supports a word: half of it, and twice what
-        even attention has; see ``headprune.maps.patterns.main_pattern``. Else None."""
+        """The pattern that says what the head mostly does; None where no pattern does.
+
+        It has half of the weight, and twice what even attention has; see
+        ``headprune.maps.patterns.main_pattern``.
+        """
         return main_pattern(self.patterns(head))
 
     def save(self, path: str | Path) -> Path:
-        """Writes them as one safetensors file, whole or not at all."""
-        arrays = {
-            f"{i}.{name}": getattr(s, name) for i, s in enumerate(self.sites) for name in _ARRAYS
-        }
-        sites = [[s.site, s.kind, s.heads] for s in self.sites]
+        """Write them as one safetensors file, whole or not at all."""
+        arrays, sites = {}, []
+        for i, maps in enumerate(self.sites):
+            sites.append([maps.site, maps.kind, maps.heads])
+            for name in _ARRAYS:
+                arrays[f"{i}.{name}"] = getattr(maps, name)
+        # Arrays go into the file as they are, all else as one JSON text.
         facts = json.dumps(
             {"sites": sites, "tokens": self.tokens, "targets": self.targets, "image": self.image}
         )
@@ -177,89 +188,92 @@ class AttentionMaps:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what ``save`` wrote.
+        """Read what ``save`` wrote.
 
         Raises:
             CheckpointError: no such file, a damaged one, or one of something else.
         """
-        from safetensors import SafetensorError, safe_open
-
-        must = "a file of attention maps"
-        try:
-            check_file(path)
-            with safe_open(path, framework="np") as file:
-                marks: dict[str, str] = file.metadata() or {}
-                types = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, no mapping
-                if not types <= {"F32", "BOOL"}:
-                    raise CheckpointError(
-                        str(path), must, f"numbers of type {', '.join(sorted(types))}", _HINT
-                    )
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(str(path), must, reason(error), _HINT) from error
-        if marks.get("headprune") != _MARK:
-            raise CheckpointError(str(path), must, "a file of something else", _HINT)
-        if marks.get("sha256") != _digest(arrays, marks.get("facts", "")):
-            raise CheckpointError(str(path), must, "a damaged one", _HINT)
+        marks, arrays = _read(path)
+        # A file from anywhere may have a right hash and facts that do not fit its arrays.
         try:
             return cls._of_file(arrays, json.loads(marks["facts"]))
         except HeadPruneError:
             raise
-        except (
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:  # no such words fit
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
             got = f"one whose words do not fit its numbers ({type(error).__name__}: {error})"
-            raise CheckpointError(str(path), must, got, _HINT) from error
+            raise CheckpointError(str(path), _MUST, got, _HINT) from error
 
     @classmethod
     def _of_file(cls, arrays: dict[str, NDArray[Any]], facts: Any) -> Self:
         sites = []
         for i, (name, kind, heads) in enumerate(facts["sites"]):
             weights, queries, keys = (arrays[f"{i}.{part}"] for part in _ARRAYS)
-            n, _, n_queries, n_keys = weights.shape
-            if (
-                not isinstance(name, str)
-                or kind not in KINDS
-                or {type(head) for head in heads} != {int}
-            ):
-                raise TypeError(
-                    f"the site {name!r} is described by other things than words and heads"
-                )
-            if (
-                weights.shape[1] != len(heads)
-                or queries.shape != (n, n_queries)
-                or keys.shape != (n, n_keys)
-            ):
+            _check_site(name, kind, heads)
+            n, n_heads, n_queries, n_keys = weights.shape
+            # Other shapes would fail only when somebody asks for this site.
+            masks_fit = queries.shape == (n, n_queries) and keys.shape == (n, n_keys)
+            if n_heads != len(heads) or not masks_fit:
                 raise ValueError(f"{name} has {len(heads)} heads and weights {list(weights.shape)}")
             sites.append(SiteMaps(name, kind, tuple(heads), weights, queries, keys))
-        tokens, targets = (
-            tuple(tuple(map(str, row)) for row in facts[name]) for name in ("tokens", "targets")
-        )
-        image = None if facts["image"] is None else (int(facts["image"][0]), int(facts["image"][1]))
-        return cls(tuple(sites), tokens, targets, image)
+        image = facts["image"]
+        if image is not None:
+            image = (int(image[0]), int(image[1]))
+        return cls(tuple(sites), _texts(facts["tokens"]), _texts(facts["targets"]), image)
 
     def __repr__(self) -> str:
-        heads = sum(len(s.heads) for s in self.sites)
+        heads = sum(len(maps.heads) for maps in self.sites)
         return (
             f"AttentionMaps of {heads} heads at {len(self.sites)} sites, {self.n_examples} examples"
         )
 
 
-_ARRAYS = ("weights", "queries", "keys")
+def _read(path: str | Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Read the metadata and the arrays of a file, and check its hash."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        check_file(path)
+        with safe_open(path, framework="np") as file:
+            marks: dict[str, str] = file.metadata() or {}
+            names = list(file.keys())
+            types = {file.get_slice(name).get_dtype() for name in names}
+            if not types <= {"F32", "BOOL"}:
+                got = f"numbers of type {', '.join(sorted(types))}"
+                raise CheckpointError(str(path), _MUST, got, _HINT)
+            arrays = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(str(path), _MUST, reason(error), _HINT) from error
+    if marks.get("headprune") != _MARK:
+        raise CheckpointError(str(path), _MUST, "a file of something else", _HINT)
+    if marks.get("sha256") != _digest(arrays, marks.get("facts", "")):
+        raise CheckpointError(str(path), _MUST, "a damaged one", _HINT)
+    return marks, arrays
+
+
+def _check_site(name: Any, kind: Any, heads: Any) -> None:
+    only_ints = {type(head) for head in heads} == {int}
+    if not isinstance(name, str) or kind not in KINDS or not only_ints:
+        raise TypeError(f"the site {name!r} is described by other things than words and heads")
+
+
+def _texts(rows: Any) -> tuple[tuple[str, ...], ...]:
+    """Tokens as they were before JSON made lists of them."""
+    return tuple(tuple(map(str, row)) for row in rows)
 
 
 def _digest(arrays: dict[str, Any], facts: str) -> str:
-    found = hashlib.sha256(facts.encode())
+    # Names and shapes count too: two arrays must not be exchanged.
+    digest = hashlib.sha256(facts.encode())
     for name in sorted(arrays):
-        found.update(
-            f"{name} {arrays[name].dtype} {arrays[name].shape} ".encode() + arrays[name].tobytes()
-        )
-    return found.hexdigest()
+        array = arrays[name]
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
-def _labels(words: Sequence[str], count: int) -> tuple[str, ...]:
-    return tuple(words) if len(words) == count else tuple(map(str, range(count)))
+def _labels(words: Sequence[Sequence[str]], example: int, count: int) -> tuple[str, ...]:
+    """The tokens of an example, or positions where their number is another."""
+    tokens = words[example] if words else ()
+    if len(tokens) == count:
+        return tuple(tokens)
+    return tuple(map(str, range(count)))

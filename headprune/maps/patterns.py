@@ -1,10 +1,10 @@
-"""What a head does, in words: patterns that its attention maps are searched for, each with its
-share of the weight."""
+"""Words for what a head does: patterns in its attention maps, each with its share of the weight."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,24 +16,32 @@ if TYPE_CHECKING:
     Grid: TypeAlias = NDArray[np.float64]
     Places: TypeAlias = NDArray[np.bool_]
 
-#: A head is said to do what this share of its weight supports.
+#: Share of its weight that a head's main pattern must have.
 MOSTLY = 0.5
-#: Holds for every head with a sharp row, so it is no word for what a head does.
+#: Every head with a sharp row has this pattern, so it is never the main one.
 ONE_KEY = "one key"
-#: Said of a head only where nothing says which positions they are.
+#: The main pattern only where no pattern names the positions.
 SAME_POSITIONS = "the same positions in every example"
 #: Marks of word pieces, which do not make punctuation a word.
 _PIECES = "#▁ĠĊ"
+#: Neighbours of a patch: name, rows down and columns to the right.
+_NEIGHBOURS = (
+    ("own patch", 0, 0),
+    ("patch to the left", 0, -1),
+    ("patch to the right", 0, 1),
+    ("patch above", -1, 0),
+    ("patch below", 1, 0),
+)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a head does, and how much of its weight says so.
+    """A pattern of a head's attention.
 
     Args:
         name: In words, such as ``previous token``.
-        share: Mean weight on what the name says, over all queries that have such a key.
-        chance: What attention that is even over the keys that a query may see would have.
+        share: Mean weight on the keys of the pattern, over all queries that have such a key.
+        chance: The same share of attention that is even over the keys that a query may see.
     """
 
     name: str
@@ -50,131 +58,145 @@ class Pattern:
 def find_patterns(
     maps: Sequence[Grid], kind: str, keys: Sequence[Sequence[str]], image: tuple[int, int] | None
 ) -> tuple[Pattern, ...]:
-    """Every pattern that can be looked for in one head's maps, the one with the largest share
-    first.
+    """Measure every pattern in one head's maps, the one with the largest share first.
 
     Args:
         maps: ``[queries, keys]`` of every example, without padding.
         kind: ``self``, ``causal`` or ``cross``.
-        keys: Tokens under the keys of every example; empty where they are not known.
+        keys: Tokens of the keys of every example; empty where they are not known.
         image: Rows and columns of the patches, where keys are patches.
     """
     import numpy as np
 
-    sums: dict[str, list[tuple[float, float]]] = {}
+    # For each pattern one pair per query: its weight there, and that of even attention.
+    pairs: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for example, weights in enumerate(maps):
-        if weights.shape[0] != weights.shape[1] and kind == "causal":
+        queries, n_keys = weights.shape
+        if queries != n_keys and kind == "causal":
             continue
         even = _even(weights.shape, kind)
-        for name, wanted in _wanted(
-            weights.shape, kind, keys[example] if keys else (), image
-        ).items():
-            rows = (wanted & (even > 0)).any(1)
-            values = ((m * wanted).sum(1)[rows] for m in (weights, even))
-            sums.setdefault(name, []).extend(zip(*(v.tolist() for v in values), strict=True))
-        sums.setdefault(ONE_KEY, []).extend(
-            zip(weights.max(1).tolist(), even.max(1).tolist(), strict=True)
-        )
+        words = keys[example] if keys else ()
+        # 1. Patterns of keys that are known beforehand.
+        for name, places in _places_of(weights.shape, kind, words, image).items():
+            rows = (places & (even > 0)).any(1)  # queries that may see such a key
+            on_places = (weights * places).sum(1)[rows].tolist()
+            by_chance = (even * places).sum(1)[rows].tolist()
+            pairs[name].extend(zip(on_places, by_chance, strict=True))
+        # 2. The largest weight of each query, on whichever key it is.
+        largest = weights.max(1).tolist()
+        pairs[ONE_KEY].extend(zip(largest, even.max(1).tolist(), strict=True))
+        # 3. Weight on the same keys as in the next example; the last is compared with the first.
         if len(maps) > 1:
-            pairs = _overlaps(weights, maps[(example + 1) % len(maps)], even)
-            sums.setdefault(SAME_POSITIONS, []).extend(pairs)
-    every = [
-        Pattern(name, *map(float, np.mean(pairs, axis=0))) for name, pairs in sums.items() if pairs
-    ]
-    return tuple(sorted(every, key=lambda p: -p.share))
+            following = maps[(example + 1) % len(maps)]
+            pairs[SAME_POSITIONS].extend(_overlaps(weights, following, even))
+
+    patterns = []
+    for name, values in pairs.items():
+        if values:
+            share, chance = np.mean(values, axis=0)
+            patterns.append(Pattern(name, float(share), float(chance)))
+    return tuple(sorted(patterns, key=lambda pattern: -pattern.share))
 
 
-def main_pattern(found: Sequence[Pattern]) -> Pattern | None:
-    """What a head mostly does: the named pattern with the largest share, if that is at least half
-    of its weight and twice what even attention would have. Else
-    ``the same positions in every example``, if that holds for it; even attention has its positions
-    in common too, so there the factor of two is asked in full. Else None."""
-    named = [p for p in found if p.name not in (ONE_KEY, SAME_POSITIONS)]
-    best = next((p for p in named if p.share >= max(MOSTLY, min(2 * p.chance, 0.9))), None)
-    same = (p for p in found if p.name == SAME_POSITIONS and p.share >= max(MOSTLY, 2 * p.chance))
-    return best or next(same, None)
+def main_pattern(patterns: Sequence[Pattern]) -> Pattern | None:
+    """Choose the pattern that says what a head mostly does; None where no pattern does.
+
+    That is the named pattern with the largest share, if it has at least half of the weight and
+    twice as much as even attention. Otherwise ``the same positions in every example``, if it has.
+
+    Args:
+        patterns: Patterns, the one with the largest share first.
+    """
+    for pattern in patterns:
+        is_named = pattern.name not in (ONE_KEY, SAME_POSITIONS)
+        # Above 90 % is enough, even where even attention has more than half of that.
+        if is_named and pattern.share >= max(MOSTLY, min(2 * pattern.chance, 0.9)):
+            return pattern
+    for pattern in patterns:
+        # Even attention shares its positions too, so here the factor of two always holds.
+        is_same = pattern.name == SAME_POSITIONS
+        if is_same and pattern.share >= max(MOSTLY, 2 * pattern.chance):
+            return pattern
+    return None
 
 
 def _even(shape: tuple[int, ...], kind: str) -> Grid:
     """Attention that is even over the keys that each query may see."""
     import numpy as np
 
-    seen = np.tri(shape[0], shape[1]) if kind == "causal" else np.ones(shape)
-    shares: Grid = seen / seen.sum(1, keepdims=True)
-    return shares
+    visible = np.tri(shape[0], shape[1]) if kind == "causal" else np.ones(shape)
+    weights: Grid = visible / visible.sum(1, keepdims=True)
+    return weights
 
 
 def _overlaps(weights: Grid, other: Grid, even: Grid) -> list[tuple[float, float]]:
-    """For every query that both examples have: the weight that lies on the same keys in both, and
-    what even attention has in common with it."""
+    """Compare two examples, query by query.
+
+    Returns:
+        For every query of both: the weight on the same keys in both, and the weight that the first
+        shares with even attention.
+    """
     import numpy as np
 
-    queries, keys = (min(a, b) for a, b in zip(weights.shape, other.shape, strict=True))
-    first, second = weights[:queries, :keys], other[:queries, :keys]
-    shared = np.minimum(first, second).sum(1)
+    # Examples differ in length: only queries and keys that both have.
+    queries = min(len(weights), len(other))
+    keys = min(weights.shape[1], other.shape[1])
+    shared = np.minimum(weights[:queries, :keys], other[:queries, :keys]).sum(1)  # [queries]
     chance = np.minimum(weights, even).sum(1)[:queries]
     return list(zip(shared.tolist(), chance.tolist(), strict=True))
 
 
-def _wanted(
+def _places_of(
     shape: tuple[int, ...], kind: str, words: Sequence[str], image: tuple[int, int] | None
-) -> dict[str, Places]:
-    """Which weights each pattern is about, ``[queries, keys]``."""
+) -> Mapping[str, Places]:
+    """The places of each pattern, ``[queries, keys]``."""
     import numpy as np
 
     queries, keys = shape
     if image is not None and keys >= image[0] * image[1]:
         return _patches(queries, keys, image)
-    wanted: dict[str, Places] = {}
+    places: dict[str, Places] = {}
     if kind != "cross" and queries == keys:
-        shifts = {"previous token": -1, "own position": 0, "next token": 1}
-        if kind == "causal":
-            del shifts["next token"]
-        wanted = {name: np.eye(queries, k=shift, dtype=bool) for name, shift in shifts.items()}
-        wanted["first token"] = np.zeros((queries, keys), bool)
-        wanted["first token"][1:, 0] = True  # of the first token itself it is its own position
+        places["previous token"] = np.eye(queries, k=-1, dtype=bool)
+        places["own position"] = np.eye(queries, dtype=bool)
+        if kind != "causal":
+            places["next token"] = np.eye(queries, k=1, dtype=bool)
+        places["first token"] = np.zeros((queries, keys), bool)
+        places["first token"][1:, 0] = True  # for the first token it is its own position
     if len(words) == keys:
-        marks = np.array([_is_punctuation(word) for word in words])
-        wanted["punctuation"] = np.broadcast_to(marks, (queries, keys))
-    return wanted
+        marks = np.array([_is_punctuation(word) for word in words])  # [keys]
+        places["punctuation"] = np.broadcast_to(marks, (queries, keys))
+    return places
 
 
 @lru_cache(maxsize=4)  # every head of a model asks for the same
-def _patches(queries: int, keys: int, image: tuple[int, int]) -> dict[str, Places]:
-    """The same for an image: neighbours on the grid, and the tokens before the patches, which are
-    the model's own."""
+def _patches(queries: int, keys: int, image: tuple[int, int]) -> Mapping[str, Places]:
+    """The places of an image's patterns: neighbours on the grid, and the model's own tokens.
+
+    The model's own tokens come before the patches.
+    """
     import numpy as np
 
     rows, columns = image
-    own = keys - rows * columns
-    wanted: dict[str, Places] = {}
-    if own:
-        name = "class token" if own == 1 else "the model's own tokens"
-        wanted[name] = np.zeros((queries, keys), bool)
-        wanted[name][own:, :own] = True
+    n_own = keys - rows * columns
+    places: dict[str, Places] = {}
+    if n_own:
+        name = "class token" if n_own == 1 else "the model's own tokens"
+        places[name] = np.zeros((queries, keys), bool)
+        places[name][n_own:, :n_own] = True
     if queries != keys:
-        return wanted
+        return places
     for name, down, right in _NEIGHBOURS:
-        places = np.zeros((queries, keys), bool)
+        places[name] = np.zeros((queries, keys), bool)
+        # Patches at the edge have no neighbour on that side.
         for y in range(max(0, -down), min(rows, rows - down)):
             for x in range(max(0, -right), min(columns, columns - right)):
-                places[own + y * columns + x, own + (y + down) * columns + x + right] = True
-        wanted[name] = places
-    return wanted
-
-
-#: Name, rows down and columns to the right.
-_NEIGHBOURS = (
-    ("own patch", 0, 0),
-    ("patch to the left", 0, -1),
-    ("patch to the right", 0, 1),
-    ("patch above", -1, 0),
-    ("patch below", 1, 0),
-)
+                query = n_own + y * columns + x
+                places[name][query, query + down * columns + right] = True
+    return places
 
 
 def _is_punctuation(word: str) -> bool:
-    """Whether a token is nothing but punctuation; word pieces' marks and separators such as [SEP]
-    are none."""
+    """Whether a token is only punctuation; separators such as [SEP] are not."""
     bare = word.strip().strip(_PIECES)
-    return bool(bare) and all(c in string.punctuation for c in bare)
+    return bool(bare) and all(character in string.punctuation for character in bare)

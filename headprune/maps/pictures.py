@@ -1,5 +1,4 @@
-"""AttentionPictures: attention maps of a few examples, small enough to lie beside a record and
-inside a page."""
+"""AttentionPictures: attention maps of a few examples, small enough for a record and a page."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ from typing import TYPE_CHECKING
 from headprune.core.codec import Value
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId
-from headprune.maps.attention_maps import AttentionMaps
+from headprune.maps.attention_maps import AttentionMaps, SiteMaps
 from headprune.maps.patterns import Pattern
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-#: Bytes of weights, one each: 144 heads, 8 examples of 26 tokens. In a page they are a third more.
+#: Most bytes of weights, one each: 144 heads, 8 examples of 26 tokens. A page has a third more.
 LIMIT = 800_000
-#: Tokens that are shown at least; before that, examples are left out.
+#: Fewest tokens of a text that is shown in part; then examples are dropped.
 _FEWEST = 8
-#: The row that is the mean over all queries of an image.
+#: Number of the row that is the mean over all queries of an image.
 MEAN = -1
 
 
@@ -33,8 +32,8 @@ class ShownExample:
     """One example.
 
     Args:
-        title: What it is, such as ``test row 3, label 5``.
-        tokens, targets: As in ``AttentionMaps``; of a long text those that are shown.
+        title: Its name, such as ``test row 3, label 5``.
+        tokens, targets: As in ``AttentionMaps``; of a long text the shown ones.
         pixels: Its picture, RGB bytes in base64; empty for text.
         height, width: Of that picture.
     """
@@ -58,11 +57,11 @@ class ShownSite:
         site: Its name.
         kind: ``self``, ``causal`` or ``cross``.
         heads: Original indices of its heads.
-        patterns: What each head mostly does, by the whole maps; None where nothing was found.
-        sizes: Of every example, the queries and keys that are shown.
-        peaks: Of every example and head, the largest weight that is shown.
-        weights: Of every example, one byte a weight in base64, ``[heads, queries, keys]``: 255 is
-            the head's peak.
+        patterns: The main pattern of each head in the whole maps; None where it has none.
+        sizes: For every example, the numbers of shown queries and keys.
+        peaks: For every example and head, the largest shown weight.
+        weights: For every example, one byte per weight in base64, ``[heads, queries, keys]``: 255
+            is the head's peak.
     """
 
     site: str
@@ -74,36 +73,31 @@ class ShownSite:
     weights: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        n, heads = len(self.weights), len(self.heads)
-        if (len(self.sizes), len(self.peaks), len(self.patterns)) != (n, n, heads):
-            raise InvalidValue(
-                f"the pictures of {self.site}",
-                f"of {n} examples and {heads} heads",
-                "other numbers",
-            )
+        n_examples, n_heads = len(self.weights), len(self.heads)
+        lengths = (len(self.sizes), len(self.peaks), len(self.patterns))
+        if lengths != (n_examples, n_examples, n_heads):
+            must = f"of {n_examples} examples and {n_heads} heads"
+            raise InvalidValue(f"the pictures of {self.site}", must, "other numbers")
         for row in self.peaks:
-            if len(row) != heads or not all(0 <= peak < math.inf for peak in row):
-                raise InvalidValue(
-                    f"the peaks of {self.site}", f"{heads} numbers >= 0 an example", row
-                )
+            if len(row) != n_heads or not all(0 <= peak < math.inf for peak in row):
+                must = f"{n_heads} numbers >= 0 per example"
+                raise InvalidValue(f"the peaks of {self.site}", must, row)
         for (queries, keys), text in zip(self.sizes, self.weights, strict=True):
             if min(queries, keys) < 0:
                 raise InvalidValue(f"the sizes of {self.site}", "counts >= 0", (queries, keys))
-            _check_bytes(f"the weights of {self.site}", text, heads * queries * keys)
+            _check_bytes(f"the weights of {self.site}", text, n_heads * queries * keys)
 
 
 @dataclass(frozen=True)
 class AttentionPictures(Value):
-    """What every head attended to in a few examples, one byte a weight, and what each head mostly
-    does.
+    """Attention of every head in a few examples, one byte per weight, and its main pattern.
 
     Args:
         examples: The examples.
         sites: The pictures, module by module.
         image: Rows and columns of the patches, where keys are patches.
-        rows: Of an image, the queries that are shown; ``MEAN`` is the mean over all. Empty: all,
-            from the first.
-        whole: False where maps were larger than what is shown of them.
+        rows: Of an image, the shown queries; ``MEAN`` is the mean over all. Empty: all of them.
+        whole: False where only a part of the maps is shown.
     """
 
     examples: tuple[ShownExample, ...]
@@ -115,168 +109,217 @@ class AttentionPictures(Value):
     def __post_init__(self) -> None:
         for site in self.sites:
             if len(site.weights) != len(self.examples):
-                raise InvalidValue(
-                    f"the weights of {site.site}",
-                    f"of {len(self.examples)} examples",
-                    len(site.weights),
-                )
+                must = f"of {len(self.examples)} examples"
+                raise InvalidValue(f"the weights of {site.site}", must, len(site.weights))
         if self.examples and not self.sites:
             raise InvalidValue("AttentionPictures.sites", "at least one", "none")
         if self.image is not None and min(self.image) < 1:
-            raise InvalidValue(
-                "AttentionPictures.image", "rows and columns of patches, both >= 1", self.image
-            )
+            must = "rows and columns of patches, both >= 1"
+            raise InvalidValue("AttentionPictures.image", must, self.image)
 
     @classmethod
     def of(
         cls, maps: AttentionMaps, examples: Sequence[ShownExample] = (), *, limit: int = LIMIT
     ) -> AttentionPictures:
-        """From maps. What is too large is shown in part: of a text the first tokens, of an image
-        the class token's view and the mean over all queries, and at last fewer examples. Words
-        about heads rest on the whole maps.
+        """Draw maps; maps that are too large are shown in part.
+
+        Of a text the first tokens are shown; of an image the rows of the model's own tokens and the
+        mean over all queries. If that is still too large, fewer examples are. Patterns are always
+        those of the whole maps.
 
         Args:
-            maps: What ``hp.attention_maps`` returned.
+            maps: The result of ``hp.attention_maps``.
             examples: Title and picture of every example; tokens are taken from the maps.
-            limit: Bytes of weights at most.
+            limit: Most bytes of weights.
         """
-        named = examples or [ShownExample(f"example {i}") for i in range(maps.n_examples)]
-        image = maps.image if maps.image is not None and _on_grid(maps) else None
-        fit = _Fit(maps.n_examples, (), None)
-        if fit.bytes(maps) > limit or image is not None:
-            fit = _fit_image(maps, image, limit) if image is not None else _fit_text(maps, limit)
-        told = [_told(maps, i, example, fit.longest) for i, example in enumerate(named[: fit.n])]
-        whole = fit.n == maps.n_examples and fit.longest is None and len(fit.rows) != fit.own
-        return cls(tuple(told), tuple(_sites(maps, fit)), image, fit.rows, whole)
+        titled = examples or [ShownExample(f"example {i}") for i in range(maps.n_examples)]
+        # 1. How much fits.
+        image = None
+        if maps.image is not None and _on_grid(maps):
+            image = maps.image
+            part = _image_part(maps, image, limit)
+        else:
+            part = _text_part(maps, limit)
+        # 2. Titles and tokens of the shown examples, then the weights.
+        shown = []
+        for i, example in enumerate(titled[: part.n_examples]):
+            tokens = _first_words(maps.tokens, i, part.longest)
+            targets = _first_words(maps.targets, i, part.longest)
+            shown.append(replace(example, tokens=tokens, targets=targets))
+        sites = [_draw(maps, site, part) for site in maps.sites]
+        whole = part.n_examples == maps.n_examples and not part.is_cut
+        return cls(tuple(shown), tuple(sites), image, part.rows, whole)
 
     def __iter__(self) -> Iterator[HeadId]:
-        return (HeadId(site.site, head) for site in self.sites for head in site.heads)
+        for site in self.sites:
+            for head in site.heads:
+                yield HeadId(site.site, head)
 
     def pattern(self, head: HeadId) -> Pattern | None:
-        """What a head mostly does; None where nothing was found, or the head is not shown."""
+        """The main pattern of a head; None where it has none, or the head is not shown."""
         for site in self.sites:
             if site.site == head.site and head.head in site.heads:
                 return site.patterns[site.heads.index(head.head)]
         return None
 
     def shown(self, head: HeadId, example: int) -> NDArray[np.float64]:
-        """The weights of a head in an example, ``[queries, keys]``, to a 255th of the largest."""
+        """The shown weights of a head, ``[queries, keys]``, exact to a 255th of the largest."""
         import numpy as np
 
-        site = next(s for s in self.sites if s.site == head.site)
+        site = next(site for site in self.sites if site.site == head.site)
         place = site.heads.index(head.head)
-        grid = np.frombuffer(base64.b64decode(site.weights[example]), np.uint8)
-        grid = grid.reshape(len(site.heads), *site.sizes[example])
+        # A byte is a 255th of the head's peak.
+        numbers = np.frombuffer(base64.b64decode(site.weights[example]), np.uint8)
+        grid = numbers.reshape(len(site.heads), *site.sizes[example])  # [heads, queries, keys]
         weights: NDArray[np.float64] = grid[place] * (site.peaks[example][place] / 255)
         return weights
 
     def __str__(self) -> str:
-        said = sum(p is not None for site in self.sites for p in site.patterns)
-        heads = sum(len(site.heads) for site in self.sites)
+        patterns = [self.pattern(head) for head in self]
+        n_named = len(patterns) - patterns.count(None)
         return (
-            f"AttentionPictures of {heads} heads in {len(self.examples)} examples; words for {said}"
-            " of them"
+            f"AttentionPictures of {len(patterns)} heads in {len(self.examples)} examples; words"
+            f" for {n_named} of them"
         )
 
 
 def _check_bytes(where: str, text: str, count: int) -> None:
     try:
-        found = len(base64.b64decode(text, validate=True))
+        length = len(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError):
-        found = -1
-    if found != count:
-        raise InvalidValue(
-            where, f"{count} bytes in base64", "something else" if found < 0 else f"{found} bytes"
-        )
+        length = -1
+    if length != count:
+        got = "something else" if length < 0 else f"{length} bytes"
+        raise InvalidValue(where, f"{count} bytes in base64", got)
 
 
 def _on_grid(maps: AttentionMaps) -> bool:
     """Whether all sites attend to the same tokens, which end in the image's patches."""
     assert maps.image is not None
-    sizes = {s.weights.shape[2:] for s in maps.sites}
-    return len(sizes) == 1 and all(q == k >= maps.image[0] * maps.image[1] for q, k in sizes)
+    # Tokens before the patches are the model's own.
+    n_patches = maps.image[0] * maps.image[1]
+    sizes = {site.weights.shape[2:] for site in maps.sites}  # (queries, keys)
+    if len(sizes) != 1:
+        return False
+    queries, keys = sizes.pop()
+    return bool(queries == keys >= n_patches)
 
 
-def _size(maps: AttentionMaps, site: int, example: int) -> tuple[int, int]:
-    found = maps.sites[site]
-    return int(found.queries[example].sum()), int(found.keys[example].sum())
+def _size(site: SiteMaps, example: int) -> tuple[int, int]:
+    """Queries and keys of an example that are no padding."""
+    return int(site.queries[example].sum()), int(site.keys[example].sum())
 
 
 @dataclass(frozen=True)
-class _Fit:
-    """How much is shown: examples, rows of an image's maps, tokens of a text; ``own`` of the rows
-    are not patches."""
+class _Part:
+    """The part of the maps that is shown.
 
-    n: int
-    rows: tuple[int, ...]
-    longest: int | None
-    own: int = -1
+    Args:
+        n_examples: How many examples, from the first.
+        rows: Of an image, the shown queries, with ``MEAN``; empty: all.
+        longest: Of a text, how many tokens, from the first; None: all.
+        is_cut: Whether rows or tokens are missing.
+    """
 
-    def bytes(self, maps: AttentionMaps) -> int:
-        """What that takes, one byte a weight."""
+    n_examples: int
+    rows: tuple[int, ...] = ()
+    longest: int | None = None
+    is_cut: bool = False
+
+    def n_bytes(self, maps: AttentionMaps) -> int:
+        """Bytes of its weights, one each."""
         total = 0
-        for s, site in enumerate(maps.sites):
-            for example in range(self.n):
-                queries, keys = _size(maps, s, example)
-                queries = len(self.rows) or min(queries, self.longest or queries)
-                total += len(site.heads) * queries * min(keys, self.longest or keys)
+        for site in maps.sites:
+            for example in range(self.n_examples):
+                queries, keys = _size(site, example)
+                if self.longest is not None:
+                    queries = min(queries, self.longest)
+                    keys = min(keys, self.longest)
+                if self.rows:
+                    queries = len(self.rows)
+                total += len(site.heads) * queries * keys
         return total
 
 
-def _fit_image(maps: AttentionMaps, image: tuple[int, int], limit: int) -> _Fit:
+def _image_part(maps: AttentionMaps, image: tuple[int, int], limit: int) -> _Part:
+    """All queries and their mean if they fit, else only the mean and the model's own tokens."""
     queries = maps.sites[0].weights.shape[2]
-    every, own = (MEAN, *range(queries)), 1 + queries - image[0] * image[1]
-    fit = _Fit(maps.n_examples, every, None, own)
-    if fit.bytes(maps) > limit:
-        fit = replace(fit, rows=every[:own])
-    return _fewer(fit, maps, limit)
+    n_own = queries - image[0] * image[1]
+    part = _Part(maps.n_examples, rows=(MEAN, *range(queries)))
+    if part.n_bytes(maps) > limit:
+        part = replace(part, rows=(MEAN, *range(n_own)), is_cut=True)
+    return _with_fewer_examples(part, maps, limit)
 
 
-def _fit_text(maps: AttentionMaps, limit: int) -> _Fit:
-    longest = max(
-        max(_size(maps, s, i)) for s in range(len(maps.sites)) for i in range(maps.n_examples)
-    )
-    fits = (_Fit(maps.n_examples, (), n) for n in range(longest - 1, _FEWEST, -1))
-    fit = next((f for f in fits if f.bytes(maps) <= limit), _Fit(maps.n_examples, (), _FEWEST))
-    return _fewer(fit, maps, limit)
+def _text_part(maps: AttentionMaps, limit: int) -> _Part:
+    """All tokens if they fit, else as many as fit."""
+    part = _Part(maps.n_examples)
+    if part.n_bytes(maps) <= limit:
+        return part
+    # The longest text decides where to start.
+    longest = 0
+    for site in maps.sites:
+        for example in range(maps.n_examples):
+            longest = max(longest, *_size(site, example))
+    part = replace(part, longest=max(longest - 1, _FEWEST), is_cut=True)
+    # One token at a time: sizes are cheap to count.
+    while part.longest is not None and part.longest > _FEWEST and part.n_bytes(maps) > limit:
+        part = replace(part, longest=part.longest - 1)
+    return _with_fewer_examples(part, maps, limit)
 
 
-def _fewer(fit: _Fit, maps: AttentionMaps, limit: int) -> _Fit:
-    """The same with as many examples as fit, one at least."""
-    while fit.n > 1 and fit.bytes(maps) > limit:
-        fit = replace(fit, n=fit.n - 1)
-    return fit
+def _with_fewer_examples(part: _Part, maps: AttentionMaps, limit: int) -> _Part:
+    """The same with as many examples as fit, at least one."""
+    while part.n_examples > 1 and part.n_bytes(maps) > limit:
+        part = replace(part, n_examples=part.n_examples - 1)
+    return part
 
 
-def _told(maps: AttentionMaps, i: int, example: ShownExample, longest: int | None) -> ShownExample:
-    tokens, targets = (
-        tuple(words[i][:longest]) if words else () for words in (maps.tokens, maps.targets)
-    )
-    return ShownExample(
-        example.title, tokens, targets, example.pixels, example.height, example.width
-    )
+def _first_words(
+    words: Sequence[Sequence[str]], example: int, longest: int | None
+) -> tuple[str, ...]:
+    return tuple(words[example][:longest]) if words else ()
 
 
-def _sites(maps: AttentionMaps, fit: _Fit) -> Iterator[ShownSite]:
+def _draw(maps: AttentionMaps, site: SiteMaps, part: _Part) -> ShownSite:
+    """Draw the shown part of one module's maps, one byte per weight."""
     import numpy as np
 
-    n, rows, longest = fit.n, fit.rows, fit.longest
-    for site in maps.sites:
-        sizes, peaks, texts = [], [], []
-        for example in range(n):
-            grid = site.weights[example][:, site.queries[example]][:, :, site.keys[example]]
-            if rows:
-                mean = grid.mean(1, keepdims=True)
-                grid = np.concatenate(
-                    [mean if row == MEAN else grid[:, row : row + 1] for row in rows], 1
-                )
-            grid = grid[:, : None if rows else longest, :longest]
-            largest = grid.max((1, 2), initial=0.0)
-            scaled = grid * (255 / np.where(largest > 0, largest, 1))[:, None, None]
-            sizes.append((grid.shape[1], grid.shape[2]))
-            peaks.append(tuple(float(f"{v:.4g}") for v in largest))
-            texts.append(base64.b64encode(np.rint(scaled).astype(np.uint8).tobytes()).decode())
-        patterns = tuple(maps.mostly(HeadId(site.site, head)) for head in site.heads)
-        yield ShownSite(
-            site.site, site.kind, site.heads, patterns, tuple(sizes), tuple(peaks), tuple(texts)
-        )
+    sizes, peaks, texts = [], [], []
+    for example in range(part.n_examples):
+        # 1. The weights without padding, [heads, queries, keys].
+        of_queries = site.weights[example][:, site.queries[example]]
+        grid = of_queries[:, :, site.keys[example]]
+        # 2. The shown queries and keys.
+        if part.rows:
+            grid = _rows(grid, part.rows)
+        grid = grid[:, : part.longest, : part.longest]
+        # 3. Each head scaled to its own peak; a head without any weight stays at 0.
+        largest = grid.max((1, 2), initial=0.0)  # [heads]
+        scaled = grid * (255 / np.where(largest > 0, largest, 1))[:, None, None]
+        sizes.append((grid.shape[1], grid.shape[2]))
+        peaks.append(tuple(float(f"{peak:.4g}") for peak in largest))
+        texts.append(base64.b64encode(np.rint(scaled).astype(np.uint8).tobytes()).decode())
+    patterns = [maps.mostly(HeadId(site.site, head)) for head in site.heads]
+    return ShownSite(
+        site=site.site,
+        kind=site.kind,
+        heads=site.heads,
+        patterns=tuple(patterns),
+        sizes=tuple(sizes),
+        peaks=tuple(peaks),
+        weights=tuple(texts),
+    )
+
+
+def _rows(grid: NDArray[np.float32], rows: Sequence[int]) -> NDArray[np.float32]:
+    """Some queries of ``[heads, queries, keys]``; ``MEAN`` is the mean over all of them."""
+    import numpy as np
+
+    parts = []
+    for row in rows:
+        if row == MEAN:
+            parts.append(grid.mean(1, keepdims=True))
+        else:
+            parts.append(grid[:, row : row + 1])
+    return np.concatenate(parts, 1)

@@ -90,7 +90,7 @@ def test_a_cut_model_shows_its_heads_by_their_original_numbers(bert: Any) -> Non
     )
     with pytest.raises(InvalidValue, match="one of its heads"):
         maps[HeadId(first, 0)]
-    with pytest.raises(UnknownName, match="a site that was looked at"):
+    with pytest.raises(UnknownName, match="a site that has maps"):
         maps.of(second)
     assert maps.labels(first, 0)[0] == ("0", "1", "2", "3", "4")
 

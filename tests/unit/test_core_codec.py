@@ -138,7 +138,7 @@ EXAMPLES = [
 
 def test_every_value_class_of_core_has_an_example():
     own = {cls for cls in Value.__subclasses__() if cls.__module__.startswith("headprune.core.")}
-    assert own == {type(e) for e in EXAMPLES}
+    assert own <= {type(e) for e in EXAMPLES}
 
 
 @pytest.mark.parametrize("value", EXAMPLES, ids=lambda v: type(v).__name__)

@@ -220,7 +220,7 @@ def test_unknown_heads_and_sites_are_refused_by_name():
 
 
 def test_rows_that_contradict_themselves_are_refused():
-    with pytest.raises(InvalidValue, match="one row a site, got x twice"):
+    with pytest.raises(InvalidValue, match="one row per site, got x twice"):
         HeadMask((SiteKeep("x", 2, (0,)), SiteKeep("x", 2, (1,))))
     for kept in ((1, 0), (0, 0)):
         with pytest.raises(

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "unlike groups": (
         lambda: replace(SITE, policy="balanced").check([0, 1, 3]),
         (
-            "keep for a: must be the same number of query heads in every group that stays, got [2,"
+            "keep for a: must be the same number of query heads in every group that is kept, got [2,"
             f" 1] of the groups [[0, 1, 2], [3, 4, 5]]. {HINT}"
         ),
     ),
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no speed-up": (
         lambda: Budget(speedup=1),
-        "Budget.speedup: must be a number above 1, got 1. 1.3 is 30 % more calls a second.",
+        "Budget.speedup: must be a number above 1, got 1. 1.3 is 30 % more calls per second.",
     ),
     "a plan's policy": (
         lambda: PruningPlan(MASK, policy="any"),  # type: ignore[arg-type]

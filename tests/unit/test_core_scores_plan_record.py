@@ -101,13 +101,13 @@ def test_scores_are_finite(value):
     [
         (
             {"values": ((1, 2, 3),)},
-            r"HeadScores\.values: must be one entry a unit, \[3, 2\], got \[3\]",
+            r"HeadScores\.values: must be one entry per unit, \[3, 2\], got \[3\]",
         ),
         ({"values": ((1, 2, 3), (1, 2, 3, 4))}, r"HeadScores\.values: .*got \[3, 4\]"),
         ({"standard_errors": ((1, 2), (1, 2))}, r"HeadScores\.standard_errors: .*got \[2, 2\]"),
         (
             {"costs": CostTable(UNIT, ((UNIT,) * 3, (UNIT,) * 4), 1)},
-            r"HeadScores\.costs\.units: must be one entry a unit, \[3, 2\], got \[3, 4\]",
+            r"HeadScores\.costs\.units: must be one entry per unit, \[3, 2\], got \[3, 4\]",
         ),
     ],
 )

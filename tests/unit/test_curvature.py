@@ -180,7 +180,7 @@ def test_what_is_no_curvature_is_refused() -> None:
     ]:
         with pytest.raises(InvalidValue, match=words):
             Curvature.of(wrong)
-    with pytest.raises(InvalidValue, match=r"one row and column a unit, 7, got 6"):
+    with pytest.raises(InvalidValue, match=r"one row and column per unit, 7, got 6"):
         replace(scores_of(bent()), curvature=Curvature.of(bent(n=6)))
 
 

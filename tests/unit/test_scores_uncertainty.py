@@ -186,7 +186,7 @@ def test_files_from_before_there_were_samples_still_load(tmp_path: Path) -> None
 
 def test_samples_are_one_finite_column_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        InvalidValue, match=r"HeadScores\.samples: must be one column a unit, 12, got 11"
+        InvalidValue, match=r"HeadScores\.samples: must be one column per unit, 12, got 11"
     ):
         scores_of(noise(20), samples=Samples.of(noise(20)[:, 1:]))
     for bad, words in (
