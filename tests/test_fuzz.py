@@ -44,7 +44,7 @@ from headprune.data.vocabulary import train_tokenizer
 from headprune.maps.pictures import AttentionPictures
 from headprune.recipes.validate import load_recipe
 from headprune.recovery._checkpoint import Keeper
-from headprune.report import Beside, render_html, render_markdown
+from headprune.report import ReportInputs, render_html, render_markdown
 from headprune.report.html import render_sweep_html
 from headprune.run.gradual import FILE as GRADUAL
 from headprune.run.identity import hashes
@@ -119,7 +119,7 @@ def _pictures(folder: Path) -> None:
 
 
 def _read_pictures(folder: Path) -> None:
-    render_html(record_of(), Beside(AttentionPictures.load(folder / "attention.json")))
+    render_html(record_of(), ReportInputs(AttentionPictures.load(folder / "attention.json")))
 
 
 def _maps(folder: Path) -> None:

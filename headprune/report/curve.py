@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headprune.core.metrics import LOWER, RATIO, is_one_of
 from headprune.report.formats import fixed, significant
-from headprune.report.series import Point, Series, series_of
+from headprune.report.series import Series, TradeoffPoint, series_of
 
 #: Size of the drawing, and of what lies inside of its axes.
 WIDTH, HEIGHT = 720, 340
@@ -83,7 +83,7 @@ class _Scale:
         return [round(step * i, 12) for i in range(first, math.floor(self.high / step) + 1)]
 
 
-def curve(points: Iterable[Point], split: str) -> Curve | None:
+def curve(points: Iterable[TradeoffPoint], split: str) -> Curve | None:
     """The curve of the first metric among points of a split; None where all sizes are the same, or
     without any."""
     points = [p for p in points if math.isfinite(p.value) and math.isfinite(p.spread)]

@@ -31,7 +31,7 @@ _OURS = {"score", "scorer", "recover", "gradual", "preset"}
 
 
 @dataclass(frozen=True)
-class Point:
+class TradeoffPoint:
     """One measurement; ``spread`` is a standard deviation over ``draws``, 0 without."""
 
     metric: str
@@ -47,7 +47,7 @@ class Comparable:
     """Records of one task, model and data, by name, and a point a row of their accuracy tables."""
 
     names: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[TradeoffPoint, ...]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def comparable(records: Iterable[tuple[str, RunRecord]], split: str) -> list[Com
     ]
 
 
-def points_of_sweep(table: SweepTable, split: str) -> list[Point]:
+def points_of_sweep(table: SweepTable, split: str) -> list[TradeoffPoint]:
     """The uncut model, and a point a run.
 
     Raises:
@@ -102,18 +102,23 @@ def points_of_sweep(table: SweepTable, split: str) -> list[Point]:
     """
     if split not in ("test", "validation"):
         raise InvalidValue("split", "test or validation", repr(split))
-    base = Point(table.metric, "base", int(table.base["heads"]), float(table.base[split]), 0.0)
+    base = TradeoffPoint(
+        table.metric, "base", int(table.base["heads"]), float(table.base[split]), 0.0
+    )
     runs = ((setting.method, row) for setting in table.settings() for row in setting.rows)
     return [
         base,
-        *(Point(table.metric, m, int(row["heads"]), float(row[split]), 0.0) for m, row in runs),
+        *(
+            TradeoffPoint(table.metric, m, int(row["heads"]), float(row[split]), 0.0)
+            for m, row in runs
+        ),
     ]
 
 
-def series_of(points: Iterable[Point]) -> list[Series]:
+def series_of(points: Iterable[TradeoffPoint]) -> list[Series]:
     """Points by method; several of one method and size become their mean, with the spread of all
     their draws."""
-    methods: dict[str, dict[int, list[Point]]] = {}
+    methods: dict[str, dict[int, list[TradeoffPoint]]] = {}
     for point in points:
         methods.setdefault(point.method, {}).setdefault(point.kept, []).append(point)
     return [
@@ -122,7 +127,7 @@ def series_of(points: Iterable[Point]) -> list[Series]:
     ]
 
 
-def _mean(kept: int, points: list[Point]) -> tuple[int, float, float]:
+def _mean(kept: int, points: list[TradeoffPoint]) -> tuple[int, float, float]:
     """The mean of all draws, and their standard deviation: inside of every point, and between the
     points."""
     once = list(
@@ -159,7 +164,7 @@ def _subject(record: RunRecord, split: str) -> Hashable:
     return shape, structure, FrozenDict(told) if told else base and base.value
 
 
-def _points(records: Sequence[tuple[str, RunRecord]], split: str) -> list[Point]:
+def _points(records: Sequence[tuple[str, RunRecord]], split: str) -> list[TradeoffPoint]:
     rows = [
         _row(row, name, record)
         for name, record in records
@@ -177,7 +182,7 @@ def _points(records: Sequence[tuple[str, RunRecord]], split: str) -> list[Point]
     return [point for label, found in labels.items() for point in _labelled(label, found)]
 
 
-def _labelled(label: str, rows: Sequence[_Row]) -> list[Point]:
+def _labelled(label: str, rows: Sequence[_Row]) -> list[TradeoffPoint]:
     """Points of one label; where ways of one size disagree, each gets its first record's name."""
     values: dict[int, dict[Hashable, set[float]]] = {}
     for row in rows:
@@ -193,8 +198,10 @@ def _labelled(label: str, rows: Sequence[_Row]) -> list[Point]:
     return [_point(row.row, f"{label} [{owners[row.way]}]" if apart else label) for row in rows]
 
 
-def _point(row: QualityRow, method: str) -> Point:
-    return Point(row.metric, method, row.kept_heads, row.value, row.spread or 0.0, row.draws)
+def _point(row: QualityRow, method: str) -> TradeoffPoint:
+    return TradeoffPoint(
+        row.metric, method, row.kept_heads, row.value, row.spread or 0.0, row.draws
+    )
 
 
 def _row(row: QualityRow, name: str, record: RunRecord) -> _Row:

@@ -23,7 +23,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.maps.patterns import Pattern
 from headprune.maps.pictures import AttentionPictures
-from headprune.report import Beside, render_html, render_markdown, write_report
+from headprune.report import ReportInputs, render_html, render_markdown, write_report
 from headprune.report.attention import attention_view
 from headprune.report.formats import count, counts, duration, fixed, signed, times
 from headprune.report.repeat import python_lines
@@ -175,7 +175,7 @@ def test_a_group_says_what_each_of_its_heads_does() -> None:
     first, second = pictures.pattern(HeadId(site.site, 0)), Pattern("own position", 0.5, 0.125)
     assert first is not None
     told = replace(pictures, sites=(replace(site, patterns=(first, second, None, second)),))
-    titles = [cell["title"] or "" for cell in Page(render_html(record, Beside(told))).cells()]
+    titles = [cell["title"] or "" for cell in Page(render_html(record, ReportInputs(told))).cells()]
     assert f", head 0 mostly {first}, head 1 mostly {second}, " in titles[0]
     assert titles[1].count("mostly") == 1
     assert f", head 3 mostly {second}, " in titles[1]
@@ -205,7 +205,7 @@ def test_heads_removed_before_the_run_are_not_counted_as_removed_by_it() -> None
     assert "1 of 5 heads removed" in page.text
     assert "4 of 5 heads stay, chosen by hand." in page.text
     states = [(c["class"] or "").split()[1] for c in page.cells()]
-    assert states == ["kept", "gone", "removed", "kept", "kept", "kept"]
+    assert states == ["kept", "absent", "removed", "kept", "kept", "kept"]
     assert "removed before this run" in (page.cells()[1]["title"] or "")
 
 
@@ -392,14 +392,14 @@ def test_heads_of_one_score_have_the_colour_in_the_middle(record: RunRecord) -> 
     assert {re.findall(r"\bs(\d)\b", cell["class"] or "")[0] for cell in page.cells()} == {"4"}
 
 
-def nasty_beside(record: RunRecord) -> Beside:
+def nasty_inputs(record: RunRecord) -> ReportInputs:
     """Pictures, other scores and an agreement, all of whose words are dangerous."""
     assert record.scores is not None
     maps = replace(maps_of(record, 1, 2), tokens=((NASTY, NASTY),))
     pictures = AttentionPictures.of(maps)
     told = replace(pictures, examples=tuple(replace(e, title=NASTY) for e in pictures.examples))
     other = replace(record.scores, scorer=NASTY + "2")
-    return Beside(told, (other,), agreement(record.scores, other))
+    return ReportInputs(told, (other,), agreement(record.scores, other))
 
 
 def test_data_stays_text() -> None:
@@ -420,7 +420,7 @@ def test_data_stays_text() -> None:
         metrics=FrozenDict({NASTY: 1}),
         error=NASTY,
     )
-    page = Page(render_html(record, nasty_beside(record)))
+    page = Page(render_html(record, nasty_inputs(record)))
     assert not page.open
     assert [a.get("type") for tag, a in page.elements if tag == "script"] == [
         "application/json",
@@ -669,8 +669,8 @@ def test_other_scores_have_maps_of_their_own_and_the_agreement_is_shown(record: 
     assert record.scores is not None
     values = tuple(tuple(reversed(row)) for row in record.scores.values)
     other = replace(record.scores, values=values, scorer="entropy", standard_errors=None)
-    beside = Beside(scores=(other,), agreement=agreement(record.scores, other))
-    html, markdown = render_html(record, beside), render_markdown(record, beside)
+    inputs = ReportInputs(scores=(other,), agreement=agreement(record.scores, other))
+    html, markdown = render_html(record, inputs), render_markdown(record, inputs)
     page = Page(html)
     assert page.text.count("taylor (of the plan)") == 1
     cells = page.cells()
@@ -678,8 +678,8 @@ def test_other_scores_have_maps_of_their_own_and_the_agreement_is_shown(record: 
     for mine, theirs in zip(cells[:8], reversed(cells[32:40]), strict=True):
         assert mine["data-score"] == theirs["data-score"]
     assert len({a["name"] for tag, a in page.elements if tag == "input"}) == 2
-    assert beside.agreement is not None
-    for cell in beside.agreement.rows()[0]:
+    assert inputs.agreement is not None
+    for cell in inputs.agreement.rows()[0]:
         assert cell in page.text
         assert cell.replace("[", "\\[").replace("]", "\\]") in markdown
     assert "### Scores of entropy" in markdown
@@ -693,8 +693,8 @@ def test_what_heads_do_is_said_with_its_share(record: RunRecord) -> None:
     pattern = pictures.pattern(first)
     assert pattern is not None
     assert pattern.name == "previous token"
-    html = render_html(record, Beside(pictures))
-    text, markdown = Page(html).text, render_markdown(record, Beside(pictures))
+    html = render_html(record, ReportInputs(pictures))
+    text, markdown = Page(html).text, render_markdown(record, ReportInputs(pictures))
     share, chance = (f"{100 * v:.0f} %" for v in (pattern.share, pattern.chance))
     assert f"{first.site}, head 0 previous token {share} {chance}" in text
     assert f"| {first.site}, head 0 | previous token | {share} | {chance} |" in markdown
@@ -714,12 +714,12 @@ def test_what_heads_do_is_said_with_its_share(record: RunRecord) -> None:
     assert "What heads attend to" not in render_markdown(record)
     assert "over 3 test rows, as the uncut model attends to them." in markdown
     assert "over 1 test row, as the uncut model attends to it." in render_markdown(
-        record, Beside(pictures_of(record, 1))
+        record, ReportInputs(pictures_of(record, 1))
     )
 
 
 def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: RunRecord) -> None:
-    html = render_html(record, Beside(image_pictures_of(record)))
+    html = render_html(record, ReportInputs(image_pictures_of(record)))
     options = re.findall(r"<option[^>]*>([^<]*)</option>", html[html.index("attention-query") :])
     assert options[:3] == ["mean over all queries", "class token", "patch in row 1, column 1"]
     assert options[10] == "patch in row 3, column 3"
@@ -729,7 +729,9 @@ def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: 
 def test_an_image_that_is_shown_in_part_says_so(record: RunRecord) -> None:
     pictures = replace(image_pictures_of(record), whole=False)
     shown = "of every map the mean over all queries and the view from the tokens before the patches"
-    assert f"To keep this file small it shows {shown}" in render_html(record, Beside(pictures))
+    assert f"To keep this file small it shows {shown}" in render_html(
+        record, ReportInputs(pictures)
+    )
 
 
 def test_heads_that_no_plan_is_for_are_neither_kept_nor_removed(record: RunRecord) -> None:
@@ -748,7 +750,9 @@ def test_144_heads_and_8_examples_stay_under_a_megabyte_and_a_half() -> None:
         assert len(pictures.examples) == 8
         assert record.scores is not None
         others = tuple(replace(record.scores, scorer=f"other {i}") for i in range(3))
-        page = render_html(record, Beside(pictures, others, agreement(record.scores, *others)))
+        page = render_html(
+            record, ReportInputs(pictures, others, agreement(record.scores, *others))
+        )
         assert len(page.encode()) < 1_500_000
         assert pictures.whole == (length == 26)
     assert "the first 26 tokens of every example" in page

@@ -18,7 +18,7 @@ from headprune.report import Compared, write_comparison
 from headprune.report.comparison import comparison_view
 from headprune.report.html import render_comparison_html
 from headprune.report.markdown import render_comparison_markdown
-from headprune.report.series import Point, comparable, series_of
+from headprune.report.series import TradeoffPoint, comparable, series_of
 from headprune.run.reporting import agreement_of, beside, compare_runs
 from tests.report_records import NASTY, Page, pictures_of, plan_of, record_of
 
@@ -220,7 +220,9 @@ def test_what_only_the_seed_tells_apart_is_one_method_and_what_a_setting_does_is
 @pytest.mark.parametrize("value", [0.1, 0.9763, 1 / 3])
 def test_equal_values_have_no_spread(value: float) -> None:
     for n in range(2, 12):
-        ((_, mean, spread),) = series_of([Point("accuracy", "base", 8, value, 0.0)] * n)[0].points
+        ((_, mean, spread),) = series_of([TradeoffPoint("accuracy", "base", 8, value, 0.0)] * n)[
+            0
+        ].points
         assert (mean, spread) == (value, 0.0)
 
 
