@@ -51,7 +51,7 @@ def _agreement(found: Agreement | None) -> Any:
     return None if found is None else {"found": found, "pairs": agreement_dots(found)}
 
 
-def render_html(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
+def render_html(record: RunRecord, inputs: ReportInputs = NOTHING) -> str:
     """The report as one HTML page.
 
     All data is escaped, and a content security policy forbids every load and every script but the
@@ -61,7 +61,7 @@ def render_html(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
 
     Args:
         record: The record.
-        beside: What else is shown.
+        inputs: Other values to show.
 
     >>> record = RunRecord(
     ...     "demo", "failed", "score", "2026-01-01T00:00:00Z", error="no <script> in data"
@@ -71,7 +71,7 @@ def render_html(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
     (True, 1)
     """
     template = _environment().get_template("report.html.j2")
-    seen = view(record, beside)
+    seen = view(record, inputs)
     charts = [bars(group) for group in seen.quality]
     return template.render(
         view=seen,

@@ -40,7 +40,7 @@ def _environment() -> Environment:
     return environment
 
 
-def render_markdown(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
+def render_markdown(record: RunRecord, inputs: ReportInputs = NOTHING) -> str:
     """The report as GitHub-flavoured Markdown.
 
     >>> print(
@@ -50,7 +50,7 @@ def render_markdown(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
     ... )
     # demo: running
     """
-    return _rendered("report.md.j2", view=view(record, beside))
+    return _rendered("report.md.j2", view=view(record, inputs))
 
 
 def render_comparison_markdown(

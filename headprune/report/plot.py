@@ -270,7 +270,12 @@ def _mark_heads(
     """Hatch the removed heads; colour the others where no score does."""
     from matplotlib.patches import Rectangle
 
-    hatched: dict[str, Any] = {"facecolor": (1, 1, 1, 0.55), "edgecolor": "0.55", "hatch": "////", "linewidth": 0}
+    hatched: dict[str, Any] = {
+        "facecolor": (1, 1, 1, 0.55),
+        "edgecolor": "0.55",
+        "hatch": "////",
+        "linewidth": 0,
+    }
     for y, row in enumerate(rows):
         for x in row.scores:
             corner = (x - 0.5, y - 0.5)

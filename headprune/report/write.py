@@ -23,7 +23,7 @@ SUMMARY = "summary.md"
 
 
 def write_report(
-    record: RunRecord, folder: str | Path, beside: ReportInputs = NOTHING
+    record: RunRecord, folder: str | Path, inputs: ReportInputs = NOTHING
 ) -> tuple[Path, Path]:
     """Writes ``report.html`` and ``report.md`` into ``folder`` and returns their paths.
 
@@ -32,9 +32,9 @@ def write_report(
     Args:
         record: Any record, also of a run that failed or still runs.
         folder: Made if it does not exist.
-        beside: What else is shown: attention pictures, other scores, their agreement.
+        inputs: Other values to show: attention pictures, other scores, their agreement.
     """
-    html, markdown = render_html(record, beside), render_markdown(record, beside)
+    html, markdown = render_html(record, inputs), render_markdown(record, inputs)
     return _write(Path(folder) / HTML_NAME, html, Path(folder) / MARKDOWN_NAME, markdown)
 
 
