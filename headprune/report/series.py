@@ -155,12 +155,11 @@ def _mean(kept: int, points: list[TradeoffPoint]) -> tuple[int, float, float]:
 
 def _subject(record: RunRecord, split: str) -> Hashable:
     """What records must share to be on one curve."""
-    base = None
+    shape, value = None, None
     for row in record.quality:
         if row.split == split and row.name == "base":
-            base = row
+            shape, value = (row.metric, row.kept_heads, row.n_examples), row.value
             break
-    shape = base and (base.metric, base.kept_heads, base.n_examples)
     structure = record.scores.model.structure if record.scores else None
     recipe = {key: record.recipe[key] for key in _SUBJECT if key in record.recipe}
     data = recipe.get("data")
@@ -170,7 +169,7 @@ def _subject(record: RunRecord, split: str) -> Hashable:
     if recipe:
         return shape, structure, FrozenDict(recipe)
     # Without a recipe, only the uncut model's value tells models apart.
-    return shape, structure, base and base.value
+    return shape, structure, value
 
 
 def _points(records: Sequence[tuple[str, RunRecord]], split: str) -> list[TradeoffPoint]:
