@@ -239,13 +239,17 @@ def agreement(found: Agreement, *, axes: Any = None) -> Any:
 # head maps
 
 
+#: A score, NaN where there is none, and its standard error.
+_Score = tuple[float, float | None]
+
+
 @dataclass(frozen=True)
 class _ScoreRow:
     """One site of a head map; score and standard error of each of its heads."""
 
     site: str
     n_heads: int
-    scores: dict[int, tuple[float, float | None]]
+    scores: dict[int, _Score]
 
 
 def _scored_rows(scores: HeadScores) -> list[_ScoreRow]:
@@ -257,10 +261,10 @@ def _scored_rows(scores: HeadScores) -> list[_ScoreRow]:
 
 def _planned_rows(plan: PruningPlan) -> list[_ScoreRow]:
     """Rows of a plan without scores: NaN for every head."""
+    unscored: _Score = (math.nan, None)
     rows = []
     for row in plan.mask.rows:
-        unscored = dict.fromkeys(range(row.n_heads), (math.nan, None))
-        rows.append(_ScoreRow(row.site, row.n_heads, unscored))
+        rows.append(_ScoreRow(row.site, row.n_heads, dict.fromkeys(range(row.n_heads), unscored)))
     return rows
 
 
