@@ -1,5 +1,4 @@
-"""The generation table: tokens a second in prompt and decoding, and the cache's bytes, before and
-after the cut."""
+"""The generation table: tokens per second and cache size, before and after the cut."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ class DecodingLine:
 
 
 def decoding_lines(record: RunRecord) -> tuple[DecodingLine, ...]:
-    """The rows that ``bench.compare_decoding`` left in a record's metrics; none where something
-    else has that name."""
+    """Format the decoding rows of a run; empty where that metric has another form."""
+    # The run stores rows of `bench.compare_decoding` under this key, but users may, too.
     rows = record.metrics.get("decoding", ())
     try:
         return tuple(_line(row) for row in rows)
@@ -34,7 +33,8 @@ def decoding_lines(record: RunRecord) -> tuple[DecodingLine, ...]:
 
 
 def _line(row: Any) -> DecodingLine:
-    decode, speed = SpeedRow(**row["decode"]), row["tokens_per_second"]
+    decode = SpeedRow(**row["decode"])
+    speed = row["tokens_per_second"]
     return DecodingLine(
         batch=f"{decode.batch:,}",
         prompt=f"{decode.length:,}",

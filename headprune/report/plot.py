@@ -262,10 +262,10 @@ def _scored_rows(scores: HeadScores) -> list[_ScoreRow]:
 def _planned_rows(plan: PruningPlan) -> list[_ScoreRow]:
     """Rows of a plan without scores: NaN for every head."""
     unscored: _Score = (math.nan, None)
-    rows = []
-    for row in plan.mask.rows:
-        rows.append(_ScoreRow(row.site, row.n_heads, dict.fromkeys(range(row.n_heads), unscored)))
-    return rows
+    return [
+        _ScoreRow(row.site, row.n_heads, dict.fromkeys(range(row.n_heads), unscored))
+        for row in plan.mask.rows
+    ]
 
 
 def _mark_heads(

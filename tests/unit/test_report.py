@@ -793,7 +793,7 @@ def test_the_speed_grid_draws_break_even_between_faster_and_not_faster(record: R
         ("good", "1.50×"),
     ]
     assert "no measurable difference in speed, 95 % interval 0.960 to 1.060" in cells[1][1]
-    words = "The pruned model is surely faster in 2 of 4 places; the thick line is break-even"
+    words = "The pruned model is measurably faster in 2 of 4 places; the thick line is break-even"
     assert words in html
     assert words in render_markdown(replace(record, speed=rows))
     beside = render_html(replace(record, speed=(rows[1], rows[3])))
