@@ -116,7 +116,7 @@ def test_plans_are_compared_head_by_head(pair: list[Compared]) -> None:
     )
     other = Compared("other model", record_of(2, 4))
     assert comparison_view([pair[0], other]).fates == ()
-    assert "Which heads stay where" not in render_comparison_html([pair[0], other])
+    assert "Which heads each run keeps" not in render_comparison_html([pair[0], other])
 
 
 def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compared]) -> None:
