@@ -26,10 +26,10 @@ class HeadLine:
 
     site: str
     head: int
-    state: str
-    name: str
-    share: str
-    chance: str
+    state: str  # kept or removed
+    name: str  # the pattern, such as `previous token`
+    share: str  # of the head's weight
+    chance: str  # share under even attention
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,11 @@ def _state(record: RunRecord, head: HeadId) -> str:
 
 
 def _pattern_lines(heads: Sequence[HeadLine]) -> list[PatternLine]:
-    every = Counter(line.name for line in heads)
-    states = Counter((line.name, line.state) for line in heads)
+    every: Counter[str] = Counter()
+    states: Counter[tuple[str, str]] = Counter()
+    for line in heads:
+        every[line.name] += 1
+        states[line.name, line.state] += 1
     lines = []
     for name, n in every.most_common():
         lines.append(PatternLine(name, n, states[name, "kept"], states[name, "removed"]))
@@ -119,7 +122,9 @@ def _remark(pictures: AttentionPictures) -> str:
     if pictures.image is None:
         longest = 0
         for site in pictures.sites:
-            longest = max(longest, *(n_keys for _, n_keys in site.sizes))
+            # Queries and keys of every example.
+            for _, n_keys in site.sizes:
+                longest = max(longest, n_keys)
         shown = f"the first {longest} tokens of every example"
     return f"To keep this file small it shows {shown}; the words about heads rest on all of it."
 

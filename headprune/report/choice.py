@@ -14,9 +14,9 @@ class CandidateLine:
     """One formatted row; ``tone`` is good for the chosen candidate, else empty."""
 
     name: str
-    loss: str
-    difference: str
-    mark: str
+    loss: str  # on held-out rows
+    difference: str  # from the chosen one, with its interval
+    mark: str  # such as `taken` or `ties`
     tone: str
 
 

@@ -76,7 +76,7 @@ class ComparedSection:
     """Rows under one heading."""
 
     title: str
-    caption: str
+    caption: str  # may be empty
     rows: tuple[ComparedRow, ...]
 
 
@@ -84,7 +84,7 @@ class ComparedSection:
 class ComparedCurve:
     """The trade-off of records with one task, model and data."""
 
-    title: str
+    title: str  # the records' names; empty for all records
     drawn: Curve
 
 
@@ -97,7 +97,7 @@ class FateCell:
     """One head: which records keep it, in their order; None where a record's model lacks it."""
 
     head: int
-    kept: tuple[bool | None, ...]
+    kept: tuple[bool | None, ...]  # per record
     title: str
 
     @property
@@ -118,7 +118,7 @@ class FateRow:
     """One site."""
 
     site: str
-    label: str
+    label: str  # the part of the name that differs
     cells: tuple[FateCell, ...]
 
 
@@ -126,12 +126,12 @@ class FateRow:
 class ComparisonView:
     """Everything that both templates need."""
 
-    columns: tuple[Compared, ...]
-    curves: tuple[ComparedCurve, ...]
+    columns: tuple[Compared, ...]  # one per record
+    curves: tuple[ComparedCurve, ...]  # one per group of comparable records
     sections: tuple[ComparedSection, ...]
-    fates: tuple[FateRow, ...]
-    n_columns: int
-    plans: tuple[str, ...]
+    fates: tuple[FateRow, ...]  # empty unless all plans cover the same sites
+    n_columns: int  # heads of the widest site
+    plans: tuple[str, ...]  # sentences that compare each plan with the first
     agreement: Agreement | None
 
 
@@ -243,7 +243,11 @@ def _quality_cell(group: QualityGroup, line: QualityLine) -> ComparedCell:
 
 
 def _size(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    return _rows([{row.name: _size_cell(row) for row in record.size} for record in records])
+    return _rows(list(map(_size_column, records)))
+
+
+def _size_column(record: RunRecord) -> dict[str, ComparedCell]:
+    return {row.name: _size_cell(row) for row in record.size}
 
 
 def _size_cell(row: SizeRow) -> ComparedCell:
@@ -286,7 +290,7 @@ def _proof_cell(proofs: Sequence[Proof]) -> ComparedCell:
 
 
 def _methods(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    return _rows([_method_cells(record) for record in records], _METHODS)
+    return _rows(list(map(_method_cells, records)), _METHODS)
 
 
 def _method_cells(record: RunRecord) -> dict[str, ComparedCell]:
@@ -343,17 +347,24 @@ def _differing(tables: Sequence[Mapping[str, str]]) -> tuple[ComparedRow, ...]:
 
 def _fates(compared: Sequence[Compared]) -> tuple[FateRow, ...]:
     """Say of every head which records keep it; empty unless all plans cover the same sites."""
-    masks = [column.record.plan.mask for column in compared if column.record.plan is not None]
-    if len(masks) < len(compared):
+    masks, present = [], []
+    sites: list[tuple[str, int]] | None = None
+    for column in compared:
+        plan = column.record.plan
+        if plan is None:
+            return ()
+        own = [(row.site, row.n_heads) for row in plan.mask.rows]
+        if sites is not None and own != sites:
+            return ()
+        sites = own
+        masks.append(plan.mask)
+        present.append(_present(column.record))
+    if sites is None:
         return ()
-    widths = [{row.site: row.n_heads for row in mask.rows} for mask in masks]
-    if any(list(others.items()) != list(widths[0].items()) for others in widths):
-        return ()
-    present = [_present(column.record) for column in compared]
     names = [column.name for column in compared]
-    labels = short_names(list(widths[0]))[1]
+    labels = short_names([site for site, _ in sites])[1]
     rows = []
-    for (site, n_heads), label in zip(widths[0].items(), labels, strict=True):
+    for (site, n_heads), label in zip(sites, labels, strict=True):
         cells = []
         for head in range(n_heads):
             kept = _kept_by(HeadId(site, head), masks, present)
@@ -366,9 +377,10 @@ def _present(record: RunRecord) -> set[HeadId] | None:
     """List the heads that were there before the cut; None where no scores say so."""
     if record.scores is None:
         return None
-    heads: set[HeadId] = set()
+    heads = set()
     for site in record.scores.sites:
-        heads.update(HeadId(site.name, head) for head in site.heads)
+        for head in site.heads:
+            heads.add(HeadId(site.name, head))
     return heads
 
 

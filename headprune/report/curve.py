@@ -24,9 +24,9 @@ _LAYERS = ("random", "base", "method")
 class CurvePoint:
     """A measurement: its place, its whisker (None without spread), and its text."""
 
-    x: float
-    y: float
-    whisker: tuple[float, float] | None
+    x: float  # pixels
+    y: float  # pixels, downwards
+    whisker: tuple[float, float] | None  # upper and lower end, in pixels
     title: str
 
 
@@ -35,12 +35,12 @@ class CurveLine:
     """A method; ``band`` outlines one standard deviation around chance, empty for others."""
 
     name: str
-    role: str
-    mark: str
-    dash: str
+    role: str  # base, random or method
+    mark: str  # one of `MARKS`
+    dash: str  # an SVG dash array
     points: tuple[CurvePoint, ...]
-    path: str
-    band: str
+    path: str  # SVG points of the line
+    band: str  # SVG points of the outline
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Curve:
     """The drawing with its axes."""
 
     lines: tuple[CurveLine, ...]
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
+    x_ticks: tuple[tuple[float, str], ...]  # (pixel, label)
+    y_ticks: tuple[tuple[float, str], ...]  # (pixel, label)
     metric: str
     split: str
-    direction: str
-    title: str
+    direction: str  # empty where higher is better
+    title: str  # all values as text, for screen readers
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,10 @@ class _AxisScale:
 
 def curve(points: Iterable[TradeoffPoint], split: str) -> Curve | None:
     """Draw the first metric's points; None unless methods keep two numbers of heads or more."""
-    points = [p for p in points if math.isfinite(p.value) and math.isfinite(p.spread)]
-    if not points:
-        return None
-    metric = points[0].metric
-    points = [point for point in points if point.metric == metric]
+    points = _first_metric(points)
     if len({point.kept for point in points if point.method != "base"}) < 2:
         return None
+    metric = points[0].metric
     series = series_of(points)
     kept = sorted({point.kept for point in points})
     x = _AxisScale.over(kept, _LEFT, WIDTH - _RIGHT)
@@ -113,6 +110,16 @@ def curve(points: Iterable[TradeoffPoint], split: str) -> Curve | None:
         direction="lower is better" if is_one_of(metric, (*RATIO, *LOWER)) else "",
         title=f"{metric} on {split} rows against heads kept; {texts}",
     )
+
+
+def _first_metric(points: Iterable[TradeoffPoint]) -> list[TradeoffPoint]:
+    """Keep the finite points of the metric that comes first."""
+    kept: list[TradeoffPoint] = []
+    for point in points:
+        finite = math.isfinite(point.value) and math.isfinite(point.spread)
+        if finite and (not kept or point.metric == kept[0].metric):
+            kept.append(point)
+    return kept
 
 
 def _ends(lines: Sequence[Series]) -> list[float]:

@@ -13,13 +13,13 @@ from headprune.report.formats import count, fixed, times
 class DecodingLine:
     """One formatted row; pairs are before and after the cut."""
 
-    batch: str
-    prompt: str
-    prefill: tuple[str, str]
-    decode: tuple[str, str]
-    ratio: str
-    interval: str
-    cache: tuple[str, str]
+    batch: str  # examples
+    prompt: str  # tokens
+    prefill: tuple[str, str]  # tokens per second
+    decode: tuple[str, str]  # tokens per second
+    ratio: str  # of decoding: above 1 is faster
+    interval: str  # 95 %
+    cache: tuple[str, str]  # bytes
 
 
 def decoding_lines(record: RunRecord) -> tuple[DecodingLine, ...]:
@@ -27,7 +27,7 @@ def decoding_lines(record: RunRecord) -> tuple[DecodingLine, ...]:
     # The run stores rows of `bench.compare_decoding` under this key, but users may, too.
     rows = record.metrics.get("decoding", ())
     try:
-        return tuple(_line(row) for row in rows)
+        return tuple(map(_line, rows))
     except (KeyError, TypeError, ValueError):
         return ()
 

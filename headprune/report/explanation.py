@@ -177,17 +177,19 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
     heads = {row.site: frozenset(row.kept) for row in plan.mask.rows}
     kept: list[ScoredUnit] = []
     removed: list[ScoredUnit] = []
+    kept_per_site: Counter[int] = Counter()
     for unit in ranked:
         # A plan of finer units than the scores' may remove a part of a unit: that counts as kept.
         if heads[unit.name].isdisjoint(unit.heads):
             removed.append(unit)
         else:
             kept.append(unit)
+            kept_per_site[unit.site] += 1
     # 2. Give the reason of every unit, and how certain it is.
     borders = _Borders(
         highest_removed=max((unit.value for unit in removed), default=-math.inf),
         lowest_kept=min((unit.value for unit in kept), default=math.inf),
-        kept_per_site=Counter(unit.site for unit in kept),
+        kept_per_site=kept_per_site,
     )
     shares, same = _chances(scores, len(removed))
     kept_keys = {_key(unit) for unit in kept}
@@ -287,8 +289,9 @@ def _chances(scores: HeadScores, k: int) -> tuple[dict[tuple[int, int], float], 
 
 def _share(ranked: Sequence[ScoredUnit], removed: Sequence[ScoredUnit]) -> float | None:
     """Share of all importance that is removed; None where it means nothing."""
-    whole = sum(unit.value for unit in ranked)
-    if whole <= 0 or any(unit.value < 0 for unit in ranked):
+    values = [unit.value for unit in ranked]
+    whole = sum(values)
+    if whole <= 0 or min(values) < 0:
         return None
     return sum(unit.value for unit in removed) / whole
 

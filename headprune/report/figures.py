@@ -16,11 +16,11 @@ class Bar:
     """One horizontal bar from the zero line; ``whisker`` is the spread over draws."""
 
     name: str
-    text: str
-    tone: str
-    x: float
-    width: float
-    whisker: tuple[float, float] | None
+    text: str  # value and change
+    tone: str  # base, good, bad or plain
+    x: float  # left end, percent
+    width: float  # percent
+    whisker: tuple[float, float] | None  # both ends, percent; None without a spread
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class BarChart:
     """Bars that start at one zero line, so that their lengths compare."""
 
     bars: tuple[Bar, ...]
-    zero: float
-    label: str
-    title: str
+    zero: float  # place of the zero line, percent
+    label: str  # of the axis
+    title: str  # all values as text, for screen readers
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Interval:
     low: float
     high: float
     middle: float
-    one: float
+    one: float  # place of a ratio of 1: no change
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ class AgreementDot:
     """One measure of one pair of scores, as text and on an axis that ends at 1."""
 
     words: str
-    middle: float | None
+    middle: float | None  # None where it is not defined
     low: float | None
     high: float | None
-    zero: float
+    zero: float  # place of 0: chance agreement
 
 
 def agreement_dots(agreement: Agreement) -> list[tuple[str, list[AgreementDot]]]:

@@ -57,12 +57,12 @@ class HeatCell:
 class HeatRow:
     """One site; ``label`` is the part of its name that differs between the sites of its group."""
 
-    site: str
+    site: str  # name of the attention module
     label: str
     cells: tuple[HeatCell, ...]
-    n_heads: int
-    n_kept: int
-    n_present: int
+    n_heads: int  # query heads, absent ones included
+    n_kept: int  # heads in state `kept`
+    n_present: int  # heads that are not absent
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ class HeatGroup:
 class HeatMap:
     """The whole grid, and the values of its legend."""
 
-    scorer: str
+    scorer: str  # empty without scores
     groups: tuple[HeatGroup, ...]
-    n_columns: int
-    unit: str
-    low: str
-    high: str
-    logarithmic: bool
-    scored: bool
-    planned: bool
-    grouped: bool
+    n_columns: int  # heads of the widest site
+    unit: str  # such as `× 10⁻³`; empty for plain scores
+    low: str  # label of the palest colour
+    high: str  # label of the darkest colour
+    logarithmic: bool  # scale of the colours
+    scored: bool  # whether scores are shown
+    planned: bool  # whether a plan is shown
+    grouped: bool  # whether some heads share a key/value head
 
     @property
     def rows(self) -> tuple[HeatRow, ...]:
@@ -217,7 +217,8 @@ def _map_source(
             widths[site.name] = site.n_query_heads
         for unit in scores.units():
             values.append(unit.value)
-            units |= dict.fromkeys((HeadId(unit.name, head) for head in unit.heads), unit)
+            for head in unit.heads:
+                units[HeadId(unit.name, head)] = unit
         # `ranked` begins with the least important unit.
         for rank, unit in enumerate(reversed(scores.ranked()), start=1):
             ranks[unit.site, unit.unit] = rank

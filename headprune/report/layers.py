@@ -19,12 +19,12 @@ class LayerLine:
     Pairs are before and after; ``share`` is the percentage of heads that are kept.
     """
 
-    label: str
-    kind: str
+    label: str  # the part of the site's name that differs
+    kind: str  # kind of attention; empty where all are alike
     heads: tuple[str, str]
     params: tuple[str, str]
-    macs: tuple[str, str]
-    cache: tuple[str, str]
+    macs: tuple[str, str]  # multiply-adds per example
+    cache: tuple[str, str]  # bytes per token
     share: float
 
 
@@ -33,9 +33,9 @@ class LayerTable:
     """The rows, their sum, and the values of the heading."""
 
     lines: tuple[LayerLine, ...]
-    total: LayerLine
-    length: int
-    cached: bool
+    total: LayerLine  # the sum of all lines
+    length: int  # tokens per example
+    cached: bool  # whether heads have a key/value cache
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,7 @@ def layer_table(record: RunRecord) -> LayerTable | None:
         for name, label in zip(names, labels, strict=True):
             lines.append(_line(label, kind, costs[name], length))
     # 3. Add the sum.
-    whole = _SiteCost(
-        sum(cost.heads for cost in costs.values()),
-        sum(cost.kept for cost in costs.values()),
-        Cost.sum(cost.before for cost in costs.values()),
-        Cost.sum(cost.after for cost in costs.values()),
-    )
+    whole = _total(list(costs.values()))
     # Encoders have no cache.
     cached = whole.before.kv_bytes > 0
     return LayerTable(tuple(lines), _line("all layers", "", whole, length), length, cached)
@@ -90,6 +85,17 @@ def _site_cost(site: AttentionSite, units: Sequence[Cost], kept: set[int]) -> _S
         if set(heads) <= kept:
             after.append(cost)
     return _SiteCost(len(site.heads), len(kept), Cost.sum(units), Cost.sum(after))
+
+
+def _total(costs: Sequence[_SiteCost]) -> _SiteCost:
+    heads = kept = 0
+    before, after = [], []
+    for cost in costs:
+        heads += cost.heads
+        kept += cost.kept
+        before.append(cost.before)
+        after.append(cost.after)
+    return _SiteCost(heads, kept, Cost.sum(before), Cost.sum(after))
 
 
 def _line(label: str, kind: str, cost: _SiteCost, length: int) -> LayerLine:

@@ -83,19 +83,9 @@ def head_map(
         rows = _planned_rows(plan)
     else:
         raise InvalidValue("head_map", "given scores, a plan or both", "neither")
-    kept = None
-    if plan is not None:
-        kept = {row.site: set(row.kept) for row in plan.mask.rows}
-        for row in rows:
-            if row.site not in kept:
-                raise InvalidValue(
-                    "head_map(plan=)", "a plan for the sites of the scores", f"none for {row.site}"
-                )
-    # 2. Colour every head by its score: [sites, heads], NaN where there is no score.
-    grid = np.full((len(rows), max(row.n_heads for row in rows)), np.nan)
-    for y, row in enumerate(rows):
-        for x, (value, _) in row.scores.items():
-            grid[y, x] = value
+    kept = None if plan is None else _kept_heads(plan, rows)
+    # 2. Colour every head by its score.
+    grid = _score_grid(rows)
     if ax is None:
         ax = _axes(0.42 * grid.shape[1] + 2.6, 0.36 * grid.shape[0] + 0.9)
     ax.set_facecolor("white" if scores is None else _MISSING)
@@ -253,7 +243,9 @@ class _ScoreRow:
 
 
 def _scored_rows(scores: HeadScores) -> list[_ScoreRow]:
-    rows = {site.name: _ScoreRow(site.name, site.n_query_heads, {}) for site in scores.sites}
+    rows = {}
+    for site in scores.sites:
+        rows[site.name] = _ScoreRow(site.name, site.n_query_heads, {})
     for unit in scores.units():
         rows[unit.name].scores.update(dict.fromkeys(unit.heads, (unit.value, unit.standard_error)))
     return list(rows.values())
@@ -266,6 +258,28 @@ def _planned_rows(plan: PruningPlan) -> list[_ScoreRow]:
         _ScoreRow(row.site, row.n_heads, dict.fromkeys(range(row.n_heads), unscored))
         for row in plan.mask.rows
     ]
+
+
+def _kept_heads(plan: PruningPlan, rows: Sequence[_ScoreRow]) -> dict[str, set[int]]:
+    """Kept heads per site; refuse a plan that lacks a site of the scores."""
+    kept = {row.site: set(row.kept) for row in plan.mask.rows}
+    for row in rows:
+        if row.site not in kept:
+            raise InvalidValue(
+                "head_map(plan=)", "a plan for the sites of the scores", f"none for {row.site}"
+            )
+    return kept
+
+
+def _score_grid(rows: Sequence[_ScoreRow]) -> NDArray[np.float64]:
+    """Lay out scores as [sites, heads], NaN where there is no score."""
+    import numpy as np
+
+    grid = np.full((len(rows), max(row.n_heads for row in rows)), np.nan)
+    for y, row in enumerate(rows):
+        for x, (value, _) in row.scores.items():
+            grid[y, x] = value
+    return grid
 
 
 def _mark_heads(

@@ -33,15 +33,15 @@ class QualityLine:
 
     name: str
     role: Role
-    note: str
-    heads: str
-    value: str
-    short: str
-    spread: str
-    delta: str
-    tone: str
+    note: str  # such as `mean of 10 draws`
+    heads: str  # heads kept
+    value: str  # the metric, in full
+    short: str  # the metric, for the headline
+    spread: str  # such as `± 0.0214`; empty without
+    delta: str  # change from the original model
+    tone: str  # base, good, bad or plain
     loss: str
-    amount: float | None
+    amount: float | None  # None where no change is defined
     spread_amount: float | None
 
 
@@ -51,11 +51,11 @@ class QualityGroup:
 
     metric: str
     split: str
-    n_examples: str
-    delta_header: str
-    chart_label: str
+    n_examples: str  # such as `872`, or `872 or 500`
+    delta_header: str  # points, ratio or difference; empty without a base row
+    chart_label: str  # axis of the bar chart
     rows: tuple[QualityLine, ...]
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...]  # sentences below the table
 
     @property
     def title(self) -> str:

@@ -100,12 +100,12 @@ def _can_be_imported(path: str) -> bool:
 
 def _policy(record: RunRecord) -> Any:
     """The policy for key/value groups; None for the default."""
-    policies = [_map(record.recipe, "select").get("policy")]
-    if record.scores is not None:
-        policies = [site.policy for site in record.scores.sites]
-    for policy in policies:
-        if policy not in (None, "group"):
-            return policy
+    if record.scores is None:
+        policy = _map(record.recipe, "select").get("policy")
+        return None if policy == "group" else policy
+    for site in record.scores.sites:
+        if site.policy != "group":
+            return site.policy
     return None
 
 

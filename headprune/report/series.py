@@ -38,8 +38,8 @@ class TradeoffPoint:
     """One measurement; ``spread`` is a standard deviation over ``draws``, 0 without."""
 
     metric: str
-    method: str
-    kept: int
+    method: str  # row of the quality table, or setting of a sweep
+    kept: int  # heads
     value: float
     spread: float
     draws: int = 1
@@ -80,7 +80,7 @@ class _RecordedRow:
     """
 
     row: QualityRow
-    record: str
+    record: str  # its name
     scorer: str
     way: Hashable
 

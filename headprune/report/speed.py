@@ -16,13 +16,13 @@ class SpeedLine:
 
     batch: str
     length: str
-    original: tuple[str, str]
-    pruned: tuple[str, str]
-    ratio: str
-    interval: str
-    verdict: str
-    tone: str
-    rounds: str
+    original: tuple[str, str]  # median and 90th percentile, ms
+    pruned: tuple[str, str]  # median and 90th percentile, ms
+    ratio: str  # original over pruned: above 1 is faster
+    interval: str  # 95 %
+    verdict: str  # such as `1.12× faster`
+    tone: str  # good, bad or plain
+    rounds: str  # of timing both models in turn
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class SpeedGrid:
 
     batches: tuple[str, ...]
     lengths: tuple[str, ...]
-    cells: tuple[tuple[SpeedCell, ...], ...]
-    words: str
+    cells: tuple[tuple[SpeedCell, ...], ...]  # [batches, lengths]
+    words: str  # where break-even is
 
 
 def verdict(row: SpeedRow) -> tuple[str, str]:

@@ -68,8 +68,10 @@ def _panel(panel: Axes, table: SweepTable, front: Sequence[Setting], split: str,
         settings.sort(key=lambda setting: setting.size(by))
         _method(panel, plain(method), settings, split, by, scale)
     rings: dict[str, Any] = {"s": 90, "facecolors": "none", "edgecolors": "black", "zorder": 3}
-    sizes = [setting.size(by) for setting in front]
-    drops = [scale * getattr(setting, split).mean for setting in front]
+    sizes, drops = [], []
+    for setting in front:
+        sizes.append(setting.size(by))
+        drops.append(scale * getattr(setting, split).mean)
     panel.scatter(sizes, drops, label="Pareto curve (validation)", linewidths=1.2, **rings)
     panel.axhline(0, color="black", linewidth=0.6)
     panel.set_title(f"{split} rows", fontsize=10)
@@ -120,7 +122,7 @@ class SweepRow:
     """A setting: its cells, by ``SweepView.header``, and the file of its best plan."""
 
     cells: tuple[str, ...]
-    plan: str
+    plan: str  # path in the sweep's folder
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,8 @@ def sweep_view(table: SweepTable) -> SweepView:
             "Settings are ranked by validation rows; test rows are only reported.",
         ),
         header=("budget", "setting", *labels, "validation drop", "test drop"),
-        best=tuple(_row(table, setting, sizes) for setting in best),
-        front=tuple(_row(table, setting, sizes) for setting in front),
+        best=_sweep_rows(table, best, sizes),
+        front=_sweep_rows(table, front, sizes),
         failed=tuple(map(_failure, table.failed)),
     )
 
@@ -175,10 +177,16 @@ def _failure(run: Mapping[str, Any]) -> str:
     return f"{words(settings)}: {run['error']}"
 
 
-def _row(table: SweepTable, setting: Setting, sizes: Sequence[str]) -> SweepRow:
-    counts = [count(round(setting.size(size), 1)) for size in sizes]
-    drops = (table.spread(setting.validation), table.spread(setting.test))
-    return SweepRow((setting.budget, setting.method, *counts, *drops), setting.best["plan"])
+def _sweep_rows(
+    table: SweepTable, settings: Sequence[Setting], sizes: Sequence[str]
+) -> tuple[SweepRow, ...]:
+    rows = []
+    for setting in settings:
+        counts = [count(round(setting.size(size), 1)) for size in sizes]
+        drops = (table.spread(setting.validation), table.spread(setting.test))
+        cells = (setting.budget, setting.method, *counts, *drops)
+        rows.append(SweepRow(cells, setting.best["plan"]))
+    return tuple(rows)
 
 
 def render_tradeoff(table: SweepTable) -> str:

@@ -46,10 +46,10 @@ class Fact:
 class SizeLine:
     """One formatted row of the size table; ``remaining`` is a percentage."""
 
-    name: str
+    name: str  # such as `parameters`
     original: str
     pruned: str
-    change: str
+    change: str  # such as `−9.4 %`; empty for an original of 0
     remaining: float
 
 
@@ -67,26 +67,26 @@ class View:
     """Everything both templates need."""
 
     record: RunRecord
-    sentence: str
-    facts: tuple[Fact, ...]
-    plan: str
-    heads: tuple[HeatMap, ...]
+    sentence: str  # the headline
+    facts: tuple[Fact, ...]  # figures under the headline
+    plan: str  # one sentence; empty without a plan
+    heads: tuple[HeatMap, ...]  # one map per scorer, the record's first
     attention: AttentionView | None
-    agreement: Agreement | None
+    agreement: Agreement | None  # of the scorers
     choice: ChoiceTable | None
-    quality: tuple[QualityGroup, ...]
+    quality: tuple[QualityGroup, ...]  # one table per metric and split
     speed: tuple[SpeedLine, ...]
-    grid: SpeedGrid | None
-    decoding: tuple[DecodingLine, ...]
+    grid: SpeedGrid | None  # None with fewer than two shapes
+    decoding: tuple[DecodingLine, ...]  # generation; empty for encoders
     size: tuple[SizeLine, ...]
-    layers: LayerTable | None
+    layers: LayerTable | None  # None without a plan or costs
     proofs: tuple[ProofLine, ...]
-    provenance: tuple[tuple[str, Pairs], ...]
-    measurements: Pairs
-    recipe: str
-    command: str
-    python: str
-    missing: tuple[str, ...]
+    provenance: tuple[tuple[str, Pairs], ...]  # titled tables
+    measurements: Pairs  # metrics without a table of their own
+    recipe: str  # YAML
+    command: str  # shell line that repeats the run
+    python: str  # lines that repeat the run
+    missing: tuple[str, ...]  # parts that the record lacks
 
 
 def view(record: RunRecord, inputs: ReportInputs = NOTHING) -> View:
@@ -281,11 +281,15 @@ def _facts(
             size = _size_line(row)
             facts.append(Fact("Parameters", size.change, f"{size.original} → {size.pruned}"))
     if proofs:
-        if all(proof.passed for proof in proofs):
-            facts.append(Fact("Proof", "passed", "pruned equals gated", "good"))
-        else:
-            facts.append(Fact("Proof", "FAILED", "pruned differs from gated", "bad"))
+        facts.append(_proof_fact(proofs))
     return facts
+
+
+def _proof_fact(proofs: Sequence[ProofLine]) -> Fact:
+    for proof in proofs:
+        if not proof.passed:
+            return Fact("Proof", "FAILED", "pruned differs from gated", "bad")
+    return Fact("Proof", "passed", "pruned equals gated", "good")
 
 
 def _quality_facts(group: QualityGroup) -> list[Fact]:

@@ -203,7 +203,7 @@ def test_heads_removed_before_the_run_are_not_counted_as_removed_by_it() -> None
     record = RunRecord("x", "done", "report", "2026", scores=scores, plan=PruningPlan(mask))
     page = Page(render_html(record))
     assert "1 of 5 heads removed" in page.text
-    assert "4 of 5 heads stay, chosen by hand." in page.text
+    assert "4 of 5 heads are kept, chosen by hand." in page.text
     states = [(c["class"] or "").split()[1] for c in page.cells()]
     assert states == ["kept", "absent", "removed", "kept", "kept", "kept"]
     assert "removed before this run" in (page.cells()[1]["title"] or "")
