@@ -143,8 +143,10 @@ def _queries(pictures: AttentionPictures) -> list[str]:
         elif row >= n_before:
             y, x = divmod(row - n_before, columns)
             names.append(f"patch in row {y + 1}, column {x + 1}")
+        elif n_before == 1:
+            names.append("class token")
         else:
-            names.append("class token" if n_before == 1 else f"own token {row + 1}")
+            names.append(f"own token {row + 1}")
     return names
 
 

@@ -31,9 +31,9 @@ class ChoiceTable:
 
 def choice_table(record: RunRecord) -> ChoiceTable | None:
     """Format the table of a run whose scorer ``auto`` chose; None for other runs."""
-    choice = record.scores.choice if record.scores is not None else None
-    if choice is None:
+    if record.scores is None or record.scores.choice is None:
         return None
+    choice = record.scores.choice
     refit = f" and refitted by {choice.refit}" if choice.refit else ""
     above = (
         f"Each candidate's plan ({choice.budget}) was cut{refit}, and judged by the loss of"

@@ -193,8 +193,9 @@ def _curves(compared: Sequence[Compared]) -> tuple[ComparedCurve, ...]:
     for group in groups:
         drawn = curve(group.points, "test")
         if drawn is not None:
-            title = ", ".join(group.names) if len(groups) > 1 else ""
-            curves.append(ComparedCurve(title, drawn))
+            # A single curve of all records needs no title.
+            names = group.names if len(groups) > 1 else ()
+            curves.append(ComparedCurve(", ".join(names), drawn))
     return tuple(curves)
 
 

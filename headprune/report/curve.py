@@ -157,8 +157,12 @@ def _line(series: Series, number: int, x: _AxisScale, y: _AxisScale) -> CurveLin
         lower.append(f"{px},{low}")
     # The outline of the band runs along its upper edge and back along the lower one.
     outline = [*upper, *reversed(lower)]
+    # Templates draw the base as one level line, and a band for chance alone.
+    name = series.method
+    if series.role == "base":
+        name = "all heads"
     return CurveLine(
-        name="all heads" if series.role == "base" else series.method,
+        name=name,
         role=series.role,
         mark=MARKS[number % len(MARKS)],
         dash=_DASHES[number % len(_DASHES)],

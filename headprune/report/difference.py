@@ -69,7 +69,9 @@ class RecordChange:
         text = f"{self.what}: {_text(first)} -> {_text(second)}"
         if not isinstance(first, (int, float)) or not isinstance(second, (int, float)):
             return text
-        return text if first == second else f"{text} ({second - first:+.4g})"
+        if first != second:
+            text += f" ({second - first:+.4g})"
+        return text
 
 
 @dataclass(frozen=True)

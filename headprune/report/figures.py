@@ -53,7 +53,10 @@ class _PercentAxis:
         """Span all finite values, and ``always``."""
         shown = [always, *filter(math.isfinite, values)]
         low, high = min(shown), max(shown)
-        return cls(low, high) if high > low else cls(low - 1, high + 1)
+        # Equal values stand in the middle.
+        if low == high:
+            low, high = low - 1, high + 1
+        return cls(low, high)
 
     def at(self, value: float) -> float:
         """Return the position of a value, from 1 to 99 percent."""
@@ -142,7 +145,11 @@ def agreement_dots(agreement: Agreement) -> list[tuple[str, list[AgreementDot]]]
 
 
 def _dot(measure: Measure, axis: _PercentAxis) -> AgreementDot:
-    low = None if measure.low is None else axis.at(measure.low)
-    high = None if measure.high is None else axis.at(measure.high)
-    middle = axis.at(measure.value) if math.isfinite(measure.value) else None
+    low = high = middle = None
+    if measure.low is not None:
+        low = axis.at(measure.low)
+    if measure.high is not None:
+        high = axis.at(measure.high)
+    if math.isfinite(measure.value):
+        middle = axis.at(measure.value)
     return AgreementDot(str(measure), middle, low, high, axis.at(0.0))

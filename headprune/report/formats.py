@@ -53,7 +53,9 @@ def significant(value: float, digits: int = 4) -> str:
     # A negative zero keeps its hyphen.
     if value < 0:
         mantissa = mantissa.replace("-", "−")
-    return f"{mantissa}×{power(int(exponent))}" if exponent else mantissa
+    if exponent:
+        return f"{mantissa}×{power(int(exponent))}"
+    return mantissa
 
 
 def count(value: float) -> str:
@@ -67,7 +69,10 @@ def count(value: float) -> str:
     for unit, factor in _UNITS.items():
         if abs(value) >= max(factor, 1e7):
             return f"{value / factor:.4g} {unit}".replace("-", "−")
-    text = f"{value:,.0f}" if value == int(value) else f"{value:,.4g}"
+    text = f"{value:,.0f}"
+    # Means over draws are no whole numbers.
+    if value != int(value):
+        text = f"{value:,.4g}"
     return text.replace("-", "−")
 
 
@@ -91,7 +96,9 @@ def milliseconds(seconds: float) -> str:
         return fixed(value, 3)
     if value < 10:
         return fixed(value, 2)
-    return fixed(value, 1 if value < 100 else 0)
+    if value < 100:
+        return fixed(value, 1)
+    return fixed(value, 0)
 
 
 def duration(seconds: float) -> str:
@@ -100,8 +107,10 @@ def duration(seconds: float) -> str:
     >>> duration(3.21), duration(125), duration(7260)
     ('3.2 s', '2 min 5 s', '2 h 1 min')
     """
+    if seconds < 1:
+        return f"{fixed(seconds, 3)} s"
     if not math.isfinite(seconds) or seconds < 60:
-        return f"{fixed(seconds, 1 if seconds >= 1 else 3)} s"
+        return f"{fixed(seconds, 1)} s"
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"

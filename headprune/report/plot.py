@@ -336,8 +336,11 @@ def _draw_head(
     """Draw one head, large; maps of text get their tokens."""
     grid = _grid(maps, head, example, query)
     if ax is None:
-        width, height = _text_size(grid.shape) if maps.image is None else (4.2, 4.2)
-        ax = _axes(width, height)
+        # Images are square; maps of text grow with their tokens.
+        size = (4.2, 4.2)
+        if maps.image is None:
+            size = _text_size(grid.shape)
+        ax = _axes(*size)
     _draw_weights(ax, grid)
     if maps.image is None:
         queries, keys = maps.labels(head.site, example)

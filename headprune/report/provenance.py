@@ -35,8 +35,10 @@ def _timings(timings: Mapping[str, Any]) -> Pairs:
     pairs = []
     for stage, seconds in timings.items():
         # Records by others may hold anything here.
-        number = isinstance(seconds, (int, float))
-        pairs.append((stage, duration(float(seconds)) if number else str(seconds)))
+        text = str(seconds)
+        if isinstance(seconds, (int, float)):
+            text = duration(float(seconds))
+        pairs.append((stage, text))
     return pairs
 
 

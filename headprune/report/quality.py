@@ -142,8 +142,10 @@ def _line(row: QualityRow, role: Role, base: QualityRow | None) -> QualityLine:
     tone = _tone(row.metric, amount, base)
     if row is base:
         delta, tone = "", "base"
-    # Values of 10 and more, such as perplexities, need fewer decimals.
-    digits, short_digits = (4, 3) if abs(row.value) < 10 else (2, 2)
+    # Values of 10 and more, such as perplexities, have fewer decimals.
+    digits, short_digits = 2, 2
+    if abs(row.value) < 10:
+        digits, short_digits = 4, 3
     spread, spread_amount = "", None
     if row.spread is not None:
         spread = f"± {fixed(row.spread, digits)}"

@@ -52,7 +52,9 @@ def python_lines(record: RunRecord) -> str:
     if record.plan is None and record.scores is None:
         return 'import headprune as hp\n\nrecord = hp.RunRecord.load("record.json")'
     imports, sites = _sites(record)
-    body = "\n".join(_body(record, ["sites=sites"] if sites else []))
+    # Every call takes the sites where the defaults would not find them.
+    given = ["sites=sites"] if sites else []
+    body = "\n".join(_body(record, given))
     # Teachers need the model as it was before the cut.
     copied = re.search(r"\boriginal\b", body) is not None
     lines = ["import copy", ""] if copied else []
@@ -198,8 +200,10 @@ def _recoveries(
         if trains and recipe.get("seed"):
             seed["seed"] = recipe["seed"]
         lines.append(f"method = {_configured('recovery', name, {**seed, **settings})}")
-        rows = step.get("rows") or ("train" if trains else "calibration")
-        batches = "train_batches" if rows == "train" else "batches"
+        # A step without rows takes the calibration rows, unless it trains.
+        rows = step.get("rows")
+        on_train = rows == "train" or (trains and not rows)
+        batches = "train_batches" if on_train else "batches"
         arguments = [model, batches, "method", teacher, *given]
         if "patience" in settings or "eval_every" in settings:
             arguments.append("validation=validation_batches")
@@ -234,7 +238,10 @@ def _spelled(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_spelled(v)}" for key, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         items = ", ".join(map(_spelled, value))
-        return f"({items},)" if len(value) == 1 else f"({items})"
+        # Without the comma a tuple of one is a number in brackets.
+        if len(value) == 1:
+            items += ","
+        return f"({items})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     return repr(value)

@@ -139,8 +139,11 @@ def _mean(kept: int, points: list[TradeoffPoint]) -> tuple[int, float, float]:
     first = pooled[0]
     if len(pooled) == 1:
         return kept, first.value, first.spread
-    # A point with a spread has two draws at least.
-    draws = [max(point.draws, 2 if point.spread else 1) for point in pooled]
+    draws = []
+    for point in pooled:
+        # A spread needs two draws at least.
+        fewest = 2 if point.spread else 1
+        draws.append(max(point.draws, fewest))
     n_draws = sum(draws)
     if len({point.value for point in pooled}) == 1:
         # The weighted mean has a rounding error, which would show as a spread.
@@ -185,7 +188,9 @@ def _points(records: Sequence[tuple[str, RunRecord]], split: str) -> list[Tradeo
     for method, rows in methods.items():
         shared = method in _BASELINES or len({row.scorer for row in rows}) == 1
         for each in rows:
-            label = method if shared or each.scorer == method else f"{method} [{each.scorer}]"
+            label = method
+            if not shared and each.scorer != method:
+                label += f" [{each.scorer}]"
             labels.setdefault(label, []).append(each)
     # 3. Add the record's name where that is not enough.
     points = []

@@ -153,8 +153,11 @@ def sweep_view(table: SweepTable) -> SweepView:
     labels = [_LABELS[size] for size in sizes]
     counts = ", ".join(f"{count(base[size])} {_LABELS[size]}" for size in sizes)
     values = [f"{base[split]:.4f} on {base[f'{split}_rows']:,} {split} rows" for split in _SPLITS]
+    best: Sequence[Setting] = ()
+    front: Sequence[Setting] = ()
     # Without a finished run there is nothing to rank.
-    best, front = (table.best(), table.front()) if table.rows else ((), ())
+    if table.rows:
+        best, front = table.best(), table.front()
     return SweepView(
         title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
         notes=(

@@ -232,7 +232,9 @@ def _sentence(record: RunRecord, quality: Sequence[QualityGroup]) -> str:
     if record.status == "done":
         return f"{text}." if text else "The run is done; its record holds no results."
     start = f"{_UNFINISHED[record.status]} {record.stage}"
-    return f"{start}. Until then: {text}." if text else f"{start}, before anything was measured."
+    if not text:
+        return f"{start}, before anything was measured."
+    return f"{start}. Until then: {text}."
 
 
 def _size_line(row: SizeRow) -> SizeLine:
