@@ -348,7 +348,7 @@ def _differing(tables: Sequence[Mapping[str, str]]) -> tuple[ComparedRow, ...]:
 
 def _fates(compared: Sequence[Compared]) -> tuple[FateRow, ...]:
     """Say of every head which records keep it; empty unless all plans cover the same sites."""
-    masks, present = [], []
+    masks, present, names = [], [], []
     sites: list[tuple[str, int]] | None = None
     for column in compared:
         plan = column.record.plan
@@ -359,10 +359,10 @@ def _fates(compared: Sequence[Compared]) -> tuple[FateRow, ...]:
             return ()
         sites = own
         masks.append(plan.mask)
+        names.append(column.name)
         present.append(_present(column.record))
     if sites is None:
         return ()
-    names = [column.name for column in compared]
     labels = short_names([site for site, _ in sites])[1]
     rows = []
     for (site, n_heads), label in zip(sites, labels, strict=True):

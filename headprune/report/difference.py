@@ -10,7 +10,7 @@ from typing import Any
 
 from headprune.core.codec import Value, leaves
 from headprune.core.errors import PlanMismatch
-from headprune.core.heads import HeadId
+from headprune.core.heads import HeadId, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow, RunRecord
 
@@ -117,8 +117,7 @@ def plan_difference(
         PlanMismatch: they cover different sites or head counts.
     """
     a, b = first.mask, second.mask
-    widths = {row.site: row.n_heads for row in a.rows}
-    others = {row.site: row.n_heads for row in b.rows}
+    widths, others = _widths(a), _widths(b)
     if widths != others:
         # The first site in which they differ, by name.
         odd, _ = min(widths.items() ^ others.items())
@@ -136,10 +135,16 @@ def plan_difference(
     )
 
 
+def _widths(mask: HeadMask) -> dict[str, int]:
+    """Heads per site, removed ones included."""
+    return {row.site: row.n_heads for row in mask.rows}
+
+
 def record_difference(
     first: RunRecord, second: RunRecord, names: tuple[str, str]
 ) -> RecordDifference:
     """Compare two records; plans for different sites are left out."""
+    # Runs of other models, or runs that stopped early, still have comparable settings.
     plans = None
     if first.plan is not None and second.plan is not None:
         with suppress(PlanMismatch):

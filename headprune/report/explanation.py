@@ -138,7 +138,7 @@ class Explanation(Value):
             lines.append(
                 f"{len(undecided)} units that other examples might have decided otherwise:"
             )
-            lines += [f"  {_doubt(unit)}" for unit in undecided[:_NAMED]]
+            lines += map(_doubt, undecided[:_NAMED])
             if len(undecided) > _NAMED:
                 lines.append(f"  and {len(undecided) - _NAMED} more")
         return [*lines, *(f"note: {note}" for note in self.notes)]
@@ -192,7 +192,7 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
         kept_per_site=kept_per_site,
     )
     shares, same = _chances(scores, len(removed))
-    kept_keys = {_key(unit) for unit in kept}
+    kept_keys = set(map(_key, kept))
     fates = []
     for place, unit in enumerate(ranked):
         is_kept = _key(unit) in kept_keys
@@ -320,4 +320,6 @@ def _doubt(unit: Fate) -> str:
     assert unit.among_lowest is not None
     state = "kept" if unit.kept else "removed"
     chance = f"{100 * unit.among_lowest:.0f} %"
-    return f"{unit.site}{list(unit.heads)}: {state}, and among the lowest in {chance} of resamples"
+    return (
+        f"  {unit.site}{list(unit.heads)}: {state}, and among the lowest in {chance} of resamples"
+    )

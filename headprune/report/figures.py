@@ -81,9 +81,12 @@ def bars(group: QualityGroup) -> BarChart | None:
         return None
     axis = _PercentAxis.over(ends, 0.0)
     # 2. Draw every bar from the zero line.
-    chart = [_bar(row, amount, axis) for row, amount in drawn]
-    title = "; ".join(f"{bar.name}: {bar.text}" for bar in chart)
-    return BarChart(tuple(chart), axis.at(0.0), group.chart_label, title)
+    chart, texts = [], []
+    for row, amount in drawn:
+        bar = _bar(row, amount, axis)
+        chart.append(bar)
+        texts.append(f"{bar.name}: {bar.text}")
+    return BarChart(tuple(chart), axis.at(0.0), group.chart_label, "; ".join(texts))
 
 
 def _bar(row: QualityLine, amount: float, axis: _PercentAxis) -> Bar:

@@ -288,6 +288,7 @@ def _heat_cell(
     elif kept is not None and heads[0] not in kept:
         state = "removed"
     unit = source.units.get(HeadId(name, heads[0]))
+    # Everything about the cell as one text: it is the tooltip, and what screen readers read.
     words = [_heads_text(name, heads)]
     if unit is not None:
         words += _score_words(unit, source.ranks)
@@ -297,7 +298,7 @@ def _heat_cell(
     title = ", ".join(words)
     if unit is None:
         return HeatCell(heads, state, None, 0.0, "", None, title)
-    level = source.scale.level(unit.value)
+    level = source.scale.level(unit.value)  # 0 to 1
     return HeatCell(
         heads=heads,
         state=state,
@@ -326,6 +327,7 @@ def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
     # One part of every name remains, so that no label is empty.
     most = min(map(len, parts)) - 1
     head = _n_shared(parts, most)
+    # Parts from the end, of those that remain.
     tail = _n_shared([name[::-1] for name in parts], most - head)
     labels = [".".join(name[head : len(name) - tail]) for name in parts]
     if not head and not tail:

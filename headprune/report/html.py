@@ -35,6 +35,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        # Data may hold terminal colours and control characters, which no page should show.
         finalize=lambda value: clean(value) if type(value) is str else value,
     )
     source = files("headprune.report") / "templates" / "report.js"

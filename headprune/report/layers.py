@@ -100,6 +100,7 @@ def _total(costs: Sequence[_SiteCost]) -> _SiteCost:
 
 def _line(label: str, kind: str, cost: _SiteCost, length: int) -> LayerLine:
     before, after = cost.before, cost.after
+    # A layer that had lost all heads before has no share.
     share = 100 * cost.kept / cost.heads if cost.heads else 0.0
     return LayerLine(
         label=label,

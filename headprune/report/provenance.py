@@ -61,6 +61,7 @@ def _methods(record: RunRecord) -> Pairs:
 
 
 def _digests(record: RunRecord) -> Pairs:
+    # Digests name files by their content: a plan names its scores, scores their data.
     pairs = [("record", record.digest)]
     scores, plan = record.scores, record.plan
     if scores is not None:

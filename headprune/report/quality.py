@@ -72,6 +72,7 @@ class QualityGroup:
 
 def quality_groups(record: RunRecord) -> tuple[QualityGroup, ...]:
     """Make the tables of a record, in the order in which their metrics first appear."""
+    # (metric, split) to rows
     groups: dict[tuple[str, str], list[QualityRow]] = {}
     for row in record.quality:
         groups.setdefault((row.metric, row.split), []).append(row)
@@ -222,6 +223,7 @@ def _remarks(
     directed = is_one_of(metric, (*POINTS, *RATIO, *LOWER))
     if chosen is not None and drawn is not None and directed:
         remarks.append(_against_random(metric, chosen, drawn))
+    # The original model has no budget.
     budgets = sorted({row.kept_heads for _, row in rows if row is not base})
     if len(budgets) > 1:
         kept = ", ".join(f"{budget:,}" for budget in budgets)

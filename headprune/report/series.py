@@ -97,7 +97,7 @@ def comparable(records: Iterable[tuple[str, RunRecord]], split: str) -> list[Com
             groups.setdefault(_subject(record, split), []).append((name, record))
     comparables = []
     for members in groups.values():
-        names = tuple(name for name, _ in members)
+        names, _ = zip(*members, strict=True)
         comparables.append(Comparable(names, tuple(_points(members, split))))
     return comparables
 

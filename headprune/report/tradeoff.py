@@ -149,9 +149,13 @@ class SweepView:
 def sweep_view(table: SweepTable) -> SweepView:
     """Format a sweep for its page and its summary."""
     base = table.base
-    sizes = [size for size in SIZES if base[size] is not None]
-    labels = [_LABELS[size] for size in sizes]
-    counts = ", ".join(f"{count(base[size])} {_LABELS[size]}" for size in sizes)
+    # Only decoders have a cache.
+    sizes, labels, counts = [], [], []
+    for size in SIZES:
+        if base[size] is not None:
+            sizes.append(size)
+            labels.append(_LABELS[size])
+            counts.append(f"{count(base[size])} {_LABELS[size]}")
     values = [f"{base[split]:.4f} on {base[f'{split}_rows']:,} {split} rows" for split in _SPLITS]
     best: Sequence[Setting] = ()
     front: Sequence[Setting] = ()
@@ -161,7 +165,7 @@ def sweep_view(table: SweepTable) -> SweepView:
     return SweepView(
         title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
         notes=(
-            f"The uncut model: {table.metric} {', '.join(values)}; {counts}.",
+            f"The uncut model: {table.metric} {', '.join(values)}; {', '.join(counts)}.",
             (
                 "Drops are means over calibration draws, ± one standard deviation; below zero is"
                 " better than the uncut model."

@@ -141,6 +141,7 @@ def _recipe_text(record: RunRecord) -> str:
     recipe = record.to_dict()["recipe"]
     if not recipe:
         return ""
+    # Keys stay in the order of the recipe's schema.
     text: str = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
     return text.strip()
 
@@ -160,6 +161,7 @@ def _removed(record: RunRecord) -> tuple[int, int] | None:
     if record.plan is None:
         return None
     mask = record.plan.mask
+    # The mask also counts heads that were removed before; the scores do not.
     present = mask.n_heads if record.scores is None else record.scores.n_heads
     return present - mask.n_kept, present
 
@@ -216,6 +218,7 @@ def _quality_words(group: QualityGroup) -> str:
 def _sentence(record: RunRecord, quality: Sequence[QualityGroup]) -> str:
     """Write the headline: heads, quality and speed, and where a run stopped."""
     parts = []
+    # 1. What was measured, as far as the run came.
     removed = _removed(record)
     if removed:
         parts.append(f"{removed[0]:,} of {removed[1]:,} heads removed")
@@ -227,7 +230,7 @@ def _sentence(record: RunRecord, quality: Sequence[QualityGroup]) -> str:
     speed = _headline_speed(record)
     if speed is not None:
         parts.append(f"{verdict(speed)[0]} at batch {speed.batch} × {speed.length} tokens")
-    # A table without the original or the chosen model has no words.
+    # 2. Where the run stopped. A table without the original or the chosen model has no words.
     text = "; ".join(filter(None, parts))
     if record.status == "done":
         return f"{text}." if text else "The run is done; its record holds no results."
@@ -279,6 +282,7 @@ def _facts(
     if speed is not None:
         facts.append(_speed_fact(speed))
     for row in record.size:
+        # However the record spells the row of parameters.
         if "param" in row.name.lower():
             size = _size_line(row)
             facts.append(Fact("Parameters", size.change, f"{size.original} → {size.pruned}"))
@@ -299,6 +303,7 @@ def _quality_facts(group: QualityGroup) -> list[Fact]:
     last = group.find("recovered") or group.find("chosen")
     if last is None:
         return []
+    # Without the original model there is no change to show.
     note = last.note
     if last.delta:
         note = f"{last.delta} {_UNITS.get(group.delta_header, '')}".strip()
