@@ -1,7 +1,6 @@
-"""Reports: a RunRecord in; one self-contained HTML page and a Markdown twin out; or several,
-compared.
+"""Reports of one run, of several compared, or of a sweep: one HTML page and its Markdown.
 
-Both are drawn from one set of formatted values (`view`), so that they cannot disagree.
+Both forms come from one set of formatted values (`view`), so that their numbers agree.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+#: Modules of the public names; importing the package loads none of them.
 _HOME = {
     "ReportInputs": "headprune.report.inputs",
     "Compared": "headprune.report.comparison",

@@ -1,5 +1,4 @@
-"""The picture of an Agreement: every pair a row, every measure a panel, intervals as lines; drawn
-with matplotlib."""
+"""The picture file of an `Agreement`: a row per pair, a panel per measure."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from headprune.report import plot
 
 
 def draw_agreement(agreement: Agreement, path: str | Path) -> Path:
-    """Writes the picture, whole or not at all; the file's ending says the format (png, svg, pdf).
+    """Write the picture, whole or not at all; the ending gives the format (png, svg, pdf).
 
     Raises:
         InvalidValue: a format that matplotlib does not write.
@@ -29,9 +28,8 @@ def draw_agreement(agreement: Agreement, path: str | Path) -> Path:
         raise InvalidValue(
             str(path), f"a picture that ends in one of {', '.join(known)}", repr(path.suffix)
         )
-    with matplotlib.rc_context(
-        {"text.usetex": False}
-    ):  # names out of files are no commands to LaTeX
+    # Names in files are not to become LaTeX commands.
+    with matplotlib.rc_context({"text.usetex": False}):
         figure.suptitle(plot.plain(agreement.title), fontsize=10)
         plot.agreement(agreement, axes=figure.subplots(1, len(MEASURES), sharey=True))
         with atomic_path(path) as temporary:

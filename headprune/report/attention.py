@@ -1,5 +1,4 @@
-"""What heads attend to, as the page and its twin show it: data for the pictures, and words about
-every head."""
+"""What heads attend to: data for the page's pictures, and a table of patterns for both reports."""
 
 from __future__ import annotations
 
@@ -12,29 +11,30 @@ from typing import Any
 from headprune.core.display import clean
 from headprune.core.heads import HeadId
 from headprune.core.record import RunRecord
-from headprune.maps.pictures import MEAN, AttentionPictures, ShownExample
+from headprune.maps.patterns import Pattern
+from headprune.maps.pictures import MEAN, AttentionPictures, ShownExample, ShownSite
 from headprune.report.formats import fixed
 from headprune.report.heatmap import by_kind, short_names
 
-#: Characters that would not be seen in a token, and what stands for them.
+#: Invisible characters in tokens, and what is shown for them.
 _SPACES = str.maketrans({" ": "␣", "Ġ": "␣", "▁": "␣", "\n": "⏎", "Ċ": "⏎", "\t": "⇥"})
 
 
 @dataclass(frozen=True)
 class HeadLine:
-    """One head for which there is a word; ``state`` is empty without a plan."""
+    """One head with a named pattern; ``state`` is empty without a plan."""
 
     site: str
     head: int
-    state: str
-    name: str
-    share: str
-    chance: str
+    state: str  # kept or removed
+    name: str  # the pattern, such as `previous token`
+    share: str  # of the head's weight
+    chance: str  # share under even attention
 
 
 @dataclass(frozen=True)
 class PatternLine:
-    """How many heads mostly do one thing, and how many of them stay and go."""
+    """One pattern: how many heads have it, and how many of them are kept and removed."""
 
     name: str
     heads: int
@@ -44,17 +44,17 @@ class PatternLine:
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The section.
+    """The section on attention.
 
     Args:
         data: JSON for the page's script, safe inside of a script element.
-        titles: Of the examples.
-        queries: Of an image, names of the queries that are shown; empty for text.
-        heads: Heads with a word, in the model's order.
-        patterns: The same, counted.
-        n_heads: Heads that were looked at.
-        planned: Whether a plan says which of them go.
-        remark: What is left out of the pictures; empty where they are whole.
+        titles: Titles of the examples.
+        queries: For images, the names of the queries that are shown; empty for text.
+        heads: Heads with a named pattern, in the model's order.
+        patterns: Heads per pattern, the most frequent first.
+        n_heads: Heads that were examined.
+        planned: Whether there is a plan.
+        remark: Which parts the pictures show; empty where they show all.
     """
 
     data: str
@@ -68,7 +68,7 @@ class AttentionView:
 
 
 def attention_view(record: RunRecord, pictures: AttentionPictures | None) -> AttentionView | None:
-    """Formats pictures; None without any."""
+    """Format attention pictures; None without any."""
     if pictures is None or not pictures.examples:
         return None
     states = {head: _state(record, head) for head in pictures}
@@ -76,27 +76,23 @@ def attention_view(record: RunRecord, pictures: AttentionPictures | None) -> Att
     for site in pictures.sites:
         for head, pattern in zip(site.heads, site.patterns, strict=True):
             if pattern is not None:
-                share, chance = (f"{fixed(100 * v, 0)} %" for v in (pattern.share, pattern.chance))
-                heads.append(
-                    HeadLine(
-                        site.site,
-                        head,
-                        states[HeadId(site.site, head)],
-                        pattern.name,
-                        share,
-                        chance,
-                    )
-                )
+                state = states[HeadId(site.site, head)]
+                share, chance = _percent(pattern.share), _percent(pattern.chance)
+                heads.append(HeadLine(site.site, head, state, pattern.name, share, chance))
     return AttentionView(
         data=_script_safe(_data(pictures, states)),
         titles=tuple(example.title for example in pictures.examples),
         queries=tuple(_queries(pictures)),
         heads=tuple(heads),
-        patterns=tuple(_counted(heads)),
+        patterns=tuple(_pattern_lines(heads)),
         n_heads=len(states),
         planned=record.plan is not None,
         remark=_remark(pictures),
     )
+
+
+def _percent(share: float) -> str:
+    return f"{fixed(100 * share, 0)} %"
 
 
 def _state(record: RunRecord, head: HeadId) -> str:
@@ -106,93 +102,108 @@ def _state(record: RunRecord, head: HeadId) -> str:
     return "kept" if head in plan.mask else "removed"
 
 
-def _counted(heads: Sequence[HeadLine]) -> list[PatternLine]:
-    every = Counter(line.name for line in heads)
-    by_state = {
-        state: Counter(line.name for line in heads if line.state == state)
-        for state in ("kept", "removed")
-    }
-    return [
-        PatternLine(name, n, by_state["kept"][name], by_state["removed"][name])
-        for name, n in every.most_common()
-    ]
+def _pattern_lines(heads: Sequence[HeadLine]) -> list[PatternLine]:
+    every: Counter[str] = Counter()
+    states: Counter[tuple[str, str]] = Counter()
+    for line in heads:
+        every[line.name] += 1
+        states[line.name, line.state] += 1
+    lines = []
+    for name, n in every.most_common():
+        lines.append(PatternLine(name, n, states[name, "kept"], states[name, "removed"]))
+    return lines
 
 
 def _remark(pictures: AttentionPictures) -> str:
+    """Say which part of large maps is shown."""
     if pictures.whole:
         return ""
-    what = "of every map the mean over all queries and the view from the tokens before the patches"
+    shown = "of every map the mean over all queries and the view from the tokens before the patches"
     if pictures.image is None:
-        longest = max(keys for site in pictures.sites for _, keys in site.sizes)
-        what = f"the first {longest} tokens of every example"
-    return f"To keep this file small it shows {what}; the words about heads rest on all of it."
+        longest = 0
+        for site in pictures.sites:
+            # Queries and keys of every example.
+            for _, n_keys in site.sizes:
+                longest = max(longest, n_keys)
+        shown = f"the first {longest} tokens of every example"
+    return f"To keep this file small it shows {shown}; the words about heads rest on all of it."
 
 
 def _queries(pictures: AttentionPictures) -> list[str]:
-    """Names of an image's queries."""
+    """Name the queries of an image."""
     if pictures.image is None:
         return []
     rows, columns = pictures.image
-    own = pictures.sites[0].sizes[0][1] - rows * columns
+    # Tokens before the patches, such as a class token.
+    n_before = pictures.sites[0].sizes[0][1] - rows * columns
     names = []
     for row in pictures.rows:
-        y, x = divmod(row - own, columns)
-        tokens = "class token" if own == 1 else f"own token {row + 1}"
-        place = f"patch in row {y + 1}, column {x + 1}"
-        names.append("mean over all queries" if row == MEAN else tokens if row < own else place)
+        if row == MEAN:
+            names.append("mean over all queries")
+        elif row >= n_before:
+            y, x = divmod(row - n_before, columns)
+            names.append(f"patch in row {y + 1}, column {x + 1}")
+        elif n_before == 1:
+            names.append("class token")
+        else:
+            names.append(f"own token {row + 1}")
     return names
 
 
 def _data(pictures: AttentionPictures, states: dict[HeadId, str]) -> dict[str, Any]:
-    kinds = by_kind({site.site: site.kind for site in pictures.sites})
-    places = [
-        (group, *named)
-        for group, names in kinds
-        for named in zip(names, short_names(names)[1], strict=True)
-    ]
+    """Collect the data of the page's script; `report.js` reads these keys."""
     sites = {site.site: site for site in pictures.sites}
+    data = []
+    for group, names in by_kind({site.site: site.kind for site in pictures.sites}):
+        labels = short_names(names)[1]
+        for name, label in zip(names, labels, strict=True):
+            data.append(_site_data(sites[name], label, group, states))
     return {
         "image": pictures.image,
         "rows": pictures.rows,
         "queries": _queries(pictures),
-        "examples": [_example(example) for example in pictures.examples],
-        "sites": [
-            {
-                "name": clean(name),
-                "label": clean(label),
-                "group": group,
-                "kind": clean(site.kind),
-                "heads": site.heads,
-                "states": [states[HeadId(site.site, head)] for head in site.heads],
-                "words": ["" if p is None else clean(f"mostly {p}") for p in site.patterns],
-                "sizes": site.sizes,
-                "peaks": site.peaks,
-                "weights": site.weights,
-            }
-            for group, name, label in places
-            for site in [sites[name]]
-        ],
+        "examples": list(map(_example_data, pictures.examples)),
+        "sites": data,
     }
 
 
-def _example(example: ShownExample) -> dict[str, Any]:
-    tokens, targets = ([_visible(t) for t in words] for words in (example.tokens, example.targets))
-    size = (example.height, example.width)
+def _site_data(
+    site: ShownSite, label: str, group: str, states: dict[HeadId, str]
+) -> dict[str, Any]:
+    return {
+        "name": clean(site.site),
+        "label": clean(label),
+        "group": group,
+        "kind": clean(site.kind),
+        "heads": site.heads,
+        "states": [states[HeadId(site.site, head)] for head in site.heads],
+        "words": list(map(_pattern_text, site.patterns)),
+        "sizes": site.sizes,
+        "peaks": site.peaks,
+        "weights": site.weights,
+    }
+
+
+def _pattern_text(pattern: Pattern | None) -> str:
+    return "" if pattern is None else clean(f"mostly {pattern}")
+
+
+def _example_data(example: ShownExample) -> dict[str, Any]:
     return {
         "title": clean(example.title),
-        "tokens": tokens,
-        "targets": targets,
+        "tokens": list(map(_visible, example.tokens)),
+        "targets": list(map(_visible, example.targets)),
         "pixels": example.pixels,
-        "size": size,
+        "size": (example.height, example.width),
     }
 
 
 def _visible(token: str) -> str:
-    """A token with its spaces to be seen."""
+    """Show a token with its spaces."""
     return clean(token.translate(_SPACES)) or "∅"
 
 
 def _script_safe(data: dict[str, Any]) -> str:
-    """JSON in which no character can end the element that holds it."""
+    """Write JSON in which no character can end the script element around it."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

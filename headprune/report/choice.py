@@ -1,4 +1,4 @@
-"""How `auto` chose the scorer: the candidates' losses on held-out rows, as a table."""
+"""How `auto` chose the scorer: a table of the candidates' losses on held-out rows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from headprune.report.formats import fixed, signed
 
 @dataclass(frozen=True)
 class CandidateLine:
-    """One formatted row; ``tone`` is good for the one that was taken."""
+    """One formatted row; ``tone`` is good for the chosen candidate, else empty."""
 
     name: str
-    loss: str
-    difference: str
-    mark: str
+    loss: str  # on held-out rows
+    difference: str  # from the chosen one, with its interval
+    mark: str  # such as `taken` or `ties`
     tone: str
 
 
 @dataclass(frozen=True)
 class ChoiceTable:
-    """The table and what is said above and below it."""
+    """The table, and the sentences above and below it."""
 
     above: str
     rows: tuple[CandidateLine, ...]
@@ -30,44 +30,47 @@ class ChoiceTable:
 
 
 def choice_table(record: RunRecord) -> ChoiceTable | None:
-    """The table of a run whose scorer ``auto`` chose; None for others."""
-    choice = record.scores.choice if record.scores is not None else None
-    if choice is None:
+    """Format the table of a run whose scorer ``auto`` chose; None for other runs."""
+    if record.scores is None or record.scores.choice is None:
         return None
+    choice = record.scores.choice
     refit = f" and refitted by {choice.refit}" if choice.refit else ""
     above = (
         f"Each candidate's plan ({choice.budget}) was cut{refit}, and judged by the loss of"
-        f" {choice.n_examples:,} rows "
+        f" {choice.n_examples:,} rows that its refit had not seen. The whole model's loss there is"
+        f" {fixed(choice.whole, 4)}."
     )
-    above += (
-        f"that its refit had not seen. The whole model's loss there is {fixed(choice.whole, 4)}."
-    )
-    return ChoiceTable(
-        above, tuple(_line(choice, one) for one in choice.candidates), tuple(_below(choice))
-    )
+    lines = tuple(_line(choice, candidate) for candidate in choice.candidates)
+    return ChoiceTable(above, lines, tuple(_below(choice)))
 
 
-def _line(choice: Choice, one: Candidate) -> CandidateLine:
-    taken = one is choice.best
-    same = taken or one.same_as == choice.chosen
-    difference, low, high = (signed(x, 4) for x in (one.difference, one.low, one.high))
-    above = "–" if same else f"{difference} [{low}, {high}]"
-    return CandidateLine(one.name, fixed(one.loss, 4), above, choice.mark(one), "good" * taken)
+def _line(choice: Choice, candidate: Candidate) -> CandidateLine:
+    taken = candidate is choice.best
+    # Candidates that remove the same heads have no difference to show.
+    difference = "–"
+    if not taken and candidate.same_as != choice.chosen:
+        interval = f"[{signed(candidate.low, 4)}, {signed(candidate.high, 4)}]"
+        difference = f"{signed(candidate.difference, 4)} {interval}"
+    tone = "good" if taken else ""
+    mark = choice.mark(candidate)
+    return CandidateLine(candidate.name, fixed(candidate.loss, 4), difference, mark, tone)
 
 
 def _below(choice: Choice) -> list[str]:
+    """Write the sentences below the table: the margin, the refit's gain, and doubts."""
     confidence = f"{100 * choice.confidence:g} % confidence"
     lines = [
         f"The best candidate's loss is at most {fixed(choice.margin, 4)} below the chosen one's"
         f" ({confidence})."
     ]
-    worth = choice.refitting
-    if worth is not None:
-        low, high = signed(worth.low, 4), signed(worth.high, 4)
+    refitting = choice.refitting
+    if refitting is not None:
+        gain = signed(refitting.loss - choice.best.loss, 4)
+        interval = f"[{signed(refitting.low, 4)}, {signed(refitting.high, 4)}]"
         lines.append(
-            f"Without {choice.refit} the loss of the chosen plan is {fixed(worth.loss, 4)}, a"
-            f" difference of {signed(worth.loss - choice.best.loss, 4)} [{low}, {high}]"
-            f" ({confidence})."
+            f"Without {choice.refit} the loss of the chosen plan is {fixed(refitting.loss, 4)}, a"
+            f" difference of {gain} {interval} ({confidence})."
         )
-    said = [choice.preferred, choice.doubt, choice.refit_doubt]
-    return [*lines, *filter(None, said), *choice.notes]
+    # Sentences that do not apply are empty.
+    lines += filter(None, (choice.preferred, choice.doubt, choice.refit_doubt))
+    return [*lines, *choice.notes]

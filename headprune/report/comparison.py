@@ -1,30 +1,28 @@
-"""Several records side by side: a column a record, rows of what they measured and where they
-differ."""
+"""Several records compared: a column per record, rows for what they measured and what differs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 
 from headprune.core.agreement import Agreement
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId, HeadMask
-from headprune.core.record import RunRecord, SizeRow
+from headprune.core.record import Proof, RunRecord, SizeRow
 from headprune.report.curve import Curve, curve
 from headprune.report.difference import plan_difference
 from headprune.report.formats import count, fixed, flat, signed
 from headprune.report.heatmap import short_names
-from headprune.report.quality import QualityGroup, quality_groups
+from headprune.report.quality import QualityGroup, QualityLine, Role, quality_groups
 from headprune.report.series import comparable
 from headprune.report.speed import speed_line
 
-#: Keys of recipes that say where a run lies, not what it did.
+#: Recipe keys that name and place a run; they are not compared.
 _PLACES = ("name", "description", "out")
 
-
-#: Rows of the accuracy table that are compared, and what they are called.
-_ROLES = {
+#: Rows of the quality table that are compared, and their labels.
+_ROLES: dict[Role, str] = {
     "base": "original",
     "chosen": "after the cut",
     "random": "random heads, as many",
@@ -32,10 +30,21 @@ _ROLES = {
     "recovered": "after recovery",
 }
 
+#: Rows of the section "What was done".
+_METHODS = (
+    "status",
+    "scorer",
+    "examples scored on",
+    "selector",
+    "budget",
+    "heads kept",
+    "seconds in all",
+)
+
 
 @dataclass(frozen=True)
 class Compared:
-    """One column: what it is called, and its record."""
+    """One column: its name and its record."""
 
     name: str
     record: RunRecord
@@ -50,9 +59,13 @@ class ComparedCell:
     tone: str = "plain"
 
 
+#: A record that lacks a value.
+_MISSING = ComparedCell("–")
+
+
 @dataclass(frozen=True)
 class ComparedRow:
-    """One thing that was measured, a cell a record."""
+    """One measured value, a cell per record."""
 
     label: str
     cells: tuple[ComparedCell, ...]
@@ -63,37 +76,41 @@ class ComparedSection:
     """Rows under one heading."""
 
     title: str
-    caption: str
+    caption: str  # may be empty
     rows: tuple[ComparedRow, ...]
 
 
 @dataclass(frozen=True)
 class ComparedCurve:
-    """The trade-off of the records that can be compared: of one task, model and data."""
+    """The trade-off of records with one task, model and data."""
 
-    title: str
+    title: str  # the records' names; empty for all records
     drawn: Curve
+
+
+_MARKS = {True: "■", False: "·", None: "–"}
+_FATES = {True: "kept", False: "removed", None: "not there"}
 
 
 @dataclass(frozen=True)
 class FateCell:
-    """One head: which of the records keep it, in their order; None for a head that a record never
-    had."""
+    """One head: which records keep it, in their order; None where a record's model lacks it."""
 
     head: int
-    kept: tuple[bool | None, ...]
+    kept: tuple[bool | None, ...]  # per record
     title: str
 
     @property
     def tone(self) -> str:
-        """``all-kept`` or ``all-removed`` where all say the same, else ``differs``."""
-        fates = {k for k in self.kept if k is not None}
-        return "differs" if len(fates) > 1 else "all-kept" if True in fates else "all-removed"
+        """``all-kept`` or ``all-removed`` where the records agree, else ``differs``."""
+        if True in self.kept and False in self.kept:
+            return "differs"
+        return "all-kept" if True in self.kept else "all-removed"
 
     @property
     def marks(self) -> str:
-        """A mark a record: filled where the head stays."""
-        return "".join("–" if k is None else "■" if k else "·" for k in self.kept)
+        """One mark per record: filled where it keeps the head."""
+        return "".join(_MARKS[kept] for kept in self.kept)
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,7 @@ class FateRow:
     """One site."""
 
     site: str
-    label: str
+    label: str  # the part of the name that differs
     cells: tuple[FateCell, ...]
 
 
@@ -109,29 +126,42 @@ class FateRow:
 class ComparisonView:
     """Everything that both templates need."""
 
-    columns: tuple[Compared, ...]
-    curves: tuple[ComparedCurve, ...]
+    columns: tuple[Compared, ...]  # one per record
+    curves: tuple[ComparedCurve, ...]  # one per group of comparable records
     sections: tuple[ComparedSection, ...]
-    fates: tuple[FateRow, ...]
-    n_columns: int
-    plans: tuple[str, ...]
+    fates: tuple[FateRow, ...]  # empty unless all plans cover the same sites
+    n_columns: int  # heads of the widest site
+    plans: tuple[str, ...]  # sentences that compare each plan with the first
     agreement: Agreement | None
 
 
 def comparison_view(
     compared: Sequence[Compared], agreement: Agreement | None = None
 ) -> ComparisonView:
-    """Formats records.
+    """Format several records for both templates.
 
     Raises:
-        InvalidValue: fewer than two, or names that are not different.
+        InvalidValue: fewer than two records, or names that are not different.
     """
     names = [column.name for column in compared]
     if len(compared) < 2 or len(set(names)) != len(names):
         raise InvalidValue(
             "comparison", "of two records or more, each with a name of its own", ", ".join(names)
         )
-    records = [column.record for column in compared]
+    fates = _fates(compared)
+    return ComparisonView(
+        columns=tuple(compared),
+        curves=_curves(compared),
+        sections=_sections([column.record for column in compared]),
+        fates=fates,
+        n_columns=max((len(row.cells) for row in fates), default=0),
+        plans=tuple(_plan_differences(compared)) if fates else (),
+        agreement=agreement,
+    )
+
+
+def _sections(records: Sequence[RunRecord]) -> tuple[ComparedSection, ...]:
+    """Compare everything that has a table; sections without rows are left out."""
     sections = (
         ComparedSection(
             "Quality",
@@ -153,199 +183,236 @@ def comparison_view(
         ),
         ComparedSection("Where the surroundings differ", "", _surroundings(records)),
     )
-    fates = _fates(compared)
-    return ComparisonView(
-        columns=tuple(compared),
-        curves=_curves(compared),
-        sections=tuple(section for section in sections if section.rows),
-        fates=fates,
-        n_columns=max((len(row.cells) for row in fates), default=0),
-        plans=tuple(_plan_differences(compared)) if fates else (),
-        agreement=agreement,
-    )
+    return tuple(section for section in sections if section.rows)
 
 
 def _curves(compared: Sequence[Compared]) -> tuple[ComparedCurve, ...]:
+    """Draw a curve per group of comparable records; titled where there are several groups."""
     groups = comparable(((column.name, column.record) for column in compared), "test")
-    drawn = [(group.names, curve(group.points, "test")) for group in groups]
-    every = len(groups) == 1
-    return tuple(
-        ComparedCurve("" if every else ", ".join(names), found)
-        for names, found in drawn
-        if found is not None
-    )
+    curves = []
+    for group in groups:
+        drawn = curve(group.points, "test")
+        if drawn is not None:
+            # A single curve of all records needs no title.
+            names = group.names if len(groups) > 1 else ()
+            curves.append(ComparedCurve(", ".join(names), drawn))
+    return tuple(curves)
 
 
-def _row(label: str, cells: Iterable[ComparedCell | None]) -> ComparedRow:
-    return ComparedRow(label, tuple(cell or ComparedCell("–") for cell in cells))
+def _rows(
+    columns: Sequence[Mapping[str, ComparedCell]], labels: Iterable[str] | None = None
+) -> tuple[ComparedRow, ...]:
+    """Turn one column of labelled cells per record into rows.
+
+    Args:
+        columns: The cells of every record, by label.
+        labels: The rows, in order; None takes all labels as they first appear.
+    """
+    if labels is None:
+        labels = dict.fromkeys(chain.from_iterable(columns))
+    rows = []
+    for label in labels:
+        cells = tuple(column.get(label, _MISSING) for column in columns)
+        rows.append(ComparedRow(label, cells))
+    return tuple(rows)
 
 
 def _quality(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    tables = [{(g.metric, g.split): g for g in quality_groups(record)} for record in records]
-    rows = []
-    for metric, split in dict.fromkeys(key for table in tables for key in table):
-        groups = [table.get((metric, split)) for table in tables]
-        for role, words in _ROLES.items():
-            cells = [_quality_cell(group, role) for group in groups]
-            if any(cells):
-                rows.append(_row(f"{metric}, {split}: {words}", cells))
-    return tuple(rows)
+    columns = []
+    # Labels in the order of the tables; a row is shown where any record has it.
+    labels: dict[str, bool] = {}
+    for record in records:
+        cells = {}
+        for group in quality_groups(record):
+            for role, words in _ROLES.items():
+                label = f"{group.metric}, {group.split}: {words}"
+                labels.setdefault(label, False)
+                line = group.find(role)
+                if line is not None:
+                    labels[label] = True
+                    cells[label] = _quality_cell(group, line)
+        columns.append(cells)
+    return _rows(columns, [label for label, shown in labels.items() if shown])
 
 
-def _quality_cell(group: QualityGroup | None, role: str) -> ComparedCell | None:
-    line = group.find(role) if group else None  # type: ignore[arg-type]
-    if group is None or line is None:
-        return None
+def _quality_cell(group: QualityGroup, line: QualityLine) -> ComparedCell:
+    text = f"{line.value} {line.spread}".strip()
+    if not line.delta:
+        return ComparedCell(text, f"{group.n_examples} examples")
     unit = " points" if group.delta_header == "points" else ""
-    note = f"{line.delta}{unit}" if line.delta else f"{group.n_examples} examples"
-    return ComparedCell(
-        f"{line.value} {line.spread}".strip(), note, line.tone if line.delta else "plain"
-    )
+    return ComparedCell(text, f"{line.delta}{unit}", line.tone)
 
 
 def _size(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    def cell(row: SizeRow) -> ComparedCell:
-        change = f"{signed(100 * row.pruned / row.original - 100, 1)} %" if row.original else ""
-        return ComparedCell(count(row.pruned), f"{change} of {count(row.original)}".strip())
+    return _rows(list(map(_size_column, records)))
 
-    found = [{row.name: cell(row) for row in record.size} for record in records]
-    names = dict.fromkeys(name for cells in found for name in cells)
-    return tuple(_row(name, (cells.get(name) for cells in found)) for name in names)
+
+def _size_column(record: RunRecord) -> dict[str, ComparedCell]:
+    return {row.name: _size_cell(row) for row in record.size}
+
+
+def _size_cell(row: SizeRow) -> ComparedCell:
+    note = f"of {count(row.original)}"
+    if row.original:
+        note = f"{signed(100 * row.pruned / row.original - 100, 1)} % {note}"
+    return ComparedCell(count(row.pruned), note)
 
 
 def _speed(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    found = [
-        {(row.batch, row.length): speed_line(row) for row in record.speed} for record in records
-    ]
-    rows = []
-    for batch, length in sorted({at for lines in found for at in lines}):
-        lines = [each.get((batch, length)) for each in found]
-        cells = [
-            None if line is None else ComparedCell(line.ratio, line.interval, line.tone)
-            for line in lines
-        ]
-        rows.append(_row(f"batch {batch:,} × {length:,} tokens", cells))
-    return tuple(rows)
+    columns = []
+    labels: dict[tuple[int, int], str] = {}
+    for record in records:
+        cells = {}
+        for row in record.speed:
+            label = f"batch {row.batch:,} × {row.length:,} tokens"
+            labels[row.batch, row.length] = label
+            line = speed_line(row)
+            cells[label] = ComparedCell(line.ratio, line.interval, line.tone)
+        columns.append(cells)
+    return _rows(columns, [label for _, label in sorted(labels.items())])
 
 
 def _proof(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    rows = []
-    for what in dict.fromkeys(proof.what for record in records for proof in record.proofs):
-        cells = []
-        for record in records:
-            proofs = [p for p in record.proofs if p.what == what]
-            passed = all(p.max_difference <= p.tolerance for p in proofs)
-            note = f"largest difference {max((p.max_difference for p in proofs), default=0):.2g}"
-            told = ComparedCell("passed" if passed else "FAILED", note, "good" if passed else "bad")
-            cells.append(told if proofs else None)
-        rows.append(_row(what, cells))
-    return tuple(rows)
+    columns = []
+    for record in records:
+        # A record may hold several proofs of one quantity: all of them must pass.
+        proofs: dict[str, list[Proof]] = {}
+        for proof in record.proofs:
+            proofs.setdefault(proof.what, []).append(proof)
+        columns.append({what: _proof_cell(same) for what, same in proofs.items()})
+    return _rows(columns)
+
+
+def _proof_cell(proofs: Sequence[Proof]) -> ComparedCell:
+    note = f"largest difference {max(proof.max_difference for proof in proofs):.2g}"
+    if all(proof.max_difference <= proof.tolerance for proof in proofs):
+        return ComparedCell("passed", note, "good")
+    return ComparedCell("FAILED", note, "bad")
 
 
 def _methods(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    named: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
-        ("status", lambda r: r.status),
-        ("scorer", lambda r: r.scores.scorer if r.scores else ""),
-        ("examples scored on", lambda r: f"{r.scores.n_examples:,}" if r.scores else ""),
-        ("selector", lambda r: r.plan.selector if r.plan else ""),
-        ("budget", lambda r: (r.plan.wanted or "by hand") if r.plan else ""),
-        (
-            "heads kept",
-            lambda r: f"{r.plan.mask.n_kept:,} of {r.plan.mask.n_heads:,}" if r.plan else "",
-        ),
-        ("seconds in all", _seconds),
-    )
-    return tuple(
-        _row(label, (ComparedCell(tell(r)) if tell(r) else None for r in records))
-        for label, tell in named
-    )
+    return _rows(list(map(_method_cells, records)), _METHODS)
+
+
+def _method_cells(record: RunRecord) -> dict[str, ComparedCell]:
+    """Format what one run did; the keys are those of ``_METHODS``."""
+    texts = {"status": record.status, "seconds in all": _seconds(record)}
+    if record.scores is not None:
+        texts["scorer"] = record.scores.scorer
+        texts["examples scored on"] = f"{record.scores.n_examples:,}"
+    if record.plan is not None:
+        mask = record.plan.mask
+        texts["selector"] = record.plan.selector
+        texts["budget"] = record.plan.wanted or "by hand"
+        texts["heads kept"] = f"{mask.n_kept:,} of {mask.n_heads:,}"
+    return {label: ComparedCell(text) for label, text in texts.items() if text}
 
 
 def _seconds(record: RunRecord) -> str:
-    """Of all stages; what is no number is passed over, as a record may come from anywhere."""
-    known = [float(each) for each in record.timings.values() if isinstance(each, (int, float))]
+    """Add the seconds of all stages; values that are no numbers are ignored."""
+    known = [float(value) for value in record.timings.values() if isinstance(value, (int, float))]
     return fixed(sum(known), 0) if known else ""
 
 
 def _recipes(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    recipes = [{k: v for k, v in flat(r.recipe) if k.split(".")[0] not in _PLACES} for r in records]
+    recipes = []
+    for record in records:
+        pairs = flat(record.recipe)
+        recipes.append({key: text for key, text in pairs if key.split(".")[0] not in _PLACES})
     return _differing(recipes)
 
 
 def _surroundings(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    parts = (
-        [*flat(r.versions), *flat(r.hardware), ("commit", r.git_commit or "")] for r in records
-    )
-    return _differing([dict(pairs) for pairs in parts])
+    tables = []
+    for record in records:
+        pairs = [*flat(record.versions), *flat(record.hardware)]
+        tables.append(dict(pairs, commit=record.git_commit or ""))
+    return _differing(tables)
 
 
-def _differing(tables: Sequence[dict[str, str]]) -> tuple[ComparedRow, ...]:
-    keys = dict.fromkeys(key for table in tables for key in table)
-    differing = [key for key in keys if len({table.get(key) for table in tables}) > 1]
-    return tuple(
-        _row(key, (ComparedCell(t[key]) if t.get(key) else None for t in tables))
-        for key in differing
-    )
+def _differing(tables: Sequence[Mapping[str, str]]) -> tuple[ComparedRow, ...]:
+    """Rows of the keys whose texts are not the same in all records."""
+    columns: list[dict[str, ComparedCell]] = [{} for _ in tables]
+    labels = []
+    for key in dict.fromkeys(chain.from_iterable(tables)):
+        texts = [table.get(key) for table in tables]
+        if len(set(texts)) == 1:
+            continue
+        labels.append(key)
+        for column, text in zip(columns, texts, strict=True):
+            # An empty text is shown like a missing one.
+            if text:
+                column[key] = ComparedCell(text)
+    return _rows(columns, labels)
 
 
 def _fates(compared: Sequence[Compared]) -> tuple[FateRow, ...]:
-    """Every head's fate in every record; empty where not all have plans for the same sites."""
-    masks = [column.record.plan.mask for column in compared if column.record.plan is not None]
-    if (
-        len(masks) < len(compared)
-        or len({tuple((r.site, r.n_heads) for r in mask.rows) for mask in masks}) > 1
-    ):
+    """Say of every head which records keep it; empty unless all plans cover the same sites."""
+    masks, present, names = [], [], []
+    sites: list[tuple[str, int]] | None = None
+    for column in compared:
+        plan = column.record.plan
+        if plan is None:
+            return ()
+        own = [(row.site, row.n_heads) for row in plan.mask.rows]
+        if sites is not None and own != sites:
+            return ()
+        sites = own
+        masks.append(plan.mask)
+        names.append(column.name)
+        present.append(_present(column.record))
+    if sites is None:
         return ()
-    present = [_present(column.record) for column in compared]
-    names = [column.name for column in compared]
-    labels = short_names([row.site for row in masks[0].rows])[1]
-    return tuple(
-        FateRow(
-            row.site,
-            label,
-            tuple(map(partial(_fate, masks, present, names, row.site), range(row.n_heads))),
-        )
-        for row, label in zip(masks[0].rows, labels, strict=True)
-    )
+    labels = short_names([site for site, _ in sites])[1]
+    rows = []
+    for (site, n_heads), label in zip(sites, labels, strict=True):
+        cells = []
+        for head in range(n_heads):
+            kept = _kept_by(HeadId(site, head), masks, present)
+            cells.append(FateCell(head, kept, _fate_title(site, head, names, kept)))
+        rows.append(FateRow(site, label, tuple(cells)))
+    return tuple(rows)
 
 
 def _present(record: RunRecord) -> set[HeadId] | None:
-    """Heads that were there before the cut; None where nothing says so."""
-    return (
-        {HeadId(s.name, h) for s in record.scores.sites for h in s.heads} if record.scores else None
-    )
+    """List the heads that were there before the cut; None where no scores say so."""
+    if record.scores is None:
+        return None
+    heads = set()
+    for site in record.scores.sites:
+        for head in site.heads:
+            heads.add(HeadId(site.name, head))
+    return heads
 
 
-def _fate(
-    masks: Sequence[HeadMask],
-    present: Sequence[set[HeadId] | None],
-    names: Sequence[str],
-    site: str,
-    head: int,
-) -> FateCell:
-    place = HeadId(site, head)
-    had = [there is None or place in there for there in present]
-    kept = tuple(place in mask if here else None for mask, here in zip(masks, had, strict=True))
-    words = {None: "not there", True: "kept", False: "removed"}
-    told = (f"{name}: {words[fate]}" for name, fate in zip(names, kept, strict=True))
-    return FateCell(head, kept, f"{site}, head {head}; {', '.join(told)}")
+def _kept_by(
+    head: HeadId, masks: Sequence[HeadMask], present: Sequence[set[HeadId] | None]
+) -> tuple[bool | None, ...]:
+    """Whether each record keeps a head; None where it was not there before the cut."""
+    kept: list[bool | None] = []
+    for mask, known in zip(masks, present, strict=True):
+        absent = known is not None and head not in known
+        kept.append(None if absent else head in mask)
+    return tuple(kept)
+
+
+def _fate_title(site: str, head: int, names: Sequence[str], kept: Sequence[bool | None]) -> str:
+    fates = [f"{name}: {_FATES[each]}" for name, each in zip(names, kept, strict=True)]
+    return f"{site}, head {head}; {', '.join(fates)}"
 
 
 def _plan_differences(compared: Sequence[Compared]) -> list[str]:
-    """Each plan against the first, in words."""
+    """Compare each plan with the first, one sentence per plan."""
     first = compared[0]
     lines = []
     for other in compared[1:]:
         assert first.record.plan is not None
         assert other.record.plan is not None
-        found = plan_difference(first.record.plan, other.record.plan, (first.name, other.name))
-        mine, theirs, both = len(found.only_first), len(found.only_second), found.both_keep
-        either = mine + theirs + both
-        alike = (
-            f"{fixed(100 * both / either, 0)} % of the heads that either keeps"
-            if either
-            else "none"
-        )
+        plans = plan_difference(first.record.plan, other.record.plan, (first.name, other.name))
+        mine, theirs, both = len(plans.only_first), len(plans.only_second), plans.both_keep
+        alike = "none"
+        if either := mine + theirs + both:
+            alike = f"{fixed(100 * both / either, 0)} % of the heads that either keeps"
         only = f"{mine:,} kept by {first.name} alone, {theirs:,} by {other.name} alone"
         lines.append(f"{first.name} and {other.name} both keep {both:,} heads ({alike}); {only}.")
     return lines

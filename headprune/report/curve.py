@@ -1,5 +1,4 @@
-"""Geometry of the trade-off curve of records or of a sweep: quality against heads kept, spread and
-the random band."""
+"""Geometry of the trade-off curve: quality against heads kept, spread and the random band."""
 
 from __future__ import annotations
 
@@ -9,37 +8,39 @@ from dataclasses import dataclass
 
 from headprune.core.metrics import LOWER, RATIO, is_one_of
 from headprune.report.formats import fixed, significant
-from headprune.report.series import Point, Series, series_of
+from headprune.report.series import Series, TradeoffPoint, series_of
 
-#: Size of the drawing, and of what lies inside of its axes.
+#: Size of the drawing, and the margins around its axes.
 WIDTH, HEIGHT = 720, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 44
-#: Marks by which lines differ without colour; a template has a shape for each.
+#: Marks and dashes tell lines apart without colour; a template has a shape for each mark.
 MARKS = ("circle", "square", "diamond", "triangle")
+_DASHES = ("", "7 4", "2 4", "9 3 2 3")
+#: Lines are drawn in this order, so that methods cover the band of chance.
+_LAYERS = ("random", "base", "method")
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A measurement: its place, its whisker (None without spread), and what it says."""
+    """A measurement: its place, its whisker (None without spread), and its text."""
 
-    x: float
-    y: float
-    whisker: tuple[float, float] | None
+    x: float  # pixels
+    y: float  # pixels, downwards
+    whisker: tuple[float, float] | None  # upper and lower end, in pixels
     title: str
 
 
 @dataclass(frozen=True)
 class CurveLine:
-    """A method: ``band`` is the outline of one standard deviation around chance, empty for
-    others."""
+    """A method; ``band`` outlines one standard deviation around chance, empty for others."""
 
     name: str
-    role: str
-    mark: str
-    dash: str
+    role: str  # base, random or method
+    mark: str  # one of `MARKS`
+    dash: str  # an SVG dash array
     points: tuple[CurvePoint, ...]
-    path: str
-    band: str
+    path: str  # SVG points of the line
+    band: str  # SVG points of the outline
 
 
 @dataclass(frozen=True)
@@ -47,100 +48,135 @@ class Curve:
     """The drawing with its axes."""
 
     lines: tuple[CurveLine, ...]
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
+    x_ticks: tuple[tuple[float, str], ...]  # (pixel, label)
+    y_ticks: tuple[tuple[float, str], ...]  # (pixel, label)
     metric: str
     split: str
-    direction: str
-    title: str
+    direction: str  # empty where higher is better
+    title: str  # all values as text, for screen readers
 
 
 @dataclass(frozen=True)
-class _Scale:
+class _AxisScale:
+    """Map values from ``low`` to ``high`` onto pixels from ``start`` to ``end``."""
+
     low: float
     high: float
     start: float
     end: float
 
     @classmethod
-    def over(cls, values: Sequence[float], start: float, end: float) -> _Scale:
+    def over(cls, values: Sequence[float], start: float, end: float) -> _AxisScale:
         low, high = min(values), max(values)
+        # Equal values get an axis around them, also around zero.
         room = 0.06 * (high - low) or 0.5 * (abs(high) or 1)
         return cls(low - room, high + room, start, end)
 
     def at(self, value: float) -> float:
-        return round(
-            self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1
-        )
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """Four to eight round numbers."""
-        step = 10.0 ** math.floor(math.log10(self.high - self.low))
-        step = next(
-            step * f for f in (1, 0.5, 0.2, 0.1) if (self.high - self.low) / (step * f) >= 4
-        )
-        first = math.ceil(self.low / step)
-        return [round(step * i, 12) for i in range(first, math.floor(self.high / step) + 1)]
+        """Return four to eight round numbers."""
+        span = self.high - self.low
+        power_of_ten = 10.0 ** math.floor(math.log10(span))
+        for part in (1, 0.5, 0.2, 0.1):
+            step = power_of_ten * part
+            if span / step >= 4:
+                break
+        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        return [round(step * i, 12) for i in range(first, last + 1)]
 
 
-def curve(points: Iterable[Point], split: str) -> Curve | None:
-    """The curve of the first metric among points of a split; None where all sizes are the same, or
-    without any."""
-    points = [p for p in points if math.isfinite(p.value) and math.isfinite(p.spread)]
-    points = [p for p in points if p.metric == points[0].metric]
-    cut = {p.kept for p in points if p.method != "base"}
-    if len(cut) < 2:
+def curve(points: Iterable[TradeoffPoint], split: str) -> Curve | None:
+    """Draw the first metric's points; None unless methods keep two numbers of heads or more."""
+    points = _first_metric(points)
+    if len({point.kept for point in points if point.method != "base"}) < 2:
         return None
-    found = series_of(points)
-    ends = [v + sign * s for series in found for _, v, s in series.points for sign in (-1, 1)]
-    x = _Scale.over([p.kept for p in points], _LEFT, WIDTH - _RIGHT)
-    y = _Scale.over(ends, HEIGHT - _BOTTOM, _TOP)
-    methods = [s.method for s in found if s.role == "method"]
-    lines = tuple(
-        _line(s, methods.index(s.method) if s.role == "method" else 0, x, y) for s in found
-    )
     metric = points[0].metric
+    series = series_of(points)
+    kept = sorted({point.kept for point in points})
+    x = _AxisScale.over(kept, _LEFT, WIDTH - _RIGHT)
+    # Pixels count downwards.
+    y = _AxisScale.over(_ends(series), HEIGHT - _BOTTOM, _TOP)
+    lines = _lines(series, x, y)
+    texts = "; ".join(map(_series_text, series))
     return Curve(
-        lines=tuple(sorted(lines, key=lambda line: ("random", "base", "method").index(line.role))),
-        x_ticks=tuple((x.at(kept), f"{kept:,}") for kept in sorted({p.kept for p in points})),
-        y_ticks=tuple((y.at(v), significant(v)) for v in y.ticks()),
+        lines=tuple(sorted(lines, key=lambda line: _LAYERS.index(line.role))),
+        x_ticks=tuple((x.at(n), f"{n:,}") for n in kept),
+        y_ticks=tuple((y.at(value), significant(value)) for value in y.ticks()),
         metric=metric,
         split=split,
         direction="lower is better" if is_one_of(metric, (*RATIO, *LOWER)) else "",
-        title=f"{metric} on {split} rows against heads kept; "
-        + "; ".join(_words(s) for s in found),
+        title=f"{metric} on {split} rows against heads kept; {texts}",
     )
 
 
-def _line(series: Series, number: int, x: _Scale, y: _Scale) -> CurveLine:
-    places = [(x.at(kept), y.at(value)) for kept, value, _ in series.points]
-    edges = [(x.at(kept), y.at(v - s), y.at(v + s)) for kept, v, s in series.points]
-    points = tuple(
-        CurvePoint(
-            px,
-            py,
-            (low, high) if spread else None,
-            f"{series.method}: {_value(kept, value, spread)}",
-        )
-        for (px, py), (_, low, high), (kept, value, spread) in zip(
-            places, edges, series.points, strict=True
-        )
-    )
-    outline = [(px, high) for px, _, high in edges] + [(px, low) for px, low, _ in reversed(edges)]
+def _first_metric(points: Iterable[TradeoffPoint]) -> list[TradeoffPoint]:
+    """Keep the finite points of the metric that comes first."""
+    kept: list[TradeoffPoint] = []
+    for point in points:
+        finite = math.isfinite(point.value) and math.isfinite(point.spread)
+        if finite and (not kept or point.metric == kept[0].metric):
+            kept.append(point)
+    return kept
+
+
+def _ends(lines: Sequence[Series]) -> list[float]:
+    """List both ends of all whiskers."""
+    ends = []
+    for series in lines:
+        for _, value, spread in series.points:
+            ends += [value - spread, value + spread]
+    return ends
+
+
+def _lines(lines: Sequence[Series], x: _AxisScale, y: _AxisScale) -> list[CurveLine]:
+    """Draw every method; only methods count for marks and dashes."""
+    drawn = []
+    n_methods = 0
+    for series in lines:
+        if series.role == "method":
+            drawn.append(_line(series, n_methods, x, y))
+            n_methods += 1
+        else:
+            drawn.append(_line(series, 0, x, y))
+    return drawn
+
+
+def _line(series: Series, number: int, x: _AxisScale, y: _AxisScale) -> CurveLine:
+    points, path, upper, lower = [], [], [], []
+    for kept, value, spread in series.points:
+        px, py = x.at(kept), y.at(value)
+        low, high = y.at(value - spread), y.at(value + spread)
+        whisker = (low, high) if spread else None
+        title = f"{series.method}: {_point_text(kept, value, spread)}"
+        points.append(CurvePoint(px, py, whisker, title))
+        path.append(f"{px},{py}")
+        upper.append(f"{px},{high}")
+        lower.append(f"{px},{low}")
+    # The outline of the band runs along its upper edge and back along the lower one.
+    outline = [*upper, *reversed(lower)]
+    # Templates draw the base as one level line, and a band for chance alone.
+    name = series.method
+    if series.role == "base":
+        name = "all heads"
     return CurveLine(
-        name="all heads" if series.role == "base" else series.method,
+        name=name,
         role=series.role,
         mark=MARKS[number % len(MARKS)],
-        dash=("", "7 4", "2 4", "9 3 2 3")[number % 4],
-        points=points,
-        path=" ".join(f"{px},{py}" for px, py in places),
-        band=" ".join(f"{px},{py}" for px, py in outline) if series.role == "random" else "",
+        dash=_DASHES[number % len(_DASHES)],
+        points=tuple(points),
+        path=" ".join(path),
+        band=" ".join(outline) if series.role == "random" else "",
     )
 
 
-def _value(kept: int, value: float, spread: float) -> str:
-    return f"{kept:,} heads {significant(value)}" + (f" ± {fixed(spread, 4)}" if spread else "")
+def _point_text(kept: int, value: float, spread: float) -> str:
+    text = f"{kept:,} heads {significant(value)}"
+    return f"{text} ± {fixed(spread, 4)}" if spread else text
 
 
-def _words(series: Series) -> str:
-    return f"{series.method}: " + ", ".join(_value(*point) for point in series.points)
+def _series_text(series: Series) -> str:
+    texts = ", ".join(_point_text(*point) for point in series.points)
+    return f"{series.method}: {texts}"

@@ -1,5 +1,4 @@
-"""The generation table: tokens a second in prompt and decoding, and the cache's bytes, before and
-after the cut."""
+"""The generation table: tokens per second and cache size, before and after the cut."""
 
 from __future__ import annotations
 
@@ -14,27 +13,28 @@ from headprune.report.formats import count, fixed, times
 class DecodingLine:
     """One formatted row; pairs are before and after the cut."""
 
-    batch: str
-    prompt: str
-    prefill: tuple[str, str]
-    decode: tuple[str, str]
-    ratio: str
-    interval: str
-    cache: tuple[str, str]
+    batch: str  # examples
+    prompt: str  # tokens
+    prefill: tuple[str, str]  # tokens per second
+    decode: tuple[str, str]  # tokens per second
+    ratio: str  # of decoding: above 1 is faster
+    interval: str  # 95 %
+    cache: tuple[str, str]  # bytes
 
 
 def decoding_lines(record: RunRecord) -> tuple[DecodingLine, ...]:
-    """The rows that ``bench.compare_decoding`` left in a record's metrics; none where something
-    else has that name."""
+    """Format the decoding rows of a run; empty where that metric has another form."""
+    # The run stores rows of `bench.compare_decoding` under this key, but users may, too.
     rows = record.metrics.get("decoding", ())
     try:
-        return tuple(_line(row) for row in rows)
+        return tuple(map(_line, rows))
     except (KeyError, TypeError, ValueError):
         return ()
 
 
 def _line(row: Any) -> DecodingLine:
-    decode, speed = SpeedRow(**row["decode"]), row["tokens_per_second"]
+    decode = SpeedRow(**row["decode"])
+    speed = row["tokens_per_second"]
     return DecodingLine(
         batch=f"{decode.batch:,}",
         prompt=f"{decode.length:,}",

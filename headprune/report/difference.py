@@ -1,4 +1,4 @@
-"""What two plans, or two records of runs, say differently."""
+"""Differences of two plans, or of two records of runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class PlanDifference(Value):
     """Two plans head by head.
 
     Args:
-        names: What the plans are called.
-        titles: Their own words.
-        n_heads: Heads that both are about.
+        names: Names of the plans, as the caller calls them.
+        titles: Their titles.
+        n_heads: Heads that both cover.
         both_keep, both_remove: Heads on which they agree.
         only_first, only_second: Heads that one keeps and the other removes.
     """
@@ -39,8 +39,7 @@ class PlanDifference(Value):
 
     @property
     def agreement(self) -> float:
-        """Jaccard index of the sets that go: heads that both remove over heads that either removes;
-        1 for none."""
+        """Jaccard index: heads that both remove over heads that either removes; 1 for none."""
         either = self.both_remove + len(self.only_first) + len(self.only_second)
         return self.both_remove / either if either else 1.0
 
@@ -48,8 +47,8 @@ class PlanDifference(Value):
         lines = [f"{name}: {title}" for name, title in zip(self.names, self.titles, strict=True)]
         lines.append(
             f"of {self.n_heads} heads both keep {self.both_keep} and both remove"
-            f" {self.both_remove}; of those that either removes, {100 * self.agreement:.0f} % go in"
-            " both"
+            f" {self.both_remove}; of those that either removes, {100 * self.agreement:.0f} % are"
+            " removed by both"
         )
         for name, heads in zip(self.names, (self.only_first, self.only_second), strict=True):
             if heads:
@@ -58,19 +57,21 @@ class PlanDifference(Value):
 
 
 @dataclass(frozen=True)
-class Change:
-    """One figure or setting of two records; None where one lacks it."""
+class RecordChange:
+    """One figure or setting of two records; None where a record lacks it."""
 
     what: str
     first: Scalar
     second: Scalar
 
     def __str__(self) -> str:
-        text = f"{self.what}: {_word(self.first)} -> {_word(self.second)}"
-        numbers = isinstance(self.first, (int, float)) and isinstance(self.second, (int, float))
-        if not numbers or self.first == self.second:
+        first, second = self.first, self.second
+        text = f"{self.what}: {_text(first)} -> {_text(second)}"
+        if not isinstance(first, (int, float)) or not isinstance(second, (int, float)):
             return text
-        return f"{text} ({self.second - self.first:+.4g})"  # type: ignore[operator]
+        if first != second:
+            text += f" ({second - first:+.4g})"
+        return text
 
 
 @dataclass(frozen=True)
@@ -78,27 +79,31 @@ class RecordDifference(Value):
     """Two records of runs.
 
     Args:
-        names: What they are called.
+        names: Names of the records, as the caller calls them.
         recipe: Settings that differ, by dotted key.
         surroundings: Versions, hardware and commit that differ.
-        figures: Quality, sizes and speed of both, line by line.
-        plans: Their plans, where both have one for the same sites.
+        figures: Quality, sizes, speed and times of both, equal ones included.
+        plans: Their plans; None unless both have one for the same sites.
     """
 
     names: tuple[str, str]
-    recipe: tuple[Change, ...]
-    surroundings: tuple[Change, ...]
-    figures: tuple[Change, ...]
+    recipe: tuple[RecordChange, ...]
+    surroundings: tuple[RecordChange, ...]
+    figures: tuple[RecordChange, ...]
     plans: PlanDifference | None = None
 
     def __str__(self) -> str:
         first, second = self.names
         lines = [f"{first} -> {second}"]
-        for title in ("recipe", "surroundings", "figures"):
-            changes: tuple[Change, ...] = getattr(self, title)
+        sections = {
+            "recipe": self.recipe,
+            "surroundings": self.surroundings,
+            "figures": self.figures,
+        }
+        for title, changes in sections.items():
             if changes:
                 lines += [title, *(f"  {change}" for change in changes)]
-        if self.plans:
+        if self.plans is not None:
             lines += ["plans", *(f"  {line}" for line in str(self.plans).split("\n"))]
         return "\n".join(lines)
 
@@ -106,44 +111,50 @@ class RecordDifference(Value):
 def plan_difference(
     first: PruningPlan, second: PruningPlan, names: tuple[str, str]
 ) -> PlanDifference:
-    """Sets two plans side by side.
+    """Compare two plans head by head.
 
     Raises:
-        PlanMismatch: they are about different sites or head counts.
+        PlanMismatch: they cover different sites or head counts.
     """
     a, b = first.mask, second.mask
-    sizes = [{row.site: row.n_heads for row in mask.rows} for mask in (a, b)]
-    if sizes[0] != sizes[1]:
-        odd = sorted(set(sizes[0].items()) ^ set(sizes[1].items()))[0][0]
+    widths, others = _widths(a), _widths(b)
+    if widths != others:
+        # The first site in which they differ, by name.
+        odd, _ = min(widths.items() ^ others.items())
         raise PlanMismatch(
             "plans", "about the same sites with the same head counts", f"two that differ at {odd!r}"
         )
-    whole = HeadMask.from_keep({}, sizes[0])
     return PlanDifference(
-        names,
-        (first.title, second.title),
-        a.n_heads,
-        (a & b).n_kept,
-        (whole - (a | b)).n_kept,
-        tuple(a - b),
-        tuple(b - a),
+        names=names,
+        titles=(first.title, second.title),
+        n_heads=a.n_heads,
+        both_keep=(a & b).n_kept,
+        both_remove=a.n_heads - (a | b).n_kept,
+        only_first=tuple(a - b),
+        only_second=tuple(b - a),
     )
+
+
+def _widths(mask: HeadMask) -> dict[str, int]:
+    """Heads per site, removed ones included."""
+    return {row.site: row.n_heads for row in mask.rows}
 
 
 def record_difference(
     first: RunRecord, second: RunRecord, names: tuple[str, str]
 ) -> RecordDifference:
-    """Sets two records side by side; plans for different sites are left out."""
+    """Compare two records; plans for different sites are left out."""
+    # Runs of other models, or runs that stopped early, still have comparable settings.
     plans = None
     if first.plan is not None and second.plan is not None:
         with suppress(PlanMismatch):
             plans = plan_difference(first.plan, second.plan, names)
     return RecordDifference(
-        names,
-        _changes(_flat(first.recipe), _flat(second.recipe)),
-        _changes(_surroundings(first), _surroundings(second)),
-        _changes(_figures(first), _figures(second), every=True),
-        plans,
+        names=names,
+        recipe=_changes(_flat(first.recipe), _flat(second.recipe)),
+        surroundings=_changes(_surroundings(first), _surroundings(second)),
+        figures=_changes(_figures(first), _figures(second), every=True),
+        plans=plans,
     )
 
 
@@ -157,43 +168,57 @@ def _surroundings(record: RunRecord) -> dict[str, Scalar]:
 
 
 def _figures(record: RunRecord) -> dict[str, Scalar]:
-    found: dict[str, Scalar] = {"status": record.status}
-    found |= {
-        f"{_role(record, row)}, {row.split} {row.metric}": row.value for row in record.quality
-    }
-    found |= {f"{row.name}, pruned": row.pruned for row in record.size}
-    found |= {f"speed, batch {row.batch} x {row.length}": row.ratio for row in record.speed}
-    found |= {f"seconds of {name}": seconds for name, seconds in _flat(record.timings).items()}
-    return found
+    """List everything that a run measured, by the label of its line."""
+    figures: dict[str, Scalar] = {"status": record.status}
+    for quality in record.quality:
+        figures[f"{_role(record, quality)}, {quality.split} {quality.metric}"] = quality.value
+    for size in record.size:
+        figures[f"{size.name}, pruned"] = size.pruned
+    for speed in record.speed:
+        figures[f"speed, batch {speed.batch} x {speed.length}"] = speed.ratio
+    for name, seconds in _flat(record.timings).items():
+        figures[f"seconds of {name}"] = seconds
+    return figures
 
 
 def _role(record: RunRecord, row: QualityRow) -> str:
-    """The plan's own row is one line, whatever the scorer is called."""
+    """Name a row; the plan's own has one name, so that runs of different scorers share its line."""
     chosen = record.scores is not None and row.name == record.scores.scorer
     return "cut" if chosen else row.name
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Every leaf by its dotted key; lists in words, empty sections left out."""
-    found = ((key, value) for key, value in leaves(data) if not isinstance(value, Mapping))
-    return {
-        k: v if isinstance(v, (str, int, float, bool, type(None))) else str(v) for k, v in found
-    }
+    """List every leaf by its dotted key; lists become text, empty sections are left out."""
+    flat: dict[str, Scalar] = {}
+    for key, value in leaves(data):
+        if value is None or isinstance(value, (str, int, float, bool)):
+            flat[key] = value
+        elif not isinstance(value, Mapping):
+            flat[key] = str(value)
+    return flat
 
 
 def _changes(
     first: Mapping[str, Scalar], second: Mapping[str, Scalar], every: bool = False
-) -> tuple[Change, ...]:
-    keys = dict.fromkeys((*first, *second))
-    found = (Change(key, first.get(key), second.get(key)) for key in keys)
-    return tuple(change for change in found if every or change.first != change.second)
+) -> tuple[RecordChange, ...]:
+    """Pair the values of two records; equal ones only if ``every``."""
+    changes = []
+    for key in dict.fromkeys((*first, *second)):
+        change = RecordChange(key, first.get(key), second.get(key))
+        if every or change.first != change.second:
+            changes.append(change)
+    return tuple(changes)
 
 
-def _word(value: Scalar) -> str:
-    if isinstance(value, float):
-        whole = math.isfinite(value) and value == int(value) and abs(value) >= 10
-        return f"{value:,.0f}" if whole else f"{value:.4g}"
-    return "none" if value is None else str(value)
+def _text(value: Scalar) -> str:
+    if value is None:
+        return "none"
+    if not isinstance(value, float):
+        return str(value)
+    # Large whole numbers, such as parameters, are shown in full.
+    if math.isfinite(value) and value == int(value) and abs(value) >= 10:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def _by_site(heads: tuple[HeadId, ...]) -> str:

@@ -1,10 +1,10 @@
-"""Why a plan removes what it removes: every unit's score beside what became of it, and how sure the
-choice is."""
+"""Why a plan removes which heads: every unit's score and fate, and how certain the choice is."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-#: So many undecided units are named.
+#: Undecided units that are listed by name, at most.
 _NAMED = 8
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one prune unit.
+    """Whether a plan keeps one prune unit, and why.
 
     Args:
         site: The attention module's name.
         heads: Original indices of the unit's heads.
         score: Its importance.
-        standard_error: Of the score, None where the scorer has none.
+        standard_error: Standard error of the score; None where the scorer has none.
         rank: 1 is the most important.
-        kept: Whether it stays.
+        kept: Whether the plan keeps it.
         among_lowest: Share of resamples of the examples in which it is among as many lowest units
             as the plan removes; None without per-example numbers.
-        why: Empty where its score alone decided; else what its score does not say.
+        why: The reason where its score alone did not decide; else empty.
     """
 
     site: str
@@ -48,8 +48,13 @@ class Fate:
     among_lowest: float | None = None
     why: str = ""
 
+    @property
+    def undecided(self) -> bool:
+        """Whether more than 5 % of resamples decide otherwise; False where none were drawn."""
+        return self.among_lowest is not None and 0.05 < self.among_lowest < 0.95
+
     def cells(self) -> tuple[str, str, str, str]:
-        """The unit in a table: heads, score, rank, and what the score does not say."""
+        """Format the unit for a table: heads, score, rank and reason."""
         spread = "" if self.standard_error is None else f" ± {self.standard_error:.2g}"
         return (
             f"{self.site}{list(self.heads)}",
@@ -69,15 +74,15 @@ class Explanation(Value):
     """A plan in words, for `explain`.
 
     Args:
-        title: The plan's own.
-        scorer: Whose scores these are.
+        title: The plan's title.
+        scorer: The scorer's name.
         units: Every prune unit, least important first.
-        share: Of all importance, what the removed units hold; None where scores can be negative.
-        saved: What goes with them, by name: ``[removed, of the whole model]``; empty where no costs
-            were measured.
+        share: Share of all importance that the removed units hold; None where scores are negative.
+        saved: (name, removed, of the whole model) per kind of cost; empty where no costs were
+            measured.
         same: Share of resamples in which the lowest units are exactly the same; None without
             per-example numbers.
-        notes: What selector and scorer had to say.
+        notes: Notes of the selector and the scorer.
     """
 
     title: str
@@ -90,29 +95,27 @@ class Explanation(Value):
 
     @property
     def removed(self) -> tuple[Fate, ...]:
-        """Units that go, least important first."""
+        """Units that the plan removes, least important first."""
         return tuple(unit for unit in self.units if not unit.kept)
 
     @property
     def undecided(self) -> tuple[Fate, ...]:
-        """Units that other examples would have put on the other side of the line in more than 5 %
-        of cases."""
-        return tuple(
-            u for u in self.units if u.among_lowest is not None and 0.05 < u.among_lowest < 0.95
-        )
+        """Units that other examples would have decided otherwise in more than 5 % of cases."""
+        return tuple(unit for unit in self.units if unit.undecided)
 
     def _tables(self) -> dict[str, tuple[Fate, ...]]:
-        """Units by what is to be said of them."""
+        """Units by the heading under which they are listed."""
+        tables = {f"removed, least important by {self.scorer} first:": self.removed}
         against = tuple(unit for unit in self.units if unit.kept and unit.why)
-        goes = {f"goes, least important by {self.scorer} first:": self.removed}
-        return goes | (
-            {"stays although its score is lower than some that go:": against} if against else {}
-        )
+        if against:
+            tables["kept although some removed units have higher scores:"] = against
+        return tables
 
     def __str__(self) -> str:
         lines = [self.title]
         for title, units in self._tables().items():
-            lines += ["", title, *([f"  {unit}" for unit in units] or ["  nothing"])]
+            lines += ["", title]
+            lines += [f"  {unit}" for unit in units] or ["  nothing"]
         return "\n".join([*lines, *self._after()])
 
     def __rich__(self) -> Group:
@@ -122,40 +125,33 @@ class Explanation(Value):
         parts: list[Text | Table] = [Text(clean(self.title), style="bold")]
         for title, units in self._tables().items():
             rows = [unit.cells() for unit in units] or [("nothing", "", "", "")]
-            parts += [
-                Text(f"\n{clean(title)}"),
-                rich_table("", ("heads", "score", "rank", ""), rows),
-            ]
+            parts.append(Text(f"\n{clean(title)}"))
+            parts.append(rich_table("", ("heads", "score", "rank", ""), rows))
         return Group(*parts, Text(clean("\n".join(self._after()))))
 
     def _after(self) -> list[str]:
-        """What follows the units: figures, doubts and notes."""
+        """Lines after the units: figures, undecided units and notes."""
         lines = ["", "what to expect:", *(f"  {line}" for line in self.expected())]
-        if self.undecided:
-            lines += [
-                "",
-                (
-                    f"{len(self.undecided)} units that other examples might have put on the other"
-                    " side:"
-                ),
-            ]
-            lines += [
-                f"  {unit.site}{list(unit.heads)}: {_how(unit)}" for unit in self.undecided[:_NAMED]
-            ]
-            lines += [f"  and {len(self.undecided) - _NAMED} more"] * (len(self.undecided) > _NAMED)
+        undecided = self.undecided
+        if undecided:
+            lines.append("")
+            lines.append(
+                f"{len(undecided)} units that other examples might have decided otherwise:"
+            )
+            lines += map(_doubt, undecided[:_NAMED])
+            if len(undecided) > _NAMED:
+                lines.append(f"  and {len(undecided) - _NAMED} more")
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def expected(self) -> list[str]:
-        """What goes, in figures that were computed; never a promise about accuracy."""
+        """List what is removed, in computed figures; accuracy is not predicted."""
         lines = []
         if self.share is not None:
-            lines.append(
-                f"{100 * self.share:.1f} % of all importance goes, by {self.scorer}'s own measure"
-            )
-        lines += [
-            f"{name}: {gone:,} of {whole:,} go ({100 * gone / whole:.1f} %)"
-            for name, gone, whole in self.saved
-        ]
+            share = f"{100 * self.share:.1f} %"
+            lines.append(f"{share} of all importance is removed, by {self.scorer}'s own measure")
+        for name, removed, whole in self.saved:
+            share = f"{100 * removed / whole:.1f} %"
+            lines.append(f"{name}: {removed:,} of {whole:,} removed ({share})")
         if self.same is not None:
             lines.append(
                 f"with other examples the same units would be the lowest in {100 * self.same:.0f} %"
@@ -165,120 +161,165 @@ class Explanation(Value):
 
 
 def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
-    """Sets a plan beside the scores that it was made from.
+    """Explain a plan by the scores that it was made from.
 
     Args:
         plan: The plan.
-        scores: Its scores; those of another scorer for the same model explain, too, how far the two
-            agree.
+        scores: Its scores. Another scorer's scores of the same model show how far the two agree.
 
     Raises:
-        PlanMismatch: the scores are of other sites than the plan is for, or of a model of another
+        PlanMismatch: the scores are of other sites than the plan, or of a model of another
             structure.
     """
     _check(plan, scores)
+    # 1. Find the units that the plan keeps, least important first.
     ranked = scores.ranked()
     heads = {row.site: frozenset(row.kept) for row in plan.mask.rows}
-    # A unit stays if the plan keeps any of its heads: a plan of finer units than the scores may
-    # take a part of one.
-    kept = {(unit.site, unit.unit): not heads[unit.name].isdisjoint(unit.heads) for unit in ranked}
-    gone = [unit for unit in ranked if not kept[unit.site, unit.unit]]
-    highest = max((unit.value for unit in gone), default=-math.inf)
-    lowest = min((unit.value for unit in ranked if kept[unit.site, unit.unit]), default=math.inf)
-    left = Counter(site for (site, _), stays in kept.items() if stays)
-    shares, same = _chances(scores, len(gone))
-    fates = tuple(
-        Fate(
-            unit.name,
-            unit.heads,
-            unit.value,
-            unit.standard_error,
-            len(ranked) - place,
-            kept[unit.site, unit.unit],
-            shares.get((unit.site, unit.unit)),
-            _why(unit, kept[unit.site, unit.unit], left[unit.site] == 1, highest, lowest),
-        )
-        for place, unit in enumerate(ranked)
+    kept: list[ScoredUnit] = []
+    removed: list[ScoredUnit] = []
+    kept_per_site: Counter[int] = Counter()
+    for unit in ranked:
+        # A plan of finer units than the scores' may remove a part of a unit: that counts as kept.
+        if heads[unit.name].isdisjoint(unit.heads):
+            removed.append(unit)
+        else:
+            kept.append(unit)
+            kept_per_site[unit.site] += 1
+    # 2. Give the reason of every unit, and how certain it is.
+    borders = _Borders(
+        highest_removed=max((unit.value for unit in removed), default=-math.inf),
+        lowest_kept=min((unit.value for unit in kept), default=math.inf),
+        kept_per_site=kept_per_site,
     )
-    whole = sum(unit.value for unit in ranked)
-    signed = any(unit.value < 0 for unit in ranked)
-    share = None if signed or whole <= 0 else sum(unit.value for unit in gone) / whole
-    notes = tuple(dict.fromkeys((*_chosen(scores), *plan.notes, *scores.notes)))
-    return Explanation(plan.title, scores.scorer, fates, share, _saved(scores, gone), same, notes)
+    shares, same = _chances(scores, len(removed))
+    kept_keys = set(map(_key, kept))
+    fates = []
+    for place, unit in enumerate(ranked):
+        is_kept = _key(unit) in kept_keys
+        fates.append(
+            Fate(
+                site=unit.name,
+                heads=unit.heads,
+                score=unit.value,
+                standard_error=unit.standard_error,
+                rank=len(ranked) - place,
+                kept=is_kept,
+                among_lowest=shares.get(_key(unit)),
+                why=borders.reason(unit, is_kept),
+            )
+        )
+    # 3. Sum up what is removed.
+    return Explanation(
+        title=plan.title,
+        scorer=scores.scorer,
+        units=tuple(fates),
+        share=_share(ranked, removed),
+        saved=_saved(scores, removed),
+        same=same,
+        # The plan may repeat notes of the scores.
+        notes=tuple(dict.fromkeys((*_choice_note(scores), *plan.notes, *scores.notes))),
+    )
 
 
-def _chosen(scores: HeadScores) -> list[str]:
-    """Who chose the scorer, where nobody named it."""
+def _key(unit: ScoredUnit) -> tuple[int, int]:
+    return unit.site, unit.unit
+
+
+@dataclass(frozen=True)
+class _Borders:
+    """Where a plan divides the scores; units on the wrong side of a border need a reason."""
+
+    highest_removed: float
+    lowest_kept: float
+    kept_per_site: Counter[int]
+
+    def reason(self, unit: ScoredUnit, kept: bool) -> str:
+        """Say why a unit is kept or removed; empty where its score explains it."""
+        if not kept:
+            lower_kept = unit.value > self.lowest_kept
+            return "removed although units with lower scores are kept" if lower_kept else ""
+        if unit.value >= self.highest_removed:
+            return ""
+        if self.kept_per_site[unit.site] == 1:
+            return "the last one of its layer"
+        return "other units save more when removed, or a rule of the selector keeps it"
+
+
+def _choice_note(scores: HeadScores) -> list[str]:
+    """Note how `auto` chose the scorer; empty where the user named it."""
     choice = scores.choice
     if choice is None:
         return []
-    rows = f"the loss of {choice.n_examples:,} rows that no refit had seen"
     return [
-        f"auto took {choice.chosen} by {rows}; scores.choice, and the report of a run, have all"
-        " candidates."
+        f"auto took {choice.chosen} by the loss of {choice.n_examples:,} rows that no refit had"
+        " seen; scores.choice, and the report of a run, have all candidates."
     ]
 
 
 def _check(plan: PruningPlan, scores: HeadScores) -> None:
+    """Refuse scores of another model."""
     if plan.model is not None and plan.model.structure != scores.model.structure:
         raise PlanMismatch(
             "scores", "of the model that the plan is for", "those of a model of another structure"
         )
-    known = set(plan.mask.sites)
-    unknown = [site.name for site in scores.sites if site.name not in known]
-    if unknown:
-        raise PlanMismatch(
-            "scores", "of sites that the plan is for", f"{unknown[0]!r}, which it lacks"
-        )
+    for site in scores.sites:
+        if site.name not in plan.mask.sites:
+            raise PlanMismatch(
+                "scores", "of sites that the plan is for", f"{site.name!r}, which it lacks"
+            )
 
 
 def _chances(scores: HeadScores, k: int) -> tuple[dict[tuple[int, int], float], float | None]:
-    """Every unit's share of resamples in which it is among the k lowest, and that the whole set is
-    the same."""
+    """Resample the examples.
+
+    Returns:
+        Every unit's share of resamples in which it is among the k lowest, and the share in which
+        the same k units are the lowest; empty and None where that cannot be computed.
+    """
     try:
         rows, same = scores.lowest(k), scores.stable(k).probability
-    except HeadPruneError:  # no per-example numbers, or nothing (or everything) goes
+    except HeadPruneError:  # no per-example numbers, or the plan removes no unit or all of them
         return {}, None
-    return {(s, u): share for s, row in enumerate(rows) for u, share in enumerate(row)}, same
+    shares = {}
+    for site, row in enumerate(rows):
+        for unit, share in enumerate(row):
+            shares[site, unit] = share
+    return shares, same
 
 
-def _why(unit: ScoredUnit, stays: bool, alone: bool, highest: float, lowest: float) -> str:
-    """What a unit's score alone does not say.
-
-    Args:
-        unit: The unit.
-        stays: Whether it does.
-        alone: Whether it is the only one of its site that does.
-        highest: Of the scores that go.
-        lowest: Of the scores that stay.
-    """
-    if stays and unit.value < highest:
-        return (
-            "the last one of its layer"
-            if alone
-            else "other units that go save more, or a rule of the selector keeps it"
-        )
-    return "goes although units with lower scores stay" if not stays and unit.value > lowest else ""
+def _share(ranked: Sequence[ScoredUnit], removed: Sequence[ScoredUnit]) -> float | None:
+    """Share of all importance that is removed; None where it means nothing."""
+    values = [unit.value for unit in ranked]
+    whole = sum(values)
+    if whole <= 0 or min(values) < 0:
+        return None
+    return sum(unit.value for unit in removed) / whole
 
 
-def _saved(scores: HeadScores, gone: list[ScoredUnit]) -> tuple[tuple[str, int, int], ...]:
+def _saved(scores: HeadScores, removed: list[ScoredUnit]) -> tuple[tuple[str, int, int], ...]:
+    """Sum the costs of the removed units: (name, removed, of the whole model)."""
     if scores.costs is None:
         return ()
-    parts, whole, length = (
-        Cost.sum(u.cost for u in gone if u.cost),
-        scores.costs.total,
-        scores.costs.length,
-    )
-    macs = f"multiply-adds an example of {length} tokens"
+    length, whole = scores.costs.length, scores.costs.total
+    parts = Cost.sum(unit.cost for unit in removed if unit.cost)
     rows = [
         ("parameters", parts.params, whole.params),
-        (macs, parts.macs(length), whole.macs(length)),
+        (
+            f"multiply-adds per example of {length} tokens",
+            parts.macs(length),
+            whole.macs(length),
+        ),
+        ("bytes of KV cache per token", parts.kv_bytes, whole.kv_bytes),
     ]
-    rows.append(("bytes of KV cache a token", parts.kv_bytes, whole.kv_bytes))
+    # Models without a cache have no row for it.
     return tuple(row for row in rows if row[2])
 
 
-def _how(unit: Fate) -> str:
+def _doubt(unit: Fate) -> str:
+    """Say how often other examples would have put an undecided unit among the lowest."""
     assert unit.among_lowest is not None
-    side = "stays" if unit.kept else "goes"
-    return f"{side}, and is among the lowest in {100 * unit.among_lowest:.0f} % of resamples"
+    state = "kept" if unit.kept else "removed"
+    chance = f"{100 * unit.among_lowest:.0f} %"
+    return (
+        f"  {unit.site}{list(unit.heads)}: {state}, and among the lowest in {chance} of resamples"
+    )

@@ -1,15 +1,14 @@
-"""Geometry of the inline SVG figures, in percent of their width; the templates draw it, and
-escape."""
+"""Geometry of the inline SVG figures, in percent of their width; templates draw and escape."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headprune.core.agreement import MEASURES, Agreement, Measure
 from headprune.core.record import SpeedRow
-from headprune.report.quality import QualityGroup
+from headprune.report.quality import QualityGroup, QualityLine
 
 
 @dataclass(frozen=True)
@@ -17,11 +16,11 @@ class Bar:
     """One horizontal bar from the zero line; ``whisker`` is the spread over draws."""
 
     name: str
-    text: str
-    tone: str
-    x: float
-    width: float
-    whisker: tuple[float, float] | None
+    text: str  # value and change
+    tone: str  # base, good, bad or plain
+    x: float  # left end, percent
+    width: float  # percent
+    whisker: tuple[float, float] | None  # both ends, percent; None without a spread
 
 
 @dataclass(frozen=True)
@@ -29,92 +28,131 @@ class BarChart:
     """Bars that start at one zero line, so that their lengths compare."""
 
     bars: tuple[Bar, ...]
-    zero: float
-    label: str
-    title: str
+    zero: float  # place of the zero line, percent
+    label: str  # of the axis
+    title: str  # all values as text, for screen readers
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio and its interval on an axis that all rows share."""
+    """Positions of a ratio and its interval on an axis that all rows share."""
 
     low: float
     high: float
     middle: float
-    one: float
+    one: float  # place of a ratio of 1: no change
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _PercentAxis:
     low: float
     high: float
 
     @classmethod
-    def over(cls, values: Sequence[float], always: float) -> _Axis:
-        finite = [v for v in values if math.isfinite(v)]
-        low, high = min([*finite, always]), max([*finite, always])
-        return cls(low, high) if high > low else cls(low - 1, high + 1)
+    def over(cls, values: Iterable[float], always: float) -> _PercentAxis:
+        """Span all finite values, and ``always``."""
+        shown = [always, *filter(math.isfinite, values)]
+        low, high = min(shown), max(shown)
+        # Equal values stand in the middle.
+        if low == high:
+            low, high = low - 1, high + 1
+        return cls(low, high)
 
     def at(self, value: float) -> float:
-        """Position of a value, from 1 to 99 percent."""
+        """Return the position of a value, from 1 to 99 percent."""
         inside = min(max(value, self.low), self.high)
         return round(1 + 98 * (inside - self.low) / (self.high - self.low), 2)
 
 
 def bars(group: QualityGroup) -> BarChart | None:
-    """The bar chart of one accuracy table: change from the original model, or plain values where
-    there is none."""
-    rows = [r for r in group.rows if r.amount is not None and math.isfinite(r.amount)]
-    if len(rows) < 2:
-        return None
-    reach = [(r.amount or 0.0, r.spread_amount or 0.0) for r in rows]
-    ends = [amount + sign * spread for amount, spread in reach for sign in (-1, 1)]
-    axis = _Axis.over(ends, 0.0)
+    """Lay out the bar chart of one quality table; None with fewer than two bars.
+
+    Bars are changes from the original model, or plain values where there is none.
+    """
+    # 1. Find an axis for bars and whiskers.
     drawn = []
-    for row in rows:
-        amount, spread = row.amount or 0.0, row.spread_amount
-        start, end = sorted((axis.at(0.0), axis.at(amount)))
-        whisker = None if spread is None else (axis.at(amount - spread), axis.at(amount + spread))
-        text = row.value if row.role == "base" or not row.delta else f"{row.value}  ({row.delta})"
-        drawn.append(Bar(row.name, text, row.tone, start, round(end - start, 2), whisker))
-    title = "; ".join(f"{b.name}: {b.text}" for b in drawn)
-    return BarChart(tuple(drawn), axis.at(0.0), group.chart_label, title)
+    ends = []
+    for row in group.rows:
+        if row.amount is not None and math.isfinite(row.amount):
+            spread = row.spread_amount or 0.0
+            ends += [row.amount - spread, row.amount + spread]
+            drawn.append((row, row.amount))
+    if len(drawn) < 2:
+        return None
+    axis = _PercentAxis.over(ends, 0.0)
+    # 2. Draw every bar from the zero line.
+    chart, texts = [], []
+    for row, amount in drawn:
+        bar = _bar(row, amount, axis)
+        chart.append(bar)
+        texts.append(f"{bar.name}: {bar.text}")
+    return BarChart(tuple(chart), axis.at(0.0), group.chart_label, "; ".join(texts))
+
+
+def _bar(row: QualityLine, amount: float, axis: _PercentAxis) -> Bar:
+    start, end = sorted((axis.at(0.0), axis.at(amount)))
+    whisker = None
+    if row.spread_amount is not None:
+        whisker = (axis.at(amount - row.spread_amount), axis.at(amount + row.spread_amount))
+    text = row.value
+    if row.role != "base" and row.delta:
+        text += f"  ({row.delta})"
+    return Bar(row.name, text, row.tone, start, round(end - start, 2), whisker)
 
 
 def intervals(rows: Sequence[SpeedRow]) -> list[Interval]:
-    """One interval a row of the speed table, all on one axis that holds 1."""
-    axis = _Axis.over([v for r in rows for v in (r.low, r.high, r.ratio)], 1.0)
+    """Lay out one interval per row of the speed table, all on one axis that holds 1."""
+    values: list[float] = []
+    for row in rows:
+        values += [row.low, row.high, row.ratio]
+    axis = _PercentAxis.over(values, 1.0)
+    drawn = []
+    for row in rows:
+        low, high, middle = map(_finite, (row.low, row.high, row.ratio))
+        drawn.append(Interval(axis.at(low), axis.at(high), axis.at(middle), axis.at(1.0)))
+    return drawn
 
-    def at(value: float) -> float:
-        return axis.at(value if math.isfinite(value) else 1.0)
 
-    return [Interval(low=at(r.low), high=at(r.high), middle=at(r.ratio), one=at(1.0)) for r in rows]
+def _finite(ratio: float) -> float:
+    """Draw a ratio without a usable timing at 1."""
+    return ratio if math.isfinite(ratio) else 1.0
 
 
 @dataclass(frozen=True)
 class AgreementDot:
-    """One measure of one pair of scores: in words, and on an axis from the measure's lowest value
-    to 1."""
+    """One measure of one pair of scores, as text and on an axis that ends at 1."""
 
     words: str
-    middle: float | None
+    middle: float | None  # None where it is not defined
     low: float | None
     high: float | None
-    zero: float
+    zero: float  # place of 0: chance agreement
 
 
-def agreement_dots(found: Agreement) -> list[tuple[str, list[AgreementDot]]]:
-    """For every pair of scores, its dots in the order of ``MEASURES``; all on one axis."""
-    pairs = [
-        (found.label(pair), [getattr(pair, name) for name in MEASURES]) for pair in found.pairs
-    ]
-    axis = _Axis.over(
-        [v for _, row in pairs for m in row for v in (m.value, m.low or 0.0)] + [1.0], 0.0
-    )
-    return [(label, [_dot(measure, axis) for measure in row]) for label, row in pairs]
+def agreement_dots(agreement: Agreement) -> list[tuple[str, list[AgreementDot]]]:
+    """Lay out every pair of scores: its label, and its dots in the order of ``MEASURES``."""
+    # 1. All dots share an axis; agreement below chance is negative.
+    pairs: list[tuple[str, list[Measure]]] = []
+    ends = [1.0]
+    for pair in agreement.pairs:
+        measures = [getattr(pair, name) for name in MEASURES]
+        pairs.append((agreement.label(pair), measures))
+        for measure in measures:
+            ends += [measure.value, measure.low or 0.0]
+    axis = _PercentAxis.over(ends, 0.0)
+    # 2. Place the dots.
+    dots = []
+    for label, measures in pairs:
+        dots.append((label, [_dot(measure, axis) for measure in measures]))
+    return dots
 
 
-def _dot(measure: Measure, axis: _Axis) -> AgreementDot:
-    low, high = ((None if v is None else axis.at(v)) for v in (measure.low, measure.high))
-    middle = axis.at(measure.value) if math.isfinite(measure.value) else None
+def _dot(measure: Measure, axis: _PercentAxis) -> AgreementDot:
+    low = high = middle = None
+    if measure.low is not None:
+        low = axis.at(measure.low)
+    if measure.high is not None:
+        high = axis.at(measure.high)
+    if math.isfinite(measure.value):
+        middle = axis.at(measure.value)
     return AgreementDot(str(measure), middle, low, high, axis.at(0.0))

@@ -1,15 +1,16 @@
-"""The grid of layers x heads: which cell is joined with which, how dark it is, and what it says."""
+"""The grid of layers by heads: which heads share a cell, its colour and its text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from statistics import median
 from typing import Literal
 
 from headprune.core.heads import AttentionSite, HeadId
+from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores, ScoredUnit
 from headprune.maps.pictures import AttentionPictures
@@ -18,28 +19,29 @@ from headprune.report.formats import fixed, power, significant
 #: Steps of the colour ramp; `style.css.j2` has one class for each, for light and for dark.
 N_STEPS = 9
 
-State = Literal["kept", "removed", "gone"]
+State = Literal["kept", "removed", "absent"]
+_STATE_TEXT = {"kept": "kept", "removed": "removed", "absent": "removed before this run"}
 _KINDS = {"self": "Self-attention", "causal": "Causal self-attention", "cross": "Cross-attention"}
+#: Titles in a model with cross-attention, whose kinds tell encoder and decoder apart.
 _TOWERS = {
     "self": "Encoder: self-attention",
     "causal": "Decoder: causal self-attention",
     "cross": "Cross-attention",
 }
-_WORD = {"kept": "kept", "removed": "removed", "gone": "removed before this run"}
 
 
 @dataclass(frozen=True)
 class HeatCell:
-    """One prune unit: a head, or a joined KV group.
+    """One prune unit: a head, or a key/value group whose heads are removed together.
 
     Args:
         heads: Original indices.
-        state: kept, removed, or gone before the run.
-        step: Colour, 0 to 8; None without a score.
+        state: ``kept``, ``removed``, or ``absent`` where it was removed before the run.
+        step: Step of the colour ramp, 0 to 8; None without a score.
         bar: Length of the bar in percent, so that the grid reads without colour.
-        value: The score, divided by the map's common power of ten.
-        score: The score as it is, to sort by; None without one.
-        title: Everything in words.
+        value: The score divided by the map's common power of ten, formatted.
+        score: The score itself, to sort by; None without one.
+        title: Site, heads, score, rank and state as one text.
     """
 
     heads: tuple[int, ...]
@@ -55,18 +57,23 @@ class HeatCell:
 class HeatRow:
     """One site; ``label`` is the part of its name that differs between the sites of its group."""
 
-    site: str
+    site: str  # name of the attention module
     label: str
     cells: tuple[HeatCell, ...]
-    n_heads: int
-    n_kept: int
-    n_present: int
+    n_heads: int  # query heads, absent ones included
+    n_kept: int  # heads in state `kept`
+    n_present: int  # heads that are not absent
 
 
 @dataclass(frozen=True)
 class HeatGroup:
-    """The sites of one kind of attention; ``title`` is empty where the model has one kind alone,
-    ``pattern`` is what the names of its sites share."""
+    """The sites of one kind of attention.
+
+    Args:
+        title: The kind; empty where the model has only one.
+        pattern: The parts of their names that the sites share.
+        rows: One per site.
+    """
 
     title: str
     pattern: str
@@ -75,46 +82,55 @@ class HeatGroup:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The whole grid with what its legend needs."""
+    """The whole grid, and the values of its legend."""
 
-    scorer: str
+    scorer: str  # empty without scores
     groups: tuple[HeatGroup, ...]
-    n_columns: int
-    unit: str
-    low: str
-    high: str
-    logarithmic: bool
-    scored: bool
-    planned: bool
-    grouped: bool
-    any_gone: bool
+    n_columns: int  # heads of the widest site
+    unit: str  # such as `× 10⁻³`; empty for plain scores
+    low: str  # label of the palest colour
+    high: str  # label of the darkest colour
+    logarithmic: bool  # scale of the colours
+    scored: bool  # whether scores are shown
+    planned: bool  # whether a plan is shown
+    grouped: bool  # whether some heads share a key/value head
 
     @property
     def rows(self) -> tuple[HeatRow, ...]:
         """Every site, group by group."""
-        return tuple(row for group in self.groups for row in group.rows)
+        return tuple(chain.from_iterable(group.rows for group in self.groups))
+
+    @property
+    def any_absent(self) -> bool:
+        """Whether a head was removed before the run."""
+        return any(row.n_present < row.n_heads for row in self.rows)
 
     def label_width(self, most: float) -> float:
-        """Width of the row labels in rem, ``most`` at most; longer labels are broken at their
-        dots."""
+        """Width of the row labels in rem, ``most`` at most; longer labels break at their dots."""
         longest = max((len(row.label) for row in self.rows), default=0)
         return round(min(max(0.5 * longest + 0.8, 1.6), most), 2)
 
 
 @dataclass(frozen=True)
-class _Scale:
-    """Maps scores to 0..1: linear, or logarithmic where a few heads would leave all others pale."""
+class _ColourScale:
+    """Map scores to 0..1, on a logarithmic scale where a few heads would make all others pale.
+
+    ``clipped``: scores below ``low`` exist, and have its colour.
+    """
 
     low: float
     high: float
-    logarithmic: bool
+    logarithmic: bool = False
+    clipped: bool = False
 
     @classmethod
-    def fit(cls, values: Sequence[float]) -> _Scale:
+    def fit(cls, values: Sequence[float]) -> _ColourScale:
         low, high = min(values, default=0.0), max(values, default=0.0)
         if low > 0 and high > 8 * median(values):
-            return cls(max(low, high / 1000), high, True)
-        return cls(low, high, False)
+            # Three decades at most: below that no difference could be seen.
+            floor = high / 1000
+            return cls(max(low, floor), high, logarithmic=True, clipped=low < floor)
+        return cls(low, high)
 
     def level(self, value: float) -> float:
         if not self.high > self.low:
@@ -124,163 +140,260 @@ class _Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
-    """What all names share, as a pattern, and what is left of each."""
-    parts = [name.split(".") for name in names]
-    shortest = min(map(len, parts), default=0)
-    head = 0
-    while len(parts) > 1 and head < shortest - 1 and len({p[head] for p in parts}) == 1:
-        head += 1
-    tail = 0
-    while len(parts) > 1 and tail < shortest - 1 - head and len({p[-1 - tail] for p in parts}) == 1:
-        tail += 1
-    left = [".".join(p[head : len(p) - tail]) for p in parts]
-    if not head and not tail:
-        return "", left
-    return ".".join([*parts[0][:head], "*", *parts[0][len(parts[0]) - tail :]]), left
+@dataclass(frozen=True)
+class _MapSource:
+    """The values that the cells of one map are made from.
 
+    Args:
+        plan: The record's plan.
+        pictures: What heads attend to.
+        sites: Sites by name; None where only the plan knows the site.
+        widths: Heads per site, absent ones included.
+        units: The scored unit of every present head.
+        ranks: Rank per unit, 1 for the most important; keys are (site index, unit index).
+        scale: Score to colour.
+        exponent: Scores are shown in units of ten to this power.
+    """
 
-def _blocks(
-    site: AttentionSite | None, n_heads: int, kept: set[int] | None
-) -> list[tuple[int, ...]]:
-    """Which heads are drawn as one cell: neighbours that are one unit and have one fate, else
-    single heads."""
-    if site is None or site.policy != "group" or site.bundles is not None:
-        return [(h,) for h in range(n_heads)]
-    present = set(site.heads)
-    blocks: list[tuple[int, ...]] = []
-    for _, heads in groupby(range(n_heads), site.kv_head):
-        group = tuple(heads)
-        fates = {(h in present, kept is None or h in kept) for h in group}
-        blocks += [group] if len(fates) == 1 else [(h,) for h in group]
-    return blocks
+    plan: PruningPlan | None
+    pictures: AttentionPictures | None
+    sites: dict[str, AttentionSite | None]
+    widths: dict[str, int]
+    units: dict[HeadId, ScoredUnit]
+    ranks: dict[tuple[int, int], int]
+    scale: _ColourScale
+    exponent: int
+
+    def kept(self, site: str) -> set[int] | None:
+        """Heads that the plan keeps; None where no plan covers the site."""
+        if self.plan is None or site not in self.plan.mask.sites:
+            return None
+        return set(self.plan.mask.kept(site))
 
 
 def heat_map(
     record: RunRecord, scores: HeadScores | None = None, pictures: AttentionPictures | None = None
 ) -> HeatMap | None:
-    """The grid of a record's scores and plan; None if it has neither.
+    """Lay out a record's scores and plan as a grid; None if it has neither.
 
     Args:
         record: The record.
         scores: Other scores of the same sites, in place of the record's own.
-        pictures: Say what heads mostly attend to.
+        pictures: Add to each cell what its heads mostly attend to.
     """
-    scores, plan = scores or record.scores, record.plan
-    if scores is None and plan is None:
+    if scores is None:
+        scores = record.scores
+    if scores is None and record.plan is None:
         return None
-    sites: dict[str, AttentionSite | None] = {s.name: s for s in scores.sites} if scores else {}
-    widths = {s.name: s.n_query_heads for s in scores.sites} if scores else {}
-    for row in plan.mask.rows if plan else ():
-        sites.setdefault(row.site, None)
-        widths.setdefault(row.site, row.n_heads)
-    planned = set(plan.mask.sites) if plan else set()
-    units = {HeadId(u.name, h): u for u in scores.units() for h in u.heads} if scores else {}
-    values = [u.value for u in scores.units()] if scores else []
-    scale = _Scale.fit(values)
-    exponent = _exponent(values)
-    ranks = (
-        {(u.site, u.unit): i + 1 for i, u in enumerate(reversed(scores.ranked()))} if scores else {}
-    )
-
-    def cell(name: str, block: tuple[int, ...], kept: set[int] | None) -> HeatCell:
-        site, unit = sites[name], units.get(HeadId(name, block[0]))
-        gone = site is not None and block[0] not in site.heads
-        state: State = "gone" if gone else "kept" if kept is None or block[0] in kept else "removed"
-        level = scale.level(unit.value) if unit else None
-        words = [_heads_text(name, block), *_score_words(unit, ranks)]
-        words += _habits(name, block, pictures)
-        if plan is not None or gone:
-            words.append(_WORD[state])
-        return HeatCell(
-            heads=block,
-            state=state,
-            step=None if level is None else min(int(level * N_STEPS), N_STEPS - 1),
-            bar=0.0 if level is None else round(100 * level, 1),
-            value=fixed(unit.value / 10.0**exponent, 2) if unit else "",
-            score=unit.value if unit else None,
-            title=", ".join(words),
-        )
-
-    def row_of(name: str, label: str) -> HeatRow:
-        kept = set(plan.mask.kept(name)) if plan and name in planned else None
-        cells = tuple(cell(name, block, kept) for block in _blocks(sites[name], widths[name], kept))
-        stays = sum(len(c.heads) for c in cells if c.state == "kept")
-        present = sum(len(c.heads) for c in cells if c.state != "gone")
-        return HeatRow(name, label, cells, widths[name], stays, present)
-
-    groups = []
-    for title, names in by_kind({name: site.kind if site else "" for name, site in sites.items()}):
-        pattern, labels = short_names(names)
-        groups.append(HeatGroup(title, pattern, tuple(map(row_of, names, labels))))
+    source = _map_source(scores, record.plan, pictures)
+    scale = source.scale
+    below = "≤ " if scale.clipped else ""
     return HeatMap(
-        scorer=scores.scorer if scores else "",
-        groups=tuple(groups),
-        n_columns=max(widths.values(), default=0),
-        unit="" if exponent == 0 else f"× {power(exponent)}",
-        low=("≤ " if scale.logarithmic and min(values) < scale.low else "")
-        + significant(scale.low, 3),
+        scorer="" if scores is None else scores.scorer,
+        groups=_groups(source),
+        n_columns=max(source.widths.values(), default=0),
+        unit="" if source.exponent == 0 else f"× {power(source.exponent)}",
+        low=below + significant(scale.low, 3),
         high=significant(scale.high, 3),
         logarithmic=scale.logarithmic,
-        scored=bool(values),
-        planned=plan is not None,
-        grouped=any(s is not None and s.group_size > 1 for s in sites.values()),
-        any_gone=any(
-            c.state == "gone" for group in groups for row in group.rows for c in row.cells
-        ),
+        scored=bool(source.units),
+        planned=source.plan is not None,
+        grouped=any(site is not None and site.group_size > 1 for site in source.sites.values()),
     )
+
+
+def _map_source(
+    scores: HeadScores | None, plan: PruningPlan | None, pictures: AttentionPictures | None
+) -> _MapSource:
+    """Index scores and plan by site and head."""
+    sites: dict[str, AttentionSite | None] = {}
+    widths: dict[str, int] = {}
+    units: dict[HeadId, ScoredUnit] = {}
+    ranks: dict[tuple[int, int], int] = {}
+    values: list[float] = []
+    if scores is not None:
+        for site in scores.sites:
+            sites[site.name] = site
+            widths[site.name] = site.n_query_heads
+        for unit in scores.units():
+            values.append(unit.value)
+            for head in unit.heads:
+                units[HeadId(unit.name, head)] = unit
+        # `ranked` begins with the least important unit.
+        for rank, unit in enumerate(reversed(scores.ranked()), start=1):
+            ranks[unit.site, unit.unit] = rank
+    if plan is not None:
+        for row in plan.mask.rows:
+            sites.setdefault(row.site, None)
+            widths.setdefault(row.site, row.n_heads)
+    scale = _ColourScale.fit(values)
+    return _MapSource(plan, pictures, sites, widths, units, ranks, scale, _exponent(values))
+
+
+def _groups(source: _MapSource) -> tuple[HeatGroup, ...]:
+    """Rows of every site, by kind of attention."""
+    kinds = {}
+    for name, site in source.sites.items():
+        kinds[name] = "" if site is None else site.kind
+    groups = []
+    for title, names in by_kind(kinds):
+        pattern, labels = short_names(names)
+        rows = []
+        for name, label in zip(names, labels, strict=True):
+            rows.append(_heat_row(source, name, label))
+        groups.append(HeatGroup(title, pattern, tuple(rows)))
+    return tuple(groups)
+
+
+def _heat_row(source: _MapSource, name: str, label: str) -> HeatRow:
+    kept = source.kept(name)
+    cells = []
+    # Heads per state.
+    numbers = {"kept": 0, "removed": 0, "absent": 0}
+    for heads in _cell_heads(source.sites[name], source.widths[name], kept):
+        cell = _heat_cell(source, name, heads, kept)
+        cells.append(cell)
+        numbers[cell.state] += len(heads)
+    present = numbers["kept"] + numbers["removed"]
+    return HeatRow(name, label, tuple(cells), source.widths[name], numbers["kept"], present)
+
+
+def _cell_heads(
+    site: AttentionSite | None, n_heads: int, kept: set[int] | None
+) -> list[tuple[int, ...]]:
+    """List the heads of each cell: a key/value group that shares one state, else one head."""
+    if site is None or site.policy != "group" or site.bundles is not None:
+        return [(head,) for head in range(n_heads)]
+    present = set(site.heads)
+    blocks: list[tuple[int, ...]] = []
+    # `groupby` joins neighbours only: interleaved groups come out as single heads.
+    for _, members in groupby(range(n_heads), site.kv_head):
+        group = tuple(members)
+        fates = {(head in present, kept is None or head in kept) for head in group}
+        if len(fates) == 1:
+            blocks.append(group)
+        else:
+            blocks += zip(group, strict=True)
+    return blocks
+
+
+def _heat_cell(
+    source: _MapSource, name: str, heads: tuple[int, ...], kept: set[int] | None
+) -> HeatCell:
+    site = source.sites[name]
+    # All heads of a cell share one state.
+    state: State = "kept"
+    if site is not None and heads[0] not in site.heads:
+        state = "absent"
+    elif kept is not None and heads[0] not in kept:
+        state = "removed"
+    unit = source.units.get(HeadId(name, heads[0]))
+    # Everything about the cell as one text: it is the tooltip, and what screen readers read.
+    words = [_heads_text(name, heads)]
+    if unit is not None:
+        words += _score_words(unit, source.ranks)
+    words += _pattern_words(name, heads, source.pictures)
+    if source.plan is not None or state == "absent":
+        words.append(_STATE_TEXT[state])
+    title = ", ".join(words)
+    if unit is None:
+        return HeatCell(heads, state, None, 0.0, "", None, title)
+    level = source.scale.level(unit.value)  # 0 to 1
+    return HeatCell(
+        heads=heads,
+        state=state,
+        # The highest score would begin a step of its own.
+        step=min(int(level * N_STEPS), N_STEPS - 1),
+        bar=round(100 * level, 1),
+        value=fixed(unit.value / 10.0**source.exponent, 2),
+        score=unit.value,
+        title=title,
+    )
+
+
+def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Split dotted names into the parts that all share and the parts that differ.
+
+    Returns:
+        The shared parts with ``*`` for the others, empty where none are shared; and every name
+        without them.
+
+    >>> short_names(["layer.0.self", "layer.1.self"])
+    ('layer.*.self', ['0', '1'])
+    """
+    if len(names) < 2:
+        return "", list(names)
+    parts = [name.split(".") for name in names]
+    # One part of every name remains, so that no label is empty.
+    most = min(map(len, parts)) - 1
+    head = _n_shared(parts, most)
+    # Parts from the end, of those that remain.
+    tail = _n_shared([name[::-1] for name in parts], most - head)
+    labels = [".".join(name[head : len(name) - tail]) for name in parts]
+    if not head and not tail:
+        return "", labels
+    first = parts[0]
+    return ".".join([*first[:head], "*", *first[len(first) - tail :]]), labels
+
+
+def _n_shared(names: Sequence[Sequence[str]], most: int) -> int:
+    """Count the parts with which all names begin, ``most`` at most."""
+    shared = 0
+    while shared < most and len({name[shared] for name in names}) == 1:
+        shared += 1
+    return shared
 
 
 def by_kind(sites: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """Names of sites by kind of attention, each kind with a title; one untitled group where there
-    is one kind.
+    """Group names of sites by kind of attention.
 
     Args:
         sites: The kind of every site, by its name; empty where it is not known.
+
+    Returns:
+        A title and the names of its sites per kind; the title is empty where there is one kind.
     """
     kinds: dict[str, list[str]] = {}
     for name, kind in sites.items():
         kinds.setdefault(kind, []).append(name)
     if len(kinds) == 1:
         return [("", list(sites))]
-    named = _TOWERS if "cross" in kinds else _KINDS
-    return [(named.get(kind, "Other attention"), names) for kind, names in kinds.items()]
+    titles = _TOWERS if "cross" in kinds else _KINDS
+    return [(titles.get(kind, "Other attention"), names) for kind, names in kinds.items()]
 
 
 def _exponent(values: Sequence[float]) -> int:
-    """The power of ten that brings the largest score to 1..999, a multiple of three; 0 where none
-    is needed."""
-    largest = max((abs(v) for v in values), default=0.0)
+    """Choose the power of ten, a multiple of three, that brings the largest score to 1..999."""
+    largest = max(map(abs, values), default=0.0)
     if largest == 0 or 0.1 <= largest < 1000:
         return 0
     return 3 * math.floor(math.log10(largest) / 3)
 
 
-def _heads_text(site: str, block: tuple[int, ...]) -> str:
-    if len(block) == 1:
-        return f"{site}, head {block[0]}"
-    return f"{site}, heads {block[0]}–{block[-1]} (one key/value group)"
+def _heads_text(site: str, heads: tuple[int, ...]) -> str:
+    if len(heads) == 1:
+        return f"{site}, head {heads[0]}"
+    return f"{site}, heads {heads[0]}–{heads[-1]} (one key/value group)"
 
 
-def _habits(site: str, block: tuple[int, ...], pictures: AttentionPictures | None) -> list[str]:
-    """What the heads of a cell mostly attend to; of several it is said whose habit it is."""
-    found = {h: pictures.pattern(HeadId(site, h)) for h in block} if pictures else {}
-    return [
-        f"{f'head {h} ' if len(block) > 1 else ''}mostly {pattern}"
-        for h, pattern in found.items()
-        if pattern
-    ]
+def _pattern_words(
+    site: str, heads: tuple[int, ...], pictures: AttentionPictures | None
+) -> list[str]:
+    """Say what the heads of a cell mostly attend to; with several heads, which head does."""
+    words: list[str] = []
+    if pictures is None:
+        return words
+    for head in heads:
+        pattern = pictures.pattern(HeadId(site, head))
+        if pattern and len(heads) > 1:
+            words.append(f"head {head} mostly {pattern}")
+        elif pattern:
+            words.append(f"mostly {pattern}")
+    return words
 
 
-def _score_words(unit: ScoredUnit | None, ranks: dict[tuple[int, int], int]) -> list[str]:
-    if unit is None:
-        return []
-    error = (
-        ""
-        if unit.standard_error is None
-        else f" ± {significant(unit.standard_error, 2)} (standard error)"
-    )
-    return [
-        f"score {significant(unit.value)}{error}",
-        f"rank {ranks[unit.site, unit.unit]} of {len(ranks)}",
-    ]
+def _score_words(unit: ScoredUnit, ranks: dict[tuple[int, int], int]) -> list[str]:
+    score = f"score {significant(unit.value)}"
+    if unit.standard_error is not None:
+        score += f" ± {significant(unit.standard_error, 2)} (standard error)"
+    return [score, f"rank {ranks[unit.site, unit.unit]} of {len(ranks)}"]

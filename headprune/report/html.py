@@ -1,5 +1,4 @@
-"""The HTML report: one file that loads nothing and opens offline; the one script that it runs is
-known by its hash."""
+"""The HTML report: one file that loads nothing, with one script that is allowed by its hash."""
 
 from __future__ import annotations
 
@@ -36,32 +35,36 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        # Data may hold terminal colours and control characters, which no page should show.
         finalize=lambda value: clean(value) if type(value) is str else value,
     )
-    script = "\n" + (files("headprune.report") / "templates" / "report.js").read_text(
-        encoding="utf-8"
-    )
+    source = files("headprune.report") / "templates" / "report.js"
+    # The template begins the script on a new line, which the hash covers.
+    script = "\n" + source.read_text(encoding="utf-8")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page_script = Markup(script)  # a file of this package  # nosec B704
     environment.globals.update(script=page_script, script_hash=allowed, measures=list(MEASURES))
     return environment
 
 
-def _agreement(found: Agreement | None) -> Any:
-    return None if found is None else {"found": found, "pairs": agreement_dots(found)}
+def _agreement(agreement: Agreement | None) -> Any:
+    if agreement is None:
+        return None
+    # The template knows the agreement by this key.
+    return {"found": agreement, "pairs": agreement_dots(agreement)}
 
 
-def render_html(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
-    """The report as one HTML page.
+def render_html(record: RunRecord, inputs: ReportInputs = NOTHING) -> str:
+    """Render the report as one HTML page.
 
-    All data is escaped, and a content security policy forbids every load and every script but the
-    page's own, which only sorts, switches and draws: without it the page says the same, pictures of
-    attention left out. Missing parts of the record are left out and named at the end; a failed or
-    interrupted run shows its stage, its error and whatever it had measured.
+    All data is escaped. A content security policy forbids every load, and every script but the
+    page's own, which sorts, switches and draws. Without scripts the page lacks the pictures of
+    attention alone. Missing parts of the record are left out and named at the end. A failed or
+    interrupted run shows its stage, its error and what it had measured.
 
     Args:
         record: The record.
-        beside: What else is shown.
+        inputs: Attention pictures, other scores and their agreement.
 
     >>> record = RunRecord(
     ...     "demo", "failed", "score", "2026-01-01T00:00:00Z", error="no <script> in data"
@@ -71,18 +74,17 @@ def render_html(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
     (True, 1)
     """
     template = _environment().get_template("report.html.j2")
-    seen = view(record, beside)
-    charts = [bars(group) for group in seen.quality]
+    seen = view(record, inputs)
     return template.render(
         view=seen,
-        charts=charts,
+        charts=list(map(bars, seen.quality)),
         intervals=intervals(record.speed),
         agreement=_agreement(seen.agreement),
     )
 
 
 def render_comparison_html(compared: Sequence[Compared], agreement: Agreement | None = None) -> str:
-    """Several records as one page, a column each; as safe as the page of one.
+    """Render several records as one page, a column per record; as safe as the page of one.
 
     Args:
         compared: Two records or more.
@@ -99,16 +101,19 @@ def render_comparison_html(compared: Sequence[Compared], agreement: Agreement | 
 
 
 def render_sweep_html(table: SweepTable, folder: str | Path = ".") -> str:
-    """A sweep as one page: its trade-off on validation and on test rows, and the settings to look
-    at.
+    """Render a sweep as one page: its trade-off on validation and test rows, and its best settings.
 
     Args:
         table: The sweep's table.
-        folder: Where the sweep lies, for the command that comes next.
+        folder: Where the sweep lies, for the command that the page shows.
     """
     template = _environment().get_template("sweep.html.j2")
-    drawn = (curve(points_of_sweep(table, split), split) for split in ("validation", "test"))
-    curves = [found for found in drawn if found is not None]
+    curves = []
+    for split in ("validation", "test"):
+        drawn = curve(points_of_sweep(table, split), split)
+        # Settings of one size have no curve.
+        if drawn is not None:
+            curves.append(drawn)
     size = {"width": WIDTH, "height": HEIGHT}
     return template.render(
         view=sweep_view(table), curves_drawn=curves, size=size, folder=shlex.quote(str(folder))

@@ -1,4 +1,4 @@
-"""What a report shows beside the record: values that a run leaves in its folder."""
+"""Inputs of a report other than the record: values that a run writes into its folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from headprune.maps.pictures import AttentionPictures
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Values that belong to a record and are no part of it; every one may be missing.
+    """Values that belong to a record but are not part of it; each may be missing.
 
     Args:
-        pictures: What every head attends to in a few examples.
+        pictures: Attention of every head in a few examples.
         scores: Other scores of the same model; the head map switches between them and the record's
             own.
         agreement: How alike the scores order the heads.

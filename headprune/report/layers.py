@@ -1,11 +1,11 @@
-"""The table of layers: heads, parameters, multiply-adds and cache of every site's heads, before and
-after."""
+"""The table of layers: heads of every site and their costs, before and after the cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headprune.core.heads import AttentionSite
 from headprune.core.record import RunRecord
 from headprune.core.scores import Cost
 from headprune.report.formats import counts
@@ -14,31 +14,33 @@ from headprune.report.heatmap import by_kind, short_names
 
 @dataclass(frozen=True)
 class LayerLine:
-    """One formatted row: a site, or the sum of all; pairs are before and after, ``share`` the
-    percent that stays."""
+    """One formatted row: a site, or the sum of all.
 
-    label: str
-    kind: str
+    Pairs are before and after; ``share`` is the percentage of heads that are kept.
+    """
+
+    label: str  # the part of the site's name that differs
+    kind: str  # kind of attention; empty where all are alike
     heads: tuple[str, str]
     params: tuple[str, str]
-    macs: tuple[str, str]
-    cache: tuple[str, str]
+    macs: tuple[str, str]  # multiply-adds per example
+    cache: tuple[str, str]  # bytes per token
     share: float
 
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The rows, their sum, and what the heading needs."""
+    """The rows, their sum, and the values of the heading."""
 
     lines: tuple[LayerLine, ...]
-    total: LayerLine
-    length: int
-    cached: bool
+    total: LayerLine  # the sum of all lines
+    length: int  # tokens per example
+    cached: bool  # whether heads have a key/value cache
 
 
 @dataclass(frozen=True)
-class _Side:
-    """Heads present and kept, and what they cost."""
+class _SiteCost:
+    """Heads present and kept, and their costs."""
 
     heads: int
     kept: int
@@ -47,51 +49,65 @@ class _Side:
 
 
 def layer_table(record: RunRecord) -> LayerTable | None:
-    """What the heads of every layer cost before and after the plan; None without a plan or without
-    costs.
+    """Sum what the heads of every layer cost; None without a plan or without costs.
 
-    A head's cost is what leaves the model with it, as the scores counted it; what heads share is in
-    no row.
+    A head's cost is what removing it saves, as the scores count it. What heads share is in no row.
     """
     scores, plan = record.scores, record.plan
     if scores is None or plan is None or scores.costs is None:
         return None
-    length, costs = scores.costs.length, scores.costs.units
-    sides = {}
-    for site, units in zip(scores.sites, costs, strict=True):
-        kept = set(plan.mask.kept(site.name)) if site.name in plan.mask.sites else set(site.heads)
-        stays = [cost for heads, cost in zip(site.units, units, strict=True) if set(heads) <= kept]
-        sides[site.name] = _Side(
-            len(site.heads), len(kept & set(site.heads)), Cost.sum(units), Cost.sum(stays)
-        )
+    length = scores.costs.length
+    # 1. Add up the units of every site.
+    costs = {}
+    for site, units in zip(scores.sites, scores.costs.units, strict=True):
+        kept = set(site.heads)
+        if site.name in plan.mask.sites:
+            kept &= set(plan.mask.kept(site.name))
+        costs[site.name] = _site_cost(site, units, kept)
+    # 2. Format a row per site, by kind of attention.
     lines = []
-    for kind, names in by_kind({site.name: site.kind for site in scores.sites}):
+    kinds = by_kind({site.name: site.kind for site in scores.sites})
+    for kind, names in kinds:
         labels = short_names(names)[1]
-        lines += [
-            _line(label, kind, sides[name], length)
-            for name, label in zip(names, labels, strict=True)
-        ]
-    every = list(sides.values())
-    whole = _Side(
-        sum(side.heads for side in every),
-        sum(side.kept for side in every),
-        Cost.sum(side.before for side in every),
-        Cost.sum(side.after for side in every),
-    )
-    total = _line("all layers", "", whole, length)
-    return LayerTable(tuple(lines), total, length, any(c.kv_bytes for row in costs for c in row))
+        for name, label in zip(names, labels, strict=True):
+            lines.append(_line(label, kind, costs[name], length))
+    # 3. Add the sum.
+    whole = _total(list(costs.values()))
+    # Encoders have no cache.
+    cached = whole.before.kv_bytes > 0
+    return LayerTable(tuple(lines), _line("all layers", "", whole, length), length, cached)
 
 
-def _line(label: str, kind: str, side: _Side, length: int) -> LayerLine:
-    def pair(number: Callable[[Cost], int]) -> tuple[str, str]:
-        return counts(number(side.before), number(side.after))
+def _site_cost(site: AttentionSite, units: Sequence[Cost], kept: set[int]) -> _SiteCost:
+    """Sum the costs of a site's units; a unit is saved only if all of its heads are removed."""
+    after = []
+    for heads, cost in zip(site.units, units, strict=True):
+        if set(heads) <= kept:
+            after.append(cost)
+    return _SiteCost(len(site.heads), len(kept), Cost.sum(units), Cost.sum(after))
 
+
+def _total(costs: Sequence[_SiteCost]) -> _SiteCost:
+    heads = kept = 0
+    before, after = [], []
+    for cost in costs:
+        heads += cost.heads
+        kept += cost.kept
+        before.append(cost.before)
+        after.append(cost.after)
+    return _SiteCost(heads, kept, Cost.sum(before), Cost.sum(after))
+
+
+def _line(label: str, kind: str, cost: _SiteCost, length: int) -> LayerLine:
+    before, after = cost.before, cost.after
+    # A layer that had lost all heads before has no share.
+    share = 100 * cost.kept / cost.heads if cost.heads else 0.0
     return LayerLine(
         label=label,
         kind=kind,
-        heads=(f"{side.heads:,}", f"{side.kept:,}"),
-        params=pair(lambda cost: cost.params),
-        macs=pair(lambda cost: cost.macs(length)),
-        cache=pair(lambda cost: cost.kv_bytes),
-        share=round(100 * side.kept / side.heads, 1) if side.heads else 0.0,
+        heads=(f"{cost.heads:,}", f"{cost.kept:,}"),
+        params=counts(before.params, after.params),
+        macs=counts(before.macs(length), after.macs(length)),
+        cache=counts(before.kv_bytes, after.kv_bytes),
+        share=round(share, 1),
     )

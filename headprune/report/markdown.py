@@ -1,4 +1,4 @@
-"""The Markdown report: the twin of the HTML page, with the same numbers."""
+"""The Markdown report: the same numbers as the HTML page, as text."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from headprune.report.view import view
 
 
 def block(text: str) -> str:
-    """Text as a fenced block whose fence is longer than any run of backticks inside."""
+    """Write text as a fenced block that no backticks inside can close."""
     text = clean(text).strip("\n")
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    longest = max(map(len, re.findall(r"`+", text)), default=0)
+    # At least one backtick longer than any run of them in the text.
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}"
 
 
 @cache
 def _environment() -> Environment:
-    environment = (
-        Environment(  # Markdown has its own escapes: every value passes through `md` or `block`
-            loader=PackageLoader("headprune.report"),
-            autoescape=False,  # no HTML is made here  # nosec B701
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
+    # Markdown has its own escapes: templates pass every value through `md` or `block`.
+    environment = Environment(
+        loader=PackageLoader("headprune.report"),
+        autoescape=False,  # no HTML is made here  # nosec B701
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(md=escape, block=block)
     return environment
 
 
-def render_markdown(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
-    """The report as GitHub-flavoured Markdown.
+def render_markdown(record: RunRecord, inputs: ReportInputs = NOTHING) -> str:
+    """Render the report as GitHub-flavoured Markdown.
 
     >>> print(
     ...     render_markdown(
@@ -50,13 +50,13 @@ def render_markdown(record: RunRecord, beside: ReportInputs = NOTHING) -> str:
     ... )
     # demo: running
     """
-    return _rendered("report.md.j2", view=view(record, beside))
+    return _rendered("report.md.j2", view=view(record, inputs))
 
 
 def render_comparison_markdown(
     compared: Sequence[Compared], agreement: Agreement | None = None
 ) -> str:
-    """Several records as GitHub-flavoured Markdown, a column each.
+    """Render several records as GitHub-flavoured Markdown, a column per record.
 
     Raises:
         InvalidValue: fewer than two records, or names that are not different.
@@ -66,4 +66,5 @@ def render_comparison_markdown(
 
 def _rendered(template: str, **values: Any) -> str:
     text = _environment().get_template(template).render(**values)
+    # Sections that are left out leave empty lines behind.
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -1,22 +1,23 @@
-"""Pictures for notebooks and papers: matplotlib axes in and out, without titles of our own.
+"""Matplotlib pictures for notebooks and papers; no function sets a title.
 
-    hp.plot.head_map(scores, plan)              # heads of every layer, by importance; cut heads are
-    hatched hp.plot.attention(maps, example=2)          # what every head attends to in one example
-    hp.plot.attention(maps, hp.HeadId(site, 3)) # one head, with the tokens beside it
+    hp.plot.head_map(scores, plan)              # every head by score; removed heads are hatched
+    hp.plot.attention(maps, example=2)          # what every head attends to in one example
+    hp.plot.attention(maps, hp.HeadId(site, 3)) # one head, with its tokens along the axes
     hp.plot.tradeoff(records)                   # quality against heads kept, of runs or of a sweep
     hp.plot.agreement(hp.agreement(a, b))       # how alike scores order the heads
 
-Every function draws on the axes that it is given; without any it opens a figure with pyplot, as
-matplotlib's own calls do. ``picture.figure.savefig("heads.pdf")`` writes it.
+Every function takes and returns axes. Without any it opens a figure with pyplot, as matplotlib's
+own functions do. ``picture.figure.savefig("heads.pdf")`` writes it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.agreement import MEASURES, Agreement
+from headprune.core.agreement import MEASURES, Agreement, Measure
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId
 from headprune.core.metrics import LOWER, RATIO, is_one_of
@@ -26,7 +27,14 @@ from headprune.core.scores import HeadScores
 from headprune.core.sweeps import SweepTable
 from headprune.maps.attention_maps import AttentionMaps
 from headprune.report.formats import significant
-from headprune.report.series import Comparable, comparable, points_of_sweep, series_of
+from headprune.report.series import (
+    Comparable,
+    Series,
+    TradeoffPoint,
+    comparable,
+    points_of_sweep,
+    series_of,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,12 +43,15 @@ if TYPE_CHECKING:
 
 __all__ = ["agreement", "attention", "head_map", "tradeoff"]
 
-#: From light to dark, in black and white too.
+#: A colour map from light to dark, so that it also reads in black and white.
 _COLOURS = "Blues"
+#: Grey of cells without a head.
 _MISSING = "0.93"
-#: Tokens beside a map at most; with more, positions alone.
-_WORDS = 40
+#: Up to so many tokens are written along the axes of a map.
+_MAX_TOKENS = 40
 _DARK, _LIGHT = "#08306b", "#2171b5"
+#: A kept head without a score, and the frame of a removed head.
+_KEPT, _REMOVED = "#9ecae1", "#b2182b"
 
 
 def head_map(
@@ -50,12 +61,13 @@ def head_map(
     ax: Axes | None = None,
     values: bool = False,
 ) -> Axes:
-    """Layers by heads: colour is importance, hatching what the plan takes out, empty what was gone
-    before.
+    """Draw layers by heads: colour is the score, removed heads are hatched.
+
+    Heads that were removed before have an empty cell.
 
     Args:
         scores: Importance; None shows the plan alone.
-        plan: Which heads stay; None hatches nothing.
+        plan: Which heads are kept; None hatches nothing.
         ax: Where to draw.
         values: Write every score, with its standard error where it has one, into its cell.
 
@@ -63,61 +75,34 @@ def head_map(
         InvalidValue: neither scores nor a plan, or a plan for other sites.
     """
     import numpy as np
-    from matplotlib.patches import Rectangle
 
-    if scores is None and plan is None:
-        raise InvalidValue("head_map", "given scores, a plan or both", "neither")
-    kept = None if plan is None else {row.site: set(row.kept) for row in plan.mask.rows}
+    # 1. Collect the rows.
     if scores is not None:
-        by_site = _by_head(scores)
-        rows = [(site.name, site.n_query_heads, by_site[site.name]) for site in scores.sites]
-        if kept is not None and (strange := [name for name, _, _ in rows if name not in kept]):
-            raise InvalidValue(
-                "head_map(plan=)", "a plan for the sites of the scores", f"none for {strange[0]}"
-            )
+        rows = _scored_rows(scores)
+    elif plan is not None:
+        rows = _planned_rows(plan)
     else:
-        assert plan is not None
-        rows = [
-            (row.site, row.n_heads, dict.fromkeys(range(row.n_heads), (math.nan, None)))
-            for row in plan.mask.rows
-        ]
-    grid = np.full((len(rows), max(n for _, n, _ in rows)), np.nan)
-    for y, (_, _, found) in enumerate(rows):
-        for x, (value, _) in found.items():
-            grid[y, x] = value
-    ax = ax or _axes(0.42 * grid.shape[1] + 2.6, 0.36 * grid.shape[0] + 0.9)
-    ax.set_facecolor(_MISSING if scores is not None else "white")
+        raise InvalidValue("head_map", "given scores, a plan or both", "neither")
+    kept = None if plan is None else _kept_heads(plan, rows)
+    # 2. Colour every head by its score.
+    grid = _score_grid(rows)
+    if ax is None:
+        ax = _axes(0.42 * grid.shape[1] + 2.6, 0.36 * grid.shape[0] + 0.9)
+    ax.set_facecolor("white" if scores is None else _MISSING)
     picture = ax.imshow(np.ma.masked_invalid(grid), cmap=_COLOURS, aspect="auto")
-    dark = _threshold(grid)
-    for y, (name, _, found) in enumerate(rows):
-        for x, (value, error) in found.items():
-            if kept is not None and x not in kept[name]:
-                ax.add_patch(_hatched(Rectangle, x, y))
-            elif scores is None:
-                ax.add_patch(
-                    Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="#9ecae1", edgecolor="white")
-                )
-            if values and not math.isnan(value):
-                text = significant(value, 2) + (
-                    "" if error is None else f"\n±{significant(error, 1)}"
-                )
-                ax.text(
-                    x,
-                    y,
-                    text,
-                    ha="center",
-                    va="center",
-                    fontsize=6,
-                    color="white" if value > dark else "black",
-                )
+    # 3. Mark what the plan does, and write the scores.
+    if kept is not None:
+        _mark_heads(ax, rows, kept, colour_kept=scores is None)
+    if values:
+        _write_scores(ax, rows, dark_above=_threshold(grid))
+    # 4. Label the axes.
     ax.set_xticks(range(grid.shape[1]))
-    ax.set_yticks(range(grid.shape[0]), [plain(name) for name, _, _ in rows])
+    ax.set_yticks(range(grid.shape[0]), [plain(row.site) for row in rows])
     ax.tick_params(length=0, labelsize=8)
     ax.set_xlabel("head")
     if scores is not None:
-        bar = ax.figure.colorbar(
-            picture, ax=ax, label=plain(scores.scorer), fraction=0.046, pad=0.02
-        )
+        label = plain(scores.scorer)
+        bar = ax.figure.colorbar(picture, ax=ax, label=label, fraction=0.046, pad=0.02)
         _no_tex(bar.ax)
     _no_tex(ax)
     return ax
@@ -133,19 +118,20 @@ def attention(
     ax: Axes | None = None,
     axes: Any = None,
 ) -> Any:
-    """What heads attend to in one example: rows are queries, columns are keys, darker is more
-    weight.
+    """Draw what heads attend to in one example; darker is more weight.
+
+    Rows are queries, columns are keys.
 
     Args:
-        maps: What ``hp.attention_maps`` returned.
-        head: One head, large, with tokens beside it; a site's name, all of its heads; None, every
-            head, small.
-        plan: Of several heads, those that it removes get a dashed frame and a cross.
-        example: Its number in the batch.
-        query: Of maps that know the image's patches, the query whose weights are laid out as the
-            image; None takes the first. Text ignores it.
+        maps: The return value of ``hp.attention_maps``.
+        head: A `HeadId` draws one head, large, with its tokens; a site's name draws all of its
+            heads; None draws every head, small.
+        plan: Heads that it removes get a dashed frame and a cross; ignored for one head.
+        example: Its index in the batch.
+        query: For maps of image patches, the query whose weights are laid out as the image; None
+            takes the first. Ignored for text.
         ax: Where to draw one head.
-        axes: An array of axes for several, one row a site.
+        axes: An array of axes for several heads, one row per site.
 
     Returns:
         The axes of one head, or an array of them, ``[sites, heads]``.
@@ -157,30 +143,19 @@ def attention(
     if not 0 <= example < maps.n_examples:
         raise InvalidValue("plot.attention(example=)", f"0 to {maps.n_examples - 1}", example)
     if isinstance(head, HeadId):
-        grid = _grid(maps, head, example, query)
-        ax = ax or _axes(*([4.2, 4.2] if maps.image else _size(grid.shape)))
-        _map(ax, grid)
-        if maps.image is None:
-            _words(ax, *maps.labels(head.site, example))
-            ax.set_xlabel("key")
-            ax.set_ylabel("query")
-        _no_tex(ax)
-        return ax
-    sites = [maps.of(head)] if head is not None else list(maps.sites)
-    widest = max(len(site.heads) for site in sites)
+        return _draw_head(maps, head, example, query, ax)
+    sites = list(maps.sites) if head is None else [maps.of(head)]
     if axes is None:
-        axes = _panels(len(sites), widest)
+        axes = _panels(len(sites), max(len(site.heads) for site in sites))
     for site, row in zip(sites, axes, strict=True):
-        for place, panel in enumerate(row):
-            if place >= len(site.heads):
-                panel.set_visible(False)
-                continue
-            _map(panel, _grid(maps, HeadId(site.site, site.heads[place]), example, query))
-            one = HeadId(site.site, site.heads[place])
-            gone = plan is not None and one not in plan.mask
-            panel.set_title(f"{one.head}{' ×' if gone else ''}", fontsize=7, pad=2)
-            if gone:
-                panel.spines[:].set(color="#b2182b", linewidth=1.5, linestyle="--")
+        for panel, index in zip(row, site.heads, strict=False):
+            one = HeadId(site.site, index)
+            _draw_weights(panel, _grid(maps, one, example, query))
+            removed = plan is not None and one not in plan.mask
+            _title_panel(panel, index, removed)
+        # Sites with fewer heads than the widest one have panels to spare.
+        for panel in row[len(site.heads) :]:
+            panel.set_visible(False)
         row[0].set_ylabel(plain(site.site), fontsize=7, rotation=0, ha="right", va="center")
         _no_tex(row[0])
     return axes
@@ -192,8 +167,7 @@ def tradeoff(
     split: str = "test",
     ax: Axes | None = None,
 ) -> Axes:
-    """Quality against heads kept, of several runs or of a sweep: a line a method, a grey band for
-    chance.
+    """Draw quality against heads kept: a line per method, a grey band for random heads.
 
     Args:
         records: Runs of one model and metric, each with its budget; or the table of a sweep.
@@ -206,57 +180,33 @@ def tradeoff(
     """
     from matplotlib.ticker import MaxNLocator
 
-    if isinstance(records, SweepTable):
-        groups = [Comparable((records.name,), tuple(points_of_sweep(records, split)))]
-    else:
-        records = [records] if isinstance(records, RunRecord) else records
-        groups = comparable(((record.name, record) for record in records), split)
-    points = [point for group in groups for point in group.points]
-    metrics = {point.metric for point in points}
-    if len(metrics) != 1:
-        got = ", ".join(sorted(metrics)) if metrics else "nothing"
-        raise InvalidValue("plot.tradeoff(records)", f"one metric, measured on {split} rows", got)
-    if len(groups) > 1:
-        got = "; ".join(", ".join(group.names) for group in groups)
-        hint = "Draw them one by one, on axes of their own: ax=."
-        raise InvalidValue(
-            "plot.tradeoff(records)", "of one task, model and data", f"several: {got}", hint
-        )
-    ax = ax or _axes(5.2, 3.6)
+    points, metric = _one_group(records, split)
+    if ax is None:
+        ax = _axes(5.2, 3.6)
     for series in series_of(points):
-        kept, means, spreads = zip(*series.points, strict=True)
-        if series.role == "base":
-            ax.axhline(means[-1], color="0.4", linestyle="--", linewidth=1, label="all heads")
-        elif series.role == "random":
-            low, high = (
-                [m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1)
-            )
-            ax.fill_between(kept, low, high, color="0.85", linewidth=0)
-            ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=plain(series.method))
-        else:
-            name = plain(series.method)
-            ax.errorbar(
-                kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=name
-            )
-    metric = metrics.pop()
+        _draw_series(ax, series)
+    lower = is_one_of(metric, (*RATIO, *LOWER))
+    label = f"{plain(metric)} on {split} rows"
+    if lower:
+        label += ", lower is better"
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("heads kept")
-    lower = is_one_of(metric, (*RATIO, *LOWER))
-    ax.set_ylabel(f"{plain(metric)} on {split} rows" + (", lower is better" if lower else ""))
+    ax.set_ylabel(label)
     ax.grid(alpha=0.3)
-    ax.legend(
-        fontsize=8, loc="upper right" if lower else "lower right"
-    )  # where many heads seldom end; no search
+    # Lines seldom end in the corner of many heads; matplotlib's search for a place is slow.
+    ax.legend(fontsize=8, loc="upper right" if lower else "lower right")
     _no_tex(ax)
     return ax
 
 
 def agreement(found: Agreement, *, axes: Any = None) -> Any:
-    """How alike scores order the heads: a panel a measure, a row a pair, intervals as lines.
+    """Draw how alike scores order the heads: a panel per measure, a row per pair.
+
+    Lines are confidence intervals.
 
     Args:
-        found: What ``hp.agreement`` returned.
-        axes: Three axes, one a measure.
+        found: The return value of ``hp.agreement``.
+        axes: Three axes, one per measure.
 
     Returns:
         The axes.
@@ -265,29 +215,262 @@ def agreement(found: Agreement, *, axes: Any = None) -> Any:
     if axes is None:
         axes = _panels(1, len(MEASURES), (3.3, 0.9 + 0.35 * n), sharey=True)[0]
     for panel, name, label in zip(axes, MEASURES, found.header[1:], strict=True):
-        left = 0.0  # agreement worse than chance widens the axis
-        for y, pair in enumerate(found.pairs):
-            measure = getattr(pair, name)
-            left = min(
-                left,
-                *(v for v in (measure.value, measure.low) if v is not None and not math.isnan(v)),
-                0.0,
-            )
-            if measure.low is not None and measure.high is not None:
-                panel.plot([measure.low, measure.high], [y, y], color=_LIGHT, linewidth=2)
-            if not math.isnan(measure.value):
-                panel.plot(measure.value, y, "o", color=_DARK)
+        measures = [getattr(pair, name) for pair in found.pairs]
+        _draw_measures(panel, measures)
         panel.set_xlabel(label, fontsize=9)
-        panel.set_xlim(left - 0.05, 1.05)
         panel.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(n), [plain(found.label(p)) for p in found.pairs])
+    axes[0].set_yticks(range(n), [plain(found.label(pair)) for pair in found.pairs])
     axes[0].set_ylim(n - 0.5, -0.5)
     _no_tex(axes[0])
     return axes
 
 
 # ----------------------------------------------------------------------------------------------
-# parts
+# head maps
+
+
+#: A score, NaN where there is none, and its standard error.
+_Score = tuple[float, float | None]
+
+
+@dataclass(frozen=True)
+class _ScoreRow:
+    """One site of a head map; score and standard error of each of its heads."""
+
+    site: str
+    n_heads: int
+    scores: dict[int, _Score]
+
+
+def _scored_rows(scores: HeadScores) -> list[_ScoreRow]:
+    rows = {}
+    for site in scores.sites:
+        rows[site.name] = _ScoreRow(site.name, site.n_query_heads, {})
+    for unit in scores.units():
+        rows[unit.name].scores.update(dict.fromkeys(unit.heads, (unit.value, unit.standard_error)))
+    return list(rows.values())
+
+
+def _planned_rows(plan: PruningPlan) -> list[_ScoreRow]:
+    """Rows of a plan without scores: NaN for every head."""
+    unscored: _Score = (math.nan, None)
+    return [
+        _ScoreRow(row.site, row.n_heads, dict.fromkeys(range(row.n_heads), unscored))
+        for row in plan.mask.rows
+    ]
+
+
+def _kept_heads(plan: PruningPlan, rows: Sequence[_ScoreRow]) -> dict[str, set[int]]:
+    """Kept heads per site; refuse a plan that lacks a site of the scores."""
+    kept = {row.site: set(row.kept) for row in plan.mask.rows}
+    for row in rows:
+        if row.site not in kept:
+            raise InvalidValue(
+                "head_map(plan=)", "a plan for the sites of the scores", f"none for {row.site}"
+            )
+    return kept
+
+
+def _score_grid(rows: Sequence[_ScoreRow]) -> NDArray[np.float64]:
+    """Lay out scores as [sites, heads], NaN where there is no score."""
+    import numpy as np
+
+    grid = np.full((len(rows), max(row.n_heads for row in rows)), np.nan)
+    for y, row in enumerate(rows):
+        for x, (value, _) in row.scores.items():
+            grid[y, x] = value
+    return grid
+
+
+def _mark_heads(
+    ax: Axes, rows: Sequence[_ScoreRow], kept: dict[str, set[int]], colour_kept: bool
+) -> None:
+    """Hatch the removed heads; colour the others where no score does."""
+    from matplotlib.patches import Rectangle
+
+    hatched: dict[str, Any] = {
+        "facecolor": (1, 1, 1, 0.55),
+        "edgecolor": "0.55",
+        "hatch": "////",
+        "linewidth": 0,
+    }
+    for y, row in enumerate(rows):
+        for x in row.scores:
+            corner = (x - 0.5, y - 0.5)
+            if x not in kept[row.site]:
+                ax.add_patch(Rectangle(corner, 1, 1, **hatched))
+            elif colour_kept:
+                ax.add_patch(Rectangle(corner, 1, 1, facecolor=_KEPT, edgecolor="white"))
+
+
+def _write_scores(ax: Axes, rows: Sequence[_ScoreRow], dark_above: float) -> None:
+    """Write score and standard error into every cell that has them."""
+    for y, row in enumerate(rows):
+        for x, (value, error) in row.scores.items():
+            if math.isnan(value):
+                continue
+            text = significant(value, 2)
+            if error is not None:
+                text += f"\n±{significant(error, 1)}"
+            colour = "white" if value > dark_above else "black"
+            ax.text(x, y, text, ha="center", va="center", fontsize=6, color=colour)
+
+
+def _threshold(grid: NDArray[np.float64]) -> float:
+    """Score above which a cell is dark, so that the text on it must be white."""
+    import numpy as np
+
+    if np.isnan(grid).all():
+        return math.inf
+    low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
+    return low + 0.6 * (high - low)
+
+
+# ----------------------------------------------------------------------------------------------
+# attention
+
+
+def _draw_head(
+    maps: AttentionMaps, head: HeadId, example: int, query: int | None, ax: Axes | None
+) -> Axes:
+    """Draw one head, large; maps of text get their tokens."""
+    grid = _grid(maps, head, example, query)
+    if ax is None:
+        # Images are square; maps of text grow with their tokens.
+        size = (4.2, 4.2)
+        if maps.image is None:
+            size = _text_size(grid.shape)
+        ax = _axes(*size)
+    _draw_weights(ax, grid)
+    if maps.image is None:
+        queries, keys = maps.labels(head.site, example)
+        _write_tokens(ax, queries, keys)
+        ax.set_xlabel("key")
+        ax.set_ylabel("query")
+    _no_tex(ax)
+    return ax
+
+
+def _grid(
+    maps: AttentionMaps, head: HeadId, example: int, query: int | None
+) -> NDArray[np.float32]:
+    """The weights to draw: [queries, keys], or of an image one query's over [rows, columns]."""
+    shown = maps.shown(head, example)
+    if maps.image is None:
+        return shown
+    rows, columns = maps.image
+    # Tokens before the patches, such as a class token, have no place in the image.
+    n_before = shown.shape[1] - rows * columns
+    if n_before < 0:
+        must = f"at most {shown.shape[1]} patches, as many as there are keys at {head.site}"
+        raise InvalidValue("AttentionMaps.image", must, f"{rows} x {columns}")
+    return shown[query or 0, n_before:].reshape(rows, columns)
+
+
+def _draw_weights(ax: Axes, grid: NDArray[np.float32]) -> None:
+    # An empty range of colours would draw a map of zeros in the middle colour.
+    highest = max(float(grid.max()), 1e-12)
+    ax.imshow(grid, cmap=_COLOURS, vmin=0.0, vmax=highest, interpolation="nearest")
+    ax.set_xticks([])
+    ax.set_yticks([])
+
+
+def _title_panel(panel: Axes, head: int, removed: bool) -> None:
+    title = str(head)
+    if removed:
+        title += " ×"
+        panel.spines[:].set(color=_REMOVED, linewidth=1.5, linestyle="--")
+    panel.set_title(title, fontsize=7, pad=2)
+
+
+def _write_tokens(ax: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
+    """Write tokens along the axes, where they are few enough to read."""
+    if len(keys) <= _MAX_TOKENS:
+        ax.set_xticks(range(len(keys)), list(map(plain, keys)), fontsize=7, rotation=90)
+    if len(queries) <= _MAX_TOKENS:
+        ax.set_yticks(range(len(queries)), list(map(plain, queries)), fontsize=7, rotation=0)
+    ax.tick_params(length=0)
+
+
+def _text_size(shape: Sequence[int]) -> tuple[float, float]:
+    """Width and height in inches for a map of text, [queries, keys]."""
+    n_queries, n_keys = shape
+    return min(max(0.2 * n_keys, 2.5), 8) + 1, min(max(0.2 * n_queries, 2.5), 8) + 1
+
+
+# ----------------------------------------------------------------------------------------------
+# trade-off and agreement
+
+
+def _one_group(
+    records: RunRecord | Iterable[RunRecord] | SweepTable, split: str
+) -> tuple[list[TradeoffPoint], str]:
+    """Collect the points to draw and their metric; refuse what cannot share one picture."""
+    if isinstance(records, SweepTable):
+        groups = [Comparable((records.name,), tuple(points_of_sweep(records, split)))]
+    else:
+        if isinstance(records, RunRecord):
+            records = [records]
+        groups = comparable(((record.name, record) for record in records), split)
+    points: list[TradeoffPoint] = []
+    for group in groups:
+        points += group.points
+    metrics = {point.metric for point in points}
+    if len(metrics) != 1:
+        got = ", ".join(sorted(metrics)) or "nothing"
+        raise InvalidValue("plot.tradeoff(records)", f"one metric, measured on {split} rows", got)
+    if len(groups) > 1:
+        names = "; ".join(", ".join(group.names) for group in groups)
+        raise InvalidValue(
+            "plot.tradeoff(records)",
+            "of one task, model and data",
+            f"several: {names}",
+            "Draw them one by one, each with its axes: ax=.",
+        )
+    return points, metrics.pop()
+
+
+def _draw_series(ax: Axes, series: Series) -> None:
+    """Draw one method: a dashed line without a cut, a band for random heads, else error bars."""
+    kept, means, spreads = zip(*series.points, strict=True)
+    name = plain(series.method)
+    if series.role == "base":
+        ax.axhline(means[-1], color="0.4", linestyle="--", linewidth=1, label="all heads")
+    elif series.role == "random":
+        low, high = band(means, spreads)
+        ax.fill_between(kept, low, high, color="0.85", linewidth=0)
+        ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=name)
+    else:
+        bars: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "linewidth": 1.2}
+        ax.errorbar(kept, means, spreads, label=name, **bars)
+
+
+def band(means: Sequence[float], spreads: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Compute the lower and the upper edge of a band of one spread around the means."""
+    low, high = [], []
+    for mean, spread in zip(means, spreads, strict=True):
+        low.append(mean - spread)
+        high.append(mean + spread)
+    return low, high
+
+
+def _draw_measures(panel: Any, measures: Sequence[Measure]) -> None:
+    """Draw one measure of every pair: a dot, with a line for its interval."""
+    lowest = 0.0
+    for y, measure in enumerate(measures):
+        if measure.low is not None and measure.high is not None:
+            panel.plot([measure.low, measure.high], [y, y], color=_LIGHT, linewidth=2)
+        if not math.isnan(measure.value):
+            panel.plot(measure.value, y, "o", color=_DARK)
+        # An agreement below chance is negative and widens the axis; NaN is never lower.
+        for end in (measure.value, measure.low):
+            if end is not None and end < lowest:
+                lowest = end
+    panel.set_xlim(lowest - 0.05, 1.05)
+
+
+# ----------------------------------------------------------------------------------------------
+# axes and text
 
 
 def _axes(width: float, height: float) -> Axes:
@@ -298,94 +481,34 @@ def _axes(width: float, height: float) -> Axes:
 def _panels(
     rows: int, columns: int, size: tuple[float, float] | None = None, sharey: bool = False
 ) -> Any:
-    """Fresh axes ``[rows, columns]``; ``size`` is that of one panel, in inches."""
+    """Open a figure of axes [rows, columns]; ``size`` is that of one panel, in inches."""
     import matplotlib.pyplot as plt
 
-    width, height = size or (0.8, 0.85)
-    asked = {"squeeze": False, "layout": "constrained", "sharey": sharey}
-    return plt.subplots(
-        rows, columns, figsize=(width * columns + (0 if size else 1.5), height * rows), **asked
-    )[1]
-
-
-def _by_head(scores: HeadScores) -> dict[str, dict[int, tuple[float, float | None]]]:
-    """Score and standard error of every head of every site."""
-    found: dict[str, dict[int, tuple[float, float | None]]] = {
-        site.name: {} for site in scores.sites
-    }
-    for unit in scores.units():
-        found[unit.name].update(dict.fromkeys(unit.heads, (unit.value, unit.standard_error)))
-    return found
-
-
-def _threshold(grid: NDArray[np.float64]) -> float:
-    """Above it a cell is dark, and what is written on it is white."""
-    import numpy as np
-
-    if np.isnan(grid).all():
-        return math.inf
-    low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
-    return low + 0.6 * (high - low)
-
-
-def _hatched(rectangle: Any, x: int, y: int) -> Any:
-    return rectangle(
-        (x - 0.5, y - 0.5),
-        1,
-        1,
-        facecolor=(1, 1, 1, 0.55),
-        edgecolor="0.55",
-        hatch="////",
-        linewidth=0,
+    if size is None:
+        # Small panels, with room for the names of sites.
+        figsize = (0.8 * columns + 1.5, 0.85 * rows)
+    else:
+        figsize = (size[0] * columns, size[1] * rows)
+    _, axes = plt.subplots(
+        rows, columns, figsize=figsize, squeeze=False, layout="constrained", sharey=sharey
     )
-
-
-def _grid(
-    maps: AttentionMaps, head: HeadId, example: int, query: int | None
-) -> NDArray[np.float32]:
-    """What is drawn of a head: its map; of an image, one query's weights over the patches."""
-    shown = maps.shown(head, example)
-    if maps.image is None:
-        return shown
-    rows, columns = maps.image
-    if shown.shape[1] < rows * columns:
-        must = f"at most {shown.shape[1]} patches, as many as there are keys at {head.site}"
-        raise InvalidValue("AttentionMaps.image", must, f"{rows} x {columns}")
-    return shown[query or 0, shown.shape[1] - rows * columns :].reshape(rows, columns)
-
-
-def _map(ax: Axes, grid: NDArray[np.float32]) -> None:
-    ax.imshow(
-        grid, cmap=_COLOURS, vmin=0.0, vmax=max(float(grid.max()), 1e-12), interpolation="nearest"
-    )
-    ax.set_xticks([])
-    ax.set_yticks([])
+    return axes
 
 
 def plain(text: str) -> str:
-    """Text that matplotlib draws letter by letter: ``$`` begins a formula, control characters have
-    no picture."""
-    return "".join(c for c in text if c.isprintable()).replace("$", r"\$")
+    """Escape text so that matplotlib draws it letter by letter.
+
+    ``$`` would begin a formula; control characters have no glyph.
+    """
+    return "".join(filter(str.isprintable, text)).replace("$", r"\$")
 
 
 def _no_tex(ax: Axes) -> None:
-    """Labels without LaTeX, whatever ``text.usetex`` says: names out of files would be commands to
-    it."""
+    """Draw labels without LaTeX even under ``text.usetex``: names in files would be commands."""
     from matplotlib.text import Text
 
-    for part in filter(None, (ax.xaxis, ax.yaxis, ax.get_legend())):
-        for text in part.findobj(Text):
-            text.set_usetex(False)
-
-
-def _words(ax: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
-    """Tokens along the axes."""
-    for words, ticks, turn in ((keys, ax.set_xticks, 90), (queries, ax.set_yticks, 0)):
-        if len(words) <= _WORDS:
-            ticks(range(len(words)), list(map(plain, words)), fontsize=7, rotation=turn)
-    ax.tick_params(length=0)
-
-
-def _size(shape: Sequence[int]) -> tuple[float, float]:
-    height, width = (min(max(0.2 * n, 2.5), 8) + 1 for n in shape)
-    return width, height
+    for part in (ax.xaxis, ax.yaxis, ax.get_legend()):
+        # Axes without a legend return None.
+        if part is not None:
+            for text in part.findobj(Text):
+                text.set_usetex(False)

@@ -1,4 +1,4 @@
-"""Where a record comes from."""
+"""The origin of a record: versions, hardware, data, methods and digests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def provenance(record: RunRecord) -> tuple[tuple[str, Pairs], ...]:
-    """Titled lists of keys and texts; empty ones are left out."""
-    run = [("created", record.created), ("status", f"{record.status}, last stage {record.stage}")]
-    run.append(("git commit", record.git_commit or "not in a checkout"))
+    """List titled tables of keys and texts; empty ones are left out."""
+    run = [
+        ("created", record.created),
+        ("status", f"{record.status}, last stage {record.stage}"),
+        ("git commit", record.git_commit or "not in a checkout"),
+    ]
     parts = (
         ("Run", run),
         ("Versions", flat(record.versions)),
@@ -29,32 +32,46 @@ def provenance(record: RunRecord) -> tuple[tuple[str, Pairs], ...]:
 
 
 def _timings(timings: Mapping[str, Any]) -> Pairs:
-    return [
-        (k, duration(float(v)) if isinstance(v, (int, float)) else str(v))
-        for k, v in timings.items()
-    ]
+    pairs = []
+    for stage, seconds in timings.items():
+        # Records by others may hold anything here.
+        text = str(seconds)
+        if isinstance(seconds, (int, float)):
+            text = duration(float(seconds))
+        pairs.append((stage, text))
+    return pairs
 
 
 def _methods(record: RunRecord) -> Pairs:
     pairs: list[tuple[str, str]] = []
-    if scores := record.scores:
-        pairs += [("scorer", scores.scorer), ("examples", f"{scores.n_examples:,}")]
+    scores, plan = record.scores, record.plan
+    if scores is not None:
+        pairs.append(("scorer", scores.scorer))
+        pairs.append(("examples", f"{scores.n_examples:,}"))
         pairs += flat(scores.settings, "scorer.")
-        pairs += [("scorer seed", str(scores.seed))] if scores.seed is not None else []
-    if plan := record.plan:
-        pairs += [("selector", plan.selector), *flat(plan.settings, "selector.")]
-        pairs += [("budget", plan.wanted)] if plan.wanted else []
+        if scores.seed is not None:
+            pairs.append(("scorer seed", str(scores.seed)))
+    if plan is not None:
+        pairs.append(("selector", plan.selector))
+        pairs += flat(plan.settings, "selector.")
+        if plan.wanted:
+            pairs.append(("budget", plan.wanted))
         pairs += [("selector's note", note) for note in plan.notes]
     return pairs
 
 
 def _digests(record: RunRecord) -> Pairs:
+    # Digests name files by their content: a plan names its scores, scores their data.
     pairs = [("record", record.digest)]
-    if scores := record.scores:
-        pairs += [("scores", scores.digest), ("model structure", scores.model.structure)]
-        pairs += [("model weights", scores.model.weights)]
-        pairs += [("data", scores.data)] if scores.data else []
-    if plan := record.plan:
+    scores, plan = record.scores, record.plan
+    if scores is not None:
+        pairs.append(("scores", scores.digest))
+        pairs.append(("model structure", scores.model.structure))
+        pairs.append(("model weights", scores.model.weights))
+        if scores.data:
+            pairs.append(("data", scores.data))
+    if plan is not None:
         pairs.append(("plan", plan.digest))
-        pairs += [("scores the plan rests on", plan.scores)] if plan.scores else []
+        if plan.scores:
+            pairs.append(("scores of the plan", plan.scores))
     return pairs

@@ -1,4 +1,4 @@
-"""The lines that do a run again: a shell command, and Python on one's own batches."""
+"""The lines that repeat a run: a shell command, and Python for the reader's own batches."""
 
 from __future__ import annotations
 
@@ -15,180 +15,217 @@ from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.registry import camel_case
 
-#: A name that can be imported, and nothing that could be more than that: these lines are copied and
-#: run.
+#: A path to import, and nothing that could be code: readers copy and run these lines.
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-#: Recoveries that train: on train rows, and from the run's seed.
+#: Recoveries that train: they take train rows and the run's seed.
 TRAINING = ("finetune",)
-#: What the lines take from the reader.
+#: Names that the reader defines.
 _GIVEN = {
     "model": "the uncut model",
-    "batches": "what it is scored on, labels with it: the run's calibration rows",
+    "batches": "batches to score on, with labels: the run's calibration rows",
     "batch": "one batch",
     "train_batches": "a DataLoader of train rows",
-    "validation_batches": "those of validation rows",
+    "validation_batches": "batches of validation rows",
 }
+_TRAINED = "the uncut model, as the run trained it: base/ in its folder"
 _RECORDED = 'plan = hp.RunRecord.load("record.json").plan'
 _WIDTH = 100
 
 
 def command(record: RunRecord) -> str:
-    """The shell line that runs the whole recipe again, as it was resolved, into a folder of its
-    own."""
+    """Write the shell line that repeats the whole recipe, as it was resolved, into a new folder."""
     if "task" not in record.recipe:  # not a recipe's record
         return f"headprune run {shlex.quote(record.name)}"
     folder = str(record.recipe.get("out") or f"runs/{record.name}")
-    folder = f"./{folder}" if folder.startswith("-") else folder  # else it is an option
-    return (
-        f"headprune run {shlex.quote(f'{folder}/recipe.yaml')} --out"
-        f" {shlex.quote(f'{folder}-again')}"
-    )
+    if folder.startswith("-"):
+        folder = f"./{folder}"  # else the shell line has one more option
+    recipe, out = shlex.quote(f"{folder}/recipe.yaml"), shlex.quote(f"{folder}-again")
+    return f"headprune run {recipe} --out {out}"
 
 
 def python_lines(record: RunRecord) -> str:
-    """Python lines that score, select, cut, recover and save again, with every setting that the
-    record has.
+    """Write Python lines that score, select, cut, recover and save, with the record's settings.
 
-    They are for a reader's own model and batches, which a comment names. A training before the
-    scores, and cuts in stages while the model is trained, are left to the command.
+    They use the reader's own model and batches, which a comment names. Training before the scores,
+    and cuts in stages while the model is trained, are left to the command.
     """
     if record.plan is None and record.scores is None:
         return 'import headprune as hp\n\nrecord = hp.RunRecord.load("record.json")'
     imports, sites = _sites(record)
+    # Every call takes the sites where the defaults would not find them.
     given = ["sites=sites"] if sites else []
-    gradual = bool(record.recipe.get("gradual"))
-    body = [] if gradual else _chosen(record, given)
-    if record.plan is not None:
-        chosen = any("hp.select(" in line for line in body)
-        body += [f"# as this run chose: {_RECORDED}" if chosen else _RECORDED]
-        body += (
-            ["# the run trained it between the cuts, which the command does again"]
-            if gradual
-            else []
-        )
-        body += [_call("hp.prune_", "model", "plan", *given)]
-        body += (
-            []
-            if gradual
-            else _recoveries(record.recipe, _list(record.recipe, "recover"), "model", given)
-        )
-        body += [_call("hp.save_pretrained", "model", "'small'", *given)]
-    text = "\n".join(body)
-    copied = ["original = copy.deepcopy(model)"] if re.search(r"\boriginal\b", text) else []
-    told = _GIVEN | (
-        {"model": "the uncut model, as the run trained it: base/ in its folder"}
-        if record.recipe.get("train")
-        else {}
-    )
-    named = [
-        f"# {name}: {what}" for name, what in told.items() if re.search(rf"\b{name}\b(?!=)", text)
-    ]
-    head = [*(["import copy", ""] if copied else []), *imports, "import headprune as hp", ""]
-    return "\n".join([*head, *named, *sites, *copied, text])
+    body = "\n".join(_body(record, given))
+    # Teachers need the model as it was before the cut.
+    copied = re.search(r"\boriginal\b", body) is not None
+    lines = ["import copy", ""] if copied else []
+    lines += [*imports, "import headprune as hp", ""]
+    lines += _definitions(record, body)
+    lines += sites
+    if copied:
+        lines.append("original = copy.deepcopy(model)")
+    return "\n".join([*lines, body])
+
+
+def _definitions(record: RunRecord, body: str) -> list[str]:
+    """Comment on the names that the reader has to define."""
+    meanings = dict(_GIVEN)
+    if record.recipe.get("train"):
+        meanings["model"] = _TRAINED
+    comments = []
+    for name, meaning in meanings.items():
+        # A keyword argument of that name is no use of it.
+        used = re.search(rf"\b{name}\b(?!=)", body)
+        if used:
+            comments.append(f"# {name}: {meaning}")
+    return comments
 
 
 def _sites(record: RunRecord) -> tuple[list[str], list[str]]:
-    """Imports, and the line that finds the sites where that takes a layout of one's own or another
-    policy."""
-    path, how = _map(record.recipe, "model").get("layouts"), []
-    imports = []
-    if (
-        isinstance(path, str)
-        and _IMPORT_PATH.fullmatch(path)
-        and all(map(_is_name, re.split("[.:]", path)))
-    ):
+    """Write imports, and the line that finds the sites; empty where the defaults find them."""
+    imports, options = [], []
+    path = _map(record.recipe, "model").get("layouts")
+    if isinstance(path, str) and _can_be_imported(path):
         module, _, layout = path.partition(":")
-        imports, how = [f"from {module} import {layout}"], [f"layouts=[{layout}]"]
-    asked = _map(record.recipe, "select").get("policy")
-    found = [site.policy for site in record.scores.sites] if record.scores else [asked]
-    policy = next((each for each in found if each not in (None, "group")), None)
-    how += [] if policy is None else [f"policy={policy!r}"]
-    return imports, [_call("sites = hp.find_sites", "model", *how)] if how else []
+        imports.append(f"from {module} import {layout}")
+        options.append(f"layouts=[{layout}]")
+    policy = _policy(record)
+    if policy is not None:
+        options.append(f"policy={policy!r}")
+    if not options:
+        return [], []
+    return imports, [_call("sites = hp.find_sites", "model", *options)]
+
+
+def _can_be_imported(path: str) -> bool:
+    return _IMPORT_PATH.fullmatch(path) is not None and all(map(_is_name, re.split("[.:]", path)))
+
+
+def _policy(record: RunRecord) -> Any:
+    """The policy for key/value groups; None for the default."""
+    if record.scores is None:
+        policy = _map(record.recipe, "select").get("policy")
+        return None if policy == "group" else policy
+    for site in record.scores.sites:
+        if site.policy != "group":
+            return site.policy
+    return None
+
+
+def _body(record: RunRecord, given: list[str]) -> list[str]:
+    """Write everything after the imports; ``given`` are arguments for the sites."""
+    # Cuts in stages are the command's: the lines begin with their plan.
+    gradual = bool(record.recipe.get("gradual"))
+    lines = [] if gradual else _chosen(record, given)
+    if record.plan is None:
+        return lines
+    if any("hp.select(" in line for line in lines):
+        lines.append(f"# as this run chose: {_RECORDED}")
+    else:
+        lines.append(_RECORDED)
+    if gradual:
+        lines.append("# the run trained it between the cuts, which the command does again")
+    lines.append(_call("hp.prune_", "model", "plan", *given))
+    if not gradual:
+        lines += _recoveries(record.recipe, _list(record.recipe, "recover"), "model", given)
+    lines.append(_call("hp.save_pretrained", "model", "'small'", *given))
+    return lines
 
 
 def _chosen(record: RunRecord, given: list[str]) -> list[str]:
-    """The scores, and the plan that rests on them."""
-    scores, plan, wanted = record.scores, record.plan, _map(record.recipe, "select")
+    """Write the lines that score and select."""
+    scores = record.scores
     if scores is None:
         return []
     scorer = _configured("scoring", scores.scorer, scores.settings)
+    arguments = ["model", "batches", scorer, *given]
     until = _map(_map(record.recipe, "score"), "until")
-    stop = [f"until=hp.Stable({', '.join(_keywords(until))})"] if until else []
-    lines = [_call("scores = hp.score", "model", "batches", scorer, *given, *stop)]
-    if plan is None or not plan.wanted:
-        return lines
-    asked = [
-        f"{name}={_spelled(wanted[name])}"
-        for name in ("must_keep", "must_remove")
-        if wanted.get(name)
-    ]
-    if "speedup=" in (budget := _budget(plan)):
-        at = {
-            key: value
-            for key, value in _map(wanted, "latency").items()
-            if value is not None and key != "sites"
-        }
-        lines.append(
-            _call("table = hp.bench.latency_table", "model", "batch", *given, *_keywords(at))
-        )
-        asked.append("latency=table")
-    looks = {
-        "iterative": ("rescore", "rescorer", [scorer]),
-        "local_search": ("loss", "loss_of", []),
-    }
-    if plan.selector in looks:
-        between = _recoveries(record.recipe, _list(wanted, "recover"), "small", given)
-        lines += (
-            ["", "def between(small):", *(_indented(line) for line in between), ""]
-            if between
-            else []
-        )
-        argument, verb, more = looks[plan.selector]
-        after = ["after_cut=between"] if between else []
-        arguments = ["model", "batches", *more, *given, *after]
-        asked.append(f"{argument}=hp.scoring.{verb}({', '.join(arguments)})")
+    if until:
+        arguments.append(f"until=hp.Stable({', '.join(_keywords(until))})")
+    lines = [_call("scores = hp.score", *arguments)]
+    # A plan by hand has no budget to select by.
+    if record.plan is not None and record.plan.wanted:
+        lines += _selected(record.recipe, record.plan, scorer, given)
+    return lines
+
+
+def _selected(
+    recipe: Mapping[str, Any], plan: PruningPlan, scorer: str, given: list[str]
+) -> list[str]:
+    """Write the call of ``hp.select``, after the lines that its arguments need."""
+    section = _map(recipe, "select")
+    rules = {rule: section[rule] for rule in ("must_keep", "must_remove") if section.get(rule)}
+    lines, options = [], _keywords(rules)
+    budget = _budget(plan)
+    if "speedup=" in budget:
+        lines.append(_latency_table(_map(section, "latency"), given))
+        options.append("latency=table")
+    if plan.selector in ("iterative", "local_search"):
+        between = _recoveries(recipe, _list(section, "recover"), "small", given)
+        if between:
+            lines += ["", "def between(small):", *map(_indented, between), ""]
+        options.append(_measured(plan, scorer, given, recovers=bool(between)))
     selector = _configured("selection", plan.selector, plan.settings)
-    return [*lines, _call("plan = hp.select", "scores", budget, selector, *asked)]
+    return [*lines, _call("plan = hp.select", "scores", budget, selector, *options)]
+
+
+def _latency_table(settings: Mapping[str, Any], given: list[str]) -> str:
+    # ``given`` holds the sites.
+    known = {key: value for key, value in settings.items() if value is not None and key != "sites"}
+    return _call("table = hp.bench.latency_table", "model", "batch", *given, *_keywords(known))
+
+
+def _measured(plan: PruningPlan, scorer: str, given: list[str], recovers: bool) -> str:
+    """Write the argument by which a selector measures smaller models."""
+    arguments = ["model", "batches"]
+    start = "loss=hp.scoring.loss_of"
+    if plan.selector == "iterative":
+        start = "rescore=hp.scoring.rescorer"
+        arguments.append(scorer)
+    arguments += given
+    if recovers:
+        arguments.append("after_cut=between")
+    return f"{start}({', '.join(arguments)})"
 
 
 def _recoveries(
     recipe: Mapping[str, Any], steps: list[Mapping[str, Any]], model: str, given: list[str]
 ) -> list[str]:
-    """Two lines a step: the method as it is set, and its call."""
+    """Write two lines per step: the configured method, and its call."""
+    teacher = "original if method.needs_teacher else None"
     lines = []
     for step in steps:
         name, settings = str(step.get("method")), _map(step, "settings")
         trains = name in TRAINING
-        seed = {"seed": recipe["seed"]} if trains and recipe.get("seed") else {}
-        rows = step.get("rows") or ("train" if trains else "calibration")
-        held = (
-            ["validation=validation_batches"]
-            if settings.keys() & {"patience", "eval_every"}
-            else []
-        )
-        teacher = "original if method.needs_teacher else None"
+        seed = {}
+        if trains and recipe.get("seed"):
+            seed["seed"] = recipe["seed"]
         lines.append(f"method = {_configured('recovery', name, {**seed, **settings})}")
-        batches = "train_batches" if rows == "train" else "batches"
-        lines.append(_call("hp.recover_", model, batches, "method", teacher, *given, *held))
+        # A step without rows takes the calibration rows, unless it trains.
+        rows = step.get("rows")
+        on_train = rows == "train" or (trains and not rows)
+        batches = "train_batches" if on_train else "batches"
+        arguments = [model, batches, "method", teacher, *given]
+        if "patience" in settings or "eval_every" in settings:
+            arguments.append("validation=validation_batches")
+        lines.append(_call("hp.recover_", *arguments))
     return lines
 
 
 def _configured(room: str, name: str, settings: Mapping[str, Any]) -> str:
-    """A method with its settings as Python; what is no plain name stays a string."""
+    """Write a method with its settings as Python; what is not a plain name stays a string."""
     if not all(map(_is_name, (name, camel_case(name), *settings))):
         return repr(name)
     return f"hp.{room}.{camel_case(name)}({', '.join(_keywords(settings))})"
 
 
 def _is_name(word: str) -> bool:
-    """Whether Python takes a word for a name of ours; it takes some beyond ASCII for one
-    another."""
-    return (
-        word.isascii()
-        and word.isidentifier()
-        and not keyword.iskeyword(word)
-        and word != "__debug__"
-    )
+    """Whether a word is a Python name.
+
+    ASCII only, as Python takes some other letters for one another.
+    """
+    if not word.isascii() or not word.isidentifier():
+        return False
+    return not keyword.iskeyword(word) and word != "__debug__"
 
 
 def _keywords(settings: Mapping[str, Any]) -> list[str]:
@@ -196,24 +233,26 @@ def _keywords(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _spelled(value: Any) -> str:
-    """Stored data as Python."""
+    """Write stored data as Python."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_spelled(v)}" for key, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_spelled, value))}{',' if len(value) == 1 else ''})"
+        items = ", ".join(map(_spelled, value))
+        # Without the comma a tuple of one is a number in brackets.
+        if len(value) == 1:
+            items += ","
+        return f"({items})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     return repr(value)
 
 
 def _call(name: str, *arguments: str) -> str:
-    """A call on one line or, where that is long, with an argument a line."""
+    """Write a call on one line or, where that is long, with one argument per line."""
     line = f"{name}({', '.join(arguments)})"
-    return (
-        line
-        if len(line) <= _WIDTH
-        else "\n".join([f"{name}(", *(_indented(f"{each},") for each in arguments), ")"])
-    )
+    if len(line) <= _WIDTH:
+        return line
+    return "\n".join([f"{name}(", *(_indented(f"{each},") for each in arguments), ")"])
 
 
 def _indented(text: str) -> str:
@@ -221,27 +260,27 @@ def _indented(text: str) -> str:
 
 
 def _map(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of a recipe; empty where there is none."""
-    found = data.get(key)
-    return found if isinstance(found, Mapping) else EMPTY
+    """Read a section of a recipe; empty where there is none."""
+    section = data.get(key)
+    return section if isinstance(section, Mapping) else EMPTY
 
 
 def _list(data: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    found = data.get(key)
-    return (
-        [step for step in found if isinstance(step, Mapping)]
-        if isinstance(found, (list, tuple))
-        else []
-    )
+    """Read a list of sections; empty where there is none."""
+    sections = data.get(key)
+    if not isinstance(sections, (list, tuple)):
+        return []
+    return [section for section in sections if isinstance(section, Mapping)]
 
 
 def _budget(plan: PruningPlan) -> str:
-    """The budget or budgets of a plan as Python."""
-
-    def spelled(budget: Budget) -> str:
-        length = f", length={budget.length}" if budget.length else ""
-        return f"hp.Budget({budget.kind}={budget.amount!r}{length})"
-
+    """Write the budget or the budgets of a plan as Python."""
     if plan.budget is not None:
-        return spelled(plan.budget)
-    return "{" + ", ".join(f"{b.sites!r}: {spelled(b.budget)}" for b in plan.budgets) + "}"
+        return _spelled_budget(plan.budget)
+    budgets = [f"{each.sites!r}: {_spelled_budget(each.budget)}" for each in plan.budgets]
+    return "{" + ", ".join(budgets) + "}"
+
+
+def _spelled_budget(budget: Budget) -> str:
+    length = f", length={budget.length}" if budget.length else ""
+    return f"hp.Budget({budget.kind}={budget.amount!r}{length})"

@@ -1,8 +1,9 @@
-"""Quality against heads kept, method by method: what pictures of the trade-off draw."""
+"""Quality against heads kept, by method: the points and lines of trade-off pictures."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,7 +14,7 @@ from headprune.core.plan import Budget
 from headprune.core.record import QualityRow, RunRecord
 from headprune.core.sweeps import SweepTable
 
-#: Keys of recipes by which runs of one way may differ: where they lie, how much they cut, what was
+#: Recipe keys in which runs of one method may differ: where they lie, how much they cut, what was
 #: drawn and timed.
 _FREE = {
     "name",
@@ -25,18 +26,20 @@ _FREE = {
     "report",
     *(field.name for field in fields(Budget)),
 }
-#: Rows that a run is compared with, and the sections of recipes that change nothing about them.
+#: Rows that a run is compared with, and the recipe keys that cannot change them.
 _BASELINES = ("base", "random", "magnitude")
 _OURS = {"score", "scorer", "recover", "gradual", "preset"}
+#: Recipe keys that records on one curve must share.
+_SUBJECT = ("task", "model", "train", "data")
 
 
 @dataclass(frozen=True)
-class Point:
+class TradeoffPoint:
     """One measurement; ``spread`` is a standard deviation over ``draws``, 0 without."""
 
     metric: str
-    method: str
-    kept: int
+    method: str  # row of the quality table, or setting of a sweep
+    kept: int  # heads
     value: float
     spread: float
     draws: int = 1
@@ -44,15 +47,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparable:
-    """Records of one task, model and data, by name, and a point a row of their accuracy tables."""
+    """Records of one task, model and data: their names, and a point per row of their tables."""
 
     names: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[TradeoffPoint, ...]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One method: heads kept, mean and spread, by heads kept; ``role`` says how it is drawn."""
+    """One method: (heads kept, mean, spread), in order of heads kept."""
 
     method: str
     points: tuple[tuple[int, float, float], ...]
@@ -60,156 +63,191 @@ class Series:
     @property
     def role(self) -> str:
         """``base`` for the uncut model, ``random`` for chance, else ``method``."""
-        method = self.method.partition(" [")[0]  # in brackets stands whose it is
-        words = method.replace(",", " ").split()  # of a sweep: "scorer random, recover none"
-        return "base" if method == "base" else "random" if "random" in words else "method"
+        # Brackets hold the name of a scorer or a record.
+        method = self.method.partition(" [")[0]
+        if method == "base":
+            return "base"
+        # Methods of a sweep read "scorer random, recover none".
+        words = method.replace(",", " ").split()
+        return "random" if "random" in words else "method"
 
 
 @dataclass(frozen=True)
-class _Row:
-    """A row of a table, and whose it is; ``way`` is equal for runs that differ in budget and seed
-    alone."""
+class _RecordedRow:
+    """A row with its record's name and scorer.
+
+    ``way`` is the recipe without budget and seed: equal for runs of one method.
+    """
 
     row: QualityRow
-    record: str
+    record: str  # its name
     scorer: str
     way: Hashable
 
 
 def comparable(records: Iterable[tuple[str, RunRecord]], split: str) -> list[Comparable]:
-    """The points of named records, those apart that are of another task, model or data: no line
-    joins these.
+    """Group named records by task, model and data, and collect their points.
 
-    A method that stands in several records keeps its name where these differ in budget and seed
-    alone. Else it gets their scorer's name in brackets or, where that does not tell them apart, the
-    record's.
+    A method in several records keeps its name where these differ in budget and seed alone. Else it
+    gets their scorer's name in brackets; where that is the same, the record's name.
     """
     groups: dict[Hashable, list[tuple[str, RunRecord]]] = {}
     for name, record in records:
         if any(row.split == split for row in record.quality):
             groups.setdefault(_subject(record, split), []).append((name, record))
-    return [
-        Comparable(tuple(name for name, _ in found), tuple(_points(found, split)))
-        for found in groups.values()
-    ]
+    comparables = []
+    for members in groups.values():
+        names, _ = zip(*members, strict=True)
+        comparables.append(Comparable(names, tuple(_points(members, split))))
+    return comparables
 
 
-def points_of_sweep(table: SweepTable, split: str) -> list[Point]:
-    """The uncut model, and a point a run.
+def points_of_sweep(table: SweepTable, split: str) -> list[TradeoffPoint]:
+    """Make a point for the uncut model and one per run.
 
     Raises:
         InvalidValue: no such split.
     """
     if split not in ("test", "validation"):
         raise InvalidValue("split", "test or validation", repr(split))
-    base = Point(table.metric, "base", int(table.base["heads"]), float(table.base[split]), 0.0)
-    runs = ((setting.method, row) for setting in table.settings() for row in setting.rows)
-    return [
-        base,
-        *(Point(table.metric, m, int(row["heads"]), float(row[split]), 0.0) for m, row in runs),
-    ]
+    metric, base = table.metric, table.base
+    points = [TradeoffPoint(metric, "base", int(base["heads"]), float(base[split]), 0.0)]
+    for setting in table.settings():
+        for row in setting.rows:
+            kept, value = int(row["heads"]), float(row[split])
+            points.append(TradeoffPoint(metric, setting.method, kept, value, 0.0))
+    return points
 
 
-def series_of(points: Iterable[Point]) -> list[Series]:
-    """Points by method; several of one method and size become their mean, with the spread of all
-    their draws."""
-    methods: dict[str, dict[int, list[Point]]] = {}
+def series_of(points: Iterable[TradeoffPoint]) -> list[Series]:
+    """Sort points by method and heads kept; several of one size become their mean and spread."""
+    methods: dict[str, dict[int, list[TradeoffPoint]]] = {}
     for point in points:
         methods.setdefault(point.method, {}).setdefault(point.kept, []).append(point)
-    return [
-        Series(m, tuple(_mean(kept, by_kept[kept]) for kept in sorted(by_kept)))
-        for m, by_kept in methods.items()
-    ]
+    lines = []
+    for method, sizes in methods.items():
+        means = tuple(_mean(kept, sizes[kept]) for kept in sorted(sizes))
+        lines.append(Series(method, means))
+    return lines
 
 
-def _mean(kept: int, points: list[Point]) -> tuple[int, float, float]:
-    """The mean of all draws, and their standard deviation: inside of every point, and between the
-    points."""
-    once = list(
-        dict.fromkeys(p for p in points if p.spread)
-    )  # the same draws, told by several records
-    once += [p for p in points if not p.spread]
-    if len(once) == 1:
-        return kept, once[0].value, once[0].spread
-    draws = [max(p.draws, 2 if p.spread else 1) for p in once]
-    values = {p.value for p in once}
-    mean = math.fsum(n * p.value for n, p in zip(draws, once, strict=True)) / sum(draws)
-    mean = (
-        values.pop() if len(values) == 1 else mean
-    )  # without an error of rounding, which would be a spread
-    squares = sum(
-        (n - 1) * p.spread**2 + n * (p.value - mean) ** 2 for n, p in zip(draws, once, strict=True)
-    )
-    return kept, mean, math.sqrt(squares / (sum(draws) - 1))
+def _mean(kept: int, points: list[TradeoffPoint]) -> tuple[int, float, float]:
+    """Pool all draws: their mean and standard deviation, within the points and between them."""
+    # Equal points with a spread are the same draws in several records.
+    distinct = dict.fromkeys(point for point in points if point.spread)
+    pooled = [*distinct, *(point for point in points if not point.spread)]
+    first = pooled[0]
+    if len(pooled) == 1:
+        return kept, first.value, first.spread
+    draws = []
+    for point in pooled:
+        # A spread needs two draws at least.
+        fewest = 2 if point.spread else 1
+        draws.append(max(point.draws, fewest))
+    n_draws = sum(draws)
+    if len({point.value for point in pooled}) == 1:
+        # The weighted mean has a rounding error, which would show as a spread.
+        mean = first.value
+    else:
+        mean = math.fsum(n * point.value for n, point in zip(draws, pooled, strict=True)) / n_draws
+    squares = []
+    for n, point in zip(draws, pooled, strict=True):
+        squares.append((n - 1) * point.spread**2 + n * (point.value - mean) ** 2)
+    return kept, mean, math.sqrt(sum(squares) / (n_draws - 1))
 
 
 def _subject(record: RunRecord, split: str) -> Hashable:
-    """What records must share to stand on one curve; the value of the uncut model only where no
-    recipe says more."""
-    base = next((row for row in record.quality if (row.split, row.name) == (split, "base")), None)
-    shape = base and (base.metric, base.kept_heads, base.n_examples)
-    told = {
-        key: record.recipe[key]
-        for key in ("task", "model", "train", "data")
-        if key in record.recipe
-    }
-    if isinstance(data := told.get("data"), Mapping):
-        told["data"] = {key: value for key, value in data.items() if key != "calibration"}
+    """What records must share to be on one curve."""
+    shape, value = None, None
+    for row in record.quality:
+        if row.split == split and row.name == "base":
+            shape, value = (row.metric, row.kept_heads, row.n_examples), row.value
+            break
     structure = record.scores.model.structure if record.scores else None
-    return shape, structure, FrozenDict(told) if told else base and base.value
+    recipe = {key: record.recipe[key] for key in _SUBJECT if key in record.recipe}
+    data = recipe.get("data")
+    if isinstance(data, Mapping):
+        # Other calibration rows give other plans for the same model and test rows.
+        recipe["data"] = {key: value for key, value in data.items() if key != "calibration"}
+    if recipe:
+        return shape, structure, FrozenDict(recipe)
+    # Without a recipe, only the uncut model's value tells models apart.
+    return shape, structure, value
 
 
-def _points(records: Sequence[tuple[str, RunRecord]], split: str) -> list[Point]:
-    rows = [
-        _row(row, name, record)
-        for name, record in records
-        for row in record.quality
-        if row.split == split
-    ]
-    labels: dict[str, list[_Row]] = {}
-    for name in dict.fromkeys(row.row.name for row in rows):
-        found = [row for row in rows if row.row.name == name]
-        alone = name in _BASELINES or len({row.scorer for row in found}) == 1
-        for row in found:
-            labels.setdefault(
-                name if alone or row.scorer == name else f"{name} [{row.scorer}]", []
-            ).append(row)
-    return [point for label, found in labels.items() for point in _labelled(label, found)]
+def _points(records: Sequence[tuple[str, RunRecord]], split: str) -> list[TradeoffPoint]:
+    """Make a point per row, under a label that is the same for runs of one method."""
+    # 1. Collect the rows of every method.
+    methods: dict[str, list[_RecordedRow]] = {}
+    for name, record in records:
+        for row in record.quality:
+            if row.split == split:
+                methods.setdefault(row.name, []).append(_recorded_row(row, name, record))
+    # 2. Add the scorer's name where several scorers have a row of one name, as recoveries do.
+    labels: dict[str, list[_RecordedRow]] = {}
+    for method, rows in methods.items():
+        shared = method in _BASELINES or len({row.scorer for row in rows}) == 1
+        for each in rows:
+            label = method
+            if not shared and each.scorer != method:
+                label += f" [{each.scorer}]"
+            labels.setdefault(label, []).append(each)
+    # 3. Add the record's name where that is not enough.
+    points = []
+    for label, rows in labels.items():
+        points += _labelled_points(label, rows)
+    return points
 
 
-def _labelled(label: str, rows: Sequence[_Row]) -> list[Point]:
-    """Points of one label; where ways of one size disagree, each gets its first record's name."""
-    values: dict[int, dict[Hashable, set[float]]] = {}
-    for row in rows:
-        values.setdefault(row.row.kept_heads, {}).setdefault(row.way, set()).add(row.row.value)
-    apart = label != "base" and any(
-        len(set(map(frozenset, found.values()))) > 1 for found in values.values()
-    )
+def _labelled_points(label: str, rows: Sequence[_RecordedRow]) -> list[TradeoffPoint]:
+    """Make the points of one label; ways that disagree get their first record's name."""
     owners: dict[Hashable, str] = {}
-    for row in rows if apart else ():
-        if row.way not in owners:
-            taken = sum(owner.partition(" #")[0] == row.record for owner in owners.values())
-            owners[row.way] = f"{row.record} #{taken + 1}" if taken else row.record
-    return [_point(row.row, f"{label} [{owners[row.way]}]" if apart else label) for row in rows]
+    if label != "base" and _disagree(rows):
+        owners = _owners(rows)
+    points = []
+    for each in rows:
+        row = each.row
+        method = f"{label} [{owners[each.way]}]" if owners else label
+        spread = row.spread or 0.0
+        points.append(
+            TradeoffPoint(row.metric, method, row.kept_heads, row.value, spread, row.draws)
+        )
+    return points
 
 
-def _point(row: QualityRow, method: str) -> Point:
-    return Point(row.metric, method, row.kept_heads, row.value, row.spread or 0.0, row.draws)
+def _disagree(rows: Sequence[_RecordedRow]) -> bool:
+    """Whether two ways have different values for one number of heads."""
+    sizes: dict[int, dict[Hashable, set[float]]] = {}
+    for each in rows:
+        ways = sizes.setdefault(each.row.kept_heads, {})
+        ways.setdefault(each.way, set()).add(each.row.value)
+    return any(len(set(map(frozenset, ways.values()))) > 1 for ways in sizes.values())
 
 
-def _row(row: QualityRow, name: str, record: RunRecord) -> _Row:
-    left_out = _FREE | _OURS if row.name in _BASELINES else _FREE
-    return _Row(
-        row,
-        name,
-        record.scores.scorer if record.scores else "",
-        FrozenDict(_without(record.recipe, left_out)),
-    )
+def _owners(rows: Sequence[_RecordedRow]) -> dict[Hashable, str]:
+    """Name every way after its first record, numbered where records share a name."""
+    owners: dict[Hashable, str] = {}
+    taken: Counter[str] = Counter()
+    for each in rows:
+        if each.way not in owners:
+            taken[each.record] += 1
+            n = taken[each.record]
+            owners[each.way] = each.record if n == 1 else f"{each.record} #{n}"
+    return owners
+
+
+def _recorded_row(row: QualityRow, name: str, record: RunRecord) -> _RecordedRow:
+    ignored = _FREE
+    if row.name in _BASELINES:
+        ignored = _FREE | _OURS
+    scorer = record.scores.scorer if record.scores else ""
+    return _RecordedRow(row, name, scorer, FrozenDict(_without(record.recipe, ignored)))
 
 
 def _without(recipe: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
-    return {
-        k: _without(v, keys) if isinstance(v, Mapping) else v
-        for k, v in recipe.items()
-        if k not in keys
-    }
+    """Copy a recipe without some keys, at any depth."""
+    copied = {}
+    for key, value in recipe.items():
+        if key not in keys:
+            copied[key] = _without(value, keys) if isinstance(value, Mapping) else value
+    return copied

@@ -1,10 +1,9 @@
-"""Speed in words and as a grid: a ratio and its interval a row, and batch by length with the line
-of break-even."""
+"""Speed as a table, and as a grid of batch by length with the line of break-even."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headprune.core.record import SpeedRow
@@ -17,25 +16,25 @@ class SpeedLine:
 
     batch: str
     length: str
-    original: tuple[str, str]
-    pruned: tuple[str, str]
-    ratio: str
-    interval: str
-    verdict: str
-    tone: str
-    rounds: str
+    original: tuple[str, str]  # median and 90th percentile, ms
+    pruned: tuple[str, str]  # median and 90th percentile, ms
+    ratio: str  # original over pruned: above 1 is faster
+    interval: str  # 95 %
+    verdict: str  # such as `1.12× faster`
+    tone: str  # good, bad or plain
+    rounds: str  # of timing both models in turn
 
 
 @dataclass(frozen=True)
 class SpeedCell:
-    """One place of the grid.
+    """One cell of the grid.
 
     Args:
-        ratio: In words; empty where nothing was measured.
+        ratio: The formatted ratio; empty where nothing was measured.
         tone: good, bad or plain, as in the table.
-        title: Everything in words.
-        edges: Sides (``right``, ``bottom``) beyond which the verdict changes between faster and not
-            faster.
+        title: Place, verdict and interval as one text.
+        edges: Sides (``right``, ``bottom``) on which a neighbour is faster and this one not, or the
+            other way round.
     """
 
     ratio: str
@@ -50,12 +49,12 @@ class SpeedGrid:
 
     batches: tuple[str, ...]
     lengths: tuple[str, ...]
-    cells: tuple[tuple[SpeedCell, ...], ...]
-    words: str
+    cells: tuple[tuple[SpeedCell, ...], ...]  # [batches, lengths]
+    words: str  # where break-even is
 
 
 def verdict(row: SpeedRow) -> tuple[str, str]:
-    """What a ratio says, and its tone; an interval that holds 1 says nothing."""
+    """Put a ratio into words, with its tone; an interval that holds 1 shows no difference."""
     if not all(map(math.isfinite, (row.ratio, row.low, row.high))) or row.ratio <= 0:
         return "no usable timing", "plain"
     if row.low > 1:
@@ -66,7 +65,7 @@ def verdict(row: SpeedRow) -> tuple[str, str]:
 
 
 def speed_line(row: SpeedRow) -> SpeedLine:
-    """A row of the table."""
+    """Format a row of the table."""
     words, tone = verdict(row)
     return SpeedLine(
         batch=f"{row.batch:,}",
@@ -82,44 +81,56 @@ def speed_line(row: SpeedRow) -> SpeedLine:
 
 
 def speed_grid(rows: Sequence[SpeedRow]) -> SpeedGrid | None:
-    """The grid, where there are two or more places; None otherwise."""
-    found = {(row.batch, row.length): row for row in rows}
-    if len(found) < 2:
+    """Lay out speed by batch and length; None with fewer than two cells."""
+    lines = {(row.batch, row.length): speed_line(row) for row in rows}
+    if len(lines) < 2:
         return None
-    batches, lengths = (sorted({at[i] for at in found}) for i in (0, 1))
-    tones = {at: verdict(row)[1] for at, row in found.items()}
-
-    def cell(y: int, x: int) -> SpeedCell:
-        at = (batches[y], lengths[x])
-        if at not in found:
-            return SpeedCell("", "plain", f"batch {at[0]} × {at[1]} tokens: not measured", ())
-        line = speed_line(found[at])
-        beyond = {"right": (batches[y], lengths[x + 1]) if x + 1 < len(lengths) else None}
-        beyond["bottom"] = (batches[y + 1], lengths[x]) if y + 1 < len(batches) else None
-        edges = [
-            side
-            for side, to in beyond.items()
-            if to in tones and _faster(tones[at]) != _faster(tones[to])
-        ]
-        title = (
-            f"batch {line.batch} × {line.length} tokens: {line.verdict}, 95 % interval"
-            f" {line.interval}"
-        )
-        return SpeedCell(line.ratio, line.tone, title, tuple(edges))
-
-    cells = tuple(tuple(cell(y, x) for x in range(len(lengths))) for y in range(len(batches)))
+    batches = sorted({batch for batch, _ in lines})
+    lengths = sorted({length for _, length in lines})
+    cells = []
+    for y, batch in enumerate(batches):
+        row = []
+        for x, length in enumerate(lengths):
+            # The last row and column have no neighbour on that side.
+            neighbours = {}
+            if x + 1 < len(lengths):
+                neighbours["right"] = (batch, lengths[x + 1])
+            if y + 1 < len(batches):
+                neighbours["bottom"] = (batches[y + 1], length)
+            row.append(_cell(lines, (batch, length), neighbours))
+        cells.append(tuple(row))
     return SpeedGrid(
-        tuple(f"{b:,}" for b in batches), tuple(f"{n:,}" for n in lengths), cells, _words(tones)
+        batches=tuple(f"{batch:,}" for batch in batches),
+        lengths=tuple(f"{length:,}" for length in lengths),
+        cells=tuple(cells),
+        words=_break_even([line.tone for line in lines.values()]),
     )
 
 
-def _faster(tone: str) -> bool:
-    return tone == "good"
+def _cell(
+    lines: Mapping[tuple[int, int], SpeedLine],
+    place: tuple[int, int],
+    neighbours: Mapping[str, tuple[int, int]],
+) -> SpeedCell:
+    line = lines.get(place)
+    if line is None:
+        batch, length = place
+        return SpeedCell("", "plain", f"batch {batch} × {length} tokens: not measured", ())
+    edges = []
+    for side, neighbour in neighbours.items():
+        other = lines.get(neighbour)
+        # Break-even lies between a faster cell and one that is not.
+        if other is not None and (line.tone == "good") != (other.tone == "good"):
+            edges.append(side)
+    title = (
+        f"batch {line.batch} × {line.length} tokens: {line.verdict}, 95 % interval {line.interval}"
+    )
+    return SpeedCell(line.ratio, line.tone, title, tuple(edges))
 
 
-def _words(tones: dict[tuple[int, int], str]) -> str:
-    """Where break-even is, in words."""
-    faster = sum(map(_faster, tones.values()))
+def _break_even(tones: Sequence[str]) -> str:
+    """Say where break-even is."""
+    faster = tones.count("good")
     if faster == len(tones):
         return (
             "The pruned model is faster everywhere that was measured; break-even lies outside of"
@@ -127,10 +138,10 @@ def _words(tones: dict[tuple[int, int], str]) -> str:
         )
     if not faster:
         return (
-            "The pruned model is surely faster nowhere that was measured; break-even lies outside"
-            " of the grid."
+            "The pruned model is measurably faster nowhere in the grid; break-even lies outside of"
+            " it."
         )
     return (
-        f"The pruned model is surely faster in {faster} of {len(tones)} places; the thick line is"
-        " break-even, between these and the others."
+        f"The pruned model is measurably faster in {faster} of {len(tones)} places; the thick line"
+        " is break-even, between these and the others."
     )

@@ -1,5 +1,4 @@
-"""Puts reports into a folder: both forms of one record, of a comparison of several, or of a
-sweep."""
+"""Write reports into a folder: of one record, of a comparison, or of a sweep."""
 
 from __future__ import annotations
 
@@ -23,25 +22,26 @@ SUMMARY = "summary.md"
 
 
 def write_report(
-    record: RunRecord, folder: str | Path, beside: ReportInputs = NOTHING
+    record: RunRecord, folder: str | Path, inputs: ReportInputs = NOTHING
 ) -> tuple[Path, Path]:
-    """Writes ``report.html`` and ``report.md`` into ``folder`` and returns their paths.
+    """Write ``report.html`` and ``report.md`` into a folder; return their paths.
 
     Each file is written whole or not at all; both are rendered before either is written.
 
     Args:
         record: Any record, also of a run that failed or still runs.
         folder: Made if it does not exist.
-        beside: What else is shown: attention pictures, other scores, their agreement.
+        inputs: Attention pictures, other scores and their agreement.
     """
-    html, markdown = render_html(record, beside), render_markdown(record, beside)
+    html = render_html(record, inputs)
+    markdown = render_markdown(record, inputs)
     return _write(Path(folder) / HTML_NAME, html, Path(folder) / MARKDOWN_NAME, markdown)
 
 
 def write_comparison(
     compared: Sequence[Compared], folder: str | Path, agreement: Agreement | None = None
 ) -> tuple[Path, Path]:
-    """Writes ``comparison.html`` and ``comparison.md``, a column a record; returns their paths.
+    """Write ``comparison.html`` and ``comparison.md`` into a folder; return their paths.
 
     Args:
         compared: Two records or more, each with the name of its column.
@@ -51,45 +51,37 @@ def write_comparison(
     Raises:
         InvalidValue: fewer than two records, or names that are not different.
     """
-    html, markdown = (
-        render_comparison_html(compared, agreement),
-        render_comparison_markdown(compared, agreement),
-    )
-    return _write(
-        Path(folder) / f"{COMPARISON}.html", html, Path(folder) / f"{COMPARISON}.md", markdown
-    )
+    html = render_comparison_html(compared, agreement)
+    markdown = render_comparison_markdown(compared, agreement)
+    folder = Path(folder)
+    return _write(folder / f"{COMPARISON}.html", html, folder / f"{COMPARISON}.md", markdown)
 
 
 def write_tradeoff(
     table: SweepTable, folder: str | Path, sweep: str | Path | None = None
 ) -> list[Path]:
-    """Writes ``report.html``, ``summary.md``, ``tradeoff.svg`` and ``tradeoff.png`` of a sweep;
-    returns their paths.
+    """Write the page, the summary and the pictures of a sweep; return their paths.
 
-    Without a finished run there is nothing to draw, and only the page and the summary are written.
+    The files are ``report.html``, ``summary.md``, ``tradeoff.svg`` and ``tradeoff.png``. Without a
+    finished run there are no pictures.
 
     Args:
         table: The sweep's table.
         folder: Made if it does not exist.
-        sweep: The sweep's own folder, where that is another.
+        sweep: The sweep's folder, where that is not ``folder``.
     """
     folder = Path(folder)
-    drawn = (
-        [draw_tradeoff(table, folder / f"tradeoff.{kind}") for kind in ("svg", "png")]
-        if table.rows
-        else []
-    )
-    pages = _write(
-        folder / HTML_NAME,
-        render_sweep_html(table, sweep or "."),
-        folder / SUMMARY,
-        render_tradeoff(table),
-    )
-    return [*drawn, *pages]
+    paths = []
+    if table.rows:
+        paths.append(draw_tradeoff(table, folder / "tradeoff.svg"))
+        paths.append(draw_tradeoff(table, folder / "tradeoff.png"))
+    html = render_sweep_html(table, sweep or ".")
+    markdown = render_tradeoff(table)
+    return [*paths, *_write(folder / HTML_NAME, html, folder / SUMMARY, markdown)]
 
 
-def _write(page: Path, html: str, twin: Path, markdown: str) -> tuple[Path, Path]:
-    return (
-        write_atomic(page, html.encode("utf-8", "replace")),
-        write_atomic(twin, markdown.encode("utf-8", "replace")),
-    )
+def _write(page: Path, html: str, text: Path, markdown: str) -> tuple[Path, Path]:
+    # Names of files may hold bytes that are no UTF-8.
+    page = write_atomic(page, html.encode("utf-8", "replace"))
+    text = write_atomic(text, markdown.encode("utf-8", "replace"))
+    return page, text

@@ -577,7 +577,7 @@ def test_what_a_score_alone_does_not_say() -> None:
     why = {(fate.site, *fate.heads): fate.why for fate in found.units}
     assert why["a", 0] == ""
     assert why["a", 1] == "the last one of its layer"
-    assert why["b", 0] == "goes although units with lower scores stay"
+    assert why["b", 0] == "removed although units with lower scores are kept"
     other = hp.PruningPlan(plan.mask, model=ModelFingerprint("t", "w"))
     with pytest.raises(PlanMismatch, match="another structure"):
         explain(other, scores)

@@ -22,7 +22,7 @@ from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRo
 from headprune.core.samples import Samples
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
 from headprune.maps.pictures import AttentionPictures, ShownExample, ShownSite
-from headprune.report.difference import Change, PlanDifference, RecordDifference
+from headprune.report.difference import PlanDifference, RecordChange, RecordDifference
 from headprune.report.explanation import Explanation, Fate
 from tests.report_records import sweep_table
 
@@ -104,9 +104,9 @@ EXAMPLES = [
     DIFFERENT,
     RecordDifference(
         ("a", "b"),
-        (Change("seed", 1, None),),
-        (Change("gpu", "x", True),),
-        (Change("f", 0.5, 2),),
+        (RecordChange("seed", 1, None),),
+        (RecordChange("gpu", "x", True),),
+        (RecordChange("f", 0.5, 2),),
         DIFFERENT,
     ),
     Explanation(

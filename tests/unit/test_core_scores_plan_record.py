@@ -325,7 +325,7 @@ def test_a_share_of_importance_is_told_where_no_score_is_below_zero():
     site = AttentionSite("a", "bert", "self", 3, 3, 4, 4, (0, 1, 2))
     plan = PruningPlan(HeadMask.from_keep({"a": [1, 2]}, {"a": 3}))
     for values, told in (
-        ((1.0, 2.0, 5.0), ["12.5 % of all importance goes"]),
+        ((1.0, 2.0, 5.0), ["12.5 % of all importance is removed"]),
         ((-1.0, 2.0, 5.0), []),
     ):
         scores = HeadScores(

@@ -203,9 +203,9 @@ def test_heads_removed_before_the_run_are_not_counted_as_removed_by_it() -> None
     record = RunRecord("x", "done", "report", "2026", scores=scores, plan=PruningPlan(mask))
     page = Page(render_html(record))
     assert "1 of 5 heads removed" in page.text
-    assert "4 of 5 heads stay, chosen by hand." in page.text
+    assert "4 of 5 heads are kept, chosen by hand." in page.text
     states = [(c["class"] or "").split()[1] for c in page.cells()]
-    assert states == ["kept", "gone", "removed", "kept", "kept", "kept"]
+    assert states == ["kept", "absent", "removed", "kept", "kept", "kept"]
     assert "removed before this run" in (page.cells()[1]["title"] or "")
 
 
@@ -392,7 +392,7 @@ def test_heads_of_one_score_have_the_colour_in_the_middle(record: RunRecord) -> 
     assert {re.findall(r"\bs(\d)\b", cell["class"] or "")[0] for cell in page.cells()} == {"4"}
 
 
-def nasty_beside(record: RunRecord) -> ReportInputs:
+def nasty_inputs(record: RunRecord) -> ReportInputs:
     """Pictures, other scores and an agreement, all of whose words are dangerous."""
     assert record.scores is not None
     maps = replace(maps_of(record, 1, 2), tokens=((NASTY, NASTY),))
@@ -420,7 +420,7 @@ def test_data_stays_text() -> None:
         metrics=FrozenDict({NASTY: 1}),
         error=NASTY,
     )
-    page = Page(render_html(record, nasty_beside(record)))
+    page = Page(render_html(record, nasty_inputs(record)))
     assert not page.open
     assert [a.get("type") for tag, a in page.elements if tag == "script"] == [
         "application/json",
@@ -669,8 +669,8 @@ def test_other_scores_have_maps_of_their_own_and_the_agreement_is_shown(record: 
     assert record.scores is not None
     values = tuple(tuple(reversed(row)) for row in record.scores.values)
     other = replace(record.scores, values=values, scorer="entropy", standard_errors=None)
-    beside = ReportInputs(scores=(other,), agreement=agreement(record.scores, other))
-    html, markdown = render_html(record, beside), render_markdown(record, beside)
+    inputs = ReportInputs(scores=(other,), agreement=agreement(record.scores, other))
+    html, markdown = render_html(record, inputs), render_markdown(record, inputs)
     page = Page(html)
     assert page.text.count("taylor (of the plan)") == 1
     cells = page.cells()
@@ -678,8 +678,8 @@ def test_other_scores_have_maps_of_their_own_and_the_agreement_is_shown(record: 
     for mine, theirs in zip(cells[:8], reversed(cells[32:40]), strict=True):
         assert mine["data-score"] == theirs["data-score"]
     assert len({a["name"] for tag, a in page.elements if tag == "input"}) == 2
-    assert beside.agreement is not None
-    for cell in beside.agreement.rows()[0]:
+    assert inputs.agreement is not None
+    for cell in inputs.agreement.rows()[0]:
         assert cell in page.text
         assert cell.replace("[", "\\[").replace("]", "\\]") in markdown
     assert "### Scores of entropy" in markdown
@@ -793,7 +793,7 @@ def test_the_speed_grid_draws_break_even_between_faster_and_not_faster(record: R
         ("good", "1.50×"),
     ]
     assert "no measurable difference in speed, 95 % interval 0.960 to 1.060" in cells[1][1]
-    words = "The pruned model is surely faster in 2 of 4 places; the thick line is break-even"
+    words = "The pruned model is measurably faster in 2 of 4 places; the thick line is break-even"
     assert words in html
     assert words in render_markdown(replace(record, speed=rows))
     beside = render_html(replace(record, speed=(rows[1], rows[3])))

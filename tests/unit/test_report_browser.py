@@ -13,7 +13,7 @@ import pytest
 
 from headprune.core.record import RunRecord, SpeedRow
 from headprune.maps.pictures import AttentionPictures
-from headprune.report import Beside, Compared, render_html
+from headprune.report import Compared, ReportInputs, render_html
 from headprune.report.html import render_comparison_html, render_sweep_html
 from headprune.scoring._agreement import agreement
 from tests.browser import CHROMIUM, REQUIRED, Browser
@@ -45,7 +45,7 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-def full() -> tuple[RunRecord, Beside]:
+def full() -> tuple[RunRecord, ReportInputs]:
     """A record with everything that a page can show."""
     record = costed(record_of())
     rows = tuple(SpeedRow(b, n, 0.1, 0.1, 0.1, 0.1, r, r - 0.02, r + 0.02, 9) for b, n, r in GRID)
@@ -55,7 +55,9 @@ def full() -> tuple[RunRecord, Beside]:
     other = replace(record.scores, values=values, scorer="entropy")
     maps = maps_of(record, 2, 5)
     maps = replace(maps, tokens=(("[CLS]", NASTY, " a", "b", "."), ("[CLS]", "c", "d", "e", "f")))
-    return record, Beside(AttentionPictures.of(maps), (other,), agreement(record.scores, other))
+    return record, ReportInputs(
+        AttentionPictures.of(maps), (other,), agreement(record.scores, other)
+    )
 
 
 GRID = ((1, 16, 0.9), (1, 128, 1.0), (8, 16, 1.1), (8, 128, 1.3))
@@ -70,7 +72,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    record, beside = full()
+    record, inputs = full()
     assert record.scores is not None
     plan = plan_of(record.scores, 0.25)
     rows = tuple(
@@ -82,7 +84,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path = tmp_path_factory.mktemp("comparison") / "comparison.html"
     path.write_text(
-        render_comparison_html([Compared("half", record), other], beside.agreement),
+        render_comparison_html([Compared("half", record), other], inputs.agreement),
         encoding="utf-8",
     )
     return path
@@ -270,7 +272,7 @@ def test_the_heads_of_a_layer_stand_in_one_row_where_there_is_room(
 ) -> None:
     record = record_of(2, 12)
     path = tmp_path / "report.html"
-    path.write_text(render_html(record, Beside(pictures_of(record))), encoding="utf-8")
+    path.write_text(render_html(record, ReportInputs(pictures_of(record))), encoding="utf-8")
     browser.open(path, width)
     tops = browser.run(
         "[...document.querySelectorAll('.thumb')].map(t =>"
@@ -352,7 +354,7 @@ def test_an_image_is_seen_from_any_patch(browser: Browser, tmp_path: Path) -> No
     record = record_of(1, 2)
     pictures = image_pictures_of(record)
     path = tmp_path / "report.html"
-    path.write_text(render_html(record, Beside(pictures)), encoding="utf-8")
+    path.write_text(render_html(record, ReportInputs(pictures)), encoding="utf-8")
     browser.open(path)
     assert browser.run("(c => [c.width, c.height])(document.querySelector('.thumb canvas'))") == [
         3,

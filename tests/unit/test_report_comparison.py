@@ -18,7 +18,7 @@ from headprune.report import Compared, write_comparison
 from headprune.report.comparison import comparison_view
 from headprune.report.html import render_comparison_html
 from headprune.report.markdown import render_comparison_markdown
-from headprune.report.series import Point, comparable, series_of
+from headprune.report.series import TradeoffPoint, comparable, series_of
 from headprune.run.reporting import agreement_of, beside, compare_runs
 from tests.report_records import NASTY, Page, pictures_of, plan_of, record_of
 
@@ -116,7 +116,7 @@ def test_plans_are_compared_head_by_head(pair: list[Compared]) -> None:
     )
     other = Compared("other model", record_of(2, 4))
     assert comparison_view([pair[0], other]).fates == ()
-    assert "Which heads stay where" not in render_comparison_html([pair[0], other])
+    assert "Which heads each run keeps" not in render_comparison_html([pair[0], other])
 
 
 def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compared]) -> None:
@@ -220,7 +220,9 @@ def test_what_only_the_seed_tells_apart_is_one_method_and_what_a_setting_does_is
 @pytest.mark.parametrize("value", [0.1, 0.9763, 1 / 3])
 def test_equal_values_have_no_spread(value: float) -> None:
     for n in range(2, 12):
-        ((_, mean, spread),) = series_of([Point("accuracy", "base", 8, value, 0.0)] * n)[0].points
+        ((_, mean, spread),) = series_of([TradeoffPoint("accuracy", "base", 8, value, 0.0)] * n)[
+            0
+        ].points
         assert (mean, spread) == (value, 0.0)
 
 
