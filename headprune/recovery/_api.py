@@ -190,7 +190,8 @@ def _checked_teacher(
     if teacher is model:
         raise InvalidValue("teacher", must, "the model itself", hint)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if any(id(parameter) in trained for parameter in teacher.parameters()):
+    # Frozen parameters may be shared: a training does not change them.
+    if not trained.isdisjoint(map(id, teacher.parameters())):
         got = "one that shares trainable parameters with it"
         raise InvalidValue("teacher", must, got, hint)
     return teacher

@@ -65,6 +65,7 @@ def blocks_around(model: nn.Module, bound: Sequence[BoundSite]) -> list[Block]:
         names = items_around[b.site.name]
         repeated = [name for name in names if n_items[_parent(name)] > 1]
         name = [*repeated, *names, b.site.name][0]
+        # A layer may have several attentions; the first kind other than "self" counts.
         kind = b.site.kind
         if name in blocks and blocks[name].kind != "self":
             kind = blocks[name].kind

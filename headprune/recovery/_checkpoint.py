@@ -85,6 +85,7 @@ def identity(
         structure.append((name, shape, dtype, parameter.requires_grad))
     parts = {name: json.dumps(value, sort_keys=True) for name, value in settings.items()}
     parts["the model's structure"] = _sha256(json.dumps(structure).encode())
+    # Trained weights change, and are in the checkpoint itself.
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     parts["the model's frozen weights"] = _sha256(*sampled_bytes(frozen))
     parts["the teacher"] = "none"
@@ -156,6 +157,7 @@ class Keeper:
                 damaged = file.testzip()
             if damaged is not None:
                 raise ValueError(f"the checksum of {damaged} is another")
+            # weights_only: other pickled files could run code.
             state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
             theirs = dict(state["identity"])
         except _UNREADABLE as error:

@@ -71,6 +71,7 @@ class Comparison:
         """Record the model's last call inside, with its layers' states."""
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # A loss may call the model several times: the last call counts.
             self.states.clear()
             self.padding_infos.clear()
             inputs.begin(kwargs)
@@ -175,6 +176,7 @@ def _share_missed(
     student, teacher = student.to(dtype), teacher.to(dtype)
     mask = None
     if student.ndim == 3:
+        # To [batch, tokens, features].
         if block.batch_axis == 1:
             student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
         shape = (student.shape[0], student.shape[1])
@@ -305,6 +307,7 @@ def _divergence(
     model: nn.Module | None,
 ) -> Tensor:
     """Return the mean divergence of the tokens of each example, ``[batch]``."""
+    # In fp32 at least: half precision is too coarse for small differences of logarithms.
     dtype = torch.promote_types(student.dtype, torch.float32)
     log_p = nn.functional.log_softmax(teacher.to(dtype) / temperature, dim=-1)
     log_q = nn.functional.log_softmax(student.to(dtype) / temperature, dim=-1)
@@ -336,6 +339,7 @@ def _logits(output: Any) -> list[Tensor]:
     if not candidates or not all(map(_is_batched, candidates)):
         must = "used with models that return logits [batch, ..., classes]"
         raise InvalidValue(_WHERE, must, type(output).__name__)
+    # The softmax of a single number is constant.
     if any(logits.shape[-1] < 2 for logits in candidates):
         must = "used with logits of two classes or more"
         hint = "A regression has no distribution to distil; train it on the task loss alone."

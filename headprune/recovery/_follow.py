@@ -164,6 +164,7 @@ class _Follower(TorchDispatchMode):
         if occurrences > 1 or not _continues(func, alias.tensor, args, kwargs):
             self._end(alias.call)
             return
+        # ``output += residual`` writes the sum into the output itself.
         overwrites = func.overloadpacket is _ATEN.add_ and args[0] is alias.tensor
         if overwrites and not alias.call.summed:
             alias.call.output = alias.call.output.clone()
@@ -175,9 +176,11 @@ class _Follower(TorchDispatchMode):
         """Follow the output of a sum or a rearrangement."""
         call, shape = alias.call, alias.tensor.shape
         if func.overloadpacket in _SUMS:
+            # Broadcasting to more tokens has no inverse.
             if output.shape != shape:
                 self._end(call)
                 return
+            # A parameter is a bias; activations make the sum a stream.
             other = args[1] if args[0] is alias.tensor else args[0]
             self._forget(call)
             call.added |= not isinstance(other, nn.Parameter)
@@ -187,6 +190,7 @@ class _Follower(TorchDispatchMode):
         if func.overloadpacket in _COPIES and output.shape != shape:
             self._end(call)
             return
+        # Inverses are applied in reverse order: first that of the last rearrangement.
         undo = _inverse_of(func, shape, args)
         self._note(call, output, lambda x: alias.inverse(undo(x)))
 

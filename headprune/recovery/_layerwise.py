@@ -43,6 +43,7 @@ from headprune.recovery._side_by_side import (
     first,
     quiet,
     repeatable,
+    sites_of,
     summary,
 )
 from headprune.recovery._targets import (
@@ -50,6 +51,7 @@ from headprune.recovery._targets import (
     SitePair,
     Target,
     find_targets,
+    modules_of,
     sites_as_targets,
     without_columns,
 )
@@ -95,6 +97,7 @@ class RefitResults:
         """Return which parameters of a projection were refitted, with its ``bias`` or without."""
         choice = self.chosen.get(name)
         parts = []
+        # None where the ridge was set: then everything is refitted.
         if choice not in (NO_CHANGE, BIAS_ALONE):
             parts.append("weight")
         if choice != NO_CHANGE and bias:
@@ -185,21 +188,21 @@ class LayerwiseRecovery(Recovery):
             return Outcome((), 0, {"heads": 0}, (note,))
         with Replaced(model, job.undo, self.adds_biases) as replaced:
             # 1. Find the projections. Only a bias shows that one without columns runs.
-            replaced.open_(target.module for target in without_columns(attention))
+            replaced.open_(modules_of(without_columns(attention)))
             with quiet(model, teacher, pairs):
-                found = find_targets(model, teacher, pairs, first(batches), run, self.feed_forward)
-            replaced.open_(target.module for target in found.targets)
+                chosen = find_targets(model, teacher, pairs, first(batches), run, self.feed_forward)
+            replaced.open_(modules_of(chosen.targets))
 
             # 2. Refit one after the other.
             with quiet(model, teacher, pairs):
-                refit = self._prepared(job, pairs, found.targets, run, replaced)
+                refit = self._prepared(job, pairs, chosen.targets, run, replaced)
                 results = self._refit_(refit)
                 after = self._errors_after(refit, results)
 
             # 3. Keep the biases of those that changed.
-            refitted = [t for t in found.targets if results.parts(t.name, self.adds_biases)]
+            refitted = [t for t in chosen.targets if results.parts(t.name, self.adds_biases)]
             replaced.close_(refitted)
-        return self._outcome(refit, refitted, results, after, found.notes)
+        return self._outcome(refit, refitted, results, after, chosen.notes)
 
     def _prepared(
         self,
@@ -213,8 +216,9 @@ class LayerwiseRecovery(Recovery):
         model, batches = job.model, repeatable(job.batches)
         teacher_cache = TeacherCache(self.max_bytes)
         before = errors(job, pairs, targets, run, teacher_cache, self.sensitive)
-        layers = [block.module for block in blocks_around(model, [ours for ours, _ in pairs])]
-        playback = Playback(layers, [target.module for target in targets], self.max_bytes)
+        sites, _ = sites_of(pairs)
+        layers = [block.module for block in blocks_around(model, sites)]
+        playback = Playback(layers, modules_of(targets), self.max_bytes)
         playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
         caches = PassCaches(teacher_cache, playback)
         return _Refit(job, pairs, targets, run, replaced, caches, before)
@@ -228,7 +232,7 @@ class LayerwiseRecovery(Recovery):
             calls = compared_calls(
                 refit.job, refit.pairs, refit.targets, number, refit.run, refit.caches
             )
-            mean = refit.caches.teacher.mean_sensitivity(number)
+            mean = refit.caches.teacher.mean_sensitivity(number)  # []
             parts = self._sums(refit.job, calls, target, mean)
             refit.caches.teacher.forget(number)
             normal = pooled(parts)
@@ -238,6 +242,7 @@ class LayerwiseRecovery(Recovery):
             # 2. The weight, unless the choice is to keep it.
             weight, bias = torch.zeros_like(normal.xe), torch.zeros_like(normal.e_mean)
             if not isinstance(choice, str):
+                # A ridge; the other choices are words.
                 change = self.change(target, normal, choice)
                 if change.note:
                     results.notes.append(f"{target.name}: {change.note}")
@@ -296,6 +301,7 @@ class LayerwiseRecovery(Recovery):
         Raises:
             InvalidValue: sums that are not finite, or too few examples for a choice.
         """
+        # 1. All numbers in one tensor, for one copy to main memory.
         numbers = [normal.finite.to(normal.xx), normal.tokens.to(normal.xx)]
         if self.ridge is None:
             if len(parts) < 2:
@@ -307,12 +313,14 @@ class LayerwiseRecovery(Recovery):
             numbers += held_out.to(normal.xx).unbind()
         finite, tokens, *held_out_numbers = torch.stack(numbers).tolist()
         if not finite:
+            # An earlier change beyond the range of its type may be the cause; it is named then.
             replaced.check()
             where = f"what model and teacher write at {target.name}"
             hint = "Look for NaN or infinite values in the batches."
             raise InvalidValue(where, "finite", "NaN or infinite", hint)
         if self.ridge is not None:
             return self.ridge
+        # 2. The ridge with the least error.
         width = len(normal.xx)
         choice = best(held_out_numbers, choices(self.adds_biases, width))
         results.tokens[target.name] = (int(tokens), width)
@@ -374,6 +382,7 @@ def _token_weights(
 
 def _weights(sensitivity: Tensor, mean: Tensor) -> Tensor:
     """Return weights of mean 1, ``[tokens]``; all 1 if the output depends on no token."""
+    # Slopes hold nearby only, so even a token without slopes has the weight SHARE.
     relative = sensitivity / torch.where(mean > 0, mean, torch.ones_like(mean))
     return torch.where(mean > 0, SHARE + (1 - SHARE) * relative, torch.ones_like(sensitivity))
 

@@ -22,7 +22,9 @@ class LeastSquaresSums:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        # Tokens, weights, x [in], e [out], xx [in, in], xe [in, out], ee [].
         self._sums: list[Tensor] = []
+        # What is subtracted from x and e: the means of the first tokens, [in] and [out].
         self._shifts: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -59,6 +61,7 @@ class LeastSquaresSums:
             w = _zeroed(weights.to(self._dtype)[:, None], counted)  # [tokens, 1]
             wx, we = w * x, w * e
             sums = [n_tokens, w.sum(), wx.sum(0), we.sum(0), wx.T @ x, wx.T @ e, (we * e).sum()]
+        # Not in place: the first two sums may be one tensor.
         if self._sums:
             sums = [before + new for before, new in zip(self._sums, sums, strict=True)]
         self._sums = sums
@@ -70,6 +73,7 @@ class LeastSquaresSums:
         divisor = _divisor(n)
         x_mean = self._shifts[0] + x / divisor
         e_mean = self._shifts[1] + e / divisor
+        # sum (x - mean x)(x - mean x) = sum x x - (sum x)(sum x) / n
         xx = xx - torch.outer(x, x) / divisor
         xe = xe - torch.outer(x, e) / divisor
         # Rounding may bring a sum of squares below zero.
@@ -135,6 +139,8 @@ class Normal:
             weight: ``[in, out]``.
             bias: ``[out]``.
         """
+        # |E - X W|² = |E|² - 2 <W, XᵀE> + <W, XᵀX W>, about the means.
+        # Rounding may bring it below zero.
         centred = self.ee - 2 * (weight * self.xe).sum() + (weight * (self.xx @ weight)).sum()
         shift = self.e_mean - self.x_mean @ weight - bias
         return centred.clamp(min=0) + self.n * shift.square().sum()
@@ -142,6 +148,7 @@ class Normal:
     @property
     def finite(self) -> Tensor:
         """Whether all tokens were finite, ``[]``."""
+        # Means need no check: a token that is not finite shows in the products.
         return self.ee.isfinite() & self.xx.isfinite().all() & self.xe.isfinite().all()
 
 
@@ -149,28 +156,32 @@ def pooled(parts: Sequence[Normal]) -> Normal:
     """Combine the sums of several parts of the tokens."""
     if len(parts) == 1:
         return parts[0]
-    tokens = sum_of([part.tokens for part in parts])
-    n = sum_of([part.n for part in parts])
-    x_mean = sum_of([part.n * part.x_mean for part in parts]) / _divisor(n)
-    e_mean = sum_of([part.n * part.e_mean for part in parts]) / _divisor(n)
 
-    # A sum about a part's own mean becomes one about the common mean by adding the products of
-    # the distances between the two means.
+    # 1. The common means.
+    first = parts[0]
+    tokens, n = first.tokens, first.n
+    x_sum, e_sum = first.n * first.x_mean, first.n * first.e_mean
+    for part in parts[1:]:
+        tokens = tokens + part.tokens
+        n = n + part.n
+        x_sum = x_sum + part.n * part.x_mean
+        e_sum = e_sum + part.n * part.e_mean
+    x_mean = x_sum / _divisor(n)
+    e_mean = e_sum / _divisor(n)
+
+    # 2. A sum about a part's own mean becomes one about the common mean by adding the products
+    # of the distances between the two means.
     weights = torch.stack([part.n for part in parts]).to(x_mean)[:, None]  # [parts, 1]
     x_off = torch.stack([part.x_mean - x_mean for part in parts])  # [parts, in]
     e_off = torch.stack([part.e_mean - e_mean for part in parts])  # [parts, out]
-    xx = sum_of([(weights * x_off).T @ x_off, *(part.xx for part in parts)])
-    xe = sum_of([(weights * x_off).T @ e_off, *(part.xe for part in parts)])
-    ee = sum_of([(weights * e_off.square()).sum(), *(part.ee for part in parts)])
+    xx = (weights * x_off).T @ x_off
+    xe = (weights * x_off).T @ e_off
+    ee = (weights * e_off.square()).sum()
+    for part in parts:
+        xx += part.xx
+        xe += part.xe
+        ee += part.ee
     return Normal(tokens, n, x_mean, e_mean, xx, xe, ee)
-
-
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Add tensors of one shape."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total
 
 
 def solved(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, bool]:

@@ -25,7 +25,9 @@ from headprune.model.sites import bind
 from headprune.model.wrappers import check_unwrapped
 from headprune.recovery._blocks import blocks_of
 
+#: The setting, in error texts.
 _TARGETS = "Finetune.lora_targets"
+#: Name of the adapters inside PEFT.
 _NAME = "recovery"
 
 
@@ -83,7 +85,7 @@ def adapted(
         alpha: Their scale times the rank; None is the rank.
         targets: Names or name endings of projections; None takes every projection of the layers
             with attention.
-        sites: Where the heads are; None finds them.
+        sites: The attention sites; None finds them.
 
     Raises:
         InvalidValue: PEFT is not installed, or the model has adapters already.
@@ -99,14 +101,18 @@ def adapted(
             " them."
         )
         raise InvalidValue("model", must, "adapters", hint)
+    # 1. Where adapters go.
     names = _default(model, sites) if targets is None else _named(model, targets)
     check_unwrapped(model, names, "given adapters before it is wrapped")
     requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=rank if alpha is None else alpha,
+        # A pattern, because PEFT would match a list of names as endings.
         target_modules="|".join(map(re.escape, names)),
     )
+
+    # 2. Put them there for the time of the training.
     tuner = None
     try:
         with warnings.catch_warnings():
@@ -114,8 +120,10 @@ def adapted(
             warnings.filterwarnings("ignore", ".*fan_in_fan_out.*", UserWarning)
             tuner = peft.LoraModel(model, {_NAME: config}, _NAME)
         yield Adapters(model, tuner, names)
+        # Safe: adapters that are not finite are refused before they are added to a weight.
         tuner.merge_adapter(safe_merge=True)
     finally:
+        # 3. Put the original modules back; after a merge they hold the new weights.
         if tuner is not None:
             tuner.unload()
         for parameter, before in requires_grad:
@@ -147,8 +155,9 @@ def _default(model: nn.Module, sites: Iterable[AttentionSite] | None) -> tuple[s
     attentions = [b.site.name for b in bound]
     projections: set[str] = set()
     for b in bound:
-        paths = (f"{b.site.name}.{slab.path}" for slab in b.slabs)
-        projections.update(path.removeprefix(".") for path in paths)
+        for slab in b.slabs:
+            # A model that is an attention itself has the empty name.
+            projections.add(f"{b.site.name}.{slab.path}".removeprefix("."))
     names = []
     for name, _ in model.named_modules():
         other = _is_under(name, attentions) and name not in projections
@@ -181,7 +190,8 @@ def _named(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
         matches = [name for name in modules if f".{name}".endswith(f".{target}")]
         if not matches:
             usable = [name for name in modules if _reason_against(model, name) is None]
-            hint = did_you_mean(target, {name.rpartition(".")[2] for name in usable})
+            endings = {name.rpartition(".")[2] for name in usable}
+            hint = did_you_mean(target, endings)
             must = f"names of projections of {type(model).__name__}"
             raise UnknownName(_TARGETS, must, repr(target), hint)
         for name in matches:

@@ -99,7 +99,8 @@ class Objective(nn.Module):
         batch = to_device(batch, device_of(self.model))
         loss, comparison = self.outside
 
-        # 1. The task loss; the comparison records the model's call.
+        # 1. The task loss; the comparison records the model's call. The first look at the loss
+        # runs the model, too, which must not be recorded.
         loss.look(self.model, batch)
         recording: AbstractContextManager[None] = nullcontext()
         if comparison is not None:

@@ -72,11 +72,12 @@ class Playback:
             for layer, module in enumerate(self._layers):
                 stack.callback(module.register_forward_hook(returned(layer)).remove)
             run()
+        # A second call may get another input, and would need another output.
         self._last = {layer: number for layer, number in last.items() if n_calls[layer] == 1}
 
     def _last_projection_in(self, layer: nn.Module) -> int:
         """Return the number of the last projection inside a layer; -1 if there is none."""
-        inside = {id(module) for module in layer.modules()}
+        inside = set(map(id, layer.modules()))
         last = -1
         for number, projection in enumerate(self._projections):
             if id(projection) in inside:
@@ -132,6 +133,7 @@ class Playback:
                 return mapped(self._outputs[place], Tensor.clone)
             output = original(*args, **kwargs)
             size = sum(tensor.nbytes for tensor in tensors(output))
+            # Layers without room run again in every pass.
             if size <= self.room and _is_plain(output):
                 self.room -= size
                 self._outputs[place] = mapped(output, Tensor.clone)

@@ -88,16 +88,20 @@ def _squared_slopes(
     model: nn.Module, combined: Sequence[Tensor], written: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the mean squared slope of the combinations for each tensor, ``[..., 1]``."""
-    totals = []
-    for tensor in written:
+    totals: list[Tensor] = []
+    numbers: list[int] = []  # of the tensors that can be differentiated
+    differentiable: list[Tensor] = []
+    for number, tensor in enumerate(written):
+        # Half precision would overflow at the squares.
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         totals.append(tensor.new_zeros(*tensor.shape[:-1], 1, dtype=dtype))
-    numbers = [number for number, tensor in enumerate(written) if tensor.requires_grad]
+        if tensor.requires_grad:
+            numbers.append(number)
+            differentiable.append(tensor)
     where = type(model).__name__
     must = 'an output that can be differentiated, for token_weights="output"'
     if not numbers or not combined[0].requires_grad:
         raise UnsupportedModel(where, must, "one without a graph", _HINT)
-    differentiable = [written[number] for number in numbers]
     for draw, combination in enumerate(combined):
         is_last = draw + 1 == len(combined)
         try:
@@ -105,11 +109,13 @@ def _squared_slopes(
                 combination, differentiable, retain_graph=not is_last, allow_unused=True
             )
         except torch.OutOfMemoryError:
+            # A RuntimeError, too, but no fault of the model.
             raise
         except RuntimeError as error:
             got = f"one that PyTorch refuses: {error}"
             raise UnsupportedModel(where, must, got, _HINT) from error
         for number, slope in zip(numbers, slopes, strict=True):
+            # None where the output does not depend on the tensor.
             if slope is not None:
                 squares = slope.to(totals[number]).square().sum(-1, keepdim=True)
                 totals[number] += squares / len(combined)

@@ -4,7 +4,7 @@ streams."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,10 +29,17 @@ from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory
 from headprune.recovery._base import Job
 from headprune.recovery._follow import FollowedCall, follow
-from headprune.recovery._least_squares import LeastSquaresSums, Normal
+from headprune.recovery._least_squares import LeastSquaresSums
 from headprune.recovery._playback import Playback
 from headprune.recovery._sensitivity import sensitivities
-from headprune.recovery._targets import RunBatch, SitePair, Target, check_as_often
+from headprune.recovery._targets import (
+    RunBatch,
+    SitePair,
+    Target,
+    check_as_often,
+    modules_of,
+    teacher_modules_of,
+)
 from headprune.recovery._taught import HiddenPositions, TeacherCache, key_of
 
 _NO_SLOPES = 'token_weights="equal" needs no slopes.'
@@ -45,14 +52,24 @@ def quiet(model: nn.Module, teacher: nn.Module, pairs: Sequence[SitePair]) -> It
     Every output projection is called as a module. Nothing is fused, because additions of nested
     tensors could not be followed token by token.
     """
+    sites, teacher_sites = sites_of(pairs)
     with ExitStack() as stack:
         stack.enter_context(without_fused_attention())
         stack.enter_context(undisturbed(model))
         stack.enter_context(undisturbed(teacher))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(exposed(ours for ours, _ in pairs))
-        stack.enter_context(exposed(theirs for _, theirs in pairs))
+        stack.enter_context(exposed(sites))
+        stack.enter_context(exposed(teacher_sites))
         yield
+
+
+def sites_of(pairs: Iterable[SitePair]) -> tuple[list[BoundSite], list[BoundSite]]:
+    """Return the sites of the model and those of the teacher."""
+    sites, teacher_sites = [], []
+    for ours, theirs in pairs:
+        sites.append(ours)
+        teacher_sites.append(theirs)
+    return sites, teacher_sites
 
 
 def repeatable(batches: Any) -> Batches:
@@ -92,10 +109,8 @@ def side_by_side(
         The batch, the model's calls by target, and the teacher's calls by target.
     """
     assert job.teacher is not None
-    sites = [ours for ours, _ in pairs]
-    teacher_sites = [theirs for _, theirs in pairs]
-    modules = [target.module for target in targets]
-    teacher_modules = [target.teacher_module for target in targets]
+    sites, teacher_sites = sites_of(pairs)
+    modules, teacher_modules = modules_of(targets), teacher_modules_of(targets)
     for batch in job.batches:
         model_calls = _calls(job.model, sites, modules, batch, run)
         teacher_calls = _calls(job.teacher, teacher_sites, teacher_modules, batch, run)
@@ -179,8 +194,7 @@ def compared_calls(
     """
     assert job.teacher is not None
     target, cache = targets[number], caches.teacher
-    sites = [ours for ours, _ in pairs]
-    teacher_sites = [theirs for _, theirs in pairs]
+    sites, teacher_sites = sites_of(pairs)
     playback_is_exact = False
     begins = 0
     for batch in job.batches:
@@ -278,8 +292,7 @@ def _slopes(
         UnsupportedModel: other code adds the bias of a projection that reads no head, without a
             call that could be differentiated.
     """
-    modules = [target.teacher_module for target in targets]
-    slopes = sensitivities(teacher, modules, batch, run)
+    slopes = sensitivities(teacher, teacher_modules_of(targets), batch, run)
     for target, of_target, expected in zip(targets, slopes, n_calls, strict=True):
         if len(of_target) != expected:
             must = f'called as a module, {expected} times on a batch, for token_weights="output"'
@@ -410,10 +423,12 @@ def errors(
     examples = 0
     for batch, model_calls, teacher_calls in side_by_side(job, pairs, targets, run):
         examples += batch_size(batch, "batches")
+        # 1. How strongly the teacher's output depends on the tokens.
         slopes: list[list[Tensor]] = []
         if sensitive:
-            n_calls = [len(calls) for calls in teacher_calls]
+            n_calls = list(map(len, teacher_calls))
             slopes = _slopes(job.teacher, targets, batch, run, n_calls)
+        # 2. The sums of each target.
         streams: list[list[Tensor]] = []
         for number, target in enumerate(targets):
             ours, theirs = model_calls[number], teacher_calls[number]
@@ -424,8 +439,10 @@ def errors(
             of_target.add(job.model, target, ours, theirs, streams[number])
             if sensitive:
                 of_target.add_sensitivities(job.model, target, ours, slopes[number])
+        # 3. What later passes use.
         if cache is not None:
-            cache.learn(key_of(batch), streams, [_hidden(calls) for calls in teacher_calls], slopes)
+            hidden = list(map(_hidden, teacher_calls))
+            cache.learn(key_of(batch), streams, hidden, slopes)
     if not examples:
         raise InvalidValue(*EMPTY)
     by_target = [sums[number] for number in range(len(targets))]
@@ -439,22 +456,36 @@ def _stream_errors(
     sensitivity_cache: TeacherCache | None,
 ) -> StreamErrors:
     """Check and divide the sums; keep the mean sensitivities in the cache."""
-    missing = [of_target.missing.done() for of_target in sums]
-    written = [of_target.written.done() for of_target in sums]
+    # 1. On the devices, so that Python waits for a few copies, not for each number.
+    counts: list[Tensor] = []
+    reached: list[Tensor] = []
+    finite: list[Tensor] = []  # two per target
+    totals: list[Tensor] = []
+    divisors: list[Tensor] = []
+    for of_target in sums:
+        missing, written = of_target.missing.done(), of_target.written.done()
+        counts.append(missing.tokens.clamp(min=1))
+        reached.append(missing.n > 0)
+        finite += [missing.finite, written.finite]
+        totals.append(missing.total)
+        divisors.append(written.ee)
     if sensitivity_cache is not None:
         means = []
-        for of_target, normal in zip(sums, missing, strict=True):
+        for of_target, count in zip(sums, counts, strict=True):
             assert of_target.sensitivity is not None
-            means.append(of_target.sensitivity / normal.tokens.clamp(min=1))
+            means.append(of_target.sensitivity / count)
         sensitivity_cache.mean_sensitivities = means
         _check_sensitivities(targets, means)
-    _check_sums(targets, missing, written)
-    totals = in_main_memory(normal.total for normal in missing)
-    divisors = in_main_memory(normal.ee for normal in written)
-    # A projection that always writes the same has nothing to divide by.
-    scales = [float(divisor) or 1.0 for divisor in divisors]
-    values = [float(total) / scale for total, scale in zip(totals, scales, strict=True)]
-    return StreamErrors(values, scales, examples)
+    _check_sums(targets, in_main_memory(reached), in_main_memory(finite))
+
+    # 2. In main memory.
+    errors_of_targets, scales = [], []
+    for total, divisor in zip(in_main_memory(totals), in_main_memory(divisors), strict=True):
+        # A projection that always writes the same has nothing to divide by.
+        scale = float(divisor) or 1.0
+        scales.append(scale)
+        errors_of_targets.append(float(total) / scale)
+    return StreamErrors(errors_of_targets, scales, examples)
 
 
 def _check_sensitivities(targets: Sequence[Target], means: Sequence[Tensor]) -> None:
@@ -466,16 +497,20 @@ def _check_sensitivities(targets: Sequence[Target], means: Sequence[Tensor]) -> 
 
 
 def _check_sums(
-    targets: Sequence[Target], missing: Sequence[Normal], written: Sequence[Normal]
+    targets: Sequence[Target], reached: Sequence[Tensor], finite: Sequence[Tensor]
 ) -> None:
-    """Refuse batches of padding alone, and values that are not finite."""
-    reached = in_main_memory(normal.n > 0 for normal in missing)
-    finite = in_main_memory(normal.finite for normal in [*missing, *written])
+    """Refuse batches of padding alone, and values that are not finite.
+
+    Args:
+        targets: The projections.
+        reached: Per target whether any token counts.
+        finite: Two per target, for the streams and for the teacher's outputs.
+    """
     for number, target in enumerate(targets):
         if not bool(reached[number]):
             must, got = "with a token that is no padding", f"only padding at {target.name}"
             raise InvalidValue("batches", must, got)
-        if not bool(finite[number] & finite[number + len(targets)]):
+        if not bool(finite[2 * number] & finite[2 * number + 1]):
             where = f"what model and teacher write at {target.name}"
             hint = "Look for NaN or infinite values in the batches."
             raise InvalidValue(where, "finite", "NaN or infinite", hint)

@@ -81,9 +81,11 @@ class Steps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved, self._saved = self._saved, None
         if saved is None:
+            # The model before the training may be the best one.
             if self.early_stopping is not None:
                 self.early_stopping.evaluate(0)
             return
+        # The optimizer exists only now, so its state could not be loaded before.
         state.global_step = saved["step"]
         self.stream.continue_from(saved["stream"])
         for name, part in self._parts(kwargs).items():
@@ -104,6 +106,7 @@ class Steps(TrainerCallback):
 
     def _state(self, step: int, over: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint after a step."""
+        # The keys are a file format: trainings that were begun before read them.
         state = {
             "step": step,
             "over": over,

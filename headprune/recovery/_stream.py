@@ -38,6 +38,7 @@ class Stream:
         self.saved: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        # The rest of the pass that the checkpoint interrupted.
         if self.saved is not None:
             batches = self.past(self.saved)
             self.first = self.saved["first"]
@@ -65,10 +66,12 @@ class Stream:
         Raises:
             CheckpointError: the batches are others.
         """
+        # The random states at the beginning of the pass draw its order again.
         self.begun = saved["begun"]
         set_random_states(saved["begun"], self.generators)
         batches = iter(self.batches)
         for number, batch in enumerate(islice(batches, saved["taken"])):
+            # The first batch shows whether data and order are the same.
             if number == 0 and digest_of(batch) != saved["first"]:
                 must = "the ones that the checkpoint's training had, in the same order"
                 hint = "Give another folder for another training."

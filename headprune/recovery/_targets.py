@@ -64,6 +64,7 @@ class Target:
         assert self.bound is not None
         site, layout = self.bound.site, self.bound.layout
         slab = next(slab for slab in layout.slabs if slab.path == layout.gate)
+        # The same function gives rows of weights and columns of activations.
         kind = (slab.units, slab.packing, "context")
         return [columns_of(site.geometry, *kind, [head]) for head in range(len(site.heads))]
 
@@ -97,11 +98,13 @@ class Target:
         if self.bound is not None:
             n_rows, n_tokens = rows_of(self.bound, x, batch).shape[:2]
         elif x.ndim != 3:
+            # Tokens without an axis of examples.
             n_rows, n_tokens = x.shape[:-1].numel(), 1
         elif self.tokens_first or x.shape[0] != size == x.shape[1]:
-            # [tokens, examples, width]
+            # [tokens, examples, width]: the examples alternate.
             return _example_of_each(x.shape[1], size).repeat(x.shape[0])
         else:
+            # [examples, tokens, width]
             n_rows, n_tokens = x.shape[:2]
         return _example_of_each(n_rows, size).repeat_interleave(n_tokens)
 
@@ -125,6 +128,7 @@ class Target:
             return query_mask(model, self.kind, padding_info, shape)
 
         if x.ndim != 3:
+            # All axes but the last may be flattened, with the examples first.
             n_rows, n_examples = x.shape[:-1].numel(), batch_size(padding_info.batch)
             if n_rows % n_examples:
                 return None
@@ -133,8 +137,19 @@ class Target:
             mask = mask_of((x.shape[0], x.shape[1]))
             if mask is not None:
                 return mask
+        # [tokens, examples, width]
         mask = mask_of((x.shape[1], x.shape[0]))
         return None if mask is None else mask.T
+
+
+def modules_of(targets: Iterable[Target]) -> list[nn.Module]:
+    """Return the model's projections."""
+    return [target.module for target in targets]
+
+
+def teacher_modules_of(targets: Iterable[Target]) -> list[nn.Module]:
+    """Return the teacher's projections."""
+    return [target.teacher_module for target in targets]
 
 
 def _example_of_each(n_rows: int, size: int) -> Tensor:
@@ -153,6 +168,7 @@ class TargetList:
 
 def sites_as_targets(pairs: Iterable[SitePair]) -> list[Target]:
     """Return every output projection of attention, each once."""
+    # By identity of the module: several sites may share one projection.
     targets: dict[int, Target] = {}
     for ours, theirs in pairs:
         removed = tuple(head for head in theirs.site.heads if head not in ours.site.heads)
@@ -205,8 +221,8 @@ def find_targets(
         candidates += _linear_layers(model, teacher, pairs)
 
     # 2. One pass of each model shows which of them run, in which order, and what is added.
-    model_calls = _calls_of(model, [t.module for t in candidates], batch, run)
-    teacher_calls = _calls_of(teacher, [t.teacher_module for t in candidates], batch, run)
+    model_calls = _calls_of(model, modules_of(candidates), batch, run)
+    teacher_calls = _calls_of(teacher, teacher_modules_of(candidates), batch, run)
     _check_reached(model, attention, model_calls, teacher_calls)
     running: list[Target] = []
     widths: list[set[int]] = []  # of the outputs
@@ -246,6 +262,7 @@ def _chosen(
         elif number > first and target.summed and own_width == width:
             reason = _reason_against(model, target)
             if reason:
+                # Not an error: the attentions can be refitted without it.
                 unchanged.append(f"{target.name} ({reason})")
             else:
                 chosen.append(replace(target, kind=kind, tokens_first=tokens_come_first))
@@ -256,7 +273,7 @@ def _linear_layers(model: nn.Module, teacher: nn.Module, pairs: Sequence[SitePai
     """Return the linear layers outside of attention that the teacher has in the same shape."""
     inside: set[int] = set()
     for ours, _ in pairs:
-        inside.update(id(module) for module in ours.module.modules())
+        inside.update(map(id, ours.module.modules()))
     teacher_modules = dict(teacher.named_modules())
     targets = []
     for name, module in model.named_modules():
@@ -267,7 +284,7 @@ def _linear_layers(model: nn.Module, teacher: nn.Module, pairs: Sequence[SitePai
             continue
         weight = module._parameters.get("weight")
         other_weight = other._parameters.get("weight")
-        # Quantized weights are no plain parameters.
+        # Quantized weights are no plain parameters, and cannot be added to.
         if type(weight) is not nn.Parameter or type(other_weight) is not nn.Parameter:
             continue
         if weight.shape == other_weight.shape:
@@ -336,7 +353,7 @@ def check_own_parameters(
             continue
         owners = []
         for owner, module in model.named_modules():
-            if any(p is parameter for p in module._parameters.values()):
+            if id(parameter) in map(id, module._parameters.values()):
                 owners.append(owner)
         if len(owners) > 1:
             must = f"the {name} of one projection"
@@ -352,7 +369,7 @@ def check_apart(
     Raises:
         InvalidValue: model and teacher share a parameter.
     """
-    teacher_parameters = {id(parameter) for parameter in teacher.parameters()}
+    teacher_parameters = set(map(id, teacher.parameters()))
     for target in targets:
         own = [id(target.module._parameters.get(name)) for name in names]
         if not teacher_parameters.isdisjoint(own):

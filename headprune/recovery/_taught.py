@@ -49,6 +49,7 @@ class TeacherCache:
             hidden: By target the positions that attention hid at its calls.
             sensitivities: By target those of its calls.
         """
+        # A batch may come twice in one pass.
         if key is None or key in self._n_calls:
             return
         self._n_calls[key] = [len(of_target) for of_target in streams]
@@ -109,6 +110,7 @@ def key_of(batch: Any) -> str | None:
     try:
         plain_values = _plain_values(batch)
     except TypeError:
+        # Such objects may change what a model returns, and have no contents to compare.
         return None
     return f"{digest_of(batch)} {plain_values}"
 

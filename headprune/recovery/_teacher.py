@@ -30,6 +30,7 @@ def paired(
         PlanMismatch: the teacher has another structure, or lacks heads that the model has.
     """
     ours = bind(model, sites)
+    # The same sites, so that a layout that the user gave holds for both.
     try:
         theirs = bind(teacher, sites)
     except HeadPruneError as error:
@@ -37,6 +38,7 @@ def paired(
     if _structure(model, ours) != _structure(teacher, theirs):
         described = f"{_described(teacher, theirs)} against {_described(model, ours)}"
         raise PlanMismatch("teacher", _MUST, f"one of another structure: {described}")
+    # A cut only removes heads, and those that are kept keep their numbers.
     pairs = list(zip(ours, theirs, strict=True))
     for our, their in pairs:
         lacking = sorted(set(our.site.heads) - set(their.site.heads))
@@ -75,6 +77,7 @@ class _ColumnSums:
             x: ``[batch, tokens, in]``.
             counted: Which tokens are no padding, ``[batch, tokens]``; None counts them all.
         """
+        # The count and the sums remain on the device until the last batch.
         columns = sent(self.columns[number], x.device, torch.long)
         tokens = x.flatten(0, 1).index_select(1, columns).to(wide(x))  # [all tokens, columns]
         count: int | Tensor = len(tokens)

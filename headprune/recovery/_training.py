@@ -45,7 +45,9 @@ class _Trainer(Trainer):
     ) -> None:
         self.stream, self.part = stream, part
         super().__init__(model=objective, args=args)
+        # It would print every log.
         self.remove_callback(PrinterCallback)
+        # The stream and the objective place tensors themselves.
         self.accelerator.device_placement = False
         # The Trainer would use DataParallel wherever it sees two GPUs.
         args._n_gpu = min(args.n_gpu, 1)
@@ -110,6 +112,7 @@ def train_(settings: TrainingSettings, job: Job, steps: int) -> Outcome:
             early_stopping = EarlyStopping(model, loss, job.validation, settings.patience)
         distances = {"distillation": settings.distill, "hidden_states": settings.distill_hidden}
         objective = Objective(model, loss, comparison, distances, part[0])
+        # The Trainer wants a folder, though it writes nothing there.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="headprune-"))
         bar = tqdm(total=steps, desc="finetune", disable=not job.progress, leave=False)
         stack.enter_context(bar)

@@ -47,9 +47,11 @@ class TrainingSettings(Recovery):
     distill_hidden: float = 0.0
     hidden_layers: str = "all"
     precision: str | None = None
+    # Low-rank adapters.
     lora_rank: int | None = None
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] | None = None
+    # Validation and checkpoints.
     patience: int | None = None
     eval_every: int | None = None
     checkpoint_every: int | None = None
@@ -70,6 +72,7 @@ class TrainingSettings(Recovery):
             raise InvalidValue(f"Finetune.{name}", must, repr(value))
 
     def _check_numbers(self) -> None:
+        """Refuse numbers out of range; True and False are no numbers."""
         for name in _ABOVE_ZERO:
             value = getattr(self, name)
             self._require(name, _is_real(value) and value > 0, "a number above 0")
@@ -84,6 +87,7 @@ class TrainingSettings(Recovery):
             self._require(name, _is_count(value) and value > 0, f"a count of {unit} >= 1")
 
     def _check_words(self) -> None:
+        """Refuse unknown words and names."""
         for name, words in _WORDS.items():
             self._require(name, getattr(self, name) in words, f"one of {', '.join(words)}")
         targets = self.lora_targets

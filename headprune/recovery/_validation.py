@@ -44,6 +44,7 @@ class EarlyStopping:
         value = mean_loss(self.model, self.batches, self.loss, f"validation after step {step}")
         if not self.losses or value < self.lowest:
             self.best_step = step
+            # Copies, because the training goes on to change the weights in place.
             best = weights(self.model)
             self.best = dict(zip(best, copies(best.values()), strict=True))
         self.losses.append((step, value))
@@ -90,6 +91,7 @@ def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) 
     """
     batches, device = Batches.of(batches), device_of(model)
     losses: list[Tensor] = []  # by batch, [examples]
+    # A loader may shuffle, and a training must not depend on how often it is evaluated.
     before = random_states()
     try:
         with without_fused_attention(), undisturbed(model), torch.no_grad():
@@ -106,5 +108,6 @@ def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) 
     if not losses:
         must, hint = "batches that can be read several times", "list(batches), for example"
         raise InvalidValue("validation", must, "none", hint)
+    # The mean over examples, not over batches, which may differ in size.
     total = sum(float(of_batch.double().sum()) for of_batch in losses)
     return total / sum(map(len, losses))

@@ -23,6 +23,7 @@ from headprune.recovery._targets import (
     check_apart,
     check_own_parameters,
     find_targets,
+    modules_of,
     sites_as_targets,
     without_columns,
 )
@@ -100,7 +101,8 @@ class MeanFold(Recovery):
         if not folds:
             notes.append("Nothing to fold: the model lacks no other head.")
             return Outcome((), 0, {"heads": 0}, tuple(notes))
-        check_apart(job.teacher, [fold.target for fold in folds], ("bias",))
+        folded = [fold.target for fold in folds]
+        check_apart(job.teacher, folded, ("bias",))
 
         # 2. Their mean outputs.
         wanted = [(fold.teacher, fold.columns) for fold in folds]
@@ -109,10 +111,10 @@ class MeanFold(Recovery):
 
         # 3. Into the biases.
         changes = [_bias_change(fold, mean) for fold, mean in zip(folds, means, strict=True)]
-        folded = [fold.target for fold in folds]
         with Replaced(job.model, job.undo, adds_biases=True) as replaced:
+            # A projection without columns may run by its bias alone, so it needs one to be seen.
             measured_only = without_columns(sites_as_targets(pairs))
-            replaced.open_(target.module for target in [*measured_only, *folded])
+            replaced.open_(modules_of([*measured_only, *folded]))
             metrics, more_notes = self._fold_(job, pairs, replaced, folded, changes)
             replaced.close_(folded)
         counts = {"heads": sum(len(fold.heads) for fold in folds), "biases_added": replaced.added}
@@ -131,18 +133,19 @@ class MeanFold(Recovery):
         assert job.teacher is not None
         run, batches = job.loss or call, Batches.of(job.batches)
         measures = self.measure and batches.again()
+        # Both errors come from the same batches, so they can be compared.
         with quiet(job.model, job.teacher, pairs):
             if measures:
-                found = find_targets(
+                compared = find_targets(
                     job.model, job.teacher, pairs, first(batches), run, refit=False
                 )
-                before = errors(job, pairs, found.targets, run)
+                before = errors(job, pairs, compared.targets, run)
             for target, change in zip(targets, changes, strict=True):
                 replaced.add_(target, "bias", change)
             replaced.check()
             if measures:
-                after = errors(job, pairs, found.targets, run)
-                return summary(found.targets, before.errors, after.errors), found.notes
+                after = errors(job, pairs, compared.targets, run)
+                return summary(compared.targets, before.errors, after.errors), compared.notes
         if self.measure:
             return {}, ("No errors are reported: the batches can be read only once.",)
         return {}, ()
@@ -156,6 +159,7 @@ def _folds(model: nn.Module, pairs: list[SitePair]) -> tuple[list[_Fold], int]:
     for target in sites_as_targets(pairs):
         assert target.bound is not None
         folded = getattr(target.module, FOLDED_ATTRIBUTE, ())
+        # A head that the bias stands for already would be added twice.
         heads = tuple(head for head in target.removed if head not in folded)
         n_folded_before += len(target.removed) - len(heads)
         if heads:
@@ -169,6 +173,7 @@ def _folds(model: nn.Module, pairs: list[SitePair]) -> tuple[list[_Fold], int]:
 def _columns_of(b: BoundSite, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the columns of the output projection that read these heads."""
     slab = next(slab for slab in b.layout.slabs if slab.path == b.layout.gate)
+    # A site keeps the original numbers of its heads; columns follow their positions.
     positions = [b.site.heads.index(head) for head in heads]
     return tuple(rows_of(b.site.geometry, slab.units, slab.packing, "context", positions))
 
