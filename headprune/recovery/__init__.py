@@ -1,8 +1,8 @@
-"""Recovery: what a cut cost, won back. One file is one method; its name is the registered name.
+"""Recovery of what a cut cost. One file is one method; the file's name is the registered name.
 
 ``hp.recovery.registry.names()`` lists them, ``hp.recovery.MeanFold`` is the class of
-``mean_fold.py``. Another package adds one by deriving from `Recovery` and naming it under the entry
-point ``headprune.recoveries``.
+``mean_fold.py``. Another package adds a method by deriving from `Recovery` and naming the class
+under the entry point ``headprune.recoveries``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verb: a pruned model and data in, the same model with less of a loss out."""
+"""Recovers a pruned model: checks the arguments, and lets a method change the model in place."""
 
 from __future__ import annotations
 
@@ -39,49 +39,38 @@ def recover_(
     folder: str | Path | None = None,
     leave_checkpoint: bool = False,
 ) -> RecoveryReport:
-    """Wins back what a cut cost, in place; on an error the model is as it was.
+    """Recover what a cut cost, in place; after an error the model is as it was.
 
     Args:
-        model: The pruned model, or any model for a method that only trains. A compiled model is run
-            uncompiled.
-        batches: Any iterable of what the model takes; a method that trains goes through it more
-            than once.
-        method: A registered name, see ``hp.recovery.registry.names()``, or a configured method. The
-            default trains nothing and is the best of that kind without touching anything but
-            attention (docs/pipelines.md).
-        teacher: The unpruned original, for methods that need one (``Recovery.needs_teacher``); left
-            as it is.
-        loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
-            A method that does not train runs models through it, where a batch is not simply their
-            arguments.
-        sites: Default ``find_sites(model)``; a method that looks at no heads only checks it against
-            the model.
+        model: The pruned model, or any model for a method that only trains.
+        batches: An iterable of what the model takes.
+        method: A name in ``hp.recovery.registry.names()``, or a configured method.
+        teacher: The unpruned original, for methods that need one; not changed.
+        loss: ``(model, batch) -> Tensor[batch]``; the default is the loss of Transformers models.
+        sites: By default ``find_sites(model)``.
         progress: Show a progress bar.
-        validation: Batches that a method judges its work by (``Recovery.needs_validation``); read
-            several times.
-        folder: Where a method that trains leaves a checkpoint, and continues from the one that it
-            finds there (``Recovery.resumes``).
-        leave_checkpoint: Leave one there at the end, too, so that nothing is lost before the model
-            is saved: the same call, with the model as it was before, then gives the trained one at
-            once. Take it away when it is saved.
+        validation: Batches that a training is judged by.
+        folder: Where a training keeps its checkpoint, and continues from it.
+        leave_checkpoint: Keep a checkpoint of the end, too, until the model is saved.
 
     Raises:
         UnknownName: no method of this name.
-        InvalidValue: no data; a teacher, or validation data, that the method needs and lacks, or
-            has no use for; a folder that it has no use for; a checkpoint to be left, and no folder.
+        InvalidValue: data or a teacher that the method needs are missing, or an argument that it
+            does not use is given.
         CheckpointError: the folder holds the checkpoint of another training.
-        UnsupportedModel: accelerate offloads weights of one of the two.
-        PlanMismatch: the teacher is no model that ``model`` can have been cut from.
+        UnsupportedModel: accelerate offloads weights.
+        PlanMismatch: ``model`` was not cut from the teacher.
 
     >>> import copy, torch
     >>> from headprune import MultiHeadAttention, HeadMask, find_sites, prune_
     >>> model = torch.nn.Sequential(MultiHeadAttention(8, 2))
     >>> teacher = copy.deepcopy(model)
     >>> _ = prune_(model, HeadMask.from_keep({"0": [1]}, {"0": 2}))
-    >>> report = recover_(model, [torch.randn(4, 5, 8)], "mean_fold", teacher)
-    >>> report.changed, report.metrics["heads"]
-    (('0.W_o.bias',), 1)
+    >>> recover_(model, [torch.randn(4, 5, 8)], "mean_fold", teacher).changed
+    ('0.W_o.bias',)
     """
+    # lstsq is the default because it trains nothing, and is the best of that kind that changes
+    # attention alone (docs/pipelines.md).
     name, chosen = registry.resolve(method, Recovery, "recover_(method=)")
     if not isinstance(model, nn.Module):
         raise InvalidValue("recover_(model=)", "a torch.nn.Module", type(model).__name__)
@@ -90,43 +79,55 @@ def recover_(
     if sites is not None:
         sites = sites if isinstance(sites, Sites) else tuple(sites)
         bind(model, sites)
-    home = None if folder is None else Path(folder)
-    if leave_checkpoint and home is None:
+    if leave_checkpoint and folder is None:
         raise InvalidValue("leave_checkpoint", "given with folder", "no folder")
-    given = (teacher, loss, sites, progress, validation, home, leave_checkpoint)
-    return carry_out(name, chosen, Job(model, batches, *given))
+    job = Job(
+        model,
+        batches,
+        teacher=teacher,
+        loss=loss,
+        sites=sites,
+        progress=progress,
+        validation=validation,
+        folder=None if folder is None else Path(folder),
+        leave_checkpoint=leave_checkpoint,
+    )
+    return carry_out(name, chosen, job)
 
 
 def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
-    """Does a job by a method, called ``name``, once what it is given is what the method has a use
-    for."""
+    """Check that the method uses what it is given, run it, and report.
+
+    Args:
+        name: Name of the method, for messages and the report.
+        method: The method.
+        job: The model and what the method is given.
+    """
+    # 1. Arguments.
     if job.teacher is not None or method.needs_teacher:
         job = replace(job, teacher=_checked_teacher(job.model, job.teacher, name, method))
     _check_use("validation", job.validation, method.needs_validation, name)
     _check_use("folder", job.folder, method.resumes and job.folder is not None, name)
-    for one in (job.model, job.teacher):
-        if one is not None and offloaded(one):
-            hint = "Save the cut model, load it onto one device, and recover it there."
-            raise UnsupportedModel(
-                f"the model for {name}", "in memory", "weights that accelerate offloads", hint
-            )
+    _check_not_offloaded(job, name)
     batches = Batches.of(job.batches)
     job = replace(job, batches=batches)
+
+    # 2. The method; after an error the model is restored.
     start = perf_counter()
     with weights_change():
         try:
             job.undo.remember(job.model)
             with explained(job.model, batches):
-                job, notes = _looked_at(job, method)
-                done = method.recover_(job)
+                job, notes = _checked_mode(job, method)
+                outcome = method.recover_(job)
             report = RecoveryReport(
                 method=name,
                 settings=method.settings,
-                changed=done.changed,
-                n_examples=done.n_examples,
+                changed=outcome.changed,
+                n_examples=outcome.n_examples,
                 seconds=perf_counter() - start,
-                metrics=FrozenDict(done.metrics),
-                notes=(*notes, *done.notes),
+                metrics=FrozenDict(outcome.metrics),
+                notes=(*notes, *outcome.notes),
             )
         except BaseException:
             job.undo.restore()
@@ -134,21 +135,34 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
     return report
 
 
-def _looked_at(job: Job, method: Recovery) -> tuple[Job, tuple[str, ...]]:
-    """The job, and whether its model does something else in training mode; a method that trains
-    looks itself."""
+def _check_not_offloaded(job: Job, name: str) -> None:
+    for model in (job.model, job.teacher):
+        if model is not None and offloaded(model):
+            got = "weights that accelerate offloads"
+            hint = "Save the cut model, load it onto one device, and recover it there."
+            raise UnsupportedModel(f"the model for {name}", "in memory", got, hint)
+
+
+def _checked_mode(job: Job, method: Recovery) -> tuple[Job, tuple[str, ...]]:
+    """Return the job, and notes if its model behaves differently in training mode.
+
+    A method that trains finds this out itself.
+    """
     if method.trains or not has_own_code(job.model):
         return job, ()
     batches = Batches.of(job.batches)
     try:
         batch = batches.first()
-    except (InvalidValue, TypeError):  # the method says itself what it needs
+    except (InvalidValue, TypeError):
+        # The method has a better message about the data that it needs.
         return job, ()
-    looked = judged(job.model, job.loss, to_device(batch, device_of(job.model)), asked=False)
-    return replace(job, batches=batches), looked.notes
+    batch = to_device(batch, device_of(job.model))
+    notes = judged(job.model, job.loss, batch, asked=False).notes
+    return replace(job, batches=batches), notes
 
 
 def _check_use(argument: str, value: object, used: bool, name: str) -> None:
+    """Refuse an argument that is given and not used, or used and not given."""
     if value is not None and not used:
         must = f"left out: {name}, as it is set, has no use for it"
         raise InvalidValue(argument, must, f"a {type(value).__name__}")
@@ -159,21 +173,25 @@ def _check_use(argument: str, value: object, used: bool, name: str) -> None:
 def _checked_teacher(
     model: nn.Module, teacher: nn.Module | None, name: str, method: Recovery
 ) -> nn.Module:
+    """Return the teacher without its wrappers.
+
+    Raises:
+        InvalidValue: there is none, the method does not use it, or it would change with the model.
+    """
     hint = "Keep one before you cut: teacher = copy.deepcopy(model)."
     if not method.needs_teacher:
-        got = f"a {type(teacher).__name__}"
-        raise InvalidValue("teacher", f"left out: {name}, as it is set, does not read it", got)
+        must = f"left out: {name}, as it is set, does not read it"
+        raise InvalidValue("teacher", must, f"a {type(teacher).__name__}")
     if not isinstance(teacher, nn.Module):
-        raise InvalidValue(
-            "teacher", f"the unpruned original, which {name} needs", repr(teacher), hint
-        )
+        must = f"the unpruned original, which {name} needs"
+        raise InvalidValue("teacher", must, repr(teacher), hint)
     teacher = unwrap(teacher)
-    trained = {id(p) for p in model.parameters() if p.requires_grad}
-    if teacher is model or any(id(p) in trained for p in teacher.parameters()):
-        got = (
-            "the model itself"
-            if teacher is model
-            else "one that shares trainable parameters with it"
-        )
-        raise InvalidValue("teacher", "another model than the one that is recovered", got, hint)
+    must = "another model than the one that is recovered"
+    if teacher is model:
+        raise InvalidValue("teacher", must, "the model itself", hint)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    # Frozen parameters may be shared: a training does not change them.
+    if not trained.isdisjoint(map(id, teacher.parameters())):
+        got = "one that shares trainable parameters with it"
+        raise InvalidValue("teacher", must, got, hint)
     return teacher

@@ -1,4 +1,4 @@
-"""What every recovery is given (Job), what it is (Recovery), and what it answers (Outcome,
+"""The base class of recoveries, what they are given (Job), and what they return (Outcome,
 RecoveryReport)."""
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
 
 
 def _undo() -> Undo:
-    from headprune.model.cut import Undo  # imports torch, which settings do without
+    # Imported here because it imports torch, which settings do without.
+    from headprune.model.cut import Undo
 
     return Undo()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model to recover, and with what.
+    """A model to recover, and what a method needs for it.
 
     Args:
-        model: The model, out of ``torch.compile``'s wrapper; changed in place.
+        model: The model, without ``torch.compile``'s wrapper; changed in place.
         batches: The data.
         teacher: The unpruned original, if the method needs one.
         loss: Per-example loss; None is the default loss.
-        sites: Where the heads are; None finds them.
+        sites: The attention sites; None finds them.
         progress: Show a progress bar.
         validation: Data to judge the training by, if the method does.
         folder: Where a method that ``resumes`` keeps its checkpoint.
-        leave_checkpoint: Whether it leaves one of its end there.
-        part: Steps that were done before and steps in all, where this is one part of a longer
-            training: it says where its learning rate begins.
-        undo: Puts the model back on an error; it has the modules, and a method gives it every
-            tensor (``keep``) whose numbers it changes in place.
+        leave_checkpoint: Whether to keep a checkpoint of the end there.
+        part: Steps before and steps of the whole, if this is one part of a longer training. It
+            determines where the learning rate begins.
+        undo: Restores the model after an error. It knows the modules; a method gives it every
+            tensor that it changes in place (``keep``), before the change.
     """
 
     model: nn.Module
@@ -61,13 +62,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a recovery did.
+    """The result of a recovery.
 
     Args:
         changed: Qualified names of the parameters that it changed or added.
-        n_examples: Examples that it saw: repeats counted in training, else those of one pass.
-        metrics: Numbers of its own, JSON data.
-        notes: What a user should know.
+        n_examples: Number of examples: with repeats for training, else of one pass.
+        metrics: The method's own numbers, JSON data.
+        notes: Notes for the user.
     """
 
     changed: tuple[str, ...]
@@ -78,20 +79,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RecoveryReport(Value):
-    """What ``recover_`` did.
+    """The report of ``recover_``.
 
     Args:
         method: Registered name of the method.
         settings: Its settings.
         changed: Qualified names of the parameters that were changed or added.
-        n_examples: Examples that were seen: repeats counted in training, else those of one pass.
-        seconds: How long it took.
-        metrics: The method's own numbers: ``steps`` and final mean ``loss`` of training; without
-            training, ``heads`` made good for, and of each output projection from the first cut on,
-            by name, ``errors`` ``before`` and ``after``: ``sum |T - S|² / sum |A - mean A|²`` over
-            tokens, with T and S the teacher's and the model's stream after it and A what the
-            teacher's writes. ``error_before`` and ``error_after`` are their means.
-        notes: What a user should know.
+        n_examples: Number of examples: with repeats for training, else of one pass.
+        seconds: Duration.
+        metrics: The method's own numbers. Of training: ``steps`` and the final mean ``loss``.
+            Without training: ``heads``, the number of heads that were made up for, and
+            ``errors`` ``before`` and ``after`` by output projection, from the first cut on:
+            ``sum |T - S|² / sum |A - mean A|²`` over tokens. T and S are the teacher's and the
+            model's stream after it, A is what the teacher's projection writes. ``error_before``
+            and ``error_after`` are their means.
+        notes: Notes for the user.
     """
 
     method: str
@@ -103,23 +105,28 @@ class RecoveryReport(Value):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        single = {k: v for k, v in self.metrics.items() if not isinstance(v, Mapping)}
-        numbers = [
-            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in single.items()
+        parts = [
+            f"{len(self.changed)} parameters changed",
+            f"{self.n_examples} examples",
+            f"{self.seconds:.1f} s",
         ]
-        seen = (
-            f"{len(self.changed)} parameters changed, {self.n_examples} examples,"
-            f" {self.seconds:.1f} s"
-        )
-        return "\n  ".join([f"{self.method}: {', '.join([seen, *numbers])}", *self.notes])
+        for name, value in self.metrics.items():
+            if isinstance(value, float):
+                parts.append(f"{name} {value:.4g}")
+            # Numbers of single projections would fill the screen.
+            elif not isinstance(value, Mapping):
+                parts.append(f"{name} {value}")
+        return "\n  ".join([f"{self.method}: {', '.join(parts)}", *self.notes])
 
 
 class Recovery(abc.ABC):
-    """Wins back what a cut cost. A concrete one is a frozen dataclass of its settings, which are
-    JSON data."""
+    """A method that recovers what a cut cost.
 
-    #: Whether it trains; one that does not runs models through ``loss`` only where a batch is not
-    #: their arguments.
+    A concrete one is a frozen dataclass of its settings, which are JSON data.
+    """
+
+    #: Whether it trains. One that does not uses ``loss`` only to run models on batches that are
+    #: not simply their arguments.
     trains: ClassVar[bool] = False
 
     #: Whether it can keep checkpoints in a folder and continue from them.
@@ -128,19 +135,22 @@ class Recovery(abc.ABC):
     @property
     @abc.abstractmethod
     def needs_teacher(self) -> bool:
-        """Whether it reads the unpruned original; one that does not refuses ``teacher=``."""
+        """Whether it reads the unpruned original. If not, ``recover_`` refuses ``teacher=``."""
 
     @property
     def needs_validation(self) -> bool:
-        """Whether it judges its work by other examples; one that does not refuses
-        ``validation=``."""
+        """Whether it judges its work by other examples.
+
+        If not, ``recover_`` refuses ``validation=``.
+        """
         return False
 
     @abc.abstractmethod
     def recover_(self, job: Job) -> Outcome:
-        """Changes ``job.model`` in place and says how."""
+        """Change ``job.model`` in place and return what was done."""
 
     @property
     def settings(self) -> FrozenDict:
-        """The settings as they are written into the report."""
-        return FrozenDict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})  # type: ignore[arg-type]
+        """The settings as the report shows them."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return FrozenDict({field.name: getattr(self, field.name) for field in fields})

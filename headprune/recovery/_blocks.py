@@ -1,5 +1,4 @@
-"""The layers of a model that hold its attention: what a residual stream passes through, one after
-the other."""
+"""Finds the layers of a model that contain its attention and pass on the residual stream."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class Block:
         name: Its qualified name.
         module: The module.
         kind: Of its attention; that of a decoder that also attends to an encoder is not ``self``.
-        batch_axis: Where its states have the examples.
+        batch_axis: The axis of the examples in its states.
     """
 
     name: str
@@ -35,11 +34,11 @@ class Block:
 
 
 def blocks_of(model: nn.Module, sites: Iterable[AttentionSite] | None) -> list[Block]:
-    """The layers with attention, in model order, each once.
+    """Return the layers with attention, in model order, each once.
 
-    A site's layer is an item of a ``ModuleList`` or ``Sequential`` around it that can be called: of
-    the outermost one that has several items with sites, or else of the outermost one. The attention
-    itself where there is none.
+    A site's layer is a callable item of a ``ModuleList`` or ``Sequential`` around the site. If
+    there are several, it is the outermost one of a list where several items contain sites; else
+    the outermost one. If there is none, it is the attention itself.
 
     Raises:
         UnsupportedModel: no site is found.
@@ -53,28 +52,39 @@ def blocks_of(model: nn.Module, sites: Iterable[AttentionSite] | None) -> list[B
 
 
 def blocks_around(model: nn.Module, bound: Sequence[BoundSite]) -> list[Block]:
-    """See ``blocks_of``."""
-    around = {b.site.name: _items_around(model, b.site.name) for b in bound}
-    items = {item for names in around.values() for item in names}
-    rows = Counter(item.rpartition(".")[0] for item in items)
-    found: dict[str, Block] = {}
+    """Return the layers around these sites; see ``blocks_of``."""
+    # 1. Count the items with sites by the list that contains them.
+    items_around = {b.site.name: _items_around(model, b.site.name) for b in bound}
+    items: set[str] = set()
+    items.update(*items_around.values())
+    n_items = Counter(_parent(item) for item in items)
+
+    # 2. Choose an item per site.
+    blocks: dict[str, Block] = {}
     for b in bound:
-        names = around[b.site.name]
-        name = next(
-            (n for n in names if rows[n.rpartition(".")[0]] > 1), names[0] if names else b.site.name
-        )
-        before = found.get(name)
-        kind = b.site.kind if before is None or before.kind == "self" else before.kind
-        found[name] = Block(name, model.get_submodule(name), kind, int(tokens_first(b)))
-    return list(found.values())
+        names = items_around[b.site.name]
+        repeated = [name for name in names if n_items[_parent(name)] > 1]
+        name = [*repeated, *names, b.site.name][0]
+        # A layer may have several attentions; the first kind other than "self" counts.
+        kind = b.site.kind
+        if name in blocks and blocks[name].kind != "self":
+            kind = blocks[name].kind
+        blocks[name] = Block(name, model.get_submodule(name), kind, int(tokens_first(b)))
+    return list(blocks.values())
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _items_around(model: nn.Module, site: str) -> list[str]:
-    """Items of lists that hold a site, outermost first."""
+    """Return the callable items of lists that contain a site, outermost first."""
     parts = site.split(".") if site else []
-    found = []
+    items = []
     for end in range(1, len(parts)):
-        parent, here = (model.get_submodule(".".join(parts[:n])) for n in (end - 1, end))
-        if isinstance(parent, (nn.ModuleList, nn.Sequential)) and not isinstance(here, _LISTS):
-            found.append(".".join(parts[:end]))
-    return found
+        name = ".".join(parts[:end])
+        container = model.get_submodule(_parent(name))
+        is_item = isinstance(container, (nn.ModuleList, nn.Sequential))
+        if is_item and not isinstance(model.get_submodule(name), _LISTS):
+            items.append(name)
+    return items

@@ -1,4 +1,4 @@
-"""The checkpoint of a training: one file, written whole or not at all, that knows which training it
+"""The checkpoint of a training: one file, replaced as a whole, that records which training it
 belongs to."""
 
 from __future__ import annotations
@@ -25,58 +25,73 @@ from headprune.model.precision import weights_change
 
 FILE = "finetune.pt"
 
-#: What a damaged file makes the readers of its parts raise.
+#: What the readers of a damaged file's parts raise.
 _UNREADABLE = (
-    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError),
-    *(RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError),
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    NotImplementedError,
+    RuntimeError,
+    OSError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
 )
 _HINT = "Give another folder, or take that file away to begin anew."
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a training changes: parameters that need a gradient, and buffers. The tensors
-    themselves, no copies."""
-    frozen = {
-        name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
-    }
-    return {
-        k: v.detach()
-        for k, v in weights_of(model).items()
-        if isinstance(v, Tensor) and k not in frozen
-    }
+    """Return what a training changes: parameters that require a gradient, and buffers.
+
+    The tensors share memory with the model.
+    """
+    frozen = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            frozen.add(name)
+    tensors = {}
+    for name, value in weights_of(model).items():
+        if isinstance(value, Tensor) and name not in frozen:
+            tensors[name] = value.detach()
+    return tensors
 
 
 def load_weights_(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copies them into the model."""
+    """Copy saved ``weights`` into the model."""
     with weights_change(), torch.no_grad():
         for name, tensor in weights(model).items():
             tensor.copy_(saved[name])
 
 
 def identity(
-    model: nn.Module, teacher: nn.Module | None, told: Mapping[str, Any]
+    model: nn.Module, teacher: nn.Module | None, settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """What two trainings have in common if one can continue the other, each part as JSON or a
-    digest.
+    """Describe a training by what another one must share to continue it.
 
     Args:
         model: Its parameters' names, shapes and types count, and the values of those that are
             frozen.
         teacher: All of its values count.
-        told: Settings and numbers.
+        settings: Settings and numbers by name.
+
+    Returns:
+        JSON or a digest by name.
     """
-    structure = [
-        (n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()
-    ]
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    return {
-        **{name: json.dumps(value, sort_keys=True) for name, value in told.items()},
-        "the model's structure": _sha256(json.dumps(structure).encode()),
-        "the model's frozen weights": _sha256(*sampled_bytes(frozen)),
-        "the teacher": _sha256(*sampled_bytes(teacher.parameters()))
-        if teacher is not None
-        else "none",
-    }
+    structure = []
+    for name, parameter in model.named_parameters():
+        shape, dtype = list(parameter.shape), str(parameter.dtype)
+        structure.append((name, shape, dtype, parameter.requires_grad))
+    parts = {name: json.dumps(value, sort_keys=True) for name, value in settings.items()}
+    parts["the model's structure"] = _sha256(json.dumps(structure).encode())
+    # Trained weights change, and are in the checkpoint itself.
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    parts["the model's frozen weights"] = _sha256(*sampled_bytes(frozen))
+    parts["the teacher"] = "none"
+    if teacher is not None:
+        parts["the teacher"] = _sha256(*sampled_bytes(teacher.parameters()))
+    return parts
 
 
 def _sha256(*parts: bytes) -> str:
@@ -90,11 +105,11 @@ class Keeper:
     """Keeps one training's checkpoint in a folder.
 
     Args:
-        folder: The folder, made when it is needed.
+        folder: The folder, created when it is needed.
         every: Steps between checkpoints.
         own: The training's ``identity``.
-        file: Its name there.
-        leave: Whether one of the training's end is written, and stays.
+        file: Name of the file in the folder.
+        leave: Whether to write a checkpoint at the end of the training, and to keep it.
     """
 
     def __init__(
@@ -105,14 +120,17 @@ class Keeper:
         file: str = FILE,
         leave: bool = False,
     ) -> None:
-        self.path, self.every, self.own, self.leave = folder / file, every, dict(own), leave
+        self.path = folder / file
+        self.every = every
+        self.own = dict(own)
+        self.leave = leave
 
     def due(self, step: int, over: bool) -> bool:
-        """Whether a checkpoint is wanted after a step, with which the training is ``over``."""
+        """Whether to write a checkpoint after a step, which may end the training (``over``)."""
         return self.leave if over else step % self.every == 0
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Writes the checkpoint in place of the one before, whole or not at all.
+        """Replace the checkpoint as a whole.
 
         Raises:
             NotWritten: there is no room for it, or no right to write.
@@ -120,11 +138,12 @@ class Keeper:
         with atomic_path(self.path) as path:
             try:
                 torch.save({"identity": self.own, **state}, path)
-            except RuntimeError as error:  # what torch makes of a full disk
+            except RuntimeError as error:
+                # torch raises this for a full disk.
                 raise OSError(str(error).partition("\n")[0]) from error
 
     def load(self) -> dict[str, Any] | None:
-        """The checkpoint, on the CPU; None where there is none.
+        """Return the checkpoint, on the CPU; None if there is none.
 
         Raises:
             CheckpointError: one of another training, or none of ours.
@@ -133,25 +152,26 @@ class Keeper:
             return None
         try:
             check_file(self.path)
+            # torch.load checks no checksum.
             with zipfile.ZipFile(self.path) as file:
-                if (damaged := file.testzip()) is not None:  # torch.load looks at no checksum
-                    raise ValueError(f"the checksum of {damaged} is another")
+                damaged = file.testzip()
+            if damaged is not None:
+                raise ValueError(f"the checksum of {damaged} is another")
+            # weights_only: other pickled files could run code.
             state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
             theirs = dict(state["identity"])
         except _UNREADABLE as error:
+            must = "a checkpoint that a training left there"
             got = f"{type(error).__name__} on reading it"
-            raise CheckpointError(
-                str(self.path), "a checkpoint that a training left there", got, _HINT
-            ) from error
-        differing = sorted(
-            k for k in theirs.keys() | self.own.keys() if theirs.get(k) != self.own.get(k)
-        )
+            raise CheckpointError(str(self.path), must, got, _HINT) from error
+        names = sorted(theirs.keys() | self.own.keys())
+        differing = [name for name in names if theirs.get(name) != self.own.get(name)]
         if differing:
             got = f"that of another, which differs in {', '.join(differing)}"
             raise CheckpointError(str(self.path), "the checkpoint of this training", got, _HINT)
         return state
 
     def finish(self) -> None:
-        """Takes the checkpoint away, if it is not to stay: its training is over."""
+        """Delete the checkpoint of a training that is over, unless it is to be kept."""
         if not self.leave:
             self.path.unlink(missing_ok=True)

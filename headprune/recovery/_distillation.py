@@ -1,10 +1,10 @@
-"""Distillation: how far the model's logits and hidden states are from the teacher's."""
+"""Distillation: the distance of the model's logits and hidden states from the teacher's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,13 @@ _WHERE = "Finetune(distill=)"
 _HIDDEN = "Finetune(distill_hidden=)"
 
 #: The model's calls: positional arguments, keyword arguments, output.
-Calls = Sequence[tuple[Any, Any, Any]]
+Calls: TypeAlias = Sequence[tuple[Any, Any, Any]]
+#: Layers' outputs with the layers' numbers, in the order in which they ran.
+States: TypeAlias = Sequence[tuple[int, Tensor]]
 
 
 class Comparison:
-    """A model beside its teacher: listens while a loss runs the model, then asks the teacher the
-    same.
+    """Compares a model with its teacher on the batches that a loss runs the model on.
 
     Args:
         model: The model.
@@ -50,145 +51,174 @@ class Comparison:
         logits: float | None = None,
         hidden: str | None = None,
     ) -> None:
-        self.model, self.teacher, self.logits, self.hidden = model, teacher, logits, hidden
-        self.blocks, self.their_blocks = [
-            blocks_of(m, sites) if hidden else [] for m in (model, teacher)
-        ]
-        if len(self.blocks) != len(self.their_blocks):
-            raise InvalidValue(
-                _HIDDEN, f"used with a teacher of {len(self.blocks)} layers", len(self.their_blocks)
-            )
+        self.model = model
+        self.teacher = teacher
+        self.logits = logits
+        self.hidden = hidden
+        self.blocks = blocks_of(model, sites) if hidden else []
+        self.teacher_blocks = blocks_of(teacher, sites) if hidden else []
+        self.bound = bind(model, sites) if hidden else []
+        n_layers, n_teacher_layers = len(self.blocks), len(self.teacher_blocks)
+        if n_layers != n_teacher_layers:
+            must = f"used with a teacher of {n_layers} layers"
+            raise InvalidValue(_HIDDEN, must, n_teacher_layers)
         self.calls: list[tuple[Any, Any, Any]] = []
         self.states: list[tuple[int, Tensor]] = []
-        self.inputs: list[PaddingInfo] = []  # what told each state's padding
-        self.bound = bind(model, sites) if hidden else []
+        self.padding_infos: list[PaddingInfo] = []  # what determined each state's padding
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside of it the model's last call is remembered, with its layers' states."""
+        """Record the model's last call inside, with its layers' states."""
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # A loss may call the model several times: the last call counts.
             self.states.clear()
-            self.inputs.clear()
+            self.padding_infos.clear()
             inputs.begin(kwargs)
 
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.calls[:] = [(args, kwargs, output)]
+
+        def note_padding() -> None:
+            self.padding_infos.append(inputs.now)
 
         self.calls.clear()
         with ExitStack() as stack:
             stack.callback(self.model.register_forward_pre_hook(begin, with_kwargs=True).remove)
             inputs = stack.enter_context(inputs_of(self.model, self.bound))
             stack.callback(self.model.register_forward_hook(end, with_kwargs=True).remove)
-            stack.enter_context(
-                _recording(self.blocks, self.states, lambda: self.inputs.append(inputs.now))
-            )
+            stack.enter_context(_recording(self.blocks, self.states, note_padding))
             yield
 
     def gaps(self) -> dict[str, Tensor]:
-        """What was asked for, one number each: ``distillation`` of the logits,
-        ``hidden_states``."""
-        theirs: list[tuple[int, Tensor]] = []
-        with _recording(self.their_blocks, theirs):
+        """Run the teacher on the last call and return the wanted distances.
+
+        Returns:
+            ``distillation`` (of the logits) and ``hidden_states``, ``[]`` each.
+        """
+        teacher_states: list[tuple[int, Tensor]] = []
+        with _recording(self.teacher_blocks, teacher_states):
             target = answer(self.teacher, self.calls)
-        found = {}
+        gaps = {}
         if self.logits is not None:
-            found["distillation"] = logits_gap(self.calls, target, self.logits, self.model).mean()
+            of_examples = logits_gap(self.calls, target, self.logits, self.model)  # [batch]
+            gaps["distillation"] = of_examples.mean()
         if self.hidden is not None:
-            given = (self.model, self.blocks, self.states, theirs, self.inputs, self.hidden)
-            found["hidden_states"] = hidden_gap(*given)
+            gaps["hidden_states"] = hidden_gap(
+                self.model,
+                self.blocks,
+                self.states,
+                teacher_states,
+                self.padding_infos,
+                self.hidden,
+            )
+        # Frees the graph.
         self.calls.clear()
         self.states.clear()
-        self.inputs.clear()
-        return found
+        self.padding_infos.clear()
+        return gaps
+
+
+# --- Hidden states -------------------------------------------------------------------------------
 
 
 def hidden_gap(
     model: nn.Module,
     blocks: Sequence[Block],
-    ours: Sequence[tuple[int, Tensor]],
-    theirs: Sequence[tuple[int, Tensor]],
-    inputs: Sequence[PaddingInfo],
+    ours: States,
+    theirs: States,
+    padding_infos: Sequence[PaddingInfo],
     which: str,
 ) -> Tensor:
-    """Mean over layers of ``mean (h - h_teacher)² / var(h_teacher)``, over tokens that are no
-    padding.
+    """Compute the mean over layers of ``mean (h - h_teacher)² / var(h_teacher)``.
 
-    The squared error is averaged over an example's tokens and features, then over examples; the
-    variance (of the population, about one mean) is that of all counted values of the batch.
+    Over tokens that are no padding. The squared error is averaged over an example's tokens and
+    features, then over examples. The variance (of the population, about one mean) is that of all
+    counted values of the batch.
 
     Args:
-        model: Says whose padding mask is whose.
+        model: Determines which padding mask belongs to which layer.
         blocks: The model's layers.
-        ours: What they returned, with their numbers, in the order in which they ran.
-        theirs: The same of the teacher.
-        inputs: What told the padding when each of them ran.
-        which: ``all``, or ``last``.
+        ours: What they returned.
+        theirs: What the teacher's layers returned.
+        padding_infos: What determined the padding when each of the model's layers ran.
+        which: ``all`` layers, or the ``last`` one.
 
     Raises:
         InvalidValue: no layer ran, other ones ran, or they returned no states or states of another
             shape.
     """
-    if not ours or [n for n, _ in ours] != [n for n, _ in theirs]:
-        must = (
-            "used where model and teacher run the same layers"
-            f" ({', '.join(b.name for b in blocks)})"
-        )
+    numbers = [number for number, _ in ours]
+    if not numbers or numbers != [number for number, _ in theirs]:
+        names = ", ".join(block.name for block in blocks)
+        must = f"used where model and teacher run the same layers ({names})"
         raise InvalidValue(_HIDDEN, must, f"{len(ours)} and {len(theirs)} states")
-    pairs = list(zip(ours, theirs, inputs, strict=True))
+    compared = list(zip(ours, theirs, padding_infos, strict=True))
+    if which == "last":
+        compared = compared[-1:]
     gaps = []
-    for (number, student), (_, teacher), given in pairs if which == "all" else pairs[-1:]:
+    for (number, student), (_, teacher), padding_info in compared:
         block = blocks[number]
         if student.shape != teacher.shape:
             must = f"used with a teacher whose {block.name} returns {list(student.shape)}"
             raise InvalidValue(_HIDDEN, must, list(teacher.shape))
-        gaps.append(_share_missed(model, block, student, teacher.to(student.device), given))
+        teacher = teacher.to(student.device)
+        gaps.append(_share_missed(model, block, student, teacher, padding_info))
+    # Layers may lie on several devices.
     return torch.stack([gap.to(gaps[0].device) for gap in gaps]).mean()
 
 
 def _share_missed(
-    model: nn.Module, block: Block, student: Tensor, teacher: Tensor, inputs: PaddingInfo
+    model: nn.Module, block: Block, student: Tensor, teacher: Tensor, padding_info: PaddingInfo
 ) -> Tensor:
-    kind = torch.promote_types(student.dtype, torch.float32)
-    student, teacher = student.to(kind), teacher.to(kind)
-    if block.batch_axis == 1 and student.ndim == 3:
-        student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
-    mask = (
-        query_mask(model, block.kind, inputs, (student.shape[0], student.shape[1]))
-        if student.ndim == 3
-        else None
-    )
+    """Return the squared error divided by the teacher's variance, ``[]``."""
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    student, teacher = student.to(dtype), teacher.to(dtype)
+    mask = None
+    if student.ndim == 3:
+        # To [batch, tokens, features].
+        if block.batch_axis == 1:
+            student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
+        shape = (student.shape[0], student.shape[1])
+        mask = query_mask(model, block.kind, padding_info, shape)  # [batch, tokens]
     if mask is None:
         return (student - teacher).square().mean() / teacher.var(correction=0)
     mask = mask.to(student.device)
-    # Chosen, not multiplied by 0: attention may leave NaN at padding.
-    tokens = torch.where(mask[..., None], student - teacher, 0.0).square().mean(-1).sum(1)
-    counted = mask.sum(1)
-    gap = (tokens / counted.clamp(min=1)).sum() / (counted > 0).sum()
+    # Not multiplied by 0: attention may leave NaN at padding.
+    errors = torch.where(mask[..., None], student - teacher, 0.0).square()
+    of_examples = errors.mean(-1).sum(1)  # [batch]
+    n_tokens = mask.sum(1)
+    gap = (of_examples / n_tokens.clamp(min=1)).sum() / (n_tokens > 0).sum()
     return gap / _variance(teacher, mask)
 
 
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
-    """Of all numbers of ``x`` ``[batch, tokens, features]`` where ``mask`` ``[batch, tokens]``,
-    about one mean."""
+    """Return the variance of all values where the mask is True, about one mean.
+
+    Args:
+        x: ``[batch, tokens, features]``.
+        mask: ``[batch, tokens]``.
+    """
     if x.device.type == "cpu":
         return x[mask].var(correction=0)
     # Elsewhere x[mask] would wait until the device has counted the tokens.
     n = mask.sum() * x.shape[-1]
-    here = mask[..., None]
-    mean = torch.where(here, x, 0.0).sum() / n
-    return torch.where(here, x - mean, 0.0).square().sum() / n
+    counted = mask[..., None]
+    mean = torch.where(counted, x, 0.0).sum() / n
+    return torch.where(counted, x - mean, 0.0).square().sum() / n
 
 
 @contextmanager
 def _recording(
-    blocks: Sequence[Block], into: list[tuple[int, Tensor]], also: Callable[[], None] = lambda: None
+    blocks: Sequence[Block],
+    states: list[tuple[int, Tensor]],
+    also: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Writes down what layers return, and does something ``also``."""
+    """Append what layers return to ``states``, and call ``also`` each time."""
 
     def hook(number: int) -> Any:
         def returned(module: nn.Module, args: Any, output: Any) -> None:
-            into.append((number, _state(output, blocks[number].name)))
+            states.append((number, _state(output, blocks[number].name)))
             also()
 
         return returned
@@ -200,20 +230,29 @@ def _recording(
 
 
 def _state(output: Any, name: str) -> Tensor:
-    """The hidden states that a layer returned: its output, or the first of several."""
+    """Return the hidden states of a layer: its output, or the first of several."""
     if isinstance(output, Mapping):
         output = list(output.values())
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    if not isinstance(first, Tensor) or not first.is_floating_point() or first.ndim < 2:
+    first = output
+    if isinstance(output, (tuple, list)) and output:
+        first = output[0]
+    if not _is_batched(first):
+        must = f"used where {name} returns hidden states first"
         hint = "Distil the logits alone, or give sites= whose layers return their states first."
-        raise InvalidValue(
-            _HIDDEN, f"used where {name} returns hidden states first", type(output).__name__, hint
-        )
+        raise InvalidValue(_HIDDEN, must, type(output).__name__, hint)
     return first
 
 
+def _is_batched(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor of floating-point numbers with an axis besides the batch."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2
+
+
+# --- Logits --------------------------------------------------------------------------------------
+
+
 def answer(teacher: nn.Module, calls: Calls) -> Any:
-    """What the teacher says to the model's last call, without gradients.
+    """Run the teacher on the model's last call, without gradients.
 
     Raises:
         InvalidValue: the loss did not call the model.
@@ -229,17 +268,16 @@ def answer(teacher: nn.Module, calls: Calls) -> Any:
 def logits_gap(
     calls: Calls, target: Any, temperature: float, model: nn.Module | None = None
 ) -> Tensor:
-    """``T² · KL(softmax(teacher / T) || softmax(model / T))`` of the last call of the model, one
-    number an example.
+    """Compute ``T² · KL(softmax(teacher / T) || softmax(model / T))`` of the model's last call.
 
-    Logits of tokens are averaged over the tokens that are no padding; start and end logits of
+    Logits of tokens are averaged over the tokens that are no padding. Start and end logits of
     question answering are distributions over the tokens, and are averaged.
 
     Args:
         calls: The model's calls.
         target: The teacher's ``answer`` to them.
         temperature: T.
-        model: The model, where it says which outputs are of padding.
+        model: The model, if it determines which outputs are of padding.
 
     Returns:
         ``[batch]``, differentiable in the model's output.
@@ -249,13 +287,16 @@ def logits_gap(
     """
     _, kwargs, output = calls[-1]
     ours, theirs = _logits(output), _logits(target)
-    if [t.shape for t in ours] != [t.shape for t in theirs]:
-        must = f"used with a teacher of the same outputs, {[list(t.shape) for t in ours]}"
-        raise InvalidValue(_WHERE, must, [list(t.shape) for t in theirs])
-    pairs = zip(ours, theirs, strict=True)
-    return torch.stack(
-        [_divergence(s, t.to(s.device), kwargs, temperature, model) for s, t in pairs]
-    ).mean(0)
+    our_shapes = [list(logits.shape) for logits in ours]
+    their_shapes = [list(logits.shape) for logits in theirs]
+    if our_shapes != their_shapes:
+        must = f"used with a teacher of the same outputs, {our_shapes}"
+        raise InvalidValue(_WHERE, must, their_shapes)
+    divergences = []
+    for student, teacher in zip(ours, theirs, strict=True):
+        teacher = teacher.to(student.device)
+        divergences.append(_divergence(student, teacher, kwargs, temperature, model))
+    return torch.stack(divergences).mean(0)
 
 
 def _divergence(
@@ -265,13 +306,13 @@ def _divergence(
     temperature: float,
     model: nn.Module | None,
 ) -> Tensor:
-    wide = torch.promote_types(student.dtype, torch.float32)
-    log_p, log_q = (
-        nn.functional.log_softmax(x.to(wide) / temperature, dim=-1) for x in (teacher, student)
-    )
-    gaps = temperature**2 * nn.functional.kl_div(
-        log_q, log_p, reduction="none", log_target=True
-    ).sum(-1)
+    """Return the mean divergence of the tokens of each example, ``[batch]``."""
+    # In fp32 at least: half precision is too coarse for small differences of logarithms.
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    log_p = nn.functional.log_softmax(teacher.to(dtype) / temperature, dim=-1)
+    log_q = nn.functional.log_softmax(student.to(dtype) / temperature, dim=-1)
+    of_classes = nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True)
+    gaps = temperature**2 * of_classes.sum(-1)  # [batch] or [batch, tokens, ...]
     if gaps.ndim == 1:
         return gaps
     shape = (gaps.shape[0], gaps.shape[1])
@@ -282,25 +323,25 @@ def _divergence(
 
 
 def _logits(output: Any) -> list[Tensor]:
+    """Return the logits of an output: one tensor, or start and end logits.
+
+    Raises:
+        InvalidValue: there are none, or they are of one class.
+    """
+    candidates: list[Any]
     if isinstance(output, Mapping):
         names = ("logits",) if "logits" in output else ("start_logits", "end_logits")
-        found: list[Any] = [output.get(name) for name in names]
+        candidates = [output.get(name) for name in names]
     elif isinstance(output, (tuple, list)):
-        found = [
-            t for t in output if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2
-        ][:1]
+        candidates = [value for value in output if _is_batched(value)][:1]
     else:
-        found = [output]
-    tensors = [t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2]
-    if not tensors or len(tensors) != len(found):
-        raise InvalidValue(
-            _WHERE,
-            "used with models that return logits [batch, ..., classes]",
-            type(output).__name__,
-        )
-    if any(t.shape[-1] < 2 for t in tensors):
+        candidates = [output]
+    if not candidates or not all(map(_is_batched, candidates)):
+        must = "used with models that return logits [batch, ..., classes]"
+        raise InvalidValue(_WHERE, must, type(output).__name__)
+    # The softmax of a single number is constant.
+    if any(logits.shape[-1] < 2 for logits in candidates):
+        must = "used with logits of two classes or more"
         hint = "A regression has no distribution to distil; train it on the task loss alone."
-        raise InvalidValue(
-            _WHERE, "used with logits of two classes or more", list(tensors[0].shape), hint
-        )
-    return tensors
+        raise InvalidValue(_WHERE, must, list(candidates[0].shape), hint)
+    return candidates

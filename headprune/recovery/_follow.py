@@ -1,15 +1,19 @@
-"""Follows what projections put out to where it has been added to something else: the stream after a
-sub-layer.
+"""Follows the outputs of projections through a forward pass, up to the residual additions.
 
-No architecture is known here. While a model runs, every operation is seen; one that only rearranges
-a projection's output is remembered with the way back, an addition makes the sum the tensor that is
-followed, and the first operation of another kind ends the trail. So a pre-norm block ends at its
-residual's addition, a post-norm block before its norm, a parallel block after both additions. A
-norm, a scale or a gate on the output itself ends it before any addition.
+No architecture is known here. While a model runs, every operation is seen:
+
+- One that only rearranges a projection's output is remembered with its inverse.
+- An addition makes the sum the tensor that is followed.
+- The first operation of another kind ends the following of that call.
+
+So a pre-norm block ends at its residual addition, a post-norm block before its norm, a parallel
+block after both additions. A norm, a scale or a gate on the output itself ends it before any
+addition.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,43 +25,47 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headprune.model.running import tensors
 
-Back: TypeAlias = Callable[[Tensor], Tensor]
+#: Reverses a rearrangement of a tensor.
+Inverse: TypeAlias = Callable[[Tensor], Tensor]
 
 _ATEN = torch.ops.aten
 _SUMS = {_ATEN.add, _ATEN.add_}
-_SAME = {
+# These keep the order of the numbers; they are followed as long as the shape is kept, too.
+_COPIES = {
     _ATEN.alias,
     _ATEN.detach,
     _ATEN.clone,
     _ATEN._to_copy,
     _ATEN.expand,
     _ATEN.slice,
-}  # if the shape stays
-_RESHAPED = {_ATEN.view, _ATEN._unsafe_view, _ATEN._reshape_alias, _ATEN.unsqueeze, _ATEN.squeeze}
+}
+_RESHAPES = {_ATEN.view, _ATEN._unsafe_view, _ATEN._reshape_alias, _ATEN.unsqueeze, _ATEN.squeeze}
+_REORDERINGS = {_ATEN.transpose, _ATEN.t, _ATEN.permute, _ATEN.roll}
+_REARRANGEMENTS = _COPIES | _RESHAPES | _REORDERINGS
 
 
-class _Reached(BaseException):
-    """Leaves a forward pass once all is known; no ``except Exception`` of a model holds it up."""
+class _AllFollowed(BaseException):
+    """Leaves a forward pass early. A model's ``except Exception`` does not catch it."""
 
 
 @dataclass(eq=False)
-class Trail:
-    """One call of a projection, and what became of its output.
+class FollowedCall:
+    """One call of a projection, and what its output was added to.
 
     Args:
-        number: Of the projection.
-        given: What it read.
-        output: What it put out.
-        inputs: What told the padding when it ran.
-        added: Whether activations were added to that, not only parameters.
+        number: Number of the projection.
+        input: What the projection read.
+        output: What it returned.
+        padding_info: What determined the padding when it ran.
+        added: Whether activations were added to the output, not only parameters.
     """
 
     number: int
-    given: Tensor
+    input: Tensor
     output: Tensor
-    inputs: Any = None
+    padding_info: Any = None
     added: bool = False
-    _sum: tuple[Tensor, Back] | None = None
+    _sum: tuple[Tensor, Inverse] | None = None
 
     @property
     def summed(self) -> bool:
@@ -65,198 +73,247 @@ class Trail:
         return self._sum is not None
 
     def stream(self, summed: bool) -> Tensor:
-        """The sum, its tokens in the order of ``output``; the output itself where it is not
+        """Return the sum with its tokens in the order of ``output``, or the output if not
         ``summed``."""
         if not summed:
             return self.output
         assert self._sum is not None
-        total, back = self._sum
-        return back(total)
+        total, inverse = self._sum
+        return inverse(total)
 
-    def keep(self, memory: int) -> None:
-        """Takes copies of what lies in this memory, before it is written to."""
-        if _memory(self.given) == memory:
-            self.given = self.given.clone()
+    def copy_if_in(self, memory: int) -> None:
+        """Copy the tensors that lie in this memory, before it is overwritten."""
+        if _memory(self.input) == memory:
+            self.input = self.input.clone()
         if _memory(self.output) == memory:
             self.output = self.output.clone()
-        if self._sum is not None and _memory(self._sum[0]) == memory:
-            self._sum = (self._sum[0].clone(), self._sum[1])
+        if self._sum is not None:
+            total, inverse = self._sum
+            if _memory(total) == memory:
+                self._sum = (total.clone(), inverse)
 
 
 @dataclass(frozen=True)
 class _Alias:
-    """A tensor that is a trail's output or sum rearranged, and the way back."""
+    """A call's output or sum, rearranged, and the inverse of the rearrangement."""
 
-    trail: Trail
+    call: FollowedCall
     tensor: Tensor
-    back: Back
+    inverse: Inverse
 
 
 class _Follower(TorchDispatchMode):
-    """Follows trails while it is active.
+    """Follows projections' outputs while it is active.
 
     Args:
-        expected: Leave the pass by ``_Reached`` when so many trails have ended; None runs it to its
-            end.
-        biases: By identity the biases of projections that may not be called, for they read no
-            heads: with the number of the projection. What they are first added to is its output.
-        inputs: Says what tells the padding.
+        expected: Leave the pass by ``_AllFollowed`` after this many calls have ended; None runs it
+            to its end.
+        biases: Numbers of projections by the identity of their bias. These projections read no
+            heads, so other code may add their bias without calling them. What the bias is first
+            added to counts as the projection's output.
+        padding_info: Returns what determines the padding of the running call.
     """
 
     def __init__(
-        self, expected: int | None, biases: Mapping[int, int], inputs: Callable[[], Any]
+        self, expected: int | None, biases: Mapping[int, int], padding_info: Callable[[], Any]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trails: list[Trail] = []
-        self.inside = 0  # calls of followed projections that are running
-        self._expected, self._biases, self._inputs = expected, biases, inputs
-        self._ended: list[Trail] = []
+        self.calls: list[FollowedCall] = []
+        # Followed projections that are running. Nested, so a count.
+        self.n_running = 0
+        self._expected = expected
+        self._biases = biases
+        self._padding_info = padding_info
+        self._ended: list[FollowedCall] = []
+        # By identity of the tensor. An alias holds its tensor, so no identity is used twice.
         self._aliases: dict[int, list[_Alias]] = {}
 
-    def begin(self, number: int, given: Tensor, output: Tensor) -> None:
-        """A projection has returned."""
-        self.trails.append(Trail(number, given, output, self._inputs()))
-        self._note(self.trails[-1], output, lambda x: x)
+    def begin(self, number: int, read: Tensor, output: Tensor) -> None:
+        """Follow the output that a projection has returned."""
+        call = FollowedCall(number, read, output, self._padding_info())
+        self.calls.append(call)
+        self._note(call, output, _identity)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = [a for t in tensors((args, kwargs)) for a in self._aliases.get(id(t), ())]
-        for alias in found:
-            if sum(a.trail is alias.trail for a in found) > 1 or not _followed(
-                func, alias.tensor, args, kwargs
-            ):
-                self._end(alias.trail)
-            elif (
-                func.overloadpacket is _ATEN.add_
-                and args[0] is alias.tensor
-                and not alias.trail.summed
-            ):
-                alias.trail.output = alias.trail.output.clone()
+        # 1. Before the operation: end calls that it does not continue, copy what it overwrites.
+        operands: list[_Alias] = []
+        for tensor in tensors((args, kwargs)):
+            operands += self._aliases.get(id(tensor), ())
+        for alias in operands:
+            self._prepare(func, alias, operands, args, kwargs)
         if func._schema.is_mutable:
-            self._rescue(func, args, kwargs)
-        out = func(*args, **kwargs)
-        for alias in found:
-            if any(a is alias for a in self._aliases.get(id(alias.tensor), ())):
-                self._moved(func, alias, args, out)
-        if self._biases and not self.inside and func.overloadpacket is _ATEN.add:
-            number = next((self._biases[id(a)] for a in args if id(a) in self._biases), None)
-            if number is not None:
-                self.begin(number, out.new_empty(*out.shape[:-1], 0), out)
-        return out
+            self._protect_ended_calls(func, args, kwargs)
 
-    def _moved(self, func: Any, alias: _Alias, args: Any, out: Tensor) -> None:
-        shape = alias.tensor.shape
-        if func.overloadpacket in _SUMS:
-            if out.shape != shape:
-                self._end(alias.trail)
-                return
-            other = args[1] if args[0] is alias.tensor else args[0]
-            self._forget(alias.trail)
-            alias.trail.added |= not isinstance(other, nn.Parameter)
-            alias.trail._sum = (out, alias.back)
-            self._note(alias.trail, out, alias.back)
+        output = func(*args, **kwargs)
+
+        # 2. After it: follow its output in place of its operands.
+        for alias in operands:
+            if self._is_followed(alias):
+                self._continue_with(func, alias, args, output)
+        if self._biases and not self.n_running and func.overloadpacket is _ATEN.add:
+            self._begin_at_bias(args, output)
+        return output
+
+    def _prepare(
+        self, func: Any, alias: _Alias, operands: list[_Alias], args: Any, kwargs: Any
+    ) -> None:
+        """End the alias's call if the operation does not continue it; else keep its output."""
+        # An operation on two aliases of one call, such as x + x.T, has no inverse.
+        occurrences = sum(other.call is alias.call for other in operands)
+        if occurrences > 1 or not _continues(func, alias.tensor, args, kwargs):
+            self._end(alias.call)
             return
-        undo = _undone(func, alias.tensor.shape, args)
-        if func.overloadpacket in _SAME and out.shape != shape:
-            self._end(alias.trail)
-        else:
-            self._note(alias.trail, out, lambda x: alias.back(undo(x)))
+        # ``output += residual`` writes the sum into the output itself.
+        overwrites = func.overloadpacket is _ATEN.add_ and args[0] is alias.tensor
+        if overwrites and not alias.call.summed:
+            alias.call.output = alias.call.output.clone()
 
-    def _note(self, trail: Trail, tensor: Tensor, back: Back) -> None:
-        self._aliases.setdefault(id(tensor), []).append(_Alias(trail, tensor, back))
+    def _is_followed(self, alias: _Alias) -> bool:
+        return any(other is alias for other in self._aliases.get(id(alias.tensor), ()))
 
-    def _forget(self, trail: Trail) -> None:
-        left = {
-            i: [a for a in aliases if a.trail is not trail] for i, aliases in self._aliases.items()
-        }
-        self._aliases = {i: aliases for i, aliases in left.items() if aliases}
+    def _continue_with(self, func: Any, alias: _Alias, args: Any, output: Tensor) -> None:
+        """Follow the output of a sum or a rearrangement."""
+        call, shape = alias.call, alias.tensor.shape
+        if func.overloadpacket in _SUMS:
+            # Broadcasting to more tokens has no inverse.
+            if output.shape != shape:
+                self._end(call)
+                return
+            # A parameter is a bias; activations make the sum a stream.
+            other = args[1] if args[0] is alias.tensor else args[0]
+            self._forget(call)
+            call.added |= not isinstance(other, nn.Parameter)
+            call._sum = (output, alias.inverse)
+            self._note(call, output, alias.inverse)
+            return
+        if func.overloadpacket in _COPIES and output.shape != shape:
+            self._end(call)
+            return
+        # Inverses are applied in reverse order: first that of the last rearrangement.
+        undo = _inverse_of(func, shape, args)
+        self._note(call, output, lambda x: alias.inverse(undo(x)))
 
-    def _end(self, trail: Trail) -> None:
-        if any(a.trail is trail for aliases in self._aliases.values() for a in aliases):
-            self._forget(trail)
-            self._ended.append(trail)
+    def _begin_at_bias(self, args: Any, output: Tensor) -> None:
+        """Begin a call where the bias of a projection that reads no heads is added."""
+        for operand in args:
+            number = self._biases.get(id(operand))
+            if number is not None:
+                # The projection reads no channels: [..., 0].
+                self.begin(number, output.new_empty(*output.shape[:-1], 0), output)
+                return
+
+    def _note(self, call: FollowedCall, tensor: Tensor, inverse: Inverse) -> None:
+        self._aliases.setdefault(id(tensor), []).append(_Alias(call, tensor, inverse))
+
+    def _forget(self, call: FollowedCall) -> None:
+        """Drop all aliases of a call."""
+        remaining = {}
+        for identity, aliases in self._aliases.items():
+            others = [alias for alias in aliases if alias.call is not call]
+            if others:
+                remaining[identity] = others
+        self._aliases = remaining
+
+    def _end(self, call: FollowedCall) -> None:
+        """Stop following a call; leave the pass if it was the last one expected."""
+        aliases = itertools.chain.from_iterable(self._aliases.values())
+        if any(alias.call is call for alias in aliases):
+            self._forget(call)
+            self._ended.append(call)
         if len(self._ended) == self._expected:
-            raise _Reached
+            raise _AllFollowed
 
-    def _rescue(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What has been followed to its end stays as it was then, though code goes on to change it
-        in place."""
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        written = {
-            a.name
-            for a in func._schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write
-        }
-        for tensor in tensors([v for n, v in named.items() if n in written]):
-            for trail in self._ended:
-                trail.keep(_memory(tensor))
+    def _protect_ended_calls(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Copy tensors of ended calls that the operation is about to overwrite."""
+        arguments = func._schema.arguments
+        names = (argument.name for argument in arguments)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        written = []
+        for argument in arguments:
+            info = argument.alias_info
+            if info is not None and info.is_write and argument.name in given:
+                written.append(given[argument.name])
+        for tensor in tensors(written):
+            memory = _memory(tensor)
+            for call in self._ended:
+                call.copy_if_in(memory)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _followed(func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether an operation adds something to a tensor or only rearranges it."""
+def _continues(func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether an operation only rearranges the tensor or adds another to it."""
     packet = func.overloadpacket
     if packet in _SUMS:
-        return isinstance(args[1], Tensor) and (args[0] is tensor or kwargs.get("alpha", 1) == 1)
-    known = (
-        packet in _SAME
-        or packet in _RESHAPED
-        or packet in (_ATEN.transpose, _ATEN.t, _ATEN.permute, _ATEN.roll)
-    )
-    return known and args[0] is tensor
+        # alpha scales the second operand: a scaled projection is not followed.
+        scaled = args[0] is not tensor and kwargs.get("alpha", 1) != 1
+        return isinstance(args[1], Tensor) and not scaled
+    return packet in _REARRANGEMENTS and args[0] is tensor
 
 
-def _undone(func: Any, shape: torch.Size, args: Any) -> Back:
-    """What takes back a rearrangement of a tensor of this shape."""
+def _inverse_of(func: Any, shape: torch.Size, args: Any) -> Inverse:
+    """Return the inverse of a rearrangement of a tensor of this shape."""
     packet = func.overloadpacket
-    if packet in _RESHAPED:
+    if packet in _RESHAPES:
         return lambda x: x.reshape(shape)
     if packet is _ATEN.transpose:
         return lambda x: x.transpose(args[1], args[2])
     if packet is _ATEN.t:
         return lambda x: x.t()
     if packet is _ATEN.permute:
-        order = [d % len(shape) for d in args[1]]
-        return lambda x: x.permute([order.index(d) for d in range(len(order))])
+        order = [axis % len(shape) for axis in args[1]]
+        inverse_order = [order.index(axis) for axis in range(len(order))]
+        return lambda x: x.permute(inverse_order)
     if packet is _ATEN.roll:
-        return lambda x: x.roll([-s for s in args[1]], *args[2:])
-    return lambda x: x
+        shifts = [-shift for shift in args[1]]
+        return lambda x: x.roll(shifts, *args[2:])
+    return _identity
+
+
+def _biases_of_empty(projections: Mapping[int, nn.Module]) -> dict[int, int]:
+    """Return, by identity of the bias, the numbers of projections that read no channels."""
+    numbers = {}
+    for number, module in projections.items():
+        weight = module._parameters.get("weight")
+        bias = module._parameters.get("bias")
+        if weight is not None and bias is not None and not weight.numel():
+            numbers[id(bias)] = number
+    return numbers
 
 
 def follow(
     run: Callable[[], Any],
     projections: Mapping[int, nn.Module],
     expected: int | None = None,
-    inputs: Callable[[], Any] = lambda: None,
-) -> list[Trail]:
-    """Runs a pass and follows what some projections put out, in the order of their calls.
+    padding_info: Callable[[], Any] = lambda: None,
+) -> list[FollowedCall]:
+    """Run a pass and follow the outputs of some projections.
 
     Args:
         run: The pass, without gradients.
-        projections: By their numbers. One that reads no heads may have its bias added by other code
-            than its own.
-        expected: Leave the pass when so many calls have been followed to their end.
-        inputs: Says what tells the padding of the call that is running.
+        projections: The projections by number. One that reads no heads may have its bias added by
+            other code than its own.
+        expected: Leave the pass when this many calls have ended; None runs it to its end.
+        padding_info: Returns what determines the padding of the running call.
+
+    Returns:
+        The calls, in the order in which they returned.
     """
-    parameters = {
-        n: (m._parameters.get("weight"), m._parameters.get("bias")) for n, m in projections.items()
-    }
-    empty = {
-        n: b
-        for n, (w, b) in parameters.items()
-        if w is not None and b is not None and not w.numel()
-    }
-    follower = _Follower(expected, {id(bias): n for n, bias in empty.items()}, inputs)
+    follower = _Follower(expected, _biases_of_empty(projections), padding_info)
 
     def called(module: nn.Module, args: Any) -> None:
-        follower.inside += 1
+        follower.n_running += 1
 
     def returned(number: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            follower.inside -= 1
+            follower.n_running -= 1
             follower.begin(number, args[0], output)
 
         return hook
@@ -268,6 +325,6 @@ def follow(
         try:
             with follower:
                 run()
-        except _Reached:
+        except _AllFollowed:
             pass
-    return follower.trails
+    return follower.calls

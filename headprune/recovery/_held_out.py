@@ -1,4 +1,4 @@
-"""How far a projection is refitted, chosen by the error on examples that a fit has not seen."""
+"""Chooses how far a projection is refitted, by the error on examples that a fit has not seen."""
 
 from __future__ import annotations
 
@@ -23,83 +23,103 @@ Choice: TypeAlias = float | str
 
 
 def choices(intercept: bool, width: int) -> list[Choice]:
-    """What is compared for a projection that reads so many channels, the most cautious first."""
-    return [NO_CHANGE, *[BIAS_ALONE] * intercept, *(RIDGES if width else ())]
+    """Return what is compared for a projection of this input width, the most cautious first."""
+    compared: list[Choice] = [NO_CHANGE]
+    if intercept:
+        compared.append(BIAS_ALONE)
+    if width:
+        compared += RIDGES
+    return compared
 
 
 def held_out_errors(
     parts: Sequence[Normal], right: Callable[[Normal, float], Tensor], intercept: bool
 ) -> Tensor:
-    """``[choices]``: the squared error of all parts, each of a fit to the other parts, by moments
-    alone.
-
-    Four choices of a ridge and four parts are sixteen factors. They are made in fp32, which is
-    enough to compare: with a ridge of 0.03 a matrix of 1,536 channels has a condition number of at
-    most 51,200.
+    """Compute the squared error of each part under a fit to the other parts, summed over the parts.
 
     Args:
         parts: Sums of at least two parts of the data.
-        right: The right side of the normal equations of a fit with a ridge, ``[in, out]``.
+        right: Returns the right side of the normal equations for a ridge, ``[in, out]``.
         intercept: Whether the bias is fitted, too.
+
+    Returns:
+        ``[choices]``, in the order of ``choices``.
     """
-    totals = []
+    # Four ridges and four parts are sixteen factors. fp32 is precise enough to compare them: with
+    # a ridge of 0.03 a matrix of 1,536 channels has a condition number of at most 51,200.
     parts = [part.to(torch.float32) for part in parts]
+    totals = []
     for number, part in enumerate(parts):
-        rest = pooled([other for n, other in enumerate(parts) if n != number])
-        unchanged, no_bias = torch.zeros_like(rest.xe), torch.zeros_like(rest.e_mean)
-        errors = [part.left(unchanged, no_bias)]
+        rest = pooled([*parts[:number], *parts[number + 1 :]])
+        no_weight, no_bias = torch.zeros_like(rest.xe), torch.zeros_like(rest.e_mean)
+        errors = [part.remaining_error(no_weight, no_bias)]
         if intercept:
-            errors.append(part.left(unchanged, rest.e_mean))
-        fitted = rest if intercept else rest.uncentred()
-        for ridge in RIDGES if len(rest.xx) else ():
-            weight, failed = _solution(fitted.xx, right(fitted, ridge), ridge)
-            bias = rest.e_mean - rest.x_mean @ weight if intercept else no_bias
-            error = part.left(weight, bias)
-            errors.append(torch.where(failed == 0, error, torch.full_like(error, math.inf)))
+            errors.append(part.remaining_error(no_weight, rest.e_mean))
+        if len(rest.xx):
+            errors += _ridge_errors(part, rest, right, intercept)
         totals.append(torch.stack(errors))
     return torch.stack(totals).sum(0)
 
 
-def best(errors: Sequence[float], of: Sequence[Choice]) -> Choice:
-    """The choice with the least error; the more cautious of two that are equal."""
-    return min(
-        zip(errors, of, strict=True),
-        key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf,
-    )[1]
+def _ridge_errors(
+    part: Normal, rest: Normal, right: Callable[[Normal, float], Tensor], intercept: bool
+) -> list[Tensor]:
+    """Return the errors of a part under the fits of all ridges to the rest, ``[]`` each."""
+    fitted = rest if intercept else rest.uncentred()
+    errors = []
+    for ridge in RIDGES:
+        weight, failed = _solution(fitted.xx, right(fitted, ridge), ridge)
+        bias = torch.zeros_like(rest.e_mean)
+        if intercept:
+            bias = rest.e_mean - rest.x_mean @ weight
+        error = part.remaining_error(weight, bias)
+        errors.append(torch.where(failed == 0, error, torch.full_like(error, math.inf)))
+    return errors
+
+
+def best(errors: Sequence[float], compared: Sequence[Choice]) -> Choice:
+    """Return the choice with the least error; the more cautious of two that are equal."""
+    lowest, chosen = math.inf, compared[0]
+    for error, choice in zip(errors, compared, strict=True):
+        if math.isfinite(error) and error < lowest:
+            lowest, chosen = error, choice
+    return chosen
 
 
 def _solution(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """See ``solved``; without a look at whether it failed, for which Python would wait."""
-    regular = matrix.clone()
-    regular.diagonal().add_(ridge * matrix.diagonal().mean())
-    factor, failed = torch.linalg.cholesky_ex(regular)
+    """Solve as ``solved`` does, but return a flag that Python need not wait for."""
+    regularized = matrix.clone()
+    regularized.diagonal().add_(ridge * matrix.diagonal().mean())
+    factor, failed = torch.linalg.cholesky_ex(regularized)
     return torch.cholesky_solve(right, factor), failed
 
 
 def notes(
     chosen: dict[str, Choice], tokens: dict[str, tuple[int, int]], examples: int
 ) -> list[str]:
-    """What a user should know of choices.
+    """Return notes for the user about the choices.
 
     Args:
-        chosen: By projection.
+        chosen: The choices by projection.
         tokens: By projection how many tokens it was fitted to, and how many channels it reads.
-        examples: How many the tokens are of.
+        examples: The number of examples that the tokens belong to.
     """
-    found = []
-    given_up = [name for name, choice in chosen.items() if choice == NO_CHANGE]
-    if given_up:
-        found.append(
+    lines = []
+    unchanged = [name for name, choice in chosen.items() if choice == NO_CHANGE]
+    if unchanged:
+        lines.append(
             "Not refitted, for no refit lowered the error on held-out examples:"
-            f" {', '.join(given_up)}."
+            f" {', '.join(unchanged)}."
         )
-    few = {name: (n, width) for name, (n, width) in tokens.items() if n < 2 * width}
+    # Fewer than two tokens per channel are few.
+    few = {name: pair for name, pair in tokens.items() if pair[0] < 2 * pair[1]}
     if few:
-        name, (n, width) = min(few.items(), key=lambda item: item[1][0] / item[1][1])
-        enough = math.ceil(2 * width * examples / max(n, 1))
-        found.append(
+        name = min(few, key=lambda name: few[name][0] / few[name][1])
+        n_tokens, width = few[name]
+        enough = math.ceil(2 * width * examples / max(n_tokens, 1))
+        lines.append(
             f"Few examples for {len(few)} of {len(tokens)} projections: {name} reads {width}"
-            f" channels, and there are {n} tokens to fit it to. {enough} examples in place of"
-            f" {examples} would be twice as many tokens as channels."
+            f" channels, and there are {n_tokens} tokens to fit it to. {enough} examples in place"
+            f" of {examples} would be twice as many tokens as channels."
         )
-    return found
+    return lines

@@ -1,5 +1,5 @@
-"""Refits output projections layer by layer: from what the recovered model writes so far to what the
-teacher has."""
+"""Refits output projections layer by layer, so that the recovered model's stream approaches the
+teacher's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import abc
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,45 +30,47 @@ from headprune.recovery._held_out import (
     held_out_errors,
     notes,
 )
-from headprune.recovery._least_squares import Moments, Normal, pooled
+from headprune.recovery._least_squares import LeastSquaresSums, Normal, pooled
 from headprune.recovery._playback import Playback
 from headprune.recovery._replaced import Replaced
 from headprune.recovery._side_by_side import (
-    Call,
-    Known,
+    ComparedCall,
+    PassCaches,
+    StreamErrors,
+    compared_calls,
     difference,
     errors,
     first,
     quiet,
     repeatable,
-    streams_of,
+    sites_of,
     summary,
 )
 from headprune.recovery._targets import (
-    Found,
-    Pair,
-    Run,
+    RunBatch,
+    SitePair,
     Target,
-    find,
+    find_targets,
+    modules_of,
     sites_as_targets,
     without_columns,
 )
-from headprune.recovery._taught import Taught
+from headprune.recovery._taught import TeacherCache
 from headprune.recovery._teacher import paired
 
 Precision: TypeAlias = Literal["float64", "float32"]
 PRECISIONS = ("float64", "float32")
-#: Of its weight that a token has however little the output feels it.
+#: The part of a token's weight that does not depend on its sensitivity.
 SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Change:
-    """What a fit adds to a projection.
+class WeightChange:
+    """A change of a projection's weight.
 
     Args:
-        weight: ``[in, out]``.
-        note: What a user should know; the projection's name is put in front.
+        weight: What is added, ``[in, out]``.
+        note: For the user; the projection's name is put in front.
     """
 
     weight: Tensor
@@ -76,14 +78,14 @@ class Change:
 
 
 @dataclass
-class Refits:
-    """What became of the projections.
+class RefitResults:
+    """The results of all projections.
 
     Args:
         errors: By projection the error that remains, not yet divided by its scale.
-        chosen: By projection the ridge that was chosen, where one was.
+        chosen: By projection the ridge that was chosen, if it was not set.
         tokens: By projection how many tokens it was fitted to, and how many channels it reads.
-        notes: What a user should know.
+        notes: For the user.
     """
 
     errors: list[Tensor] = field(default_factory=list)
@@ -92,25 +94,52 @@ class Refits:
     notes: list[str] = field(default_factory=list)
 
     def parts(self, name: str, bias: bool) -> tuple[str, ...]:
-        """The parameters of a projection that were refitted."""
+        """Return which parameters of a projection were refitted, with its ``bias`` or without."""
         choice = self.chosen.get(name)
-        if choice == NO_CHANGE:
-            return ()
-        return (*["weight"] * (choice != BIAS_ALONE), *["bias"] * bias)
+        parts = []
+        # None where the ridge was set: then everything is refitted.
+        if choice not in (NO_CHANGE, BIAS_ALONE):
+            parts.append("weight")
+        if choice != NO_CHANGE and bias:
+            parts.append("bias")
+        return tuple(parts)
+
+
+@dataclass(frozen=True)
+class _Refit:
+    """What all steps of one refit need.
+
+    Args:
+        job: Model, teacher and batches.
+        pairs: Sites of both.
+        targets: The projections, in the order of the network.
+        run: Runs a model on a batch.
+        replaced: Changes the projections.
+        caches: Results of earlier passes.
+        before: The errors before the refit.
+    """
+
+    job: Job
+    pairs: Sequence[SitePair]
+    targets: Sequence[Target]
+    run: RunBatch
+    replaced: Replaced
+    caches: PassCaches
+    before: StreamErrors
 
 
 class LayerwiseRecovery(Recovery):
-    """A recovery that changes one projection after the other by least squares, in the order of the
-    network.
+    """A recovery that changes one projection after the other by least squares.
 
-    With T the teacher's stream after a sub-layer and S the model's, as recovered so far, a
-    projection ``y = x W' + b`` that is added to the stream should be changed by ``E = T - S``,
-    whatever it is added to. A subclass solves for the change from the sums of products of x and E.
+    In the order of the network. Let T be the teacher's stream after a sub-layer, and S the model's
+    as recovered so far. A projection ``y = x W' + b`` that is added to the stream should change by
+    ``E = T - S``, whatever it is added to. A subclass solves for the change from the sums of
+    products of x and E.
     """
 
-    #: The ridge; None is one chosen for each projection by the error on held-out examples.
+    #: The ridge; None chooses one for each projection by the error on held-out examples.
     ridge: float | None
-    #: Whether tokens count as much as the teacher's output feels them.
+    #: Whether tokens are weighted by how strongly the teacher's output depends on them.
     sensitive: bool = False
     #: Whether it also refits feed-forwards.
     feed_forward: bool = False
@@ -129,194 +158,249 @@ class LayerwiseRecovery(Recovery):
         """Whether it changes biases, and adds them where there are none."""
 
     @abc.abstractmethod
-    def change(self, target: Target, normal: Normal, ridge: float) -> Change:
-        """What to add to a projection."""
+    def change(self, target: Target, normal: Normal, ridge: float) -> WeightChange:
+        """Solve for the change of a projection."""
 
     def right(self, target: Target, normal: Normal, ridge: float) -> Tensor:
-        """``[in, out]``: the right side of its normal equations, for the choice of a ridge; weights
-        are drawn to what they are."""
+        """Return the right side of the normal equations, ``[in, out]``, for the choice of a ridge.
+
+        The default draws the weights to their current values.
+        """
         return normal.xe
 
     def recover_(self, job: Job) -> Outcome:
-        """Raises:
-        PlanMismatch: the teacher is not what the model was cut from.
-        UnsupportedModel: see ``_targets.find``.
-        InvalidValue: no data, data that can be read only once, or numbers that are not finite. The
-            model is as it was, here as in every other case.
+        """Refit the projections from the first one on that lost heads.
+
+        Raises:
+            PlanMismatch: the teacher is not what the model was cut from.
+            UnsupportedModel: see ``_targets.find_targets``.
+            InvalidValue: no data, data that can be read only once, or numbers that are not finite.
+                The model is as it was, here as in every other case.
         """
         batches = repeatable(job.batches)
         job = replace(job, batches=batches)
-        model, run = job.model, job.loss or call
-        assert job.teacher is not None
-        pairs = paired(model, job.teacher, job.sites)
-        targets = sites_as_targets(pairs)
-        if not any(t.gone for t in targets):
-            return Outcome(
-                (),
-                0,
-                {"heads": 0},
-                ("Nothing to refit: the model lacks no head of its teacher's.",),
-            )
+        model, teacher, run = job.model, job.teacher, job.loss or call
+        assert teacher is not None
+        pairs = paired(model, teacher, job.sites)
+        attention = sites_as_targets(pairs)
+        if not any(target.removed for target in attention):
+            note = "Nothing to refit: the model lacks no head of its teacher's."
+            return Outcome((), 0, {"heads": 0}, (note,))
         with Replaced(model, job.undo, self.adds_biases) as replaced:
-            replaced.open_(t.ours for t in without_columns(targets))
-            with quiet(model, job.teacher, pairs):
-                found = find(model, job.teacher, pairs, first(batches), run, self.feed_forward)
-            replaced.open_(t.ours for t in found.targets)
-            with quiet(model, job.teacher, pairs):
-                taught = Taught(self.max_bytes)
-                before = errors(job, pairs, found.targets, run, taught, self.sensitive)
-                layers = [
-                    block.module for block in blocks_around(model, [ours for ours, _ in pairs])
-                ]
-                playback = Playback(layers, [t.ours for t in found.targets], self.max_bytes)
-                playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
-                known = Known(taught, playback)
-                done = self._refit_(job, pairs, found, run, replaced, known)
-                if self.sensitive:  # the errors of the fit are weighted
-                    after = errors(job, pairs, found.targets, run).errors
-                else:
-                    remaining = in_main_memory(done.errors)
-                    after = [
-                        float(x) / scale for x, scale in zip(remaining, before.scales, strict=True)
-                    ]
-            refitted = [t for t in found.targets if done.parts(t.name, self.adds_biases)]
-            replaced.close_(refitted)
-        metrics = {
-            "heads": sum(len(t.gone) for t in refitted),
-            "projections": len(refitted),
-            "biases_added": replaced.added,
-            **summary(found.targets, before.errors, after),
-            **({"ridges": FrozenDict(done.chosen)} if self.ridge is None else {}),
-        }
-        changed = [
-            f"{t.name}.{part}"
-            for t in refitted
-            for part in done.parts(t.name, self.adds_biases)
-            if t.weight.numel() or part == "bias"
-        ]
-        more = notes(done.chosen, done.tokens, before.examples)
-        return Outcome(tuple(changed), before.examples, metrics, (*found.notes, *done.notes, *more))
+            # 1. Find the projections. Only a bias shows that one without columns runs.
+            replaced.open_(modules_of(without_columns(attention)))
+            with quiet(model, teacher, pairs):
+                chosen = find_targets(model, teacher, pairs, first(batches), run, self.feed_forward)
+            replaced.open_(modules_of(chosen.targets))
 
-    def _refit_(
+            # 2. Refit one after the other.
+            with quiet(model, teacher, pairs):
+                refit = self._prepared(job, pairs, chosen.targets, run, replaced)
+                results = self._refit_(refit)
+                after = self._errors_after(refit, results)
+
+            # 3. Keep the biases of those that changed.
+            refitted = [t for t in chosen.targets if results.parts(t.name, self.adds_biases)]
+            replaced.close_(refitted)
+        return self._outcome(refit, refitted, results, after, chosen.notes)
+
+    def _prepared(
         self,
         job: Job,
-        pairs: Sequence[Pair],
-        found: Found,
-        run: Run,
+        pairs: Sequence[SitePair],
+        targets: Sequence[Target],
+        run: RunBatch,
         replaced: Replaced,
-        known: Known,
-    ) -> Refits:
-        """Changes one projection after the other."""
-        done = Refits()
-        bar = tqdm(found.targets, disable=not job.progress, leave=False)
+    ) -> _Refit:
+        """Measure the errors before, and see which layers' outputs can be kept."""
+        model, batches = job.model, repeatable(job.batches)
+        teacher_cache = TeacherCache(self.max_bytes)
+        before = errors(job, pairs, targets, run, teacher_cache, self.sensitive)
+        sites, _ = sites_of(pairs)
+        layers = [block.module for block in blocks_around(model, sites)]
+        playback = Playback(layers, modules_of(targets), self.max_bytes)
+        playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
+        caches = PassCaches(teacher_cache, playback)
+        return _Refit(job, pairs, targets, run, replaced, caches, before)
+
+    def _refit_(self, refit: _Refit) -> RefitResults:
+        """Change one projection after the other."""
+        results = RefitResults()
+        bar = tqdm(refit.targets, disable=not refit.job.progress, leave=False)
         for number, target in enumerate(bar):
-            calls = streams_of(job, pairs, found.targets, number, run, known)
-            parts = self._gathered(job, calls, target, known.taught.felt_mean(number))
-            known.taught.forget(number)
+            # 1. The sums over all tokens, with all projections before it refitted.
+            calls = compared_calls(
+                refit.job, refit.pairs, refit.targets, number, refit.run, refit.caches
+            )
+            mean = refit.caches.teacher.mean_sensitivity(number)  # []
+            parts = self._sums(refit.job, calls, target, mean)
+            refit.caches.teacher.forget(number)
             normal = pooled(parts)
-            choice = self._chosen(target, parts, normal, replaced, done)
+            choice = self._choice(target, parts, normal, refit.replaced, results)
             del parts  # the sums of a feed-forward are large
+
+            # 2. The weight, unless the choice is to keep it.
             weight, bias = torch.zeros_like(normal.xe), torch.zeros_like(normal.e_mean)
             if not isinstance(choice, str):
+                # A ridge; the other choices are words.
                 change = self.change(target, normal, choice)
-                done.notes += [f"{target.name}: {change.note}"] if change.note else []
-                weight = replaced.add_(target, "weight", change.weight)
-            if self.adds_biases and choice != NO_CHANGE:  # for the weight as it is after rounding
-                bias = replaced.add_(target, "bias", normal.e_mean - normal.x_mean @ weight)
-            done.errors.append(normal.left(weight, bias))
-        return done
+                if change.note:
+                    results.notes.append(f"{target.name}: {change.note}")
+                weight = refit.replaced.add_(target, "weight", change.weight)
 
-    def _chosen(
+            # 3. The bias, for the weight after rounding.
+            if self.adds_biases and choice != NO_CHANGE:
+                shift = normal.e_mean - normal.x_mean @ weight
+                bias = refit.replaced.add_(target, "bias", shift)
+            results.errors.append(normal.remaining_error(weight, bias))
+        return results
+
+    def _sums(
+        self, job: Job, calls: Iterable[ComparedCall], target: Target, mean: Tensor | None
+    ) -> list[Normal]:
+        """Sum over all tokens, in several parts if some are to be held out.
+
+        Args:
+            job: The model.
+            calls: The target's calls on all batches.
+            target: The projection.
+            mean: Its mean sensitivity; None weights all tokens equally.
+        """
+        folds = FOLDS if self.ridge is None else 1
+        sums: list[LeastSquaresSums] = []
+        for compared in calls:
+            own, batch = compared.call, compared.call.padding_info.batch
+            if not sums:
+                dtype = wide(own.input) if self.precision == "float64" else torch.float32
+                sums = [LeastSquaresSums(dtype) for _ in range(folds)]
+            x, e, counted = difference(job.model, target, own, compared.teacher_stream)
+            weights = _token_weights(target, compared, mean, x.device)
+            if folds == 1:
+                sums[0].add(x, e, counted, weights)
+                continue
+            # Tokens of one example belong to one part.
+            examples = target.examples(own.output, batch, compared.size) + compared.begins
+            for fold, of_fold in enumerate(sums):
+                rows = sent((examples % folds == fold).nonzero()[:, 0], x.device)
+                if len(rows):
+                    of_fold.add(x[rows], e[rows], _rows(counted, rows), _rows(weights, rows))
+        return [of_fold.done() for of_fold in sums if of_fold.begun]
+
+    def _choice(
         self,
         target: Target,
         parts: Sequence[Normal],
         normal: Normal,
         replaced: Replaced,
-        done: Refits,
+        results: RefitResults,
     ) -> Choice:
-        """The ridge, or what takes its place; noted where it was chosen. One look at the device.
+        """Return the ridge or what takes its place; the results note it if it was chosen.
+
+        Python waits for the device once.
 
         Raises:
-            InvalidValue: sums that are not finite.
+            InvalidValue: sums that are not finite, or too few examples for a choice.
         """
+        # 1. All numbers in one tensor, for one copy to main memory.
         numbers = [normal.finite.to(normal.xx), normal.tokens.to(normal.xx)]
         if self.ridge is None:
             if len(parts) < 2:
+                must = "at least 2 examples, one to be held out, for ridge=None"
                 hint = "Give more examples, or set a ridge: ridge=0.3."
-                raise InvalidValue(
-                    "batches", "at least 2 examples, one to be held out, for ridge=None", "1", hint
-                )
-            errors_of = held_out_errors(
-                parts, functools.partial(self.right, target), self.adds_biases
-            )
-            numbers += errors_of.to(normal.xx).unbind()
-        finite, tokens, *held_out = torch.stack(numbers).tolist()
+                raise InvalidValue("batches", must, "1", hint)
+            right = functools.partial(self.right, target)
+            held_out = held_out_errors(parts, right, self.adds_biases)
+            numbers += held_out.to(normal.xx).unbind()
+        finite, tokens, *held_out_numbers = torch.stack(numbers).tolist()
         if not finite:
+            # An earlier change beyond the range of its type may be the cause; it is named then.
             replaced.check()
+            where = f"what model and teacher write at {target.name}"
             hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(
-                f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint
-            )
+            raise InvalidValue(where, "finite", "NaN or infinite", hint)
         if self.ridge is not None:
             return self.ridge
+        # 2. The ridge with the least error.
         width = len(normal.xx)
-        done.tokens[target.name] = int(tokens), width
-        done.chosen[target.name] = best(held_out, choices(self.adds_biases, width))
-        return done.chosen[target.name]
+        choice = best(held_out_numbers, choices(self.adds_biases, width))
+        results.tokens[target.name] = (int(tokens), width)
+        results.chosen[target.name] = choice
+        return choice
 
-    def _gathered(
-        self, job: Job, calls: Iterable[Call], target: Target, felt_mean: Tensor | None
-    ) -> list[Normal]:
-        """The sums over all tokens, in several parts where some are to be held out."""
-        folds = 1 if self.ridge is not None else FOLDS
-        moments: list[Moments] = []
-        for one in calls:
-            moments = moments or [Moments(self._dtype(one.mine.given)) for _ in range(folds)]
-            x, e, counted = difference(job.model, target, one.mine, one.theirs)
-            weights = None
-            if one.felt is not None and felt_mean is not None:
-                felt = target.tokens(one.felt.to(x.device), one.mine.inputs.batch)[:, 0]
-                weights = _weights(felt, felt_mean.to(x.device))
-            if folds == 1:
-                moments[0].add(x, e, counted, weights)
-                continue
-            examples = (
-                target.examples(one.mine.output, one.mine.inputs.batch, one.size) + one.begins
-            )
-            for fold, of_fold in enumerate(moments):
-                rows = sent((examples % folds == fold).nonzero()[:, 0], x.device)
-                if len(rows):
-                    of_fold.add(x[rows], e[rows], _rows(counted, rows), _rows(weights, rows))
-        return [of_fold.done() for of_fold in moments if of_fold.begun]
+    def _errors_after(self, refit: _Refit, results: RefitResults) -> list[float]:
+        """Return the errors that remain, comparable with those before."""
+        if self.sensitive:
+            # The errors of the fit are weighted, so the unweighted ones take another pass.
+            return errors(refit.job, refit.pairs, refit.targets, refit.run).errors
+        remaining = in_main_memory(results.errors)
+        scales = refit.before.scales
+        return [float(error) / scale for error, scale in zip(remaining, scales, strict=True)]
 
-    def _dtype(self, x: Tensor) -> torch.dtype:
-        return wide(x) if self.precision == "float64" else torch.float32
+    def _outcome(
+        self,
+        refit: _Refit,
+        refitted: Sequence[Target],
+        results: RefitResults,
+        after: Sequence[float],
+        target_notes: Sequence[str],
+    ) -> Outcome:
+        changed: list[str] = []
+        for target in refitted:
+            parts = results.parts(target.name, self.adds_biases)
+            if not target.weight.numel():
+                # The weight of a projection without columns has no numbers to change.
+                parts = tuple(part for part in parts if part == "bias")
+            changed += [f"{target.name}.{part}" for part in parts]
+        metrics: dict[str, Any] = {
+            "heads": sum(len(target.removed) for target in refitted),
+            "projections": len(refitted),
+            "biases_added": refit.replaced.added,
+            **summary(refit.targets, refit.before.errors, after),
+        }
+        if self.ridge is None:
+            metrics["ridges"] = FrozenDict(results.chosen)
+        examples = refit.before.examples
+        choice_notes = notes(results.chosen, results.tokens, examples)
+        all_notes = (*target_notes, *results.notes, *choice_notes)
+        return Outcome(tuple(changed), examples, metrics, all_notes)
 
 
 def _rows(x: Tensor | None, rows: Tensor) -> Tensor | None:
     return None if x is None else x[rows]
 
 
-def _weights(felt: Tensor, mean: Tensor) -> Tensor:
-    """``[tokens]``, 1 on average; all 1 where nothing is felt."""
-    relative = felt / torch.where(mean > 0, mean, torch.ones_like(mean))
-    return torch.where(mean > 0, SHARE + (1 - SHARE) * relative, torch.ones_like(felt))
+def _token_weights(
+    target: Target, compared: ComparedCall, mean: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Return the weights of a call's tokens, ``[tokens]``; None if all are equal."""
+    if compared.sensitivity is None or mean is None:
+        return None
+    batch = compared.call.padding_info.batch
+    slopes = target.tokens(compared.sensitivity.to(device), batch)[:, 0]
+    return _weights(slopes, mean.to(device))
+
+
+def _weights(sensitivity: Tensor, mean: Tensor) -> Tensor:
+    """Return weights of mean 1, ``[tokens]``; all 1 if the output depends on no token."""
+    # Slopes hold nearby only, so even a token without slopes has the weight SHARE.
+    relative = sensitivity / torch.where(mean > 0, mean, torch.ones_like(mean))
+    return torch.where(mean > 0, SHARE + (1 - SHARE) * relative, torch.ones_like(sensitivity))
 
 
 def check_ridge(where: str, ridge: object) -> None:
-    if (
-        not isinstance(ridge, (int, float))
-        or isinstance(ridge, bool)
-        or not 0 <= ridge < float("inf")
-    ):
+    """Refuse a ridge that is no finite number >= 0."""
+    is_number = isinstance(ridge, (int, float)) and not isinstance(ridge, bool)
+    if not is_number or not 0 <= ridge < float("inf"):  # type: ignore[operator]
         raise InvalidValue(where, "a share >= 0", repr(ridge))
 
 
 def check_max_bytes(where: str, max_bytes: object) -> None:
+    """Refuse what is no count of bytes."""
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
         raise InvalidValue(where, "a count of bytes >= 0", repr(max_bytes))
 
 
 def check_precision(where: str, precision: object) -> None:
+    """Refuse another type than the two known ones."""
     if precision not in PRECISIONS:
         raise InvalidValue(where, f"one of {', '.join(PRECISIONS)}", repr(precision))

@@ -1,4 +1,4 @@
-"""Sums over tokens that least squares needs, and its solution."""
+"""Sums over tokens for least squares, and the solution of the normal equations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 
-class Moments:
-    """Streamed sums of what a projection reads, x, and of what its output should be changed by, e.
+class LeastSquaresSums:
+    """Streamed sums of a projection's inputs x and of the wanted changes e of its outputs.
 
-    Nothing is read back from the device before ``done``. The first tokens' mean is taken from all
-    tokens, so that little is lost where a mean is large against what varies.
+    Nothing is read back from the device before ``done``. The mean of the first tokens is
+    subtracted from all tokens, so that little precision is lost where a mean is large compared
+    with the variation.
 
     Args:
         dtype: The type to add up in.
@@ -21,7 +22,9 @@ class Moments:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        # Tokens, weights, x [in], e [out], xx [in, in], xe [in, out], ee [].
         self._sums: list[Tensor] = []
+        # What is subtracted from x and e: the means of the first tokens, [in] and [out].
         self._shifts: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -32,53 +35,64 @@ class Moments:
     def add(
         self, x: Tensor, e: Tensor, counted: Tensor | None, weights: Tensor | None = None
     ) -> None:
-        """Adds tokens, ``[tokens, in]`` and ``[tokens, out]``, those that are ``counted``,
-        ``[tokens]``.
+        """Add tokens to the sums.
 
         Args:
-            x: What the projection reads.
-            e: What its output should be changed by.
-            counted: None counts them all.
-            weights: ``[tokens]``, of each token in all sums; None is 1.
+            x: What the projection reads, ``[tokens, in]``.
+            e: The wanted change of its output, ``[tokens, out]``.
+            counted: Which tokens count, ``[tokens]``; None counts them all.
+            weights: The weight of each token in all sums, ``[tokens]``; None is 1.
         """
         x, e = x.to(self._dtype), e.to(self._dtype)
-        tokens = torch.full((), len(x), device=x.device) if counted is None else counted.sum()
+        n_tokens = _count(x, counted)
+
+        # 1. Subtract the mean of the first tokens, and zero what does not count.
         if self._shifts is None:
-            self._shifts = (
-                _sum(x, counted) / tokens.clamp(min=1),
-                _sum(e, counted) / tokens.clamp(min=1),
-            )
-        x, e = (_zeroed(t - shift, counted) for t, shift in zip((x, e), self._shifts, strict=True))
+            divisor = n_tokens.clamp(min=1)
+            self._shifts = (_sum(x, counted) / divisor, _sum(e, counted) / divisor)
+        x_shift, e_shift = self._shifts
+        x = _zeroed(x - x_shift, counted)
+        e = _zeroed(e - e_shift, counted)
+
+        # 2. Add up, in the order in which ``done`` reads the sums.
         if weights is None:
-            sums = [tokens, tokens, x.sum(0), e.sum(0), x.T @ x, x.T @ e, e.square().sum()]
+            sums = [n_tokens, n_tokens, x.sum(0), e.sum(0), x.T @ x, x.T @ e, e.square().sum()]
         else:
-            w = _zeroed(weights.to(self._dtype)[:, None], counted)
+            w = _zeroed(weights.to(self._dtype)[:, None], counted)  # [tokens, 1]
             wx, we = w * x, w * e
-            sums = [tokens, w.sum(), wx.sum(0), we.sum(0), wx.T @ x, wx.T @ e, (we * e).sum()]
-        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
+            sums = [n_tokens, w.sum(), wx.sum(0), we.sum(0), wx.T @ x, wx.T @ e, (we * e).sum()]
+        # Not in place: the first two sums may be one tensor.
+        if self._sums:
+            sums = [before + new for before, new in zip(self._sums, sums, strict=True)]
+        self._sums = sums
 
     def done(self) -> Normal:
-        """All that was added."""
+        """Return means and centred sums of all tokens that were added."""
         assert self._shifts is not None
         tokens, n, x, e, xx, xe, ee = self._sums
-        safe = _divisor(n)
-        xx, xe = xx - torch.outer(x, x) / safe, xe - torch.outer(x, e) / safe
-        ee = (ee - e.square().sum() / safe).clamp(min=0)
-        return Normal(tokens, n, self._shifts[0] + x / safe, self._shifts[1] + e / safe, xx, xe, ee)
+        divisor = _divisor(n)
+        x_mean = self._shifts[0] + x / divisor
+        e_mean = self._shifts[1] + e / divisor
+        # sum (x - mean x)(x - mean x) = sum x x - (sum x)(sum x) / n
+        xx = xx - torch.outer(x, x) / divisor
+        xe = xe - torch.outer(x, e) / divisor
+        # Rounding may bring a sum of squares below zero.
+        ee = (ee - e.square().sum() / divisor).clamp(min=0)
+        return Normal(tokens, n, x_mean, e_mean, xx, xe, ee)
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Means, and sums of products of what differs from them.
+    """The data of the normal equations: means, and sums of products of deviations from them.
 
     Args:
-        tokens: How many.
-        n: The sum of their weights; ``tokens`` where they count alike.
+        tokens: Number of tokens.
+        n: Sum of their weights; ``tokens`` if all weights are 1.
         x_mean: ``[in]``.
         e_mean: ``[out]``.
         xx: ``[in, in]``.
         xe: ``[in, out]``.
-        ee: The sum of squares of all of e.
+        ee: Sum of squares over all tokens and outputs, ``[]``.
     """
 
     tokens: Tensor
@@ -91,96 +105,138 @@ class Normal:
 
     @property
     def total(self) -> Tensor:
-        """The sum of squares of e as it is."""
+        """The sum of squares of e about zero."""
         return self.ee + self.n * self.e_mean.square().sum()
 
     def uncentred(self) -> Normal:
-        """The same sums about zero, for a fit without an intercept."""
-        xx = self.xx + self.n * torch.outer(self.x_mean, self.x_mean)
-        xe = self.xe + self.n * torch.outer(self.x_mean, self.e_mean)
-        none = torch.zeros_like(self.x_mean), torch.zeros_like(self.e_mean)
-        return Normal(self.tokens, self.n, *none, xx, xe, self.total)
+        """Return the same sums about zero, for a fit without an intercept."""
+        return Normal(
+            tokens=self.tokens,
+            n=self.n,
+            x_mean=torch.zeros_like(self.x_mean),
+            e_mean=torch.zeros_like(self.e_mean),
+            xx=self.xx + self.n * torch.outer(self.x_mean, self.x_mean),
+            xe=self.xe + self.n * torch.outer(self.x_mean, self.e_mean),
+            ee=self.total,
+        )
 
     def to(self, dtype: torch.dtype) -> Normal:
-        """The same in another type."""
-        means, sums = (
-            (self.x_mean.to(dtype), self.e_mean.to(dtype)),
-            (self.xx.to(dtype), self.xe.to(dtype)),
+        """Return the same numbers in another type; the count of tokens keeps its own."""
+        return Normal(
+            tokens=self.tokens,
+            n=self.n.to(dtype),
+            x_mean=self.x_mean.to(dtype),
+            e_mean=self.e_mean.to(dtype),
+            xx=self.xx.to(dtype),
+            xe=self.xe.to(dtype),
+            ee=self.ee.to(dtype),
         )
-        return Normal(self.tokens, self.n.to(dtype), *means, *sums, self.ee.to(dtype))
 
-    def left(self, weight: Tensor, bias: Tensor) -> Tensor:
-        """What is left of ``total`` once ``x @ weight + bias`` is taken from e; ``[in, out]`` and
-        ``[out]``."""
-        rest = self.ee - 2 * (weight * self.xe).sum() + (weight * (self.xx @ weight)).sum()
+    def remaining_error(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the sum of squares of ``e - x @ weight - bias``.
+
+        Args:
+            weight: ``[in, out]``.
+            bias: ``[out]``.
+        """
+        # |E - X W|² = |E|² - 2 <W, XᵀE> + <W, XᵀX W>, about the means.
+        # Rounding may bring it below zero.
+        centred = self.ee - 2 * (weight * self.xe).sum() + (weight * (self.xx @ weight)).sum()
         shift = self.e_mean - self.x_mean @ weight - bias
-        return rest.clamp(min=0) + self.n * shift.square().sum()
+        return centred.clamp(min=0) + self.n * shift.square().sum()
 
     @property
     def finite(self) -> Tensor:
-        """``[]``: whether all tokens were."""
+        """Whether all tokens were finite, ``[]``."""
+        # Means need no check: a token that is not finite shows in the products.
         return self.ee.isfinite() & self.xx.isfinite().all() & self.xe.isfinite().all()
 
 
 def pooled(parts: Sequence[Normal]) -> Normal:
-    """Of all tokens of several parts."""
+    """Combine the sums of several parts of the tokens."""
     if len(parts) == 1:
         return parts[0]
-    tokens, n = sum_of([p.tokens for p in parts]), sum_of([p.n for p in parts])
-    x_mean = sum_of([p.n * p.x_mean for p in parts]) / _divisor(n)
-    e_mean = sum_of([p.n * p.e_mean for p in parts]) / _divisor(n)
-    # Sums about a part's own mean come to sums about the common mean by what lies between the
-    # means.
-    weights = torch.stack([p.n for p in parts]).to(x_mean)[:, None]
-    x_off = torch.stack([p.x_mean - x_mean for p in parts])  # [parts, in]
-    e_off = torch.stack([p.e_mean - e_mean for p in parts])  # [parts, out]
-    xx = sum_of([(weights * x_off).T @ x_off, *(p.xx for p in parts)])
-    xe = sum_of([(weights * x_off).T @ e_off, *(p.xe for p in parts)])
-    ee = sum_of([(weights * e_off.square()).sum(), *(p.ee for p in parts)])
+
+    # 1. The common means.
+    first = parts[0]
+    tokens, n = first.tokens, first.n
+    x_sum, e_sum = first.n * first.x_mean, first.n * first.e_mean
+    for part in parts[1:]:
+        tokens = tokens + part.tokens
+        n = n + part.n
+        x_sum = x_sum + part.n * part.x_mean
+        e_sum = e_sum + part.n * part.e_mean
+    x_mean = x_sum / _divisor(n)
+    e_mean = e_sum / _divisor(n)
+
+    # 2. A sum about a part's own mean becomes one about the common mean by adding the products
+    # of the distances between the two means.
+    weights = torch.stack([part.n for part in parts]).to(x_mean)[:, None]  # [parts, 1]
+    x_off = torch.stack([part.x_mean - x_mean for part in parts])  # [parts, in]
+    e_off = torch.stack([part.e_mean - e_mean for part in parts])  # [parts, out]
+    xx = (weights * x_off).T @ x_off
+    xe = (weights * x_off).T @ e_off
+    ee = (weights * e_off.square()).sum()
+    for part in parts:
+        xx += part.xx
+        xe += part.xe
+        ee += part.ee
     return Normal(tokens, n, x_mean, e_mean, xx, xe, ee)
 
 
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Of one shape."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total
-
-
 def solved(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, bool]:
-    """The solution of ``(matrix + ridge * mean of its diagonal * I) solution = right``, and whether
-    it is regular.
+    """Solve ``(matrix + ridge * mean of its diagonal * I) solution = right``.
 
-    Cholesky; a matrix that is singular in its precision is solved in the space of its eigenvalues
-    above rounding, by the shortest of its solutions.
+    By Cholesky. A matrix that is singular in its precision is solved in the space of its
+    eigenvalues above rounding, by the shortest of its solutions.
+
+    Args:
+        matrix: Symmetric and positive semi-definite, ``[in, in]``.
+        right: ``[in, out]``.
+        ridge: Share of the mean of the diagonal.
+
+    Returns:
+        The solution ``[in, out]``, and whether the matrix is regular.
     """
     size = len(matrix)
     if not size or not right.numel():
         return right, True
-    added = (
-        ridge * matrix.diagonal().mean() * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-    )
-    factor, failed = torch.linalg.cholesky_ex(matrix + added)
-    smallest = torch.finfo(matrix.dtype).eps * size * matrix.diagonal().max()
+    identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    regularized = matrix + ridge * matrix.diagonal().mean() * identity
+    rounding = torch.finfo(matrix.dtype).eps * size
+
+    # 1. The usual case: a pivot above rounding.
+    factor, failed = torch.linalg.cholesky_ex(regularized)
+    smallest = rounding * matrix.diagonal().max()
     if bool((failed == 0) & (factor.diagonal().min().square() > smallest)):
         return torch.cholesky_solve(right, factor), True
-    values, vectors = torch.linalg.eigh(matrix + added)
-    kept = values > torch.finfo(matrix.dtype).eps * size * values[-1].clamp(min=0)
-    inverse = torch.where(
-        kept, 1 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values)
-    )
+
+    # 2. Singular: invert the eigenvalues above rounding only.
+    values, vectors = torch.linalg.eigh(regularized)
+    usable = values > rounding * values[-1].clamp(min=0)
+    divisors = torch.where(usable, values, torch.ones_like(values))
+    inverse = torch.where(usable, 1 / divisors, torch.zeros_like(values))
     return vectors @ (inverse[:, None] * (vectors.T @ right)), False
 
 
+def _count(x: Tensor, counted: Tensor | None) -> Tensor:
+    """Return the number of tokens that count, ``[]``."""
+    if counted is None:
+        return torch.full((), len(x), device=x.device)
+    return counted.sum()
+
+
 def _divisor(n: Tensor) -> Tensor:
-    """1 where nothing was added up."""
+    """Return n, or 1 if nothing was added up."""
     return torch.where(n > 0, n, torch.ones_like(n))
 
 
 def _zeroed(x: Tensor, counted: Tensor | None) -> Tensor:
-    """Chosen, not multiplied by 0: attention may leave NaN at padding."""
-    return x if counted is None else torch.where(counted[:, None], x, torch.zeros_like(x))
+    """Replace tokens that do not count by zeros."""
+    if counted is None:
+        return x
+    # Not multiplied by 0: attention may leave NaN at padding.
+    return torch.where(counted[:, None], x, torch.zeros_like(x))
 
 
 def _sum(x: Tensor, counted: Tensor | None) -> Tensor:

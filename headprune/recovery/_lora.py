@@ -1,5 +1,5 @@
-"""Low-rank adapters for the length of a training: put around projections with PEFT, merged into
-them at the end."""
+"""Puts low-rank adapters around projections for a training with PEFT, and merges them at the
+end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from headprune.model.sites import bind
 from headprune.model.wrappers import check_unwrapped
 from headprune.recovery._blocks import blocks_of
 
+#: The setting, in error texts.
 _TARGETS = "Finetune.lora_targets"
+#: Name of the adapters inside PEFT.
 _NAME = "recovery"
 
 
@@ -49,14 +51,19 @@ class Adapters:
         return tuple(f"{name}.weight" for name in self.targets)
 
     def notes(self) -> tuple[str, ...]:
-        """Adapters that learned nothing: B begins at 0, and stays there where no gradient comes."""
-        idle = [
-            n
-            for n in self.targets
-            if not bool(self.model.get_parameter(f"{n}.lora_B.{_NAME}.weight").any())
-        ]
-        told = f"No gradient reached the adapters of {', '.join(idle)}: they changed nothing."
-        return (told,) if idle else ()
+        """Name the adapters that learned nothing.
+
+        B begins at 0, and is still 0 where no gradient came.
+        """
+        idle = []
+        for name in self.targets:
+            b = self.model.get_parameter(f"{name}.lora_B.{_NAME}.weight")
+            if not bool(b.any()):
+                idle.append(name)
+        if not idle:
+            return ()
+        names = ", ".join(idle)
+        return (f"No gradient reached the adapters of {names}: they changed nothing.",)
 
 
 @contextmanager
@@ -67,18 +74,18 @@ def adapted(
     targets: tuple[str, ...] | None,
     sites: Iterable[AttentionSite] | None,
 ) -> Iterator[Adapters]:
-    """Inside of it only adapters need a gradient; they are merged at the end, or thrown away after
-    an error.
+    """Add adapters, the only parameters that require a gradient inside; merge them at exit.
 
-    Afterwards every module and parameter is the object that it was, with its ``requires_grad``.
+    After an error they are dropped. Afterwards every module and parameter is the same object as
+    before, with its ``requires_grad``.
 
     Args:
         model: The model, changed in place.
-        rank: Of the adapters.
+        rank: Rank of the adapters.
         alpha: Their scale times the rank; None is the rank.
-        targets: Names or ends of names of projections; None takes every projection of the layers
+        targets: Names or name endings of projections; None takes every projection of the layers
             with attention.
-        sites: Where the heads are; None finds them.
+        sites: The attention sites; None finds them.
 
     Raises:
         InvalidValue: PEFT is not installed, or the model has adapters already.
@@ -88,32 +95,38 @@ def adapted(
     """
     peft = _peft()
     if any(base_of(module) is not module for module in model.modules()):
+        must = "one without adapters, for Finetune.lora_rank"
         hint = (
             "Merge them first (PEFT: model.merge_and_unload()), or leave lora_rank out to train"
             " them."
         )
-        raise InvalidValue(
-            "model", "one without adapters, for Finetune.lora_rank", "adapters", hint
-        )
-    names = _named(model, targets) if targets is not None else _default(model, sites)
+        raise InvalidValue("model", must, "adapters", hint)
+    # 1. Where adapters go.
+    names = _default(model, sites) if targets is None else _named(model, targets)
     check_unwrapped(model, names, "given adapters before it is wrapped")
-    needed = [(p, p.requires_grad) for p in model.parameters()]
-    pattern = "|".join(map(re.escape, names))
+    requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     config = peft.LoraConfig(
-        r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=pattern
+        r=rank,
+        lora_alpha=rank if alpha is None else alpha,
+        # A pattern, because PEFT would match a list of names as endings.
+        target_modules="|".join(map(re.escape, names)),
     )
+
+    # 2. Put them there for the time of the training.
     tuner = None
     try:
         with warnings.catch_warnings():
-            # PEFT turns Conv1D's weights by itself, and says so
+            # PEFT transposes Conv1D's weights by itself, and warns about it.
             warnings.filterwarnings("ignore", ".*fan_in_fan_out.*", UserWarning)
             tuner = peft.LoraModel(model, {_NAME: config}, _NAME)
         yield Adapters(model, tuner, names)
+        # Safe: adapters that are not finite are refused before they are added to a weight.
         tuner.merge_adapter(safe_merge=True)
     finally:
+        # 3. Put the original modules back; after a merge they hold the new weights.
         if tuner is not None:
             tuner.unload()
-        for parameter, before in needed:
+        for parameter, before in requires_grad:
             parameter.requires_grad_(before)
 
 
@@ -121,72 +134,87 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        hint = "Install it: pip install peft."
-        raise InvalidValue(
-            "Finetune.lora_rank", "left out where PEFT is not installed", str(error), hint
-        ) from error
+        must, hint = "left out where PEFT is not installed", "Install it: pip install peft."
+        raise InvalidValue("Finetune.lora_rank", must, str(error), hint) from error
     return peft
 
 
 def _default(model: nn.Module, sites: Iterable[AttentionSite] | None) -> tuple[str, ...]:
-    """Every projection of the layers with attention that an adapter can be put around."""
+    """Return every projection in the layers with attention that can have an adapter.
+
+    Inside an attention that is its projections alone. It may have other small linear layers, such
+    as the one of WavLM that gates a position bias.
+    """
     try:
         bound = bind(model, sites)
         layers = [block.name for block in blocks_of(model, sites)]
     except UnsupportedModel as error:
+        must = "given for a model without known attention"
         hint = f"Name the projections: lora_targets=(...). {error.hint}"
-        raise UnsupportedModel(
-            _TARGETS, "given for a model without known attention", error.got, hint
-        ) from error
-    inside = [n for n, _ in model.named_modules() if any(_under(n, layer) for layer in layers)]
-    # an attention may have small ones besides its projections: WavLM's that gates a position bias
-    within = [n for n in inside if any(_under(n, b.site.name) for b in bound)]
-    slabs = {f"{b.site.name}.{slab.path}".removeprefix(".") for b in bound for slab in b.slabs}
-    inside = [n for n in inside if n not in within or n in slabs]
-    found = tuple(name for name in inside if _reason_against(model, name) is None)
-    if not found:
-        hint = "Train the weights themselves."
-        raise UnsupportedModel(
-            _TARGETS, "given, or a model with projections in its layers", "none there", hint
+        raise UnsupportedModel(_TARGETS, must, error.got, hint) from error
+    attentions = [b.site.name for b in bound]
+    projections: set[str] = set()
+    for b in bound:
+        for slab in b.slabs:
+            # A model that is an attention itself has the empty name.
+            projections.add(f"{b.site.name}.{slab.path}".removeprefix("."))
+    names = []
+    for name, _ in model.named_modules():
+        other = _is_under(name, attentions) and name not in projections
+        if _is_under(name, layers) and not other and _reason_against(model, name) is None:
+            names.append(name)
+    if not names:
+        must, hint = (
+            "given, or a model with projections in its layers",
+            "Train the weights themselves.",
         )
-    return found
+        raise UnsupportedModel(_TARGETS, must, "none there", hint)
+    return tuple(names)
 
 
-def _under(name: str, layer: str) -> bool:
-    return not layer or name == layer or name.startswith(f"{layer}.")
+def _is_under(name: str, parents: Iterable[str]) -> bool:
+    """Whether a module is one of these or inside one of these; the empty name is the model."""
+    return any(not parent or f"{name}.".startswith(f"{parent}.") for parent in parents)
 
 
 def _named(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the projections with these names or name endings, each once.
+
+    Raises:
+        UnknownName: a target that names no module.
+        UnsupportedModel: a module that cannot have an adapter.
+    """
     modules = [name for name, _ in model.named_modules() if name]
-    found: list[str] = []
+    names: dict[str, None] = {}
     for target in targets:
-        those = [n for n in modules if n == target or n.endswith(f".{target}")]
-        if not those:
-            hint = did_you_mean(
-                target, {n.rpartition(".")[2] for n in modules if _reason_against(model, n) is None}
-            )
-            raise UnknownName(
-                _TARGETS, f"names of projections of {type(model).__name__}", repr(target), hint
-            )
-        for name in those:
+        matches = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if not matches:
+            usable = [name for name in modules if _reason_against(model, name) is None]
+            endings = {name.rpartition(".")[2] for name in usable}
+            hint = did_you_mean(target, endings)
+            must = f"names of projections of {type(model).__name__}"
+            raise UnknownName(_TARGETS, must, repr(target), hint)
+        for name in matches:
             reason = _reason_against(model, name)
             if reason is not None:
-                raise UnsupportedModel(
-                    f"{_TARGETS}: {name}", "a projection that an adapter can be put around", reason
-                )
-        found += those
-    return tuple(dict.fromkeys(found))
+                must = "a projection that an adapter can be put around"
+                raise UnsupportedModel(f"{_TARGETS}: {name}", must, reason)
+            names[name] = None
+    return tuple(names)
 
 
 def _reason_against(model: nn.Module, name: str) -> str | None:
-    """Why there cannot be an adapter around a module; None where there can."""
+    """Return why a module cannot have an adapter; None if it can."""
     module = model.get_submodule(name)
     if not (isinstance(module, nn.Linear) or is_conv1d(module)):
         return f"a {type(module).__name__}"
-    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
         return "a part of torch.nn.MultiheadAttention, which reads its weight past an adapter"
     try:
-        empty = not (feature_count(module, "in", name) and feature_count(module, "out", name))
+        n_in, n_out = feature_count(module, "in", name), feature_count(module, "out", name)
     except HeadPruneError as error:
         return str(error.got)
-    return "one that all heads have left" if empty else None
+    if not n_in or not n_out:
+        return "one that all heads have left"
+    return None

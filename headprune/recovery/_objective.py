@@ -1,9 +1,10 @@
-"""What a training minimises: the task loss and the distances from the teacher."""
+"""What a training minimizes: the task loss and the distances from the teacher."""
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,26 +16,52 @@ from headprune.model.losses import check_finite, shaped_losses
 from headprune.model.running import batch_size, device_of, to_device
 from headprune.model.transfers import in_main_memory
 from headprune.recovery._distillation import Comparison
-from headprune.recovery.finetune import Finetune
 
 HINT = "Lower learning_rate, or look for NaN in the batches."
-#: Steps whose numbers are read together at the latest.
-_LOOK = 4096
+#: The most steps whose numbers are read together.
+_MAX_UNREAD = 4096
+#: The names of the distances in error texts.
+_DISTANCES = {
+    "distillation": "the distillation loss",
+    "hidden_states": "the distance of hidden states",
+}
+
+
+@dataclass
+class _StepNumbers:
+    """The numbers of one step.
+
+    Args:
+        number: Number of steps before it.
+        losses: ``[examples]``.
+        mean: Their mean, ``[]``.
+        distances: The distances from the teacher by name, ``[]`` each.
+        totals: By name what is minimized, up to and with that distance, ``[]`` each.
+    """
+
+    number: int
+    losses: Tensor
+    mean: Tensor
+    distances: dict[str, Tensor] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all numbers, in the order of the fields."""
+        return [self.losses, self.mean, *self.distances.values(), *self.totals.values()]
 
 
 class Objective(nn.Module):
-    """The model with its losses: a batch in, one number to minimise out. The Trainer sees only
-    this.
+    """The model with its losses: takes a batch, returns the number to minimize.
 
-    What the steps come to is read after the first one, before the training is judged or kept, and
-    at its end: to read a number waits for an accelerator.
+    The Trainer sees only this. To read a number waits for an accelerator, so the numbers of steps
+    are read after the first one, before an evaluation or a checkpoint, and at the end.
 
     Args:
         model: The model.
         loss: Its per-example loss.
-        comparison: With its teacher.
-        settings: The weights of that.
-        before: Steps that were done before it, for messages.
+        comparison: The comparison with its teacher.
+        weights: The weights of the distances by name.
+        before: Number of steps before this training, for messages.
     """
 
     def __init__(
@@ -42,113 +69,97 @@ class Objective(nn.Module):
         model: nn.Module,
         loss: Judge,
         comparison: Comparison | None,
-        settings: Finetune,
+        weights: Mapping[str, float],
         before: int,
     ) -> None:
         super().__init__()
         self.model = model
-        self.weights = {"distillation": settings.distill, "hidden_states": settings.distill_hidden}
-        self.outside = (
-            loss,
-            comparison,
-        )  # in a tuple: modules, maybe, but no part of what is trained
+        self.weights = dict(weights)
+        # In a tuple, because a module would otherwise become a part of what is trained.
+        self.outside = (loss, comparison)
         self.examples = 0
-        self.told: dict[str, list[float]] = {"loss": []}
+        self.history: dict[str, list[float]] = {"loss": []}
         self.before = before
-        self._unread: list[_Step] = []
+        self._unread: list[_StepNumbers] = []
 
     @property
     def steps(self) -> int:
-        """Batches that it has seen."""
-        return len(self.told["loss"]) + len(self._unread)
+        """Number of batches so far."""
+        return len(self.history["loss"]) + len(self._unread)
 
     def metrics(self, length: int) -> dict[str, Any]:
-        """Steps, and means over the last pass of ``length`` batches."""
+        """Return the number of steps, and means over the last pass of ``length`` batches."""
         self.read()
         last = min(length, self.steps)
-        return {
-            "steps": self.steps,
-            **{name: sum(values[-last:]) / last for name, values in self.told.items()},
-        }
+        means = {name: sum(values[-last:]) / last for name, values in self.history.items()}
+        return {"steps": self.steps, **means}
 
     def forward(self, batch: Any) -> Tensor:
         number = self.before + self.steps
         batch = to_device(batch, device_of(self.model))
         loss, comparison = self.outside
+
+        # 1. The task loss; the comparison records the model's call. The first look at the loss
+        # runs the model, too, which must not be recorded.
         loss.look(self.model, batch)
+        recording: AbstractContextManager[None] = nullcontext()
+        if comparison is not None:
+            recording = comparison.listening()
         try:
-            with comparison.listening() if comparison is not None else nullcontext():
+            with recording:
                 losses = shaped_losses(loss, self.model, batch, number)
         except InvalidValue as error:
             raise _at_step(number + 1, error) from None
         total = losses.mean()
-        step = _Step(number, losses.detach(), total.detach())
+        step = _StepNumbers(number, losses.detach(), total.detach())
         self.examples += batch_size(batch)
-        for name, gap in (comparison.gaps() if comparison is not None else {}).items():
-            total = total + self.weights[name] * gap.to(total)
-            step.gaps[name] = gap.detach()
-            step.totals[name] = total.detach()
+
+        # 2. The distances from the teacher.
+        if comparison is not None:
+            for name, distance in comparison.gaps().items():
+                total = total + self.weights[name] * distance.to(total)
+                step.distances[name] = distance.detach()
+                step.totals[name] = total.detach()
+
+        # 3. The first step is read at once, because most mistakes show there.
         self._unread.append(step)
-        if number == self.before or len(self._unread) == _LOOK:
+        if number == self.before or len(self._unread) == _MAX_UNREAD:
             self.read()
         return total
 
     def read(self) -> None:
-        """Reads what the steps since the last call have come to; waits for an accelerator, once for
-        all of them.
+        """Read the numbers of all steps since the last call into the history.
+
+        Waits for an accelerator, once for all of them.
 
         Raises:
             InvalidValue: a number that is not finite; the first such step is named.
         """
         unread, self._unread = self._unread, []
-        numbers = iter(in_main_memory(number for step in unread for number in step.numbers()))
+        tensors: list[Tensor] = []
         for step in unread:
-            found = _Step(step.number, next(numbers), next(numbers))
-            found.gaps = {name: next(numbers) for name in step.gaps}
-            found.totals = {name: next(numbers) for name in step.totals}
-            self._tell(found)
+            tensors += step.tensors()
+        numbers = iter(in_main_memory(tensors))
+        for step in unread:
+            read = _StepNumbers(step.number, next(numbers), next(numbers))
+            read.distances = {name: next(numbers) for name in step.distances}
+            read.totals = {name: next(numbers) for name in step.totals}
+            self._record(read)
 
-    def _tell(self, step: _Step) -> None:
-        """Notes the numbers of a step, which are in main memory."""
+    def _record(self, step: _StepNumbers) -> None:
+        """Check the numbers of a step, which are in main memory, and add them to the history."""
         try:
             check_finite([(step.number, step.losses)])
         except InvalidValue as error:
             raise _at_step(step.number + 1, error) from None
-        self.told["loss"].append(float(step.mean))
-        for name, gap in step.gaps.items():
-            self.told.setdefault(name, []).append(float(gap))
+        self.history["loss"].append(float(step.mean))
+        for name, distance in step.distances.items():
+            self.history.setdefault(name, []).append(float(distance))
             if not math.isfinite(float(step.totals[name])):
-                what = {
-                    "distillation": "the distillation loss",
-                    "hidden_states": "the distance of hidden states",
-                }[name]
-                raise InvalidValue(f"step {step.number + 1}: {what}", "finite", float(gap), HINT)
-
-
-@dataclass
-class _Step:
-    """The numbers of one step.
-
-    Args:
-        number: Steps before it.
-        losses: ``[examples]``.
-        mean: ``[]``, their mean.
-        gaps: By name the distances from the teacher, ``[]``.
-        totals: By name what is minimised, ``[]``, with the distances up to this one.
-    """
-
-    number: int
-    losses: Tensor
-    mean: Tensor
-    gaps: dict[str, Tensor] = field(default_factory=dict)
-    totals: dict[str, Tensor] = field(default_factory=dict)
-
-    def numbers(self) -> list[Tensor]:
-        """All of them, in this order."""
-        return [self.losses, self.mean, *self.gaps.values(), *self.totals.values()]
+                where = f"step {step.number + 1}: {_DISTANCES[name]}"
+                raise InvalidValue(where, "finite", float(distance), HINT)
 
 
 def _at_step(step: int, error: InvalidValue) -> InvalidValue:
-    return InvalidValue(
-        f"step {step}: {error.where}", error.must, error.got, f"{error.hint} {HINT}"
-    )
+    hint = f"{error.hint} {HINT}"
+    return InvalidValue(f"step {step}: {error.where}", error.must, error.got, hint)

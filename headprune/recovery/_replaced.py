@@ -1,4 +1,4 @@
-"""Output projections that are being changed, and the biases that they get for it."""
+"""Changes output projections, and gives them the biases that they need for it."""
 
 from __future__ import annotations
 
@@ -17,35 +17,38 @@ from headprune.recovery._targets import Target
 
 
 class Replaced:
-    """Projections that are being changed.
+    """Projections that are being changed; those that are not closed lose their new biases at exit.
 
     Args:
-        model: The model that they are in.
-        undo: Puts them back as they were on an error.
-        adds_biases: Whether those that have no bias keep the one that they get.
+        model: The model that contains them.
+        undo: Restores them after an error.
+        adds_biases: Whether projections keep the biases that they get.
     """
 
     def __init__(self, model: nn.Module, undo: Undo, adds_biases: bool) -> None:
-        self._model, self._undo, self._adds_biases = model, undo, adds_biases
-        self._parameters: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-        self._kept: set[int] = set()
-        self._finite: list[
-            tuple[str, torch.dtype, Tensor]
-        ] = []  # of what was added: name, type, whether it is finite
         self.added = 0
+        self._model = model
+        self._undo = undo
+        self._adds_biases = adds_biases
+        # By identity of the module: the module and its parameters before.
+        self._parameters: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+        self._closed: set[int] = set()
+        # Of every change: the parameter's name and type, and whether it is finite.
+        self._finite: list[tuple[str, torch.dtype, Tensor]] = []
 
     def __enter__(self) -> Replaced:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for identity, (module, parameters) in self._parameters.items():
-            if identity not in self._kept:
+            if identity not in self._closed:
                 module._parameters.clear()
                 module._parameters.update(parameters)
 
     def open_(self, modules: Iterable[nn.Module]) -> None:
-        """Gives projections a bias of zeros where they have none; call it where weights need
-        gradients as ever.
+        """Give projections without a bias one of zeros.
+
+        Call it outside of ``quiet``: inside, no weight requires a gradient, nor would the bias.
 
         Raises:
             UnsupportedModel: a new bias in a wrapper that would not know of it.
@@ -53,66 +56,72 @@ class Replaced:
         modules = list(modules)
         if self._adds_biases:
             names = {id(module): name for name, module in self._model.named_modules()}
-            new = [
-                names.get(id(module), "")
-                for module in modules
-                if module._parameters.get("bias") is None
-            ]
-            check_unwrapped(self._model, new, "given new biases before it is wrapped")
+            without_bias = [m for m in modules if m._parameters.get("bias") is None]
+            parts = [names.get(id(module), "") for module in without_bias]
+            check_unwrapped(self._model, parts, "given new biases before it is wrapped")
         for module in modules:
             if id(module) in self._parameters:
                 continue
             self._parameters[id(module)] = (module, dict(module._parameters))
             if module._parameters.get("bias") is None:
                 weight = module.get_parameter("weight")
+                # Conv1D keeps [in, out].
                 width = weight.shape[0 if isinstance(module, nn.Linear) else 1]
-                module.bias = nn.Parameter(
-                    weight.new_zeros(width), requires_grad=weight.requires_grad
-                )
+                bias = weight.new_zeros(width)
+                module.bias = nn.Parameter(bias, requires_grad=weight.requires_grad)
 
     def add_(self, target: Target, name: str, change: Tensor) -> Tensor:
-        """Adds ``[in, out]`` to a weight or ``[out]`` to a bias; returns what it came to after
-        rounding.
+        """Add to a parameter. ``check`` later refuses values that are not finite.
 
-        Whether that is finite is tested here, and read in ``check``.
+        Args:
+            target: The projection.
+            name: ``weight`` or ``bias``.
+            change: ``[in, out]`` for a weight, ``[out]`` for a bias.
+
+        Returns:
+            The change after rounding to the parameter's type, in the shape of ``change``.
         """
-        parameter = target.ours.get_parameter(name)
-        turned = name == "weight" and isinstance(target.ours, nn.Linear)  # Conv1D keeps [in, out]
+        parameter = target.module.get_parameter(name)
+        # Conv1D keeps [in, out].
+        transposed = name == "weight" and isinstance(target.module, nn.Linear)
         old = parameter.detach().clone()
-        new = (old.to(change) + (change.T if turned else change)).to(old)
+        new = (old.to(change) + (change.T if transposed else change)).to(old)
         self._finite.append((f"{target.name}.{name}", old.dtype, torch.isfinite(new).all()))
         self._undo.keep(parameter)
         with torch.no_grad():
             parameter.copy_(new)
-        came = new.to(change) - old.to(change)
-        return came.T if turned else came
+        rounded = new.to(change) - old.to(change)
+        return rounded.T if transposed else rounded
 
     def check(self) -> None:
-        """Raises:
-        InvalidValue: something was added that went beyond the range of a type.
+        """Refuse changes that went beyond the range of a parameter's type.
+
+        Raises:
+            InvalidValue: a parameter is not finite.
         """
-        tested, self._finite = self._finite, []
-        flags = in_main_memory(flag for _, _, flag in tested)
-        for (name, kind, _), fine in zip(tested, flags, strict=True):
-            if not bool(fine):
-                raise InvalidValue(name, f"within the range of {kind}", "an infinite value")
+        changes, self._finite = self._finite, []
+        flags = in_main_memory(flag for _, _, flag in changes)
+        for (name, dtype, _), finite in zip(changes, flags, strict=True):
+            if not bool(finite):
+                raise InvalidValue(name, f"within the range of {dtype}", "an infinite value")
 
     def close_(self, targets: Iterable[Target]) -> None:
-        """Keeps the biases that were given to these projections, if it adds any, and notes what
-        they hold.
+        """Keep the new biases of these projections, and note which heads they stand for.
 
         Raises:
             InvalidValue: see ``check``.
         """
         self.check()
+        if not self._adds_biases:
+            return
         grown = []
-        for target in targets if self._adds_biases else ():
-            module = target.ours
-            self._kept.add(id(module))
+        for target in targets:
+            module = target.module
+            self._closed.add(id(module))
             if self._parameters[id(module)][1].get("bias") is None:
                 grown.append(module)
-            held = {*getattr(module, FOLDED_ATTRIBUTE, ()), *target.gone}
-            if held:
-                module.__dict__[FOLDED_ATTRIBUTE] = tuple(sorted(held))
+            folded = {*getattr(module, FOLDED_ATTRIBUTE, ()), *target.removed}
+            if folded:
+                module.__dict__[FOLDED_ATTRIBUTE] = tuple(sorted(folded))
         self.added += len(grown)
         retire_wrappers(grown)

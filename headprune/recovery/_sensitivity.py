@@ -1,11 +1,12 @@
-"""How much a model's output feels each token of what its projections write: squared slopes of
-random combinations."""
+"""Measures how strongly a model's output depends on each token that its projections write, by
+squared slopes of random combinations of the output."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ DRAWS = 4
 _SEED = 0
 _HINT = 'token_weights="equal" needs no slopes.'
 
+#: A part of the output, ``[batch, positions, classes]``, and the positions that count,
+#: ``[batch, positions]`` in main memory.
+OutputPart: TypeAlias = tuple[Tensor, Tensor]
+
 
 def sensitivities(
     model: nn.Module,
@@ -28,22 +33,22 @@ def sensitivities(
     batch: Any,
     run: Callable[[nn.Module, Any], Any],
 ) -> list[list[Tensor]]:
-    """By projection and call ``mean over z of |d(z·output) / d(what it writes)|²``, ``[..., 1]``: a
-    number per token.
+    """Compute the mean over z of ``|d(z·output) / d(what a projection writes)|²`` per token.
 
     z is a random sign for every number of an example's output, drawn from a seed that depends on
-    what the example holds and on nothing else. The mean over all z is the squared norm of the
-    output's derivative. What a projection writes and the stream that it is added to have the same
-    slopes.
-
-    A call that nothing can be differentiated for, or that the output does not depend on, has zeros.
+    the example's contents alone. The mean over all z is the squared norm of the output's
+    derivative. What a projection writes and the stream that it is added to have the same slopes.
 
     Args:
-        model: Its weights need no gradient.
+        model: The model; its weights need no gradient.
         projections: Modules that return one tensor.
-        batch: As the user gave it.
+        batch: The batch, as the user gave it.
         run: Runs the model on it, and returns logits, other numbers of every example, or losses
             ``[batch]``.
+
+    Returns:
+        By projection and call ``[..., 1]``. Zeros for a call that the output does not depend on or
+        that has no derivative.
 
     Raises:
         InvalidValue: an output without numbers of every example.
@@ -58,7 +63,8 @@ def sensitivities(
                 return None
             if not output.requires_grad:
                 output.requires_grad_()
-            return output.clone()  # code may go on to change it in place
+            # A copy, because the model may go on to change it in place.
+            return output.clone()
 
         return returned
 
@@ -66,145 +72,172 @@ def sensitivities(
         with ExitStack() as stack:
             for number, projection in enumerate(projections):
                 stack.callback(projection.register_forward_hook(hook(number)).remove)
-            here = to_device(batch, device_of(model))
-            output = run(model, here)
-        combined = _combinations(model, here, batch, output)
-        slopes = _squared_slopes(model, combined, [t for calls in written for t in calls])
-    each = iter(slopes)
-    return [[next(each) for _ in calls] for calls in written]
+            on_device = to_device(batch, device_of(model))
+            output = run(model, on_device)
+        combined = _combinations(model, on_device, batch, output)
+        slopes = _squared_slopes(model, combined, list(itertools.chain(*written)))
+    by_projection = []
+    begin = 0
+    for calls in written:
+        by_projection.append(slopes[begin : begin + len(calls)])
+        begin += len(calls)
+    return by_projection
 
 
 def _squared_slopes(
     model: nn.Module, combined: Sequence[Tensor], written: Sequence[Tensor]
 ) -> list[Tensor]:
-    """``[..., 1]`` for each of what was written: the mean over the combinations."""
-    totals = [
-        t.new_zeros(*t.shape[:-1], 1, dtype=torch.promote_types(t.dtype, torch.float32))
-        for t in written
-    ]
-    places = [i for i, t in enumerate(written) if t.requires_grad]
+    """Return the mean squared slope of the combinations for each tensor, ``[..., 1]``."""
+    totals: list[Tensor] = []
+    numbers: list[int] = []  # of the tensors that can be differentiated
+    differentiable: list[Tensor] = []
+    for number, tensor in enumerate(written):
+        # Half precision would overflow at the squares.
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        totals.append(tensor.new_zeros(*tensor.shape[:-1], 1, dtype=dtype))
+        if tensor.requires_grad:
+            numbers.append(number)
+            differentiable.append(tensor)
+    where = type(model).__name__
     must = 'an output that can be differentiated, for token_weights="output"'
-    if not places or not combined[0].requires_grad:
-        raise UnsupportedModel(type(model).__name__, must, "one without a graph", _HINT)
-    for number, one in enumerate(combined):
-        more = number + 1 < len(combined)
+    if not numbers or not combined[0].requires_grad:
+        raise UnsupportedModel(where, must, "one without a graph", _HINT)
+    for draw, combination in enumerate(combined):
+        is_last = draw + 1 == len(combined)
         try:
-            found = torch.autograd.grad(
-                one, [written[i] for i in places], retain_graph=more, allow_unused=True
+            slopes = torch.autograd.grad(
+                combination, differentiable, retain_graph=not is_last, allow_unused=True
             )
         except torch.OutOfMemoryError:
+            # A RuntimeError, too, but no fault of the model.
             raise
         except RuntimeError as error:
-            raise UnsupportedModel(
-                type(model).__name__, must, f"one that PyTorch refuses: {error}", _HINT
-            ) from error
-        for i, slope in zip(places, found, strict=True):
+            got = f"one that PyTorch refuses: {error}"
+            raise UnsupportedModel(where, must, got, _HINT) from error
+        for number, slope in zip(numbers, slopes, strict=True):
+            # None where the output does not depend on the tensor.
             if slope is not None:
-                totals[i] += slope.to(totals[i]).square().sum(-1, keepdim=True) / len(combined)
+                squares = slope.to(totals[number]).square().sum(-1, keepdim=True)
+                totals[number] += squares / len(combined)
     return totals
 
 
-def _combinations(model: nn.Module, here: Any, given: Any, output: Any) -> list[Tensor]:
-    """``DRAWS`` random combinations of all numbers of the output, summed over the examples.
+def _combinations(model: nn.Module, on_device: Any, batch: Any, output: Any) -> list[Tensor]:
+    """Return ``DRAWS`` random combinations of all numbers of the output, summed over the examples.
 
-    The sign of a number is that of its position times that of its class: signs of all numbers of a
-    language model's output would take longer to draw than the pass takes.
+    The sign of a number is that of its position times that of its class. Drawing a sign for each
+    number of a language model's output would take longer than the pass.
     """
-    parts = _parts(model, here, given, output)
-    signs = _signs(parts, content_seeds(model, given, _SEED))
-    sums = []
+    parts = _parts(model, on_device, batch, output)
+    signs = _signs(parts, content_seeds(model, batch, _SEED))
+    combinations = []
     for draw in range(DRAWS):
-        of_parts = [
-            torch.einsum(
-                "bpc,bc,bp->", values, classes[draw].to(values), positions[draw].to(values)
-            )
-            for (values, _), (positions, classes) in zip(parts, signs, strict=True)
-        ]
-        sums.append(
-            torch.stack([one.to(of_parts[0].device, of_parts[0].dtype) for one in of_parts]).sum()
-        )
-    return sums
+        sums = []
+        for (values, _), (positions, classes) in zip(parts, signs, strict=True):
+            class_signs = classes[draw].to(values)  # [batch, classes]
+            position_signs = positions[draw].to(values)  # [batch, positions]
+            sums.append(torch.einsum("bpc,bc,bp->", values, class_signs, position_signs))
+        # Parts of the output may lie on several devices.
+        together = [one.to(sums[0].device, sums[0].dtype) for one in sums]
+        combinations.append(torch.stack(together).sum())
+    return combinations
 
 
-def _signs(
-    parts: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Of every part ``[draws, batch, positions]``, 0 where a position does not count, and
-    ``[draws, batch, classes]``.
+def _signs(parts: Sequence[OutputPart], seeds: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Draw the signs of every part's positions and classes.
 
-    Those of an example do not depend on the padding beside it.
+    The signs of an example do not depend on its padding.
+
+    Returns:
+        ``[draws, batch, positions]``, 0 where a position does not count, and
+        ``[draws, batch, classes]``.
     """
-    found = [
-        (torch.zeros(DRAWS, *values.shape[:2]), torch.zeros(DRAWS, len(values), values.shape[2]))
-        for values, _ in parts
-    ]
+    signs = []
+    for values, _ in parts:
+        n_examples, n_positions, n_classes = values.shape
+        positions = torch.zeros(DRAWS, n_examples, n_positions)
+        signs.append((positions, torch.zeros(DRAWS, n_examples, n_classes)))
     for example, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
-        for (_, counted), (positions, classes) in zip(parts, found, strict=True):
+        for (_, counted), (positions, classes) in zip(parts, signs, strict=True):
             here = counted[example]
             positions[:, example, here] = _drawn(int(here.sum()), generator)
             classes[:, example] = _drawn(classes.shape[2], generator)
-    return [
-        (sent(positions, values.device), sent(classes, values.device))
-        for (values, _), (positions, classes) in zip(parts, found, strict=True)
-    ]
+    on_device = []
+    for (values, _), (positions, classes) in zip(parts, signs, strict=True):
+        on_device.append((sent(positions, values.device), sent(classes, values.device)))
+    return on_device
 
 
 def _drawn(count: int, generator: torch.Generator) -> Tensor:
-    """``[draws, count]`` of -1 and 1."""
+    """Draw -1 and 1, ``[draws, count]``."""
     return torch.randint(0, 2, (count, DRAWS), generator=generator).T * 2.0 - 1
 
 
-def _parts(model: nn.Module, here: Any, given: Any, output: Any) -> list[tuple[Tensor, Tensor]]:
-    """The output as tensors ``[batch, positions, classes]``, each with the positions that count,
-    ``[batch, positions]`` in main memory."""
-    size = batch_size(given)
+def _parts(model: nn.Module, on_device: Any, batch: Any, output: Any) -> list[OutputPart]:
+    """Return the output's tensors with the positions that count."""
+    size = batch_size(batch)
     is_mapping = isinstance(output, Mapping)
-    if (
-        is_mapping and "start_logits" in output
-    ):  # a text's tokens are the positions: where it is padded, none counts
+    # 1. Question answering: the positions are the text's tokens, those of padding do not count.
+    if is_mapping and "start_logits" in output:
         ends = torch.stack([output["start_logits"], output["end_logits"]], -1)
-        return [(ends, _counted(model, given, ends))]
+        return [(ends, _counted(model, batch, ends))]
+    # 2. Logits.
     logits = output.get("logits") if is_mapping else output
-    if (
+    if _are_logits(logits, size):
+        distributions = distributions_of(model, on_device, output, "the batch", batch)
+        return [(distributions.logits, distributions.counted)]
+    # 3. Any other tensors with numbers of every example.
+    return _other_parts(model, batch, output, size)
+
+
+def _are_logits(logits: Any, size: int) -> bool:
+    return (
         isinstance(logits, Tensor)
         and logits.ndim in (2, 3)
         and logits.is_floating_point()
         and len(logits) == size
-    ):
-        found = distributions_of(model, here, output, "the batch", given)
-        return [(found.logits, found.counted)]
-    parts = [
-        (_three_axes(t), t.ndim)
-        for t in outputs(output)
-        if t.ndim and len(t) == size and t.requires_grad
-    ]
+    )
+
+
+def _other_parts(model: nn.Module, batch: Any, output: Any, size: int) -> list[OutputPart]:
+    """Return the output's tensors that have an axis of examples and a graph.
+
+    Raises:
+        InvalidValue: there are none.
+    """
+    parts = []
+    for tensor in outputs(output):
+        if not (tensor.ndim and len(tensor) == size and tensor.requires_grad):
+            continue
+        if tensor.ndim > 2:
+            values = tensor.flatten(2)
+            parts.append((values, _counted(model, batch, values)))
+        else:
+            values = tensor.reshape(size, 1, -1)  # a single position
+            parts.append((values, torch.ones(values.shape[:2], dtype=torch.bool)))
     if not parts:
-        shapes = [list(t.shape) for t in outputs(output)]
-        got = (
-            f"none with a graph; floating-point tensors {shapes}"
-            if shapes
-            else type(output).__name__
-        )
+        where = "what the teacher, or loss(teacher, batch), returns"
         must = (
             f"numbers of each of {size} examples that can be differentiated, for"
             ' token_weights="output"'
         )
-        raise InvalidValue("what the teacher, or loss(teacher, batch), returns", must, got, _HINT)
-    return [
-        (t, _counted(model, given, t) if ndim > 2 else torch.ones(t.shape[:2], dtype=torch.bool))
-        for t, ndim in parts
-    ]
+        shapes = [list(tensor.shape) for tensor in outputs(output)]
+        got = type(output).__name__
+        if shapes:
+            got = f"none with a graph; floating-point tensors {shapes}"
+        raise InvalidValue(where, must, got, _HINT)
+    return parts
 
 
-def _three_axes(x: Tensor) -> Tensor:
-    """``[batch, positions, the rest]``; one position where there are fewer than three axes."""
-    return x.flatten(2) if x.ndim > 2 else x.reshape(len(x), 1, -1)
+def _counted(model: nn.Module, batch: Any, values: Tensor) -> Tensor:
+    """Return the positions that are not of padding, as far as the batch says.
 
-
-def _counted(model: nn.Module, given: Any, values: Tensor) -> Tensor:
-    """``[batch, positions]``, in main memory: those that are not of padding, as far as the batch
-    tells."""
+    Returns:
+        ``[batch, positions]``, in main memory.
+    """
     shape = (values.shape[0], values.shape[1])
-    found = output_mask(model, given, shape)
-    return torch.ones(shape, dtype=torch.bool) if found is None else found.cpu()
+    mask = output_mask(model, batch, shape)
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    return mask.cpu()

@@ -1,5 +1,4 @@
-"""What happens between the steps of a training: the bar, evaluations, checkpoints; and, before it,
-a return to one."""
+"""Does what happens between the steps of a training: progress, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,24 +11,24 @@ from headprune.model.judging import Judge
 from headprune.recovery._checkpoint import Keeper, load_weights_, weights
 from headprune.recovery._objective import Objective
 from headprune.recovery._stream import Stream
-from headprune.recovery._validation import Watch
+from headprune.recovery._validation import EarlyStopping
 
-#: Seconds between two looks at the loss, for the bar.
-_EVERY = 1.0
+#: Seconds between two updates of the loss in the progress bar.
+_SECONDS = 1.0
 
 
 class Steps(TrainerCallback):
-    """Looks after a training between its steps.
+    """Shows, evaluates and saves a training between its steps, and continues from a checkpoint.
 
     Args:
         trainer: The Trainer, for its gradient scaler.
-        objective: What it minimises.
+        objective: What it minimizes.
         stream: Its batches.
-        bar: A bar of steps.
-        watch: Judges it, if wanted.
-        eval_every: Steps between judgements.
-        keeper: Keeps its checkpoint, if wanted.
-        loss: The task loss, of which all parts of a training have to think the same.
+        bar: A progress bar of steps.
+        early_stopping: Evaluates the model, if wanted.
+        eval_every: Steps between evaluations.
+        keeper: Keeps the checkpoint, if wanted.
+        loss: The task loss; all parts of a training must treat its labels alike.
     """
 
     def __init__(
@@ -38,80 +37,104 @@ class Steps(TrainerCallback):
         objective: Objective,
         stream: Stream,
         bar: Any,
-        watch: Watch | None,
+        early_stopping: EarlyStopping | None,
         eval_every: int,
         keeper: Keeper | None,
         loss: Judge,
     ) -> None:
-        self.trainer, self.objective, self.stream, self.bar = trainer, objective, stream, bar
-        self.watch, self.eval_every, self.keeper = watch, eval_every, keeper
+        self.trainer = trainer
+        self.objective = objective
+        self.stream = stream
+        self.bar = bar
+        self.early_stopping = early_stopping
+        self.eval_every = eval_every
+        self.keeper = keeper
         self.loss = loss
-        self.continued: int | None = None
+        self.continued_after: int | None = None  # step of the checkpoint
         self._saved: dict[str, Any] | None = None
-        self._due = monotonic()
+        self._next_update = monotonic()
 
-    def returned(self) -> bool:
-        """Goes back to the checkpoint, where there is one; whether it is one of the training's
-        end."""
-        saved = self._saved = self.keeper.load() if self.keeper is not None else None
+    def load_checkpoint(self) -> bool:
+        """Continue from the checkpoint, if there is one.
+
+        Returns:
+            Whether the checkpoint is one of the training's end.
+        """
+        saved = self.keeper.load() if self.keeper is not None else None
+        self._saved = saved
         if saved is None:
             return False
-        self.continued = saved["step"]
+        self.continued_after = saved["step"]
         load_weights_(self.objective.model, saved["weights"])
-        self.objective.examples, self.objective.told = saved["examples"], saved["told"]
+        self.objective.examples = saved["examples"]
+        self.objective.history = saved["told"]
         self.loss.continue_from(saved.get("shifted"))
-        if self.watch is not None:
-            self.watch.continue_from(saved["watch"])
+        if self.early_stopping is not None:
+            self.early_stopping.continue_from(saved["watch"])
         self.bar.update(saved["step"])
         over: bool = saved["over"]
         if over:
-            self.stream.past(saved["stream"])  # refuses other batches
+            # Nothing is trained, but other batches are refused.
+            self.stream.past(saved["stream"])
         return over
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved, self._saved = self._saved, None
         if saved is None:
-            if self.watch is not None:
-                self.watch.look(0)
+            # The model before the training may be the best one.
+            if self.early_stopping is not None:
+                self.early_stopping.evaluate(0)
             return
+        # The optimizer exists only now, so its state could not be loaded before.
         state.global_step = saved["step"]
         self.stream.continue_from(saved["stream"])
         for name, part in self._parts(kwargs).items():
             part.load_state_dict(saved[name])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        step, over = state.global_step, state.global_step >= state.max_steps
-        self._show()
-        if self.watch is not None and (over or step % self.eval_every == 0):
+        step = state.global_step
+        over = step >= state.max_steps
+        self._show_progress()
+        if self.early_stopping is not None and (over or step % self.eval_every == 0):
             self.objective.read()
-            if self.watch.look(step):
+            if self.early_stopping.evaluate(step):
                 control.should_training_stop = over = True
         if self.keeper is not None and self.keeper.due(step, over):
-            self.objective.read()  # nothing is kept of a training that has failed
-            self.keeper.save(
-                {
-                    "step": step,
-                    "over": over,
-                    "weights": weights(self.objective.model),
-                    "examples": self.objective.examples,
-                    "told": self.objective.told,
-                    "shifted": self.loss.state(),
-                    "stream": self.stream.state(),
-                    **{name: part.state_dict() for name, part in self._parts(kwargs).items()},
-                    **({"watch": self.watch.state()} if self.watch is not None else {}),
-                }
-            )
-
-    def _show(self) -> None:
-        """Moves the bar; where somebody sees it, the loss is read once in a while."""
-        if not self.bar.disable and monotonic() >= self._due:
+            # Reading refuses numbers that are not finite, so no failed training is saved.
             self.objective.read()
-            self.bar.set_postfix_str(f"loss {self.objective.told['loss'][-1]:.4f}", refresh=False)
-            self._due = monotonic() + _EVERY
+            self.keeper.save(self._state(step, over, kwargs))
+
+    def _state(self, step: int, over: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint after a step."""
+        # The keys are a file format: trainings that were begun before read them.
+        state = {
+            "step": step,
+            "over": over,
+            "weights": weights(self.objective.model),
+            "examples": self.objective.examples,
+            "told": self.objective.history,
+            "shifted": self.loss.state(),
+            "stream": self.stream.state(),
+        }
+        for name, part in self._parts(kwargs).items():
+            state[name] = part.state_dict()
+        if self.early_stopping is not None:
+            state["watch"] = self.early_stopping.state()
+        return state
+
+    def _show_progress(self) -> None:
+        """Move the bar; if it is visible, show the loss at most once per second."""
+        if not self.bar.disable and monotonic() >= self._next_update:
+            self.objective.read()
+            loss = self.objective.history["loss"][-1]
+            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self._next_update = monotonic() + _SECONDS
         self.bar.update()
 
     def _parts(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What has a state of its own beside the model."""
-        scaler = self.trainer.accelerator.scaler
+        """Return what has a state besides the model."""
         parts = {"optimizer": kwargs["optimizer"], "scheduler": kwargs["lr_scheduler"]}
-        return parts if scaler is None else {**parts, "scaler": scaler}
+        scaler = self.trainer.accelerator.scaler
+        if scaler is not None:
+            parts["scaler"] = scaler
+        return parts

@@ -1,5 +1,4 @@
-"""Batches without end out of a loader, pass after pass, which can begin again in the middle of a
-pass."""
+"""An endless stream of batches from a loader that can continue in the middle of a pass."""
 
 from __future__ import annotations
 
@@ -16,69 +15,75 @@ from headprune.recovery._traces import random_states, set_random_states
 
 
 class Stream:
-    """The user's batches, pass after pass; each in a mapping, because the Trainer asks every batch
-    for its labels.
+    """The user's batches, pass after pass.
 
-    It has no length, so the Trainer sees one long epoch, and passes are counted here: a training
-    that goes on in the middle of a pass draws that pass's order again and reads past what it has
-    seen.
+    It has no length, so the Trainer sees one long epoch, and passes are counted here. A training
+    that continues in the middle of a pass draws that pass's order again and skips the batches that
+    were taken.
 
     Args:
         batches: The loader.
-        length: Batches a pass.
-        watched: Keep what it takes to continue, see ``state``.
+        length: Batches per pass.
+        watched: Whether to keep what it takes to continue, see ``state``.
     """
 
     def __init__(self, batches: Iterable[Any], length: int, watched: bool) -> None:
-        self.batches, self.length, self.watched = Batches.of(batches), length, watched
+        self.batches = Batches.of(batches)
+        self.length = length
+        self.watched = watched
         self.generators = generators_of(self.batches.source)
-        self.taken = 0
-        self.first = ""
-        self.begun: dict[str, Any] | None = None
+        self.taken = 0  # batches of this pass
+        self.first = ""  # digest of the pass's first batch
+        self.begun: dict[str, Any] | None = None  # random states at the beginning of the pass
         self.saved: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        # The rest of the pass that the checkpoint interrupted.
         if self.saved is not None:
-            yield from self._rest(self.saved)
+            batches = self.past(self.saved)
+            self.first = self.saved["first"]
+            yield from self._in_mappings(batches, self.saved["taken"])
         while True:
             if self.watched:
                 self.begun = random_states(self.generators)
-            yield from self._handed(iter(self.batches), 0)
+            yield from self._in_mappings(iter(self.batches), 0)
 
     def state(self) -> dict[str, Any]:
-        """Where it stands: what ``continue_from`` needs."""
+        """Return the position in the pass, for ``continue_from``."""
         now = random_states(self.generators)
         return {"taken": self.taken, "first": self.first, "begun": self.begun, "now": now}
 
     def continue_from(self, state: dict[str, Any]) -> None:
-        """The next iteration begins there, with the random states that were there."""
+        """Let the next iteration begin at this position, with the random states of then."""
         self.saved = state
 
-    def _rest(self, saved: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        batches = self.past(saved)
-        self.first = saved["first"]
-        yield from self._handed(batches, saved["taken"])
-
     def past(self, saved: dict[str, Any]) -> Iterator[Any]:
-        """Reads past what was taken when ``state`` said so: what is left of that pass, with the
-        random states of then.
+        """Skip the batches that were taken when ``state`` was called.
+
+        Returns:
+            The rest of that pass, with the random states of then.
 
         Raises:
             CheckpointError: the batches are others.
         """
+        # The random states at the beginning of the pass draw its order again.
         self.begun = saved["begun"]
         set_random_states(saved["begun"], self.generators)
         batches = iter(self.batches)
         for number, batch in enumerate(islice(batches, saved["taken"])):
+            # The first batch shows whether data and order are the same.
             if number == 0 and digest_of(batch) != saved["first"]:
                 must = "the ones that the checkpoint's training had, in the same order"
-                raise CheckpointError(
-                    "batches", must, "others", "Give another folder for another training."
-                )
+                hint = "Give another folder for another training."
+                raise CheckpointError("batches", must, "others", hint)
         set_random_states(saved["now"], self.generators)
         return batches
 
-    def _handed(self, batches: Iterator[Any], taken: int) -> Iterator[dict[str, Any]]:
+    def _in_mappings(self, batches: Iterator[Any], taken: int) -> Iterator[dict[str, Any]]:
+        """Yield the rest of a pass, each batch in a mapping.
+
+        The Trainer asks every batch for its labels, which needs a mapping.
+        """
         self.taken = taken
         for batch in islice(batches, self.length - taken):
             if self.watched and self.taken == 0:
@@ -91,8 +96,13 @@ class Stream:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators of a DataLoader's own, which outlive a pass."""
-    batched = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batched, getattr(batched, "sampler", None))
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    """Return the generators that a DataLoader itself holds; they outlive a pass."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None)
+    inner_sampler = getattr(batch_sampler, "sampler", None)
+    generators = {}
+    for holder in (loader, sampler, batch_sampler, inner_sampler):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generators[id(generator)] = generator
+    return list(generators.values())

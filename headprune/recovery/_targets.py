@@ -1,11 +1,11 @@
-"""What a layer-wise recovery refits: output projections of attention, and of feed-forwards, in the
-order they run."""
+"""Finds what a layer-wise recovery refits: output projections of attention and of feed-forwards,
+in the order in which they run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,18 @@ from headprune.model.padding import PaddingInfo, query_mask
 from headprune.model.refusals import check_unshared
 from headprune.model.running import batch_size, device_of, to_device
 from headprune.model.sites import BoundSite
-from headprune.recovery._follow import Trail, follow
+from headprune.recovery._follow import FollowedCall, follow
 
-Pair = tuple[BoundSite, BoundSite]
-Run = Callable[[nn.Module, Any], Any]
+#: A site of the model and the same site of the teacher.
+SitePair: TypeAlias = tuple[BoundSite, BoundSite]
+#: Runs a model on a batch.
+RunBatch: TypeAlias = Callable[[nn.Module, Any], Any]
+#: The calls in one pass by the number of the projection, in the order of the first calls.
+CallsByNumber: TypeAlias = dict[int, list[FollowedCall]]
 
-_LISTED = 4  # names in a note
+_PARAMETERS = ("weight", "bias")
+#: Names in a note.
+_MAX_LISTED = 4
 
 
 @dataclass(frozen=True)
@@ -32,244 +38,293 @@ class Target:
     """An output projection and its counterpart in the teacher.
 
     Args:
-        name: Of the projection.
-        ours: The model's.
-        theirs: The teacher's.
-        kind: What its queries are, which tells their padding.
-        bound: The site; None for a feed-forward.
-        gone: Heads that the teacher has and the model lacks.
-        summed: Whether what it is added to was found, in both models; else its own outputs are
-            compared.
+        name: Qualified name of the projection.
+        module: The model's projection.
+        teacher_module: The teacher's.
+        kind: Kind of its queries, which determines their padding.
+        bound: The attention site; None for a feed-forward.
+        removed: Heads that the teacher has and the model lacks.
+        summed: Whether both models add its output to activations. If not, the outputs themselves
+            are compared.
         tokens_first: Whether a feed-forward's states have the tokens before the examples.
     """
 
     name: str
-    ours: nn.Module
-    theirs: nn.Module
+    module: nn.Module
+    teacher_module: nn.Module
     kind: Kind = "self"
     bound: BoundSite | None = None
-    gone: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
     summed: bool = True
     tokens_first: bool = False
 
     @property
     def heads(self) -> list[list[int]]:
-        """The columns of every head that is left."""
+        """The columns of the projection's input by kept head."""
         assert self.bound is not None
-        site, slab = (
-            self.bound.site,
-            next(s for s in self.bound.layout.slabs if s.path == self.bound.layout.gate),
-        )
-        heads = range(len(site.heads))
-        return [columns_of(site.geometry, slab.units, slab.packing, "context", [h]) for h in heads]
+        site, layout = self.bound.site, self.bound.layout
+        slab = next(slab for slab in layout.slabs if slab.path == layout.gate)
+        # The same function gives rows of weights and columns of activations.
+        kind = (slab.units, slab.packing, "context")
+        return [columns_of(site.geometry, *kind, [head]) for head in range(len(site.heads))]
 
     @property
     def weight(self) -> Tensor:
-        """``[out, in]``."""
-        weight = self.ours.get_parameter("weight").detach()
-        return weight if isinstance(self.ours, nn.Linear) else weight.T  # Conv1D keeps [in, out]
+        """The model's weight as ``[out, in]``."""
+        weight = self.module.get_parameter("weight").detach()
+        # Conv1D keeps [in, out].
+        return weight if isinstance(self.module, nn.Linear) else weight.T
 
     def tokens(self, x: Tensor, batch: Any) -> Tensor:
-        """``[tokens, width]`` of what the projection reads or of what has the order of its
-        output."""
-        return (
-            x.flatten(0, -2) if self.bound is None else rows_of(self.bound, x, batch).flatten(0, 1)
-        )
+        """Flatten the projection's input or output to ``[tokens, width]``."""
+        if self.bound is None:
+            return x.flatten(0, -2)
+        return rows_of(self.bound, x, batch).flatten(0, 1)
 
     def examples(self, x: Tensor, batch: Any, size: int) -> Tensor:
-        """``[tokens]``, in main memory: which of ``size`` examples a row of ``tokens(x)`` is of.
+        """Return which example each row of ``tokens(x)`` belongs to.
 
-        The first axis is taken for the examples, or for parts of them that follow one another;
-        where it is not a multiple of their number, each of its places stands for itself.
+        The first axis counts as the examples, or as parts of them that follow one another. If it
+        is no multiple of ``size``, each of its places counts as an example.
+
+        Args:
+            x: The projection's input or output.
+            batch: The batch.
+            size: Number of examples in the batch.
+
+        Returns:
+            ``[tokens]``, in main memory.
         """
         if self.bound is not None:
-            rows, each = rows_of(self.bound, x, batch).shape[:2]
-        elif x.ndim == 3 and (self.tokens_first or x.shape[0] != size == x.shape[1]):
-            return _spread(x.shape[1], size).repeat(x.shape[0])
+            n_rows, n_tokens = rows_of(self.bound, x, batch).shape[:2]
+        elif x.ndim != 3:
+            # Tokens without an axis of examples.
+            n_rows, n_tokens = x.shape[:-1].numel(), 1
+        elif self.tokens_first or x.shape[0] != size == x.shape[1]:
+            # [tokens, examples, width]: the examples alternate.
+            return _example_of_each(x.shape[1], size).repeat(x.shape[0])
         else:
-            rows, each = (x.shape[0], x.shape[1]) if x.ndim == 3 else (x.shape[:-1].numel(), 1)
-        return _spread(rows, size).repeat_interleave(each)
+            # [examples, tokens, width]
+            n_rows, n_tokens = x.shape[:2]
+        return _example_of_each(n_rows, size).repeat_interleave(n_tokens)
 
-    def counted(self, model: nn.Module, x: Tensor, told: PaddingInfo) -> Tensor | None:
-        """``[tokens]``: True where a token is no padding; None where nothing is known."""
+    def counted(self, model: nn.Module, x: Tensor, padding_info: PaddingInfo) -> Tensor | None:
+        """Return which tokens are no padding.
+
+        Returns:
+            ``[tokens]``; None if nothing is known about padding.
+        """
         if self.bound is not None:
-            mask = counted(model, self.bound, rows_of(self.bound, x, told.batch), told)
-        elif x.ndim == 3:
-            mask = (
-                None
-                if self.tokens_first
-                else query_mask(model, self.kind, told, (x.shape[0], x.shape[1]))
-            )
-            if mask is None:
-                mask = query_mask(model, self.kind, told, (x.shape[1], x.shape[0]))
-                mask = None if mask is None else mask.T
+            rows = rows_of(self.bound, x, padding_info.batch)
+            mask = counted(model, self.bound, rows, padding_info)
         else:
-            rows, examples = x.shape[:-1].numel(), batch_size(told.batch)
-            mask = (
-                None
-                if rows % examples
-                else query_mask(model, self.kind, told, (examples, rows // examples))
-            )
+            mask = self._feed_forward_mask(model, x, padding_info)
         return None if mask is None else mask.reshape(-1).to(x.device)
 
+    def _feed_forward_mask(
+        self, model: nn.Module, x: Tensor, padding_info: PaddingInfo
+    ) -> Tensor | None:
+        """Return the mask of a feed-forward's tokens in the order of ``x``."""
 
-def _spread(rows: int, size: int) -> Tensor:
-    """``[rows]``: which example each is of."""
-    return torch.arange(rows) // (rows // size) if rows % size == 0 else torch.arange(rows)
+        def mask_of(shape: tuple[int, int]) -> Tensor | None:
+            return query_mask(model, self.kind, padding_info, shape)
+
+        if x.ndim != 3:
+            # All axes but the last may be flattened, with the examples first.
+            n_rows, n_examples = x.shape[:-1].numel(), batch_size(padding_info.batch)
+            if n_rows % n_examples:
+                return None
+            return mask_of((n_examples, n_rows // n_examples))
+        if not self.tokens_first:
+            mask = mask_of((x.shape[0], x.shape[1]))
+            if mask is not None:
+                return mask
+        # [tokens, examples, width]
+        mask = mask_of((x.shape[1], x.shape[0]))
+        return None if mask is None else mask.T
+
+
+def modules_of(targets: Iterable[Target]) -> list[nn.Module]:
+    """Return the model's projections."""
+    return [target.module for target in targets]
+
+
+def teacher_modules_of(targets: Iterable[Target]) -> list[nn.Module]:
+    """Return the teacher's projections."""
+    return [target.teacher_module for target in targets]
+
+
+def _example_of_each(n_rows: int, size: int) -> Tensor:
+    """Return which of ``size`` examples each row belongs to, ``[rows]``."""
+    rows = torch.arange(n_rows)
+    return rows // (n_rows // size) if n_rows % size == 0 else rows
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is to be refitted, in the order of the network, and what a user should know about the
-    rest."""
+class TargetList:
+    """The targets in the order of the network, and notes for the user about the other layers."""
 
     targets: tuple[Target, ...]
     notes: tuple[str, ...] = ()
 
 
-def sites_as_targets(pairs: Iterable[Pair]) -> list[Target]:
-    """Every output projection of attention once."""
+def sites_as_targets(pairs: Iterable[SitePair]) -> list[Target]:
+    """Return every output projection of attention, each once."""
+    # By identity of the module: several sites may share one projection.
     targets: dict[int, Target] = {}
     for ours, theirs in pairs:
-        gone = tuple(h for h in theirs.site.heads if h not in ours.site.heads)
-        if not ours.layout.gate:
-            if gone:
-                raise UnsupportedModel(
-                    ours.site.name, "an attention with an output projection", "one without"
-                )
-            continue
-        name = f"{ours.site.name}.{ours.layout.gate}".lstrip(".")
-        targets.setdefault(
-            id(ours.gate), Target(name, ours.gate, theirs.gate, ours.site.kind, ours, gone)
-        )
+        removed = tuple(head for head in theirs.site.heads if head not in ours.site.heads)
+        if ours.layout.gate:
+            name = f"{ours.site.name}.{ours.layout.gate}".lstrip(".")
+            target = Target(name, ours.gate, theirs.gate, ours.site.kind, ours, removed)
+            targets.setdefault(id(ours.gate), target)
+        elif removed:
+            must = "an attention with an output projection"
+            raise UnsupportedModel(ours.site.name, must, "one without")
     return list(targets.values())
 
 
 def without_columns(targets: Iterable[Target]) -> list[Target]:
-    """Those whose last heads have left: other code may add their biases, and is seen by that
-    alone."""
-    return [t for t in targets if t.gone and not feature_count(t.ours, "in", t.name)]
+    """Return the targets whose heads were all removed.
+
+    Other code may add their biases without calling them, so only a bias shows that they ran.
+    """
+    return [t for t in targets if t.removed and not feature_count(t.module, "in", t.name)]
 
 
-def find(
+def find_targets(
     model: nn.Module,
     teacher: nn.Module,
-    pairs: Sequence[Pair],
+    pairs: Sequence[SitePair],
     batch: Any,
-    run: Run,
+    run: RunBatch,
     feed_forward: bool = False,
     refit: bool = True,
-) -> Found:
-    """The projections from the first one on that lost heads, told by one pass of each model.
+) -> TargetList:
+    """Find the projections from the first one on that lost heads, by one pass of each model.
 
     Args:
         model: The model.
         teacher: Its teacher.
         pairs: Sites of both; one of the model's has lost heads.
-        batch: For the passes.
+        batch: The batch of the passes.
         run: Runs a model on a batch.
-        feed_forward: Those of feed-forwards too.
-        refit: Whether they are to be changed; else they are only looked at.
+        feed_forward: Whether to include the output projections of feed-forwards.
+        refit: Whether they are to be changed, not only compared.
 
     Raises:
-        UnsupportedModel: a projection that is no plain one, that shares its parameters with another
-            module, or that lost heads and does not run.
+        UnsupportedModel: a projection that is no plain linear layer, that shares its parameters
+            with another module, or that lost heads and does not run.
     """
-    targets = sites_as_targets(pairs)
-    extra = _linear(model, teacher, pairs) if feed_forward else []
-    everything = [*targets, *extra]
-    seen = [
-        _dry_run(m, everything, own, batch, run)
-        for m, own in ((model, "ours"), (teacher, "theirs"))
-    ]
-    _check_reached(model, targets, seen)
-    order = list(dict.fromkeys(t.number for t in seen[0]))
-    known = [_as_seen(everything[n], n, seen) for n in order if any(t.number == n for t in seen[1])]
-    first = next(i for i, t in enumerate(known) if t.gone)
-    kind, turned, width = known[first].kind, False, 0
-    chosen, left = [], []
-    for i, target in enumerate(known):
-        if target.bound is not None:
-            turned = tokens_first(target.bound)
-            kind, width = target.kind, _calls(target, everything, seen)[0].output.shape[-1]
-            if i >= first:
-                chosen.append(target)
-        elif i > first and _adds(target, everything, seen, width):
-            reason = _unfit(model, target)
-            if reason:
-                left.append(f"{target.name} ({reason})")
-            else:
-                chosen.append(replace(target, kind=kind, tokens_first=turned))
+    # 1. Candidates: output projections of attention and, if wanted, all other linear layers.
+    attention = sites_as_targets(pairs)
+    candidates = list(attention)
+    if feed_forward:
+        candidates += _linear_layers(model, teacher, pairs)
+
+    # 2. One pass of each model shows which of them run, in which order, and what is added.
+    model_calls = _calls_of(model, modules_of(candidates), batch, run)
+    teacher_calls = _calls_of(teacher, teacher_modules_of(candidates), batch, run)
+    _check_reached(model, attention, model_calls, teacher_calls)
+    running: list[Target] = []
+    widths: list[set[int]] = []  # of the outputs
+    for number, calls in model_calls.items():
+        if number in teacher_calls:
+            both = calls + teacher_calls[number]
+            running.append(replace(candidates[number], summed=all(c.added for c in both)))
+            widths.append({c.output.shape[-1] for c in both})
+
+    # 3. Choose those from the first attention on that lost heads.
+    chosen, unchanged = _chosen(model, running, widths)
     if refit:
         _check_own(model, teacher, chosen)
-    return Found(tuple(chosen), _notes(chosen, left, feed_forward))
+    return TargetList(tuple(chosen), _notes(chosen, unchanged, feed_forward))
 
 
-def _linear(model: nn.Module, teacher: nn.Module, pairs: Sequence[Pair]) -> list[Target]:
-    """Every plain linear layer outside of the attentions, with the teacher's of the same name and
-    shape."""
-    inside = {id(m) for ours, _ in pairs for m in ours.module.modules()}
-    named = dict(teacher.named_modules())
+def _chosen(
+    model: nn.Module, running: Sequence[Target], widths: Sequence[set[int]]
+) -> tuple[list[Target], list[str]]:
+    """Return the targets, and the names and reasons of feed-forwards that cannot be refitted.
+
+    A linear layer counts as a feed-forward's output projection if its output has the model's
+    width and is added to activations.
+    """
+    first = next(number for number, target in enumerate(running) if target.removed)
+    kind, tokens_come_first = running[first].kind, False
+    width: set[int] = {0}
+    chosen: list[Target] = []
+    unchanged: list[str] = []
+    for number, (target, own_width) in enumerate(zip(running, widths, strict=True)):
+        if target.bound is not None:
+            # The feed-forward after it has the same queries, token order and width.
+            kind, tokens_come_first = target.kind, tokens_first(target.bound)
+            width = own_width
+            if number >= first:
+                chosen.append(target)
+        elif number > first and target.summed and own_width == width:
+            reason = _reason_against(model, target)
+            if reason:
+                # Not an error: the attentions can be refitted without it.
+                unchanged.append(f"{target.name} ({reason})")
+            else:
+                chosen.append(replace(target, kind=kind, tokens_first=tokens_come_first))
+    return chosen, unchanged
+
+
+def _linear_layers(model: nn.Module, teacher: nn.Module, pairs: Sequence[SitePair]) -> list[Target]:
+    """Return the linear layers outside of attention that the teacher has in the same shape."""
+    inside: set[int] = set()
+    for ours, _ in pairs:
+        inside.update(map(id, ours.module.modules()))
+    teacher_modules = dict(teacher.named_modules())
     targets = []
     for name, module in model.named_modules():
-        other = named.get(name)
-        if id(module) in inside or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        other = teacher_modules.get(name)
+        if other is None or id(module) in inside:
+            continue
+        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             continue
         weight = module._parameters.get("weight")
-        theirs = None if other is None else other._parameters.get("weight")
-        if (
-            other is not None
-            and type(weight) is type(theirs) is nn.Parameter
-            and weight.shape == theirs.shape
-        ):
+        other_weight = other._parameters.get("weight")
+        # Quantized weights are no plain parameters, and cannot be added to.
+        if type(weight) is not nn.Parameter or type(other_weight) is not nn.Parameter:
+            continue
+        if weight.shape == other_weight.shape:
             targets.append(Target(name, module, other))
     return targets
 
 
-def _dry_run(
-    model: nn.Module, targets: Sequence[Target], side: str, batch: Any, run: Run
-) -> list[Trail]:
+def _calls_of(
+    model: nn.Module, projections: Sequence[nn.Module], batch: Any, run: RunBatch
+) -> CallsByNumber:
+    """Run one pass and return the calls of these projections."""
     batch = to_device(batch, device_of(model))
-    return follow(lambda: run(model, batch), {n: getattr(t, side) for n, t in enumerate(targets)})
+    calls: CallsByNumber = {}
+    for call in follow(lambda: run(model, batch), dict(enumerate(projections))):
+        calls.setdefault(call.number, []).append(call)
+    return calls
 
 
 def _check_reached(
-    model: nn.Module, targets: Sequence[Target], seen: Sequence[Sequence[Trail]]
+    model: nn.Module,
+    targets: Sequence[Target],
+    model_calls: CallsByNumber,
+    teacher_calls: CallsByNumber,
 ) -> None:
+    """Refuse a projection that lost heads and does not run as often as the teacher's."""
     for number, target in enumerate(targets):
-        calls = [sum(t.number == number for t in trails) for trails in seen]
-        if target.gone and (not calls[0] or calls[0] != calls[1]):
+        ours = len(model_calls.get(number, ()))
+        theirs = len(teacher_calls.get(number, ()))
+        if target.removed and (not ours or ours != theirs):
             must = f"a module that runs when {type(model).__name__} does, as often as the teacher's"
-            raise UnsupportedModel(
-                target.name, must, f"{calls[0]} runs in a pass, the teacher's {calls[1]}"
-            )
+            got = f"{ours} runs in a pass, the teacher's {theirs}"
+            raise UnsupportedModel(target.name, must, got)
 
 
-def _as_seen(target: Target, number: int, seen: Sequence[Sequence[Trail]]) -> Target:
-    mine = [[t for t in trails if t.number == number] for trails in seen]
-    return replace(target, summed=all(t.added for trails in mine for t in trails))
-
-
-def _adds(
-    target: Target, everything: Sequence[Target], seen: Sequence[Sequence[Trail]], width: int
-) -> bool:
-    """Whether a linear layer's output is of the model's width and is added to activations, in both
-    models."""
-    calls = _calls(target, everything, seen)
-    return all(t.added and t.output.shape[-1] == width for t in calls)
-
-
-def _calls(
-    target: Target, everything: Sequence[Target], seen: Sequence[Sequence[Trail]]
-) -> list[Trail]:
-    """A target's calls in both models."""
-    return [t for trails in seen for t in trails if everything[t.number].ours is target.ours]
-
-
-def _unfit(model: nn.Module, target: Target) -> str:
-    """Why a feed-forward's projection cannot be refitted; empty if it can."""
+def _reason_against(model: nn.Module, target: Target) -> str:
+    """Return why a feed-forward's projection cannot be refitted; empty if it can."""
     try:
-        feature_count(target.ours, "in", target.name)
+        feature_count(target.module, "in", target.name)
         check_own_parameters(model, target)
     except HeadPruneError as error:
         return f"is {error.got}"
@@ -277,53 +332,60 @@ def _unfit(model: nn.Module, target: Target) -> str:
 
 
 def _check_own(model: nn.Module, teacher: nn.Module, targets: Sequence[Target]) -> None:
+    """Refuse targets that are no plain linear layers or share parameters."""
     check_unshared(model, [(t.bound, t.bound.layout.gate) for t in targets if t.bound is not None])
     for target in targets:
-        for module in (target.ours, target.theirs):
-            feature_count(module, "in", target.name)
+        feature_count(target.module, "in", target.name)
+        feature_count(target.teacher_module, "in", target.name)
         check_own_parameters(model, target)
     check_apart(teacher, targets)
 
 
 def check_own_parameters(
-    model: nn.Module, target: Target, names: Sequence[str] = ("weight", "bias")
+    model: nn.Module, target: Target, names: Sequence[str] = _PARAMETERS
 ) -> None:
-    """Refuses a projection whose parameters belong to another module too, which would change with
-    it."""
+    """Refuse a projection whose parameters belong to another module too.
+
+    Raises:
+        UnsupportedModel: the other module would change with the projection.
+    """
     for name in names:
-        parameter = target.ours._parameters.get(name)
-        owners = [
-            n
-            for n, m in model.named_modules()
-            if any(p is parameter for p in m._parameters.values())
-        ]
-        if parameter is not None and len(owners) > 1:
-            must, hint = (
-                f"the {name} of one projection",
-                f"Give each of them a {name} of its own first.",
-            )
+        parameter = target.module._parameters.get(name)
+        if parameter is None:
+            continue
+        owners = []
+        for owner, module in model.named_modules():
+            if id(parameter) in map(id, module._parameters.values()):
+                owners.append(owner)
+        if len(owners) > 1:
+            must = f"the {name} of one projection"
+            hint = f"Give each of them a {name} of its own first."
             raise UnsupportedModel(f"{target.name}.{name}", must, f"shared by {owners}", hint)
 
 
 def check_apart(
-    teacher: nn.Module, targets: Iterable[Target], names: Sequence[str] = ("weight", "bias")
+    teacher: nn.Module, targets: Iterable[Target], names: Sequence[str] = _PARAMETERS
 ) -> None:
-    """Refuses parameters that the teacher has too: it would change with the model."""
-    theirs = {id(p) for p in teacher.parameters()}
+    """Refuse parameters that the teacher has too: it would change with the model.
+
+    Raises:
+        InvalidValue: model and teacher share a parameter.
+    """
+    teacher_parameters = set(map(id, teacher.parameters()))
     for target in targets:
-        if any(id(target.ours._parameters.get(name)) in theirs for name in names):
+        own = [id(target.module._parameters.get(name)) for name in names]
+        if not teacher_parameters.isdisjoint(own):
+            must = f"without the parameters of the model's {target.name}"
             hint = "Keep a teacher of its own before you cut: teacher = copy.deepcopy(model)."
-            raise InvalidValue(
-                "teacher",
-                f"without the parameters of the model's {target.name}",
-                "one with them",
-                hint,
-            )
+            raise InvalidValue("teacher", must, "one with them", hint)
 
 
-def _notes(targets: Sequence[Target], left: Sequence[str], feed_forward: bool) -> tuple[str, ...]:
+def _notes(
+    targets: Sequence[Target], unchanged: Sequence[str], feed_forward: bool
+) -> tuple[str, ...]:
+    """Return notes on targets without an addition and on layers that are not refitted."""
     notes = []
-    apart = [t.name for t in targets if not t.summed]
+    apart = [target.name for target in targets if not target.summed]
     if apart:
         notes.append(
             f"{_listed(apart)}: compared with the teacher's at the projection's own output, for"
@@ -333,37 +395,43 @@ def _notes(targets: Sequence[Target], left: Sequence[str], feed_forward: bool) -
     if alone:
         must = "no plain linear layer that is added to the stream was found there"
         notes.append(f"No feed-forward refitted after {_listed(alone)}: {must}.")
-    if left:
-        notes.append(f"Left as they are: {_listed(left)}.")
+    if unchanged:
+        notes.append(f"Left as they are: {_listed(unchanged)}.")
     return tuple(notes)
 
 
 def _without_feed_forward(targets: Sequence[Target]) -> list[str]:
-    """Attentions after which none comes before the next attention of a layer; one to another
-    sequence is its second."""
+    """Return the attentions that no refitted feed-forward follows in their layer.
+
+    Cross-attention belongs to the layer of the attention before it.
+    """
     alone: list[str] = []
-    open_: list[str] = []
+    current_layer: list[str] = []
     for target in targets:
         if target.bound is None:
-            open_ = []
+            current_layer = []
         elif target.kind == "cross":
-            open_.append(target.name)
+            current_layer.append(target.name)
         else:
-            alone, open_ = [*alone, *open_], [target.name]
-    return [*alone, *open_]
+            alone += current_layer
+            current_layer = [target.name]
+    return alone + current_layer
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    listed = ", ".join(names[:_MAX_LISTED])
+    more = len(names) - _MAX_LISTED
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
-def check_as_often(target: Target, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-    """Refuses a projection that model and teacher called differently often.
+def check_as_often(
+    target: Target, model_calls: Sequence[Any], teacher_calls: Sequence[Any]
+) -> None:
+    """Refuse a projection that model and teacher called differently often.
 
     Raises:
-        UnsupportedModel: they did, or neither did.
+        UnsupportedModel: they did, or neither called it.
     """
-    if len(ours) != len(theirs) or not ours:
-        got = f"{len(ours)} runs, and {len(theirs)} of the teacher's"
+    if len(model_calls) != len(teacher_calls) or not model_calls:
+        got = f"{len(model_calls)} runs, and {len(teacher_calls)} of the teacher's"
         raise UnsupportedModel(target.name, "run as often as the teacher's on every batch", got)

@@ -1,5 +1,4 @@
-"""What one pass of model and teacher over all batches found out, so that the many passes after it
-do less."""
+"""Caches what one pass of model and teacher found, so that the many passes after it do less."""
 
 from __future__ import annotations
 
@@ -11,98 +10,120 @@ from torch import Tensor
 from headprune.model.masks import Visible
 from headprune.model.running import digest_of
 
-#: ``PaddingInfo.stream`` of a call.
-Hidden: TypeAlias = tuple[Visible, ...]
+#: Positions that attention hid in a call: ``stream`` of its padding info.
+HiddenPositions: TypeAlias = tuple[Visible, ...]
 
 
-class Taught:
+class TeacherCache:
     """The teacher's streams after each target, and how often each target runs, by batch.
 
-    A batch is known by its contents, not by its place: a loader may shuffle. Streams, and how much
-    the teacher's output feels their tokens, are not kept where there is no room, and the teacher
-    runs again for them.
+    A batch is known by its contents, not by its position: a loader may shuffle. Streams and
+    sensitivities that do not fit are not kept; the teacher runs again for them.
 
     Args:
-        room: Bytes that they may take.
+        room: Bytes that streams and sensitivities may take.
     """
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self._calls: dict[str, list[int]] = {}
+        #: By target the mean sensitivity of a token; empty if none were measured.
+        self.mean_sensitivities: list[Tensor] = []
+        self._n_calls: dict[str, list[int]] = {}
+        self._hidden: dict[str, list[list[HiddenPositions]]] = {}
+        # By target, then by batch, the tensors of its calls.
         self._streams: dict[int, dict[str, list[Tensor]]] = {}
-        self._hidden: dict[str, list[list[Hidden]]] = {}
-        self._felt: dict[int, dict[str, list[Tensor]]] = {}
-        self.felt_means: list[
-            Tensor
-        ] = []  # by target: of how much a token is felt, over all tokens
+        self._sensitivities: dict[int, dict[str, list[Tensor]]] = {}
 
     def learn(
         self,
         key: str | None,
         streams: Sequence[list[Tensor]],
-        hidden: Sequence[list[Hidden]] = (),
-        felt: Sequence[list[Tensor]] = (),
+        hidden: Sequence[list[HiddenPositions]] = (),
+        sensitivities: Sequence[list[Tensor]] = (),
     ) -> None:
-        """Notes the streams of a batch, for every target those of its calls, what attention hid at
-        them, and how much the output feels their tokens, which takes longer to find and less
-        room."""
-        if key is None or key in self._calls:
+        """Keep what was found on a batch, as far as there is room.
+
+        Args:
+            key: The batch's; None keeps nothing.
+            streams: By target the streams after its calls.
+            hidden: By target the positions that attention hid at its calls.
+            sensitivities: By target those of its calls.
+        """
+        # A batch may come twice in one pass.
+        if key is None or key in self._n_calls:
             return
-        self._calls[key] = [len(of_target) for of_target in streams]
+        self._n_calls[key] = [len(of_target) for of_target in streams]
         self._hidden[key] = list(hidden)
-        for kept, found in ((self._felt, felt), (self._streams, streams)):
-            for number, of_target in enumerate(found):
-                size = sum(tensor.nbytes for tensor in of_target)
-                if size <= self.room:
-                    self.room -= size
-                    kept.setdefault(number, {})[key] = of_target
+        # Sensitivities come first: they take longer to compute and less room.
+        self._keep(key, self._sensitivities, sensitivities)
+        self._keep(key, self._streams, streams)
+
+    def _keep(
+        self,
+        key: str,
+        cache: dict[int, dict[str, list[Tensor]]],
+        by_target: Sequence[list[Tensor]],
+    ) -> None:
+        for number, of_target in enumerate(by_target):
+            size = sum(tensor.nbytes for tensor in of_target)
+            if size <= self.room:
+                self.room -= size
+                cache.setdefault(number, {})[key] = of_target
 
     def calls(self, key: str | None, number: int) -> int | None:
-        """How often a target runs on a batch; None where that is not known."""
-        known = self._calls.get(key) if key is not None else None
-        return None if known is None else known[number]
+        """Return how often a target runs on a batch; None if that is not known."""
+        if key is None or key not in self._n_calls:
+            return None
+        return self._n_calls[key][number]
 
     def streams(self, key: str | None, number: int) -> list[Tensor] | None:
-        """The teacher's streams after a target's calls; None where they were not kept."""
-        return self._streams.get(number, {}).get(key) if key is not None else None
+        """Return the teacher's streams after a target's calls; None if they were not kept."""
+        if key is None:
+            return None
+        return self._streams.get(number, {}).get(key)
 
-    def hidden(self, key: str | None, number: int) -> list[Hidden]:
-        """What the teacher's attention hid at a target's calls on a batch whose streams are
-        kept."""
+    def hidden(self, key: str | None, number: int) -> list[HiddenPositions]:
+        """Return what the teacher's attention hid at a target's calls.
+
+        Only for a batch whose streams are kept.
+        """
         return self._hidden[key or ""][number]
 
-    def felt(self, key: str | None, number: int) -> list[Tensor] | None:
-        """How much the teacher's output feels the tokens of a target's calls; None where that was
-        not kept."""
-        return self._felt.get(number, {}).get(key) if key is not None else None
+    def sensitivities(self, key: str | None, number: int) -> list[Tensor] | None:
+        """Return the sensitivities at a target's calls; None if they were not kept."""
+        if key is None:
+            return None
+        return self._sensitivities.get(number, {}).get(key)
 
-    def felt_mean(self, number: int) -> Tensor | None:
-        """How much a token of a target is felt, over all tokens; None where that was not asked."""
-        return self.felt_means[number] if self.felt_means else None
+    def mean_sensitivity(self, number: int) -> Tensor | None:
+        """Return a target's mean sensitivity over all tokens; None if none were measured."""
+        return self.mean_sensitivities[number] if self.mean_sensitivities else None
 
     def forget(self, number: int) -> None:
-        """A target is done."""
+        """Free the memory of a target that is done."""
         self._streams.pop(number, None)
-        self._felt.pop(number, None)
+        self._sensitivities.pop(number, None)
 
 
 def key_of(batch: Any) -> str | None:
-    """A batch's fingerprint; None for one that holds more than tensors and plain values."""
+    """Return a batch's fingerprint; None if it holds more than tensors and plain values."""
     try:
-        words = _words(batch)
+        plain_values = _plain_values(batch)
     except TypeError:
+        # Such objects may change what a model returns, and have no contents to compare.
         return None
-    return f"{digest_of(batch)} {words}"
+    return f"{digest_of(batch)} {plain_values}"
 
 
-def _words(value: Any) -> str:
-    """All of a batch but the tensors."""
+def _plain_values(value: Any) -> str:
+    """Write all of a batch except its tensors as text."""
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{k!r}: {_words(v)}' for k, v in value.items())}}}"
+        items = (f"{name!r}: {_plain_values(item)}" for name, item in value.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_words, value))})"
+        return f"({', '.join(map(_plain_values, value))})"
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
     raise TypeError(type(value).__name__)

@@ -1,4 +1,4 @@
-"""Sets a pruned model and its teacher side by side, and averages the teacher's head outputs."""
+"""Pairs the sites of a pruned model with its teacher's, and averages the teacher's head outputs."""
 
 from __future__ import annotations
 
@@ -24,39 +24,71 @@ _MUST = "the model that the pruned one was cut from"
 def paired(
     model: nn.Module, teacher: nn.Module, sites: Iterable[AttentionSite] | None
 ) -> list[tuple[BoundSite, BoundSite]]:
-    """Every site of the model with the same site of the teacher.
+    """Return every site of the model with the same site of the teacher.
 
     Raises:
         PlanMismatch: the teacher has another structure, or lacks heads that the model has.
     """
     ours = bind(model, sites)
+    # The same sites, so that a layout that the user gave holds for both.
     try:
         theirs = bind(teacher, sites)
     except HeadPruneError as error:
         raise PlanMismatch("teacher", _MUST, f"a {type(teacher).__name__} ({error})") from error
-    structure = [
-        fingerprint(m, [b.site for b in bound]).structure
-        for m, bound in ((model, ours), (teacher, theirs))
-    ]
-    if structure[0] != structure[1]:
-        got = f"one of another structure: {_words(teacher, theirs)} against {_words(model, ours)}"
-        raise PlanMismatch("teacher", _MUST, got)
+    if _structure(model, ours) != _structure(teacher, theirs):
+        described = f"{_described(teacher, theirs)} against {_described(model, ours)}"
+        raise PlanMismatch("teacher", _MUST, f"one of another structure: {described}")
+    # A cut only removes heads, and those that are kept keep their numbers.
     pairs = list(zip(ours, theirs, strict=True))
     for our, their in pairs:
         lacking = sorted(set(our.site.heads) - set(their.site.heads))
         if lacking:
-            hint = "Are teacher and model swapped?"
-            raise PlanMismatch(
-                "teacher", _MUST, f"one without heads {lacking} of {our.site.name}", hint
-            )
+            got = f"one without heads {lacking} of {our.site.name}"
+            raise PlanMismatch("teacher", _MUST, got, "Are teacher and model swapped?")
     return pairs
 
 
-def _words(model: nn.Module, bound: Sequence[BoundSite]) -> str:
-    return (
-        f"{type(model).__name__} with {sum(b.site.n_query_heads for b in bound)} heads at"
-        f" {len(bound)} sites"
-    )
+def _structure(model: nn.Module, bound: Sequence[BoundSite]) -> str:
+    return fingerprint(model, [b.site for b in bound]).structure
+
+
+def _described(model: nn.Module, bound: Sequence[BoundSite]) -> str:
+    n_heads = sum(b.site.n_query_heads for b in bound)
+    return f"{type(model).__name__} with {n_heads} heads at {len(bound)} sites"
+
+
+class _ColumnSums:
+    """Sums of columns of the output projections' inputs, by site.
+
+    Args:
+        columns: The columns of each site.
+    """
+
+    def __init__(self, columns: Sequence[Sequence[int]]) -> None:
+        self.columns = columns
+        self.totals: list[Tensor | None] = [None] * len(columns)  # [columns] each
+        self.counts: list[int | Tensor] = [0] * len(columns)
+
+    def add(self, number: int, x: Tensor, counted: Tensor | None) -> None:
+        """Add the input of a site's projection.
+
+        Args:
+            number: Number of the site.
+            x: ``[batch, tokens, in]``.
+            counted: Which tokens are no padding, ``[batch, tokens]``; None counts them all.
+        """
+        # The count and the sums remain on the device until the last batch.
+        columns = sent(self.columns[number], x.device, torch.long)
+        tokens = x.flatten(0, 1).index_select(1, columns).to(wide(x))  # [all tokens, columns]
+        count: int | Tensor = len(tokens)
+        if counted is not None:
+            count = counted.sum()
+            mask = counted.to(x.device).flatten()[:, None]
+            # Not multiplied by 0: attention may leave NaN at padding.
+            tokens = torch.where(mask, tokens, torch.zeros_like(tokens))
+        total, before = tokens.sum(0), self.totals[number]
+        self.totals[number] = total if before is None else before + total
+        self.counts[number] = self.counts[number] + count
 
 
 def mean_contexts(
@@ -66,77 +98,70 @@ def mean_contexts(
     run: Callable[[nn.Module, Any], Any],
     progress: bool,
 ) -> tuple[list[Tensor], int]:
-    """Means of columns of the output projections' inputs, over every token that is no padding.
+    """Average columns of the output projections' inputs over all tokens that are no padding.
 
     A module that runs several times in a forward pass is averaged over all its runs.
 
     Args:
-        teacher: The model; run in evaluation mode and left as it was.
+        teacher: The model; run in evaluation mode and not changed.
         wanted: Sites of it, each with columns of its output projection's input.
         batches: The data.
         run: Runs a model on a batch.
         progress: Show a progress bar.
 
     Returns:
-        One mean ``[columns]`` in fp64 a site, and the number of examples.
+        One mean ``[columns]`` in fp64 per site, and the number of examples.
 
     Raises:
         InvalidValue: no batches, nothing but padding, or means that are not finite.
     """
-    totals: list[Tensor | None] = [None] * len(wanted)
-    counts: list[int | Tensor] = [0] * len(wanted)
-
-    def take(number: int, x: Tensor, counted: Tensor | None) -> None:
-        columns = sent(wanted[number][1], x.device, torch.long)
-        tokens = x.flatten(0, 1).index_select(1, columns).to(wide(x))
-        if counted is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
-            tokens = torch.where(
-                counted.to(x.device).flatten()[:, None], tokens, torch.zeros_like(tokens)
-            )
-        total = tokens.sum(0)
-        before = totals[number]
-        totals[number] = total if before is None else before + total
-        counts[number] = counts[number] + (len(tokens) if counted is None else counted.sum())
-
+    bound = [b for b, _ in wanted]
+    sums = _ColumnSums([columns for _, columns in wanted])
     device = device_of(teacher)
     examples = 0
-    bound = [b for b, _ in wanted]
-    with undisturbed(teacher), torch.no_grad(), reading(teacher, bound, take) as begin:
-        for number, batch in enumerate(
-            tqdm(batches, desc="teacher", disable=not progress, leave=False)
-        ):
+    bar = tqdm(batches, desc="teacher", disable=not progress, leave=False)
+    with undisturbed(teacher), torch.no_grad(), reading(teacher, bound, sums.add) as begin:
+        for number, batch in enumerate(bar):
             examples += batch_size(batch, f"batch {number}")
             batch = to_device(batch, device)
             begin(batch)
             run(teacher, batch)
     if not examples:
         raise InvalidValue(*EMPTY)
-    means = [_mean(*of_site) for of_site in zip(bound, totals, counts, strict=True)]
-    reached = in_main_memory(count > 0 for _, count in means)
-    finite = in_main_memory(torch.isfinite(mean).all() for mean, _ in means)
-    for b, some, fine in zip(bound, reached, finite, strict=True):
-        name = b.site.name
-        if not bool(some):
-            raise InvalidValue(
-                "batches", "with a token that is no padding", f"only padding at {name}"
-            )
-        if not bool(fine):
-            hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(
-                f"the teacher's mean head output at {name}", "finite", "NaN or infinite", hint
-            )
-    return [mean for mean, _ in means], examples
+    means, counts = [], []
+    for b, total, count in zip(bound, sums.totals, sums.counts, strict=True):
+        mean, n_tokens = _mean(b, total, count)
+        means.append(mean)
+        counts.append(n_tokens)
+    _check_means(bound, means, counts)
+    return means, examples
 
 
-def _mean(bound: BoundSite, total: Tensor | None, count: int | Tensor) -> tuple[Tensor, Tensor]:
-    """The mean, which nobody has looked at, and of how many tokens."""
-    name = bound.site.name
+def _mean(b: BoundSite, total: Tensor | None, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean, not yet checked, and its number of tokens on the same device."""
     if total is None:
-        must = f"a module that runs when {type(bound.module).__name__} does"
-        raise UnsupportedModel(f"{name}.{bound.layout.gate}", must, "one that no batch reached")
-    n_tokens = (
-        torch.full((), count, device=total.device)
-        if isinstance(count, int)
-        else count.to(total.device)
-    )
+        where = f"{b.site.name}.{b.layout.gate}"
+        must = f"a module that runs when {type(b.module).__name__} does"
+        raise UnsupportedModel(where, must, "one that no batch reached")
+    if isinstance(count, int):
+        n_tokens = torch.full((), count, device=total.device)
+    else:
+        n_tokens = count.to(total.device)
     return total / n_tokens, n_tokens
+
+
+def _check_means(
+    bound: Sequence[BoundSite], means: Sequence[Tensor], counts: Sequence[Tensor]
+) -> None:
+    """Refuse batches of padding alone, and means that are not finite."""
+    reached = in_main_memory(count > 0 for count in counts)
+    finite = in_main_memory(torch.isfinite(mean).all() for mean in means)
+    for b, has_tokens, is_finite in zip(bound, reached, finite, strict=True):
+        name = b.site.name
+        if not bool(has_tokens):
+            got = f"only padding at {name}"
+            raise InvalidValue("batches", "with a token that is no padding", got)
+        if not bool(is_finite):
+            where = f"the teacher's mean head output at {name}"
+            hint = "Look for NaN or infinite values in the batches."
+            raise InvalidValue(where, "finite", "NaN or infinite", hint)

@@ -1,5 +1,5 @@
-"""What a training touches besides the parameters, put back: modes, random states, accelerate's
-global state."""
+"""Saves and restores what a training touches besides the parameters: modes, random states and
+accelerate's global state."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ RandomStates: TypeAlias = dict[str, Any]
 
 
 def random_states(generators: Iterable[torch.Generator] = ()) -> RandomStates:
-    """Where Python's, NumPy's, torch's generators and some more stand; a GPU that was never used is
-    not woken."""
+    """Return the random states of Python, NumPy, torch and these generators."""
     name, keys, *rest = np.random.get_state()
+    # Reading the state of a GPU that was never used would initialize it.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(np.array(keys, dtype=np.int64)), *rest),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "generators": [g.get_state() for g in generators],
+        "cuda": cuda,
+        "generators": [generator.get_state() for generator in generators],
     }
 
 
 def set_random_states(states: RandomStates, generators: Iterable[torch.Generator] = ()) -> None:
-    """Puts them there again."""
+    """Restore what ``random_states`` returned."""
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
@@ -44,29 +45,29 @@ def set_random_states(states: RandomStates, generators: Iterable[torch.Generator
 
 @contextmanager
 def no_trace(model: nn.Module) -> Iterator[None]:
-    """Puts back what a Trainer changes outside of the parameters: modes, random states,
-    accelerate's global state.
+    """Restore at exit what a Trainer changes besides the parameters.
 
-    Inside, accelerate knows of no precision that an Accelerator outside was made for.
+    That is modes, gradients, random states, the current GPU and accelerate's global state. Inside,
+    accelerate does not know the precision of an Accelerator outside.
     """
-    modes = [(m, m.training) for m in model.modules()]
-    states = [
-        (kind._shared_state, dict(kind._shared_state))
-        for kind in (PartialState, AcceleratorState, GradientState)
-    ]
+    # 1. Save.
+    modes = [(module, module.training) for module in model.modules()]
+    shared_states = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
+    saved_states = [dict(shared) for shared in shared_states]
     before = random_states()
-    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    current_gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     try:
         AcceleratorState._shared_state.clear()
         yield
     finally:
+        # 2. Restore.
         for module, mode in modes:
             module.training = mode
         for parameter in model.parameters():
             parameter.grad = None
-        for shared, held in states:
+        for shared, saved in zip(shared_states, saved_states, strict=True):
             shared.clear()
-            shared.update(held)
+            shared.update(saved)
         set_random_states(before)
-        if current is not None:
-            torch.cuda.set_device(current)
+        if current_gpu is not None:
+            torch.cuda.set_device(current_gpu)

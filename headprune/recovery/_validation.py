@@ -1,4 +1,4 @@
-"""Early stopping: the mean validation loss, the weights of the lowest, and when to give up."""
+"""Early stopping by the mean validation loss, with the weights of the lowest."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from headprune.recovery._checkpoint import load_weights_, weights
 from headprune.recovery._traces import random_states, set_random_states
 
 
-class Watch:
+class EarlyStopping:
     """Judges a training by its validation loss.
 
     Args:
         model: The model.
         loss: Per-example loss.
         batches: Validation data, read at every evaluation.
-        patience: Evaluations without a lower loss until it says stop; None never does.
+        patience: Stop after this many evaluations without a lower loss; None never stops.
     """
 
     def __init__(
         self, model: nn.Module, loss: Loss, batches: Iterable[Any], patience: int | None
     ) -> None:
-        self.model, self.loss, self.batches, self.patience = (
-            model,
-            loss,
-            Batches.of(batches),
-            patience,
-        )
-        self.losses: list[tuple[int, float]] = []
+        self.model = model
+        self.loss = loss
+        self.batches = Batches.of(batches)
+        self.patience = patience
+        self.losses: list[tuple[int, float]] = []  # step, loss
         self.best_step = 0
         self.best: dict[str, Tensor] = {}
 
-    def look(self, step: int) -> bool:
-        """Evaluates; whether the training should stop."""
+    def evaluate(self, step: int) -> bool:
+        """Evaluate after a step; return whether the training should stop."""
         value = mean_loss(self.model, self.batches, self.loss, f"validation after step {step}")
         if not self.losses or value < self.lowest:
             self.best_step = step
+            # Copies, because the training goes on to change the weights in place.
             best = weights(self.model)
             self.best = dict(zip(best, copies(best.values()), strict=True))
         self.losses.append((step, value))
-        since = sum(at > self.best_step for at, _ in self.losses)
-        return self.patience is not None and since >= self.patience
+        n_since_best = sum(at > self.best_step for at, _ in self.losses)
+        return self.patience is not None and n_since_best >= self.patience
 
     @property
     def lowest(self) -> float:
+        """The lowest validation loss so far."""
         return min(value for _, value in self.losses)
 
     def restore_(self) -> dict[str, Any]:
-        """Gives the model its best weights and says which."""
+        """Give the model its best weights; return the metrics of the validation."""
         load_weights_(self.model, self.best)
         return {
             "best_step": self.best_step,
@@ -67,39 +67,47 @@ class Watch:
         }
 
     def state(self) -> dict[str, Any]:
-        """What ``continue_from`` needs."""
+        """Return what ``continue_from`` needs."""
         return {"losses": list(self.losses), "best_step": self.best_step, "best": self.best}
 
     def continue_from(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
-        self.losses, self.best_step = list(state["losses"]), state["best_step"]
+        """Continue from what ``state`` returned."""
+        self.losses = list(state["losses"])
+        self.best_step = state["best_step"]
         self.best = state["best"]
 
 
 def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) -> float:
-    """The mean loss of the examples, in evaluation mode; no random state changes.
+    """Compute the mean loss of the examples in evaluation mode; no random state changes.
+
+    Args:
+        model: The model.
+        batches: The data.
+        loss: Per-example loss.
+        where: Put in front of error texts.
 
     Raises:
-        InvalidValue: no batches, or a loss that is not finite; ``where`` is named.
+        InvalidValue: no batches, or a loss that is not finite.
     """
-    device, found, batches = device_of(model), [], Batches.of(batches)
+    batches, device = Batches.of(batches), device_of(model)
+    losses: list[Tensor] = []  # by batch, [examples]
+    # A loader may shuffle, and a training must not depend on how often it is evaluated.
     before = random_states()
     try:
         with without_fused_attention(), undisturbed(model), torch.no_grad():
             with explained(model, batches):
                 for number, batch in enumerate(batches):
-                    found.append(shaped_losses(loss, model, to_device(batch, device), number))
-            found = in_main_memory(found)  # read once, at the end: to read waits for an accelerator
-            check_finite(enumerate(found))
+                    losses.append(shaped_losses(loss, model, to_device(batch, device), number))
+            # Read once, at the end, because each read waits for an accelerator.
+            losses = in_main_memory(losses)
+            check_finite(enumerate(losses))
     except InvalidValue as error:
         raise InvalidValue(f"{where}: {error.where}", error.must, error.got, error.hint) from None
     finally:
         set_random_states(before)
-    if not found:
-        raise InvalidValue(
-            "validation",
-            "batches that can be read several times",
-            "none",
-            "list(batches), for example",
-        )
-    return sum(float(losses.double().sum()) for losses in found) / sum(map(len, found))
+    if not losses:
+        must, hint = "batches that can be read several times", "list(batches), for example"
+        raise InvalidValue("validation", must, "none", hint)
+    # The mean over examples, not over batches, which may differ in size.
+    total = sum(float(of_batch.double().sum()) for of_batch in losses)
+    return total / sum(map(len, losses))

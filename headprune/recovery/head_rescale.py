@@ -12,9 +12,9 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.model.transfers import sent
 from headprune.recovery._layerwise import (
-    Change,
     LayerwiseRecovery,
     Precision,
+    WeightChange,
     check_max_bytes,
     check_precision,
     check_ridge,
@@ -27,12 +27,11 @@ INTERCEPTS = ("fold", "drop", "none")
 
 @dataclass(frozen=True)
 class HeadRescale(LayerwiseRecovery):
-    """Multiplies every kept head by the factor that brings the stream nearest to the teacher's;
-    needs no training.
+    """Multiplies every kept head by one factor, without training.
 
     In the order of the network, from the first attention on that lost heads:
     ``min over a, b of  mean_t |T_t - R_t - Σ_h a_h W_h x_{t,h} - b|² + λ |a - 1|²`` with x, R and T
-    as in `Lstsq`, one factor a head, folded into the head's columns of the output projection.
+    as in `Lstsq`. The factors a are multiplied into the heads' columns of the output projection.
 
     Source: mask tuning, Kwon et al. 2022. Their code fits an intercept and drops it:
     ``intercept="drop"``.
@@ -41,8 +40,8 @@ class HeadRescale(LayerwiseRecovery):
         intercept: ``fold`` b into the bias; fit it and ``drop`` it; or ``none``.
         ridge: λ as a share of the mean square of what a head writes.
         precision: The type to add up in, ``float64`` or ``float32``.
-        max_bytes: Of the teacher's streams that are kept, and again of layers' outputs; 0 keeps
-            none, and takes longer.
+        max_bytes: Memory for the teacher's streams, and again for layers' outputs. 0 keeps none
+            and is slower.
 
     >>> HeadRescale(intercept="drop").settings["intercept"]
     'drop'
@@ -56,9 +55,8 @@ class HeadRescale(LayerwiseRecovery):
     def __post_init__(self) -> None:
         check_ridge("HeadRescale.ridge", self.ridge)
         if self.intercept not in INTERCEPTS:
-            raise InvalidValue(
-                "HeadRescale.intercept", f"one of {', '.join(INTERCEPTS)}", repr(self.intercept)
-            )
+            must = f"one of {', '.join(INTERCEPTS)}"
+            raise InvalidValue("HeadRescale.intercept", must, repr(self.intercept))
         check_precision("HeadRescale.precision", self.precision)
         check_max_bytes("HeadRescale.max_bytes", self.max_bytes)
 
@@ -66,27 +64,26 @@ class HeadRescale(LayerwiseRecovery):
     def adds_biases(self) -> bool:
         return self.intercept == "fold"
 
-    def change(self, target: Target, normal: Normal, ridge: float) -> Change:
-        normal = normal.uncentred() if self.intercept == "none" else normal
-        weight = target.weight.T.to(normal.xx)
-        heads = _indicator(target, normal.xx)
+    def change(self, target: Target, normal: Normal, ridge: float) -> WeightChange:
+        if self.intercept == "none":
+            normal = normal.uncentred()
+        weight = target.weight.T.to(normal.xx)  # [in, out]
+        heads = _indicator(target, normal.xx)  # [in, heads]
         # <W_h x_h, W_k x_k> summed over tokens, from the products of the channels alone.
-        between = heads.T @ (normal.xx * (weight @ weight.T)) @ heads
-        towards = heads.T @ (normal.xe * weight).sum(1, keepdim=True)
+        between = heads.T @ (normal.xx * (weight @ weight.T)) @ heads  # [heads, heads]
+        towards = heads.T @ (normal.xe * weight).sum(1, keepdim=True)  # [heads, 1]
         factors, regular = solved(between, towards, ridge)
-        note = (
-            ""
-            if regular
-            else (
-                "its heads write multiples of each other; the smallest change of factors was taken."
-            )
-        )
-        return Change((heads @ factors) * weight, note)
+        change = (heads @ factors) * weight
+        if regular:
+            return WeightChange(change)
+        note = "its heads write multiples of each other; the smallest change of factors was taken."
+        return WeightChange(change, note)
 
 
 def _indicator(target: Target, like: Tensor) -> Tensor:
-    """``[in, heads]``: 1 where a channel is a head's."""
-    columns = torch.zeros(len(like), len(target.heads), dtype=like.dtype)
-    for head, mine in enumerate(target.heads):
-        columns[mine, head] = 1
-    return sent(columns, like.device)
+    """Return 1 where a channel belongs to a head, ``[in, heads]``."""
+    heads = target.heads
+    indicator = torch.zeros(len(like), len(heads), dtype=like.dtype)
+    for head, columns in enumerate(heads):
+        indicator[columns, head] = 1
+    return sent(indicator, like.device)

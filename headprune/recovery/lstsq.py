@@ -1,5 +1,5 @@
-"""Refits output projections by least squares, layer by layer, so that the stream is the teacher's;
-no training."""
+"""Refits output projections layer by layer by least squares, to match the teacher's stream;
+needs no training."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.recovery._layerwise import (
-    Change,
     LayerwiseRecovery,
     Precision,
+    WeightChange,
     check_max_bytes,
     check_precision,
     check_ridge,
@@ -23,44 +23,40 @@ from headprune.recovery._targets import Target
 PRIORS = ("current", "zero")
 TOKEN_WEIGHTS = ("equal", "output")
 
+# Which projections: those of attention from the first one on that lost heads, and, if wanted, those
+# of feed-forwards that are linear layers. Those without a bias get one. Padding does not count.
+#
+# How a fit works: the sums are centred and streamed. They are solved by Cholesky, or in
+# eigenvectors where they are singular. A norm, scale or gate before the addition ends the stream:
+# then T - R is the teacher's own output, and a note says where. A projection that several layers
+# share is fitted over all its calls.
+#
+# Cost: a pass of model and teacher, and per projection one pass of the model that ends at it and
+# skips the layers before its own. ``ridge=None`` adds 16 Cholesky factors per projection,
+# ``token_weights="output"`` 4 backward passes. Memory: ``in * (in + out)`` numbers of a
+# projection, and twice ``max_bytes``; see docs/concepts.md.
+
 
 @dataclass(frozen=True)
 class Lstsq(LayerwiseRecovery):
-    """Refits output projections by least squares, layer by layer, so that the stream is the
-    teacher's; no training.
+    """Refits output projections layer by layer by least squares, without training.
 
-    In the order of the network, from the first attention on that lost heads, for every output
-    projection ``min over W, b of  mean_t |T_t - R_t - W x_t - b|² + λ |W - W₀|²``: x is what the
-    projection reads in the model as recovered so far, R what its output is added to there, T the
-    teacher's stream after that addition; tokens that are no padding. So what earlier layers lack is
-    made up for by later ones. Normal equations of centred sums, streamed; Cholesky, or eigenvectors
-    where they are singular.
+    ``min over W, b of  mean_t |T_t - R_t - W x_t - b|² + λ |W - W₀|²``, in the order of the
+    network. x is the projection's input in the model as recovered so far, R what its output is
+    added to, T the teacher's stream after that addition.
 
-    Sources: knowledge-preserving weight tuning, Park et al. 2024 (K-prune); for one layer alone,
-    the update of Hassibi, Stork 1992. We fit an intercept, draw W to the weights as they are, and
-    go by the stream. A norm, scale or gate before the addition ends that: then T - R is the
-    teacher's own output, and a note says where. One that several layers share is fitted over all
-    its calls. Projections without a bias get one.
-
-    Cost: a pass of model and teacher, and for every projection one more of the model that ends at
-    it and leaves out the layers before its own; for ``ridge=None`` 16 Cholesky factors, for
-    ``token_weights="output"`` 4 backward passes.
-    Memory: a projection's sums, ``in * (in + out)`` numbers, and `max_bytes` twice; see
-    docs/concepts.md.
+    Sources: K-prune (Park et al. 2024); for a single layer, Hassibi and Stork 1992.
 
     Args:
-        ridge: λ as a share of the mean variance of x's channels. None chooses it for each
-            projection, by the error on held-out examples; what no fit improves stays as it is.
-        prior: What W is drawn to, ``W₀``: the weights as they are (``current``), or none
-            (``zero``).
-        intercept: Fit b; without, biases stay as they are.
-        feed_forward: Also refit the feed-forward's output projection, where it is a linear layer
-            whose output is added to the stream.
-        precision: The type to add up in, ``float64`` or, faster on most GPUs, ``float32``.
-        max_bytes: Of the teacher's streams that are kept, and again of layers' outputs; 0 keeps
-            none, and takes longer.
-        token_weights: Weigh tokens in the sums ``equal``, or by how much the teacher's ``output``
-            feels them.
+        ridge: λ as a share of the mean variance of x's channels. None chooses it per projection on
+            held-out examples.
+        prior: W₀: the ``current`` weights, or ``zero``.
+        intercept: Fit b; without, biases do not change.
+        feed_forward: Also refit feed-forwards.
+        precision: The type to add up in, ``float64`` or ``float32``.
+        max_bytes: Memory for the teacher's streams, and again for layers' outputs.
+        token_weights: Weight all tokens ``equal``, or by how strongly the teacher's ``output``
+            depends on them.
 
     >>> import copy, torch
     >>> from headprune import MultiHeadAttention, HeadMask, prune_, recover_
@@ -99,20 +95,17 @@ class Lstsq(LayerwiseRecovery):
     def sensitive(self) -> bool:  # type: ignore[override]
         return self.token_weights == "output"
 
-    def change(self, target: Target, normal: Normal, ridge: float) -> Change:
-        normal = normal if self.intercept else normal.uncentred()
+    def change(self, target: Target, normal: Normal, ridge: float) -> WeightChange:
+        if not self.intercept:
+            normal = normal.uncentred()
         weight, regular = solved(normal.xx, self.right(target, normal, ridge), ridge)
-        note = (
-            ""
-            if regular
-            else (
-                "its inputs depend on each other; the smallest change was taken. More data or"
-                " ridge."
-            )
-        )
-        return Change(weight, note)
+        if regular:
+            return WeightChange(weight)
+        note = "its inputs depend on each other; the smallest change was taken. More data or ridge."
+        return WeightChange(weight, note)
 
     def right(self, target: Target, normal: Normal, ridge: float) -> Tensor:
         if self.prior == "current" or not len(normal.xe):
             return normal.xe
+        # Towards zero weights: the change is drawn to -W.
         return normal.xe - ridge * normal.xx.diagonal().mean() * target.weight.T.to(normal.xe)

@@ -18,11 +18,12 @@ from headprune.recovery._base import Job, Outcome, Recovery
 from headprune.recovery._replaced import Replaced
 from headprune.recovery._side_by_side import errors, first, quiet, summary
 from headprune.recovery._targets import (
-    Pair,
+    SitePair,
     Target,
     check_apart,
     check_own_parameters,
-    find,
+    find_targets,
+    modules_of,
     sites_as_targets,
     without_columns,
 )
@@ -31,8 +32,14 @@ from headprune.recovery._teacher import mean_contexts, paired
 
 @dataclass(frozen=True)
 class _Fold:
-    """One output projection of the model, with the heads to fold and the teacher's site that has
-    them."""
+    """An output projection whose bias takes the mean output of some heads.
+
+    Args:
+        target: The model's projection.
+        teacher: The teacher's site, which has the heads.
+        heads: The heads to fold.
+        columns: Their columns of the teacher's projection.
+    """
 
     target: Target
     teacher: BoundSite
@@ -42,25 +49,24 @@ class _Fold:
 
 @dataclass(frozen=True)
 class MeanFold(Recovery):
-    """Folds the mean output of the removed heads into the output projection's bias; needs no
-    training.
+    """Folds the mean output of the removed heads into the output projection's bias.
 
     ``b_o += W_O[:, removed] · mean(ctx[removed])`` with the teacher's weights and the mean of the
-    teacher's head outputs over every token that is no padding (``attention_mask``). What remains
-    equals the teacher whose removed heads always give their mean: a mean ablation. The bias
+    teacher's head outputs over all tokens that are no padding (``attention_mask``). The result
+    equals the teacher with its removed heads fixed to their mean: a mean ablation. It is the bias
     compensation of FLAP (An et al. 2024).
 
-    A projection without a bias gets one, an ordinary parameter named ``bias``. A head is folded
-    once: a projection remembers what it holds, also in our checkpoints, so that cut, fold, cut,
-    fold works with one teacher. What `Lstsq` and `HeadRescale` made good counts as folded, too;
-    heads that leave afterwards are folded as the teacher has them, so `Lstsq` once more is the
-    better end there.
+    A projection without a bias gets one, an ordinary parameter named ``bias``. Each projection
+    remembers which heads it holds, also in our checkpoints, and a head is folded once. So cut,
+    fold, cut, fold works with one teacher. Heads that `Lstsq` and `HeadRescale` made up for count
+    as folded, too. Heads removed after those are folded with the teacher's weights: there,
+    `Lstsq` once more is the better choice.
 
     Cost: a pass of the teacher, and two of model and teacher for the report.
 
     Args:
-        measure: Report the error at each projection before and after; takes batches that can be
-            read more than once.
+        measure: Report the error at each projection before and after, for batches that can be read
+            more than once.
 
     >>> MeanFold().needs_teacher
     True
@@ -73,92 +79,108 @@ class MeanFold(Recovery):
         return True
 
     def recover_(self, job: Job) -> Outcome:
-        """Raises:
-        PlanMismatch: the teacher is not what the model was cut from.
-        UnsupportedModel: no output projection, one that is no plain one, or one whose bias belongs
-            to another module.
-        InvalidValue: no data; the model is as it was, here as in every other case.
+        """Add the mean outputs of the removed heads to the biases.
+
+        Raises:
+            PlanMismatch: the teacher is not what the model was cut from.
+            UnsupportedModel: no output projection, one that is no plain linear layer, or one whose
+                bias belongs to another module.
+            InvalidValue: no data. The model is as it was, here as in every other case.
         """
         job = replace(job, batches=Batches.of(job.batches))
         assert job.teacher is not None
         pairs = paired(job.model, job.teacher, job.sites)
-        folds, held = _folds(job.model, pairs)
-        notes = (
-            (f"{held} removed heads had been folded before and were not folded again.",)
-            if held
-            else ()
-        )
-        if not folds:
-            return Outcome(
-                (), 0, {"heads": 0}, (*notes, "Nothing to fold: the model lacks no other head.")
-            )
-        check_apart(job.teacher, [f.target for f in folds], ("bias",))
-        wanted = [(f.teacher, f.columns) for f in folds]
-        means, examples = mean_contexts(
-            job.teacher, wanted, job.batches, job.loss or call, job.progress
-        )
-        changes = [_change(fold, mean) for fold, mean in zip(folds, means, strict=True)]
-        with Replaced(job.model, job.undo, adds_biases=True) as replaced:
-            replaced.open_(
-                t.ours
-                for t in (*without_columns(sites_as_targets(pairs)), *(f.target for f in folds))
-            )
-            measured, more = self._folded_(
-                job, pairs, replaced, list(zip(folds, changes, strict=True))
-            )
-            replaced.close_(f.target for f in folds)
-        metrics = {
-            "heads": sum(len(f.heads) for f in folds),
-            "biases_added": replaced.added,
-            **measured,
-        }
-        return Outcome(
-            tuple(f"{f.target.name}.bias" for f in folds), examples, metrics, (*notes, *more)
-        )
 
-    def _folded_(
-        self, job: Job, pairs: list[Pair], replaced: Replaced, changes: list[tuple[_Fold, Tensor]]
+        # 1. Which heads to fold.
+        folds, n_folded_before = _folds(job.model, pairs)
+        notes: list[str] = []
+        if n_folded_before:
+            notes.append(
+                f"{n_folded_before} removed heads had been folded before and were not folded again."
+            )
+        if not folds:
+            notes.append("Nothing to fold: the model lacks no other head.")
+            return Outcome((), 0, {"heads": 0}, tuple(notes))
+        folded = [fold.target for fold in folds]
+        check_apart(job.teacher, folded, ("bias",))
+
+        # 2. Their mean outputs.
+        wanted = [(fold.teacher, fold.columns) for fold in folds]
+        run = job.loss or call
+        means, examples = mean_contexts(job.teacher, wanted, job.batches, run, job.progress)
+
+        # 3. Into the biases.
+        changes = [_bias_change(fold, mean) for fold, mean in zip(folds, means, strict=True)]
+        with Replaced(job.model, job.undo, adds_biases=True) as replaced:
+            # A projection without columns may run by its bias alone, so it needs one to be seen.
+            measured_only = without_columns(sites_as_targets(pairs))
+            replaced.open_(modules_of([*measured_only, *folded]))
+            metrics, more_notes = self._fold_(job, pairs, replaced, folded, changes)
+            replaced.close_(folded)
+        counts = {"heads": sum(len(fold.heads) for fold in folds), "biases_added": replaced.added}
+        changed = tuple(f"{target.name}.bias" for target in folded)
+        return Outcome(changed, examples, {**counts, **metrics}, (*notes, *more_notes))
+
+    def _fold_(
+        self,
+        job: Job,
+        pairs: list[SitePair],
+        replaced: Replaced,
+        targets: list[Target],
+        changes: list[Tensor],
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Changes the biases; returns the errors before and after, and notes."""
+        """Change the biases; return the errors before and after, and notes."""
         assert job.teacher is not None
         run, batches = job.loss or call, Batches.of(job.batches)
-        repeatable = self.measure and batches.again()
+        measures = self.measure and batches.again()
+        # Both errors come from the same batches, so they can be compared.
         with quiet(job.model, job.teacher, pairs):
-            if repeatable:
-                found = find(job.model, job.teacher, pairs, first(batches), run, refit=False)
-                before = errors(job, pairs, found.targets, run)
-            for fold, change in changes:
-                replaced.add_(fold.target, "bias", change)
+            if measures:
+                compared = find_targets(
+                    job.model, job.teacher, pairs, first(batches), run, refit=False
+                )
+                before = errors(job, pairs, compared.targets, run)
+            for target, change in zip(targets, changes, strict=True):
+                replaced.add_(target, "bias", change)
             replaced.check()
-            if repeatable:
-                after = errors(job, pairs, found.targets, run)
-                return summary(found.targets, before.errors, after.errors), found.notes
-        unread = self.measure and not repeatable
-        return {}, ("No errors are reported: the batches can be read only once.",) if unread else ()
+            if measures:
+                after = errors(job, pairs, compared.targets, run)
+                return summary(compared.targets, before.errors, after.errors), compared.notes
+        if self.measure:
+            return {}, ("No errors are reported: the batches can be read only once.",)
+        return {}, ()
 
 
-def _folds(model: nn.Module, pairs: list[Pair]) -> tuple[list[_Fold], int]:
-    """What is to be folded, each projection once, and how many heads had been folded before."""
+def _folds(model: nn.Module, pairs: list[SitePair]) -> tuple[list[_Fold], int]:
+    """Return what to fold, each projection once, and how many heads were folded before."""
     folds: list[_Fold] = []
-    held = 0
-    theirs = {ours.site.name: their for ours, their in pairs}
+    n_folded_before = 0
+    teacher_sites = {ours.site.name: theirs for ours, theirs in pairs}
     for target in sites_as_targets(pairs):
         assert target.bound is not None
-        teacher = theirs[target.bound.site.name]
-        heads = tuple(h for h in target.gone if h not in getattr(target.ours, FOLDED_ATTRIBUTE, ()))
-        held += len(target.gone) - len(heads)
+        folded = getattr(target.module, FOLDED_ATTRIBUTE, ())
+        # A head that the bias stands for already would be added twice.
+        heads = tuple(head for head in target.removed if head not in folded)
+        n_folded_before += len(target.removed) - len(heads)
         if heads:
-            slab = next(s for s in teacher.layout.slabs if s.path == teacher.layout.gate)
-            positions = [teacher.site.heads.index(h) for h in heads]
-            columns = rows_of(teacher.site.geometry, slab.units, slab.packing, "context", positions)
-            feature_count(target.ours, "in", target.name)
+            teacher = teacher_sites[target.bound.site.name]
+            feature_count(target.module, "in", target.name)
             check_own_parameters(model, target, ("bias",))
-            folds.append(_Fold(target, teacher, heads, tuple(columns)))
-    return folds, held
+            folds.append(_Fold(target, teacher, heads, _columns_of(teacher, heads)))
+    return folds, n_folded_before
 
 
-def _change(fold: _Fold, mean: Tensor) -> Tensor:
-    """What the bias grows by."""
-    source = fold.teacher.gate
-    weight = cut_features(source, "in", fold.columns, fold.target.name)["weight"].to(mean)
-    return (weight if isinstance(source, nn.Linear) else weight.T) @ mean  # Conv1D keeps [in, out]
+def _columns_of(b: BoundSite, heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the columns of the output projection that read these heads."""
+    slab = next(slab for slab in b.layout.slabs if slab.path == b.layout.gate)
+    # A site keeps the original numbers of its heads; columns follow their positions.
+    positions = [b.site.heads.index(head) for head in heads]
+    return tuple(rows_of(b.site.geometry, slab.units, slab.packing, "context", positions))
+
+
+def _bias_change(fold: _Fold, mean: Tensor) -> Tensor:
+    """Return what the bias grows by, ``[out]``."""
+    projection = fold.teacher.gate
+    weight = cut_features(projection, "in", fold.columns, fold.target.name)["weight"].to(mean)
+    # Conv1D keeps [in, out].
+    return (weight if isinstance(projection, nn.Linear) else weight.T) @ mean

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from headprune.recovery._follow import Trail, follow
+from headprune.recovery._follow import FollowedCall, follow
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 Use = Callable[[Tensor], object]
@@ -20,7 +20,9 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def followed(use: Use, *shape: int, calls: int = 1, expected: int | None = None) -> list[Trail]:
+def followed(
+    use: Use, *shape: int, calls: int = 1, expected: int | None = None
+) -> list[FollowedCall]:
     """The trails of so many calls of one projection, what it puts out being used like this;
     ``shape`` is that."""
     projection, given = nn.Linear(4, shape[-1], dtype=torch.float64), drawn(*shape[:-1], 4)
@@ -31,9 +33,9 @@ def followed(use: Use, *shape: int, calls: int = 1, expected: int | None = None)
 
     with torch.no_grad():
         found = follow(run, {0: projection}, expected)
-        for trail in found:
-            assert_close(trail.given, given, **EXACT)
-            assert_close(trail.output, projection(given), **EXACT)
+        for call in found:
+            assert_close(call.input, given, **EXACT)
+            assert_close(call.output, projection(given), **EXACT)
     return found
 
 
@@ -67,19 +69,19 @@ def test_what_is_added_comes_back_to_its_place(
 ) -> None:
     places = there(torch.arange(torch.Size(shape).numel()).view(shape))
     added = drawn(*places.shape)
-    (trail,) = followed(lambda y: there(y) + added, *shape)
-    assert trail.summed
-    assert trail.added
-    expected = trail.output.flatten().index_add(0, places.flatten(), added.flatten()).view(shape)
-    assert_close(trail.stream(True), expected, **EXACT)
-    assert_close(trail.stream(False), trail.output, **EXACT)
+    (call,) = followed(lambda y: there(y) + added, *shape)
+    assert call.summed
+    assert call.added
+    expected = call.output.flatten().index_add(0, places.flatten(), added.flatten()).view(shape)
+    assert_close(call.stream(True), expected, **EXACT)
+    assert_close(call.stream(False), call.output, **EXACT)
 
 
 def test_a_sum_in_place_leaves_the_output_as_it_was() -> None:
     added = drawn(2, 3, 6)
-    (trail,) = followed(lambda y: y.add_(added), 2, 3, 6)
-    assert (trail.summed, trail.added) == (True, True)
-    assert_close(trail.stream(True), trail.output + added, **EXACT)
+    (call,) = followed(lambda y: y.add_(added), 2, 3, 6)
+    assert (call.summed, call.added) == (True, True)
+    assert_close(call.stream(True), call.output + added, **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -106,15 +108,15 @@ def test_a_sum_in_place_leaves_the_output_as_it_was() -> None:
     ],
 )
 def test_what_is_no_sum_of_it_alone_ends_the_trail(use: Use) -> None:
-    (trail,) = followed(use, 2, 3, 6)
-    assert not trail.summed
-    assert_close(trail.stream(False), trail.output, **EXACT)
+    (call,) = followed(use, 2, 3, 6)
+    assert not call.summed
+    assert_close(call.stream(False), call.output, **EXACT)
 
 
 def test_a_bias_is_added_but_is_no_activation() -> None:
     bias = nn.Parameter(drawn(6))
-    (trail,) = followed(lambda y: y + bias, 2, 3, 6)
-    assert (trail.summed, trail.added) == (True, False)
+    (call,) = followed(lambda y: y + bias, 2, 3, 6)
+    assert (call.summed, call.added) == (True, False)
 
 
 def test_a_trail_ends_once() -> None:
@@ -139,14 +141,14 @@ def test_what_is_overwritten_afterwards_is_kept_as_it_was(kind: str) -> None:
     def run() -> None:
         y = projection(given)
         total = y + other
-        total.relu()  # the trail ends
+        total.relu()  # the call ends
         for tensor in {"given": [given], "output": [y], "view": [y.view(-1)[3:]], "sum": [total]}[
             kind
         ]:
             tensor.zero_()
 
     with torch.no_grad():
-        (trail,) = follow(run, {0: projection})
+        (call,) = follow(run, {0: projection})
     assert_close(
-        (trail.given, trail.output, trail.stream(True)), (x, expected, expected + other), **EXACT
+        (call.input, call.output, call.stream(True)), (x, expected, expected + other), **EXACT
     )

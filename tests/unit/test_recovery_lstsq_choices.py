@@ -33,7 +33,7 @@ from headprune.recovery._held_out import (
     held_out_errors,
     notes,
 )
-from headprune.recovery._least_squares import Moments, pooled, solved
+from headprune.recovery._least_squares import LeastSquaresSums, pooled, solved
 from headprune.recovery._sensitivity import sensitivities
 from headprune.recovery._side_by_side import quiet
 from headprune.run import runner
@@ -243,12 +243,12 @@ def test_moments_of_weighted_tokens() -> None:
     torch.manual_seed(0)
     x, e, w = torch.randn(30, 4).double() + 50, torch.randn(30, 3).double(), torch.rand(30).double()
     counted = torch.rand(30) > 0.3
-    moments = Moments(torch.float64)
+    sums = LeastSquaresSums(torch.float64)
     for rows in (slice(0, 12), slice(12, 30)):
-        moments.add(
+        sums.add(
             x[rows], torch.where(counted[rows, None], e[rows], torch.nan), counted[rows], w[rows]
         )
-    normal = moments.done()
+    normal = sums.done()
     x, e, w = x[counted], e[counted], w[counted]
     x_mean, e_mean = (w[:, None] * x).sum(0) / w.sum(), (w[:, None] * e).sum(0) / w.sum()
     assert_close(normal.n, w.sum())
@@ -258,7 +258,9 @@ def test_moments_of_weighted_tokens() -> None:
     assert_close(normal.xe, (x - x_mean).T @ (w[:, None] * (e - e_mean)))
     assert_close(normal.ee, (w[:, None] * (e - e_mean) ** 2).sum())
     weight, bias = torch.randn(4, 3).double(), torch.randn(3).double()
-    assert_close(normal.left(weight, bias), (w[:, None] * (e - x @ weight - bias) ** 2).sum())
+    assert_close(
+        normal.remaining_error(weight, bias), (w[:, None] * (e - x @ weight - bias) ** 2).sum()
+    )
 
 
 def test_nothing_felt_weighs_alike() -> None:
@@ -275,9 +277,9 @@ def test_nothing_felt_weighs_alike() -> None:
 def parts_of(x: Tensor, e: Tensor, w: Tensor | None = None, folds: int = 4) -> list[Any]:
     parts = []
     for fold in range(folds):
-        moments = Moments(torch.float64)
-        moments.add(x[fold::folds], e[fold::folds], None, None if w is None else w[fold::folds])
-        parts.append(moments.done())
+        sums = LeastSquaresSums(torch.float64)
+        sums.add(x[fold::folds], e[fold::folds], None, None if w is None else w[fold::folds])
+        parts.append(sums.done())
     return parts
 
 

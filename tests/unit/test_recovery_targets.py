@@ -20,7 +20,7 @@ from headprune.model.padding import PaddingInfo
 from headprune.recovery import Lstsq
 from headprune.recovery._replaced import Replaced
 from headprune.recovery._targets import Target
-from headprune.recovery._taught import Taught, key_of
+from headprune.recovery._taught import TeacherCache, key_of
 
 
 class Stack(nn.Module):
@@ -242,10 +242,10 @@ def test_batches_are_told_apart_by_all_they_hold() -> None:
 
 
 def test_what_has_no_key_is_not_learnt_and_the_first_time_counts() -> None:
-    taught = Taught(room=100)
-    taught.learn(None, [[torch.ones(2)]])
-    assert (taught.room, taught.calls(None, 0), taught.streams(None, 0)) == (100, None, None)
-    taught.learn("a", [[torch.ones(2)]])
-    taught.learn("a", [[torch.zeros(2), torch.zeros(2)]])
-    assert (taught.room, taught.calls("a", 0)) == (92, 1)
-    assert_close(taught.streams("a", 0), [torch.ones(2)])
+    cache = TeacherCache(room=100)
+    cache.learn(None, [[torch.ones(2)]])
+    assert (cache.room, cache.calls(None, 0), cache.streams(None, 0)) == (100, None, None)
+    cache.learn("a", [[torch.ones(2)]])
+    cache.learn("a", [[torch.zeros(2), torch.zeros(2)]])
+    assert (cache.room, cache.calls("a", 0)) == (92, 1)
+    assert_close(cache.streams("a", 0), [torch.ones(2)])
