@@ -76,10 +76,12 @@ def _check_config(folder: Path, where: str) -> None:
     """Refuse a configuration that makes PEFT run code, read other folders, or search for ever."""
     config = read_object(folder / _CONFIG, "a configuration of PEFT")
     _check_patterns(config, folder / _CONFIG)
-    if config.get("megatron_config") is not None:  # older versions of PEFT import what it names
+    # Older versions of PEFT import the module that it names.
+    if config.get("megatron_config") is not None:
         must = "adapters that need no Megatron"
         raise InvalidValue(where, must, f"{str(folder)!r} with a megatron_config")
-    if str(config.get("peft_type")).upper() == "XLORA":  # loads any folder that it names
+    # X-LoRA loads any folder that it names.
+    if str(config.get("peft_type")).upper() == "XLORA":
         got = f"{str(folder)!r}, X-LoRA, a mixture of others"
         raise InvalidValue(where, "adapters that can be merged", got)
 
@@ -93,7 +95,8 @@ def _merge(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
     if not isinstance(base_path, str) or not base_path:
         must = "adapters that name their base model"
         raise InvalidValue(where, must, f"none in {_CONFIG}")
-    if base_path.startswith("package:"):  # a file must not choose which package is imported
+    # A file must not choose which package is imported.
+    if base_path.startswith("package:"):
         must = "adapters whose base model is a folder or on the hub"
         raise InvalidValue(where, must, repr(base_path))
     kind = class_named(str((config.auto_mapping or {}).get("base_model_class")))
@@ -109,6 +112,7 @@ def _check_patterns(config: dict[str, Any], path: Path) -> None:
     for key, value in config.items():
         if not _SEARCHED.search(key):
             continue
+        # PEFT tries each pattern of a list on each module, so a list shares one allowance.
         single = isinstance(value, str) and key.endswith("_modules")
         steps_left = _MOST if single else _MOST_LISTED
         for text in _texts(value):

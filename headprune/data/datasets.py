@@ -1,4 +1,4 @@
-"""Load the rows of a recipe, check them, assign them to purposes, encode and batch them."""
+"""Load, check, split, encode and batch the rows of a recipe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from headprune.core.errors import InvalidValue, did_you_mean
-from headprune.data.features import Collate, Example, RowEncoder, pixel_array, pixel_statistics
+from headprune.data.features import (
+    Collate,
+    Example,
+    RowEncoder,
+    pixel_array,
+    pixel_statistics,
+)
 from headprune.data.models import Preparation
 from headprune.data.order import LikeLengths
 from headprune.data.overlap import given_notes, given_twice
-from headprune.data.questions import check_answers, cut_off, encode_questions, has_unanswerable
+from headprune.data.questions import (
+    check_answers,
+    cut_off,
+    encode_questions,
+    has_unanswerable,
+)
 from headprune.data.sound import clip_of
 from headprune.data.sources import Source, check_pictures, folder_of, load_source, undecoded
 from headprune.data.splits import Part, calibration_rows, normalised, partition
@@ -61,6 +72,7 @@ class RawData:
     def label_ids(self) -> dict[Any, int]:
         """The class number of each value in the label column."""
         numbers = {label: i for i, label in enumerate(self.labels)}
+        # Without class names, the column holds the labels themselves.
         if not self.class_names:
             return numbers
         return {value: numbers[name] for value, name in self.class_names.items()}
@@ -112,7 +124,11 @@ class Data:
         """Return the targets, in the order of ``evaluation``."""
         return [self.targets[purpose][i] for i in self._by_length(purpose)]
 
-    def _collated(self, rows: Sequence[Example], size: int) -> list[dict[str, Tensor]]:
+    def _collated(
+        self,
+        rows: Sequence[Example],
+        size: int,
+    ) -> list[dict[str, Tensor]]:
         return [self.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _by_length(self, purpose: str) -> list[int]:
@@ -124,8 +140,10 @@ class Data:
 
         Where there are targets, a batch has examples of like length.
         """
+        # Each pass continues this generator, so passes differ and runs agree.
         generator = torch.Generator().manual_seed(self.seed)
         rows: Any = self.examples[purpose]
+        # Translations: padding of both sides would cost most.
         if self.targets:
             lengths = [len(row["input_ids"]) + len(row.get("labels", ())) for row in rows]
             sampler = LikeLengths(lengths, size, generator)
@@ -154,10 +172,10 @@ def load_rows(recipe: Recipe) -> RawData:
     # 1. Load and check every column that the task needs.
     source = _openable(load_source(section), section, task)
     label = _label_column(source, section)
+    keys: dict[str, list[str]] = {}
     for role, rows in source.splits.items():
         _check_columns(rows, section, task, role, label)
-    keys = {role: _keys(rows, section, task, role) for role, rows in source.splits.items()}
-    for role, rows in source.splits.items():
+        keys[role] = _keys(rows, section, task, role)
         _check_answers(rows, section, task, role, label)
     # 2. Number the labels.
     present = _label_values(source, label, task)
@@ -168,16 +186,18 @@ def load_rows(recipe: Recipe) -> RawData:
     strata = list(source.splits["train"][label]) if whole_rows else None
     amounts = (section.holdout, section.test_holdout, section.calibration)
     parts = partition(keys, strata, *amounts, seed=recipe.seed)
-    splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
-    # 4. Describe them for the record.
-    overlap = given_twice(keys, parts)
-    # The table that names sound files is unchanged where one is replaced; a digest of contents is
-    # not.
+    # 4. Describe them for the record. A digest of contents notices a replaced sound file; the table
+    # that names it is unchanged.
     of_source = {**source.facts, "rows": _digest(keys)}
     if task not in UNLABELLED:
         of_source["label"] = label
-    of_parts = {name: part.facts for name, part in parts.items()}
-    facts = {"source": of_source, **of_parts, "overlap": {"given": overlap}}
+    facts: dict[str, Any] = {"source": of_source}
+    splits = {}
+    for name, part in parts.items():
+        splits[name] = source.splits[part.source].select(part.rows)
+        facts[name] = part.facts
+    overlap = given_twice(keys, parts)
+    facts["overlap"] = {"given": overlap}
     columns = section.text_columns
     if section.target:
         columns = [*columns, section.target]
@@ -207,10 +227,11 @@ def _openable(source: Source, section: DataSection, task: Task) -> Source:
 
 
 def _label_column(source: Source, section: DataSection) -> str:
-    """Return the first label column that the train rows have, else the first of the recipe."""
+    """Return the first label column that the train rows have."""
     for name in section.label_columns:
         if name in source.splits["train"].column_names:
             return name
+    # None is there, which is refused with the other columns.
     return section.label_columns[0]
 
 
@@ -233,7 +254,13 @@ def _needed_columns(section: DataSection, task: Task, label: str) -> dict[str, s
     return needed
 
 
-def _check_columns(rows: Any, section: DataSection, task: Task, role: str, label: str) -> None:
+def _check_columns(
+    rows: Any,
+    section: DataSection,
+    task: Task,
+    role: str,
+    label: str,
+) -> None:
     for key, column in _needed_columns(section, task, label).items():
         if column not in rows.column_names:
             must = f"a column of the {role} rows of {section.path}"
@@ -241,7 +268,13 @@ def _check_columns(rows: Any, section: DataSection, task: Task, role: str, label
             raise InvalidValue(key, must, repr(column), hint)
 
 
-def _check_answers(rows: Any, section: DataSection, task: Task, role: str, label: str) -> None:
+def _check_answers(
+    rows: Any,
+    section: DataSection,
+    task: Task,
+    role: str,
+    label: str,
+) -> None:
     """Refuse answers that do not stand in their context, and empty translations."""
     if task == "question_answering":
         check_answers(rows, section, label, role)
@@ -270,6 +303,7 @@ def _keys(rows: Any, section: DataSection, task: Task, role: str) -> list[str]:
     keys = []
     for i, values in enumerate(zip(*columns, strict=True)):
         where = f"data: {role}, row {i}"
+        # The separator is a control character, so that "a b" + "c" differs from "a" + "b c".
         keys.append("\x1f".join(_text_key(value, must, where) for value in values))
     return keys
 
@@ -281,7 +315,7 @@ def _text_key(value: Any, must: str, where: str) -> str:
 
 
 def _image_key(image: Any, where: str) -> str:
-    array = pixel_array(image)
+    array = pixel_array(image)  # [channels, height, width]
     if not np.isfinite(array).all():
         raise InvalidValue(where, "an image of finite numbers", "NaN or infinite values")
     return hashlib.sha256(f"{array.shape}".encode() + array.tobytes()).hexdigest()
@@ -303,7 +337,7 @@ def _label_values(source: Source, column: str, task: Task) -> tuple[Any, ...]:
     """Check all labels; return each value once, where labels are classes."""
     if task in UNLABELLED or task == "question_answering":
         return ()
-    seen: dict[Any, None] = {}  # a set that keeps the order
+    seen: dict[Any, None] = {}  # used as a set that keeps the order
     for role, rows in source.splits.items():
         for i, label in enumerate(rows[column]):
             per_word = task == "token_classification" and isinstance(label, list)
@@ -316,6 +350,7 @@ def _label_values(source: Source, column: str, task: Task) -> tuple[Any, ...]:
 
 def _check_label(value: Any, task: Task, where: str) -> None:
     if task == "regression":
+        # A bool is an int in Python, but no grade.
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
             raise InvalidValue(where, "labelled with a finite number", repr(value))
@@ -335,6 +370,7 @@ def _numbered_labels(values: Sequence[Any], task: Task) -> tuple[Any, ...]:
         return tuple(range(max(values) + 1))
     if not all(isinstance(value, str) for value in values):
         raise InvalidValue("data.label", "all numbers or all names", "both")
+    # Names have no order of their own; sorted, runs agree.
     return tuple(sorted(values))
 
 
@@ -345,7 +381,8 @@ def _dataset_names(source: Source, column: str, task: Task) -> dict[int, str]:
     if task not in CLASSIFICATIONS:
         return {}
     feature = source.splits["train"].features[column]
-    feature = getattr(feature, "feature", feature)  # of a list, the type of its items
+    # The type of a list leads to that of its items.
+    feature = getattr(feature, "feature", feature)
     return dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
 
 
@@ -353,7 +390,11 @@ def _dataset_names(source: Source, column: str, task: Task) -> dict[int, str]:
 
 
 def encode_rows(
-    recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype: torch.dtype = torch.float32
+    recipe: Recipe,
+    raw: RawData,
+    preparation: Preparation,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Data:
     """Encode every row with the model's own tokenizer or processor.
 
@@ -369,6 +410,7 @@ def encode_rows(
     section, task = recipe.data, recipe.task
     if task == "question_answering":
         return _encode_questions(recipe, raw, preparation)
+    # Without a processor of the model, images are normalised by the train images.
     pixels = None
     normalise = preparation.processor is None and section.normalise is not False
     if task == "image_classification" and normalise:
@@ -383,34 +425,42 @@ def encode_rows(
         pixels,
         preparation.start,
     )
-    examples = {name: encoder.encode(rows) for name, rows in raw.splits.items()}
-    if task == "causal_lm":
-        _check_lengths(examples)
-    targets = {}
-    if section.target:
-        targets = {name: list(rows[section.target]) for name, rows in raw.splits.items()}
+    examples: dict[str, list[Example]] = {}
+    targets: dict[str, list[Any]] = {}
+    for name, rows in raw.splits.items():
+        examples[name] = encoder.encode(rows)
+        if task == "causal_lm":
+            _check_lengths(examples[name], name)
+        if section.target:
+            targets[name] = list(rows[section.target])
     return Data(examples, Collate(preparation.pad, dtype=dtype), recipe.seed, targets)
 
 
-def _check_lengths(examples: Mapping[str, Sequence[Example]]) -> None:
+def _check_lengths(examples: Sequence[Example], name: str) -> None:
     """Refuse rows of one token, in which there is no next token to predict."""
-    for name, rows in examples.items():
-        for i, example in enumerate(rows):
-            length = len(example["input_ids"])
-            if length < 2:
-                where = f"data: {name}, row {i}"
-                raise InvalidValue(where, "at least two tokens long", length)
+    for i, example in enumerate(examples):
+        length = len(example["input_ids"])
+        if length < 2:
+            where = f"data: {name}, row {i}"
+            raise InvalidValue(where, "at least two tokens long", length)
 
 
-def _encode_questions(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:
+def _encode_questions(
+    recipe: Recipe,
+    raw: RawData,
+    preparation: Preparation,
+) -> Data:
     unanswerable = has_unanswerable(raw.splits.values(), raw.label)
     tools = (recipe.data, raw.label, preparation.tokenizer, unanswerable)
-    examples: dict[str, list[Example]] = {name: [] for name in raw.splits}
-    targets: dict[str, list[Any]] = {"validation": [], "test": []}  # the others are never judged
+    examples: dict[str, list[Example]] = {}
+    # Rows of other purposes are never judged.
+    targets: dict[str, list[Any]] = {"validation": [], "test": []}
     for name, rows in raw.splits.items():
+        examples[name] = []
         for example, question in encode_questions(rows, *tools):
             examples[name].append(example)
             if name in targets:
                 targets[name].append(question)
+    # A window holds one answer only if the context is not cut before it.
     notes = cut_off(examples, recipe.data.max_length)
     return Data(examples, Collate(preparation.pad), recipe.seed, targets, notes)

@@ -16,7 +16,12 @@ from headprune.data.sources import folder_of
 from headprune.recipes.schema import DataSection, Task
 
 #: Value at padded places; token numbers take the tokenizer's padding token.
-_PADDING = {"attention_mask": 0, "token_type_ids": 0, "decoder_attention_mask": 0, "labels": -100}
+_PADDING = {
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "decoder_attention_mask": 0,
+    "labels": -100,
+}
 
 _TOKENS = ("input_ids", "decoder_input_ids")
 
@@ -78,10 +83,10 @@ class RowEncoder:
 
     def _text(self, rows: Any) -> list[Example]:
         columns = [list(rows[name]) for name in self.section.text_columns]
-        if self.section.prefix:
+        if self.section.prefix:  # as T5 reads its task
             columns[0] = [self.section.prefix + text for text in columns[0]]
         encoded = self.tokenizer(*columns, truncation=True, max_length=self.section.max_length)
-        return [_row(encoded, i) for i in range(len(columns[0]))]
+        return [row_of(encoded, i) for i in range(len(columns[0]))]
 
     def _translations(self, rows: Any) -> list[Example]:
         """Encode sources and translations.
@@ -105,8 +110,11 @@ class RowEncoder:
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def _labelled_words(self, rows: Any) -> list[Example]:
-        """Encode lists of words; a word's label is at its first token, other tokens have -100."""
-        words = [list(row) for row in rows[self.section.text_columns[0]]]
+        """Encode lists of words; only a word's first token has a label.
+
+        Other tokens have -100, which the loss ignores.
+        """
+        words = list(map(list, rows[self.section.text_columns[0]]))
         encoded = self.tokenizer(
             words,
             truncation=True,
@@ -115,12 +123,14 @@ class RowEncoder:
         )
         examples = []
         for i, labels in enumerate(rows[self.label]):
-            numbers, seen = [], set()
-            for word in encoded.word_ids(i):  # the word of each token; None at special tokens
+            numbers: list[int] = []  # [tokens]
+            seen: set[int | None] = set()
+            # The word of each token; None at special tokens.
+            for word in encoded.word_ids(i):
                 first = word is not None and word not in seen
                 numbers.append(self.label_ids[labels[word]] if first else -100)
                 seen.add(word)
-            examples.append({**_row(encoded, i), "labels": numbers})
+            examples.append({**row_of(encoded, i), "labels": numbers})
         return examples
 
     def _pixels(self, image: Any) -> Tensor:
@@ -136,7 +146,7 @@ class RowEncoder:
         return (array - mean) / deviation
 
 
-def _row(encoded: Any, i: int) -> Example:
+def row_of(encoded: Any, i: int) -> Example:
     """Return row ``i`` of a tokenizer's output."""
     return {name: encoded[name][i] for name in encoded}
 
@@ -152,9 +162,10 @@ def pixel_array(image: Any) -> np.ndarray:
     A picture's bytes are scaled to 0..1; numbers are unchanged.
     """
     picture = _is_picture(image)
+    # A picture has one byte per value.
     scale = np.float32(255.0 if picture else 1.0)
     array: np.ndarray = np.asarray(image, dtype=np.float32) / scale
-    if array.ndim == 2:
+    if array.ndim == 2:  # one channel, without a dimension for it
         return array[None]
     if picture:  # Pillow has the channels last
         return np.ascontiguousarray(array.transpose(2, 0, 1))
@@ -164,6 +175,7 @@ def pixel_array(image: Any) -> np.ndarray:
 def pixel_statistics(images: Iterable[Any]) -> tuple[float, float]:
     """Return mean and standard deviation over every pixel of every image."""
     values = np.concatenate([pixel_array(image).ravel() for image in images])
+    # At least 1e-6 avoids a division by zero where all images are one colour.
     return float(values.mean()), float(max(values.std(), 1e-6))
 
 
@@ -184,13 +196,17 @@ class Collate:
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         if not examples:
             raise InvalidValue("batch", "made of examples", "none")
-        return {name: self._column(name, [e[name] for e in examples]) for name in examples[0]}
+        return {name: self._column(name, examples) for name in examples[0]}
 
-    def _column(self, name: str, values: list[Any]) -> Tensor:
+    def _column(self, name: str, examples: Sequence[Example]) -> Tensor:
+        """Return one value of all examples: ``[batch, ...]``."""
+        values = [example[name] for example in examples]
         if isinstance(values[0], Tensor):
+            # Pixels or sound, all of one shape.
             stacked = torch.stack(values)
             return stacked.to(self.dtype) if stacked.is_floating_point() else stacked
         if not isinstance(values[0], list):
+            # Numbers, such as labels: [batch]
             return torch.tensor(values)
         longest = max(map(len, values))
         fill = self.pad if name in _TOKENS else _PADDING.get(name, 0)
@@ -198,4 +214,4 @@ class Collate:
         for value in values:
             gap = [fill] * (longest - len(value))
             padded.append(gap + value if self.side == "left" else value + gap)
-        return torch.tensor(padded)
+        return torch.tensor(padded)  # [batch, longest]

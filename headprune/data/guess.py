@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,13 @@ class _Draft:
         return [f"{key}: {value}" for key, value in self.values.items()]
 
 
-def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") -> Guess:
+def guess(
+    model: str,
+    data: str,
+    *,
+    task: str | None = None,
+    keep: str = "0.5",
+) -> Guess:
     """Guess a recipe that scores, cuts and refits a model on data.
 
     Args:
@@ -156,7 +163,8 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
     config = model_config(model)
     kind = class_name_of(config) or type(config).__name__
     of_class = _task_of_class(kind, config)
-    if not kind.isidentifier():  # it comes from a file, and is written into a comment
+    # The name comes from a file, and is written into a comment of the recipe.
+    if not kind.isidentifier():
         kind = repr(kind)
     # 2. Choose the task.
     chosen: Any = task or of_class or _task_of_columns(columns, data)
@@ -168,7 +176,7 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
     head = f"{kind} has no head for it, so it is trained first"
     if has_head:
         head = f"{kind} is a model for it"
-    # 3. Name the columns.
+    # 3. Choose the columns, with a reason for each.
     draft = _draft_of(chosen, columns, data)
     why = [f"the task is {chosen}: {head}", *draft.why]
     lines = draft.lines
@@ -209,6 +217,7 @@ def _task_of_columns(columns: Columns, data: str) -> Task | None:
         return "token_classification"
     if not columns.texts:
         return None
+    # Text alone says little: a label decides.
     label = _first_of(_LABELS, columns.names)
     if label in columns.fractions:
         return "regression"
@@ -223,7 +232,7 @@ def _task_of_columns(columns: Columns, data: str) -> Task | None:
 
 def _columns(rows: Any) -> Columns:
     """Sort the columns by their first value that is not empty."""
-    names: dict[str, list[str]] = {kind: [] for kind in Columns.__dataclass_fields__}
+    names: defaultdict[str, list[str]] = defaultdict(list)
     for name in rows.column_names:
         stored = undecoded(rows, name)
         kind = "sounds"
@@ -265,8 +274,10 @@ def _draft_of(task: Task, columns: Columns, data: str) -> _Draft:
     if task in ("text_classification", "regression"):
         return _labelled_text(columns, data)
     inputs = _inputs(task, columns, data)
-    values = {key: _quoted(name) for key, name in inputs.items()}
-    why = [f"{key} is in {name!r}" for key, name in inputs.items()]
+    values, why = {}, []
+    for key, name in inputs.items():
+        values[key] = _quoted(name)
+        why.append(f"{key} is in {name!r}")
     if task not in UNLABELLED:
         label = _label(columns, tuple(inputs.values()), data)
         values["label"] = _quoted(label)
@@ -285,11 +296,12 @@ def _inputs(task: Task, columns: Columns, data: str) -> dict[str, str]:
         return {"audio": _only(sounds, "audio", what, data)}
     if task == "token_classification":
         # Tags may be words too.
-        words = tuple(name for name in columns.words if name not in _LABELS)
+        words = _without(columns.words, _LABELS)
         return {"text": _only(words, "text", "lists of words", data)}
     if task == "translation":
         if len(columns.texts) != 2:
             raise _unclear("text and data.target", "two columns of text", columns.texts, data)
+        # Their order is the only sign of the direction.
         source, target = columns.texts
         return {"text": source, "target": target}
     return {"text": _only(columns.texts, "text", "text", data)}
@@ -299,7 +311,8 @@ def _labelled_text(columns: Columns, data: str) -> _Draft:
     """Choose one column of text or a pair, and the label."""
     pair = next((pair for pair in _PAIRS if set(pair) <= set(columns.texts)), ())
     label = _label(columns, pair, data)
-    texts = pair or tuple(name for name in columns.texts if name != label)
+    texts = pair or _without(columns.texts, (label,))
+    # A model reads one text, or two as a pair.
     if not 1 <= len(texts) <= 2:
         raise _unclear("text", "one column of text, or two of a pair", texts, data)
     text = ", ".join(map(_quoted, texts))
@@ -311,13 +324,17 @@ def _labelled_text(columns: Columns, data: str) -> _Draft:
 
 def _label(columns: Columns, taken: Sequence[str], data: str) -> str:
     """Return the label column: by its name, else the only column that is no input."""
-    known = _first_of(_LABELS, [name for name in columns.names if name not in taken])
+    known = _first_of(_LABELS, _without(columns.names, taken))
     if known is not None:
         return known
-    rest = [name for name in (*columns.others, *columns.ids) if name not in taken]
+    rest = _without((*columns.others, *columns.ids), taken)
     if taken and not rest:
-        rest = [name for name in columns.texts if name not in taken]
-    return _only(tuple(rest), "label", "labels", data)
+        rest = _without(columns.texts, taken)  # labels may be names
+    return _only(rest, "label", "labels", data)
+
+
+def _without(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in taken)
 
 
 def _first_of(wanted: Iterable[str], present: Sequence[str]) -> str | None:
@@ -349,10 +366,11 @@ def _test_lines(source: Source, label: str | None) -> list[tuple[str, str]]:
         return []
     if label not in splits["test"].column_names:
         return []
-    unlabelled = {role: _unlabelled(rows[label]) for role, rows in splits.items()}
+    unlabelled = {role: list(map(_is_missing, rows[label])) for role, rows in splits.items()}
     train, validation = unlabelled["train"], unlabelled["validation"]
     if not all(unlabelled["test"]) or any(train) or any(validation):
         return []
+    # Test on the validation rows instead, and validate on rows of train: a tenth, or 1000.
     names = source.facts["splits"]
     holdout = 0.1 if len(train) <= 10_000 else 1000
     return [
@@ -364,9 +382,9 @@ def _test_lines(source: Source, label: str | None) -> list[tuple[str, str]]:
     ]
 
 
-def _unlabelled(labels: Iterable[Any]) -> list[bool]:
-    """For each label, whether it is nothing or a negative number."""
-    return [v is None or (isinstance(v, (int, float)) and v < 0) for v in labels]
+def _is_missing(label: Any) -> bool:
+    """Whether a label is nothing or a negative number."""
+    return label is None or (isinstance(label, (int, float)) and label < 0)
 
 
 # ---------------------------------------------------------------- the recipe's text
@@ -380,7 +398,7 @@ def _max_length(config: Any) -> int:
 
 
 def _check_name(name: str, where: str, what: str) -> None:
-    """Refuse a name that a recipe would take for a reference to one of its keys."""
+    """Refuse a name that a recipe would read as a reference."""
     reference = REFERENCE.search(name)
     if reference:
         must = f"without {reference[0]}, which a recipe takes for the value of a key"
@@ -394,6 +412,7 @@ def _quoted(name: str) -> str:
         InvalidValue: it holds a reference.
     """
     _check_name(name, "data: a column's name", "column")
+    # Plain is what YAML reads back unchanged, in a list too; "#" may begin a comment.
     try:
         plain = parse_yaml(f"- {name}\n- [{name}]", "a name") == [name, [name]] and "#" not in name
     except InvalidValue:
@@ -416,6 +435,7 @@ def _recipe_text(
     keep: str,
 ) -> str:
     """Return the recipe as commented YAML."""
+    # The recipe's name is that of the model's folder, in the characters that names may have.
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(model.rstrip("/")).name).strip("-._")[:90] or "mine"
     lines = [
         f"name: {_quoted(f'{name}-pruned')}",

@@ -69,6 +69,7 @@ class Fit:
 
 def mapping_words(raw: RawData) -> str:
     """Return a sentence that says which label is which class of the model."""
+    # By class number, so that the sentence reads in the model's own order.
     ids = sorted(raw.label_ids.items(), key=lambda item: item[1])
     shown = []
     for value, number in ids[:_SHOWN]:
@@ -78,7 +79,11 @@ def mapping_words(raw: RawData) -> str:
     return f"labels: {', '.join(shown)}{more} ({_HOW[raw.numbering]})"
 
 
-def check_order(model: nn.Module, data: Data, raw: RawData) -> tuple[Fit, tuple[str, ...]]:
+def check_order(
+    model: nn.Module,
+    data: Data,
+    raw: RawData,
+) -> tuple[Fit, tuple[str, ...]]:
     """Compare the model's answers on some train rows with the labels.
 
     Returns:
@@ -115,7 +120,7 @@ def check_order(model: nn.Module, data: Data, raw: RawData) -> tuple[Fit, tuple[
 
 
 def measure(model: nn.Module, data: Data, n_labels: int) -> Fit:
-    """Choose an order of labels on one half of some train rows, and judge it on the other half.
+    """Choose an order of labels on half of some train rows; judge it on others.
 
     So a good order is no luck of the rows that chose it, however many orders there are.
 
@@ -128,7 +133,8 @@ def measure(model: nn.Module, data: Data, n_labels: int) -> Fit:
     train = data.examples["train"]
     n_rows = min(_ROWS, len(train), len(data.examples["test"]) + len(data.examples["validation"]))
     chosen = [train[i] for i in random.Random(0).sample(range(len(train)), n_rows)]
-    counts = _answers(model, data, chosen, n_labels)  # [rows, labels, answers]
+    # [rows, labels, answers]
+    counts = _answers(model, data, chosen, n_labels)
     half = len(chosen) // 2
     choosing, judging = counts[:half].sum(0), counts[half:]
     # 2. Accuracy with the numbers that labels have.
@@ -138,7 +144,8 @@ def measure(model: nn.Module, data: Data, n_labels: int) -> Fit:
     usual = float(judging.sum((0, 2)).max(initial=0) / total)
     # 3. Accuracy in the best order of the other half.
     order = _best_order(choosing)  # [labels]
-    right_in_order = judging[:, np.arange(n_labels), order].sum(1)  # [rows]
+    # [rows]
+    right_in_order = judging[:, np.arange(n_labels), order].sum(1)
     better = float(right_in_order.sum() / total)
     # 4. Is it far better, and by more than chance?
     gain = better - accuracy
@@ -152,14 +159,19 @@ def measure(model: nn.Module, data: Data, n_labels: int) -> Fit:
 def facts_of_labels(raw: RawData, fit: Fit) -> Mapping[str, Any]:
     """Return the numbering of labels and its fit, for the record."""
     facts: dict[str, Any] = {"numbered": raw.numbering, "rows": fit.rows, "accuracy": fit.accuracy}
-    facts["classes"] = [str(label) for label in raw.labels]
+    facts["classes"] = list(map(str, raw.labels))
     if fit.order:
         facts["better order"] = _labels_in_order(raw, fit.order)
         facts["its accuracy"] = fit.better
     return facts
 
 
-def _answers(model: nn.Module, data: Data, rows: list[Any], n_labels: int) -> np.ndarray[Any, Any]:
+def _answers(
+    model: nn.Module,
+    data: Data,
+    rows: list[Any],
+    n_labels: int,
+) -> np.ndarray[Any, Any]:
     """Count how often each row's labels got which answers: ``[rows, labels, answers]``."""
     counts: list[Tensor] = []
     device = device_of(model)
@@ -167,7 +179,8 @@ def _answers(model: nn.Module, data: Data, rows: list[Any], n_labels: int) -> np
         for start in range(0, len(rows), _BATCH):
             batch = to_device(data.collate(rows[start : start + _BATCH]), device)
             answers = logits_of(predict(model, batch)).argmax(-1)
-            labels = batch["labels"].reshape(len(answers), -1)  # [rows, 1 or tokens]
+            # [rows, 1 or tokens]
+            labels = batch["labels"].reshape(len(answers), -1)
             answers = answers.reshape(labels.shape)
             # Each pair of label and answer is one cell; padding, label -100, counts as 0.
             cells = labels.clamp(min=0) * n_labels + answers
@@ -185,25 +198,30 @@ def _best_order(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """
     from scipy.optimize import linear_sum_assignment
 
+    # Doubled counts leave room for a preference that decides only between equal choices.
     _, order = linear_sum_assignment(2 * counts + np.eye(len(counts)), maximize=True)
     return np.asarray(order)
 
 
 def _sign_test(wins: int, losses: int) -> float:
     """Return the probability of so many wins or more, were both orders equally good."""
+    # Rows that both orders get right, or both wrong, say nothing.
     n = wins + losses
     return float(sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n)
 
 
 def _labels_in_order(raw: RawData, order: tuple[int, ...]) -> list[Any]:
-    """Return the data's label of each class in an order; the model's name where there is none."""
+    """Return the data's label of each class in an order.
+
+    A class without a label in the data has the model's name.
+    """
     by_number = {}
     for value, number in raw.label_ids.items():
         by_number[number] = raw.dataset_names.get(value, value)
     by_class = {}
     for number, answer in enumerate(order):
         by_class[answer] = by_number.get(number, raw.labels[number])
-    return [by_class[i] for i in range(len(order))]
+    return list(dict(sorted(by_class.items())).values())
 
 
 def _as_yaml(labels: list[Any]) -> str:

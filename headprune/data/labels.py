@@ -68,7 +68,7 @@ def number_labels(recipe: Recipe, raw: RawData) -> RawData:
 
 
 def _class_names(config: Any) -> tuple[str, ...]:
-    """Return a model's class names by number; none unless the numbers are 0, 1, 2 ..."""
+    """Return a model's class names in order; none unless numbered 0, 1, 2 ..."""
     by_number: Mapping[int, str] = getattr(config, "id2label", None) or {}
     by_name: Mapping[str, int] = getattr(config, "label2id", None) or {}
     names = {int(i): str(name) for i, name in by_number.items()}
@@ -79,7 +79,7 @@ def _class_names(config: Any) -> tuple[str, ...]:
     distinct = len(set(names.values())) == len(names)
     if not complete or not distinct:
         return ()
-    return tuple(names[i] for i in range(len(names)))
+    return tuple(dict(sorted(names.items())).values())
 
 
 def _is_unnamed(names: Any) -> bool:
@@ -102,15 +102,20 @@ def _are_numbers(raw: RawData) -> bool:
     return all(label.isdecimal() and str(int(label)) == label for label in raw.labels)
 
 
-def _in_given_order(raw: RawData, order: Sequence[Any], names: Sequence[str]) -> RawData:
+def _in_given_order(
+    raw: RawData,
+    order: Sequence[Any],
+    names: Sequence[str],
+) -> RawData:
     """Number labels as ``data.labels`` does; use the model's names where it has some."""
     numbers = {str(label): i for i, label in enumerate(order)}
-    shown = raw.dataset_names or {value: value for value in raw.present}
+    shown = raw.dataset_names or dict(zip(raw.present, raw.present, strict=True))
     lacking = [str(shown[value]) for value in raw.present if str(shown[value]) not in numbers]
     if lacking:
         must = f"a list with every label of the data, {_listed(sorted(lacking))} too"
         hint = did_you_mean(lacking[0], numbers)
         raise InvalidValue("data.labels", must, list(order), hint)
+    # Report the model's own names where it has real ones.
     labels = tuple(map(str, order))
     if len(names) == len(order) and not _is_unnamed(names):
         labels = tuple(names)
@@ -126,12 +131,12 @@ def _by_name(raw: RawData, names: Sequence[str]) -> RawData | None:
     if not isinstance(raw.labels[0], str):
         return None
     for spelling in _SPELLINGS:
-        in_model = {spelling(name): name for name in names}
-        in_data = {spelling(label) for label in raw.labels}
+        in_model = dict(zip(map(spelling, names), names, strict=True))
+        in_data = set(map(spelling, raw.labels))
         # Two names with one spelling would be mixed up.
         distinct = len(in_data) == len(raw.labels) and len(in_model) == len(names)
         if distinct and in_data <= in_model.keys():
-            stored = raw.class_names or {label: label for label in raw.labels}
+            stored = raw.class_names or dict(zip(raw.labels, raw.labels, strict=True))
             class_names = {value: in_model[spelling(name)] for value, name in stored.items()}
             return replace(raw, labels=tuple(names), class_names=class_names, numbering="name")
     return None
@@ -140,6 +145,7 @@ def _by_name(raw: RawData, names: Sequence[str]) -> RawData | None:
 def _by_number(raw: RawData, names: Sequence[str]) -> RawData:
     """Take labels as class numbers; the model may have more classes."""
     numbers = {value: int(value) for value in raw.present}
+    # Labels 1 to n, for a model with classes 0 to n - 1, would be off by one.
     least, most = min(numbers.values()), max(numbers.values())
     if least >= 1 and most == len(names):
         must = (
@@ -156,7 +162,7 @@ def _by_number(raw: RawData, names: Sequence[str]) -> RawData:
 
 
 def _for_new_head(path: str, raw: RawData, names: Sequence[str]) -> RawData:
-    """Keep the data's own order, for a head that is trained; note which names the model lacks."""
+    """Keep the data's order for a new head; warn of names that the model lacks."""
     if not isinstance(raw.labels[0], str) or _is_unnamed(names):
         return raw
     order = "their own order" if raw.dataset_names else "sorted order"
@@ -195,6 +201,7 @@ def _renamed(path: str, raw: RawData, names: Sequence[str]) -> RawData:
             " in the order of the classes. Or add a train section."
         )
         raise InvalidValue("data.label", must, ", ".join(map(repr, lacking[:3])), hint)
+    # A name that the model has at another number shows that the numbers differ.
     in_model = {_loose(name): number for number, name in enumerate(names)}
     for number, name in raw.dataset_names.items():
         other = in_model.get(_loose(name), number)
@@ -218,6 +225,6 @@ def _listed(names: Sequence[str]) -> str:
 
 def _lacking(raw: RawData, names: Sequence[str]) -> list[str]:
     """Return the data's labels that the model does not name, or all of them."""
-    known = {name.casefold() for name in names}
+    known = set(map(str.casefold, names))
     lacking = [label for label in raw.labels if label.casefold() not in known]
     return lacking or list(raw.labels)

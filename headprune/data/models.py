@@ -1,4 +1,4 @@
-"""Load models and their tokenizers: a recipe's model, or any model in a folder or on the hub."""
+"""Load models and their tokenizers, for a recipe or from any path."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def _folder_in_package(path: str, where: str) -> str:
 
 
 def prepare(
-    recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, base: Path | None = None
+    recipe: Recipe,
+    texts: Callable[[], Sequence[str]] | None = None,
+    base: Path | None = None,
 ) -> Preparation:
     """Load or train the tokenizer or processor that the recipe's task needs.
 
@@ -183,6 +185,7 @@ def _text_preparation(task: Task, path: str) -> Preparation:
         must = "a folder with a tokenizer that reads text"
         got = f"{path!r} ({type(error).__name__}: {error})"
         raise InvalidValue("model.path", must, got) from error
+    # A decoder needs to know its first token, which the tokenizer does not say.
     start: int | None = 0
     if task == "translation":
         start = getattr(model_config(path), "decoder_start_token_id", None)
@@ -193,11 +196,14 @@ def _text_preparation(task: Task, path: str) -> Preparation:
 
 
 def _train_or_reload(
-    recipe: Recipe, texts: Callable[[], Sequence[str]] | None, base: Path | None
+    recipe: Recipe,
+    texts: Callable[[], Sequence[str]] | None,
+    base: Path | None,
 ) -> Preparation:
     """Train a tokenizer on the train rows, or reload it from ``base``."""
     from transformers import PreTrainedTokenizerFast
 
+    # A resumed run must use the tokenizer that it trained.
     if base is not None:
         check_files(base)
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(base))
@@ -223,14 +229,18 @@ def _train_or_reload(
 
 
 def build_model(
-    recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None
+    recipe: Recipe,
+    labels: Sequence[Any],
+    preparation: Preparation | None = None,
 ) -> nn.Module:
     """Return the recipe's model, in evaluation mode on the CPU; see ``load_model``."""
     return load_model(recipe, labels, preparation).model
 
 
 def load_model(
-    recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None
+    recipe: Recipe,
+    labels: Sequence[Any],
+    preparation: Preparation | None = None,
 ) -> Loaded:
     """Load or build the recipe's model, in evaluation mode on the CPU.
 
@@ -247,6 +257,7 @@ def load_model(
         UnknownName: no such class.
         CheckpointError: a damaged headprune checkpoint.
     """
+    # New weights must not depend on what ran before, nor change what runs after.
     random_state = torch.random.get_rng_state()
     torch.manual_seed(recipe.seed)
     try:
@@ -290,10 +301,13 @@ def _label_config(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
     if task not in CLASSIFICATIONS:
         return {}
+    names = list(map(str, labels))
+    numbers = range(len(names))
     values: dict[str, Any] = {
-        "id2label": {i: str(label) for i, label in enumerate(labels)},
-        "label2id": {str(label): i for i, label in enumerate(labels)},
+        "id2label": dict(zip(numbers, names, strict=True)),
+        "label2id": dict(zip(names, numbers, strict=True)),
     }
+    # Labels per token have no problem type in Transformers.
     if task != "token_classification":
         values["problem_type"] = "single_label_classification"
     return values
@@ -331,7 +345,12 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     return Loaded(model, (f"{note} they were newly initialised, then trained",))
 
 
-def _check_body(model: nn.Module, path: str, missing: set[str], mismatched: set[str]) -> None:
+def _check_body(
+    model: nn.Module,
+    path: str,
+    missing: set[str],
+    mismatched: set[str],
+) -> None:
     """Refuse a checkpoint that lacks weights of the model's body."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     # A pooler belongs to the body by name only: models pretrained on masked tokens have none.
@@ -369,13 +388,16 @@ def _pruned_model(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module
         must = f"a cut model with as many outputs as the data has labels, {n_outputs}"
         raise InvalidValue("model.path", must, f"{path!r} with {config.num_labels}")
     problem_type = _label_config(task, labels).get("problem_type")
+    # Its labels' names are kept; only the loss follows the task.
     if problem_type is not None:
         config.problem_type = problem_type
     return model
 
 
 def _new_model(
-    recipe: Recipe, labels: Sequence[Any], from_tokenizer: Mapping[str, Any]
+    recipe: Recipe,
+    labels: Sequence[Any],
+    from_tokenizer: Mapping[str, Any],
 ) -> nn.Module:
     """Build a model with new weights from ``model.class_name`` and ``model.config``."""
     import transformers
@@ -389,6 +411,7 @@ def _new_model(
         must, got = "a Transformers model class", repr(section.class_name)
         raise UnknownName("model.class_name", must, got, hint)
     _check_config_keys(section.config, config_class, from_tokenizer)
+    # The recipe's own values come last, so that they win.
     values = {**_label_config(recipe.task, labels), **from_tokenizer, **section.config}
     try:
         model: nn.Module = kind(config_class(**values))
@@ -400,9 +423,12 @@ def _new_model(
 
 
 def _check_config_keys(
-    config: Mapping[str, Any], config_class: type, from_tokenizer: Mapping[str, Any]
+    config: Mapping[str, Any],
+    config_class: type,
+    from_tokenizer: Mapping[str, Any],
 ) -> None:
     """Refuse keys that the class does not know, or that the trained tokenizer determines."""
+    # A configuration class declares its keys as annotations.
     known: set[str] = set()
     for cls in config_class.__mro__:
         known.update(getattr(cls, "__annotations__", ()))
@@ -436,6 +462,7 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
 
     folder = Path(resolve_path(path, where))
     check_files(folder)
+    # 1. Pruned by headprune, 2. adapters, 3. any other.
     if _is_pruned(folder):
         return from_pretrained(folder)
     if is_adapter(folder):
@@ -520,6 +547,7 @@ def longest_input(model: nn.Module) -> int | None:
     for name, module in model.named_modules():
         if name.endswith("position_embeddings"):
             padding = getattr(module, "padding_idx", None)
-            if padding is not None:  # as RoBERTa, whose first positions are for padding
+            # As RoBERTa, whose first positions are for padding.
+            if padding is not None:
                 return limit - int(padding) - 1
     return limit

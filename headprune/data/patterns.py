@@ -24,7 +24,7 @@ _SINGLE = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "CATEGORY", "GROUPREF", 
 
 
 def work(pattern: str) -> float:
-    """Return an upper bound of the steps of a search in a name of ``LONGEST`` characters.
+    """Bound the steps of a search in a name of ``LONGEST`` characters.
 
     Each element is tried once for every way in which the elements before it can match. ``*`` and
     ``+`` match in about 64 ways each, and these multiply. A repeated group has as many ways as
@@ -39,6 +39,7 @@ def work(pattern: str) -> float:
     >>> work(r"(.*)layer(.*)") < 64**3, work("([a-z]+)+!") > 64**9, work("(")
     (True, True, inf)
     """
+    # Parsing takes time too.
     if len(pattern) > _READ:
         return math.inf
     try:
@@ -49,7 +50,7 @@ def work(pattern: str) -> float:
 
 
 def _sequence(elements: Iterable[Any]) -> tuple[float, float]:
-    """Return the ways in which a sequence can match, and the steps that try them all."""
+    """Return the ways in which a sequence can match, and the steps of all."""
     ways, steps = 1.0, 1.0
     for kind, content in elements:
         more, each = _element(str(kind), content)
@@ -67,7 +68,8 @@ def _element(kind: str, content: Any) -> tuple[float, float]:
     if kind == "ATOMIC_GROUP":
         return _sequence(content)
     if kind in ("ASSERT", "ASSERT_NOT"):
-        return 1.0, _sequence(content[1])[1]  # it takes no characters, so it matches in one way
+        # An assertion takes no characters, so it matches in one way.
+        return 1.0, _sequence(content[1])[1]
     if kind == "BRANCH":
         return _branch(content[1])
     if kind in _REPEATS:
@@ -76,19 +78,23 @@ def _element(kind: str, content: Any) -> tuple[float, float]:
 
 
 def _branch(branches: list[Any]) -> tuple[float, float]:
-    costs = [_sequence(branch) for branch in branches]
-    ways = sum(branch_ways for branch_ways, _ in costs)
-    steps = sum(branch_steps for _, branch_steps in costs)
-    words = [_word(branch) for branch in branches]
+    ways, steps = 0.0, 0.0
+    words = []
+    for branch in branches:
+        more, each = _sequence(branch)
+        ways += more
+        steps += each
+        words.append(_word(branch))
     if None not in words:
         # In one place only words can match that begin alike. Sorted, a word follows its beginnings.
-        ordered = sorted(word for word in words if word is not None)
-        ways = 1.0 + sum(word.startswith(start) for start, word in pairwise(ordered))
+        ways = 1.0
+        for start, word in pairwise(sorted(map(str, words))):
+            ways += word.startswith(start)
     return ways, steps
 
 
 def _word(branch: Iterable[Any]) -> str | None:
-    """Return the lower-case text of a branch, or None where it is more than plain ASCII."""
+    """Return a branch in lower case, or None unless it is plain ASCII text."""
     letters = ""
     for kind, value in branch:
         if str(kind) != "LITERAL" or value >= 128:
@@ -98,9 +104,11 @@ def _word(branch: Iterable[Any]) -> str | None:
 
 
 def _repeat(low: int, high: int, content: Iterable[Any]) -> tuple[float, float]:
+    # It cannot match a module name, but Python would try.
     if low > LONGEST:
         return math.inf, math.inf
     high = max(low, min(high, LONGEST))
     ways, steps = _sequence(content)
-    most = ways**high  # Python raises OverflowError for a float beyond all bounds
+    # Python raises OverflowError for a float beyond all bounds.
+    most = ways**high
     return (high - low + 1) * most, (high + 1) * steps * most

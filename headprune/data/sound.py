@@ -1,4 +1,4 @@
-"""Read sound from files, bytes or numbers, and bring clips to a model's rate and to one length."""
+"""Read sound, and bring clips to a model's rate and to one length."""
 
 from __future__ import annotations
 
@@ -78,14 +78,16 @@ def clip_of(value: Any, where: str, folder: Path) -> Clip:
 
 def _from_array(array: Any, rate: Any, where: str) -> Clip:
     if not isinstance(rate, int) or not 1 <= rate <= _FASTEST:
-        must = "an array with its sampling_rate, samples a second"
+        must = "an array with its sampling_rate, samples per second"
         raise InvalidValue(where, must, repr(rate))
     samples = np.asarray(array, dtype=np.float32)
-    return Clip(samples if samples.ndim == 1 else samples.mean(0), rate)
+    if samples.ndim > 1:  # [channels, samples]
+        samples = samples.mean(0)
+    return Clip(samples, rate)
 
 
 def _from_file(value: Any, where: str, folder: Path) -> Clip:
-    """Read the bytes of a file: with the standard library if it can, else with soundfile."""
+    """Read a file with the standard library if it can, else with soundfile."""
     path, data = value, None
     if isinstance(value, Mapping):
         path, data = value.get("path"), value.get("bytes")
@@ -118,12 +120,14 @@ def _from_wav(data: bytes) -> Clip:
     with wave.open(io.BytesIO(data)) as file:
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
         if not (1 <= width <= 4 and channels >= 1 and 1 <= rate <= _FASTEST):
-            raise wave.Error(f"{channels} channels of {width} bytes, {rate} samples a second")
+            raise wave.Error(f"{channels} channels of {width} bytes, {rate} samples per second")
         frames = file.readframes(file.getnframes())
-    complete = len(frames) // (width * channels) * (width * channels)  # the last may be cut off
+    # The last frame of a damaged file may be cut off.
+    complete = len(frames) // (width * channels) * (width * channels)
     raw = np.frombuffer(frames[:complete], dtype=np.uint8).reshape(-1, width)
     if width == 1:
-        raw = raw ^ np.uint8(0x80)  # WAV stores one byte unsigned, with 128 as silence
+        # WAV stores one byte unsigned, with 128 as silence.
+        raw = raw ^ np.uint8(0x80)
     # Widen to 32 bits with zeros as the lowest bytes: so the sign bit comes last, as it must.
     widened = np.zeros((len(raw), 4), dtype=np.uint8)
     widened[:, 4 - width :] = raw
@@ -145,7 +149,8 @@ def _by_soundfile(data: bytes, where: str, path: Any, why: str) -> Clip:
         samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise InvalidValue(where, "a sound file that can be read", f"{name} ({error})") from None
-    return Clip(samples.mean(1), rate)  # [samples, channels] -> [samples]
+    # [samples, channels] -> [samples]
+    return Clip(samples.mean(1), rate)
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,7 @@ class Sounds:
             InvalidValue: an extractor of something else than sound, or clips of different lengths
                 without ``seconds``.
         """
+        # 1. Read every clip, and resample to the rate of the model, or of the first clip.
         clips = [clip_of(value, f"data: row {i}", self.folder) for i, value in enumerate(values)]
         rate: int | None = getattr(self.extractor, "sampling_rate", None)
         if self.extractor is None:
@@ -177,6 +183,7 @@ class Sounds:
             must = "a model of sound, whose feature extractor has a sampling_rate"
             raise InvalidValue("model.path", must, type(self.extractor).__name__)
         examples = [self._example(clip.at(rate), rate) for clip in clips]
+        # 2. A batch has no padding, so all examples must have one shape.
         shapes = {tuple(next(iter(example.values())).shape) for example in examples}
         if len(shapes) > 1:
             raise self._different_lengths(clips)
@@ -186,6 +193,7 @@ class Sounds:
         length = None
         if self.seconds is not None:
             length = max(1, round(self.seconds * rate))
+        # Cut before the extractor, so that it normalises what the model reads.
         samples = samples[:length]
         if self.extractor is None:
             values = torch.from_numpy(np.ascontiguousarray(samples))

@@ -15,7 +15,13 @@ from headprune.core.files import sha256_file
 from headprune.core.opening import check_file
 from headprune.recipes.schema import DataSection
 
-_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+_FORMATS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
 _ROLES = ("train", "validation", "test")
 #: Other common names of the default splits.
 _ALIASES = {"validation": ("val", "valid", "dev")}
@@ -121,6 +127,7 @@ def _flatten(source: Source, section: DataSection) -> Source:
     if section.target:
         wanted.add(section.target)
     nested = {name for name in wanted if "." in name}
+    # A column whose own name has a dot needs no flattening.
     splits = {}
     for role, rows in source.splits.items():
         missing = nested - set(rows.column_names)
@@ -154,6 +161,7 @@ def _cut_into_blocks(source: Source, section: DataSection, size: int) -> Source:
         if count >= len(train):
             must = f"fewer than the {len(train)} blocks of train"
             raise InvalidValue(f"data.{key}", must, amount)
+        # The end of the text: random blocks would have neighbours in train.
         blocks["train"], blocks[role] = train[:-count], train[-count:]
     splits = {role: Dataset.from_dict({column: rows}) for role, rows in blocks.items()}
     return Source(splits, {**source.facts, "block": size}, source.warnings)
@@ -182,7 +190,8 @@ def _load_sklearn(path: str) -> Source:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    images = (digits.images / 16).astype("float32").tolist()  # pixels are 0 to 16
+    # Pixels are 0 to 16.
+    images = (digits.images / 16).astype("float32").tolist()
     rows = Dataset.from_dict({"image": images, "label": digits.target.tolist()})
     return Source({"train": rows}, {"path": path, "version": sklearn.__version__})
 
@@ -191,6 +200,7 @@ def _load_hub(section: DataSection) -> Source:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
+    # An offline machine, a private data set and a wrong name all end here.
     try:
         loaded = load_dataset(section.path, section.subset, revision=section.revision)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
@@ -198,12 +208,15 @@ def _load_hub(section: DataSection) -> Source:
         must = "local data, or a hub data set that can be reached"
         raise InvalidValue("data.path", must, f"{section.path!r} ({reason})", _HINT) from error
     names = _split_names(section, loaded)
-    splits = {role: loaded[name] for role, name in names.items()}
+    splits, fingerprints = {}, {}
+    for role, name in names.items():
+        splits[role] = loaded[name]
+        fingerprints[role] = loaded[name]._fingerprint
     facts = {
         "path": section.path,
         "subset": section.subset,
         "revision": section.revision,
-        "fingerprints": {role: rows._fingerprint for role, rows in splits.items()},
+        "fingerprints": fingerprints,
         "splits": names,
     }
     return Source(splits, facts)
@@ -213,11 +226,12 @@ def _load_local(path: Path, section: DataSection) -> Source:
     # 1. Which files are which split?
     if not path.is_dir():
         check_file(path)
-    unused: list[str] = []
+    warnings: list[str] = []
     if path.is_file():
-        files, names = {"train": [path]}, _split_names(section, (path.stem,), train=path.stem)
+        files = {"train": [path]}
+        names = _split_names(section, (path.stem,), train=path.stem)
     else:
-        files, names, unused = _split_files(path, section)
+        files, names, warnings = _split_files(path, section)
     # 2. Read them.
     data_format = _format_of(files, path)
     splits = _read_files(data_format, files, path)
@@ -225,12 +239,16 @@ def _load_local(path: Path, section: DataSection) -> Source:
     hashes = {}
     for of_split in files.values():
         hashes.update({file.name: sha256_file(file) for file in of_split})
-    facts: dict[str, Any] = {"path": section.path, "sha256": hashes, "splits": names}
+    facts: dict[str, Any] = {
+        "path": section.path,
+        "sha256": hashes,
+        "splits": names,
+    }
     hub_only = {"subset": section.subset, "revision": section.revision}
     given = {key: value for key, value in hub_only.items() if value is not None}
     if given:
         facts["not used, the data is local"] = given
-    return Source(splits, facts, tuple(f"{path / name} was not used" for name in unused))
+    return Source(splits, facts, tuple(warnings))
 
 
 def _format_of(files: Mapping[str, list[Path]], path: Path) -> str:
@@ -245,7 +263,11 @@ def _format_of(files: Mapping[str, list[Path]], path: Path) -> str:
     return _FORMATS[formats.pop()]
 
 
-def _read_files(data_format: str, files: Mapping[str, list[Path]], path: Path) -> dict[str, Any]:
+def _read_files(
+    data_format: str,
+    files: Mapping[str, list[Path]],
+    path: Path,
+) -> dict[str, Any]:
     """Read local files into memory, past the cache of ``datasets``."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -264,7 +286,8 @@ def _read_files(data_format: str, files: Mapping[str, list[Path]], path: Path) -
                 data_format, data_files=patterns, cache_dir=folder, keep_in_memory=True, **options
             )
             for rows in loaded.values():
-                rows.data.table.validate(full=True)  # readers accept bytes that are not UTF-8
+                # Readers accept bytes that are not UTF-8.
+                rows.data.table.validate(full=True)
         except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
             reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
             raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error
@@ -288,7 +311,11 @@ def _as_pattern(file: Path) -> str:
 # ---------------------------------------------------------------- names of splits
 
 
-def _split_names(section: DataSection, present: Iterable[str], **given: str) -> dict[str, str]:
+def _split_names(
+    section: DataSection,
+    present: Iterable[str],
+    **given: str,
+) -> dict[str, str]:
     """Return the name of every role's split, where the data has one.
 
     A split that the recipe names for one role is not another role's by default.
@@ -303,6 +330,7 @@ def _split_names(section: DataSection, present: Iterable[str], **given: str) -> 
     """
     available = sorted(set(present))
     wanted = _wanted_names(section)
+    # A name that differs from the default was chosen by the recipe.
     defaults = _wanted_names(DataSection(path=""))
     chosen = {role: name for role, name in wanted.items() if name != defaults[role]}
     names = dict(given)
@@ -314,6 +342,7 @@ def _split_names(section: DataSection, present: Iterable[str], **given: str) -> 
                 raise InvalidValue(f"data.{role}_split", must, repr(name), hint)
             names.setdefault(role, name)
             continue
+        # By default: the first common name that is not chosen for another role.
         for candidate in (name, *_ALIASES.get(role, ())):
             if candidate in available and candidate not in chosen.values():
                 names.setdefault(role, candidate)
@@ -323,13 +352,18 @@ def _split_names(section: DataSection, present: Iterable[str], **given: str) -> 
 
 def _wanted_names(section: DataSection) -> dict[str, str]:
     """Return the recipe's split name of every role."""
-    return {role: getattr(section, f"{role}_split") for role in _ROLES}
+    return {
+        "train": section.train_split,
+        "validation": section.validation_split,
+        "test": section.test_split,
+    }
 
 
 def _split_files(
-    folder: Path, section: DataSection
+    folder: Path,
+    section: DataSection,
 ) -> tuple[dict[str, list[Path]], dict[str, str], list[str]]:
-    """Return the files of every split, its name, and the names of unused split files.
+    """Return the files of every split, its name, and warnings of unused split files.
 
     A split is one file (``train.jsonl``) or several (``train-*.parquet``).
     """
@@ -338,17 +372,18 @@ def _split_files(
         if file.suffix in _FORMATS and file.is_file():
             by_name.setdefault(_split_of(file, section), []).append(file)
     if section.train_split not in by_name:
-        seen = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) or "an empty folder"
+        seen = ", ".join(sorted(os.listdir(folder))[:8]) or "an empty folder"
         must = f"a folder with {section.train_split}{{{','.join(_FORMATS)}}}"
         hint = "Set data.train_split, or give the file."
         raise InvalidValue("data.path", must, f"{folder} with {seen}", hint)
     names = _split_names(section, by_name)
     files = {role: by_name[name] for role, name in names.items()}
+    # Other files may serve other purposes; these names look like forgotten splits.
     spare = {*_ROLES, *_ALIASES["validation"]} - set(names.values())
-    unused: list[str] = []
+    warnings: list[str] = []
     for name in sorted(spare & by_name.keys()):
-        unused.extend(file.name for file in by_name[name])
-    return files, names, unused
+        warnings.extend(f"{file} was not used" for file in by_name[name])
+    return files, names, warnings
 
 
 def _split_of(file: Path, section: DataSection) -> str:

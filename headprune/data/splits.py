@@ -89,7 +89,8 @@ def partition(
     else:
         drawn, train = _draw(train, test_holdout, strata, seed, "data.test_holdout")
         test = Part("train", drawn)
-    used = {keys[test.source][i] for i in test.rows}
+    used = _inputs_of(test, keys)
+    # Rows dropped from train are counted without the drawn ones, which are used elsewhere.
     n_before = len(train)
     train = _without(train, of_train, used)
     # 2. Validation rows: given, or drawn, without those of test.
@@ -101,7 +102,7 @@ def partition(
     else:
         drawn, train = _draw(train, holdout, strata, seed + 1, "data.holdout")
         validation = Part("train", drawn)
-    used |= {keys[validation.source][i] for i in validation.rows}
+    used |= _inputs_of(validation, keys)
     # 3. Train rows: the others.
     train = _without(train, of_train, used)
     n_dropped = n_before - len(drawn) - len(train)
@@ -117,7 +118,17 @@ def partition(
     # 4. Calibration rows: some of train.
     chosen = calibration_rows(len(train), calibration, seed)
     parts["calibration"] = Part("train", tuple(train[i] for i in chosen))
-    return {name: _with_duplicates(part, keys[part.source]) for name, part in parts.items()}
+    # 5. Count rows that repeat an earlier row of their own part.
+    for name, part in parts.items():
+        distinct = _inputs_of(part, keys)
+        parts[name] = replace(part, duplicates=len(part.rows) - len(distinct))
+    return parts
+
+
+def _inputs_of(part: Part, keys: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the distinct inputs of a part's rows."""
+    of_split = keys[part.source]
+    return {of_split[i] for i in part.rows}
 
 
 def _without(rows: Iterable[int], keys: Sequence[str], used: set[str]) -> list[int]:
@@ -133,14 +144,12 @@ def calibration_rows(n_train: int, count: int, seed: int) -> list[int]:
     return random.Random(seed + 2).sample(range(n_train), min(count, n_train))
 
 
-def _with_duplicates(part: Part, keys: Sequence[str]) -> Part:
-    """Count the part's rows that repeat an earlier one."""
-    distinct = {keys[i] for i in part.rows}
-    return replace(part, duplicates=len(part.rows) - len(distinct))
-
-
 def _draw(
-    rows: list[int], amount: int | float, strata: Sequence[Any] | None, seed: int, where: str
+    rows: list[int],
+    amount: int | float,
+    strata: Sequence[Any] | None,
+    seed: int,
+    where: str,
 ) -> tuple[tuple[int, ...], list[int]]:
     """Draw ``amount`` rows, in proportion to their labels where these are frequent enough.
 
@@ -154,9 +163,10 @@ def _draw(
         raise InvalidValue(where, f"fewer than the {len(rows)} rows of train", amount)
     labels = None
     if strata is not None:
-        sizes = Counter(strata[i] for i in rows)
+        labels = [strata[i] for i in rows]
+        sizes = Counter(labels)
         # scikit-learn needs two rows of every label, and room for every label in both parts.
-        if min(sizes.values()) >= 2 and len(sizes) <= min(count, len(rows) - count):
-            labels = [strata[i] for i in rows]
+        if min(sizes.values()) < 2 or len(sizes) > min(count, len(rows) - count):
+            labels = None
     rest, drawn = train_test_split(rows, test_size=count, stratify=labels, random_state=seed)
     return tuple(sorted(drawn)), sorted(rest)
