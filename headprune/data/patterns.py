@@ -109,6 +109,6 @@ def _repeat(low: int, high: int, content: Iterable[Any]) -> tuple[float, float]:
         return math.inf, math.inf
     high = max(low, min(high, LONGEST))
     ways, steps = _sequence(content)
-    # Python raises OverflowError for a float beyond all bounds.
-    most = ways**high
-    return (high - low + 1) * most, (high + 1) * steps * most
+    # For each number of repetitions. Python raises OverflowError for a power beyond all bounds.
+    by_number = [ways**n for n in range(high + 1)]
+    return sum(by_number[low:]), steps * sum(by_number)
