@@ -71,7 +71,7 @@ class RawData:
     @property
     def label_ids(self) -> dict[Any, int]:
         """The class number of each value in the label column."""
-        numbers = {label: i for i, label in enumerate(self.labels)}
+        numbers = dict(zip(self.labels, range(len(self.labels)), strict=True))
         # Without class names, the column holds the labels themselves.
         if not self.class_names:
             return numbers

@@ -71,7 +71,7 @@ def _characters(texts: Sequence[str]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     known = [UNKNOWN, *sorted(set().union(*texts))]
-    numbers = {character: i for i, character in enumerate(known)}
+    numbers = dict(zip(known, range(len(known)), strict=True))
     tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
     # `.` alone would not match the ends of lines.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
