@@ -1,4 +1,4 @@
-"""Folders of PEFT adapters: opened as their base model with the adapters added to its weights."""
+"""Open folders of PEFT adapters: the base model with the adapters added to its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.data.patterns import LONGEST, work
 from headprune.model.classes import class_named
 
-#: The class that an adapter's task is for, by PEFT's name of it.
+#: The class that an adapter's task needs, by PEFT's name of the task.
 _TASKS = {
     "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_CLS": "AutoModelForSequenceClassification",
@@ -24,96 +24,101 @@ _TASKS = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
-#: Keys of a configuration whose text PEFT searches for in names of modules, and text that is a name
-#: and no more.
-_SEARCHED, _NAME = re.compile("module|pattern|layer|target"), re.compile(r"[\w.-]*")
-#: Steps in one name: four `.*` with words between them, as in patterns of Unsloth; and what a list
-#: may take in all.
-_MOST, _MOST_LISTED = 4.0 * LONGEST**4, 4.0 * LONGEST**3
+_CONFIG = "adapter_config.json"
+#: Keys of a configuration whose text PEFT uses as a regular expression on module names.
+_SEARCHED = re.compile("module|pattern|layer|target")
+#: Text that is a plain module name and no expression.
+_NAME = re.compile(r"[\w.-]*")
+#: Steps per module name: four ``.*`` with words between them, as in patterns of Unsloth.
+_MOST = 4.0 * LONGEST**4
+#: Steps per module name of all expressions in one list or table.
+_MOST_LISTED = 4.0 * LONGEST**3
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has PEFT adapters, and no model of its own."""
-    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    """Whether a folder has PEFT adapters and no model of its own."""
+    return (folder / _CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
-def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
-    """The base model of an adapter folder, in its own dtype, with the adapters added to its
-    weights.
+def open_merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
+    """Open the base model of an adapter folder and add the adapters to its weights.
 
     Args:
         folder: The adapters.
-        where: What an error is about.
-        load: ``(class, path, where, **settings)``: loads the base.
+        where: The place that an error names.
+        load: ``(class, path, where, **settings)``: loads the base model.
+
+    Returns:
+        The merged model, in its own dtype and in evaluation mode.
 
     Raises:
-        InvalidValue: PEFT is not installed, the base cannot be had, or the adapters do not fit it
-            or name code.
-        CheckpointError: their configuration is none, or has a pattern that takes too long to search
-            for.
+        InvalidValue: PEFT is not installed, the base model cannot be loaded, or the adapters do
+            not fit it or name code.
+        CheckpointError: the configuration is damaged, or has an expression that takes too long.
     """
     if importlib.util.find_spec("peft") is None:
+        must = "a model that the installed packages open"
         hint = "Install it: pip install peft."
-        raise InvalidValue(
-            where,
-            "a model that the installed packages open",
-            f"{str(folder)!r}, PEFT adapters",
-            hint,
-        )
+        raise InvalidValue(where, must, f"{str(folder)!r}, PEFT adapters", hint)
+    check_files(folder)
+    _check_config(folder, where)
+    try:
+        return _merge(folder, where, load)
+    except HeadPruneError:
+        raise
+    except Exception as error:  # a damaged folder may break PEFT in any way
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        must = "adapters that fit their base model"
+        raise InvalidValue(where, must, f"{str(folder)!r} ({reason})") from error
+
+
+def _check_config(folder: Path, where: str) -> None:
+    """Refuse a configuration that makes PEFT run code, read other folders, or search for ever."""
+    config = read_object(folder / _CONFIG, "a configuration of PEFT")
+    _check_patterns(config, folder / _CONFIG)
+    # Older versions of PEFT import the module that it names.
+    if config.get("megatron_config") is not None:
+        must = "adapters that need no Megatron"
+        raise InvalidValue(where, must, f"{str(folder)!r} with a megatron_config")
+    # X-LoRA loads any folder that it names.
+    if str(config.get("peft_type")).upper() == "XLORA":
+        got = f"{str(folder)!r}, X-LoRA, a mixture of others"
+        raise InvalidValue(where, "adapters that can be merged", got)
+
+
+def _merge(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
     import peft
     import transformers
 
-    check_files(folder)
-    found = read_object(folder / "adapter_config.json", "a configuration of PEFT")
-    _check_patterns(found, folder / "adapter_config.json")
-    if found.get("megatron_config") is not None:
-        must = (  # older versions of PEFT import the module that it names
-            "adapters that need no Megatron"
-        )
-        raise InvalidValue(where, must, f"{str(folder)!r} with a megatron_config")
-    if (
-        str(found.get("peft_type")).upper() == "XLORA"
-    ):  # it loads the folders that it names, wherever they are
-        raise InvalidValue(
-            where, "adapters that can be merged", f"{str(folder)!r}, X-LoRA, a mixture of others"
-        )
-    try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
-        named = class_named(str((config.auto_mapping or {}).get("base_model_class")))
-        kind = named or getattr(transformers, _TASKS.get(str(config.task_type), "AutoModel"))
-        if (
-            not isinstance(config.base_model_name_or_path, str)
-            or not config.base_model_name_or_path
-        ):
-            raise InvalidValue(
-                where, "adapters that name their base model", "none in adapter_config.json"
-            )
-        if config.base_model_name_or_path.startswith(
-            "package:"
-        ):  # which packages to install is not theirs to say
-            must = "adapters whose base model is a folder or on the hub"
-            raise InvalidValue(where, must, repr(config.base_model_name_or_path))
-        base = load(kind, config.base_model_name_or_path, f"{where}: its base model", dtype="auto")
-        model: nn.Module = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
-    except HeadPruneError:
-        raise
-    except Exception as error:  # what lies there breaks PEFT in any way it likes
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise InvalidValue(
-            where, "adapters that fit their base model", f"{str(folder)!r} ({reason})"
-        ) from error
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    base_path = config.base_model_name_or_path
+    if not isinstance(base_path, str) or not base_path:
+        must = "adapters that name their base model"
+        raise InvalidValue(where, must, f"none in {_CONFIG}")
+    # A file must not choose which package is imported.
+    if base_path.startswith("package:"):
+        must = "adapters whose base model is a folder or on the hub"
+        raise InvalidValue(where, must, repr(base_path))
+    kind = class_named(str((config.auto_mapping or {}).get("base_model_class")))
+    if kind is None:
+        kind = getattr(transformers, _TASKS.get(str(config.task_type), "AutoModel"))
+    base = load(kind, base_path, f"{where}: its base model", dtype="auto")
+    model: nn.Module = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     return model.eval()
 
 
 def _check_patterns(config: dict[str, Any], path: Path) -> None:
-    """Refuses regular expressions that would keep PEFT searching for ever, or for a long time."""
+    """Refuse regular expressions that would keep PEFT searching for a long time, or for ever."""
     for key, value in config.items():
         if not _SEARCHED.search(key):
             continue
-        left = _MOST if isinstance(value, str) and key.endswith("_modules") else _MOST_LISTED
+        # PEFT tries each pattern of a list on each module, so a list shares one allowance.
+        single = isinstance(value, str) and key.endswith("_modules")
+        steps_left = _MOST if single else _MOST_LISTED
         for text in _texts(value):
-            left -= 0 if _NAME.fullmatch(text) else work(text)
-            if left < 0:
+            if not _NAME.fullmatch(text):
+                steps_left -= work(text)
+            if steps_left < 0:
                 must = "names of modules, or patterns that are soon searched for"
                 hint = (
                     "Name the modules one by one, and repeat no group that repeats something"
@@ -123,9 +128,13 @@ def _check_patterns(config: dict[str, Any], path: Path) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All text in a value, keys too."""
+    """Yield all text in a value, keys too."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (list, dict)):
-        for inside in (*value, *value.values()) if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for key, inside in value.items():
+            yield from _texts(key)
+            yield from _texts(inside)
+    elif isinstance(value, list):
+        for inside in value:
             yield from _texts(inside)

@@ -1,10 +1,10 @@
-"""A recipe for a model and data that nobody wrote one for: the task by the model's class, columns
-by their contents."""
+"""Guess a recipe: the task from the model's class, the columns from their contents."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ _BY_CLASS: dict[str, Task] = {
     "MTModel": "translation",
     "ForTranslation": "translation",
 }
-#: Columns that are the label where they are there, the likeliest first.
+#: Names of label columns, the likeliest first.
 _LABELS = (
     "label",
     "labels",
@@ -47,7 +47,7 @@ _LABELS = (
     "ner_tags",
     "tags",
 )
-#: Columns of paths to sound.
+#: Names of columns of paths to sound.
 _SOUNDS = ("audio", "file", "path", "wav")
 #: Pairs of text columns, of which the second is no translation.
 _PAIRS = (
@@ -58,6 +58,12 @@ _PAIRS = (
     ("text1", "text2"),
     ("text_a", "text_b"),
 )
+#: Tasks whose examples have no tokens.
+_WITHOUT_TOKENS = ("image_classification", "audio_classification")
+#: Tokens of the longest example in a guessed recipe.
+_LONGEST = 256
+#: Rows that are searched for a value of a column.
+_LOOKED_AT = 100
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,12 @@ class Columns:
     """The columns of the data by what they hold.
 
     Args:
-        texts: One text a row.
-        words: A list of words a row.
-        images: A picture a row.
-        sounds: Sound a row, with its sampling rate.
-        ids: A list of numbers a row.
-        others: The rest, numbers most of all: what a label can be.
+        texts: One text per row.
+        words: A list of words per row.
+        images: A picture per row.
+        sounds: Sound with its sampling rate.
+        ids: A list of numbers per row.
+        others: The rest, mostly numbers: possible labels.
         fractions: Those of the others that hold numbers with a fraction.
     """
 
@@ -84,23 +90,24 @@ class Columns:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """All columns."""
         return (*self.texts, *self.words, *self.images, *self.sounds, *self.ids, *self.others)
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A recipe, and what it was guessed from.
+    """A guessed recipe, with the reasons.
 
     Args:
         text: The recipe as commented YAML.
-        why: What led to it, a line each.
+        why: The reasons, one per line.
     """
 
     text: str
     why: tuple[str, ...]
 
     def recipe(self, settings: Iterable[str] = ()) -> Recipe:
-        """The recipe, checked.
+        """Return the checked recipe.
 
         Args:
             settings: ``dotted.key=value`` overrides.
@@ -108,205 +115,230 @@ class Guess:
         return check_recipe(override(parse_yaml(self.text, "the recipe"), settings), "the recipe")
 
 
-def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") -> Guess:
-    """A recipe that scores, cuts and refits a model on data.
+@dataclass(frozen=True)
+class _Draft:
+    """The section ``data`` of a guessed recipe, without its path.
+
+    Args:
+        values: YAML values by key.
+        why: The reasons, one per line.
+    """
+
+    values: dict[str, str]
+    why: list[str]
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{key}: {value}" for key, value in self.values.items()]
+
+
+def guess(
+    model: str,
+    data: str,
+    *,
+    task: str | None = None,
+    keep: str = "0.5",
+) -> Guess:
+    """Guess a recipe that scores, cuts and refits a model on data.
 
     Args:
         model: A model folder, hub name or ``package:NAME/FOLDER``.
         data: A file, a folder with train/validation/test files, or a hub name.
-        task: A recipe's task, where the model's class and the columns do not say it.
+        task: A recipe's task, where model and columns leave it open.
         keep: Heads to keep: a count or a fraction.
 
     Raises:
-        InvalidValue: the model or the data cannot be had, task or columns cannot be told, or a
-            recipe cannot hold a name.
+        InvalidValue: model or data cannot be loaded, task or columns remain unclear, or a recipe
+            cannot hold a name.
     """
     _check_name(model, "--model", "folder")
     _check_name(data, "--data", "file or folder")
     tasks = get_args(Task)
     if task is not None and task not in tasks:
-        raise InvalidValue(
-            "--task", f"one of {', '.join(tasks)}", repr(task), did_you_mean(task, tasks)
-        )
-    section = DataSection(path=data)
-    source = load_source(section)
+        must = f"one of {', '.join(tasks)}"
+        raise InvalidValue("--task", must, repr(task), did_you_mean(task, tasks))
+    # 1. Look at the data and at the model.
+    source = load_source(DataSection(path=data))
     columns = _columns(source.splits["train"])
     config = model_config(model)
     kind = class_name_of(config) or type(config).__name__
-    found = next((t for end, t in _BY_CLASS.items() if kind.endswith(end)), None)
-    if found == "text_classification":
-        found = _by_config(kind, config)
-    if not kind.isidentifier():  # it comes out of a file, and stands in a comment
+    of_class = _task_of_class(kind, config)
+    # The name comes from a file, and is written into a comment of the recipe.
+    if not kind.isidentifier():
         kind = repr(kind)
-    chosen: Any = task or found or _task_of(columns, data)
+    # 2. Choose the task.
+    chosen: Any = task or of_class or _task_of_columns(columns, data)
     if chosen is None:
-        must = (
-            f"given: neither {kind} nor the columns of {data} ({', '.join(columns.names)}) say it"
-        )
+        listed = ", ".join(columns.names)
+        must = f"given: neither {kind} nor the columns of {data} ({listed}) say it"
         raise InvalidValue("--task", must, "none", f"One of {', '.join(tasks)}.")
-    lines, why = _data_lines(chosen, columns, data)
-    head = (
-        f"{kind} is a model for it"
-        if found == chosen
-        else f"{kind} has no head for it, so it is trained first"
-    )
-    about = [f"the task is {chosen}: {head}", *why]
-    for line, note in _test_lines(source, parse_yaml("\n".join(lines), "the columns").get("label")):
+    has_head = of_class == chosen
+    head = f"{kind} has no head for it, so it is trained first"
+    if has_head:
+        head = f"{kind} is a model for it"
+    # 3. Choose the columns, with a reason for each.
+    draft = _draft_of(chosen, columns, data)
+    why = [f"the task is {chosen}: {head}", *draft.why]
+    lines = draft.lines
+    label = parse_yaml("\n".join(lines), "the columns").get("label")
+    for line, note in _test_lines(source, label):
         lines.append(_noted(line, note, 2))
-        about.append(note)
-    if chosen not in ("image_classification", "audio_classification"):
-        limit = getattr(config, "max_position_embeddings", None)
-        longest = min(256, limit) if isinstance(limit, int) and limit > 0 else 256
-        lines.append(_noted(f"max_length: {longest}", "longer examples are cut off", 2))
-    return Guess(_text(model, data, chosen, lines, about, found == chosen, keep), tuple(about))
+        why.append(note)
+    if chosen not in _WITHOUT_TOKENS:
+        note = "longer examples are cut off"
+        lines.append(_noted(f"max_length: {_max_length(config)}", note, 2))
+    return Guess(_recipe_text(model, data, chosen, lines, why, has_head, keep), tuple(why))
 
 
-def _by_config(kind: str, config: Any) -> Task:
-    """What a class for whole sequences is for: Transformers has the same names for text and for
-    sound."""
+# ---------------------------------------------------------------- the task
+
+
+def _task_of_class(kind: str, config: Any) -> Task | None:
+    """Return the task that a model's class has a head for."""
+    task = next((task for end, task in _BY_CLASS.items() if kind.endswith(end)), None)
+    if task != "text_classification":
+        return task
     from transformers.models.auto import modeling_auto
 
+    # Transformers has the same names of classes for text and for sound.
     if kind in modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values():
         return "audio_classification"
     grades = config.num_labels == 1 or config.problem_type == "regression"
     return "regression" if grades else "text_classification"
 
 
-def _columns(rows: Any) -> Columns:
-    """What the columns hold, by the first row that has something."""
-    found: dict[str, list[str]] = {name: [] for name in Columns.__dataclass_fields__}
-    for name in rows.column_names:
-        stored = undecoded(rows, name)
-        value = next((v for v in stored[name][:100] if v is not None), None)
-        if isinstance(value, str):
-            found["texts"].append(name)
-        elif hasattr(value, "convert") or (
-            isinstance(value, list) and value and isinstance(value[0], list)
-        ):
-            found["images"].append(name)
-        elif stored is not rows or (isinstance(value, Mapping) and "sampling_rate" in value):
-            found["sounds"].append(name)
-        elif isinstance(value, list) and value:
-            found["words" if isinstance(value[0], str) else "ids"].append(name)
-        else:
-            found["others"].append(name)
-            if isinstance(value, float):
-                found["fractions"].append(name)
-    return Columns(**{name: tuple(names) for name, names in found.items()})
-
-
-def _task_of(columns: Columns, data: str) -> Task | None:
-    """The task of a model without a head, where the columns leave one."""
-    if columns.images or columns.sounds:
-        return "image_classification" if columns.images else "audio_classification"
+def _task_of_columns(columns: Columns, data: str) -> Task | None:
+    """Return the task of a model without a head, where the columns allow only one."""
+    if columns.images:
+        return "image_classification"
+    if columns.sounds:
+        return "audio_classification"
     if columns.words:
         return "token_classification"
     if not columns.texts:
         return None
-    label = next((name for name in _LABELS if name in columns.names), None)
+    # Text alone says little: a label decides.
+    label = _first_of(_LABELS, columns.names)
     if label in columns.fractions:
         return "regression"
     if label is not None:
         return "text_classification"
-    return "causal_lm" if len(columns.texts) == 1 and Path(data).suffix == ".txt" else None
+    plain_text = len(columns.texts) == 1 and Path(data).suffix == ".txt"
+    return "causal_lm" if plain_text else None
 
 
-def _data_lines(task: Task, columns: Columns, data: str) -> tuple[list[str], list[str]]:
-    """The lines of the section ``data`` that name columns, and why."""
-    if task == "image_classification":
-        inputs = {"image": _only(columns.images, "image", "images", data)}
-    elif task == "token_classification":
-        words = tuple(
-            name for name in columns.words if name not in _LABELS
-        )  # tags may be words too
-        inputs = {"text": _only(words, "text", "lists of words", data)}
-    elif task == "causal_lm":
-        if not columns.texts and len(columns.ids) >= 1:
-            name = next((n for n in columns.ids if n == "input_ids"), columns.ids[0])
-            return [f"tokens: {_quoted(name)}"], [f"the tokens are in {name!r}"]
-        inputs = {"text": _only(columns.texts, "text", "text", data)}
-    elif task == "audio_classification":
-        # A path says no more than any text does: the column's name has to.
-        sounds = columns.sounds or tuple(name for name in columns.names if name in _SOUNDS)
-        inputs = {"audio": _only(sounds, "audio", "sound, or of paths by the name of audio", data)}
-    elif task == "question_answering":
+# ---------------------------------------------------------------- the columns
+
+
+def _columns(rows: Any) -> Columns:
+    """Sort the columns by their first value that is not empty."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name in rows.column_names:
+        stored = undecoded(rows, name)
+        kind = "sounds"
+        if stored is rows:  # else ``datasets`` declares it as sound
+            value = next((v for v in rows[name][:_LOOKED_AT] if v is not None), None)
+            kind = _kind_of(value)
+            if isinstance(value, float):
+                names["fractions"].append(name)
+        names[kind].append(name)
+    return Columns(**{kind: tuple(of_kind) for kind, of_kind in names.items()})
+
+
+def _kind_of(value: Any) -> str:
+    """Return the field of ``Columns`` for a column with such a value."""
+    if isinstance(value, str):
+        return "texts"
+    if hasattr(value, "convert"):  # an image of Pillow
+        return "images"
+    if isinstance(value, Mapping) and "sampling_rate" in value:
+        return "sounds"
+    if not isinstance(value, list) or not value:
+        return "others"
+    if isinstance(value[0], list):  # rows of pixels
+        return "images"
+    return "words" if isinstance(value[0], str) else "ids"
+
+
+def _draft_of(task: Task, columns: Columns, data: str) -> _Draft:
+    """Choose the columns of inputs and labels for a task."""
+    if task == "question_answering":
         if not {"question", "context", "answers"} <= set(columns.names):
-            raise _unclear(
-                "text",
-                "the columns question, context and answers, as SQuAD has them",
-                columns.names,
-                data,
-            )
-        return ["text: [question, context]", "label: answers"], ["the columns are those of SQuAD"]
-    elif task == "translation":
+            must = "the columns question, context and answers, as SQuAD has them"
+            raise _unclear("text", must, columns.names, data)
+        values = {"text": "[question, context]", "label": "answers"}
+        return _Draft(values, ["the columns are those of SQuAD"])
+    if task == "causal_lm" and not columns.texts and columns.ids:
+        name = "input_ids" if "input_ids" in columns.ids else columns.ids[0]
+        return _Draft({"tokens": _quoted(name)}, [f"the tokens are in {name!r}"])
+    if task in ("text_classification", "regression"):
+        return _labelled_text(columns, data)
+    inputs = _inputs(task, columns, data)
+    values, why = {}, []
+    for key, name in inputs.items():
+        values[key] = _quoted(name)
+        why.append(f"{key} is in {name!r}")
+    if task not in UNLABELLED:
+        label = _label(columns, tuple(inputs.values()), data)
+        values["label"] = _quoted(label)
+        why.append(f"the labels are in {label!r}")
+    return _Draft(values, why)
+
+
+def _inputs(task: Task, columns: Columns, data: str) -> dict[str, str]:
+    """Return the input columns of a task, by the recipe's key."""
+    if task == "image_classification":
+        return {"image": _only(columns.images, "image", "images", data)}
+    if task == "audio_classification":
+        # A path is text like any other: only the column's name tells that it leads to sound.
+        sounds = columns.sounds or tuple(name for name in columns.names if name in _SOUNDS)
+        what = "sound, or of paths by the name of audio"
+        return {"audio": _only(sounds, "audio", what, data)}
+    if task == "token_classification":
+        # Tags may be words too.
+        words = _without(columns.words, _LABELS)
+        return {"text": _only(words, "text", "lists of words", data)}
+    if task == "translation":
         if len(columns.texts) != 2:
             raise _unclear("text and data.target", "two columns of text", columns.texts, data)
-        inputs = dict(zip(("text", "target"), columns.texts, strict=True))
-    else:
-        return _labelled_text(columns, data, task)
-    why = [f"{key} is in {name!r}" for key, name in inputs.items()]
-    if task in UNLABELLED:
-        return [f"{key}: {_quoted(name)}" for key, name in inputs.items()], why
-    label = _label(columns, tuple(inputs.values()), data)
-    lines = [f"{key}: {_quoted(name)}" for key, name in {**inputs, "label": label}.items()]
-    return lines, [*why, f"the labels are in {label!r}"]
+        # Their order is the only sign of the direction.
+        source, target = columns.texts
+        return {"text": source, "target": target}
+    return {"text": _only(columns.texts, "text", "text", data)}
 
 
-def _labelled_text(columns: Columns, data: str, task: Task) -> tuple[list[str], list[str]]:
-    """One column of text or a pair, and the label."""
-    pair = next((p for p in _PAIRS if set(p) <= set(columns.texts)), ())
+def _labelled_text(columns: Columns, data: str) -> _Draft:
+    """Choose one column of text or a pair, and the label."""
+    pair = next((pair for pair in _PAIRS if set(pair) <= set(columns.texts)), ())
     label = _label(columns, pair, data)
-    texts = pair or tuple(name for name in columns.texts if name != label)
+    texts = pair or _without(columns.texts, (label,))
+    # A model reads one text, or two as a pair.
     if not 1 <= len(texts) <= 2:
         raise _unclear("text", "one column of text, or two of a pair", texts, data)
-    shown = _quoted(texts[0]) if len(texts) == 1 else f"[{', '.join(map(_quoted, texts))}]"
-    words = " and ".join(map(repr, texts))
-    return [f"text: {shown}", f"label: {_quoted(label)}"], [
-        f"the text is in {words}",
-        f"the labels are in {label!r}",
-    ]
+    text = ", ".join(map(_quoted, texts))
+    if len(texts) == 2:
+        text = f"[{text}]"
+    why = [f"the text is in {' and '.join(map(repr, texts))}", f"the labels are in {label!r}"]
+    return _Draft({"text": text, "label": _quoted(label)}, why)
 
 
 def _label(columns: Columns, taken: Sequence[str], data: str) -> str:
-    free = [name for name in columns.names if name not in taken]
-    if found := next((name for name in _LABELS if name in free), None):
-        return found
-    rest = [name for name in (*columns.others, *columns.ids) if name not in taken]
+    """Return the label column: by its name, else the only column that is no input."""
+    known = _first_of(_LABELS, _without(columns.names, taken))
+    if known is not None:
+        return known
+    rest = _without((*columns.others, *columns.ids), taken)
     if taken and not rest:
-        rest = [name for name in columns.texts if name not in taken]
-    return _only(tuple(rest), "label", "labels", data)
+        rest = _without(columns.texts, taken)  # labels may be names
+    return _only(rest, "label", "labels", data)
 
 
-def _test_lines(source: Source, label: str | None) -> list[tuple[str, str]]:
-    """Lines for data whose test rows have -1 or nothing in the place of a label, as those of a
-    contest, and why."""
-    splits = source.splits
-    if (
-        label is None
-        or not {"test", "validation"} <= splits.keys()
-        or label not in splits["test"].column_names
-    ):
-        return []
-    lacking = {
-        role: [
-            value is None or (isinstance(value, (int, float)) and value < 0)
-            for value in rows[label]
-        ]
-        for role, rows in splits.items()
-    }
-    if not all(lacking["test"]) or any(lacking["train"]) or any(lacking["validation"]):
-        return []
-    names, n_train = source.facts["splits"], len(splits["train"])
-    return [
-        (
-            f"test_split: {_quoted(names['validation'])}",
-            f"the rows of {names['test']} have no labels",
-        ),
-        (
-            f"holdout: {0.1 if n_train <= 10_000 else 1000}",
-            "so rows of train are the validation rows",
-        ),
-    ]
+def _without(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in taken)
+
+
+def _first_of(wanted: Iterable[str], present: Sequence[str]) -> str | None:
+    return next((name for name in wanted if name in present), None)
 
 
 def _only(names: tuple[str, ...], key: str, what: str, data: str) -> str:
@@ -320,25 +352,67 @@ def _unclear(key: str, must: str, names: Sequence[str], data: str) -> InvalidVal
         "Rename the columns, or write the recipe by hand: `headprune show trec-minilm` is a"
         " complete one."
     )
-    return InvalidValue(
-        f"data.{key}", f"told by {must} in {data}", ", ".join(names) or "none", hint
-    )
+    got = ", ".join(names) or "none"
+    return InvalidValue(f"data.{key}", f"clear from {must} in {data}", got, hint)
+
+
+def _test_lines(source: Source, label: str | None) -> list[tuple[str, str]]:
+    """Return lines, with reasons, for data whose test rows have no labels.
+
+    Contests publish test rows with -1 or nothing as their label.
+    """
+    splits = source.splits
+    if label is None or not {"test", "validation"} <= splits.keys():
+        return []
+    if label not in splits["test"].column_names:
+        return []
+    unlabelled = {role: list(map(_is_missing, rows[label])) for role, rows in splits.items()}
+    train, validation = unlabelled["train"], unlabelled["validation"]
+    if not all(unlabelled["test"]) or any(train) or any(validation):
+        return []
+    # Test on the validation rows instead, and validate on rows of train: a tenth, or 1000.
+    names = source.facts["splits"]
+    holdout = 0.1 if len(train) <= 10_000 else 1000
+    return [
+        (
+            f"test_split: {_quoted(names['validation'])}",
+            f"the rows of {names['test']} have no labels",
+        ),
+        (f"holdout: {holdout}", "so rows of train are the validation rows"),
+    ]
+
+
+def _is_missing(label: Any) -> bool:
+    """Whether a label is nothing or a negative number."""
+    return label is None or (isinstance(label, (int, float)) and label < 0)
+
+
+# ---------------------------------------------------------------- the recipe's text
+
+
+def _max_length(config: Any) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit > 0:
+        return min(_LONGEST, limit)
+    return _LONGEST
 
 
 def _check_name(name: str, where: str, what: str) -> None:
-    """Refuses what a recipe would take for a reference to one of its keys."""
-    if found := REFERENCE.search(name):
-        must = f"without {found[0]}, which a recipe takes for the value of a key"
+    """Refuse a name that a recipe would read as a reference."""
+    reference = REFERENCE.search(name)
+    if reference:
+        must = f"without {reference[0]}, which a recipe takes for the value of a key"
         raise InvalidValue(where, must, repr(name), f"Rename the {what}.")
 
 
 def _quoted(name: str) -> str:
-    """A string as YAML takes it: as it is, where nothing in it has a meaning of its own.
+    """Return a string as YAML reads it: in quotes where YAML would read it otherwise.
 
     Raises:
         InvalidValue: it holds a reference.
     """
     _check_name(name, "data: a column's name", "column")
+    # Plain is what YAML reads back unchanged, in a list too; "#" may begin a comment.
     try:
         plain = parse_yaml(f"- {name}\n- [{name}]", "a name") == [name, [name]] and "#" not in name
     except InvalidValue:
@@ -347,25 +421,28 @@ def _quoted(name: str) -> str:
 
 
 def _noted(line: str, note: str, indent: int = 0) -> str:
-    """A line with a comment, all of them in one column."""
+    """Return a line with a comment; all comments begin in one column."""
     return f"{line:<{26 - indent}} # {note}"
 
 
-def _text(
-    model: str, data: str, task: Task, columns: list[str], why: list[str], trained: bool, keep: str
-) -> str:  # fmt: skip
-    """The commented recipe."""
+def _recipe_text(
+    model: str,
+    data: str,
+    task: str,
+    columns: list[str],
+    why: list[str],
+    has_head: bool,
+    keep: str,
+) -> str:
+    """Return the recipe as commented YAML."""
+    # The recipe's name is that of the model's folder, in the characters that names may have.
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(model.rstrip("/")).name).strip("-._")[:90] or "mine"
-    training = [
-        _noted("train:", "the head is new: the model is trained before anything is scored"),
-        "  epochs: 2",
-        "  batch_size: 32",
-        "  learning_rate: 5e-5",
-    ]
     lines = [
         f"name: {_quoted(f'{name}-pruned')}",
         f"description: {_quoted(f'{model} loses heads, on {data}.')}",
-        *(f"# {line}" for line in why),
+    ]
+    lines += [f"# {line}" for line in why]
+    lines += [
         f"task: {task}",
         _noted("device: auto", "a GPU where there is one"),
         "seed: 0",
@@ -373,23 +450,23 @@ def _text(
         f"  path: {_quoted(model)}",
         "data:",
         f"  path: {_quoted(data)}",
-        *(f"  {line}" for line in columns),
-        _noted("  calibration: 1024", "rows of train that heads are scored on"),
-        *([] if trained else training),
+    ]
+    lines += [f"  {line}" for line in columns]
+    lines.append(_noted("  calibration: 1024", "rows of train that heads are scored on"))
+    if not has_head:
+        note = "the head is new: the model is trained before anything is scored"
+        lines.append(_noted("train:", note))
+        lines += ["  epochs: 2", "  batch_size: 32", "  learning_rate: 5e-5"]
+    by_name = "tries several on held-out rows; or one by name, see `headprune ls`"
+    budgets = "a fraction or a count; or keep_params, keep_macs, keep_kv, speedup"
+    lines += [
         "score:",
-        _noted(
-            "  scorer: auto", "tries several on held-out rows; or one by name, see `headprune ls`"
-        ),
-        _noted("  random_draws: 3", "how chance would have chosen, beside it"),
+        _noted("  scorer: auto", by_name),
+        _noted("  random_draws: 3", "random choices of heads, for comparison"),
         "select:",
-        _noted(
-            f"  keep_heads: {keep}",
-            "a fraction or a count; or keep_params, keep_macs, keep_kv, speedup",
-        ),
+        _noted(f"  keep_heads: {keep}", budgets),
         "recover:",
-        _noted(
-            "  - method: lstsq", "what is left is refitted, without labels and without training"
-        ),
+        _noted("  - method: lstsq", "refits the kept heads, without labels or training"),
         "bench:",
         "  batch_sizes: [1, 32]",
         "  seconds: 2.0",

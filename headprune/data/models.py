@@ -1,5 +1,4 @@
-"""Models: of the recipe's task from a path, or freshly built; or whatever lies in a folder, for the
-other commands."""
+"""Load models and their tokenizers, for a recipe or from any path."""
 
 from __future__ import annotations
 
@@ -17,12 +16,13 @@ from torch import nn
 from headprune.checkpoints.foreign import check_files, check_folder, check_weights
 from headprune.checkpoints.transformers_4 import pruned_heads
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
-from headprune.data.adapters import is_adapter, merged
+from headprune.data.adapters import is_adapter, open_merged
 from headprune.data.imported import build_own
 from headprune.data.vocabulary import train_tokenizer
 from headprune.model.classes import OWN, class_name_of, class_named
 from headprune.recipes.schema import CLASSIFICATIONS, UNLABELLED, Recipe, Task
 
+#: The Auto class that loads a model for each task.
 _AUTO = {
     "text_classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
@@ -34,17 +34,34 @@ _AUTO = {
     "audio_classification": "AutoModelForAudioClassification",
 }
 
+#: The Auto class of the processor, for tasks whose input is not text.
 _PROCESSORS = {
     "image_classification": "AutoImageProcessor",
     "audio_classification": "AutoFeatureExtractor",
 }
 
+#: Errors that a configuration with wrong values raises in a model's constructor.
+_CONSTRUCTOR_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    RuntimeError,
+    ZeroDivisionError,
+    AttributeError,
+)
+
 
 @dataclass(frozen=True)
 class Preparation:
-    """What turns rows into a model's inputs: its tokenizer, or its processor of images or sound,
-    its padding token, the token that a decoder starts with, and what a freshly built model's
-    configuration says of a tokenizer that was trained for it."""
+    """What turns rows into a model's inputs.
+
+    Args:
+        tokenizer: For text.
+        processor: The model's own image processor or feature extractor.
+        pad: Number of the padding token.
+        start: Number of the token that a decoder starts with.
+        config: Configuration values that follow from a tokenizer trained for a new model.
+    """
 
     tokenizer: Any = None
     processor: Any = None
@@ -54,344 +71,442 @@ class Preparation:
 
     @property
     def tools(self) -> tuple[Any, ...]:
-        """What there is of both, to be saved beside a model."""
+        """Tokenizer and processor, where there are any; they are saved next to a model."""
         return tuple(tool for tool in (self.tokenizer, self.processor) if tool is not None)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model of the recipe's task, and what a reader of its results should know."""
+    """A model of the recipe's task, and warnings for readers of its results."""
 
     model: nn.Module
     warnings: tuple[str, ...] = ()
 
 
+# ---------------------------------------------------------------- devices and paths
+
+
 def resolve_device(device: str) -> torch.device:
-    """The device of a recipe.
+    """Return the torch device of a recipe's ``device``.
 
     Raises:
         InvalidValue: ``cuda`` without a GPU that torch can use.
     """
-    if device == "cuda" and not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
         raise InvalidValue(
             "device", "cpu or auto on this machine", "cuda", "torch sees no GPU here."
         )
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if device != "cpu" and available else "cpu")
 
 
 def resolve_path(path: str, where: str = "model.path") -> str:
-    """A folder or hub name; ``package:NAME/FOLDER`` becomes the folder inside that installed
-    package.
+    """Return a model's local folder, or its hub name unchanged.
+
+    ``package:NAME/FOLDER`` becomes the folder inside that installed package.
 
     Raises:
         InvalidValue: no such package, or no such folder.
     """
     if path.startswith("package:"):
-        name, _, inside = path.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(name) if name.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations:
-            install = (
-                f"Install it: pip install --no-deps {name.replace('_', '-')}. Or give"
-                if name.isidentifier()
-                else "Give"
-            )
-            hint = f"{install} a folder: --set {where}=FOLDER."
-            raise InvalidValue(
-                where,
-                "a folder inside an installed package",
-                f"{path!r}: no package {name!r}",
-                hint,
-            )
-        folder = Path(next(iter(spec.submodule_search_locations))) / inside
-        if not folder.is_dir():
-            raise InvalidValue(
-                where, "a folder inside an installed package", f"{path!r}: no folder {folder}"
-            )
-        return str(folder)
+        return _folder_in_package(path, where)
     local = Path(path).expanduser()
     if local.is_dir():
         return str(local)
-    if local.exists() or local.is_absolute() or path.startswith((".", "~")) or len(local.parts) > 2:
+    # A hub name is NAME or OWNER/NAME; anything else was meant as a local folder.
+    looks_local = local.is_absolute() or path.startswith((".", "~")) or len(local.parts) > 2
+    if local.exists() or looks_local:
         raise InvalidValue(where, "an existing folder or a hub name", repr(path))
     return path
 
 
+def _folder_in_package(path: str, where: str) -> str:
+    must = "a folder inside an installed package"
+    name, _, inside = path.removeprefix("package:").partition("/")
+    spec = None
+    hint = f"Give a folder: --set {where}=FOLDER."
+    if name.isidentifier():
+        spec = importlib.util.find_spec(name)
+        install = f"pip install --no-deps {name.replace('_', '-')}"
+        hint = f"Install it: {install}. Or give a folder: --set {where}=FOLDER."
+    if spec is None or not spec.submodule_search_locations:
+        raise InvalidValue(where, must, f"{path!r}: no package {name!r}", hint)
+    folder = Path(next(iter(spec.submodule_search_locations))) / inside
+    if not folder.is_dir():
+        raise InvalidValue(where, must, f"{path!r}: no folder {folder}")
+    return str(folder)
+
+
+# ---------------------------------------------------------------- tokenizers and processors
+
+
 def prepare(
-    recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, base: Path | None = None
+    recipe: Recipe,
+    texts: Callable[[], Sequence[str]] | None = None,
+    base: Path | None = None,
 ) -> Preparation:
-    """The tokenizer or processor of the recipe's model, where its task and data need one.
+    """Load or train the tokenizer or processor that the recipe's task needs.
 
     Args:
         recipe: The recipe.
-        texts: Gives the texts of the train rows, for a tokenizer that is trained on them.
-        base: A folder in which that tokenizer lies already.
+        texts: Returns the texts of the train rows, for a tokenizer that is trained on them.
+        base: A folder that already holds that trained tokenizer.
 
     Raises:
-        InvalidValue: it is needed and cannot be had.
+        InvalidValue: it is needed and cannot be loaded.
     """
-    section = recipe.model
+    path, has_text = recipe.model.path, recipe.data.text is not None
     if recipe.data.tokenizer is not None:
-        return _trained(recipe, texts, base)
-    text = recipe.data.text is not None
-    if recipe.task not in _PROCESSORS and not text:
-        return Preparation()
-    if section.path is None:
-        if text:
-            hint = "Or train one: data.tokenizer." if recipe.task in UNLABELLED else ""
-            raise InvalidValue(
-                "model.path",
-                f"given, because {recipe.task} on text needs a tokenizer",
-                "none",
-                hint,
-            )
-        return Preparation()
+        return _train_or_reload(recipe, texts, base)
+    if path is not None:
+        if has_text:
+            return _text_preparation(recipe.task, path)
+        if recipe.task in _PROCESSORS:
+            import transformers
+
+            kind = getattr(transformers, _PROCESSORS[recipe.task])
+            return Preparation(processor=_load(kind, path, "model.path"))
+    elif has_text:
+        must = f"given, because {recipe.task} on text needs a tokenizer"
+        hint = "Or train one: data.tokenizer." if recipe.task in UNLABELLED else ""
+        raise InvalidValue("model.path", must, "none", hint)
+    return Preparation()
+
+
+def _text_preparation(task: Task, path: str) -> Preparation:
+    """Load the tokenizer of the model at ``path``, and try it on a word."""
     import transformers
 
-    kind = "AutoTokenizer" if text else _PROCESSORS[recipe.task]
-    tool = _loaded(getattr(transformers, kind), section.path, "model.path")
-    if not text:
-        return Preparation(processor=tool)
+    tokenizer = _load(transformers.AutoTokenizer, path, "model.path")
     try:
-        with _panics_are_errors():
-            tool("a word", truncation=True)
-    except Exception as error:  # a tokenizer loads with settings that it cannot work with
+        with _panics_as_errors():
+            tokenizer("a word", truncation=True)
+    except Exception as error:  # a tokenizer may load with settings that it cannot work with
         must = "a folder with a tokenizer that reads text"
-        raise InvalidValue(
-            "model.path", must, f"{section.path!r} ({type(error).__name__}: {error})"
-        ) from error
-    translates = recipe.task == "translation"
-    start = (
-        getattr(model_config(section.path), "decoder_start_token_id", None) if translates else None
-    )
-    if translates and start is None:
-        must = "a model whose configuration has a decoder_start_token_id"
-        raise InvalidValue("model.path", must, f"{section.path!r} without")
-    return Preparation(
-        tool, pad=tool.pad_token_id if tool.pad_token_id is not None else 0, start=start or 0
-    )
+        got = f"{path!r} ({type(error).__name__}: {error})"
+        raise InvalidValue("model.path", must, got) from error
+    # A decoder needs to know its first token, which the tokenizer does not say.
+    start: int | None = 0
+    if task == "translation":
+        start = getattr(model_config(path), "decoder_start_token_id", None)
+        if start is None:
+            must = "a model whose configuration has a decoder_start_token_id"
+            raise InvalidValue("model.path", must, f"{path!r} without")
+    return Preparation(tokenizer, pad=tokenizer.pad_token_id or 0, start=start or 0)
 
 
-def _trained(
-    recipe: Recipe, texts: Callable[[], Sequence[str]] | None, base: Path | None
+def _train_or_reload(
+    recipe: Recipe,
+    texts: Callable[[], Sequence[str]] | None,
+    base: Path | None,
 ) -> Preparation:
-    """A tokenizer trained on the train rows, and what the model has to know of it."""
+    """Train a tokenizer on the train rows, or reload it from ``base``."""
     from transformers import PreTrainedTokenizerFast
 
-    wanted = recipe.data
+    # A resumed run must use the tokenizer that it trained.
     if base is not None:
         check_files(base)
-        tool: Any = PreTrainedTokenizerFast.from_pretrained(str(base))
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(base))
     elif texts is None:
-        raise InvalidValue(
-            "prepare(texts=)", "given for data.tokenizer, which is trained on train rows", "none"
-        )
+        must = "given for data.tokenizer, which is trained on train rows"
+        raise InvalidValue("prepare(texts=)", must, "none")
     else:
-        tool = train_tokenizer(str(wanted.tokenizer), texts(), wanted.vocabulary)
-    special = {
-        f"{name}_token_id": getattr(tool, f"{name}_token_id") for name in ("pad", "bos", "eos")
+        kind = str(recipe.data.tokenizer)
+        tokenizer = train_tokenizer(kind, texts(), recipe.data.vocabulary)
+    config = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
     }
-    begin = {"decoder_start_token_id": tool.bos_token_id} if recipe.task == "translation" else {}
-    config = {"vocab_size": len(tool), **special, **begin}
-    return Preparation(
-        tool, pad=tool.pad_token_id or 0, start=tool.bos_token_id or 0, config=config
-    )
+    if recipe.task == "translation":
+        config["decoder_start_token_id"] = tokenizer.bos_token_id
+    pad, start = tokenizer.pad_token_id or 0, tokenizer.bos_token_id or 0
+    return Preparation(tokenizer, pad=pad, start=start, config=config)
+
+
+# ---------------------------------------------------------------- the recipe's model
 
 
 def build_model(
-    recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None
+    recipe: Recipe,
+    labels: Sequence[Any],
+    preparation: Preparation | None = None,
 ) -> nn.Module:
-    """The recipe's model, in evaluation mode on the CPU; see ``load_model``."""
+    """Return the recipe's model, in evaluation mode on the CPU; see ``load_model``."""
     return load_model(recipe, labels, preparation).model
 
 
 def load_model(
-    recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None
+    recipe: Recipe,
+    labels: Sequence[Any],
+    preparation: Preparation | None = None,
 ) -> Loaded:
-    """The recipe's model, in evaluation mode on the CPU; what it draws is drawn from the recipe's
-    seed.
+    """Load or build the recipe's model, in evaluation mode on the CPU.
+
+    New weights are drawn from the recipe's seed; torch's own random state is unchanged.
 
     Args:
         recipe: The recipe.
         labels: Labels of the data, in the order of their numbers.
-        preparation: What prepares its inputs; needed where the recipe trains a tokenizer.
+        preparation: What prepares the inputs; needed where the recipe trains a tokenizer.
 
     Raises:
-        InvalidValue: the model cannot be had, its configuration is wrong, or it lacks more than a
-            head for the task.
+        InvalidValue: the model cannot be loaded, its configuration is wrong, or it lacks more
+            than a head for the task.
         UnknownName: no such class.
-        CheckpointError: a damaged folder of ours.
+        CheckpointError: a damaged headprune checkpoint.
     """
-    outside = torch.random.get_rng_state()
+    # New weights must not depend on what ran before, nor change what runs after.
+    random_state = torch.random.get_rng_state()
     torch.manual_seed(recipe.seed)
     try:
-        told = preparation.config if preparation is not None else {}
         if recipe.model.import_path is not None:
             loaded = Loaded(build_own(recipe.model))
+        elif recipe.model.path is not None:
+            loaded = _from_path(recipe, labels)
         else:
-            loaded = (
-                Loaded(_fresh(recipe, labels, told))
-                if recipe.model.path is None
-                else _from_path(recipe, labels)
-            )
+            from_tokenizer = preparation.config if preparation is not None else {}
+            loaded = Loaded(_new_model(recipe, labels, from_tokenizer))
     finally:
-        torch.random.set_rng_state(outside)
-    model = (
-        loaded.model
-        if recipe.model.dtype is None
-        else loaded.model.to(getattr(torch, recipe.model.dtype))
-    )
+        torch.random.set_rng_state(random_state)
+    model = loaded.model
+    if recipe.model.dtype is not None:
+        model = model.to(getattr(torch, recipe.model.dtype))
     return Loaded(model.eval(), (*loaded.warnings, *_precision_notes(recipe, model)))
 
 
 def _precision_notes(recipe: Recipe, model: nn.Module) -> tuple[str, ...]:
+    """Warn of training in 16 bits."""
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    trained = recipe.train is not None or any(step.method == "finetune" for step in recipe.recover)
-    trained = trained or recipe.gradual is not None
+    finetuned = any(step.method == "finetune" for step in recipe.recover)
+    trained = recipe.train is not None or finetuned or recipe.gradual is not None
     if dtype.itemsize > 2 or not trained:
         return ()
     name = str(dtype).removeprefix("torch.")
-    return (
-        (
-            f"the weights are trained in {name}, where small steps are lost; model.dtype: float32"
-            " keeps them"
-        ),
-    )
+    note = f"the weights are trained in {name}, where small steps are lost;"
+    return (f"{note} model.dtype: float32 keeps them",)
 
 
 def model_config(path: str) -> Any:
-    """The configuration of the model at a recipe's ``model.path``, as it lies there."""
+    """Load the configuration of the model at a recipe's ``model.path``."""
     import transformers
 
-    return _loaded(transformers.AutoConfig, path, "model.path")
+    return _load(transformers.AutoConfig, path, "model.path")
 
 
-def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
-    """Configuration that a task's labels ask for."""
+def _label_config(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
+    """Return the configuration values that a task's labels determine."""
     if task == "regression":
         return {"num_labels": 1, "problem_type": "regression"}
     if task not in CLASSIFICATIONS:
         return {}
-    numbers: dict[str, Any] = {"id2label": {i: str(v) for i, v in enumerate(labels)}}
-    numbers |= {"label2id": {str(v): i for i, v in enumerate(labels)}}
-    return (
-        {**numbers, "problem_type": "single_label_classification"}
-        if "token" not in task
-        else numbers
-    )
+    names = list(map(str, labels))
+    numbers = range(len(names))
+    values: dict[str, Any] = {
+        "id2label": dict(zip(numbers, names, strict=True)),
+        "label2id": dict(zip(names, numbers, strict=True)),
+    }
+    # Labels per token have no problem type in Transformers.
+    if task != "token_classification":
+        values["problem_type"] = "single_label_classification"
+    return values
 
 
 def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     import transformers
 
-    from headprune.checkpoints.checkpoint import MANIFEST
-
-    kind = getattr(transformers, _AUTO[recipe.task])
     path = str(recipe.model.path)
-    folder = Path(resolve_path(path))
-    if (folder / MANIFEST).is_file() or pruned_heads(folder):
-        return Loaded(_cut_before(recipe, labels, kind))
-    headed = recipe.task in (*CLASSIFICATIONS, "regression")
-    more = {"ignore_mismatched_sizes": True} if headed else {}
-    _refuse_remote_code(_loaded(transformers.AutoConfig, path, "model.path"), path, "model.path")
-    dtype = getattr(torch, recipe.model.dtype) if recipe.model.dtype else "auto"
-    settings = {**_head(recipe.task, labels), **more, "dtype": dtype}
-    loaded: tuple[nn.Module, Any] = _loaded(
-        kind, path, "model.path", output_loading_info=True, **settings
-    )
-    model, info = loaded
-    missing, mismatched = set(info["missing_keys"]), {key[0] for key in info["mismatched_keys"]}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    # A pooler belongs to the body by name only: models that were trained on masked tokens come
-    # without one.
-    body = {
-        key for key in missing if key.startswith(prefix) and not key.startswith(f"{prefix}pooler.")
-    }
-    body |= {key for key in mismatched if key.startswith(prefix)}
-    if body:
-        got = (
-            f"{path!r}, where {len(body)} are missing or of another shape:"
-            f" {', '.join(sorted(body)[:3])}"
-        )
-        hint = "A model that was cut is loaded where headprune saved it, with its headprune.json."
-        raise InvalidValue(
-            "model.path", f"a folder with all weights of {type(model).__name__}", got, hint
-        )
+    kind = getattr(transformers, _AUTO[recipe.task])
+    if _is_pruned(Path(resolve_path(path))):
+        return Loaded(_pruned_model(recipe, labels, kind))
+    _refuse_remote_code(model_config(path), path, "model.path")
+    # 1. Load. A head of another size gets new weights, which step 3 judges.
+    settings = _label_config(recipe.task, labels)
+    if recipe.task in (*CLASSIFICATIONS, "regression"):
+        settings["ignore_mismatched_sizes"] = True
+    settings["dtype"] = getattr(torch, recipe.model.dtype) if recipe.model.dtype else "auto"
+    model, info = _load(kind, path, "model.path", output_loading_info=True, **settings)
+    # 2. The body must be complete; only a head may be new.
+    missing = set(info["missing_keys"])
+    mismatched = {key[0] for key in info["mismatched_keys"]}
+    _check_body(model, path, missing, mismatched)
+    # 3. A new head must be trained.
     untrained = sorted(missing | mismatched)
-    if untrained and recipe.train is None:
-        must = (
-            f"a model trained for {recipe.task} with {len(labels)} labels"
-            if labels
-            else f"trained for {recipe.task}"
-        )
+    if not untrained:
+        return Loaded(model)
+    if recipe.train is None:
+        must = f"trained for {recipe.task}"
+        if labels:
+            must = f"a model trained for {recipe.task} with {len(labels)} labels"
         got = f"{path!r}, which lacks {', '.join(untrained[:3])}"
         raise InvalidValue("model.path", must, got, "Add a train section, or give another model.")
-    note = (
-        f"{path} has no weights for this task's {', '.join(untrained)}; they were newly"
-        " initialised, then trained"
-    )
-    return Loaded(model, (note,) if untrained else ())
+    note = f"{path} has no weights for this task's {', '.join(untrained)};"
+    return Loaded(model, (f"{note} they were newly initialised, then trained",))
 
 
-def _cut_before(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
-    """A model that headprune cut; it is taken as it is, so its head must fit the task and the
-    labels."""
+def _check_body(
+    model: nn.Module,
+    path: str,
+    missing: set[str],
+    mismatched: set[str],
+) -> None:
+    """Refuse a checkpoint that lacks weights of the model's body."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    # A pooler belongs to the body by name only: models pretrained on masked tokens have none.
+    body = {key for key in missing if not key.startswith(f"{prefix}pooler.")} | mismatched
+    absent = sorted(key for key in body if key.startswith(prefix))
+    if absent:
+        count = f"{len(absent)} are missing or of another shape"
+        got = f"{path!r}, where {count}: {', '.join(absent[:3])}"
+        hint = "A model that was cut is loaded where headprune saved it, with its headprune.json."
+        must = f"a folder with all weights of {type(model).__name__}"
+        raise InvalidValue("model.path", must, got, hint)
+
+
+def _is_pruned(folder: Path) -> bool:
+    """Whether a folder holds a model that headprune, or Transformers 4, removed heads from."""
+    from headprune.checkpoints.checkpoint import MANIFEST
+
+    return (folder / MANIFEST).is_file() or bool(pruned_heads(folder))
+
+
+def _pruned_model(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
+    """Load a pruned model, whose head must already fit the task and its labels."""
     from headprune.checkpoints.checkpoint import from_pretrained
 
-    path = str(recipe.model.path)
-    model = from_pretrained(resolve_path(path))
+    path, task = str(recipe.model.path), recipe.task
+    model: nn.Module = from_pretrained(resolve_path(path))
     config: Any = getattr(model, "config", None)
-    fitting: Any = kind._model_mapping.get(type(config), ())
-    if not isinstance(model, fitting):
-        raise InvalidValue(
-            "model.path", f"a model for {recipe.task}", f"{path!r}, a cut {type(model).__name__}"
-        )
-    wanted = 1 if recipe.task == "regression" else len(labels)
-    if recipe.task in (*CLASSIFICATIONS, "regression") and config.num_labels != wanted:
-        must = f"a cut model with as many outputs as the data has labels, {wanted}"
+    classes: Any = kind._model_mapping.get(type(config), ())
+    fits_task = isinstance(model, classes)
+    if not fits_task:
+        got = f"{path!r}, a cut {type(model).__name__}"
+        raise InvalidValue("model.path", f"a model for {task}", got)
+    n_outputs = 1 if task == "regression" else len(labels)
+    if task in (*CLASSIFICATIONS, "regression") and config.num_labels != n_outputs:
+        must = f"a cut model with as many outputs as the data has labels, {n_outputs}"
         raise InvalidValue("model.path", must, f"{path!r} with {config.num_labels}")
-    for name, value in _head(recipe.task, labels).items():
-        if name == "problem_type":
-            config.problem_type = value
-    cut: nn.Module = model
-    return cut
+    problem_type = _label_config(task, labels).get("problem_type")
+    # Its labels' names are kept; only the loss follows the task.
+    if problem_type is not None:
+        config.problem_type = problem_type
+    return model
 
 
-def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
+def _new_model(
+    recipe: Recipe,
+    labels: Sequence[Any],
+    from_tokenizer: Mapping[str, Any],
+) -> nn.Module:
+    """Build a model with new weights from ``model.class_name`` and ``model.config``."""
+    import transformers
+
+    section = recipe.model
+    kind: Any = class_named(str(section.class_name))
+    config_class: Any = getattr(kind, "config_class", None)
+    if config_class is None:
+        known = [*OWN, *(name for name in dir(transformers) if "For" in name)]
+        hint = did_you_mean(str(section.class_name), known)
+        must, got = "a Transformers model class", repr(section.class_name)
+        raise UnknownName("model.class_name", must, got, hint)
+    _check_config_keys(section.config, config_class, from_tokenizer)
+    # The recipe's own values come last, so that they win.
+    values = {**_label_config(recipe.task, labels), **from_tokenizer, **section.config}
+    try:
+        model: nn.Module = kind(config_class(**values))
+    except _CONSTRUCTOR_ERRORS as error:
+        reason = " ".join(str(error).split())
+        must = f"a valid {config_class.__name__}"
+        raise InvalidValue("model.config", must, reason) from error
+    return model
+
+
+def _check_config_keys(
+    config: Mapping[str, Any],
+    config_class: type,
+    from_tokenizer: Mapping[str, Any],
+) -> None:
+    """Refuse keys that the class does not know, or that the trained tokenizer determines."""
+    # A configuration class declares its keys as annotations.
+    known: set[str] = set()
+    for cls in config_class.__mro__:
+        known.update(getattr(cls, "__annotations__", ()))
+    for key in config:
+        where = f"model.config.{key}"
+        if key not in known:
+            must = f"a key of {config_class.__name__}"
+            raise InvalidValue(where, must, repr(key), did_you_mean(key, known))
+        if key in from_tokenizer:
+            must = f"left out, for the trained tokenizer says that it is {from_tokenizer[key]}"
+            raise InvalidValue(where, must, config[key])
+
+
+# ---------------------------------------------------------------- any model
+
+
+def open_model(path: str, where: str = "MODEL") -> nn.Module:
+    """Open any model in a folder or on the hub, in its own dtype.
+
+    It may be a headprune checkpoint, a folder that Transformers loads by its own class, or PEFT
+    adapters, which are merged into their base model.
+
+    Raises:
+        InvalidValue: no model there, or one that runs its own code.
+        CheckpointError: a damaged headprune checkpoint, or an index or configuration that fails
+            its checks.
+    """
+    import transformers
+
+    from headprune.checkpoints.checkpoint import from_pretrained
+
+    folder = Path(resolve_path(path, where))
+    check_files(folder)
+    # 1. Pruned by headprune, 2. adapters, 3. any other.
+    if _is_pruned(folder):
+        return from_pretrained(folder)
+    if is_adapter(folder):
+        return open_merged(folder, where, _load)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise InvalidValue(where, "a model folder", f"{path!r} without config.json")
+    config = _load(transformers.AutoConfig, path, where)
+    _refuse_remote_code(config, path, where)
+    kind = class_named(class_name_of(config)) or transformers.AutoModel
+    model: nn.Module = _load(kind, path, where, dtype="auto")
+    return model.eval()
+
+
+def _load(kind: Any, path: str, where: str, **settings: Any) -> Any:
+    """Call ``kind.from_pretrained`` after checks of the folder, with errors in our template."""
     folder = resolve_path(path, where)
     if is_adapter(Path(folder)):
-        hint = "Merge them first: headprune prune --merge-adapters does, and so does, in Python, "
-        hint += (
-            "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(merged)."
+        hint = (
+            "Merge them first: headprune prune --merge-adapters does, and so does, in Python,"
+            " PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(merged)."
         )
-        raise InvalidValue(
-            where, "a folder with a whole model", f"{path!r}, PEFT adapters only", hint
-        )
-    importlib.import_module(
-        "headprune.attention.transformer"
-    )  # makes itself known to the Auto classes
+        got = f"{path!r}, PEFT adapters only"
+        raise InvalidValue(where, "a folder with a whole model", got, hint)
+    # Registers our own transformer with the Auto classes.
+    importlib.import_module("headprune.attention.transformer")
     check_folder(Path(folder))
     check_weights(kind, Path(folder))
     try:
-        with _panics_are_errors():
-            # False, and not left out: then Transformers would ask who sits at the terminal.
+        with _panics_as_errors():
+            # Without an explicit False, Transformers would ask the user at the terminal.
             return kind.from_pretrained(folder, trust_remote_code=False, **settings)
-    except (
-        Exception
-    ) as error:  # what lies there breaks readers and constructors in any way it likes
+    except Exception as error:  # a damaged file may break readers and constructors in any way
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        local = Path(folder).is_dir()
-        must = "a local folder, or a hub model that can be reached"
-        hint = "Give a local folder" + (
-            ": --set model.path=FOLDER." if where == "model.path" else "."
-        )
-        must = f"a folder from which {kind.__name__} loads" if local else must
-        raise InvalidValue(where, must, f"{path!r} ({reason})", "" if local else hint) from error
+        must, hint = f"a folder from which {kind.__name__} loads", ""
+        if not Path(folder).is_dir():
+            must = "a local folder, or a hub model that can be reached"
+            option = ": --set model.path=FOLDER" if where == "model.path" else ""
+            hint = f"Give a local folder{option}."
+        raise InvalidValue(where, must, f"{path!r} ({reason})", hint) from error
 
 
 @contextmanager
-def _panics_are_errors() -> Iterator[None]:
-    """A library in Rust that meets a file it did not expect raises what no ``except Exception``
-    sees."""
+def _panics_as_errors() -> Iterator[None]:
+    """Turn a panic of a Rust library, which ``except Exception`` misses, into an error."""
     try:
         yield
     except BaseException as error:
@@ -400,101 +515,39 @@ def _panics_are_errors() -> Iterator[None]:
         raise
 
 
-def _fresh(recipe: Recipe, labels: Sequence[Any], told: Mapping[str, Any]) -> nn.Module:
-    import transformers
-
-    section = recipe.model
-    kind: Any = class_named(str(section.class_name))
-    family: Any = getattr(kind, "config_class", None)
-    if family is None:
-        hint = did_you_mean(
-            str(section.class_name), [*OWN, *(n for n in dir(transformers) if "For" in n)]
-        )
-        raise UnknownName(
-            "model.class_name", "a Transformers model class", repr(section.class_name), hint
-        )
-    known = {name for cls in family.__mro__ for name in getattr(cls, "__annotations__", ())}
-    for key in section.config:
-        if key not in known:
-            must = f"a key of {family.__name__}"
-            raise InvalidValue(f"model.config.{key}", must, repr(key), did_you_mean(key, known))
-        if key in told:
-            must = f"left out, for the trained tokenizer says that it is {told[key]}"
-            raise InvalidValue(f"model.config.{key}", must, section.config[key])
-    try:
-        model: nn.Module = kind(family(**{**_head(recipe.task, labels), **told, **section.config}))
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        RuntimeError,
-        ZeroDivisionError,
-        AttributeError,
-    ) as error:
-        reason = " ".join(str(error).split())
-        raise InvalidValue("model.config", f"a valid {family.__name__}", reason) from error
-    return model
-
-
-def open_model(path: str, where: str = "MODEL") -> nn.Module:
-    """Any model in a folder or on the hub, in its own dtype: one that headprune cut, one that
-    Transformers loads by its own class, or PEFT adapters, merged into their base.
-
-    Raises:
-        InvalidValue: no model there, or one that runs code of its own.
-        CheckpointError: a damaged folder of ours, or one with an index or a configuration that is
-            not believed.
-    """
-    import transformers
-
-    from headprune.checkpoints.checkpoint import MANIFEST, from_pretrained
-
-    folder = Path(resolve_path(path, where))
-    check_files(folder)
-    if (folder / MANIFEST).is_file() or pruned_heads(folder):
-        return from_pretrained(folder)
-    if is_adapter(folder):
-        return merged(folder, where, _loaded)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InvalidValue(where, "a model folder", f"{path!r} without config.json")
-    config = _loaded(transformers.AutoConfig, path, where)
-    _refuse_remote_code(config, path, where)
-    kind = class_named(class_name_of(config)) or transformers.AutoModel
-    model: nn.Module = _loaded(kind, path, where, dtype="auto")
-    return model.eval()
-
-
 def _refuse_remote_code(config: Any, path: str, where: str) -> None:
-    """Words for a folder that ``format="remote-code"`` wrote: the plain class would fail on its
-    shapes."""
+    """Refuse a folder in the format 'remote-code': the plain class would fail on its shapes."""
     if getattr(config, "headprune_heads", None) is None:
         return
-    named = vars(config).get("auto_map")
-    known = (
-        [n for n in named if n.startswith("AutoModelFor") and n.isidentifier()]
-        if isinstance(named, dict)
-        else []
+    auto_map = vars(config).get("auto_map")
+    auto = "AutoModel"
+    for name in auto_map if isinstance(auto_map, dict) else ():
+        # The name comes from a file and is shown as code, so it must be an identifier.
+        usable = name.startswith("AutoModelFor") and name.isidentifier()
+        if usable and name != "AutoModelForPreTraining":
+            auto = name
+            break
+    call = f"transformers.{auto}.from_pretrained({path!r}, trust_remote_code=True)"
+    hint = (
+        f"headprune's commands run no code out of a folder. In Python: {call}."
+        " To go on cutting, keep a folder in the format 'headprune' too."
     )
-    auto = next((n for n in known if n != "AutoModelForPreTraining"), "AutoModel")
-    hint = "headprune's commands run no code out of a folder. "
-    hint += f"In Python: transformers.{auto}.from_pretrained({path!r}, trust_remote_code=True). "
-    hint += "To go on cutting, keep a folder in the format 'headprune' too."
     got = (
-        f"{path!r}, a checkpoint in the format 'remote-code', which runs the modelling file beside"
-        " its weights"
+        f"{path!r}, a checkpoint in the format 'remote-code', which runs the modelling file in its"
+        " folder"
     )
     raise InvalidValue(where, "a model that Transformers or headprune opens by itself", got, hint)
 
 
 def longest_input(model: nn.Module) -> int | None:
-    """How many tokens the model can read, where its configuration says so."""
+    """Return the number of tokens that a model can read, where its configuration gives it."""
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
-    for name, module in model.named_modules():  # RoBERTa's first positions stand for padding
-        if (
-            name.endswith("position_embeddings")
-            and getattr(module, "padding_idx", None) is not None
-        ):
-            return limit - int(module.padding_idx) - 1
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings"):
+            padding = getattr(module, "padding_idx", None)
+            # As RoBERTa, whose first positions are for padding.
+            if padding is not None:
+                return limit - int(padding) - 1
     return limit

@@ -1,5 +1,4 @@
-"""The order of training batches where padding would cost most: sentences of like length
-together."""
+"""Order training batches so that sentences of like length share a batch."""
 
 from __future__ import annotations
 
@@ -16,34 +15,38 @@ _POOL = 50
 class LikeLengths(Sampler[list[int]]):
     """Batches of rows of like length, in another order in every pass.
 
-    Rows are shuffled, sorted by length within pools of fifty batches, cut into batches, and these
-    are shuffled.
+    Rows are shuffled, sorted by length within pools of fifty batches, and cut into batches, which
+    are shuffled too.
 
     Args:
-        lengths: Of every row.
-        size: Rows a batch; the last one of a pass may have fewer.
-        generator: Draws the orders, and tells a training that goes on where it stands.
+        lengths: Length of every row.
+        size: Rows per batch; the last batch of a pass may have fewer.
+        generator: Draws the orders; its state continues an interrupted training.
 
     >>> batches = list(LikeLengths([1, 9, 1, 9], 2, torch.Generator().manual_seed(0)))
     >>> sorted(map(sorted, batches))
     [[0, 2], [1, 3]]
     """
 
-    def __init__(self, lengths: Sequence[int], size: int, generator: torch.Generator) -> None:
-        self.lengths, self.size, self.generator = list(lengths), size, generator
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        size: int,
+        generator: torch.Generator,
+    ) -> None:
+        self.lengths = list(lengths)
+        self.size = size
+        self.generator = generator
 
     def __len__(self) -> int:
-        return -(-len(self.lengths) // self.size)
+        return -(-len(self.lengths) // self.size)  # rounded up
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = torch.randperm(len(self.lengths), generator=self.generator).tolist()
-        step = self.size * _POOL
-        pools = (
-            sorted(rows[i : i + step], key=self.lengths.__getitem__)
-            for i in range(0, len(rows), step)
-        )
-        batches = [
-            pool[i : i + self.size] for pool in pools for i in range(0, len(pool), self.size)
-        ]
+        batches = []
+        rows_per_pool = self.size * _POOL
+        for first in range(0, len(rows), rows_per_pool):
+            pool = sorted(rows[first : first + rows_per_pool], key=self.lengths.__getitem__)
+            batches += [pool[i : i + self.size] for i in range(0, len(pool), self.size)]
         for number in torch.randperm(len(batches), generator=self.generator).tolist():
             yield batches[number]

@@ -1,5 +1,4 @@
-"""Rows of one part of the data that stand in another one, too: as they were given, and as the model
-reads them."""
+"""Count rows that several parts of the data share."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from torch import Tensor
 from headprune.data.features import Example
 from headprune.data.splits import Part
 
-#: How many rows of one part stand in other parts: ``{"test": {"train": 3}}``.
+#: How many rows of one part are in other parts too: ``{"test": {"train": 3}}``.
 Overlap = dict[str, dict[str, int]]
-#: What a model should answer, and what its decoder reads of that.
+#: Values of an example that are no inputs: what a model should answer, and what its decoder reads.
 _ANSWERS = (
     "labels",
     "decoder_input_ids",
@@ -22,63 +21,71 @@ _ANSWERS = (
     "start_positions",
     "end_positions",
 )
+#: The parts that each judged part is compared with.
+_OTHERS = {
+    "test": ("train", "calibration", "validation"),
+    "validation": ("train", "calibration"),
+}
 
 
-def given_twice(keys: Mapping[str, Sequence[str]], parts: Mapping[str, Part]) -> Overlap:
-    """How many test and validation rows stood among other rows before these were removed there.
+def given_twice(
+    keys: Mapping[str, Sequence[str]],
+    parts: Mapping[str, Part],
+) -> Overlap:
+    """Count test and validation rows that were among other rows too, before these were removed.
 
     Args:
-        keys: What each row of each split says, as `partition` compared it.
-        parts: Its answer.
+        keys: Each row's input as text, by split, as ``partition`` compared it.
+        parts: The parts that ``partition`` returned.
     """
     test, validation = parts["test"], parts["validation"]
-    drawn = {i for part in (test, validation) if part.source == "train" for i in part.rows}
+    # Rows of train that became rows of another part.
+    drawn: set[int] = set()
+    for part in (test, validation):
+        if part.source == "train":
+            drawn.update(part.rows)
     train = {key for i, key in enumerate(keys["train"]) if i not in drawn}
 
     def among_train(part: Part) -> int:
         return sum(keys[part.source][i] in train for i in part.rows)
 
-    of_validation = {"train": among_train(validation), "test": validation.dropped}
-    return {"test": {"train": among_train(test)}, "validation": of_validation}
+    return {
+        "test": {"train": among_train(test)},
+        "validation": {"train": among_train(validation), "test": validation.dropped},
+    }
 
 
 def read_twice(examples: Mapping[str, Sequence[Example]]) -> Overlap:
-    """How many test and validation rows a model reads exactly as rows of other parts, whatever
-    their labels.
+    """Count test and validation rows that a model reads exactly as rows of other parts.
 
-    A text that is cut off, or a tokenizer that knows no capitals, makes rows equal that were given
-    as different ones. Memory is that of a digest a test or validation row; other rows are looked at
-    one by one.
+    A cut-off text, or a tokenizer that ignores case, makes rows equal that were given as different
+    ones. Labels are not compared. Memory: one digest per test or validation row.
     """
-    judged = {
-        name: [_digest(example) for example in examples[name]] for name in ("test", "validation")
-    }
-    known = {digest for digests in judged.values() for digest in digests}
-    seen = {
-        name: known.intersection(map(_digest, examples[name])) for name in ("train", "calibration")
-    }
-    seen["validation"] = set(judged["validation"])
-    wanted = {
-        "test": ("train", "calibration", "validation"),
-        "validation": ("train", "calibration"),
-    }
-    return {
-        name: {other: _count(judged[name], seen[other]) for other in others}
-        for name, others in wanted.items()
-    }
+    judged = {name: list(map(_digest, examples[name])) for name in _OTHERS}
+    # Only digests of judged rows are kept: train may be far larger.
+    known = set().union(*judged.values())
+    seen = {"validation": set(judged["validation"])}
+    for name in ("train", "calibration"):
+        seen[name] = known.intersection(map(_digest, examples[name]))
+    counts: Overlap = {}
+    for name, others in _OTHERS.items():
+        counts[name] = {other: _count(judged[name], seen[other]) for other in others}
+    return counts
 
 
-def given_notes(found: Overlap, parts: Mapping[str, Part]) -> tuple[str, ...]:
-    """What a reader should know of rows that were given twice; nothing where there are none."""
+def given_notes(overlap: Overlap, parts: Mapping[str, Part]) -> tuple[str, ...]:
+    """Return warnings about rows that were given twice, if any."""
     notes = []
     for name in ("test", "validation"):
-        if count := found[name]["train"]:
-            among = (
+        count = overlap[name]["train"]
+        if count:
+            notes.append(
                 f"{count} of {len(parts[name].rows)} {name} rows stood among the train rows, too"
+                " (inputs compared; text without capitals and white space):"
+                " those train rows were removed"
             )
-            compared = "inputs compared; text without capitals and white space"
-            notes.append(f"{among} ({compared}): those train rows were removed")
-    if removed := found["validation"]["test"]:
+    removed = overlap["validation"]["test"]
+    if removed:
         notes.append(
             f"{removed} validation rows stood among the test rows, too: they were removed from"
             " validation"
@@ -86,14 +93,18 @@ def given_notes(found: Overlap, parts: Mapping[str, Part]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def read_notes(found: Overlap, examples: Mapping[str, Sequence[Example]]) -> tuple[str, ...]:
-    """What a reader should know of rows that a model reads twice; nothing where there are none."""
+def read_notes(
+    overlap: Overlap,
+    examples: Mapping[str, Sequence[Example]],
+) -> tuple[str, ...]:
+    """Return warnings about rows that a model reads twice, if any."""
     notes = []
-    for name, others in found.items():
-        if among := [f"{count} of {other}" for other, count in others.items() if count]:
+    for name, others in overlap.items():
+        counts = [f"{count} of {other}" for other, count in others.items() if count]
+        if counts:
             notes.append(
                 f"of {len(examples[name])} {name} rows the model reads some exactly as rows of"
-                f" other parts ({', '.join(among)}): they stay, and may make it look better than"
+                f" other parts ({', '.join(counts)}): they stay, and may make it look better than"
                 " it is"
             )
     return tuple(notes)
@@ -104,11 +115,12 @@ def _count(digests: Iterable[bytes], seen: set[bytes]) -> int:
 
 
 def _digest(example: Example) -> bytes:
-    """Tells an example's inputs from others."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return a digest of an example's inputs: names, types, shapes and values."""
+    digest = hashlib.blake2b(digest_size=16)
     for name in sorted(example.keys() - set(_ANSWERS)):
         value = example[name]
+        # Type and shape too: the same bytes may be other values.
         values = value.numpy() if isinstance(value, Tensor) else np.asarray(value)
-        found.update(f"{name} {values.dtype} {values.shape};".encode())
-        found.update(values.tobytes())
-    return found.digest()
+        digest.update(f"{name} {values.dtype} {values.shape};".encode())
+        digest.update(values.tobytes())
+    return digest.digest()

@@ -1,5 +1,4 @@
-"""How long a regular expression may search in the name of a module: those of other people's files
-are asked first."""
+"""Bound the time of a regular expression from somebody else's file before it is used."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -14,87 +14,101 @@ if sys.version_info >= (3, 11):
 else:
     import sre_parse as parser
 
-#: Characters of a long name of a module, and of the longest pattern that is read.
-LONGEST, _READ = 64, 100_000
+#: Characters of a long module name.
+LONGEST = 64
+#: Characters of the longest pattern that is parsed.
+_READ = 100_000
+#: Names of the parser's elements, by how they are counted.
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
-_ONE = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "CATEGORY", "GROUPREF", "FAILURE")
+_SINGLE = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "CATEGORY", "GROUPREF", "FAILURE")
 
 
 def work(pattern: str) -> float:
-    """Steps that a search for a pattern takes at worst in a name of ``LONGEST`` characters, from
-    above.
+    """Bound the steps of a search in a name of ``LONGEST`` characters.
 
-    Every element counts once for every way in which those before it can match: 64 ways for each
-    ``*`` or ``+``, which multiply, and as many ways as a repeated group has for every repetition.
-    Infinite for what cannot be read.
+    Each element is tried once for every way in which the elements before it can match. ``*`` and
+    ``+`` match in about 64 ways each, and these multiply. A repeated group has as many ways as
+    its content to the power of the repetitions.
+
+    Args:
+        pattern: The regular expression.
+
+    Returns:
+        Steps; infinite for a pattern that cannot be parsed.
 
     >>> work(r"(.*)layer(.*)") < 64**3, work("([a-z]+)+!") > 64**9, work("(")
     (True, True, inf)
     """
+    # Parsing takes time too.
     if len(pattern) > _READ:
         return math.inf
     try:
-        return _cost(parser.parse(pattern).data)[1]
+        _, steps = _sequence(parser.parse(pattern).data)
     except (re.error, RecursionError, OverflowError):
         return math.inf
+    return steps
 
 
-def _cost(elements: Iterable[Any]) -> tuple[float, float]:
-    """Ways in which a row of elements can match, and steps that it takes to try them all."""
+def _sequence(elements: Iterable[Any]) -> tuple[float, float]:
+    """Return the ways in which a sequence can match, and the steps of all."""
     ways, steps = 1.0, 1.0
-    for kind, given in elements:
-        more, each = _of(str(kind), given)
+    for kind, content in elements:
+        more, each = _element(str(kind), content)
         steps += ways * each
         ways *= more
     return ways, steps
 
 
-def _of(kind: str, given: Any) -> tuple[float, float]:
-    """The same of one element, as Python's parser tells it."""
-    if kind in _ONE:
+def _element(kind: str, content: Any) -> tuple[float, float]:
+    """Return the ways and steps of one element of Python's own parser."""
+    if kind in _SINGLE:
         return 1.0, 1.0
     if kind == "SUBPATTERN":
-        return _cost(given[-1])
+        return _sequence(content[-1])
     if kind == "ATOMIC_GROUP":
-        return _cost(given)
+        return _sequence(content)
     if kind in ("ASSERT", "ASSERT_NOT"):
-        return 1.0, _cost(given[1])[1]
+        # An assertion takes no characters, so it matches in one way.
+        return 1.0, _sequence(content[1])[1]
     if kind == "BRANCH":
-        costs = [_cost(branch) for branch in given[1]]
-        return _branches(given[1], [ways for ways, _ in costs]), sum(steps for _, steps in costs)
+        return _branch(content[1])
     if kind in _REPEATS:
-        return _repeated(int(given[0]), int(given[1]), *_cost(given[2]))
+        return _repeat(int(content[0]), int(content[1]), content[2])
     return math.inf, math.inf
 
 
-def _branches(branches: list[Any], ways: list[float]) -> float:
-    """Of words only those can match in one place that begin alike; of anything else, all."""
-    words = [
-        [chr(value).lower() for kind, value in b if str(kind) == "LITERAL" and value < 128]
-        for b in branches
-    ]
-    if any(len(word) != len(branch) for word, branch in zip(words, branches, strict=True)):
-        return sum(ways)
-    joined = sorted("".join(word) for word in words)
-    most, open_ = 1, list[str]()  # sorted, a word comes right after all that it begins with
-    for word in joined:
-        open_ = [*(start for start in open_ if word.startswith(start)), word]
-        most = max(most, len(open_))
-    return most
+def _branch(branches: list[Any]) -> tuple[float, float]:
+    ways, steps = 0.0, 0.0
+    words = []
+    for branch in branches:
+        more, each = _sequence(branch)
+        ways += more
+        steps += each
+        words.append(_word(branch))
+    if None not in words:
+        # In one place only words can match that begin alike. Sorted, a word follows its beginnings.
+        ways = 1.0
+        for start, word in pairwise(sorted(map(str, words))):
+            ways += word.startswith(start)
+    return ways, steps
 
 
-def _repeated(low: int, high: int, ways: float, steps: float) -> tuple[float, float]:
+def _word(branch: Iterable[Any]) -> str | None:
+    """Return a branch in lower case, or None unless it is plain ASCII text."""
+    letters = ""
+    for kind, value in branch:
+        if str(kind) != "LITERAL" or value >= 128:
+            return None
+        letters += chr(value).lower()
+    return letters
+
+
+def _repeat(low: int, high: int, content: Iterable[Any]) -> tuple[float, float]:
+    # It cannot match a module name, but Python would try.
     if low > LONGEST:
         return math.inf, math.inf
     high = max(low, min(high, LONGEST))
-    if ways == 1:
-        return high - low + 1.0, (high + 1) * steps
-    every = [_power(ways, n) for n in range(high + 1)]
-    return sum(every[low:]), steps * sum(every)
-
-
-def _power(ways: float, n: int) -> float:
-    try:
-        return ways**n
-    except OverflowError:
-        return math.inf
+    ways, steps = _sequence(content)
+    # For each number of repetitions. Python raises OverflowError for a power beyond all bounds.
+    by_number = [ways**n for n in range(high + 1)]
+    return sum(by_number[low:]), steps * sum(by_number)

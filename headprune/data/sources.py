@@ -1,12 +1,11 @@
-"""Where rows come from: hub data sets, local files, and scikit-learn's digits, all as
-``datasets``."""
+"""Load rows from the hub, from local files or from scikit-learn, all as ``datasets``."""
 
 from __future__ import annotations
 
 import glob
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,28 @@ from headprune.core.files import sha256_file
 from headprune.core.opening import check_file
 from headprune.recipes.schema import DataSection
 
-_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-_SETS = ("train", "validation", "test")
-_ALSO = {"validation": ("val", "valid", "dev")}  # common names of the default split
+_FORMATS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+_ROLES = ("train", "validation", "test")
+#: Other common names of the default splits.
+_ALIASES = {"validation": ("val", "valid", "dev")}
 _HINT = "Give a local copy with --set data.path=FOLDER."
 
 
 @dataclass(frozen=True)
 class Source:
-    """The raw splits by role (train, validation, test), what tells this data from other data, and
-    what was not used."""
+    """Rows by role, before any of them are assigned to purposes.
+
+    Args:
+        splits: The rows of ``train``, ``validation`` and ``test``, where there are such splits.
+        facts: Identity of the data, for the record.
+        warnings: Files that were not used.
+    """
 
     splits: dict[str, Any]
     facts: dict[str, Any]
@@ -33,90 +44,101 @@ class Source:
 
 
 def load_source(section: DataSection) -> Source:
-    """Loads the splits that there are; ``train`` is always among them.
+    """Load every split of the data; ``train`` is always among them.
 
     Raises:
-        InvalidValue: no such data, data that cannot be read, no train split, or an empty split.
+        InvalidValue: no such data, unreadable data, no train split, or an empty split.
     """
     path = Path(os.path.expanduser(section.path))
+    # 1. Load from wherever the path leads.
     if section.path.startswith("sklearn:"):
-        _split_names(section, ())
-        source = _sklearn(section.path)
+        _split_names(section, ())  # refuses a recipe that names splits
+        source = _load_sklearn(section.path)
     elif path.exists():
-        source = _local(path, section)
+        source = _load_local(path, section)
     elif path.suffix in _FORMATS or path.is_absolute() or section.path.startswith((".", "~")):
+        must = "an existing file or folder, or a hub name"
         hint = (
             "Give yours: --set data.path=..., or the key that the recipe makes it from, such as"
             " model.path."
         )
-        raise InvalidValue(
-            "data.path", "an existing file or folder, or a hub name", repr(section.path), hint
-        )
+        raise InvalidValue("data.path", must, repr(section.path), hint)
     else:
-        source = _hub(section)
+        source = _load_hub(section)
+    # 2. Check the splits.
     if "train" not in source.splits:
         got = f"only {', '.join(source.splits) or 'none'}"
         raise InvalidValue("data.train_split", f"a split of {section.path}", got)
     for name, rows in source.splits.items():
         if not len(rows):
-            raise InvalidValue(
-                f"data: {name}", f"at least one row in {section.path}", "an empty split"
-            )
-    source = _flat(source, section)
-    return source if section.block is None else _blocked(source, section, section.block)
+            must = f"at least one row in {section.path}"
+            raise InvalidValue(f"data: {name}", must, "an empty split")
+    # 3. Bring the rows into the form that the recipe asks for.
+    source = _flatten(source, section)
+    return source if section.block is None else _cut_into_blocks(source, section, section.block)
 
 
 def folder_of(section: DataSection) -> Path:
-    """Where paths in rows begin: the data's folder, or that of its file; of a hub data set, the
-    working directory."""
+    """Return the folder that paths in rows start from.
+
+    It is the data's folder, or that of its file; for a hub data set, the working directory.
+    """
     path = Path(os.path.expanduser(section.path))
-    return path if path.is_dir() else path.parent if path.is_file() else Path()
+    if path.is_dir():
+        return path
+    return path.parent if path.is_file() else Path()
 
 
 def undecoded(rows: Any, column: str) -> Any:
-    """The rows with sound as bytes and paths: ``datasets`` decodes with a package that we do
-    without."""
+    """Return the rows with sound as bytes and paths.
+
+    ``datasets`` would decode it with a package that headprune does not require.
+    """
     from datasets import Audio
 
-    kept = isinstance(rows.features.get(column), Audio)
-    return rows.cast_column(column, Audio(decode=False)) if kept else rows
+    if isinstance(rows.features.get(column), Audio):
+        return rows.cast_column(column, Audio(decode=False))
+    return rows
 
 
 def check_pictures(rows: Any, column: str) -> None:
-    """Refuses rows that name devices and FIFOs: ``datasets`` opens pictures by their names.
+    """Refuse rows that name devices and FIFOs: ``datasets`` opens pictures by their paths.
 
     Raises:
         InvalidValue: a row that does.
     """
     from datasets import Image
 
-    if isinstance(rows.features.get(column), Image):
-        for row in rows.select_columns([column]).cast_column(column, Image(decode=False)):
-            value = row[column] or {}
-            if value.get("bytes") is None and value.get("path") and os.path.exists(value["path"]):
-                check_file(value["path"])
+    if not isinstance(rows.features.get(column), Image):
+        return
+    for row in rows.select_columns([column]).cast_column(column, Image(decode=False)):
+        value = row[column] or {}
+        path = value.get("path")
+        if value.get("bytes") is None and path and os.path.exists(path):
+            check_file(path)
 
 
-def _flat(source: Source, section: DataSection) -> Source:
-    """The rows with nested columns as columns ``outer.inner`` of their own, where the recipe names
-    one of these."""
-    wanted = {
-        *section.text_columns,
-        *([section.target] if section.target else []),
-        *section.label_columns,
-    }
-    splits = {
-        role: (
-            rows.flatten() if any("." in n and n not in rows.column_names for n in wanted) else rows
-        )
-        for role, rows in source.splits.items()
-    }
+# ---------------------------------------------------------------- forms of rows
+
+
+def _flatten(source: Source, section: DataSection) -> Source:
+    """Make nested columns columns ``outer.inner`` where the recipe names one of these."""
+    wanted = {*section.text_columns, *section.label_columns}
+    if section.target:
+        wanted.add(section.target)
+    nested = {name for name in wanted if "." in name}
+    # A column whose own name has a dot needs no flattening.
+    splits = {}
+    for role, rows in source.splits.items():
+        missing = nested - set(rows.column_names)
+        splits[role] = rows.flatten() if missing else rows
     return replace(source, splits=splits)
 
 
-def _blocked(source: Source, section: DataSection, size: int) -> Source:
-    """The same text in rows of ``size`` characters; parts that the data lacks are the end of the
-    text.
+def _cut_into_blocks(source: Source, section: DataSection, size: int) -> Source:
+    """Cut the joined text of each split into rows of ``size`` characters.
+
+    Splits that the data lacks are the end of the train text.
 
     Raises:
         InvalidValue: rows without text, or too little of it.
@@ -124,35 +146,43 @@ def _blocked(source: Source, section: DataSection, size: int) -> Source:
     from datasets import Dataset
 
     (column,) = section.text_columns
-    found: dict[str, list[str]] = {}
+    blocks = {}
     for role, rows in source.splits.items():
-        if column not in rows.column_names:
-            hint = did_you_mean(column, rows.column_names)
-            raise InvalidValue(
-                "data.text", f"a column of the {role} rows of {section.path}", repr(column), hint
-            )
-        texts = list(rows[column])
-        if not all(isinstance(text, str) for text in texts):
-            raise InvalidValue(
-                f"data: {role}", "rows of text, to be cut into blocks", "rows of something else"
-            )
-        text = "".join(texts)
-        found[role] = [text[i : i + size] for i in range(0, len(text) - 1, size)]
-    n_blocks = len(found["train"])
-    for role, name in (("test", "test_holdout"), ("validation", "holdout")):
-        if role not in found:
-            amount = getattr(section, name)
-            count = amount if isinstance(amount, int) else max(1, round(amount * n_blocks))
-            if count >= len(found["train"]):
-                raise InvalidValue(
-                    f"data.{name}", f"fewer than the {len(found['train'])} blocks of train", amount
-                )
-            found["train"], found[role] = found["train"][:-count], found["train"][-count:]
-    splits = {role: Dataset.from_dict({column: blocks}) for role, blocks in found.items()}
+        text = _joined_text(rows, column, role, section)
+        # A last block of one character is left out: it has no next token to predict.
+        blocks[role] = [text[i : i + size] for i in range(0, len(text) - 1, size)]
+    n_blocks = len(blocks["train"])
+    for role, key in (("test", "test_holdout"), ("validation", "holdout")):
+        if role in blocks:
+            continue
+        train = blocks["train"]
+        amount = getattr(section, key)
+        count = amount if isinstance(amount, int) else max(1, round(amount * n_blocks))
+        if count >= len(train):
+            must = f"fewer than the {len(train)} blocks of train"
+            raise InvalidValue(f"data.{key}", must, amount)
+        # The end of the text: random blocks would have neighbours in train.
+        blocks["train"], blocks[role] = train[:-count], train[-count:]
+    splits = {role: Dataset.from_dict({column: rows}) for role, rows in blocks.items()}
     return Source(splits, {**source.facts, "block": size}, source.warnings)
 
 
-def _sklearn(path: str) -> Source:
+def _joined_text(rows: Any, column: str, role: str, section: DataSection) -> str:
+    if column not in rows.column_names:
+        must = f"a column of the {role} rows of {section.path}"
+        hint = did_you_mean(column, rows.column_names)
+        raise InvalidValue("data.text", must, repr(column), hint)
+    texts = list(rows[column])
+    if not all(isinstance(text, str) for text in texts):
+        must = "rows of text, to be cut into blocks"
+        raise InvalidValue(f"data: {role}", must, "rows of something else")
+    return "".join(texts)
+
+
+# ---------------------------------------------------------------- places
+
+
+def _load_sklearn(path: str) -> Source:
     if path != "sklearn:digits":
         raise InvalidValue("data.path", "'sklearn:digits', the one such data set", repr(path))
     import sklearn
@@ -160,143 +190,205 @@ def _sklearn(path: str) -> Source:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    columns = {
-        "image": (digits.images / 16).astype("float32").tolist(),
-        "label": digits.target.tolist(),
-    }
-    return Source(
-        {"train": Dataset.from_dict(columns)}, {"path": path, "version": sklearn.__version__}
-    )
+    # Pixels are 0 to 16.
+    images = (digits.images / 16).astype("float32").tolist()
+    rows = Dataset.from_dict({"image": images, "label": digits.target.tolist()})
+    return Source({"train": rows}, {"path": path, "version": sklearn.__version__})
 
 
-def _local(path: Path, section: DataSection) -> Source:
-    unused: tuple[str, ...] = ()
-    if not path.is_dir():
-        check_file(path)
-    if path.is_file():
-        files, names = {"train": [path]}, _split_names(section, (path.stem,), train=path.stem)
-    else:
-        files, names, unused = _files(path, section)
-    formats = {file.suffix for found in files.values() for file in found}
-    if len(formats) != 1 or not formats <= _FORMATS.keys():
-        must = f"files of one format out of {', '.join(_FORMATS)}"
-        raise InvalidValue(
-            "data.path", must, ", ".join(sorted(formats)) or f"none of the splits in {path}"
-        )
-    for file in (file for found in files.values() for file in found):
-        if not file.stat().st_size:
-            raise InvalidValue("data.path", "files with rows", f"{file}, which is empty")
-    paths = {role: [_as_pattern(file) for file in found] for role, found in files.items()}
+def _load_hub(section: DataSection) -> Source:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    # A cache of its own: the shared one is keyed by path and time, and would survive a file that
-    # was replaced.
-    with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
-        try:
-            name = _FORMATS[formats.pop()]
-            whole = {"sample_by": "document"} if name == "text" else {}
-            loaded = load_dataset(
-                name, data_files=paths, cache_dir=folder, keep_in_memory=True, **whole
-            )
-            for rows in loaded.values():
-                rows.data.table.validate(full=True)  # readers let bytes pass that are no text
-        except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
-            reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
-            raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error
-    hashes = {file.name: sha256_file(file) for found in files.values() for file in found}
-    facts: dict[str, Any] = {"path": section.path, "sha256": hashes, "splits": names}
-    hub_only = {"subset": section.subset, "revision": section.revision}
-    if given := {key: value for key, value in hub_only.items() if value is not None}:
-        facts["not used, the data is local"] = given
-    return Source(dict(loaded), facts, tuple(f"{path / name} was not used" for name in unused))
-
-
-def _as_pattern(file: Path) -> str:
-    """A pattern that is met by this file alone: ``datasets`` looks for files by patterns.
-
-    Raises:
-        InvalidValue: no pattern is.
-    """
-    path = os.path.abspath(
-        file
-    )  # else the working directory's own name would be a part of the pattern
-    if "::" in path or os.path.expandvars(path) != path:
-        must = "named without '::' and $VARIABLES, which readers take for more than names"
-        raise InvalidValue("data.path", must, repr(path), "Rename the file or folder.")
-    return glob.escape(path)
-
-
-def _split_names(section: DataSection, present: Iterable[str], **given: str) -> dict[str, str]:
-    """The name of every role's split, where the data has one; ``given`` names are not looked for. A
-    split that the recipe names for one role is no other's by default.
-
-    Raises:
-        InvalidValue: a split that the recipe names itself is not there.
-    """
-    present = sorted(set(present))
-    names = dict(given)
-    named = {role: getattr(section, f"{role}_split") for role in _SETS}
-    chosen = {
-        r: name
-        for r, name in named.items()
-        if name != DataSection.model_fields[f"{r}_split"].default
-    }
-    for role, wanted in named.items():
-        own = role in chosen
-        candidates = (wanted, *(() if own else _ALSO.get(role, ())))
-        found = next(
-            (n for n in candidates if n in present and (own or n not in chosen.values())), None
-        )
-        if found is None and own:
-            must = f"a split of {section.path}"
-            raise InvalidValue(
-                f"data.{role}_split", must, repr(wanted), did_you_mean(wanted, present)
-            )
-        if found is not None:
-            names.setdefault(role, found)
-    return names
-
-
-def _files(
-    folder: Path, section: DataSection
-) -> tuple[dict[str, list[Path]], dict[str, str], tuple[str, ...]]:
-    """The files of every split (``train.jsonl``, or several ``train-*.parquet``), its name, and
-    unused split files."""
-    by_name: dict[str, list[Path]] = {}
-    wanted = [getattr(section, f"{role}_split") for role in _SETS]
-    for file in sorted(f for f in folder.iterdir() if f.suffix in _FORMATS and f.is_file()):
-        split = next((w for w in wanted if file.stem == w or file.stem.startswith(f"{w}-")), None)
-        by_name.setdefault(split or file.stem.partition("-")[0], []).append(file)
-    if section.train_split not in by_name:
-        seen = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) or "an empty folder"
-        must = f"a folder with {section.train_split}{{{','.join(_FORMATS)}}}"
-        raise InvalidValue(
-            "data.path", must, f"{folder} with {seen}", "Set data.train_split, or give the file."
-        )
-    names = _split_names(section, by_name)
-    spare = {*_SETS, *_ALSO["validation"]} - set(names.values())
-    unused = tuple(file.name for name in sorted(spare & by_name.keys()) for file in by_name[name])
-    return {role: by_name[name] for role, name in names.items()}, names, unused
-
-
-def _hub(section: DataSection) -> Source:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
+    # An offline machine, a private data set and a wrong name all end here.
     try:
         loaded = load_dataset(section.path, section.subset, revision=section.revision)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
         must = "local data, or a hub data set that can be reached"
         raise InvalidValue("data.path", must, f"{section.path!r} ({reason})", _HINT) from error
-    wanted = _split_names(section, loaded)
-    splits = {role: loaded[name] for role, name in wanted.items()}
-    marks = {role: rows._fingerprint for role, rows in splits.items()}
+    names = _split_names(section, loaded)
+    splits, fingerprints = {}, {}
+    for role, name in names.items():
+        splits[role] = loaded[name]
+        fingerprints[role] = loaded[name]._fingerprint
     facts = {
         "path": section.path,
         "subset": section.subset,
         "revision": section.revision,
-        "fingerprints": marks,
+        "fingerprints": fingerprints,
+        "splits": names,
     }
-    return Source(splits, {**facts, "splits": wanted})
+    return Source(splits, facts)
+
+
+def _load_local(path: Path, section: DataSection) -> Source:
+    # 1. Which files are which split?
+    if not path.is_dir():
+        check_file(path)
+    warnings: list[str] = []
+    if path.is_file():
+        files = {"train": [path]}
+        names = _split_names(section, (path.stem,), train=path.stem)
+    else:
+        files, names, warnings = _split_files(path, section)
+    # 2. Read them.
+    data_format = _format_of(files, path)
+    splits = _read_files(data_format, files, path)
+    # 3. Describe them for the record.
+    hashes = {}
+    for of_split in files.values():
+        hashes.update({file.name: sha256_file(file) for file in of_split})
+    facts: dict[str, Any] = {
+        "path": section.path,
+        "sha256": hashes,
+        "splits": names,
+    }
+    hub_only = {"subset": section.subset, "revision": section.revision}
+    given = {key: value for key, value in hub_only.items() if value is not None}
+    if given:
+        facts["not used, the data is local"] = given
+    return Source(splits, facts, tuple(warnings))
+
+
+def _format_of(files: Mapping[str, list[Path]], path: Path) -> str:
+    """Return the one format of all files, by its name in ``datasets``."""
+    formats: set[str] = set()
+    for of_split in files.values():
+        formats.update(file.suffix for file in of_split)
+    if len(formats) != 1 or not formats <= _FORMATS.keys():
+        must = f"files of one format out of {', '.join(_FORMATS)}"
+        got = ", ".join(sorted(formats)) or f"none of the splits in {path}"
+        raise InvalidValue("data.path", must, got)
+    return _FORMATS[formats.pop()]
+
+
+def _read_files(
+    data_format: str,
+    files: Mapping[str, list[Path]],
+    path: Path,
+) -> dict[str, Any]:
+    """Read local files into memory, past the cache of ``datasets``."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    patterns = {}
+    for role, of_split in files.items():
+        for file in of_split:
+            if not file.stat().st_size:
+                raise InvalidValue("data.path", "files with rows", f"{file}, which is empty")
+        patterns[role] = [_as_pattern(file) for file in of_split]
+    options = {"sample_by": "document"} if data_format == "text" else {}
+    # The shared cache is keyed by path and time, and would serve a file that was replaced.
+    with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+        try:
+            loaded = load_dataset(
+                data_format, data_files=patterns, cache_dir=folder, keep_in_memory=True, **options
+            )
+            for rows in loaded.values():
+                # Readers accept bytes that are not UTF-8.
+                rows.data.table.validate(full=True)
+        except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
+            reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
+            raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error
+    return dict(loaded)
+
+
+def _as_pattern(file: Path) -> str:
+    """Return a pattern that only this file matches: ``datasets`` looks for files by patterns.
+
+    Raises:
+        InvalidValue: there is no such pattern.
+    """
+    # A relative path would make the working directory's own name a part of the pattern.
+    path = os.path.abspath(file)
+    if "::" in path or os.path.expandvars(path) != path:
+        must = "named without '::' and $VARIABLES, which readers take for more than names"
+        raise InvalidValue("data.path", must, repr(path), "Rename the file or folder.")
+    return glob.escape(path)
+
+
+# ---------------------------------------------------------------- names of splits
+
+
+def _split_names(
+    section: DataSection,
+    present: Iterable[str],
+    **given: str,
+) -> dict[str, str]:
+    """Return the name of every role's split, where the data has one.
+
+    A split that the recipe names for one role is not another role's by default.
+
+    Args:
+        section: The recipe's names.
+        present: Splits of the data.
+        given: Names by role that need no search.
+
+    Raises:
+        InvalidValue: a split that the recipe names itself is missing.
+    """
+    available = sorted(set(present))
+    wanted = _wanted_names(section)
+    # A name that differs from the default was chosen by the recipe.
+    defaults = _wanted_names(DataSection(path=""))
+    chosen = {role: name for role, name in wanted.items() if name != defaults[role]}
+    names = dict(given)
+    for role, name in wanted.items():
+        if role in chosen:
+            if name not in available:
+                must = f"a split of {section.path}"
+                hint = did_you_mean(name, available)
+                raise InvalidValue(f"data.{role}_split", must, repr(name), hint)
+            names.setdefault(role, name)
+            continue
+        # By default: the first common name that is not chosen for another role.
+        for candidate in (name, *_ALIASES.get(role, ())):
+            if candidate in available and candidate not in chosen.values():
+                names.setdefault(role, candidate)
+                break
+    return names
+
+
+def _wanted_names(section: DataSection) -> dict[str, str]:
+    """Return the recipe's split name of every role."""
+    return {
+        "train": section.train_split,
+        "validation": section.validation_split,
+        "test": section.test_split,
+    }
+
+
+def _split_files(
+    folder: Path,
+    section: DataSection,
+) -> tuple[dict[str, list[Path]], dict[str, str], list[str]]:
+    """Return the files of every split, its name, and warnings of unused split files.
+
+    A split is one file (``train.jsonl``) or several (``train-*.parquet``).
+    """
+    by_name: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix in _FORMATS and file.is_file():
+            by_name.setdefault(_split_of(file, section), []).append(file)
+    if section.train_split not in by_name:
+        seen = ", ".join(sorted(os.listdir(folder))[:8]) or "an empty folder"
+        must = f"a folder with {section.train_split}{{{','.join(_FORMATS)}}}"
+        hint = "Set data.train_split, or give the file."
+        raise InvalidValue("data.path", must, f"{folder} with {seen}", hint)
+    names = _split_names(section, by_name)
+    files = {role: by_name[name] for role, name in names.items()}
+    # Other files may serve other purposes; these names look like forgotten splits.
+    spare = {*_ROLES, *_ALIASES["validation"]} - set(names.values())
+    warnings: list[str] = []
+    for name in sorted(spare & by_name.keys()):
+        warnings.extend(f"{file} was not used" for file in by_name[name])
+    return files, names, warnings
+
+
+def _split_of(file: Path, section: DataSection) -> str:
+    """Return the split that a file belongs to by its name."""
+    for name in _wanted_names(section).values():
+        if file.stem == name or file.stem.startswith(f"{name}-"):
+            return name
+    return file.stem.partition("-")[0]

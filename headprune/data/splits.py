@@ -1,12 +1,12 @@
-"""Which rows are for what: train, validation, test and calibration, with nothing in two of them."""
+"""Assign rows to train, validation, test and calibration, without overlap."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headprune.core.errors import InvalidValue
@@ -19,8 +19,8 @@ class Part:
     Args:
         source: The split that they come from.
         rows: Their numbers there.
-        dropped: Rows that were left out, because what they say stands in a split that comes first.
-        duplicates: Rows that repeat an earlier row of this same part; they stay.
+        dropped: Rows that were dropped because a split with precedence has the same input.
+        duplicates: Rows that repeat an earlier row of this same part; they are kept.
     """
 
     source: str
@@ -36,18 +36,18 @@ class Part:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the record says about it."""
-        counts = {
+        """Counts and digest, for the record."""
+        return {
             "rows": len(self.rows),
             "from": self.source,
             "dropped": self.dropped,
             "duplicates": self.duplicates,
+            "digest": self.digest,
         }
-        return {**counts, "digest": self.digest}
 
 
 def normalised(text: str) -> str:
-    """Text as it is compared between splits: no case, no white space but single blanks.
+    """Return text as it is compared between splits: no case, single blanks.
 
     >>> normalised("  Who  is\\tSHE ?")
     'who is she ?'
@@ -63,73 +63,99 @@ def partition(
     calibration: int,
     seed: int,
 ) -> dict[str, Part]:
-    """Rows for train, validation, test and calibration.
+    """Assign rows to train, validation, test and calibration.
 
-    Test rows stay as they are given; validation loses what stands in test; train loses what stands
-    in either. A part that the data lacks is drawn from train first. Calibration rows are a seeded
+    Test rows are used as given. Validation loses rows that are in test; train loses rows that are
+    in either. A split that the data lacks is drawn from train first. Calibration rows are a seeded
     subset of train.
 
     Args:
-        keys: For ``train`` and, where there are such splits, ``validation`` and ``test``: what each
-            row says.
+        keys: Each row's input as text, by split: ``train`` and, where the data has them,
+            ``validation`` and ``test``.
         strata: Labels of the train rows, for draws that keep their proportions; None draws freely.
         holdout: Rows, or fraction of train, for validation.
         test_holdout: The same for test.
         calibration: Rows for calibration, at most.
-        seed: Of every draw.
+        seed: Seed of every draw.
 
     Raises:
         InvalidValue: a part without rows.
     """
-    train: list[int] = list(range(len(keys["train"])))
-    words = keys["train"]
+    of_train = keys["train"]
+    train = list(range(len(of_train)))
+    # 1. Test rows: given, or drawn.
     if "test" in keys:
         test = Part("test", tuple(range(len(keys["test"]))))
     else:
         drawn, train = _draw(train, test_holdout, strata, seed, "data.test_holdout")
         test = Part("train", drawn)
-    seen = {keys[test.source][i] for i in test.rows}
+    used = _inputs_of(test, keys)
+    # Rows dropped from train are counted without the drawn ones, which are used elsewhere.
     n_before = len(train)
-    train = [i for i in train if words[i] not in seen]
+    train = _without(train, of_train, used)
+    # 2. Validation rows: given, or drawn, without those of test.
+    drawn = ()
     if "validation" in keys:
-        rows = tuple(i for i, key in enumerate(keys["validation"]) if key not in seen)
-        validation = Part("validation", rows, dropped=len(keys["validation"]) - len(rows))
-        drawn = ()
+        n_given = len(keys["validation"])
+        rows = tuple(_without(range(n_given), keys["validation"], used))
+        validation = Part("validation", rows, dropped=n_given - len(rows))
     else:
         drawn, train = _draw(train, holdout, strata, seed + 1, "data.holdout")
         validation = Part("train", drawn)
-    seen |= {keys[validation.source][i] for i in validation.rows}
-    train = [i for i in train if words[i] not in seen]
-    learning = Part("train", tuple(train), dropped=n_before - len(drawn) - len(train))
-    for name, part in (("train", learning), ("validation", validation), ("test", test)):
-        if not part.rows:
-            got = f"none left after {part.dropped} that stand in other splits were dropped"
-            raise InvalidValue(f"data: {name}", "at least one row", got)
-    chosen = calibration_rows(len(train), calibration, seed)
-    return {
-        "train": _counted(learning, words),
-        "validation": _counted(validation, keys[validation.source]),
-        "test": _counted(test, keys[test.source]),
-        "calibration": _counted(Part("train", tuple(train[i] for i in chosen)), words),
+    used |= _inputs_of(validation, keys)
+    # 3. Train rows: the others.
+    train = _without(train, of_train, used)
+    n_dropped = n_before - len(drawn) - len(train)
+    parts = {
+        "train": Part("train", tuple(train), dropped=n_dropped),
+        "validation": validation,
+        "test": test,
     }
+    for name, part in parts.items():
+        if not part.rows:
+            got = f"none, after {part.dropped} that other splits have too were dropped"
+            raise InvalidValue(f"data: {name}", "at least one row", got)
+    # 4. Calibration rows: some of train.
+    chosen = calibration_rows(len(train), calibration, seed)
+    parts["calibration"] = Part("train", tuple(train[i] for i in chosen))
+    # 5. Count rows that repeat an earlier row of their own part.
+    for name, part in parts.items():
+        distinct = _inputs_of(part, keys)
+        parts[name] = replace(part, duplicates=len(part.rows) - len(distinct))
+    return parts
+
+
+def _inputs_of(part: Part, keys: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the distinct inputs of a part's rows."""
+    of_split = keys[part.source]
+    return {of_split[i] for i in part.rows}
+
+
+def _without(rows: Iterable[int], keys: Sequence[str], used: set[str]) -> list[int]:
+    return [i for i in rows if keys[i] not in used]
 
 
 def calibration_rows(n_train: int, count: int, seed: int) -> list[int]:
-    """Places of the calibration rows among the train rows: a draw of ``count`` of them, or of all,
-    in random order."""
+    """Draw places of calibration rows among the train rows, in random order.
+
+    Returns:
+        ``count`` places, or all where train has fewer rows.
+    """
     return random.Random(seed + 2).sample(range(n_train), min(count, n_train))
 
 
-def _counted(part: Part, words: Sequence[str]) -> Part:
-    repeats = sum(n - 1 for n in Counter(words[i] for i in part.rows).values())
-    return Part(part.source, part.rows, part.dropped, repeats)
-
-
 def _draw(
-    rows: list[int], amount: int | float, strata: Sequence[Any] | None, seed: int, where: str
+    rows: list[int],
+    amount: int | float,
+    strata: Sequence[Any] | None,
+    seed: int,
+    where: str,
 ) -> tuple[tuple[int, ...], list[int]]:
-    """``amount`` rows, in proportion to the labels where these are numerous enough, and the
-    rest."""
+    """Draw ``amount`` rows, in proportion to their labels where these are frequent enough.
+
+    Returns:
+        The drawn rows and the other rows, both sorted.
+    """
     from sklearn.model_selection import train_test_split
 
     count = amount if isinstance(amount, int) else max(1, round(amount * len(rows)))
@@ -137,8 +163,10 @@ def _draw(
         raise InvalidValue(where, f"fewer than the {len(rows)} rows of train", amount)
     labels = None
     if strata is not None:
-        sizes = Counter(strata[i] for i in rows)
-        if min(sizes.values()) >= 2 and len(sizes) <= min(count, len(rows) - count):
-            labels = [strata[i] for i in rows]
+        labels = [strata[i] for i in rows]
+        sizes = Counter(labels)
+        # scikit-learn needs two rows of every label, and room for every label in both parts.
+        if min(sizes.values()) < 2 or len(sizes) > min(count, len(rows) - count):
+            labels = None
     rest, drawn = train_test_split(rows, test_size=count, stratify=labels, random_state=seed)
     return tuple(sorted(drawn)), sorted(rest)

@@ -1,4 +1,4 @@
-"""Tokenizers that are trained on the train rows, for models that are trained from scratch."""
+"""Train tokenizers on the train rows, for models that are trained from scratch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ if TYPE_CHECKING:
 PAD, START, END, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
 
 
-def train_tokenizer(kind: str, texts: Sequence[str], size: int | None = None) -> Any:
-    """A Transformers tokenizer, trained on texts; the same texts give the same one.
+def train_tokenizer(
+    kind: str,
+    texts: Sequence[str],
+    size: int | None = None,
+) -> Any:
+    """Train a Transformers tokenizer; the same texts give the same one.
 
     ``bpe`` merges bytes (Sennrich et al. 2016, on bytes as in GPT-2): nothing is unknown, decoding
     gives every text back, and ``</s>`` ends it. ``characters`` has one token for each character of
@@ -20,7 +24,7 @@ def train_tokenizer(kind: str, texts: Sequence[str], size: int | None = None) ->
 
     Args:
         kind: ``bpe`` or ``characters``.
-        texts: What it learns from.
+        texts: The texts to learn from.
         size: Tokens of ``bpe`` at most, special ones included.
 
     >>> tokenizer = train_tokenizer("characters", ["abba"])
@@ -29,19 +33,15 @@ def train_tokenizer(kind: str, texts: Sequence[str], size: int | None = None) ->
     """
     from transformers import PreTrainedTokenizerFast
 
-    inner = _bpe(texts, size) if kind == "bpe" else _characters(texts)
-    special = (
-        {"pad_token": PAD, "bos_token": START, "eos_token": END}
-        if kind == "bpe"
-        else {"unk_token": UNKNOWN}
-    )
-    plain: dict[str, Any] = {
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-    }  # `<s>` is text, too
-    names = ["input_ids", "attention_mask"]
+    special = {"unk_token": UNKNOWN}
+    if kind == "bpe":
+        special = {"pad_token": PAD, "bos_token": START, "eos_token": END}
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, model_input_names=names, **plain, **special
+        tokenizer_object=_bpe(texts, size) if kind == "bpe" else _characters(texts),
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # `<s>` in a text is text
+        **special,
     )
 
 
@@ -52,10 +52,10 @@ def _bpe(texts: Sequence[str], size: int | None) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [PAD, START, END]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     settings: dict[str, Any] = {
         "special_tokens": special,
-        "initial_alphabet": alphabet,
+        # Every byte is a token, so nothing is unknown; sorted, so that runs agree.
+        "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet()),
         "show_progress": False,
     }
     if size is not None:
@@ -71,7 +71,9 @@ def _characters(texts: Sequence[str]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     known = [UNKNOWN, *sorted(set().union(*texts))]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(known)}, unk_token=UNKNOWN))
+    numbers = dict(zip(known, range(len(known)), strict=True))
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
+    # `.` alone would not match the ends of lines.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer

@@ -1,20 +1,19 @@
-"""What a cut model gets before `auto` judges it: the recoveries of a recipe that do not train."""
+"""Choose the recoveries that a cut model gets before `auto` judges it."""
 
 from __future__ import annotations
 
 from headprune import recovery
 from headprune.recipes.schema import Recipe, RecoverStep
 
-#: What stands in for a recovery that trains, while candidates are judged.
+#: Replaces a recovery that trains while candidates are judged, because training takes too long.
 STAND_IN = RecoverStep(method="lstsq", settings={"feed_forward": True})
 
 
 def judged_after(recipe: Recipe) -> list[RecoverStep]:
-    """The recoveries that a candidate's cut model gets before it is judged.
+    """Return the recoveries that a candidate's cut model gets before it is judged.
 
-    Those of the recipe that train nothing; where it only trains, ``lstsq`` stands in for the
-    training.
+    These are the recipe's recoveries without training; ``lstsq`` where the recipe only trains.
     """
-    alone = [step for step in recipe.recover if not recovery.registry.get(step.method).trains]
-    trains = len(alone) < len(recipe.recover) or recipe.gradual is not None
-    return [STAND_IN] if trains and not alone else alone
+    quick = [step for step in recipe.recover if not recovery.registry.get(step.method).trains]
+    trains = len(quick) < len(recipe.recover) or recipe.gradual is not None
+    return [STAND_IN] if trains and not quick else quick

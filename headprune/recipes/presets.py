@@ -1,4 +1,4 @@
-"""Pipelines of published papers, put together from our own scorers, selectors and recoveries."""
+"""Pipelines of published papers, built from headprune's own methods."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Preset:
     """A scorer, a selector and recoveries that belong together.
 
     Args:
-        name: What ``preset:`` in a recipe calls it.
-        source: The paper, and where we differ from it.
+        name: Its name in a recipe's ``preset``.
+        source: The paper, and the differences from it.
         score: Keys of the recipe's section ``score``.
         select: Keys of ``select``; the budget is the user's.
         recover: The recipe's ``recover``.
@@ -29,69 +29,64 @@ class Preset:
     recover: tuple[FrozenDict, ...]
 
     def laid_over(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
-        """The recipe with this scorer, selector and recovery in place of its own; everything else
-        stays."""
+        """Return the recipe with this scorer, selector and recovery in place of its own."""
         data = {**recipe, "recover": [_plain(step) for step in self.recover]}
-        for key, own in (("score", self.score), ("select", self.select)):
+        for key, preset in (("score", self.score), ("select", self.select)):
             section = recipe.get(key) or {}
-            if isinstance(section, Mapping):  # anything else is refused with types
-                kept = {
-                    k: v for k, v in section.items() if k != "recover"
-                }  # the recipe's own, while it selects
-                section = {**kept, **_plain(own)}
+            if isinstance(section, Mapping):
+                # The recipe's recoveries during selection belong to its own selector.
+                section = {k: v for k, v in section.items() if k != "recover"} | _plain(preset)
+            # Anything but a section is refused with the types.
             data[key] = section
         return data
 
 
 def _plain(section: FrozenDict) -> dict[str, Any]:
-    return {
-        key: dict(value) if isinstance(value, Mapping) else value for key, value in section.items()
-    }
+    plain = dict(section)
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            plain[key] = dict(value)
+    return plain
 
 
-def _preset(name: str, source: str, score: Any, select: Any, recover: Any) -> Preset:
-    def step(key: str, method: tuple[str, dict[str, Any]]) -> FrozenDict:
-        return FrozenDict({key: method[0], "settings": method[1]})
-
-    steps = tuple(step("method", method) for method in recover)
-    return Preset(name, source, step("scorer", score), step("selector", select), steps)
+def _method(key: str, name: str, settings: dict[str, Any]) -> FrozenDict:
+    return FrozenDict({key: name, "settings": settings})
 
 
-#: By name. Papers set no minimum of heads a layer.
-PRESETS = {
-    preset.name: preset
-    for preset in (
-        _preset(
-            "kwon2022",
-            "Kwon et al. 2022, A Fast Post-Training Pruning Framework for Transformers: squared"
-            " gradients of mini-batches of 32, the diagonal first, then rearranged inside each"
-            " layer, then factors for heads whose intercept is fitted and dropped. Heads only; they"
-            " prune feed-forward filters as well.",
-            ("fisher", {"block": 32}),
-            ("quadratic", {"search": "kwon", "min_heads": 0}),
-            [("head_rescale", {"intercept": "drop"})],
-        ),
-        _preset(
-            "flap2024",
-            "An et al. 2024, Fluctuation-based Adaptive Structured Pruning: fluctuation,"
-            " standardised within layers, ranked over the whole model, the mean of what goes folded"
-            " into biases. Heads only.",
-            ("fluctuation", {}),
-            ("global_topk", {"min_heads": 0}),
-            [("mean_fold", {})],
-        ),
-    )
-}
+_KWON = Preset(
+    name="kwon2022",
+    source=(
+        "Kwon et al. 2022, A Fast Post-Training Pruning Framework for Transformers: squared"
+        " gradients of mini-batches of 32, the diagonal first, then rearranged inside each"
+        " layer, then factors for heads whose intercept is fitted and dropped. Heads only; they"
+        " prune feed-forward filters as well."
+    ),
+    score=_method("scorer", "fisher", {"block": 32}),
+    select=_method("selector", "quadratic", {"search": "kwon", "min_heads": 0}),
+    recover=(_method("method", "head_rescale", {"intercept": "drop"}),),
+)
+_FLAP = Preset(
+    name="flap2024",
+    source=(
+        "An et al. 2024, Fluctuation-based Adaptive Structured Pruning: fluctuation,"
+        " standardised within layers, ranked over the whole model, the mean of removed heads folded"
+        " into biases. Heads only."
+    ),
+    score=_method("scorer", "fluctuation", {}),
+    select=_method("selector", "global_topk", {"min_heads": 0}),
+    recover=(_method("method", "mean_fold", {}),),
+)
+#: By name. ``min_heads`` is 0, because the papers set no minimum of heads per layer.
+PRESETS = {preset.name: preset for preset in (_KWON, _FLAP)}
 
 
 def preset_named(name: Any, where: str = "preset") -> Preset:
-    """The preset of this name.
+    """Return the preset of this name.
 
     Raises:
         UnknownName: there is none.
     """
     if not isinstance(name, str) or name not in PRESETS:
-        raise UnknownName(
-            where, f"one of {', '.join(PRESETS)}", repr(name), did_you_mean(str(name), PRESETS)
-        )
+        must, hint = f"one of {', '.join(PRESETS)}", did_you_mean(str(name), PRESETS)
+        raise UnknownName(where, must, repr(name), hint)
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""Reads recipes: YAML text and ``--set`` overrides become plain data."""
+"""Read recipes: YAML text and ``--set`` overrides become plain data."""
 
 from __future__ import annotations
 
@@ -12,44 +12,54 @@ import yaml
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.opening import NotAFile, check_file, read_text
 
-_FLOAT = re.compile(
-    r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"
-)  # YAML 1.2; PyYAML alone takes 1e-3 for a string
+#: A float in YAML 1.2; PyYAML alone reads 1e-3 as a string.
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")
 
-
-#: Characters of a text, sections within sections, digits of a whole number: far above any recipe.
-_LONGEST, _DEEPEST, _DIGITS = 200_000, 40, 100
+# Limits far above any recipe, for files from anywhere.
+#: Characters of a text.
+_LONGEST = 200_000
+#: Sections within sections.
+_DEEPEST = 40
+#: Digits of a whole number.
+_DIGITS = 100
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without tags that run code, with the numbers of YAML 1.2, and with an error on a
-    repeated key.
+    """YAML 1.2 numbers, no tags that run code, and an error on a repeated key.
 
-    Aliases are refused: some lines of them can stand for any amount of data.
+    Aliases are refused: a few lines of them can expand to any amount of data.
     """
 
     depth = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(
+        self,
+        parent: yaml.Node | None,
+        index: Any,
+    ) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(
-                None, None, "aliases (*name) are not read; write it out", mark
-            )
+            raise self._refusal("aliases (*name) are not read; write it out")
         self.depth += 1
         if self.depth > _DEEPEST:
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, f"nested more than {_DEEPEST} deep", mark)
+            raise self._refusal(f"nested more than {_DEEPEST} deep")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def _refusal(self, problem: str) -> yaml.composer.ComposerError:
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        return yaml.composer.ComposerError(None, None, problem, mark)
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,
+    ) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                break  # which PyYAML refuses in words
+                break  # PyYAML itself refuses it below
             if key in seen:
                 again = f"the key {key!r} stands here again"
                 raise yaml.constructor.ConstructorError(None, None, again, key_node.start_mark)
@@ -68,10 +78,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The data in a YAML text.
+    """Parse a YAML text.
 
     Raises:
-        InvalidValue: it is not valid YAML; the message says in which line. Or it is far too long.
+        InvalidValue: it is not valid YAML (the message names the line), or far too long.
     """
     if len(text) > _LONGEST:
         raise InvalidValue(where, f"YAML of at most {_LONGEST:,} characters", f"{len(text):,}")
@@ -81,22 +91,34 @@ def parse_yaml(text: str, where: str) -> Any:
         raise InvalidValue(where, "valid YAML", " ".join(str(error).split())) from None
 
 
+# ---------------------------------------------------------------- files
+
+
 def recipe_folders() -> list[Path]:
-    """Folders with shipped recipes: inside the package (a wheel) or beside it (a checkout)."""
+    """Return the folders of shipped recipes.
+
+    They are inside the package in a wheel, and next to it in a checkout.
+    """
     package = Path(__file__).resolve().parents[1]
-    beside = package.parent
-    checkout = (beside / "recipes",) if (beside / "pyproject.toml").is_file() else ()
-    return [folder for folder in (package / "recipes", *checkout) if folder.is_dir()]
+    folders = [package / "recipes"]
+    if (package.parent / "pyproject.toml").is_file():
+        folders.append(package.parent / "recipes")
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Every shipped recipe by name."""
-    found = {path.stem: path for folder in recipe_folders() for path in folder.rglob("*.yaml")}
-    return dict(sorted(found.items()))
+    """Return the file of every shipped recipe, by name."""
+    paths: dict[str, Path] = {}
+    for folder in recipe_folders():
+        paths.update({path.stem: path for path in folder.rglob("*.yaml")})
+    return dict(sorted(paths.items()))
 
 
 def locate(recipe: str | Path) -> Path:
-    """The file of a recipe, given by path or by the name of a shipped one.
+    """Return the file of a recipe.
+
+    Args:
+        recipe: A path, or the name of a shipped recipe.
 
     Raises:
         InvalidValue: no such file.
@@ -114,22 +136,21 @@ def locate(recipe: str | Path) -> Path:
     if path.is_dir():
         raise InvalidValue(str(recipe), "a recipe file or the name of a recipe", "a folder", hint)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise InvalidValue(
-            str(recipe), "an existing recipe file or the name of a shipped recipe", "no file", hint
-        )
-    raise UnknownName(
-        "recipe", "a recipe file or the name of a shipped recipe", repr(str(recipe)), hint
-    )
+        must = "an existing recipe file or the name of a shipped recipe"
+        raise InvalidValue(str(recipe), must, "no file", hint)
+    must = "a recipe file or the name of a shipped recipe"
+    raise UnknownName("recipe", must, repr(str(recipe)), hint)
 
 
 def read_raw(path: Path) -> dict[str, Any]:
-    """The data of a recipe file, unchecked.
+    """Read a recipe file, unchecked.
 
     Raises:
         InvalidValue: it cannot be read or is not a YAML mapping.
     """
     try:
-        text = read_text(path, 4 * _LONGEST)  # bytes
+        # A character has at most 4 bytes.
+        text = read_text(path, 4 * _LONGEST)
     except NotAFile:
         raise
     except (OSError, UnicodeDecodeError) as error:
@@ -140,9 +161,13 @@ def read_raw(path: Path) -> dict[str, Any]:
     return data
 
 
+# ---------------------------------------------------------------- overrides
+
+
 def override(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """A copy of ``raw`` with every ``dotted.path=value`` set; values are YAML, list items are
-    numbers.
+    """Return a copy of ``raw`` with every ``dotted.path=value`` set.
+
+    Values are YAML; items of lists are numbers.
 
     >>> override({"score": {"scorer": "taylor"}}, ["score.scorer=random", "select.keep_heads=0.5"])
     {'score': {'scorer': 'random'}, 'select': {'keep_heads': 0.5}}
@@ -150,42 +175,48 @@ def override(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     Raises:
         InvalidValue: a setting without ``=``, or one that goes through a value that is no section.
     """
-    result: dict[str, Any] = _copied(raw)
+    result: dict[str, Any] = _copy(raw)
     for setting in settings:
         path, equals, text = setting.partition("=")
         steps = path.strip().split(".")
         if not equals or not all(steps):
+            must = "written key=value, with a dotted key"
             hint = "For example --set score.scorer=random."
-            raise InvalidValue(
-                f"--set {setting}", "written key=value, with a dotted key", repr(setting), hint
-            )
+            raise InvalidValue(f"--set {setting}", must, repr(setting), hint)
         _put(result, steps, parse_yaml(text, f"--set {path}"), path)
     return result
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
+    """Copy sections and lists, any mapping as a dict."""
     if isinstance(value, Mapping):
-        return {k: _copied(v) for k, v in value.items()}
-    return [_copied(v) for v in value] if isinstance(value, list) else value
+        return {key: _copy(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return list(map(_copy, value))
+    return value
 
 
-def _put(target: Any, steps: list[str], value: Any, path: str) -> None:
+def _put(data: Any, steps: list[str], value: Any, path: str) -> None:
+    """Set the value at the end of a path; sections that are missing are made."""
     for i, step in enumerate(steps):
         here = ".".join(steps[:i]) or "the recipe"
-        key: Any = step
-        if isinstance(target, list):
-            if not step.isdigit() or int(step) >= len(target):
-                raise InvalidValue(
-                    f"--set {path}", f"an item of {here}, 0 to {len(target) - 1}", repr(step)
-                )
-            key = int(step)
-        elif not isinstance(target, dict):
-            raise InvalidValue(
-                f"--set {path}", f"a key inside {here}", f"{here} is {target!r}, no section"
-            )
+        key = _key_in(data, step, here, path)
         if i == len(steps) - 1:
-            target[key] = value
+            data[key] = value
             return
-        if isinstance(target, dict) and target.get(key) is None:
-            target[key] = {}
-        target = target[key]
+        if isinstance(data, dict) and data.get(key) is None:
+            data[key] = {}
+        data = data[key]
+
+
+def _key_in(data: Any, step: str, here: str, path: str) -> str | int:
+    """Return the key or index that a step names in a section or list."""
+    if isinstance(data, dict):
+        return step
+    if not isinstance(data, list):
+        must, got = f"a key inside {here}", f"{here} is {data!r}, no section"
+        raise InvalidValue(f"--set {path}", must, got)
+    if not step.isdigit() or int(step) >= len(data):
+        must = f"an item of {here}, 0 to {len(data) - 1}"
+        raise InvalidValue(f"--set {path}", must, repr(step))
+    return int(step)

@@ -1,5 +1,4 @@
-"""The recipe: what a run is, section by section; every key is known, and everything else is an
-error."""
+"""The recipe of a run, section by section; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -49,20 +48,18 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The model: from ``path``, or freshly built from ``class_name`` and ``config``, or by a
-    function of one's own.
+    """The model: from a path, freshly built from a class, or from a user's function.
 
     Args:
         path: A local folder, a hub name, or ``package:NAME/FOLDER``, a folder inside an installed
             package.
         class_name: A Transformers class, or our own ``TransformerForTranslation``.
-        import_path: ``package.module:function``, which builds a model of one's own: an
-            ``nn.Module`` that takes what a batch holds by name (``pixel_values`` or
-            ``input_values``) and gives logits ``[batch, labels]``.
+        import_path: ``package.module:function``, which builds an ``nn.Module``. It takes a batch by
+            name (``pixel_values`` or ``input_values``) and returns logits ``[batch, labels]``.
         config: Keyword arguments of that class's configuration, or of that function.
         layouts: ``package.module:NAME`` of an ``AttentionLayout``, or a list of them, for attention
-            of one's own.
-        dtype: Of the weights; where it is left out, that of the checkpoint, and float32 for a fresh
+            that headprune does not know.
+        dtype: Dtype of the weights; by default that of the checkpoint, and float32 for a fresh
             model.
     """
 
@@ -75,72 +72,76 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The data, and which rows are for what.
+    """The data, its columns, and the purposes of its rows.
 
-    Args:
-        path: A hub name, a local json, jsonl, csv, parquet or txt file, a folder with
-            train/validation/test files, or ``sklearn:digits``. A txt file is one row, column
-            ``text``.
-        subset, revision: Configuration and revision of a hub data set; local data has none.
-        train_split, validation_split, test_split: Names of the splits; one that is named for a
-        purpose serves no other.
-        text: Column or columns with text (two columns make a pair); ``a.b`` is ``b`` inside of
-            column ``a``. For token classification, lists of words; for question answering the
-            columns of the question and of the context that its answer is a piece of.
-        target: Column with the translation of the text, or what else an encoder-decoder is to make
-            of it.
-        prefix: Put before every text of a translation, for models that are told so what to do, as
-            T5 is.
-        tokenizer: Trained on the train rows, for a freshly built model on text: ``bpe`` (byte
-            pairs; of a translation, one for both languages) or ``characters``, one token each.
-        vocabulary: Tokens of ``bpe`` at most.
-        block: Join the rows of each split and cut the text into rows of so many characters, for
-            language models. Parts for validation and test are then the end of the text, and no draw
-            of rows.
-        tokens: Column with token numbers, for language models on data that is tokenised already.
-        image: Column with images.
-        audio: Column with sound: paths (from the data's folder on), ``{bytes, path}`` as data sets
-            on the hub have it, or ``{array, sampling_rate}``. It is brought to the rate that the
-            model's feature extractor asks for.
-        seconds: Of every clip: longer ones are cut, shorter ones filled with silence, so that none
-            has padding.
-        label: Column with labels; of several names, the first that the train rows have. For
-            question answering that of SQuAD's answers, ``{text: [...], answer_start: [...]}``;
-            without any text there is no answer, as in SQuAD 2.
-        labels: The label of every class of the model, in the order of its class numbers, for a
-            model that does not name its classes, or otherwise than the data does.
-        max_length: Longer examples are cut to this many tokens; of a question and its context, the
-            context is cut.
-        holdout: Rows (or fraction) of train that become validation rows where there are none.
-        test_holdout: The same for test rows.
-        calibration: Rows of train that heads are scored on; fewer where train is smaller.
-        normalise: Subtract the mean and divide by the standard deviation of the training images. A
-            freshly built model does so by default; a model from a path has an image processor of
-            its own, and takes no other.
+    Each key is described where it is declared.
+
+    >>> DataSection(path="reviews.csv", text="review").text_columns
+    ['review']
     """
 
+    # ---- where the rows come from
+    #: A hub name, a local json, jsonl, csv, parquet or txt file, a folder with
+    #: train/validation/test files, or ``sklearn:digits``. A txt file is one row, column ``text``.
     path: str
+    #: Configuration and revision of a hub data set; local data has none.
     subset: str | None = None
     revision: str | None = None
+    #: Names of the splits; a split that is named for one purpose serves no other.
     train_split: str = "train"
     validation_split: str = "validation"
     test_split: str = "test"
+
+    # ---- text
+    #: Column or columns with text (two columns make a pair); ``a.b`` is ``b`` inside column ``a``.
+    #: For token classification, lists of words. For question answering, the columns of the question
+    #: and of the context that contains its answer.
     text: str | Annotated[list[str], Field(min_length=1, max_length=2)] | None = None
+    #: Column with the translation of the text, or with any other text that an encoder-decoder is to
+    #: write.
     target: str | None = None
+    #: Put before every text of a translation, for models such as T5 that read their task there.
     prefix: str = ""
+    #: Trained on the train rows, for a freshly built model on text: ``bpe`` (byte pairs, one
+    #: tokenizer for both languages) or ``characters``, one token per character.
     tokenizer: Literal["bpe", "characters"] | None = None
+    #: Tokens of ``bpe`` at most.
     vocabulary: Annotated[int, Field(ge=300)] | None = None
+    #: For language models: join the rows of each split and cut the text into rows of so many
+    #: characters. Rows for validation and test are then the end of the text, and no random draw.
     block: Annotated[int, Field(ge=2)] | None = None
+    #: Column with token numbers, for language models on data that is tokenised already.
     tokens: str | None = None
+
+    # ---- images and sound
+    #: Column with images.
     image: str = "image"
+    #: Column with sound: paths (from the data's folder on), ``{bytes, path}`` as in hub data sets,
+    #: or ``{array, sampling_rate}``. It is resampled to the rate of the model's feature extractor.
     audio: str = "audio"
+    #: Length of every clip: longer ones are cut, shorter ones filled with silence.
     seconds: Annotated[float, Field(gt=0)] | None = None
+
+    # ---- labels
+    #: Column with labels; of several names, the first that the train rows have. For question
+    #: answering, the column of SQuAD's answers ``{text: [...], answer_start: [...]}``; without any
+    #: text there is no answer, as in SQuAD 2.
     label: str | Annotated[list[str], Field(min_length=1)] = LABEL
+    #: The label of every class of the model, in the order of its class numbers, for a model that
+    #: does not name its classes or names them in another way than the data.
     labels: Annotated[list[str | int], Field(min_length=2)] | None = None
+
+    # ---- amounts
+    #: Tokens per example at most; of a question and its context, the context is cut.
     max_length: Positive | None = None
+    #: Rows (or fraction) of train that become validation rows where the data has none.
     holdout: Rows = 0.1
+    #: The same for test rows.
     test_holdout: Rows = 0.2
+    #: Rows of train that heads are scored on; fewer where train is smaller.
     calibration: Positive = 1024
+    #: Subtract the mean and divide by the standard deviation of the training images: the default
+    #: for a freshly built model. A model from a path has its own image processor.
     normalise: bool | None = None
 
     @property
@@ -150,13 +151,12 @@ class DataSection(Section):
 
     @property
     def label_columns(self) -> list[str]:
-        """The names that the label column may have."""
+        """The possible names of the label column."""
         return [self.label] if isinstance(self.label, str) else list(self.label)
 
 
 class TrainSection(Section):
-    """Training before anything is scored, by the recovery ``finetune``, whose settings these
-    are."""
+    """Training before anything is scored: settings of the recovery ``finetune``."""
 
     batch_size: Positive = 32
     epochs: Annotated[int | float, Field(gt=0)] = 1
@@ -167,11 +167,11 @@ class TrainSection(Section):
 
 
 class UntilSection(Section):
-    """When enough data were read; see ``headprune.Stable``.
+    """When enough rows were read; see ``headprune.Stable``.
 
     Args:
-        k: Units in the set of the lowest that must be settled.
-        confidence: Probability that it is the set of all data.
+        k: Number of lowest units whose set must be settled.
+        confidence: Probability that all rows give the same set.
     """
 
     k: Positive
@@ -179,16 +179,16 @@ class UntilSection(Section):
 
 
 class ScoreSection(Section):
-    """How heads are scored, and what the plan is compared with.
+    """How heads are scored, and which other plans the result is compared with.
 
     Args:
-        scorer: Registered name; ``auto`` where left out.
+        scorer: Registered name; ``auto`` by default.
         settings: The scorer's settings.
-        batch_size: Examples a batch; no score depends on it.
-        until: Read no more calibration rows than it takes to settle the set of the k lowest; all
-            where left out.
+        batch_size: Examples per batch; no score depends on it.
+        until: Stop reading calibration rows when the set of the k lowest is settled; by default
+            all rows are read.
         magnitude: Also cut by weight magnitude at the same budget.
-        random_draws: Also cut at random, this often, at the same budget.
+        random_draws: Number of random cuts at the same budget.
     """
 
     scorer: str = DEFAULT_SCORER
@@ -212,9 +212,9 @@ class RecoverStep(Section):
     Args:
         method: Registered name.
         settings: Its settings.
-        batch_size: Examples a batch.
-        rows: ``calibration`` or ``train``; a method that trains takes ``train`` by default, others
-            calibration rows.
+        batch_size: Examples per batch.
+        rows: ``calibration`` or ``train``; by default ``train`` for a method that trains, and
+            calibration rows for others.
     """
 
     method: str
@@ -238,7 +238,7 @@ class BudgetSection(Section):
         """The budget.
 
         Raises:
-            InvalidValue: none or several are given, or one that cannot be.
+            InvalidValue: none or several are given, or an impossible one.
         """
         return Budget(
             self.keep_heads,
@@ -251,12 +251,12 @@ class BudgetSection(Section):
 
 
 class LatencySection(Section):
-    """Where latency is measured, for budgets of speed.
+    """How latency is measured, for the budget ``speedup``.
 
     Args:
-        batch_size: Examples a call.
-        length: Tokens an example; that of a small batch of test rows where left out.
-        seconds: About how long the latency table takes, and again the comparison of the cut model.
+        batch_size: Examples per call.
+        length: Tokens per example; by default those of a small batch of test rows.
+        seconds: Approximate time of the latency table, and of the comparison of the cut model.
     """
 
     batch_size: Positive = 32
@@ -265,22 +265,20 @@ class LatencySection(Section):
 
 
 class SelectSection(BudgetSection):
-    """Which heads stay: a selector, its settings, and one budget, or one for each of several groups
-    of sites.
+    """Which heads are kept: a selector and its budget, or budgets of groups of sites.
 
     Args:
-        selector: Registered name; ``knapsack`` where it is left out with a budget of speed.
+        selector: Registered name; ``knapsack`` by default with a budget of speed.
         settings: The selector's settings.
-        recover: Recoveries of the copies on which the selector looks at the cut model while it
-            chooses: between the steps of ``iterative``, before each measurement of
-                ``local_search``.
-        must_keep: Heads that must stay, by the sites' names.
-        must_remove: Heads that must go, by the sites' names.
-        latency: Where latency is measured, with ``speedup``.
-        policy: Which heads may leave where several query heads share a key/value head (see
+        recover: Recoveries of the copies that the selector measures while it chooses: between the
+            steps of ``iterative``, before each measurement of ``local_search``.
+        must_keep: Heads that must be kept, by the sites' names.
+        must_remove: Heads that must be removed, by the sites' names.
+        latency: How latency is measured, with ``speedup``.
+        policy: Which heads may be removed where several query heads share a key/value head (see
             ``headprune.find_sites``).
         sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites'
-            names; each group meets its own by itself, and sites that are not named keep every head.
+            names. Each group meets its own budget; sites in no group keep every head.
     """
 
     selector: str = "global_topk"
@@ -304,22 +302,24 @@ class SelectSection(BudgetSection):
 
     @property
     def timed(self) -> bool:
-        """Whether a budget is one of speed, for which latency is measured."""
+        """Whether a budget is a speedup, for which latency is measured."""
         return any(section.speedup is not None for section in (self, *self.sites.values()))
 
     @property
     def budgets(self) -> dict[str, Budget]:
-        """The budgets of groups of sites; empty where one budget is for all."""
+        """The budgets of groups of sites; empty where all sites share one budget."""
         return {key: section.budget for key, section in self.sites.items()}
 
 
 class GradualSection(Section):
-    """Heads leave in stages while the model is trained, see ``headprune.run.prune_gradually_``;
-    budget and selector are those of ``select``, and ``recover`` comes after.
+    """Removes heads in stages while the model is trained.
+
+    Budget and selector are those of ``select``; ``recover`` comes after. See
+    ``headprune.run.prune_gradually_``.
 
     Args:
-        stages: Cuts, each with a share of the steps after it.
-        batch_size: Examples a batch of the training, on train rows.
+        stages: Number of cuts; a share of the training steps follows each.
+        batch_size: Train rows per batch.
         settings: Settings of the recovery ``finetune``, for all stages together.
     """
 
@@ -329,15 +329,14 @@ class GradualSection(Section):
 
 
 class BenchSection(Section):
-    """Where speed is measured: every batch size with every length.
+    """How speed is measured: every batch size with every length.
 
     Args:
-        batch_sizes: Examples a call.
-        lengths: Tokens an example; images and sound have a length of their own, and others take
-            that of the scored examples where it is left out.
-        new_tokens: Of language models also time generation: each of these as a prompt, and so many
-            tokens after it.
-        seconds: About how long each of these is timed.
+        batch_sizes: Examples per call.
+        lengths: Tokens per example; by default those of the scored examples. Images and sound have
+            a fixed length.
+        new_tokens: Also time generation of so many tokens after a prompt, for language models.
+        seconds: Approximate time of each measurement.
     """
 
     batch_sizes: Annotated[list[Positive], Field(min_length=1)] = [1, 32]
@@ -347,11 +346,11 @@ class BenchSection(Section):
 
 
 class DecodeSection(Section):
-    """How translations are made, of which BLEU is taken.
+    """How translations are generated for BLEU.
 
     Args:
-        beams: 1 takes the likeliest token every time; more search so many translations at once.
-        max_length: Tokens of a translation at most.
+        beams: Beams of the search; 1 is greedy decoding.
+        max_length: Tokens per translation, at most.
     """
 
     beams: Positive = 1
@@ -362,18 +361,18 @@ class Recipe(Section):
     """A whole run; see ``recipes/`` for complete ones.
 
     Args:
-        name: Names the run and, where ``out`` is not given, its folder ``runs/<name>``.
+        name: Name of the run and, without ``out``, of its folder ``runs/<name>``.
         description: One line for ``headprune ls``.
-        task: What the model does.
-        metric: Of a classification: ``accuracy``, which it is where left out, or ``matthews`` for
-            Matthews correlation.
+        task: The model's task.
+        metric: For a classification: ``accuracy``, the default, or ``matthews`` for the Matthews
+            correlation.
         device: ``auto`` takes a GPU where there is one.
-        seed: Of everything that is drawn.
-        threads: CPU threads of torch; its own choice where left out.
+        seed: Seed of every random draw.
+        threads: CPU threads of torch; torch chooses by default.
         out: The folder of the run.
         report: Write ``report.html`` and ``report.md``.
-        preset: A published pipeline (``headprune ls`` names them), whose scorer, selector and
-            recoveries take the place of those that the recipe gives.
+        preset: A published pipeline (``headprune ls`` lists them), whose scorer, selector and
+            recoveries replace those of the recipe.
     """
 
     name: Name

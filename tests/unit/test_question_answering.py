@@ -234,7 +234,7 @@ def test_questions_without_an_answer_point_at_cls(tmp_path: Path) -> None:
             {"text": ["w99"], "answer_start": [0]},
             "an answer that stands in column 'context' from character 0 on",
         ),
-        ({"text": ["w1", "w2"], "answer_start": [0]}, "one start a text"),
+        ({"text": ["w1", "w2"], "answer_start": [0]}, "one start per text"),
         ({"text": ["w1"], "answer_start": [-3]}, "the number of its first character"),
         ({"said": ["w1"]}, "answered with {text"),
     ],

@@ -350,7 +350,7 @@ def test_a_model_that_answers_by_chance_is_no_reason_to_stop(
     got, raw, notes = classes_of(chosen, model)
     assert set(got) == {0, 1, 2}
     assert raw.numbering == "sorted"
-    assert "no more than who always says the most frequent one" in notes[-1]
+    assert "no more than if it always predicted the most frequent one" in notes[-1]
 
 
 def test_luck_with_few_rows_is_no_better_order() -> None:

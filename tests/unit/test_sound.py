@@ -88,7 +88,7 @@ def test_what_is_no_sound(tmp_path: Path, value: Any, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("width", "rate", "words"),
-    [(5, 8000, "1 channels of 5 bytes, 8000 samples"), (2, 0, "2 bytes, 0 samples a second")],
+    [(5, 8000, "1 channels of 5 bytes, 8000 samples"), (2, 0, "2 bytes, 0 samples per second")],
 )
 def test_a_wav_file_that_nobody_records(
     monkeypatch: pytest.MonkeyPatch, width: int, rate: int, words: str
