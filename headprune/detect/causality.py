@@ -20,7 +20,7 @@ def shown_pairs(scores: Tensor) -> Tensor:
 def kernel_pairs(
     query: Tensor, key: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """``[..., queries, keys]``: True where a query may see a key; None where none is hidden.
+    """``[..., queries, keys]``: which keys a query may see; None where it sees all.
 
     Args:
         query: ``[..., queries, head_dim]``.
@@ -41,7 +41,9 @@ def kernel_pairs(
 
 
 def is_causal(pairs: Tensor, example: Any) -> bool:
-    """Whether every token sees itself and none after it, and some token sees an earlier one.
+    """Whether tokens see themselves and earlier ones, and no later one.
+
+    Every token must see itself, and at least one must see an earlier one.
 
     Padding is not compared, because padding at the end could pass for causality. A token is padding
     where no query may see it, where it may see nothing itself, or where the example's

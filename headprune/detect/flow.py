@@ -26,6 +26,7 @@ _FUSED = {
     "_native_multi_head_attention",
     "_transformer_encoder_layer_fwd",
 }
+_SOFTMAXES = {"softmax", "_softmax"}
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum"}
 #: These take only the type or the shape of the arguments after the first.
 _FIRST_ARGUMENT_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to"}
@@ -50,20 +51,23 @@ class Provenance:
     context: frozenset[int] = frozenset()
     fixed: bool = False
 
+    def joined(self, other: Provenance) -> Provenance:
+        """The provenance of a tensor that was computed from this one and another."""
+        return Provenance(
+            self.sources | other.sources,
+            self.products | other.products,
+            self.probabilities | other.probabilities,
+            self.context | other.context,
+            self.fixed and other.fixed,
+        )
+
 
 def combined(provenances: Iterable[Provenance]) -> Provenance:
-    """The provenance of a tensor that was computed from several."""
-    provenances = list(provenances)
-    # Most operations have one tensor as their input.
-    if len(provenances) == 1:
-        return provenances[0]
-    return Provenance(
-        frozenset().union(*[p.sources for p in provenances]),
-        frozenset().union(*[p.products for p in provenances]),
-        frozenset().union(*[p.probabilities for p in provenances]),
-        frozenset().union(*[p.context for p in provenances]),
-        bool(provenances) and all(p.fixed for p in provenances),
-    )
+    """The provenance of a tensor that was computed from several; an empty one for none."""
+    total: Provenance | None = None
+    for provenance in provenances:
+        total = provenance if total is None else total.joined(provenance)
+    return total or Provenance()
 
 
 @dataclass
@@ -122,7 +126,7 @@ class SoftmaxCall:
 
 @dataclass(frozen=True)
 class NormCall:
-    """A call of a norm: its name, the features that it spans, and its input's provenance."""
+    """A norm's call: its name, the features that it spans, its input's provenance."""
 
     name: str
     width: int
@@ -161,12 +165,14 @@ class ProvenanceMode(TorchFunctionMode):
         self.softmaxes: list[SoftmaxCall] = []
         self.norms: list[NormCall] = []
         self._products: list[MatrixProduct] = []
+        # Weak, so that activations are freed as without it.
         self._known: Any = WeakTensorKeyDictionary()
 
     def provenance(self, value: Any) -> Provenance:
         """The combined provenance of all tensors in a value."""
         each = []
         for tensor in tensors(value):
+            # The example's tensors, parameters and constants are not known.
             known = self._known.get(tensor)
             each.append(known or Provenance(fixed=isinstance(tensor, nn.Parameter)))
         return combined(each)
@@ -199,14 +205,20 @@ class ProvenanceMode(TorchFunctionMode):
         """
         mixed: list[MatrixProduct | SoftmaxCall] = [self._products[i] for i in inputs.products]
         mixed += [self.softmaxes[i] for i in inputs.probabilities]
-        if not mixed or len(shape) < 3 or any(sorted(m.shape) != sorted(shape) for m in mixed):
+        # Scores have at least the axes [heads, queries, keys].
+        if not mixed or len(shape) < 3:
             return None
         for one in mixed:
+            if sorted(one.shape) != sorted(shape):
+                return None
+        for one in mixed:
             one.mixers.add(by)
+        # The mixer's own weight is no source of the scores.
         return replace(inputs, sources=frozenset(), fixed=False)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Before the call, which may change a tensor in place.
         inputs = self.provenance((args, kwargs))
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -219,28 +231,38 @@ class ProvenanceMode(TorchFunctionMode):
         self, name: str, args: Any, kwargs: Any, output: Any, inputs: Provenance
     ) -> Provenance:
         """The provenance of a function's output; records a softmax, a product or a norm."""
+        # 1. The steps of attention.
         if name in _FUSED:
             shape = _first_shape((args, kwargs))
             return self._add_softmax(SoftmaxCall(shape, fused=True, kernel=True, used=True), inputs)
         if name in _KERNELS:
             return self._of_kernel(name, args, kwargs, inputs)
-        if name in ("softmax", "_softmax") and inputs.products:
+        if name in _SOFTMAXES and inputs.products:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             return self._of_softmax(next(tensors((args, kwargs))), dim, inputs)
         if name in _PRODUCTS and isinstance(output, Tensor):
             return self._of_product(name, args, kwargs, output, inputs)
+
+        # 2. Functions that take only types and shapes of some arguments.
         if name.startswith("new_") or name.endswith("_like"):
             return Provenance()
         if name in _FIRST_ARGUMENT_ONLY:
             return self.provenance(args[:1])
+
+        # 3. All others combine their inputs.
         if name in _NORMS:
             self._add_norm(name, args, kwargs, inputs)
-        elif name == "__setitem__":
+        else:
+            self._add_writes(name, args, output, inputs)
+        return inputs
+
+    def _add_writes(self, name: str, args: Any, output: Any, inputs: Provenance) -> None:
+        """Record what a function writes in place into another tensor than its output."""
+        if name == "__setitem__":
             self._known[args[0]] = inputs
         elif name.endswith("_") and isinstance(output, Tensor) and output._base is not None:
-            # Written in place into a view: the tensor that owns the memory changes too.
+            # The output is a view: the tensor that owns its memory changes too.
             self._known[output._base] = combined([inputs, self.provenance(output._base)])
-        return inputs
 
     def _add_softmax(self, softmax: SoftmaxCall, inputs: Provenance) -> Provenance:
         """Record it; the provenance of its probabilities or, of a kernel, of the context."""
@@ -279,6 +301,7 @@ class ProvenanceMode(TorchFunctionMode):
         mixers: set[str] = set()
         lengths: set[int | None] = set()
         learned = True
+        # Scores may be a sum of products, for example with relative positions.
         for number in inputs.products:
             product = self._products[number]
             first, second = product.factors
@@ -309,7 +332,7 @@ class ProvenanceMode(TorchFunctionMode):
         factors = factors[:2]
         if len(factors) < 2:
             return inputs
-        if name == "__rmatmul__":
+        if name == "__rmatmul__":  # called as (right factor, left factor)
             factors.reverse()
         pair = (self.provenance(factors[0]), self.provenance(factors[1]))
 
@@ -340,11 +363,12 @@ class ProvenanceMode(TorchFunctionMode):
             softmax = self.softmaxes[number]
             softmax.used = True
             softmax.valued |= values.sources
+            # Several products may share the probabilities: the first width counts.
             if softmax.width is None:
                 softmax.width = width
 
     def _add_norm(self, name: str, args: Any, kwargs: Any, inputs: Provenance) -> None:
-        width = 0
+        width = 0  # unknown
         if name != "group_norm":
             normalized_shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
             width = normalized_shape[-1]
@@ -383,10 +407,11 @@ def _value_width(name: str, args: Any, factors: list[Tensor], probabilities: int
 
 
 def _einsum_axes(equation: str, factors: list[Tensor]) -> tuple[list[dict[str, int]], str]:
-    """Length of each letter for each term of an einsum, and the term of its output."""
+    """Lengths of the letters of each term of an einsum, and its output's term."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     axes = []
     for term, factor in zip(inputs.split(","), factors, strict=False):
+        # "..." stands for any number of axes: letters after it count from the end.
         leading, _, trailing = term.partition("...")
         lengths = dict(zip(leading, factor.shape, strict=False))
         lengths.update(zip(trailing[::-1], reversed(factor.shape), strict=False))

@@ -69,7 +69,7 @@ class _Sizes:
 
 
 def head_counts(core: AttentionCore, n_examples: int) -> list[int]:
-    """Possible numbers of query heads: the recorded one, else each axis of the scores that fits."""
+    """Possible numbers of query heads, by the record or the axes of the scores."""
     if core.heads:
         return [core.heads]
     shape = core.softmax.shape
@@ -118,7 +118,14 @@ def _layout(
     untouched: tuple[str, ...],
 ) -> AttentionLayout:
     """A layout without counts."""
-    per_head = tuple(p for p in untouched if _shape(module, p) == (sizes.head_dim,))
+    # A vector of one head's width serves each head, such as a norm's weight.
+    per_head = []
+    other = []
+    for path in untouched:
+        if _shape(module, path) == (sizes.head_dim,):
+            per_head.append(path)
+        else:
+            other.append(path)
     shared = sizes.n_kv < sizes.n_query
     return AttentionLayout(
         name="detected",
@@ -127,8 +134,8 @@ def _layout(
         head_dim=sizes.head_dim,
         value_dim=None if sizes.value_dim == sizes.head_dim else sizes.value_dim,
         kind=kind_of,
-        untouched=tuple(p for p in untouched if p not in per_head),
-        per_head=per_head,
+        untouched=tuple(other),
+        per_head=tuple(per_head),
         grouping=sizes.grouping,
         policies=("group", "balanced") if shared else ("group",),
         # No batch could prove that a cache works without heads.
@@ -140,10 +147,11 @@ def _variants(
     module: nn.Module, base: AttentionLayout, gate: Projection, sizes: _Sizes, n_examples: int
 ) -> Iterator[AttentionLayout]:
     """A layout with each place where examples may lie, and each set of counts."""
-    children = [name for name, _ in module.named_children()]
+    children = dict(module.named_children())
     for axis, windows in _batch_axes(gate.given, n_examples):
         for counts in _counts(module, sizes):
-            requires = tuple(dict.fromkeys([*children, *(path for path, _ in counts)]))
+            # A module fits the layout if it has the same parts and attributes.
+            requires = tuple({**children, **dict(counts)})
             yield replace(base, counts=counts, requires=requires, batch_axis=axis, windows=windows)
 
 
@@ -185,18 +193,20 @@ def numbers(module: nn.Module) -> dict[str, int]:
         for key, value in part.__dict__.items():
             # A layer's index is no count.
             hidden = key.startswith("_") or re.search(r"layer|idx|index", key)
-            if type(value) is int and not hidden:
+            if type(value) is int and not hidden:  # a bool is none
                 values[f"{name}.{key}".lstrip(".")] = value
     return values
 
 
 def _batch_axes(given: tuple[int, ...], n_examples: int) -> list[tuple[int, bool]]:
     """Axes where the examples may lie in the output projection's input, and whether in windows."""
+    # given: [examples, tokens, features], [tokens, examples, features] or [rows, features].
     axes: list[tuple[int, bool]] = []
     if given and given[0] == n_examples:
         axes.append((0, False))
     if len(given) > 2 and given[1] == n_examples:
         axes.append((1, False))
+    # Windows: each example's tokens are split over several rows.
     windows = len(given) > 2 and given[0] != n_examples and given[0] % n_examples == 0
     if windows or not axes:
         axes.append((0, windows))
@@ -206,20 +216,24 @@ def _batch_axes(given: tuple[int, ...], n_examples: int) -> list[tuple[int, bool
 def _sizes(core: AttentionCore, gate: Projection, n_query: int) -> Iterator[_Sizes]:
     """Possible widths and numbers of key/value heads."""
     value_dim = gate.given[-1] // n_query
-    widths_made = {p.path: p.made[-1] for p in core.before if p.linear and p.made}
-    scoring = [widths_made[path] for path in core.scoring if path in widths_made]
-    recorded = core.softmax.head_dim
-    widths = [recorded or 0]
-    if recorded is None or n_query * recorded not in scoring:
-        widths.append(value_dim)
-        widths += [features // n_query for features in scoring if features % n_query == 0]
-    for head_dim in dict.fromkeys(w for w in widths if w):
+    for head_dim in _head_dims(core, n_query, value_dim):
         for n_kv in range(n_query, 0, -1):
             if n_query % n_kv:
                 continue
             yield _Sizes(n_query, n_kv, head_dim, value_dim)
             if 1 < n_kv < n_query:
                 yield _Sizes(n_query, n_kv, head_dim, value_dim, "interleaved")
+
+
+def _head_dims(core: AttentionCore, n_query: int, value_dim: int) -> list[int]:
+    """Possible widths of a query: the recorded one, and others if no projection makes that."""
+    outputs = [p.made[-1] for p in core.before if p.linear and p.made and p.path in core.scoring]
+    recorded = core.softmax.head_dim
+    widths = [recorded or 0]
+    if recorded is None or n_query * recorded not in outputs:
+        widths.append(value_dim)
+        widths += [features // n_query for features in outputs if features % n_query == 0]
+    return list(dict.fromkeys(filter(None, widths)))
 
 
 def _slabs(
@@ -230,27 +244,34 @@ def _slabs(
     influence: Influence,
 ) -> Iterator[tuple[tuple[HeadSlab, ...], tuple[str, ...]]]:
     """Slabs besides the gate's, and the paths of tensors that no cut touches."""
+    # 1. The roles that each projection and each tensor of no projection may have.
     options = []
     owned = [f"{gate.path}."]
     for path, part in module.named_modules():
         if is_projection(part) and path != gate.path:
             options.append(_of_projection(core, path, influence, sizes))
             owned.append(f"{path}.")
-    parameters = {path for path, _ in module.named_parameters()}
+    parameters = dict(module.named_parameters())
     for path, tensor in _tensors(module):
-        if path.startswith(tuple(owned)):
-            continue
         roles = _of_tensor(path, tensor, sizes)
-        # A buffer that may not have heads needs no mention.
-        if path in parameters or len(roles) > 1:
+        # A buffer without an axis that may be heads needs no mention.
+        if not path.startswith(tuple(owned)) and (path in parameters or len(roles) > 1):
             options.append(roles)
+
+    # 2. Combinations of them.
     for combination in _by_rank(options):
-        slabs = tuple(role for role in combination if isinstance(role, HeadSlab))
+        slabs: list[HeadSlab] = []
+        untouched: list[str] = []
+        for role in combination:
+            if isinstance(role, HeadSlab):
+                slabs.append(role)
+            else:
+                untouched.append(role)
         if _is_complete(core, sizes, slabs):
-            yield slabs, tuple(role for role in combination if isinstance(role, str))
+            yield tuple(slabs), tuple(untouched)
 
 
-def _is_complete(core: AttentionCore, sizes: _Sizes, slabs: tuple[HeadSlab, ...]) -> bool:
+def _is_complete(core: AttentionCore, sizes: _Sizes, slabs: list[HeadSlab]) -> bool:
     """Whether slabs hold all the queries, keys and values whose projections were recorded."""
     score_units: set[str] = set()
     value_units: set[str] = set()
@@ -271,9 +292,10 @@ def _by_rank(options: list[list[HeadSlab | str]]) -> Iterator[tuple[HeadSlab | s
     total = 1
     for option in options:
         total *= len(option)
+    # Sorting needs all of them in memory.
     if total > _RANKED:
         options = [o if i < 6 else o[:1] for i, o in enumerate(options)]
-    ranked = sorted(product(*(range(len(o)) for o in options)), key=sum)
+    ranked = sorted(product(*map(range, map(len, options))), key=sum)
     for indices in ranked:
         yield tuple(option[i] for option, i in zip(options, indices, strict=True))
 
@@ -281,33 +303,48 @@ def _by_rank(options: list[list[HeadSlab | str]]) -> Iterator[tuple[HeadSlab | s
 def _of_projection(
     core: AttentionCore, path: str, influence: Influence, sizes: _Sizes
 ) -> list[HeadSlab | str]:
-    """Roles that a projection may have: slabs that fit its influence, or its path for none."""
+    """Roles that a projection may have: slabs, or its path for none."""
+    projection = _called(core, path)
     own_influence = influence.get(path)
-    called = {p.path: p for p in (*core.before, *core.after)}
-    if path not in called or not called[path].linear or (influence and own_influence is None):
+    if projection is None or not projection.linear or (influence and own_influence is None):
         return [path]
-
-    n_features = called[path].made[-1]
     slabs: list[HeadSlab | str] = []
-    for units, packing in _roles(core, path):
-        unit: Any = units[0] if len(units) == 1 else units
-        slab = HeadSlab(path, "out", unit, packing)  # type: ignore[arg-type]
-        if sum(map(sizes.width, units)) != n_features:
-            continue
-        if own_influence is None or _influences_own(slab, own_influence, sizes):
-            slabs.append(slab)
+    slabs += _fitting_slabs(core, projection, own_influence, sizes)
+    has_influence = own_influence is not None and bool(own_influence.any())
 
-    is_input = path in core.scoring or path in core.valued
+    # 1. A projection of anything else than queries, keys or values.
+    if path not in core.scoring and path not in core.valued:
+        return [*slabs, path] if has_influence else [path, *slabs]
+
+    # 2. A projection of queries, keys or values.
     if own_influence is None:
-        return slabs if is_input else [path, *slabs]
-    if not own_influence.any():
-        # An input without influence only chooses what is masked, or the example does not show it.
-        return [*slabs, path] if is_input else [path, *slabs]
-    if not is_input:
+        return slabs
+    if not has_influence:  # it only chooses what is masked, or the example does not show it
         return [*slabs, path]
     if not slabs and influences_all(own_influence):
         return [path]
     return slabs
+
+
+def _called(core: AttentionCore, path: str) -> Projection | None:
+    """The record of a projection of a core."""
+    for projection in (*core.after, *core.before):
+        if projection.path == path:
+            return projection
+    return None
+
+
+def _fitting_slabs(
+    core: AttentionCore, projection: Projection, influence: Tensor | None, sizes: _Sizes
+) -> Iterator[HeadSlab]:
+    """Slabs that a projection's output may consist of, by its size and its influence."""
+    for units, packing in _roles(core, projection.path):
+        if sum(map(sizes.width, units)) != projection.made[-1]:
+            continue
+        unit: Any = units[0] if len(units) == 1 else units
+        slab = HeadSlab(projection.path, "out", unit, packing)  # type: ignore[arg-type]
+        if influence is None or _influences_own(slab, influence, sizes):
+            yield slab
 
 
 def _influences_own(slab: HeadSlab, influence: Tensor, sizes: _Sizes) -> bool:
@@ -322,6 +359,7 @@ def _influences_own(slab: HeadSlab, influence: Tensor, sizes: _Sizes) -> bool:
 def _roles(core: AttentionCore, path: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """Units and packings that a projection may have, most likely first."""
     fused: list[tuple[str, ...]] = []
+    # 1. By where its output was used.
     if path in core.scoring and path in core.valued:
         single = ["key"]
         if path in core.both:
@@ -338,6 +376,7 @@ def _roles(core: AttentionCore, path: str) -> Iterator[tuple[tuple[str, ...], st
         single = ["value"]
     else:  # gates and the like
         single = ["head", "query", "value", "kv_head"]
+    # 2. One unit alone, then fused ones; "grouped" holds all units of one head side by side.
     for unit in single:
         yield (unit,), "sequential"
     for units in fused:
@@ -346,7 +385,7 @@ def _roles(core: AttentionCore, path: str) -> Iterator[tuple[tuple[str, ...], st
 
 
 def _is_query(path: str, index: int) -> bool:
-    """Whether a projection of queries or keys makes queries, by its name, else by its place."""
+    """Whether a projection of queries or keys makes queries, by name or place."""
     name = path.lower()
     if re.search(r"quer|(^|[._])w?_?q([._]|$)|to_q", name):
         return True
@@ -354,18 +393,21 @@ def _is_query(path: str, index: int) -> bool:
 
 
 def _of_tensor(path: str, tensor: Tensor, sizes: _Sizes) -> list[HeadSlab | str]:
-    """Roles that a tensor may have: an axis of heads, none (its path), an axis of features."""
+    """Roles that a tensor may have: slabs, or its path for none."""
     heads: list[HeadSlab | str] = []
     features: list[HeadSlab | str] = []
     axes = list(enumerate(tensor.shape))
+    # 1. One number per head.
     for axis, length in axes:
         if length == sizes.n_query:
             heads.append(HeadSlab(path, axis, "head"))
+    # 2. One number per feature of all heads; a width that fits queries counts as theirs.
     for unit in ("query", "key", "value"):
         width = sizes.width(unit) if sizes.head_dim > 1 else 0
         for axis, length in axes:
             if length == width and HeadSlab(path, axis, "query") not in features:
                 features.append(HeadSlab(path, axis, unit))
+    # 3. One number per key/value head.
     if 1 < sizes.n_kv < sizes.n_query:
         for axis, length in axes:
             if length == sizes.n_kv:
@@ -393,37 +435,41 @@ def _counts(module: nn.Module, sizes: _Sizes) -> list[tuple[_PathCount, ...]]:
 
     Those that are named for heads come first, then all whose value fits, then fewer and none.
     """
-    # 1. Which counts each attribute's value fits.
+    # 1. Which counts each attribute's value fits. It may fit several: heads come first.
     heads: list[_PathCount] = []
-    named: list[_PathCount] = []
     shared: list[tuple[str, list[Count]]] = []
     widths: list[_PathCount] = []
     for path, value in numbers(module).items():
         kv_counts = _kv_counts(path, value, sizes)
         if value == sizes.n_query:
             heads.append((path, "n_query_heads"))
-            if _is_named_for_heads(path):
-                named.append((path, "n_query_heads"))
         elif kv_counts:
             shared.append((path, kv_counts))
         elif value == sizes.n_query * sizes.head_dim:
             widths.append((path, "query_width"))
         elif value == sizes.n_query * sizes.value_dim:
             widths.append((path, "value_width"))
+    named = [pair for pair in heads if _is_named_for_heads(pair[0])]
 
     # 2. Sets of them.
     sets: list[list[_PathCount]] = []
+    kv_paths = [path for path, _ in shared]
     for chosen in islice(product(*(counts for _, counts in shared)), _ASSIGNMENTS):
-        kv = [(path, count) for (path, _), count in zip(shared, chosen, strict=True)]
-        for own in (named, heads):
-            sets.append([*own, *kv])
-            sets.append([*own, *kv, *widths])
-            if len(widths) > 1:
-                sets += [[*own, *kv, width] for width in widths]
+        kv = list(zip(kv_paths, chosen, strict=True))
+        sets += _with_widths([*named, *kv], widths)
+        sets += _with_widths([*heads, *kv], widths)
     for path, counts in shared:
         sets += [[*heads, (path, count)] for count in counts]
     sets += [heads, []]
     return list(dict.fromkeys(map(tuple, sets)))
+
+
+def _with_widths(counts: list[_PathCount], widths: list[_PathCount]) -> list[list[_PathCount]]:
+    """Counts without widths, with all of them, and with each."""
+    sets = [counts, [*counts, *widths]]
+    if len(widths) > 1:
+        sets += [[*counts, width] for width in widths]
+    return sets
 
 
 def _kv_counts(path: str, value: int, sizes: _Sizes) -> list[Count]:

@@ -155,6 +155,7 @@ def _check_made_here(core: AttentionCore, module: nn.Module) -> Finding | None:
         return "no output projection", "one native function does it all"
     if _inputs(core):
         return None
+    # Weights that are applied by the module's own code.
     matrices = [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]
     seen = f"they come from {', '.join(core.elsewhere[:3]) or 'nowhere in this module'}"
     if matrices:
@@ -227,6 +228,7 @@ def _check_plain(core: AttentionCore, module: nn.Module) -> Finding | None:
 
 def _check_untied(core: AttentionCore, module: nn.Module) -> Finding | None:
     """No projection has two places in the module, and none lies outside."""
+    # A module that is registered twice has two paths.
     names: dict[int, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         names.setdefault(id(part), []).append(path)
@@ -303,16 +305,11 @@ def _from_features(path: str, influence: Tensor) -> Finding | None:
     if not influence.any() or influences_all(influence):
         return None
     n_heads, n_features = influence.shape
-    heads_per_feature = influence.sum(0)
+    heads_per_feature = influence.sum(0)  # [features]
     if int(heads_per_feature.max()) == 1:
-        head_of = [int(column.nonzero()[0]) for column in influence.T if column.any()]
-        # A packing such as (query, key, value) per head makes up to three runs for each head.
-        n_runs = 1 + sum(a != b for a, b in pairwise(head_of))
-        if n_runs > 3 * n_heads:
-            return "heads not side by side", f"features of {path!r} alternate between heads"
-        if sorted(head_of) != head_of and n_runs == n_heads:
-            seen = f"{path!r} and the output projection order the heads differently"
-            return "heads not side by side", seen
+        wrong_order = _wrong_order(path, influence)
+        if wrong_order:
+            return "heads not side by side", wrong_order
     elif bool((heads_per_feature == n_heads).any()):
         seen = f"one feature of {path!r} changes all {n_heads} heads' outputs"
         return "depends on all heads", seen
@@ -320,6 +317,19 @@ def _from_features(path: str, influence: Tensor) -> Finding | None:
         seen = f"the {n_features} features of {path!r} are no {n_heads} heads"
         return "heads not side by side", seen
     return None
+
+
+def _wrong_order(path: str, influence: Tensor) -> str:
+    """How features of single heads are out of order; empty where they are not."""
+    n_heads = len(influence)
+    head_of = [int(column.nonzero()[0]) for column in influence.T if column.any()]
+    n_runs = 1 + sum(a != b for a, b in pairwise(head_of))
+    # Queries, keys and values that one projection makes are up to three runs for each head.
+    if n_runs > 3 * n_heads:
+        return f"features of {path!r} alternate between heads"
+    if sorted(head_of) != head_of and n_runs == n_heads:
+        return f"{path!r} and the output projection order the heads differently"
+    return ""
 
 
 # 3. What the failed guesses show.
@@ -354,7 +364,8 @@ def _from_other_outputs(
 
 
 def _progress(attempt: Attempt) -> tuple[bool, bool, bool, int]:
-    """How close a guess came: its own modules ran, its counts follow the cut, it ran longest."""
+    """How close a guess came to a proof, most important first."""
+    # A failure in another module means that the cut modules themselves ran.
     has_counts = any(layout.counts for layout in attempt.sites.layouts.values())
     return _failed_outside(attempt), has_counts, attempt.completed, attempt.operations
 

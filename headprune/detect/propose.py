@@ -69,9 +69,9 @@ def propose_layouts(
 ) -> Proposals:
     """Propose layouts for attention modules that none is registered for, each with a proof.
 
-    The proof compares the gated and the pruned model in fp64, with gradients, on a copy with noise
-    in its weights. It does not cover code that the example does not run (another mask, a cache):
-    give an example like your data, with padding.
+    The proof compares the gated and the pruned model in fp64, with gradients, on a copy. It does
+    not cover code that the example does not run (another mask, a cache): give an example like your
+    data, with padding.
 
     Args:
         model: Any module; it does not change.
@@ -79,10 +79,10 @@ def propose_layouts(
         layouts: Layouts of your own, which are tried first.
 
     Returns:
-        The layouts. ``.refused`` says which modules none fits and why; printing shows both.
+        The layouts. ``.refused`` says which modules none fits and why.
 
     Raises:
-        InvalidValue: an example that the model does not take, or a single one.
+        InvalidValue: an example that the model does not take, or of one row.
         UnsupportedModel: a model that cannot be copied.
 
     >>> import torch
@@ -109,7 +109,7 @@ def propose_layouts(
     layouts = tuple(layouts)
     _check(model, example)
 
-    # 1. Run the model once.
+    # 1. Run the model, and see where it computes attention.
     try:
         scratch = Scratch(model, example)
     except VerificationFailed as error:
@@ -124,10 +124,26 @@ def propose_layouts(
         return _refused_whole(model, "no softmax attention", seen)
 
     # 2. Search a layout for each group of like modules that no layout fits yet.
+    proposals = _search_all(scratch, _groups(scratch, cores), taken)
+
+    # 3. All layouts together.
+    proposals = _compatible(scratch, proposals, layouts)
+    causal = {core.name for core in cores if core.softmax.causal}
+    return _with_kinds(scratch, proposals, layouts, causal)
+
+
+def _search_all(scratch: Scratch, groups: list[list[AttentionCore]], taken: list[str]) -> Proposals:
+    """Search a layout for each group of cores.
+
+    Args:
+        scratch: The model.
+        groups: The groups, inner modules first.
+        taken: Names of the modules that layouts fit already.
+    """
     proofs: _Proofs = {}
     chosen: list[AttentionLayout] = []
     refused: list[Refusal] = []
-    groups = _groups(scratch, cores)
+    taken = list(taken)
     for group in groups:
         group = [core for core in group if not _is_covered(core.name, taken)]
         if not group:
@@ -142,18 +158,16 @@ def propose_layouts(
         layout = _named(scratch, layout, group, chosen)
         if layout not in chosen:
             chosen.append(layout)
+        # One layout may take several groups.
         names = tuple(core.name for core in group)
         earlier, largest = proofs.get(layout.name, ((), 0.0))
         proofs[layout.name] = (*earlier, *names), max(largest, difference)
         taken += names
-
-    # 3. All layouts together.
-    order = [name for name, _ in scratch.model.named_modules()]
+    # In the order of the model, not of the search.
+    order = list(dict(scratch.model.named_modules()))
     for name, (modules, difference) in proofs.items():
         proofs[name] = tuple(sorted(modules, key=order.index)), difference
-    proposals = _compatible(scratch, Proposals(chosen, proofs, refused), layouts)
-    causal = {core.name for core in cores if core.softmax.causal}
-    return _with_kinds(scratch, proposals, layouts, causal)
+    return Proposals(chosen, proofs, refused)
 
 
 def _check(model: nn.Module, example: Any) -> None:
@@ -195,7 +209,7 @@ def _taken(model: nn.Module, layouts: tuple[AttentionLayout, ...]) -> list[str]:
 
 def _is_covered(name: str, taken: list[str]) -> bool:
     """Whether a module is one of these, or inside or around one."""
-    inside = f"{name}." if name else ""
+    inside = f"{name}." if name else ""  # every module is inside the model itself
     for other in taken:
         if other == name or not other:
             return True
@@ -210,10 +224,11 @@ def _named(
     group: list[AttentionCore],
     chosen: list[AttentionLayout],
 ) -> AttentionLayout:
-    """The chosen layout that is the same, or this one with a new name from its modules' class."""
+    """The chosen layout that is the same, or this one with a new name."""
     for other in chosen:
         if replace(other, name=layout.name) == layout:
             return other
+    # Named after the modules' class, with a number from the second layout on.
     kind = original_class(scratch.model.get_submodule(group[0].name))
     snake_case = re.sub(r"(?<=[a-zA-Z0-9])(?=[A-Z][a-z])", "_", kind.__name__).lower()
     used = {other.name for other in chosen}
@@ -259,7 +274,7 @@ def _compatible(
 def _error_elsewhere(
     scratch: Scratch, sites: Sites, modules: tuple[str, ...]
 ) -> HeadPruneError | None:
-    """Why sites at other modules than the proven ones are not exact; None where they are."""
+    """Why sites at further modules are not exact; None where they are."""
     if not sites or {site.name for site in sites} == set(modules):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Prove in fp64, on a scratch copy, that the cuts of a model's sites are exact.
+"""Prove in fp64, on a copy, that cuts of a model's sites are exact.
 
 ``prune_`` compares one plan on one batch (``verify.py``). A guessed layout could pass that by luck,
 so more is compared here: each head removed alone, ragged masks, two units kept, gradients, and one
@@ -11,6 +11,7 @@ import copy
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,10 +43,10 @@ _N_RAGGED = 3
 
 
 class Scratch:
-    """A copy of a model to try cuts on: fp64, evaluation mode, the same random numbers every run.
+    """A copy of a model to try cuts on, in fp64 and evaluation mode.
 
-    Random noise is added to its weights, because fresh ones (biases of zero, norms and scales of
-    one) would hide mistakes.
+    Every run draws the same random numbers. Noise is added to its weights, because fresh ones
+    (biases of zero, norms and scales of one) would hide mistakes.
 
     Args:
         model: It does not change.
@@ -61,6 +62,7 @@ class Scratch:
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
+        # Some modules draw random numbers when they are copied or converted.
         with torch.random.fork_rng(devices=[]):
             self.model = double_(_copied(unwrap(model))).eval()
         moved = to_device(example, device_of(self.model))
@@ -121,7 +123,7 @@ class Scratch:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not name.startswith(inside):
                 uncut.append(parameter)
-        terms = [torch.zeros((), dtype=torch.float64)]
+        terms = [torch.zeros((), dtype=torch.float64)]  # stack needs one
         terms += [_objective(t) for t in self.run(graph=True) if t.requires_grad]
         objective = torch.stack(terms).sum()
         if not uncut or not objective.requires_grad:
@@ -135,16 +137,17 @@ def largest_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
 
     Infinite where shapes differ, or the places of NaN and infinity.
     """
-    if [t.shape for t in actual] != [t.shape for t in expected]:
+    if len(actual) != len(expected):
         return float("inf")
     largest = 0.0
     for a, b in zip(actual, expected, strict=True):
-        if not a.numel():
-            continue
+        if a.shape != b.shape:
+            return float("inf")
         a = a.detach().double()
         b = b.detach().double()
         if not torch.equal(a.isfinite(), b.isfinite()):
             return float("inf")
+        # Masked positions may be infinite.
         a = a[a.isfinite()]
         b = b[b.isfinite()]
         if a.numel():
@@ -226,7 +229,7 @@ def prove(scratch: Scratch, sites: Sites) -> float:
 
 
 def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
-    """Masks to prove: three ragged ones, each part removed alone, and the last two units kept.
+    """Masks to prove: ragged ones, each part removed alone, two units kept.
 
     Every site keeps a head, and all masks obey the sites' policies. A part is a unit; under
     ``balanced`` also one head of each group. Parts are removed at all sites at once.
@@ -234,12 +237,13 @@ def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
     sites = [s for s in sites if s.heads]
     counts = {s.name: s.n_query_heads for s in sites}
     kept: list[dict[str, Iterable[int]]] = []
+    # Another number of units at every site, and with every seed.
     for seed in range(_N_RAGGED):
         draw = random.Random(seed)
         kept.append({s.name: _ragged(s, draw, i + seed) for i, s in enumerate(sites)})
     n_parts = max((len(_parts(s)) for s in sites), default=0)
     for index in range(n_parts):
-        without = {s.name: _without_part(s, index) for s in sites}
+        without: dict[str, Iterable[int]] = {s.name: _without_part(s, index) for s in sites}
         kept.append(without)
     kept.append({s.name: _last_two(s) for s in sites})
     return [HeadMask.from_keep(heads, counts) for heads in kept]
@@ -269,17 +273,17 @@ def _parts(site: AttentionSite) -> list[tuple[int, ...]]:
 
 
 def _without_part(site: AttentionSite, index: int) -> list[int]:
-    """The heads of a site without one part; all of them where it has fewer or no other."""
+    """The heads of a site without one part; all where it has no other."""
     parts = _parts(site)
     removed = parts[index] if index < len(parts) else ()
     return sorted(set(site.heads) - set(removed)) or list(site.heads)
 
 
 def _ragged(site: AttentionSite, draw: random.Random, number: int) -> list[int]:
-    """Random heads to keep: units or, under ``balanced``, as many heads in each of some groups."""
+    """Random heads to keep: whole units, or equally many of some groups."""
     if not _is_balanced(site):
         units = draw.sample(site.units, 1 + number % max(1, len(site.units) - 1))
-        return sorted(h for unit in units for h in unit)
+        return sorted(chain.from_iterable(units))
     groups = draw.sample(site.groups, 1 + number % len(site.groups))
     n_heads = 1 + draw.randrange(min(map(len, groups)))
     kept: list[int] = []
@@ -292,7 +296,7 @@ def _last_two(site: AttentionSite) -> list[int]:
     """The last two units or, under ``balanced``, the last head of the last two groups."""
     if _is_balanced(site):
         return sorted(group[-1] for group in site.groups[-2:])
-    return sorted(h for unit in site.units[-2:] for h in unit)
+    return sorted(chain.from_iterable(site.units[-2:]))
 
 
 def _check_effects(scratch: Scratch, sites: Sites) -> None:
@@ -312,11 +316,12 @@ def _check_examples(scratch: Scratch, sites: Sites) -> None:
     if n < 2:
         return
     for chosen in range(n):
-        row = torch.ones(n, 1, dtype=torch.float64)
+        row = torch.ones(n, 1, dtype=torch.float64)  # gates: [examples, heads]
         row[chosen] = 0.0
         gates = {s.name: row.expand(n, len(s.heads)) for s in sites}
         with gated(scratch.model, gates, sites):
             changed = _changed_examples(scratch.run(), scratch.full, n)
+        # Outputs that combine examples, such as a loss, are no evidence against it.
         if changed and [chosen] not in changed:
             must = f"the gates of example {chosen} only"
             got = f"changes in examples {changed[0]}"
@@ -377,6 +382,7 @@ def _changed_rows(actual: Tensor, expected: Tensor) -> list[int]:
 def _objective(output: Tensor) -> Tensor:
     """A number that depends on every finite output in its own way."""
     output = output[output.isfinite()]
+    # Weights, so that opposite changes do not cancel; squares, so that signs are compared too.
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
     return (output * weights).sum() + (output**2).mean()
 
@@ -402,4 +408,9 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _is_finite(values: list[Tensor]) -> bool:
     """Whether there are outputs, and none is NaN."""
-    return any(t.numel() for t in values) and not any(bool(t.isnan().any()) for t in values)
+    n_values = 0
+    for tensor in values:
+        if bool(tensor.isnan().any()):
+            return False
+        n_values += tensor.numel()
+    return n_values > 0

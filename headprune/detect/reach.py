@@ -37,7 +37,7 @@ def feature_influence(scratch: Scratch, core: AttentionCore, n_heads: int) -> In
         return {}
     influence = {}
     paths = []
-    outputs = []
+    outputs = []  # each [..., features]
     for path, calls in leaves.items():
         for output in calls:
             paths.append(path)
@@ -46,6 +46,7 @@ def feature_influence(scratch: Scratch, core: AttentionCore, n_heads: int) -> In
 
     # 2. A weighted sum of one head's outputs has a gradient where a feature influences it.
     context = context.unflatten(-1, (n_heads, -1))  # [..., heads, value_dim]
+    # Random weights, because a plain sum of outputs may be constant (after a norm).
     generator = torch.Generator().manual_seed(2)
     weights = torch.rand(context.shape, generator=generator, dtype=context.dtype)
     weighted = context * weights.to(context.device)
@@ -101,9 +102,9 @@ def influences_all(influence: Tensor) -> bool:
 
 
 def latent_projection(core: AttentionCore, influence: Influence) -> str | None:
-    """Path of a projection that makes one part of every head's keys, where others make the rest.
+    """Path of a projection that makes one part of every head's keys.
 
-    None where there is no such projection.
+    Others make the rest of each head's queries and keys. None where there is no such projection.
     """
     shared = []
     n_per_head = 0
@@ -114,6 +115,7 @@ def latent_projection(core: AttentionCore, influence: Influence) -> str | None:
             shared.append(path)
         else:
             n_per_head += 1
+    # With fewer than two others (queries, the rest of the keys) all heads just share their keys.
     if n_per_head < 2 or not shared:
         return None
     return shared[0]

@@ -77,7 +77,7 @@ def search(scratch: Scratch, group: list[AttentionCore]) -> tuple[AttentionLayou
     gate = first.gate if len(first.outlets) == 1 and not first.leaks else None
     if gate is not None:
         for n_query in head_counts(first, n_examples):
-            if n_query < 2:
+            if n_query < 2:  # no head to remove and one to keep
                 continue
             influence = feature_influence(scratch, first, n_query)
             if latent_projection(first, influence):
@@ -131,6 +131,7 @@ def _failing_module(scratch: Scratch, error: BaseException | None) -> str:
         return ""
     names = {id(module): name for name, module in scratch.model.named_modules()}
     innermost = ""
+    # The last frame of a method of a module is the innermost one.
     step = error.__traceback__
     while step is not None:
         innermost = names.get(id(step.tb_frame.f_locals.get("self")), innermost)
@@ -158,22 +159,18 @@ def with_distinct_widths(
     """
     layout, difference = proven
     assert isinstance(layout.head_dim, int)
-    names = {core.name for core in group}
-    own_build = build(scratch, group[0])
-    rivals = []
-    for other in groups:
-        is_own = any(core.name in names for core in other)
-        if not is_own and build(scratch, other[0]) == own_build:
-            rivals.append(other)
+    rivals = _like_modules(scratch, group, groups)
     if not rivals:
         return proven
 
+    # An attribute whose value all of these modules have, and none of the others.
     own = _numbers_of(scratch, group)
     others = []
     for rival in rivals:
         others += _numbers_of(scratch, rival)
     for path, value in own[0].items():
-        if all(v.get(path) == value for v in own) and all(v.get(path) != value for v in others):
+        with_value = [counts.get(path) == value for counts in own]
+        if all(with_value) and value not in [counts.get(path) for counts in others]:
             return replace(layout, head_dim=WidthWhere(path, value, layout.head_dim)), difference
 
     counts = " and ".join(str(cores[0].heads) for cores in (group, *rivals))
@@ -181,6 +178,16 @@ def with_distinct_widths(
     kind = original_class(scratch.model.get_submodule(group[0].name)).__name__
     modules = tuple(core.name for core in group)
     return Refusal(modules, kind, "head counts kept elsewhere", reason)
+
+
+def _like_modules(
+    scratch: Scratch, group: list[AttentionCore], groups: list[list[AttentionCore]]
+) -> list[list[AttentionCore]]:
+    """The other groups whose modules are of the same build."""
+    own_build = build(scratch, group[0])
+    # ``group`` may be a part of one of them.
+    others = [other for other in groups if group[0] not in other]
+    return [other for other in others if build(scratch, other[0]) == own_build]
 
 
 def _numbers_of(scratch: Scratch, cores: list[AttentionCore]) -> list[dict[str, int]]:

@@ -107,7 +107,7 @@ class AttentionCore:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether a module is a matrix or a convolution, so that it makes features of features."""
+    """Whether a module is a matrix or a convolution."""
     return isinstance(module, (nn.Conv1d, nn.Conv2d)) or is_matrix(module)
 
 
@@ -140,6 +140,7 @@ def _recorded(scratch: Scratch, modules: dict[str, nn.Module]) -> ProvenanceMode
     record = ProvenanceMode(scratch.example)
     handles = []
 
+    # A function, so that each hook has a name of its own.
     def watch(name: str, module: nn.Module) -> None:
         projection = is_projection(module)
 
@@ -174,31 +175,38 @@ def _core_at(
     for start, end in _calls_around(events, at):
         name = events[start].name
         innermost = innermost or name
-        if name != innermost and _holds_another(events, start, end, innermost, attentions):
+        # A module around several attentions holds none of them.
+        if _holds_another(events, start, end, innermost, attentions):
             break
         if softmax.fused:
             return AttentionCore(name, softmax)
         core = _core_of_call(modules, record, start, at, end)
-        # An outer module counts only if it calls a projection after the softmax.
-        if not core.before or not (core.after or best is None):
-            continue
-        if core.outlets and not core.elsewhere:
+        if _is_better(core, best):
             best = core
+        if best is core and core.outlets and not core.elsewhere:
             break
-        if best is None or (core.outlets and not best.outlets):
-            best = core
-    if softmax.learned and (best is None or not best.scoring):
-        return None  # a router: its scores are products with a bare matrix
     if best is None:
         elsewhere = tuple(sorted(softmax.scoring | softmax.valued))
-        return AttentionCore(innermost, softmax, elsewhere=elsewhere)
-    return best
+        best = AttentionCore(innermost, softmax, elsewhere=elsewhere)
+    # A softmax of products with a bare matrix is a router.
+    return None if softmax.learned and not best.scoring else best
+
+
+def _is_better(core: AttentionCore, best: AttentionCore | None) -> bool:
+    """Whether a module is a better holder of an attention than one inside."""
+    if not core.before:
+        return False
+    if best is None:
+        return True
+    # An outer module must call a projection after the softmax, the output projection at best.
+    is_whole = bool(core.outlets) and not core.elsewhere
+    return bool(core.after) and (is_whole or (bool(core.outlets) and not best.outlets))
 
 
 def _core_of_call(
     modules: dict[str, nn.Module], record: ProvenanceMode, start: int, at: int, end: int
 ) -> AttentionCore:
-    """The core of the softmax at an event, if the module of one call around it holds it.
+    """The core of a softmax, if the module of one call around holds it.
 
     Args:
         modules: All modules of the model, by name.
@@ -211,13 +219,17 @@ def _core_of_call(
     number = events[at].number
     name = events[start].name
     softmax = record.softmaxes[number]
+    # 1. Projections before and after the softmax.
     before = _projections(modules, events, start, at, name)
     after = _projections(modules, events, at, end, name)
+    # 2. Modules that take its heads' outputs.
     takes_context = {
         e.name for e in events[at:end] if e.what == "enter" and number in e.provenance.context
     }
     called = {_absolute(p.path, name) for p in before}
     wanted = softmax.scoring | softmax.valued
+
+    # 3. Names become paths in the module.
     return AttentionCore(
         name,
         softmax,
@@ -248,6 +260,7 @@ def _norms(
     norms = []
     for norm in record.norms:
         sources = norm.inputs.sources
+        # Functions are called in some module: their context shows of which core they are.
         if number in norm.inputs.context and norm.name.startswith((inside, "F.")):
             norms.append(CoreNorm(norm.name, norm.width, "context"))
         elif sources and sources <= scoring and not norm.inputs.products:
@@ -259,6 +272,8 @@ def _holds_another(
     events: list[Event], start: int, end: int, innermost: str, attentions: set[int]
 ) -> bool:
     """Whether another module's attention runs in the same call, so that it holds several."""
+    if events[start].name == innermost:
+        return False
     for other in range(start, end):
         if events[other].number in attentions:
             inner, _ = next(_calls_around(events, other))
@@ -270,6 +285,7 @@ def _holds_another(
 def _calls_around(events: list[Event], at: int) -> Iterator[tuple[int, int]]:
     """``(enter, leave)`` of every call that is open at an event, innermost first."""
     depth = 0
+    # Backwards: a call is open if it begins before the event and does not end before it.
     for start in range(at - 1, -1, -1):
         depth -= _opened(events[start])
         if depth < 0:
