@@ -50,6 +50,7 @@ def fresh(model: nn.Module, config: Any = None) -> nn.Module | None:
     """
     if class_named(type(model).__name__) is not type(model):
         return None
+    # The constructor may change its configuration.
     with no_memory():
         return type(model)(copy.deepcopy(model.config if config is None else config))
 

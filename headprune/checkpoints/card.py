@@ -110,11 +110,13 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
     path = folder / CARD
     block = f"{BEGIN}\n{text}\n{END}\n"
     if old is None and not path.is_file():
+        # A new card, with metadata that hubs read.
         known = [f"base_model: {json.dumps(hub_name)}"] if hub_name else []
         metadata = "\n".join(["---", *known, "tags:", "- headprune", "---", ""])
         return write_atomic(path, f"{metadata}\n{block}".encode())
     if old is None:
         old = read_bytes(path).decode()
+    # In place of an earlier section, else at the end.
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
@@ -141,7 +143,7 @@ def carry(folder: Path, original: Path) -> None:
     if begin:  # without the section of an earlier cut
         words += rest.partition(END)[2].removeprefix("\n")
     if own and words.strip():
-        write(folder, own.replace(f"{_TITLE}\n", f"{_TITLE}\n{_OTHERS}\n", 1), old=words)
+        write(folder, own.replace(_TITLE, f"{_TITLE}\n\n{_OTHERS}", 1), old=words)
 
 
 def base_model(model: Any) -> str:

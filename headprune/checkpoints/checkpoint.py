@@ -29,11 +29,12 @@ from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
-from headprune.model.offloaded import offloaded
+from headprune.model.offloaded import count_parameters, offloaded
 from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
 
 Format = Literal["headprune", "transformers", "remote-code"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+#: Modelling files of an earlier save in the format "remote-code".
 _MODELLING = "modeling_headprune_*.py"
 
 
@@ -123,7 +124,7 @@ def write_card(
     whole: Any = fresh(model)
     if whole is not None:
         whole.tie_weights()  # an embedding that is also the output counts once
-        params_before = sum(p.numel() for p in whole.parameters())
+        params_before = count_parameters(whole)
     text = card.section(model, sites, _loading(model, format, folder), plan, params_before)
     path = folder / card.CARD
     old = read_bytes(path).decode() if path.is_file() else None
@@ -185,6 +186,7 @@ def from_pretrained(
             model.
     """
     folder = Path(folder)
+    # Finish or undo a save that was interrupted.
     settle(folder)
     if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
         return transformers_4.opened(folder)
@@ -234,9 +236,10 @@ def filled(
         raise CheckpointError(str(folder), must, str(error).rstrip("."), hint) from error
     try:
         own.fill_(model, manifest, tensors, folder)
-    except BaseException:
+    except BaseException:  # an interrupt too
         undo.restore()
         raise
+    # Which removed heads' mean outputs the biases hold.
     folded = {f.site: f.heads for f in manifest.folded}
     for b in bound:
         heads = folded.get(b.site.name, ())
@@ -286,7 +289,7 @@ def _write_for_others(
     else:
         config = plain.config_of_cut(model, bound)
     example = proof.example_for(model, example)
-    failure: VerificationFailed | None = None
+    failure: VerificationFailed | None = None  # of the first try
     for original_names in (True, False):
         kind, body = type(model), None
         if is_remote:

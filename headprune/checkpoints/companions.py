@@ -91,12 +91,13 @@ def copy(source: str, folder: Path, code: bool = True) -> list[str]:
     Returns:
         The names of the files.
     """
+    # 1. The folder; of a repository of the hub, only these files are downloaded.
     home = Path(source)
     if not home.is_dir():
         from huggingface_hub import snapshot_download
 
         home = Path(snapshot_download(source, allow_patterns=[*PATTERNS, card.CARD]))
-    # A set, because a file may match two patterns.
+    # 2. The files. A set, because a file may match two patterns.
     names = sorted({path.relative_to(home) for path in _matching(home) if path.is_file()})
     with staged(folder) as place:
         for name in names:
@@ -104,6 +105,7 @@ def copy(source: str, folder: Path, code: bool = True) -> list[str]:
             shutil.copyfile(home / name, place / name)
             if not code and name.suffix == ".json":
                 _without_code(place / name)
+    # 3. The card.
     if (home / card.CARD).is_file() and (folder / card.CARD).is_file():
         card.carry(folder, home / card.CARD)
     return [name.as_posix() for name in names]

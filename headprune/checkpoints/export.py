@@ -33,7 +33,7 @@ _AUTO = torch.export.Dim.AUTO
 def export_onnx(
     model: nn.Module, example: Mapping[str, Tensor], path: str | Path, *, cache: bool = False
 ) -> Difference:
-    """Write a model as ONNX for any number of rows and tokens, and compare the two.
+    """Write a model as ONNX for any number of rows and tokens, and verify it.
 
     The example and a smaller one are compared, so that a size that became a constant is noticed.
     Needs the packages of the extra ``onnx``.
@@ -76,7 +76,7 @@ def export_onnx(
         # 2. The file, with a free number of rows and tokens. past: [rows, heads, tokens, width].
         any_size = (
             {name: _free(t) for name, t in inputs.items()},
-            [{0: _AUTO, 2: _AUTO}] * len(past),
+            [{0: _AUTO, 2: _AUTO} for _ in past],
         )
         n_bytes = sum(t.nbytes for t in model.state_dict().values())
         with staged(path.parent) as place:
@@ -209,7 +209,7 @@ def _output_names(result: Any) -> list[str]:
 
 
 def _smaller(step: _Step, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Inputs with one row and one token less, and the cache of a decoder with one new token."""
+    """Inputs with one row and one token less; one new token for a decoder."""
     smaller = {name: t[:-1] for name, t in inputs.items()}
     if step.cache:
         return step.split(smaller, 1)

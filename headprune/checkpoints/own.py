@@ -61,13 +61,11 @@ def write(
     def save(tensors: dict[str, Tensor], path: Path) -> None:
         slices.save({name: elsewhere.get(name, tensor) for name, tensor in tensors.items()}, path)
 
-    # 1. All tensors to store; offloaded ones that are tied are one tensor again.
+    # 1. All tensors to store, shared ones once.
     new = fresh(model)
     tables = _tables(model, new)
     state = {**weights_of(model, keep_vars=True), **tables}
-    for name, first in tied(model, away).items():
-        if name in state and first in state:
-            state[name] = state[first]
+    _retie(state, tied(model, away))
     stored, aliases = distinct(state, elsewhere)
 
     # 2. Weights first, for the manifest has their hashes.
@@ -90,8 +88,16 @@ def write(
         )
         if config is not None:
             _save_config(model, config, folder)
+    # The manifest last: a folder without one is not loaded.
     manifest.save(folder / MANIFEST)
     return manifest
+
+
+def _retie(state: dict[str, Any], first_of: Mapping[str, str]) -> None:
+    """Make tied tensors one again, which accelerate offloads under each of their names."""
+    for name, first in first_of.items():
+        if name in state and first in state:
+            state[name] = state[first]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -183,9 +189,7 @@ def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], fold
     # 2. Which tensors the model needs, and which there are.
     expected = weights_of(model, keep_vars=True)
     tables = dict(model.named_buffers(remove_duplicate=False))
-    for name in manifest.tables:
-        if name in tables:
-            expected[name] = tables[name]
+    expected.update((name, tables[name]) for name in manifest.tables if name in tables)
     stored_as = {a.name: a.stored for a in manifest.aliases}
     available = dict(tensors)
     for name, stored in stored_as.items():
@@ -198,6 +202,7 @@ def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], fold
     for name, old in expected.items():
         owner_name, _, attribute = name.rpartition(".")
         owner = modules[owner_name]
+        # Set directly: register_buffer would make a persistent one of a table.
         if not isinstance(old, nn.Parameter):
             owner._buffers[attribute] = available[name]
             continue
@@ -230,6 +235,7 @@ def _check_tensors(
         if old.shape != new.shape and name not in manifest.tables:
             must = f"of shape {list(old.shape)}"
             raise CheckpointError(f"{where}: {name}", must, list(new.shape))
+        # Any floating-point type will do: a model may be stored in another one.
         if old.is_floating_point() != new.is_floating_point():
             raise CheckpointError(f"{where}: {name}", f"of a type like {old.dtype}", new.dtype)
 
@@ -262,6 +268,7 @@ def _config_text(model: nn.Module) -> bytes | None:
 
     if not isinstance(model, transformers.PreTrainedModel):
         return None
+    # All settings, because defaults may change between versions of Transformers.
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -276,7 +283,7 @@ def _save_config(model: Any, config: bytes, folder: Path) -> None:
 
 def added_biases(model: nn.Module, new: nn.Module | None) -> tuple[str, ...]:
     """Biases of projections that a new model does not have; all where ``new`` is None."""
-    own = set() if new is None else set(new.state_dict())
+    own: set[str] = set() if new is None else set(new.state_dict())
     biases = []
     for path, module in model.named_modules():
         is_projection = isinstance(module, nn.Linear) or is_conv1d(module)

@@ -48,6 +48,7 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
         if kv_of is not None:
             must = "for query heads that share key/value heads evenly"
             raise UnsupportedModel(_WHERE, must, f"{name} with key/value heads {kv_of}")
+    # The reason of the first try is the one to report.
     reasons = []
     # Some families compute a head's width from the counts, unless it is set.
     for with_width in (False, True):
@@ -70,7 +71,7 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
 
 
 def differing_shapes(built: nn.Module | None, model: nn.Module) -> list[str]:
-    """Tensors of a freshly built model that are not as in the cut model, in words."""
+    """Tensors of a new model that differ from the cut model's, in words."""
     assert built is not None
     theirs = {name: list(t.shape) for name, t in weights_of(built).items()}
     own = {name: list(t.shape) for name, t in weights_of(model).items()}
@@ -85,7 +86,9 @@ def differing_shapes(built: nn.Module | None, model: nn.Module) -> list[str]:
 def _sections(
     model: Any, config: Any, bound: list[BoundSite]
 ) -> Iterator[tuple[Any, list[BoundSite]]]:
-    """Parts of a configuration with the sites that each describes; text and vision have their own.
+    """Parts of a configuration, with the sites that each describes.
+
+    A model of text and images has a part for each.
 
     Args:
         model: The model.
@@ -120,7 +123,7 @@ def _parts(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _set_counts(section: Any, sites: list[BoundSite], with_width: bool) -> None:
-    """Set the head counts of a part of a configuration, and with them a head's width."""
+    """Set the head counts in a part of a configuration."""
     counts = {(b.site.geometry.n_query_heads, b.site.geometry.n_kv_heads) for b in sites}
     if len(counts) > 1:
         each = ", ".join(str(len(b.site.heads)) for b in sites)
@@ -128,12 +131,16 @@ def _set_counts(section: Any, sites: list[BoundSite], with_width: bool) -> None:
         raise UnsupportedModel(_WHERE, must, f"layers with {each} heads")
     ((n_query_heads, n_kv_heads),) = counts
     site = sites[0].site
-    # Only names whose value is the full model's count.
+    # Only names whose value is the full model's count. All are read before any is set, because a
+    # configuration may have one value under two names.
+    values = {}
     for name in _QUERY:
         if getattr(section, name, None) == site.n_query_heads:
-            setattr(section, name, n_query_heads)
+            values[name] = n_query_heads
     for name in _KEY_VALUE:
         if getattr(section, name, None) == site.n_kv_heads:
-            setattr(section, name, n_kv_heads)
+            values[name] = n_kv_heads
     if with_width:
-        section.head_dim = site.head_dim
+        values["head_dim"] = site.head_dim
+    for name, value in values.items():
+        setattr(section, name, value)

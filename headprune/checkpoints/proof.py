@@ -31,6 +31,7 @@ def example_for(model: nn.Module, example: Any) -> Any:
     """
     if example is not None:
         return example
+    # Token ids or images, by the configuration.
     made_up = example_batch(model)
     name = type(model).__name__
     must = "a batch the model takes, to compare what was saved with what loads"
@@ -54,12 +55,12 @@ def written_and_proven(
     original_names: bool,
     example: Any,
 ) -> None:
-    """Write a model as a class and a configuration, load it again, and compare the two.
+    """Write a model, load it as a reader would, and compare the two.
 
     Args:
-        kind: The class.
-        config: Its configuration.
-        model: The model whose tensors are written.
+        kind: The class as which it is written.
+        config: The configuration with which it is written.
+        model: The model.
         folder: Where to.
         max_shard_size: Bytes, or text such as ``"5GB"``.
         original_names: Whether tensors get the names and the packing that the family has on disk.
@@ -72,6 +73,7 @@ def written_and_proven(
     """
     where = f"{type(model).__name__} as written and loaded by Transformers"
     must = "what was saved"
+    # The same kernels in both, so that outputs differ by rounding only.
     options: dict[str, Any] = {
         "dtype": model.dtype,
         "output_loading_info": True,

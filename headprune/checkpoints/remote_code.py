@@ -63,6 +63,7 @@ def description_of_cut(model: nn.Module, bound: list[BoundSite]) -> dict[str, An
     built = fresh(model)
     assert built is not None
     full = dict(built.named_modules(remove_duplicate=False))
+    # 1. Each attention that was cut.
     description = {}
     described = set(added_biases(model, built))
     for b in bound:
@@ -73,6 +74,7 @@ def description_of_cut(model: nn.Module, bound: list[BoundSite]) -> dict[str, An
         # A module that several layers share has several names.
         for module in (b.site.name, *b.site.shared_with):
             described.update(f"{module}.{path}".lstrip(".") for path in site["shapes"])
+    # 2. A tensor of another shape that no site describes would not load.
     own = {n: t.shape for n, t in weights_of(model).items()}
     whole = {n: t.shape for n, t in weights_of(built).items()}
     for tensor in {**own, **whole}:
@@ -185,6 +187,7 @@ def _site(b: BoundSite, full: nn.Module) -> dict[str, Any]:
     # 1. Parameters of other shapes.
     shapes: dict[str, list[int]] = {}
     full_state = full.state_dict()
+    # Tensors that the class does not have are found by the comparison of whole models.
     for path, tensor in weights_of(b.module).items():
         if path in full_state and full_state[path].shape != tensor.shape:
             shapes[path] = list(tensor.shape)

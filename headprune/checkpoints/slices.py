@@ -1,4 +1,4 @@
-"""Read and write slices of tensors in safetensors files, in memory that does not grow with them.
+"""Read and write slices of tensors in safetensors files, piece by piece.
 
 safetensors checks every file before it is read. Then a tensor is copied in pieces, as bytes, so
 that neither it nor its file is ever in memory whole. The written file equals byte for byte the one
@@ -109,6 +109,7 @@ class Slice:
             line = size * inner
             kept = np.asarray(self.rows, dtype=np.int64)
             step = max(1, PIECE // max(line, 1))
+            # Whole lines are read, and the kept positions taken from them.
             for begin in range(0, outer, step):
                 n_lines = min(step, outer - begin)
                 data = _read(file, stored.start + begin * line, n_lines * line)
@@ -160,8 +161,9 @@ def sampled(stored: Stored, positions: Sequence[int]) -> bytes:
 
 def read(stored: Stored) -> Tensor:
     """Read a whole tensor, which should be small."""
+    # A bytearray, because a tensor of bytes would be read-only.
     data = bytearray(b"".join(Slice(stored).pieces()))
-    if not data:
+    if not data:  # frombuffer refuses it
         return torch.empty(stored.shape, dtype=stored.dtype)
     return torch.frombuffer(data, dtype=stored.dtype).reshape(stored.shape)
 
@@ -185,7 +187,7 @@ def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
         end = begin + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
 
     # 2. The bytes.
     with open(path, "wb") as file:

@@ -31,6 +31,7 @@ from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_name_of, class_named
 from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions
+from headprune.model.offloaded import count_parameters
 from headprune.model.running import default_dtype
 from headprune.model.sites import BoundSite, bind, find_sites
 
@@ -95,22 +96,26 @@ def prune_checkpoint(
         UnsupportedModel: a model whose tensors have other names, packings or types in files than in
             memory, or a cut that is more than rows and columns; ``prune_`` takes those.
     """
-    # 1. The model without memory for its weights, and where its tensors are.
+    # 1. Refuse what cannot work before any file is read.
     folder = Path(folder)
     out = Path(out)
     check_shard_size(max_shard_size)
     if occupied(out):
         raise InvalidValue("out", "a new or an empty folder", str(out))
+
+    # 2. The model without memory for its weights, and where its tensors are.
     settle(folder)
     stored = slices.stored_tensors(folder)
     model, tables = _skeleton(folder, stored)
     if not (folder / MANIFEST).is_file():
+        # Our own format has the module's names.
         stored = _renamed(model, stored, folder)
     sources = _sources(model, stored, tables, folder)
 
-    # 2. Its sites, and the removed heads.
+    # 3. Its sites, and the removed heads.
+    full_plan = plan if isinstance(plan, PruningPlan) else None
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
-    sites = find_sites(model, policy=plan.policy if isinstance(plan, PruningPlan) else "group")
+    sites = find_sites(model, policy="group" if full_plan is None else full_plan.policy)
     bound = bind(model, sites)
 
     def sample(name: str, tensor: Tensor) -> bytes:
@@ -121,21 +126,22 @@ def prune_checkpoint(
     warnings += coverage_note(sites.not_taken)
     removed = _removed(bound, mask)
 
-    # 3. The cut, and the rows and columns that it keeps.
+    # 4. The cut, and the rows and columns that it keeps.
     rows = kept_rows_of(model, bound, mask)
-    params_before = sum(p.numel() for p in model.parameters())
+    params_before = count_parameters(model)
     cut_(model, bound, mask)
-    params_after = sum(p.numel() for p in model.parameters())
+    params_after = count_parameters(model)
     bound = bind(model, [b.site for b in bound])
+    # A tensor that no cut touches is copied whole.
     cut = {name: Slice(source, *rows.get(name, (0, None))) for name, source in sources.items()}
     _check_cut(model, cut, tables)
 
-    # 4. The new folder.
+    # 5. The new folder.
     with staged(out, alone=True) as place:
         own.write(model, bound, place, max_shard_size, cut)
-        known_plan = plan if isinstance(plan, PruningPlan) else None
-        write_card(model, [b.site for b in bound], out, "headprune", known_plan, place)
+        write_card(model, [b.site for b in bound], out, "headprune", full_plan, place)
         copied = companions.copy(str(folder), place) if copy_companions else ()
+    # Tied tensors have one source.
     used = set(sources.values())
     warnings += _unused_note(stored, used)
     return StreamReport(
@@ -192,6 +198,7 @@ def _built(folder: Path, stored: dict[str, Stored]) -> tuple[Any, torch.dtype]:
     """A Transformers folder's model without memory for its weights, and the type of those."""
     import transformers
 
+    # No code of the folder runs.
     config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind: Any = class_named(class_name_of(config))
     if kind is None:
@@ -199,6 +206,7 @@ def _built(folder: Path, stored: dict[str, Stored]) -> tuple[Any, torch.dtype]:
         raise ValueError(f"no class of Transformers is named in its architectures: {got}")
     if getattr(config, "headprune_heads", None) is not None:
         raise ValueError("it runs the modelling file beside its weights")
+    # Without a type in the configuration, that of the first weights.
     dtype = config.dtype
     if not dtype:
         floats = [s.dtype for s in stored.values() if s.dtype.is_floating_point]
@@ -230,6 +238,7 @@ def _check_one_dtype(model: Any, dtype: torch.dtype, folder: Path) -> None:
 def _cut_before(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, frozenset[str]]:
     """The same for a folder in our own format."""
     manifest = own.read_manifest(folder)
+    # Every byte is read for the hashes: a damaged file must not be cut.
     weights.check(folder, manifest)
     model = own.build(folder, manifest)
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -278,7 +287,7 @@ def _sources(
             to, or has another shape or type there.
     """
     state = weights_of(model, keep_vars=True)
-    tied: dict[int, list[str]] = {}
+    tied: dict[int, list[str]] = {}  # all names of each tensor, by its id
     for name, tensor in state.items():
         tied.setdefault(id(tensor), []).append(name)
     buffers = dict(model.named_buffers())
@@ -288,25 +297,34 @@ def _sources(
     # 1. Each tensor under its own name, else under that of one it is tied to.
     sources = {}
     for name, tensor in expected.items():
-        candidates = [n for n in (name, *tied.get(id(tensor), ())) if n in stored]
-        if not candidates:
-            must = f"a folder with a tensor {name!r}, as the model has it"
-            got = f"none; it has {', '.join(sorted(stored)[:3])} ..."
-            raise UnsupportedModel(str(folder), must, got, _WHOLE)
-        source = stored[candidates[0]]
-        if source.shape != tuple(tensor.shape) or source.dtype != tensor.dtype:
-            must = f"{_kind_of(tensor)}, as in memory"
-            where = f"{folder}: {candidates[0]}"
-            raise UnsupportedModel(where, must, _kind_of(source), _WHOLE)
-        sources[name] = source
+        names = [name, *tied.get(id(tensor), ())]
+        sources[name] = _source(names, tensor, stored, folder)
 
     # 2. Tied tensors that are stored twice must be equal.
     for name, tensor in state.items():
-        others = [n for n in tied[id(tensor)] if n in stored and stored[n] != sources[name]]
-        if others and not _equal(sources[name], stored[others[0]]):
-            must = f"a folder in which {name!r} and {others[0]!r} are the same, as in the model"
-            raise UnsupportedModel(str(folder), must, "two that differ", _WHOLE)
+        for other in tied[id(tensor)]:
+            if other not in stored or stored[other] == sources[name]:
+                continue
+            if not _equal(sources[name], stored[other]):
+                must = f"a folder in which {name!r} and {other!r} are the same, as in the model"
+                raise UnsupportedModel(str(folder), must, "two that differ", _WHOLE)
+            break  # one is enough: each name has its turn
     return sources
+
+
+def _source(names: list[str], tensor: Tensor, stored: dict[str, Stored], folder: Path) -> Stored:
+    """Where a tensor is stored under the first of its names that the folder has."""
+    for name in names:
+        if name not in stored:
+            continue
+        source = stored[name]
+        if source.shape != tuple(tensor.shape) or source.dtype != tensor.dtype:
+            must = f"{_kind_of(tensor)}, as in memory"
+            raise UnsupportedModel(f"{folder}: {name}", must, _kind_of(source), _WHOLE)
+        return source
+    must = f"a folder with a tensor {names[0]!r}, as the model has it"
+    got = f"none; it has {', '.join(sorted(stored)[:3])} ..."
+    raise UnsupportedModel(str(folder), must, got, _WHOLE)
 
 
 def _equal(first: Stored, second: Stored) -> bool:
@@ -327,6 +345,7 @@ def _check_cut(model: nn.Module, cut: dict[str, Slice], tables: frozenset[str]) 
         UnsupportedModel: a layout whose cut makes or changes tensors in another way.
     """
     state = weights_of(model)
+    # Tensors of only one of the two, then those of another shape.
     changed = sorted((state.keys() ^ cut.keys()) - tables)
     for name, tensor in state.items():
         if name in cut and tuple(tensor.shape) != cut[name].shape:

@@ -77,6 +77,7 @@ def check_shard_size(size: int | str, where: str = "max_shard_size") -> None:
     Raises:
         CheckpointError: neither a positive number nor text such as ``"5GB"``.
     """
+    # As huggingface_hub reads it.
     number = re.fullmatch(r"([0-9.]+)[KMGT]B", size.upper()) if isinstance(size, str) else None
     try:
         known = float(number[1]) if number else size
@@ -112,6 +113,7 @@ def written(
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     with ExitStack() as places:
         shards = []
+        # Each file is written to a temporary one; all take their places together.
         for file, names in split.filename_to_tensors.items():
             temporary = places.enter_context(atomic_path(folder / file))
             in_file = {name: tensors[name] for name in names}
@@ -157,6 +159,7 @@ def _files(folder: Path, manifest: Manifest) -> list[tuple[Path, str]]:
         return [(folder / WEIGHTS, manifest.weights_sha256)]
     _check(folder / INDEX, manifest.weights_sha256)
     for shard in manifest.shards:
+        # A manifest must not name a file outside of its folder.
         if Path(shard.file).name != shard.file:
             must = "a manifest of files in its folder"
             raise CheckpointError(str(folder / MANIFEST), must, shard.file)
@@ -177,6 +180,7 @@ def _read_file(path: Path, sha256: str) -> dict[str, Tensor]:
     except (SafetensorError, OSError, ValueError) as error:
         must = "a valid safetensors file"
         raise CheckpointError(str(path), must, reason(error), _AGAIN) from error
+    # After reading: a damaged file has the better error of safetensors.
     _check(path, sha256)
     return tensors
 
