@@ -35,6 +35,7 @@ def is_known(model: nn.Module) -> bool:
     """Whether Transformers has the model's class by its name."""
     import transformers
 
+    # A class of the user's with the same name is another one.
     return getattr(transformers, type(model).__name__, None) is type(model)
 
 

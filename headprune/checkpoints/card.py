@@ -175,6 +175,7 @@ def _code(name: str) -> str:
 
 def _ranges(heads: tuple[int, ...]) -> str:
     """``0-2, 5``: consecutive heads as a range."""
+    # A range starts where the head before was removed, and stops likewise.
     starts = [h for h in heads if h - 1 not in heads]
     stops = [h for h in heads if h + 1 not in heads]
     ranges = []

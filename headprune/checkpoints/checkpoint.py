@@ -190,6 +190,7 @@ def from_pretrained(
     settle(folder)
     if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
         return transformers_4.opened(folder)
+    # Tensors are read before a model is built or changed.
     manifest = own.read_manifest(folder)
     tensors = read(folder, manifest)
     if model is None:

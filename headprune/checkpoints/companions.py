@@ -103,6 +103,7 @@ def copy(source: str, folder: Path, code: bool = True) -> list[str]:
         for name in names:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(home / name, place / name)
+            # Only JSON files name classes.
             if not code and name.suffix == ".json":
                 _without_code(place / name)
     # 3. The card.

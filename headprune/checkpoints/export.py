@@ -106,6 +106,7 @@ def export_onnx(
 
 
 def _check_example(example: Any) -> None:
+    # A model's inputs get names in the graph, and axes of any length.
     must = "a mapping of input names to tensors with the examples first"
     if not isinstance(example, Mapping):
         raise InvalidValue("example", must, type(example).__name__)
@@ -126,7 +127,7 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.cache = cache
-        self.training = False
+        self.training = False  # the model's own mode does not change
         config = getattr(model, "config", None)
         takes_it = "use_cache" in inspect.signature(model.forward).parameters
         has_it = takes_it or getattr(config, "use_cache", None) is not None
@@ -200,6 +201,7 @@ def _free(tensor: Tensor) -> dict[int, Any]:
 
 def _output_names(result: Any) -> list[str]:
     """The model's own names of its outputs where it has them, else numbers."""
+    # A nested output has more tensors than names.
     n_outputs = len(outputs(result))
     if isinstance(result, Mapping):
         names = [name for name, value in result.items() if isinstance(value, Tensor)]
@@ -210,6 +212,7 @@ def _output_names(result: Any) -> list[str]:
 
 def _smaller(step: _Step, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Inputs with one row and one token less; one new token for a decoder."""
+    # The example has at least two rows.
     smaller = {name: t[:-1] for name, t in inputs.items()}
     if step.cache:
         return step.split(smaller, 1)

@@ -120,6 +120,7 @@ def files_of(index: Path) -> list[str]:
         raise CheckpointError(str(index), must, "one without a weight_map from tensors to files")
     files = sorted(set(names.values()))
     for name in files:
+        # No path, and no name that a terminal would hide.
         if name in ("", ".", "..") or not name.isprintable() or "/" in name or "\\" in name:
             raise CheckpointError(str(index), "an index of files in its folder", repr(name))
     return files
@@ -206,6 +207,7 @@ def check_weights(kind: Any, folder: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         classes: Any = kind._model_mapping[type(config)] if is_auto else kind
         model_class = classes[0] if isinstance(classes, (list, tuple)) else classes
+        # Only its parameters are counted: nothing needs memory.
         with no_memory(buffers=True), few_modules(path):
             model: nn.Module = model_class(config)
     except CheckpointError:
@@ -266,6 +268,7 @@ def _values(
     elif isinstance(value, list):
         for inside in value:
             yield from _values(path, inside, keys, depth + 1)
+        # [2, 2, 18, 2] may be the layers of four stages.
         if keys and _COUNTED.search(keys[-1]):
             yield keys, _total(value)
     else:

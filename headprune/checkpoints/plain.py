@@ -106,6 +106,7 @@ def _sections(
                 path = paths[held]
                 break
         sites_at.setdefault(path, []).append(b)
+    # The same parts of the copy.
     for path, sites in sites_at.items():
         section = config
         for name in path:
@@ -129,6 +130,7 @@ def _set_counts(section: Any, sites: list[BoundSite], with_width: bool) -> None:
         each = ", ".join(str(len(b.site.heads)) for b in sites)
         must = "for the same number of heads in every layer"
         raise UnsupportedModel(_WHERE, must, f"layers with {each} heads")
+    # One pair of counts for all these sites.
     ((n_query_heads, n_kv_heads),) = counts
     site = sites[0].site
     # Only names whose value is the full model's count. All are read before any is set, because a

@@ -105,6 +105,7 @@ def auto_classes(model: nn.Module) -> list[str]:
         mapping = getattr(getattr(transformers, name), "_model_mapping", None)
         if mapping is None:
             continue
+        # One class, or several for one configuration.
         kinds: Any = mapping.get(type(model.config), ())
         if not isinstance(kinds, (tuple, list)):
             kinds = (kinds,)
@@ -129,6 +130,7 @@ def write_code(model: Any, folder: Path) -> tuple[Any, Any]:
     """
     body = body_of(model)
     name = type(model).__name__
+    # 1. The placeholders of the template.
     names = {
         "CLASS": name,
         "CUT": _class_name(model),
@@ -147,7 +149,7 @@ def write_code(model: Any, folder: Path) -> tuple[Any, Any]:
     text = Template(template.read_text(encoding="utf-8")).substitute(names)
     path = write_atomic(folder / f"{_file_name(model)}.py", text.encode())
 
-    # Run it, as Transformers will.
+    # 2. Run it, as Transformers will.
     spec = importlib.util.spec_from_file_location(f"_written_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -160,13 +162,14 @@ def write_code(model: Any, folder: Path) -> tuple[Any, Any]:
 
 def config_of_cut(model: Any, description: dict[str, Any]) -> Any:
     """The model's configuration with the description of the cut, as the modelling file reads it."""
+    # 1. Which class of the file each Auto class loads.
     config = copy.deepcopy(model.config)
     config.auto_map = {}
     for part in (body_of(model), model):
         if part is not None:
             reference = f"{_file_name(model)}.{_class_name(part)}"
             config.auto_map.update(dict.fromkeys(auto_classes(part), reference))
-    # Code of others, which must not run because ours is trusted.
+    # 2. Code of others, which must not run because ours is trusted.
     config.__dict__.pop("custom_pipelines", None)
     config.headprune_heads = description
     config.headprune_biases = list(added_biases(model, fresh(model)))

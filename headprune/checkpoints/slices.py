@@ -143,6 +143,7 @@ def _weights_files(folder: Path) -> list[Path]:
         must = f"a folder with {_WEIGHTS}, or its shards and {_INDEX}"
         hint = "Other forms of weights are loaded and cut in memory, without --streaming."
         raise CheckpointError(str(folder), must, "neither", hint)
+    # An index counts only with its shards, for another save may have left it.
     shards = [folder / name for name in files_of(folder / _INDEX)]
     if not whole.is_file():
         return shards
@@ -176,6 +177,7 @@ def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
         path: The file.
     """
     # 1. The header: tensors in order of type and name, and the range of bytes of each.
+    # As safetensors orders them, so that the files are equal.
     order = {dtype: place for place, dtype in enumerate(_TYPES.values())}
     names = sorted(tensors, key=lambda name: (order[_dtype(tensors[name])], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

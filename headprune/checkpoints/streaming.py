@@ -290,6 +290,7 @@ def _sources(
     tied: dict[int, list[str]] = {}  # all names of each tensor, by its id
     for name, tensor in state.items():
         tied.setdefault(id(tensor), []).append(name)
+    # Tables are stored though the state dict leaves them out.
     buffers = dict(model.named_buffers())
     expected = dict(state)
     expected.update((name, buffers[name]) for name in sorted(tables))

@@ -98,6 +98,7 @@ def opened(folder: Path) -> nn.Module:
         must = f"all weights of a {kind.__name__} without heads {heads}"
         got = f"{len(wrong)} missing or of another shape: {', '.join(wrong[:3])}"
         raise CheckpointError(str(folder), must, got)
+    # The subclass has done its work.
     model.__class__ = kind
     opened_model: nn.Module = model.eval()
     return opened_model

@@ -29,13 +29,14 @@ def kernel_pairs(
         kwargs: Its keyword arguments.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     shape = (query.shape[-2], key.shape[-2])
-    if given.get("is_causal"):
+    if arguments.get("is_causal"):
         return torch.ones(shape, dtype=torch.bool).tril()
-    mask = given.get("attn_mask")
+    mask = arguments.get("attn_mask")
     if not isinstance(mask, Tensor):
         return None
+    # Added to the scores, or True where a query may see a key; it may broadcast.
     pairs = mask if mask.dtype == torch.bool else shown_pairs(mask)
     return pairs.expand(*pairs.shape[:-2], *shape)
 

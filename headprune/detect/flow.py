@@ -93,16 +93,16 @@ class SoftmaxCall:
 
     Args:
         shape: Of the scores; of the queries, for a kernel.
-        scoring: Projections of the queries and keys.
-        both: Those of them that both factors of a product were computed from.
+        query_key_sources: Projections of the queries and keys.
+        fused_sources: Those of them that both factors of a product were computed from.
         head_dim: Length of the axis that scores are sums over; None where it is not known or not
             the same in all products.
         last: Whether it normalises over the last axis.
-        learned: Whether every product has a factor that is no activation.
+        constant_factor: Whether every product has a factor that is no activation.
         kernel: Whether a kernel computes it.
         fused: Whether one native function computes everything, projections included.
-        valued: Projections of the values.
-        width: Width of a value; None where it is not known.
+        value_sources: Projections of the values.
+        value_dim: Width of a value; None where it is not known.
         mixers: Projections and bare tensors that the scores or the probabilities of several heads
             pass together.
         used: Whether its probabilities were multiplied with values.
@@ -110,15 +110,15 @@ class SoftmaxCall:
     """
 
     shape: tuple[int, ...]
-    scoring: frozenset[str] = frozenset()
-    both: frozenset[str] = frozenset()
+    query_key_sources: frozenset[str] = frozenset()
+    fused_sources: frozenset[str] = frozenset()
     head_dim: int | None = None
     last: bool = True
-    learned: bool = False
+    constant_factor: bool = False
     kernel: bool = False
     fused: bool = False
-    valued: frozenset[str] = frozenset()
-    width: int | None = None
+    value_sources: frozenset[str] = frozenset()
+    value_dim: int | None = None
     mixers: set[str] = field(default_factory=set)
     used: bool = False
     causal: bool = False
@@ -183,9 +183,9 @@ class ProvenanceMode(TorchFunctionMode):
         self.events.append(Event("enter", name, _first_shape(inputs), provenance))
         if not projection:
             # A parameter with one axis may be a norm's weight, whatever the module's class.
-            widths = {p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 1}
-            for width in widths:
-                self.norms.append(NormCall(name, width, provenance))
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 1:
+                    self.norms.append(NormCall(name, parameter.shape[0], provenance))
 
     def leave(self, name: str, inputs: Any, output: Any, projection: bool) -> None:
         """Record that a module returned; a projection's output starts a new provenance."""
@@ -223,6 +223,7 @@ class ProvenanceMode(TorchFunctionMode):
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         provenance = self._of_result(name, args, kwargs, output, inputs)
+        # An output may be an input that was changed in place: it gets the new provenance.
         for tensor in tensors(output):
             self._known[tensor] = provenance
         return output
@@ -238,6 +239,7 @@ class ProvenanceMode(TorchFunctionMode):
         if name in _KERNELS:
             return self._of_kernel(name, args, kwargs, inputs)
         if name in _SOFTMAXES and inputs.products:
+            # softmax(input, dim): the function and the method alike.
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             return self._of_softmax(next(tensors((args, kwargs))), dim, inputs)
         if name in _PRODUCTS and isinstance(output, Tensor):
@@ -269,23 +271,25 @@ class ProvenanceMode(TorchFunctionMode):
         number = len(self.softmaxes)
         self.events.append(Event("softmax", "", softmax.shape, inputs, number))
         self.softmaxes.append(softmax)
+        # Neither is an element-wise function of a product.
         if softmax.kernel:
             return Provenance(inputs.sources, context=inputs.context | {number})
         return Provenance(inputs.sources, probabilities=frozenset({number}), context=inputs.context)
 
     def _of_kernel(self, name: str, args: Any, kwargs: Any, inputs: Provenance) -> Provenance:
+        # Given by position or by name.
         by_name = [kwargs[k] for k in ("query", "key", "value") if k in kwargs]
         query, key, value, *_ = tensors((args, by_name))
         query_sources = self.provenance(query).sources
         key_sources = self.provenance(key).sources
         softmax = SoftmaxCall(
             tuple(query.shape),
-            scoring=query_sources | key_sources,
-            both=query_sources & key_sources,
+            query_key_sources=query_sources | key_sources,
+            fused_sources=query_sources & key_sources,
             head_dim=query.shape[-1],
             kernel=True,
-            valued=self.provenance(value).sources,
-            width=value.shape[-1],
+            value_sources=self.provenance(value).sources,
+            value_dim=value.shape[-1],
             used=True,
         )
         # A block mask of flex_attention does not show which pairs it hides.
@@ -296,27 +300,27 @@ class ProvenanceMode(TorchFunctionMode):
 
     def _of_softmax(self, scores: Tensor, dim: int, inputs: Provenance) -> Provenance:
         """The provenance of probabilities, for scores that are products."""
-        scoring: set[str] = set()
-        both: set[str] = set()
+        query_key_sources: set[str] = set()
+        fused_sources: set[str] = set()
         mixers: set[str] = set()
         lengths: set[int | None] = set()
-        learned = True
+        constant_factor = True
         # Scores may be a sum of products, for example with relative positions.
         for number in inputs.products:
             product = self._products[number]
             first, second = product.factors
-            scoring |= first.sources | second.sources
-            both |= first.sources & second.sources
+            query_key_sources |= first.sources | second.sources
+            fused_sources |= first.sources & second.sources
             mixers |= product.mixers
             lengths.add(product.summed)
-            learned = learned and (first.fixed or second.fixed)
+            constant_factor = constant_factor and (first.fixed or second.fixed)
         softmax = SoftmaxCall(
             tuple(scores.shape),
-            scoring=frozenset(scoring),
-            both=frozenset(both),
+            query_key_sources=frozenset(query_key_sources),
+            fused_sources=frozenset(fused_sources),
             head_dim=lengths.pop() if len(lengths) == 1 else None,
             last=dim % scores.ndim == scores.ndim - 1,
-            learned=learned,
+            constant_factor=constant_factor,
             mixers=mixers,
         )
         softmax.causal = softmax.last and is_causal(shown_pairs(scores), self._example)
@@ -362,10 +366,10 @@ class ProvenanceMode(TorchFunctionMode):
         for number in probabilities.probabilities:
             softmax = self.softmaxes[number]
             softmax.used = True
-            softmax.valued |= values.sources
+            softmax.value_sources |= values.sources
             # Several products may share the probabilities: the first width counts.
-            if softmax.width is None:
-                softmax.width = width
+            if softmax.value_dim is None:
+                softmax.value_dim = width
 
     def _add_norm(self, name: str, args: Any, kwargs: Any, inputs: Provenance) -> None:
         width = 0  # unknown
@@ -389,6 +393,7 @@ def _summed_length(name: str, args: Any, factors: list[Tensor]) -> int | None:
     if name != "einsum":
         return int(factors[0].shape[-1])
     (first, second), output = _einsum_axes(args[0], factors)
+    # With several summed axes the width of a head is not known.
     lengths = [n for axis, n in first.items() if axis in second and axis not in output]
     return lengths[0] if len(lengths) == 1 else None
 

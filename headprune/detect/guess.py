@@ -29,8 +29,9 @@ _COMBINATIONS = 48
 #: How many assignments of key/value counts to attributes are tried.
 _ASSIGNMENTS = 8
 
-#: How many combinations are ranked at once; above, only the first tensors have options.
+#: How many combinations are ranked at once; above, only so many tensors have options.
 _RANKED = 20_000
+_FREE = 6
 
 #: A path and the count that a cut writes there.
 _PathCount = tuple[str, Count]
@@ -59,13 +60,15 @@ class _Sizes:
 
     def features(self, slab: HeadSlab, head: int) -> list[int]:
         """The features of a slab that belong to a query head."""
-        group_size = self.n_query // self.n_kv
-        if self.grouping == "contiguous":
-            kv_of = tuple(h // group_size for h in range(self.n_query))
-        else:
-            kv_of = tuple(h % self.n_kv for h in range(self.n_query))
+        kv_of = tuple(map(self._kv_head, range(self.n_query)))
         now = HeadGeometry(self.n_query, self.n_kv, self.head_dim, self.value_dim, None, kv_of)
         return kept_rows(now, slab.units, slab.packing, [head], [kv_of[head]])
+
+    def _kv_head(self, head: int) -> int:
+        """The key/value head of a query head."""
+        if self.grouping == "contiguous":
+            return head // (self.n_query // self.n_kv)
+        return head % self.n_kv
 
 
 def head_counts(core: AttentionCore, n_examples: int) -> list[int]:
@@ -148,7 +151,7 @@ def _variants(
 ) -> Iterator[AttentionLayout]:
     """A layout with each place where examples may lie, and each set of counts."""
     children = dict(module.named_children())
-    for axis, windows in _batch_axes(gate.given, n_examples):
+    for axis, windows in _batch_axes(gate.input_shape, n_examples):
         for counts in _counts(module, sizes):
             # A module fits the layout if it has the same parts and attributes.
             requires = tuple({**children, **dict(counts)})
@@ -157,6 +160,7 @@ def _variants(
 
 def kind_of(module: Any, name: str) -> Kind:
     """The kind of attention that a module's names and flags state."""
+    # The last part of its path and its class.
     words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
     if "cross" in words or "encoder_attn" in words or "encdec" in words:
         return "cross"
@@ -198,16 +202,18 @@ def numbers(module: nn.Module) -> dict[str, int]:
     return values
 
 
-def _batch_axes(given: tuple[int, ...], n_examples: int) -> list[tuple[int, bool]]:
+def _batch_axes(input_shape: tuple[int, ...], n_examples: int) -> list[tuple[int, bool]]:
     """Axes where the examples may lie in the output projection's input, and whether in windows."""
-    # given: [examples, tokens, features], [tokens, examples, features] or [rows, features].
+    # [examples, tokens, features], [tokens, examples, features] or [rows, features].
     axes: list[tuple[int, bool]] = []
-    if given and given[0] == n_examples:
+    if input_shape and input_shape[0] == n_examples:
         axes.append((0, False))
-    if len(given) > 2 and given[1] == n_examples:
+    if len(input_shape) > 2 and input_shape[1] == n_examples:
         axes.append((1, False))
     # Windows: each example's tokens are split over several rows.
-    windows = len(given) > 2 and given[0] != n_examples and given[0] % n_examples == 0
+    windows = (
+        len(input_shape) > 2 and input_shape[0] != n_examples and input_shape[0] % n_examples == 0
+    )
     if windows or not axes:
         axes.append((0, windows))
     return axes
@@ -215,8 +221,9 @@ def _batch_axes(given: tuple[int, ...], n_examples: int) -> list[tuple[int, bool
 
 def _sizes(core: AttentionCore, gate: Projection, n_query: int) -> Iterator[_Sizes]:
     """Possible widths and numbers of key/value heads."""
-    value_dim = gate.given[-1] // n_query
+    value_dim = gate.input_shape[-1] // n_query
     for head_dim in _head_dims(core, n_query, value_dim):
+        # As many key/value heads as query heads first.
         for n_kv in range(n_query, 0, -1):
             if n_query % n_kv:
                 continue
@@ -227,7 +234,11 @@ def _sizes(core: AttentionCore, gate: Projection, n_query: int) -> Iterator[_Siz
 
 def _head_dims(core: AttentionCore, n_query: int, value_dim: int) -> list[int]:
     """Possible widths of a query: the recorded one, and others if no projection makes that."""
-    outputs = [p.made[-1] for p in core.before if p.linear and p.made and p.path in core.scoring]
+    outputs = [
+        p.output_shape[-1]
+        for p in core.before
+        if p.linear and p.output_shape and p.path in core.query_key_paths
+    ]
     recorded = core.softmax.head_dim
     widths = [recorded or 0]
     if recorded is None or n_query * recorded not in outputs:
@@ -276,13 +287,14 @@ def _is_complete(core: AttentionCore, sizes: _Sizes, slabs: list[HeadSlab]) -> b
     score_units: set[str] = set()
     value_units: set[str] = set()
     for slab in slabs:
-        if slab.path in core.scoring:
+        if slab.path in core.query_key_paths:
             score_units.update(slab.units)
-        if slab.path in core.valued:
+        if slab.path in core.value_paths:
             value_units.update(slab.units)
-    if not slabs or (core.scoring and not score_units):
+    if not slabs or (core.query_key_paths and not score_units):
         return False
-    if core.valued and "value" not in value_units:
+    # Queries or keys may come from outside of the projections; values may not.
+    if core.value_paths and "value" not in value_units:
         return False
     return sizes.n_kv == sizes.n_query or "key" in score_units
 
@@ -294,7 +306,7 @@ def _by_rank(options: list[list[HeadSlab | str]]) -> Iterator[tuple[HeadSlab | s
         total *= len(option)
     # Sorting needs all of them in memory.
     if total > _RANKED:
-        options = [o if i < 6 else o[:1] for i, o in enumerate(options)]
+        options = options[:_FREE] + [option[:1] for option in options[_FREE:]]
     ranked = sorted(product(*map(range, map(len, options))), key=sum)
     for indices in ranked:
         yield tuple(option[i] for option, i in zip(options, indices, strict=True))
@@ -313,7 +325,7 @@ def _of_projection(
     has_influence = own_influence is not None and bool(own_influence.any())
 
     # 1. A projection of anything else than queries, keys or values.
-    if path not in core.scoring and path not in core.valued:
+    if path not in core.query_key_paths and path not in core.value_paths:
         return [*slabs, path] if has_influence else [path, *slabs]
 
     # 2. A projection of queries, keys or values.
@@ -339,7 +351,7 @@ def _fitting_slabs(
 ) -> Iterator[HeadSlab]:
     """Slabs that a projection's output may consist of, by its size and its influence."""
     for units, packing in _roles(core, projection.path):
-        if sum(map(sizes.width, units)) != projection.made[-1]:
+        if sum(map(sizes.width, units)) != projection.output_shape[-1]:
             continue
         unit: Any = units[0] if len(units) == 1 else units
         slab = HeadSlab(projection.path, "out", unit, packing)  # type: ignore[arg-type]
@@ -360,19 +372,19 @@ def _roles(core: AttentionCore, path: str) -> Iterator[tuple[tuple[str, ...], st
     """Units and packings that a projection may have, most likely first."""
     fused: list[tuple[str, ...]] = []
     # 1. By where its output was used.
-    if path in core.scoring and path in core.valued:
+    if path in core.query_key_paths and path in core.value_paths:
         single = ["key"]
-        if path in core.both:
+        if path in core.fused_paths:
             fused.append(("query", "key", "value"))
         fused += [("key", "value"), ("query", "query", "key", "value")]
-    elif path in core.scoring:
-        query_first = _is_query(path, core.scoring.index(path))
+    elif path in core.query_key_paths:
+        query_first = _is_query(path, core.query_key_paths.index(path))
         single = ["query", "key"] if query_first else ["key", "query"]
-        if path in core.both:
+        if path in core.fused_paths:
             fused.append(("query", "key"))
         if query_first:
             fused += [("gated_query",), ("query", "query")]
-    elif path in core.valued:
+    elif path in core.value_paths:
         single = ["value"]
     else:  # gates and the like
         single = ["head", "query", "value", "kv_head"]

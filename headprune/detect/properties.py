@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ def _check_made_here(core: AttentionCore, module: nn.Module) -> Finding | None:
         return None
     # Weights that are applied by the module's own code.
     matrices = [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]
-    seen = f"they come from {', '.join(core.elsewhere[:3]) or 'nowhere in this module'}"
+    seen = f"they come from {', '.join(core.outside[:3]) or 'nowhere in this module'}"
     if matrices:
         seen = f"bare tensors {', '.join(matrices)}"
     if matrices and len(core.outlets) < 2:
@@ -177,6 +177,7 @@ def _check_one_outlet(core: AttentionCore, module: nn.Module) -> Finding | None:
 
 def _check_matrices(core: AttentionCore, module: nn.Module) -> Finding | None:
     """No projection is a convolution."""
+    # The only projections that are no matrices.
     convolutions = [p.path for p in (*_inputs(core), core.outlets[0]) if not p.linear]
     if convolutions:
         return "projections that are no matrices", _classes(module, convolutions)
@@ -187,6 +188,7 @@ def _check_talking(core: AttentionCore, module: nn.Module) -> Finding | None:
     """Nothing mixes the heads' scores or probabilities."""
     if not core.softmax.mixers:
         return None
+    # Paths in the module.
     mixers = sorted(m.removeprefix(f"{core.name}.") for m in core.softmax.mixers)
     return "talking heads", f"scores or probabilities pass {', '.join(mixers)}"
 
@@ -196,7 +198,8 @@ def _check_norms(core: AttentionCore, module: nn.Module) -> Finding | None:
     softmax = core.softmax
     for norm in core.norms:
         name = norm.name.removeprefix(f"{core.name}.")
-        if norm.of == "context" and norm.width > (softmax.width or norm.width):
+        # Where the width of a head is not known, no norm is refused.
+        if norm.of == "context" and norm.width > (softmax.value_dim or norm.width):
             place = f"comes before {core.outlets[0].path!r}"
             return "norm across heads", f"{name!r} over {norm.width} features {place}"
         if norm.of == "scores" and norm.width > (softmax.head_dim or norm.width):
@@ -236,8 +239,8 @@ def _check_untied(core: AttentionCore, module: nn.Module) -> Finding | None:
         tied = names[id(module.get_submodule(projection.path))]
         if len(tied) > 1:
             return "shared tensors", f"{' and '.join(map(repr, tied))} are one module"
-    if core.elsewhere:
-        return "heads made by other modules", f"{', '.join(core.elsewhere[:3])} lies outside"
+    if core.outside:
+        return "heads made by other modules", f"{', '.join(core.outside[:3])} lies outside"
     return None
 
 
@@ -255,7 +258,7 @@ _CHECKS: tuple[Callable[[AttentionCore, nn.Module], Finding | None], ...] = (
 
 def _inputs(core: AttentionCore) -> list[Projection]:
     """Projections of the queries, keys and values that the module called."""
-    wanted = {*core.scoring, *core.valued}
+    wanted = {*core.query_key_paths, *core.value_paths}
     return [p for p in core.before if p.path in wanted]
 
 
@@ -292,7 +295,7 @@ def _from_influence(core: AttentionCore, influence: Influence) -> Finding | None
     latent = latent_projection(core, influence)
     if latent:
         return "latent keys", f"{latent!r} makes a part of every head's keys"
-    for path in (*core.valued, *core.scoring):
+    for path in (*core.value_paths, *core.query_key_paths):
         if path in influence:
             finding = _from_features(path, influence[path])
             if finding is not None:
@@ -323,7 +326,7 @@ def _wrong_order(path: str, influence: Tensor) -> str:
     """How features of single heads are out of order; empty where they are not."""
     n_heads = len(influence)
     head_of = [int(column.nonzero()[0]) for column in influence.T if column.any()]
-    n_runs = 1 + sum(a != b for a, b in pairwise(head_of))
+    n_runs = len(list(groupby(head_of)))
     # Queries, keys and values that one projection makes are up to three runs for each head.
     if n_runs > 3 * n_heads:
         return f"features of {path!r} alternate between heads"
@@ -355,6 +358,7 @@ def _from_other_outputs(
 ) -> Finding | None:
     """A cut model that computes with just the kept heads, but gives other outputs."""
     compared = [a for a in attempts if a.completed and "pruned model" in str(a.error)]
+    # Each takes a cut and a run.
     for attempt in compared[:_MOST_RERUNS]:
         n_kept, n_computed = _heads_after_cut(scratch, core, attempt)
         if n_kept == n_computed:
@@ -371,7 +375,7 @@ def _progress(attempt: Attempt) -> tuple[bool, bool, bool, int]:
 
 
 def _unfit_sizes(core: AttentionCore) -> str:
-    width = core.context_width if core.gate and core.gate.given else "unknown"
+    width = core.context_width if core.gate and core.gate.input_shape else "unknown"
     heads = core.heads or "unknown"
     return f"the sizes of its projections fit no packing of {heads} heads in a width of {width}"
 
@@ -379,6 +383,7 @@ def _unfit_sizes(core: AttentionCore) -> str:
 def _from_error(attempt: Attempt) -> Finding | None:
     """The property that the error of a failed guess states."""
     text = str(attempt.error)
+    # 1. By its text.
     for pattern, name in (
         ("shared|cut in one way|of its own|alone", "shared tensors"),
         ("no effect", "no effect on the example"),
@@ -386,8 +391,10 @@ def _from_error(attempt: Attempt) -> Finding | None:
     ):
         if re.search(pattern, text):
             return name, text
+    # 2. By its class: the cut refuses layers that are no plain matrices.
     if isinstance(attempt.error, UnsupportedModel):
         return "projections that are no matrices", text
+    # 3. Gates that fit the wrong axis, or none.
     if re.search("^gates|gates of example|a gate per example", text):
         return "heads not side by side", text
     return None

@@ -106,7 +106,7 @@ def propose_layouts(
     # A layer of a proposed layout keeps at least one head: a batch cannot prove that a cache works
     # without. A module is causal where no token of the example saw a later one, which masks of
     # flex_attention do not show, or where its name or flags say so.
-    layouts = tuple(layouts)
+    layouts = tuple(layouts)  # read twice
     _check(model, example)
 
     # 1. Run the model, and see where it computes attention.
@@ -298,6 +298,7 @@ def _with_kinds(
         seen = tuple(name for name in names if name in causal)
         if seen:
             all_causal = len(seen) == len(names)
+            # None also fits modules of a deeper model of the same classes.
             layout = replace(layout, kind=SeenKind(None if all_causal else seen))
         with_kinds.append(layout)
     return Proposals(with_kinds, proposals.found, proposals.refused)

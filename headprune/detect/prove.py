@@ -62,17 +62,21 @@ class Scratch:
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
-        # Some modules draw random numbers when they are copied or converted.
+        # 1. The copy. Some modules draw random numbers when they are copied or converted.
         with torch.random.fork_rng(devices=[]):
             self.model = double_(_copied(unwrap(model))).eval()
         moved = to_device(example, device_of(self.model))
         self.example = over_tensors(moved, lambda t: t.double() if t.is_floating_point() else t)
+
+        # 2. Other weights than fresh ones.
         own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._add_noise()
         if not _is_finite(self._first_run()):  # noise may cause an overflow: do without
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(own[name])
+
+        # 3. The outputs that gated and pruned models are compared with.
         self.full = self._first_run()
         if not _is_finite(self.full):
             must = "one on which the model's outputs are finite"
@@ -119,6 +123,7 @@ class Scratch:
         Args:
             inside: Prefixes of the names of the others.
         """
+        # Parameters of cut modules have other shapes.
         uncut = []
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not name.startswith(inside):
@@ -179,9 +184,11 @@ def cut_difference(
         VerificationFailed: the pruned model does not run.
     """
     inside = tuple(f"{s.name}." if s.name else "" for s in sites)
+    # 1. Gates of zero for the removed heads.
     with gated(scratch.model, mask, sites):
         expected = scratch.run()
         expected_gradients = scratch.gradients(inside) if gradients else []
+    # 2. The cut.
     undo = cut_(scratch.model, bind(scratch.model, sites), mask)
     try:
         difference = largest_difference(scratch.run(), expected)
@@ -213,9 +220,12 @@ def prove(scratch: Scratch, sites: Sites) -> float:
     if all(len(s.units) < 2 for s in sites):
         must = "some with a unit to remove and one to keep"
         raise VerificationFailed("the sites", must, "one unit each")
+    # 1. Gates act on the heads of their site and on their example.
     _check_effects(scratch, sites)
     _check_examples(scratch, sites)
     _check_independence(scratch)
+
+    # 2. Cuts equal gates; gradients cost more and are compared for two masks.
     largest = 0.0
     for index, mask in enumerate(masks(sites)):
         difference = cut_difference(scratch, sites, mask, gradients=index < 2)
@@ -241,7 +251,7 @@ def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
     for seed in range(_N_RAGGED):
         draw = random.Random(seed)
         kept.append({s.name: _ragged(s, draw, i + seed) for i, s in enumerate(sites)})
-    n_parts = max((len(_parts(s)) for s in sites), default=0)
+    n_parts = max(map(len, map(_parts, sites)), default=0)
     for index in range(n_parts):
         without: dict[str, Iterable[int]] = {s.name: _without_part(s, index) for s in sites}
         kept.append(without)

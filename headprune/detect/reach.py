@@ -108,7 +108,7 @@ def latent_projection(core: AttentionCore, influence: Influence) -> str | None:
     """
     shared = []
     n_per_head = 0
-    for path in core.scoring:
+    for path in core.query_key_paths:
         if path not in influence or not influence[path].any():
             continue
         if influences_all(influence[path]):

@@ -71,6 +71,7 @@ def search(scratch: Scratch, group: list[AttentionCore]) -> tuple[AttentionLayou
     module = scratch.model.get_submodule(first.name)
     n_examples = batch_size(scratch.example)
     attempts: list[Attempt] = []
+    # Measured and tried for one module of the group; the proof covers all.
     influence: Influence = {}
     unfit: HeadPruneError | None = None
     # Gates at one place remove a head only if its output has no other way out.
@@ -80,7 +81,7 @@ def search(scratch: Scratch, group: list[AttentionCore]) -> tuple[AttentionLayou
             if n_query < 2:  # no head to remove and one to keep
                 continue
             influence = feature_influence(scratch, first, n_query)
-            if latent_projection(first, influence):
+            if latent_projection(first, influence):  # no guess can be right
                 break
             candidates = guesses(module, first, gate, n_query, influence, n_examples)
             for guess in islice(candidates, _GUESSES):
@@ -169,8 +170,7 @@ def with_distinct_widths(
     for rival in rivals:
         others += _numbers_of(scratch, rival)
     for path, value in own[0].items():
-        with_value = [counts.get(path) == value for counts in own]
-        if all(with_value) and value not in [counts.get(path) for counts in others]:
+        if _values(own, path) == {value} and value not in _values(others, path):
             return replace(layout, head_dim=WidthWhere(path, value, layout.head_dim)), difference
 
     counts = " and ".join(str(cores[0].heads) for cores in (group, *rivals))
@@ -194,6 +194,11 @@ def _numbers_of(scratch: Scratch, cores: list[AttentionCore]) -> list[dict[str, 
     return [numbers(scratch.model.get_submodule(core.name)) for core in cores]
 
 
+def _values(modules: list[dict[str, int]], path: str) -> set[int | None]:
+    """The values that modules have for an attribute."""
+    return {numbers_of.get(path) for numbers_of in modules}
+
+
 @dataclass(frozen=True)
 class WidthWhere:
     """``AttentionLayout.head_dim`` of only those modules whose attribute ``path`` has a value."""
@@ -214,6 +219,7 @@ def _with_policies(scratch: Scratch, layout: AttentionLayout, sites: Sites) -> A
     """The layout with only those policies of shared key/value heads that are proven."""
     if layout.policies == ("group",) or all(s.policy == "balanced" for s in sites):
         return layout
+    # ``group`` was proven; ``balanced`` removes other sets of heads.
     try:
         prove(scratch, sites_by(scratch.model, layout, [s.name for s in sites], "balanced"))
     except VerificationFailed:
@@ -232,6 +238,7 @@ def sites_by(
     sites = []
     for name in names:
         module = model.get_submodule(name)
+        # As find_sites decides, but for this layout alone.
         against = reason_against(layout, module)
         if against is not None:
             must = f"of layout {layout.name!r}"

@@ -27,14 +27,14 @@ class Projection:
 
     Args:
         path: Relative to the core.
-        given: Shape of its input.
-        made: Shape of its output.
+        input_shape: Shape of its input.
+        output_shape: Shape of its output.
         linear: Whether it is a matrix (an ``nn.Linear`` or a ``Conv1D``), not a convolution.
     """
 
     path: str
-    given: tuple[int, ...]
-    made: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
     linear: bool
 
 
@@ -64,10 +64,10 @@ class AttentionCore:
         after: Projections called after it.
         outlets: Those of them that take the heads' outputs; the first is the output projection.
         leaks: Whether the heads' outputs leave the module by another way too.
-        scoring: Projections of the queries and keys.
-        both: Those of them that make both.
-        valued: Projections of the values.
-        elsewhere: Qualified names of such projections that the module did not call.
+        query_key_paths: Projections of the queries and keys.
+        fused_paths: Those of them that make both.
+        value_paths: Projections of the values.
+        outside: Qualified names of such projections that the module did not call.
         norms: Norms of the queries, keys and heads' outputs.
     """
 
@@ -77,10 +77,10 @@ class AttentionCore:
     after: tuple[Projection, ...] = ()
     outlets: tuple[Projection, ...] = ()
     leaks: bool = False
-    scoring: tuple[str, ...] = ()
-    both: tuple[str, ...] = ()
-    valued: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()
+    query_key_paths: tuple[str, ...] = ()
+    fused_paths: tuple[str, ...] = ()
+    value_paths: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
     norms: tuple[CoreNorm, ...] = ()
 
     @property
@@ -93,14 +93,14 @@ class AttentionCore:
     @property
     def context_width(self) -> int:
         """Features of all heads' outputs; 0 where that is not known."""
-        if self.gate is None or not self.gate.given:
+        if self.gate is None or not self.gate.input_shape:
             return 0
-        return self.gate.given[-1]
+        return self.gate.input_shape[-1]
 
     @property
     def heads(self) -> int:
         """Number of heads whose outputs the output projection takes; 0 where that is not known."""
-        width = self.softmax.width
+        width = self.softmax.value_dim
         if not width or self.context_width % width:
             return 0
         return self.context_width // width
@@ -120,6 +120,7 @@ def attention_cores(scratch: Scratch) -> list[AttentionCore]:
     """Every attention core of the scratch model, in the order of the calls."""
     modules = dict(scratch.model.named_modules())
     record = _recorded(scratch, modules)
+    # A softmax whose probabilities no values are multiplied with is no attention.
     attentions = {i for i, softmax in enumerate(record.softmaxes) if softmax.used}
     cores: dict[str, AttentionCore] = {}
     for at, event in enumerate(record.events):
@@ -183,13 +184,13 @@ def _core_at(
         core = _core_of_call(modules, record, start, at, end)
         if _is_better(core, best):
             best = core
-        if best is core and core.outlets and not core.elsewhere:
+        if best is core and core.outlets and not core.outside:
             break
     if best is None:
-        elsewhere = tuple(sorted(softmax.scoring | softmax.valued))
-        best = AttentionCore(innermost, softmax, elsewhere=elsewhere)
+        outside = tuple(sorted(softmax.query_key_sources | softmax.value_sources))
+        best = AttentionCore(innermost, softmax, outside=outside)
     # A softmax of products with a bare matrix is a router.
-    return None if softmax.learned and not best.scoring else best
+    return None if softmax.constant_factor and not best.query_key_paths else best
 
 
 def _is_better(core: AttentionCore, best: AttentionCore | None) -> bool:
@@ -199,7 +200,7 @@ def _is_better(core: AttentionCore, best: AttentionCore | None) -> bool:
     if best is None:
         return True
     # An outer module must call a projection after the softmax, the output projection at best.
-    is_whole = bool(core.outlets) and not core.elsewhere
+    is_whole = bool(core.outlets) and not core.outside
     return bool(core.after) and (is_whole or (bool(core.outlets) and not best.outlets))
 
 
@@ -227,7 +228,7 @@ def _core_of_call(
         e.name for e in events[at:end] if e.what == "enter" and number in e.provenance.context
     }
     called = {_absolute(p.path, name) for p in before}
-    wanted = softmax.scoring | softmax.valued
+    wanted = softmax.query_key_sources | softmax.value_sources
 
     # 3. Names become paths in the module.
     return AttentionCore(
@@ -237,11 +238,11 @@ def _core_of_call(
         after,
         outlets=tuple(p for p in after if _absolute(p.path, name) in takes_context),
         leaks=number in events[end].provenance.context,
-        scoring=_paths(before, name, softmax.scoring),
-        both=_paths(before, name, softmax.both),
-        valued=_paths(before, name, softmax.valued),
-        elsewhere=tuple(sorted(wanted - called)),
-        norms=_norms(record, number, name, called & softmax.scoring),
+        query_key_paths=_paths(before, name, softmax.query_key_sources),
+        fused_paths=_paths(before, name, softmax.fused_sources),
+        value_paths=_paths(before, name, softmax.value_sources),
+        outside=tuple(sorted(wanted - called)),
+        norms=_norms(record, number, name, called & softmax.query_key_sources),
     )
 
 
@@ -253,7 +254,7 @@ def _paths(
 
 
 def _norms(
-    record: ProvenanceMode, number: int, core: str, scoring: frozenset[str] | set[str]
+    record: ProvenanceMode, number: int, core: str, query_key_sources: frozenset[str] | set[str]
 ) -> tuple[CoreNorm, ...]:
     """Norms of a core: of the context of its softmax, of its queries and keys."""
     inside = f"{core}." if core else ""
@@ -263,7 +264,7 @@ def _norms(
         # Functions are called in some module: their context shows of which core they are.
         if number in norm.inputs.context and norm.name.startswith((inside, "F.")):
             norms.append(CoreNorm(norm.name, norm.width, "context"))
-        elif sources and sources <= scoring and not norm.inputs.products:
+        elif sources and sources <= query_key_sources and not norm.inputs.products:
             norms.append(CoreNorm(norm.name, norm.width, "scores"))
     return tuple(dict.fromkeys(norms))
 
@@ -321,8 +322,8 @@ def _projections(
         if not is_projection(modules[name]):
             continue
         path = name.removeprefix(f"{core}.") if core else name
-        made = _output_shape(events, at)
-        projections[name] = Projection(path, event.shape, made, is_matrix(modules[name]))
+        output_shape = _output_shape(events, at)
+        projections[name] = Projection(path, event.shape, output_shape, is_matrix(modules[name]))
     return tuple(projections.values())
 
 
