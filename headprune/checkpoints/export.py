@@ -69,7 +69,7 @@ def export_onnx(
         for name, t in example.items():
             # The exporter takes a size of 1 for a constant.
             rows[name] = torch.cat([t, t]) if len(t) == 1 else t
-        step = _Step(model, cache)
+        step = _OnnxStep(model, cache)
         inputs, past = step.split(rows, 2) if cache else (rows, [])
         output_names = [*_output_names(step.run(inputs, past)), *_names("present", past)]
 
@@ -115,7 +115,7 @@ def _check_example(example: Any) -> None:
             raise InvalidValue("example", must, type(example).__name__)
 
 
-class _Step(nn.Module):
+class _OnnxStep(nn.Module):
     """The model as a function from tensors to tensors, as an ONNX graph is.
 
     Args:
@@ -210,7 +210,7 @@ def _output_names(result: Any) -> list[str]:
     return [f"output_{i}" for i in range(n_outputs)]
 
 
-def _smaller(step: _Step, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _smaller(step: _OnnxStep, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Inputs with one row and one token less; one new token for a decoder."""
     # The example has at least two rows.
     smaller = {name: t[:-1] for name, t in inputs.items()}
@@ -223,7 +223,7 @@ def _smaller(step: _Step, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor],
 
 
 def _difference(
-    session: Any, step: _Step, inputs: dict[str, Tensor], past: list[Tensor]
+    session: Any, step: _OnnxStep, inputs: dict[str, Tensor], past: list[Tensor]
 ) -> Difference:
     """Compare the model and its ONNX file on the same inputs.
 
