@@ -42,8 +42,8 @@ def examine(model_type: str) -> dict[str, Any]:
 
     import headprune as hp
     from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
-    from headprune.detect.prove import Scratch, largest, prove
-    from headprune.detect.trace import cores
+    from headprune.detect.prove import Scratch, largest_difference, prove
+    from headprune.detect.trace import attention_cores
     from headprune.model.sites import Sites
 
     torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def examine(model_type: str) -> dict[str, Any]:
         scratch = Scratch(model, batch)
     except HeadPruneError as error:
         return {**row, "status": "refused", "reason": f"does not run in fp64: {error}"}
-    seen = cores(scratch)
+    seen = attention_cores(scratch)
     if not seen:
         return {**row, "status": "no softmax attention", "reason": "no softmax attention"}
     proposed = hp.propose_layouts(model, batch)
@@ -77,7 +77,7 @@ def examine(model_type: str) -> dict[str, Any]:
     for site in sites:  # a tower that the batch does not run has nothing to be proven by
         with hp.gated(scratch.model, {site.name: torch.zeros(len(site.heads))}, sites):
             try:
-                reached += [site] if largest(scratch.run(), scratch.full) > 0 else []
+                reached += [site] if largest_difference(scratch.run(), scratch.full) > 0 else []
             except HeadPruneError as error:
                 return {**row, "status": "wrong", "reason": f"{site.name} ({site.layout}): {error}"}
     row["unreached"] = len(sites) - len(reached)

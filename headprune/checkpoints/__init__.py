@@ -1,1 +1,1 @@
-"""Checkpoints of cut models: every format of a folder, cuts from file to file, and ONNX."""
+"""Checkpoints of cut models: folders in three formats, cuts on disk, and ONNX."""

@@ -1,5 +1,4 @@
-"""The section of a model card that states what was cut: base model, heads left, why, sizes, and how
-to load it."""
+"""Write the model card's section on a cut: kept heads, plan, sizes, loading."""
 
 from __future__ import annotations
 
@@ -20,12 +19,16 @@ from headprune.core.version import __version__
 from headprune.model.offloaded import count_parameters
 
 CARD = "README.md"
+#: Follows the title of the section where the rest of the card is the base model's.
 _OTHERS = (
     "The other words of this card are those of the model before the cut; what they measured was"
     " measured on it."
 )
-BEGIN, END = "<!-- headprune: begin -->", "<!-- headprune: end -->"
+BEGIN = "<!-- headprune: begin -->"
+END = "<!-- headprune: end -->"
+_TITLE = "## Attention heads"
 
+#: Python code that loads a folder, by its format.
 LOADING = {
     "headprune": "import headprune as hp\n\nmodel = hp.from_pretrained({folder!r}{more})",
     "transformers": "from transformers import {kind}\n\nmodel = {kind}.from_pretrained({folder!r})",
@@ -43,81 +46,113 @@ def section(
     plan: PruningPlan | None = None,
     params_before: int | None = None,
 ) -> str:
-    """The section's text, without its markers."""
+    """The section's text, without its markers.
+
+    Args:
+        model: The cut model.
+        sites: Its sites.
+        loading: Python code that loads the folder.
+        plan: The plan by which it was cut, if that is known.
+        params_before: Parameters of the whole model, if that is known.
+    """
     sites = list(sites)
-    left, full = sum(len(s.heads) for s in sites), sum(s.n_query_heads for s in sites)
-    after = count_parameters(model)
-    lines = ["## Attention heads", ""]
-    lines.append(f"headprune {__version__} left {left} of {full} heads.")
-    lines += ["", f"- Model: {_code(type(model).__name__)}"]
-    if base := base_model(model):
-        lines.append(f"- Base model: {escape(base)}")
-    if params_before is not None:
-        share = 100 * (1 - after / params_before)
-        lines.append(f"- Parameters: {params_before:,} before, {after:,} after (-{share:.1f} %)")
-    else:
-        lines.append(f"- Parameters: {after:,}")
-    if plan is not None:
-        budget = plan.wanted or "no budget"
-        policy = (
-            f", policy {plan.policy}" if any(s.n_kv_heads < s.n_query_heads for s in sites) else ""
-        )
-        how = f"selector {plan.selector}, scorer {plan.scorer or 'none'}, {budget}{policy}"
-        lines += [f"- Plan: {escape(how)}", *(f"- Note: {escape(note)}" for note in plan.notes)]
-    lines += ["", "| attention | heads left | which |", "| --- | --- | --- |"]
-    lines += [
-        f"| {_code(s.name)} | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |"
-        for s in sites
+    n_kept = sum(len(s.heads) for s in sites)
+    n_heads = sum(s.n_query_heads for s in sites)
+    lines = [
+        _TITLE,
+        "",
+        f"headprune {__version__} kept {n_kept} of {n_heads} heads.",
+        "",
+        f"- Model: {_code(type(model).__name__)}",
     ]
-    return "\n".join([*lines, "", "```python", loading, "```"])
+    base = base_model(model)
+    if base:
+        lines.append(f"- Base model: {escape(base)}")
+    lines.append(_parameters(count_parameters(model), params_before))
+    if plan is not None:
+        lines += _plan_lines(plan, sites)
+    lines += ["", "| attention | heads kept | which |", "| --- | --- | --- |"]
+    for s in sites:
+        count = f"{len(s.heads)} of {s.n_query_heads}"
+        lines.append(f"| {_code(s.name)} | {count} | {_ranges(s.heads)} |")
+    lines += ["", "```python", loading, "```"]
+    return "\n".join(lines)
+
+
+def _parameters(after: int, before: int | None) -> str:
+    if before is None:
+        return f"- Parameters: {after:,}"
+    share = 100 * (1 - after / before)
+    return f"- Parameters: {before:,} before, {after:,} after (-{share:.1f} %)"
+
+
+def _plan_lines(plan: PruningPlan, sites: list[AttentionSite]) -> list[str]:
+    """How a plan was chosen, and its notes."""
+    how = f"selector {plan.selector}, scorer {plan.scorer or 'none'}, {plan.wanted or 'no budget'}"
+    # The policy matters only where query heads share key/value heads.
+    if any(s.n_kv_heads < s.n_query_heads for s in sites):
+        how += f", policy {plan.policy}"
+    return [f"- Plan: {escape(how)}", *(f"- Note: {escape(note)}" for note in plan.notes)]
 
 
 def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -> Path:
-    """Puts the section into ``README.md``: in place of an earlier one, else at its end; other text
-    stays.
+    """Write the section to ``README.md``: in place of an earlier one, else at the end.
 
     Args:
         folder: Where the card is or will be.
         text: The section.
         hub_name: The base model's repository, which a new card names where hubs read it.
-        old: The text that stays; by default that of the card that is there.
+        old: The text around the section; by default that of the card that is there.
+
+    Returns:
+        The file.
     """
     path = folder / CARD
     block = f"{BEGIN}\n{text}\n{END}\n"
     if old is None and not path.is_file():
+        # A new card, with metadata that hubs read.
         known = [f"base_model: {json.dumps(hub_name)}"] if hub_name else []
-        head = "\n".join(["---", *known, "tags:", "- headprune", "---", ""])
-        return write_atomic(path, f"{head}\n{block}".encode())
-    old = read_bytes(path).decode() if old is None else old
+        metadata = "\n".join(["---", *known, "tags:", "- headprune", "---", ""])
+        return write_atomic(path, f"{metadata}\n{block}".encode())
+    if old is None:
+        old = read_bytes(path).decode()
+    # In place of an earlier section, else at the end.
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
         return write_atomic(path, (before + block + after.removeprefix("\n")).encode())
-    gap = "" if not old or old.endswith("\n\n") else "\n" if old.endswith("\n") else "\n\n"
-    return write_atomic(path, f"{old}{gap}{block}".encode())
+    return write_atomic(path, f"{old}{_gap_after(old)}{block}".encode())
+
+
+def _gap_after(text: str) -> str:
+    """What separates a section from the text before it: one empty line."""
+    if not text or text.endswith("\n\n"):
+        return ""
+    return "\n" if text.endswith("\n") else "\n\n"
 
 
 def carry(folder: Path, original: Path) -> None:
-    """Lets the words of the base model's card, above all its licence, stay around the section of
-    this one."""
-    ours = read_bytes(folder / CARD).decode().partition(BEGIN)[2].partition(END)[0].strip("\n")
-    before, begin, rest = read_bytes(original).decode(errors="replace").partition(BEGIN)
-    words = (
-        before + rest.partition(END)[2].removeprefix("\n") if begin else before
-    )  # without an earlier cut's section
-    if ours and words.strip():
-        title = "## Attention heads\n"
-        write(folder, ours.replace(title, f"{title}\n{_OTHERS}\n", 1), old=words)
+    """Put the text of the base model's card, above all its licence, around the section.
+
+    Args:
+        folder: With a card that has a section.
+        original: The base model's card.
+    """
+    own = read_bytes(folder / CARD).decode().partition(BEGIN)[2].partition(END)[0].strip("\n")
+    words, begin, rest = read_bytes(original).decode(errors="replace").partition(BEGIN)
+    if begin:  # without the section of an earlier cut
+        words += rest.partition(END)[2].removeprefix("\n")
+    if own and words.strip():
+        write(folder, own.replace(_TITLE, f"{_TITLE}\n\n{_OTHERS}", 1), old=words)
 
 
 def base_model(model: Any) -> str:
-    """What the model was loaded from: its name on the hub, or the last part of a folder's path; or
-    nothing."""
+    """The model's name on the hub, or that of its folder, if known."""
     return hub_name(model) or Path(_origin(model)).name
 
 
 def hub_name(model: Any) -> str:
-    """The repository of the hub that the model was loaded from; empty for a folder's."""
+    """The repository of the hub that the model was loaded from; empty for a folder."""
     name = _origin(model)
     return name if _is_hub_name(name) else ""
 
@@ -127,23 +162,24 @@ def _origin(model: Any) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    """It comes out of a file: what is no such name is not told to hubs."""
-    return (
-        bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name, re.ASCII))
-        and not Path(name).exists()
-    )
+    """Whether hubs may be told a name, which comes out of a file."""
+    # The name of a folder here may look like that of a repository.
+    is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name, re.ASCII)
+    return bool(is_name) and not Path(name).exists()
 
 
 def _code(name: str) -> str:
-    """A name of code as code, unless it holds what would end that."""
+    """A name as Markdown code, unless it has characters that could end that."""
     return f"`{name}`" if re.fullmatch(r"[\w.<>\[\]-]+", name) else escape(name)
 
 
 def _ranges(heads: tuple[int, ...]) -> str:
     """``0-2, 5``: consecutive heads as a range."""
+    # A range starts where the head before was removed, and stops likewise.
     starts = [h for h in heads if h - 1 not in heads]
     stops = [h for h in heads if h + 1 not in heads]
-    return (
-        ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True))
-        or "none"
-    )
+    ranges = []
+    for start, stop in zip(starts, stops, strict=True):
+        both = f"{start}-{stop}"
+        ranges.append(str(start) if start == stop else both)
+    return ", ".join(ranges) or "none"

@@ -1,5 +1,4 @@
-"""``save_pretrained`` and ``from_pretrained``: a cut model in a folder, in our own form or in one
-that others open."""
+"""``save_pretrained`` and ``from_pretrained``: cut models in folders, in three formats."""
 
 from __future__ import annotations
 
@@ -30,11 +29,12 @@ from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
-from headprune.model.offloaded import offloaded
+from headprune.model.offloaded import count_parameters, offloaded
 from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
 
 Format = Literal["headprune", "transformers", "remote-code"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+#: Modelling files of an earlier save in the format "remote-code".
 _MODELLING = "modeling_headprune_*.py"
 
 
@@ -49,39 +49,35 @@ def save_pretrained(
     example: Any = None,
     max_shard_size: int | str = "50GB",
 ) -> Path:
-    """Writes a (cut) model to ``folder``, with a model card section that states what was cut.
+    """Write a model to a folder, with a model card that states what was cut.
 
     - ``headprune``: every cut model, bit for bit; ``hp.from_pretrained`` opens it.
-    - ``transformers``: those whose head counts the configuration can say; Transformers alone opens
-      it.
-    - ``remote-code``: those that no class of ours corrects; Transformers opens it with
+    - ``transformers``: head counts that a configuration can express; Transformers opens it.
+    - ``remote-code``: cuts that need no class of headprune; Transformers opens it with
       ``trust_remote_code=True``.
 
-    The last two are loaded again and compared with the model, tensor by tensor and in outputs,
-    before anything is put into ``folder``.
+    The last two are loaded and compared with the model before ``folder`` changes.
 
     Args:
-        model: The model; a ``torch.compile`` wrapper is saved as the model inside.
+        model: A cut or whole model, or a ``torch.compile`` wrapper of one.
         folder: Made if it does not exist; files of an earlier save are replaced.
         sites: Default ``find_sites(model)``.
         format: See above, and ``applicable_formats``.
-        processor: A tokenizer or processor, or several, whose files go into the folder too.
+        processor: A tokenizer or processor, or several, to save too.
         plan: The plan by which the model was cut, for the model card.
-        example: A batch the model takes, to compare outputs with what loads; by default one is made
-            up.
-        max_shard_size: Bytes, or text such as ``"5GB"``: larger models are written in several
-            files.
+        example: A batch to compare outputs on; by default one is made up.
+        max_shard_size: Bytes, or text such as ``"5GB"``; larger models get several files.
 
     Returns:
-        The folder. All is written beside its place first: on an error the folder is as it was.
+        The folder. On an error it is unchanged.
 
     Raises:
-        CheckpointError: ``folder`` is a file, or a tensor has no data (meta device).
+        CheckpointError: ``folder`` is a file, or a tensor is on the meta device.
         NotWritten: there is no room, or no right to write there.
-        UnsupportedModel: the format cannot hold this cut; the message says why.
-        VerificationFailed: what was written does not come back as it was saved; nothing of it is
-            left.
+        UnsupportedModel: the format cannot hold this cut.
+        VerificationFailed: the model that loads differs from the saved one.
     """
+    # 1. Check everything before anything is written.
     model = unwrap(model)
     folder = Path(folder)
     check_whole(model, "one whose weights are whole in this process, to be saved")
@@ -93,6 +89,8 @@ def save_pretrained(
         companions.check(processor)
     check_shard_size(max_shard_size)
     bound = bind(model, sites)
+
+    # 2. Write to a temporary folder, which takes the place of the old files at the end.
     with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
         if format == "headprune":
             own.write(model, bound, place, max_shard_size)
@@ -112,25 +110,40 @@ def write_card(
     plan: PruningPlan | None,
     place: Path,
 ) -> None:
-    """Writes the model card of ``folder`` with its section on what was cut to ``place``, which is
-    to become it; a model on the meta device will do."""
-    built: Any = fresh(model)
-    if built is not None:
-        built.tie_weights()  # an embedding that is also the output counts once
-    before = None if built is None else sum(p.numel() for p in built.parameters())
-    text = card.section(model, sites, _loading(model, format, folder), plan, before)
-    old = folder / card.CARD
-    card.write(
-        place, text, card.hub_name(model), read_bytes(old).decode() if old.is_file() else None
-    )
+    """Write the model card of a folder, with its section on what was cut.
+
+    Args:
+        model: The cut model; its weights may be on the meta device.
+        sites: Its sites.
+        folder: The checkpoint folder, whose card may have other text.
+        format: Of the checkpoint.
+        plan: The plan by which the model was cut, if that is known.
+        place: Where the card is written: a folder that is to replace ``folder``.
+    """
+    params_before = None
+    whole: Any = fresh(model)
+    if whole is not None:
+        whole.tie_weights()  # an embedding that is also the output counts once
+        params_before = count_parameters(whole)
+    text = card.section(model, sites, _loading(model, format, folder), plan, params_before)
+    path = folder / card.CARD
+    old = read_bytes(path).decode() if path.is_file() else None
+    card.write(place, text, card.hub_name(model), old)
 
 
 def applicable_formats(
     model: nn.Module, sites: Iterable[AttentionSite] | None = None
 ) -> dict[Format, str | None]:
-    """Which formats can hold a (cut) model: None for those that can, else the reason why not.
+    """Decide which formats can hold a cut or whole model; writes nothing.
 
-    Nothing is written; ``save_pretrained`` proves what it writes besides.
+    ``save_pretrained`` also proves what it writes.
+
+    Args:
+        model: The model.
+        sites: Default ``find_sites(model)``.
+
+    Returns:
+        None for each format that can hold it, else the reason why not.
     """
     model = unwrap(model)
     bound = bind(model, sites)
@@ -141,9 +154,12 @@ def applicable_formats(
     }
 
 
-def _reason_against(tried: Callable[[nn.Module, list[BoundSite]], Any], *cut: Any) -> str | None:
+def _reason_against(
+    describe: Callable[[nn.Module, list[BoundSite]], Any], model: nn.Module, bound: list[BoundSite]
+) -> str | None:
+    """Why a format cannot describe a cut; None where it can."""
     try:
-        tried(*cut)
+        describe(model, bound)
     except UnsupportedModel as error:
         return f"it is {error.must}, got {error.got}"
     return None
@@ -152,13 +168,13 @@ def _reason_against(tried: Callable[[nn.Module, list[BoundSite]], Any], *cut: An
 def from_pretrained(
     folder: str | Path, model: nn.Module | None = None, sites: Iterable[AttentionSite] | None = None
 ) -> nn.Module:
-    """Loads what ``save_pretrained`` wrote in our own form, in evaluation mode and on the CPU.
+    """Load a folder of ``save_pretrained`` in our own format, on the CPU, in evaluation mode.
 
-    A folder of Transformers 4 whose configuration has ``pruned_heads`` is opened, too.
+    A folder of Transformers 4 whose configuration has ``pruned_heads`` is loaded too.
 
     Args:
         folder: A checkpoint folder.
-        model: For a class that is not a Transformers one: a freshly built full-size model, which is
+        model: For a class that is no Transformers class: a freshly built full-size model, which is
             cut and filled.
         sites: Of ``model``, where it has layouts of your own.
 
@@ -166,13 +182,15 @@ def from_pretrained(
         The cut model.
 
     Raises:
-        CheckpointError: the folder is not one of ours, is incomplete or damaged, or is for another
+        CheckpointError: files are missing, damaged or changed, or the checkpoint is of another
             model.
     """
     folder = Path(folder)
+    # Finish or undo a save that was interrupted.
     settle(folder)
     if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
         return transformers_4.opened(folder)
+    # Tensors are read before a model is built or changed.
     manifest = own.read_manifest(folder)
     tensors = read(folder, manifest)
     if model is None:
@@ -191,44 +209,64 @@ def filled(
     model: nn.Module,
     sites: Iterable[AttentionSite] | None = None,
 ) -> nn.Module:
-    """A freshly built full-size model, cut as a folder's manifest says, with the folder's tensors
-    in place; as it was, on an error."""
+    """Cut a full-size model by a manifest, and fill it with a folder's tensors.
+
+    On an error the model is unchanged.
+
+    Args:
+        folder: The checkpoint folder, for errors.
+        manifest: Its manifest.
+        tensors: Its tensors, by name.
+        model: The model, freshly built.
+        sites: Default ``find_sites(model)``.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: the manifest or the tensors do not fit the model.
+    """
     try:
-        located = (
-            sites
-            if isinstance(sites, Sites)
-            else find_sites(model)
-            if sites is None
-            else Sites(sites, ())
-        )
-        if offloaded(model):
-            raise UnsupportedModel("model", "a freshly built one", "one that accelerate offloads")
-        check_plan(model, located, manifest.mask)
-        permitted = (s.permitting(manifest.mask.kept(s.name)) for s in located)
-        located = Sites(permitted, located.layouts.values(), located.not_taken)
-        bound = bind(model, located)
-        if fingerprint(model, [b.site for b in bound]).structure != manifest.structure:
-            raise CheckpointError(
-                str(folder), f"a checkpoint of {type(model).__name__}", manifest.model_class
-            )
+        bound = _sites_to_cut(folder, manifest, model, sites)
         undo = cut_(model, bound, manifest.mask)
     except CheckpointError:
         raise
     except HeadPruneError as error:
+        must = "a checkpoint of this model"
         hint = "Pass from_pretrained(folder, model=...) the full-size model that it was cut from."
-        raise CheckpointError(
-            str(folder), "a checkpoint of this model", str(error).rstrip("."), hint
-        ) from error
+        raise CheckpointError(str(folder), must, str(error).rstrip("."), hint) from error
     try:
         own.fill_(model, manifest, tensors, folder)
-    except BaseException:
+    except BaseException:  # an interrupt too
         undo.restore()
         raise
+    # Which removed heads' mean outputs the biases hold.
+    folded = {f.site: f.heads for f in manifest.folded}
     for b in bound:
-        heads = {f.site: f.heads for f in manifest.folded}.get(b.site.name, ())
+        heads = folded.get(b.site.name, ())
         if heads:
             b.gate.__dict__[FOLDED_ATTRIBUTE] = heads
     return model.eval()
+
+
+def _sites_to_cut(
+    folder: Path, manifest: Manifest, model: nn.Module, sites: Iterable[AttentionSite] | None
+) -> list[BoundSite]:
+    """The sites of a full-size model, which must have the structure that a manifest states."""
+    if sites is None:
+        located = find_sites(model)
+    else:
+        located = sites if isinstance(sites, Sites) else Sites(sites, ())
+    if offloaded(model):
+        raise UnsupportedModel("model", "a freshly built one", "one that accelerate offloads")
+    check_plan(model, located, manifest.mask)
+    # The policy that allows the cut is not stored.
+    permitted = (s.permitting(manifest.mask.kept(s.name)) for s in located)
+    bound = bind(model, Sites(permitted, located.layouts.values(), located.not_taken))
+    if fingerprint(model, [b.site for b in bound]).structure != manifest.structure:
+        must = f"a checkpoint of {type(model).__name__}"
+        raise CheckpointError(str(folder), must, manifest.model_class)
+    return bound
 
 
 def _write_for_others(
@@ -239,39 +277,55 @@ def _write_for_others(
     example: Any,
     max_shard_size: int | str,
 ) -> None:
-    """Writes to ``place`` and proves what is there.
+    """Write a folder that Transformers loads, and prove it by loading it.
 
-    Some families have other names and packings on disk, and turning back into them can corrupt
-    projections that are no longer equally large; such a model is written under the module's own
+    Some families have other names and packings on disk, and converting back to them can corrupt
+    projections that are no longer equally large. Such a model is written under the module's own
     names, which load as well.
     """
-    alone = format == "transformers"
-    config = plain.config_of_cut(model, bound) if alone else None
-    description = {} if alone else remote_code.description_of_cut(model, bound)
+    is_remote = format == "remote-code"
+    # Whether the format can hold the cut is known before an example is made up.
+    if is_remote:
+        description = remote_code.description_of_cut(model, bound)
+    else:
+        config = plain.config_of_cut(model, bound)
     example = proof.example_for(model, example)
-    failure: VerificationFailed | None = None
+    failure: VerificationFailed | None = None  # of the first try
     for original_names in (True, False):
-        kind, body = (type(model), None) if alone else remote_code.write_code(model, place)
-        config = config if alone else remote_code.config_of_cut(model, description)
+        kind, body = type(model), None
+        if is_remote:
+            kind, body = remote_code.write_code(model, place)
+            config = remote_code.config_of_cut(model, description)
         try:
             proof.written_and_proven(
                 kind, config, model, place, max_shard_size, original_names, example
             )
             if body is not None:
                 proof.same_tensors(body, model.base_model, place)
+            return
         except VerificationFailed as error:
             failure = failure or error
-            for path in place.iterdir():
-                path.unlink() if path.is_file() else shutil.rmtree(path)
-            continue
-        return
+            _clear(place)
     assert failure is not None
     raise failure
 
 
+def _clear(folder: Path) -> None:
+    """Remove all files in a folder."""
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+
+
 def _loading(model: nn.Module, format: Format, folder: Path) -> str:
+    """Python code that loads a folder."""
     kind = type(model).__name__
-    names = remote_code.auto_classes(model) if format == "remote-code" else []
+    auto = kind
+    if format == "remote-code":
+        # AutoModelForPreTraining loads the same classes as a more specific one.
+        names = [n for n in remote_code.auto_classes(model) if n != "AutoModelForPreTraining"]
+        auto = names[0] if names else kind
     more = "" if fresh(model) is not None else f", model={kind}(...)"
-    auto = next((n for n in names if n not in ("AutoModelForPreTraining",)), kind)
     return card.LOADING[format].format(kind=kind, auto=auto, folder=folder.name, more=more)

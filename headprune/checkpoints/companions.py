@@ -1,5 +1,4 @@
-"""What lies beside the weights of a model and must travel with it: tokenizer, processor and
-licence, and its card."""
+"""Copy the other files of a model's folder: tokenizer, processor, licence and model card."""
 
 from __future__ import annotations
 
@@ -20,88 +19,94 @@ from headprune.core.opening import read_bytes
 #: Files of tokenizers, image processors, feature extractors and processors, as Transformers names
 #: them, and licences.
 PATTERNS = (
-    *(
-        "tokenizer*.json",
-        "tokenizer*.model",
-        "*.spm",
-        "*.bpe.model",
-        "spiece.model",
-        "*.tiktoken",
-        "tekken.json",
-    ),
-    *(
-        "vocab*.json",
-        "vocab*.txt",
-        "merges.txt",
-        "bpe.codes",
-        "added_tokens.json",
-        "special_tokens_map.json",
-    ),
-    *(
-        "normalizer.json",
-        "preprocessor_config.json",
-        "processor_config.json",
-        "video_preprocessor_config.json",
-    ),
-    *(
-        "feature_extractor_config.json",
-        "chat_template.json",
-        "chat_template.jinja",
-        "additional_chat_templates/*",
-    ),
-    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
+    "tokenizer*.json",
+    "tokenizer*.model",
+    "*.spm",
+    "*.bpe.model",
+    "spiece.model",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "bpe.codes",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "normalizer.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
-#: Where these files name classes whose code Transformers runs out of a folder or a repository, when
-#: it is trusted.
+#: Keys that name classes in a folder or a repository, whose code Transformers runs if trusted.
 _CODE = ("auto_map", "custom_pipelines")
 
 
 def save(processor: Any, folder: Path) -> None:
-    """Writes a tokenizer or processor, or several, into ``folder``, one that ``staged`` gave.
+    """Write a tokenizer or processor, or several, into a folder that ``staged`` yields.
 
     Raises:
         InvalidValue: something without ``save_pretrained``.
     """
-    for tool in processor if isinstance(processor, (tuple, list)) else [processor]:
-        check(tool)
-        tool.save_pretrained(folder)
+    check(processor)
+    for one in _each(processor):
+        one.save_pretrained(folder)
 
 
 def check(processor: Any) -> None:
-    """Refuses what is no tokenizer or processor, and no list of them."""
-    for tool in processor if isinstance(processor, (tuple, list)) else [processor]:
-        if not callable(getattr(tool, "save_pretrained", None)):
-            raise InvalidValue(
-                "processor", "a tokenizer or processor with save_pretrained", type(tool).__name__
-            )
+    """Check that these are tokenizers or processors.
+
+    Raises:
+        InvalidValue: something without ``save_pretrained``.
+    """
+    for one in _each(processor):
+        if not callable(getattr(one, "save_pretrained", None)):
+            must = "a tokenizer or processor with save_pretrained"
+            raise InvalidValue("processor", must, type(one).__name__)
+
+
+def _each(processor: Any) -> Iterable[Any]:
+    return processor if isinstance(processor, (tuple, list)) else [processor]
 
 
 def copy(source: str, folder: Path, code: bool = True) -> list[str]:
-    """Copies the files that go with a model, from its folder or from the hub, as they are; the text
-    of its card goes around the section of the card that is in ``folder``.
+    """Copy the files that belong to a model from its folder or the hub.
+
+    The text of its card goes around the section of the card in ``folder``.
 
     Args:
         source: The model's folder or name.
         folder: Where to.
-        code: Whether what they say of classes with code of their own stays. Who trusts a folder of
-            ours with a modelling file must not be made to run another's code: there it is left out,
+        code: Whether names of classes with code of their own are kept. A user who trusts our
+            modelling file must not run other code by that: for such a folder they are left out,
             with a warning.
 
     Returns:
         The names of the files.
     """
+    # 1. The folder; of a repository of the hub, only these files are downloaded.
     home = Path(source)
     if not home.is_dir():
         from huggingface_hub import snapshot_download
 
         home = Path(snapshot_download(source, allow_patterns=[*PATTERNS, card.CARD]))
+    # 2. The files. A set, because a file may match two patterns.
     names = sorted({path.relative_to(home) for path in _matching(home) if path.is_file()})
     with staged(folder) as place:
         for name in names:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(home / name, place / name)
+            # Only JSON files name classes.
             if not code and name.suffix == ".json":
                 _without_code(place / name)
+    # 3. The card.
     if (home / card.CARD).is_file() and (folder / card.CARD).is_file():
         card.carry(folder, home / card.CARD)
     return [name.as_posix() for name in names]
@@ -109,8 +114,13 @@ def copy(source: str, folder: Path, code: bool = True) -> list[str]:
 
 @dataclass
 class CompanionFiles:
-    """What lies beside a model, as ``processor`` of ``save_pretrained``: copied as it is, when the
-    folder is made."""
+    """The other files of a model's folder, as ``processor`` of ``save_pretrained``.
+
+    Args:
+        source: The model's folder or name.
+        code: Whether names of classes with code of their own are kept.
+        copied: The names of the files, once they are copied.
+    """
 
     source: str
     code: bool = True
@@ -121,25 +131,30 @@ class CompanionFiles:
 
 
 def _without_code(path: Path) -> None:
+    """Remove what names code from a JSON file, with a warning."""
     try:
         content = json.loads(read_bytes(path))
     except (ValueError, RecursionError):  # Transformers will not read it either
         return
-    if found := list(_cleared(content)):
+    removed = list(_remove_code(content))
+    if removed:
         write_atomic(path, json.dumps(content, indent=2).encode())
-        named = ", ".join(clean(json.dumps(value)) for value in found)
+        named = ", ".join(clean(json.dumps(value)) for value in removed)
         warnings.warn(f"{path.name} names code of others, which is left out: {named}", stacklevel=2)
 
 
-def _cleared(content: Any) -> Iterator[Any]:
-    """Takes away what names code, at any depth, and gives it."""
+def _remove_code(content: Any) -> Iterator[Any]:
+    """Remove what names code, at any depth; yields what was removed."""
     if isinstance(content, dict):
-        yield from (content.pop(key) for key in _CODE if key in content)
+        for key in _CODE:
+            if key in content:
+                yield content.pop(key)
         content = list(content.values())
     if isinstance(content, list):
         for value in content:
-            yield from _cleared(value)
+            yield from _remove_code(value)
 
 
-def _matching(home: Path) -> Iterable[Path]:
-    return (path for pattern in PATTERNS for path in home.glob(pattern))
+def _matching(home: Path) -> Iterator[Path]:
+    for pattern in PATTERNS:
+        yield from home.glob(pattern)

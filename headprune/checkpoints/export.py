@@ -1,5 +1,7 @@
-"""ONNX files of (cut) models, proven in ONNX Runtime; ``torch.export`` and ``torch.compile`` need
-no help of ours."""
+"""Write ONNX files of models, and prove them in ONNX Runtime.
+
+``torch.export`` and ``torch.compile`` work without help.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,23 @@ from headprune.model.running import outputs, undisturbed
 from headprune.model.sites import unwrap
 from headprune.surgery.verify import Difference, compare
 
-#: ONNX Runtime has other kernels than PyTorch: rounding may be some times that of one model run
-#: twice.
+#: Allowed difference, as a multiple of that between two runs: ONNX Runtime has other kernels.
 _OTHER_KERNELS = 10
 
-#: Bytes; the weights of a larger model lie in a second file, ``.data``, for ONNX's own format ends
-#: at 2 GiB.
+#: Most bytes of weights in one file; those of a larger model go to a second file, ``.data``,
+#: because ONNX's own format ends at 2 GiB.
 _ONE_FILE = 1 << 30
+
+_AUTO = torch.export.Dim.AUTO
 
 
 def export_onnx(
     model: nn.Module, example: Mapping[str, Tensor], path: str | Path, *, cache: bool = False
 ) -> Difference:
-    """Writes a model as ONNX for any number of rows and tokens, and compares it with the model in
-    ONNX Runtime.
+    """Write a model as ONNX for any number of rows and tokens, and verify it.
 
-    Compared are the example and a smaller one, so that a size that was taken for a constant is
-    found. Needs the packages of the extra ``onnx``.
+    The example and a smaller one are compared, so that a size that became a constant is noticed.
+    Needs the packages of the extra ``onnx``.
 
     Args:
         model: The model, on the CPU.
@@ -50,7 +52,7 @@ def export_onnx(
     Raises:
         VerificationFailed: the exported model differs; no file is written.
         NotWritten: there is no room, or no right to write there.
-        UnsupportedModel: ``cache`` for a model whose cache is not a key and a value a layer.
+        UnsupportedModel: ``cache`` for a model that does not cache one key and value per layer.
 
     Example::
 
@@ -58,165 +60,190 @@ def export_onnx(
     """
     import onnxruntime
 
-    model, path = unwrap(model), Path(path)
-    if not isinstance(example, Mapping) or not all(
-        isinstance(t, Tensor) and t.ndim for t in example.values()
-    ):
-        must = "a mapping of input names to tensors with the examples first"
-        raise InvalidValue("example", must, type(example).__name__)
+    model = unwrap(model)
+    path = Path(path)
+    _check_example(example)
     with undisturbed(model, packed=True), torch.no_grad():
-        whole = {
-            name: torch.cat([t, t]) if len(t) == 1 else t for name, t in example.items()
-        }  # 1 would be a constant
-        step = _Step(model, cache)
-        inputs, past = step.split(whole, 2) if cache else (whole, [])
-        names = [*inputs, *_names("past_key_values", past)]
-        called = [*_output_names(step.run(inputs, past)), *_names("present", past)]
-        free = {n: _free(t) for n, t in inputs.items()}, [{0: _AUTO, 2: _AUTO} for _ in past]
-        options: dict[str, Any] = {
-            "input_names": names,
-            "output_names": called,
-            "dynamic_shapes": free,
-        }
-        options["external_data"] = sum(t.nbytes for t in model.state_dict().values()) > _ONE_FILE
+        # 1. Inputs, and the names of inputs and outputs.
+        rows = {}
+        for name, t in example.items():
+            # The exporter takes a size of 1 for a constant.
+            rows[name] = torch.cat([t, t]) if len(t) == 1 else t
+        step = _OnnxStep(model, cache)
+        inputs, past = step.split(rows, 2) if cache else (rows, [])
+        output_names = [*_output_names(step.run(inputs, past)), *_names("present", past)]
+
+        # 2. The file, with a free number of rows and tokens. past: [rows, heads, tokens, width].
+        any_size = (
+            {name: _free(t) for name, t in inputs.items()},
+            [{0: _AUTO, 2: _AUTO} for _ in past],
+        )
+        n_bytes = sum(t.nbytes for t in model.state_dict().values())
         with staged(path.parent) as place:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", FutureWarning
-                )  # PyTorch's exporter uses what PyTorch gives up
+                # PyTorch's exporter uses deprecated functions of PyTorch.
+                warnings.simplefilter("ignore", FutureWarning)
                 torch.onnx.export(
-                    step, (inputs, past), place / path.name, dynamo=True, verbose=False, **options
+                    step,
+                    (inputs, past),
+                    place / path.name,
+                    input_names=[*inputs, *_names("past_key_values", past)],
+                    output_names=output_names,
+                    dynamic_shapes=any_size,
+                    external_data=n_bytes > _ONE_FILE,
+                    dynamo=True,
+                    verbose=False,
                 )
-            session = onnxruntime.InferenceSession(
-                place / path.name, providers=["CPUExecutionProvider"]
-            )
-            found = [
-                _difference(session, step, *sizes)
-                for sizes in ((inputs, past), _smaller(step, whole))
+
+            # 3. The comparison, at two sizes.
+            providers = ["CPUExecutionProvider"]
+            session = onnxruntime.InferenceSession(place / path.name, providers=providers)
+            differences = [
+                _difference(session, step, inputs, past),
+                _difference(session, step, *_smaller(step, rows)),
             ]
-    return max(found, key=lambda d: d.maximum / d.tolerance)
+    return max(differences, key=lambda d: d.maximum / d.tolerance)
 
 
-_AUTO = torch.export.Dim.AUTO
+def _check_example(example: Any) -> None:
+    # A model's inputs get names in the graph, and axes of any length.
+    must = "a mapping of input names to tensors with the examples first"
+    if not isinstance(example, Mapping):
+        raise InvalidValue("example", must, type(example).__name__)
+    for tensor in example.values():
+        if not isinstance(tensor, Tensor) or not tensor.ndim:
+            raise InvalidValue("example", must, type(example).__name__)
 
 
-class _Step(nn.Module):
-    """The model from tensors to tensors, which is what an ONNX graph is."""
+class _OnnxStep(nn.Module):
+    """The model as a function from tensors to tensors, as an ONNX graph is.
+
+    Args:
+        model: The model.
+        cache: Whether it takes and returns a cache.
+    """
 
     def __init__(self, model: nn.Module, cache: bool) -> None:
         super().__init__()
-        self.model, self.cache = model, cache
-        self.training = False
-        takes = inspect.signature(model.forward).parameters
-        known = (
-            "use_cache" in takes
-            or getattr(getattr(model, "config", None), "use_cache", None) is not None
-        )
-        self.fixed = {"use_cache": cache} if known else {}
+        self.model = model
+        self.cache = cache
+        self.training = False  # the model's own mode does not change
+        config = getattr(model, "config", None)
+        takes_it = "use_cache" in inspect.signature(model.forward).parameters
+        has_it = takes_it or getattr(config, "use_cache", None) is not None
+        self.fixed = {"use_cache": cache} if has_it else {}
 
     def run(self, inputs: dict[str, Tensor], past: list[Tensor]) -> Any:
-        more: dict[str, Any] = dict(self.fixed)
+        """The model's own result, for a cache as ``_pairs`` returns it."""
+        options: dict[str, Any] = dict(self.fixed)
         if self.cache:
             from transformers import DynamicCache
 
-            more["past_key_values"] = DynamicCache(list(zip(past[0::2], past[1::2], strict=True)))
-        return self.model(**inputs, **more)
+            pairs = list(zip(past[0::2], past[1::2], strict=True))
+            options["past_key_values"] = DynamicCache(pairs)
+        return self.model(**inputs, **options)
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        """All outputs, then the cache."""
         result = self.run(inputs, past)
-        return (*outputs(result), *(_pairs(result.past_key_values) if self.cache else ()))
+        tensors = list(outputs(result))
+        if self.cache:
+            tensors += _pairs(result.past_key_values)
+        return tuple(tensors)
 
     def split(
         self, inputs: dict[str, Tensor], n_new: int
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """The last tokens, and the cache of those before."""
+        """The inputs of the last ``n_new`` tokens, and the cache of those before."""
         tokens = inputs.get("input_ids")
         if tokens is None or tokens.ndim != 2 or tokens.shape[1] < n_new + 2:
-            raise InvalidValue(
-                "example",
-                f"input_ids with at least {n_new + 2} tokens, for cache=True",
-                list(inputs),
-            )
-        like = {n for n, t in inputs.items() if t.shape[:2] == tokens.shape}
-        early = {n: t[:, :-n_new] if n in like else t for n, t in inputs.items()}
-        late = {
-            n: t[:, -n_new:] if n in like and n != "attention_mask" else t
-            for n, t in inputs.items()
-        }
-        return late, _pairs(getattr(self.model(**early, **self.fixed), "past_key_values", None))
+            must = f"input_ids with at least {n_new + 2} tokens, for cache=True"
+            raise InvalidValue("example", must, list(inputs))
+        earlier = dict(inputs)
+        later = dict(inputs)
+        for name, tensor in inputs.items():
+            if tensor.shape[:2] == tokens.shape:
+                earlier[name] = tensor[:, :-n_new]
+                if name != "attention_mask":  # it covers the cached tokens too
+                    later[name] = tensor[:, -n_new:]
+        result = self.model(**earlier, **self.fixed)
+        return later, _pairs(getattr(result, "past_key_values", None))
 
 
 def _pairs(cache: Any) -> list[Tensor]:
-    """Keys and values of every layer in turn."""
-    layers: Any = getattr(cache, "layers", ())
-    pairs: list[Any] = [
-        getattr(layer, name, None) for layer in layers for name in ("keys", "values")
-    ]
+    """Keys and values of every layer in turn, each ``[rows, heads, tokens, width]``.
+
+    Raises:
+        UnsupportedModel: a cache of another kind.
+    """
+    pairs: list[Any] = []
+    for layer in getattr(cache, "layers", ()):
+        pairs += [getattr(layer, "keys", None), getattr(layer, "values", None)]
     if not pairs or not all(isinstance(t, Tensor) for t in pairs):
-        raise UnsupportedModel(
-            "cache=True", "for a model that caches a key and a value a layer", type(cache).__name__
-        )
+        must = "for a model that caches a key and a value per layer"
+        raise UnsupportedModel("cache=True", must, type(cache).__name__)
     return pairs
 
 
 def _names(prefix: str, past: list[Tensor]) -> list[str]:
-    return [f"{prefix}.{i // 2}.{'value' if i % 2 else 'key'}" for i in range(len(past))]
+    """Names of the tensors of a cache."""
+    names = []
+    for layer in range(len(past) // 2):
+        names += [f"{prefix}.{layer}.key", f"{prefix}.{layer}.value"]
+    return names
 
 
 def _free(tensor: Tensor) -> dict[int, Any]:
-    """Rows may be any number; tokens too."""
-    return (
-        {0: _AUTO, 1: _AUTO} if tensor.ndim == 2 and not tensor.is_floating_point() else {0: _AUTO}
-    )
+    """The axes of any length: rows and, of ``[rows, tokens]``, tokens."""
+    has_tokens = tensor.ndim == 2 and not tensor.is_floating_point()
+    return {0: _AUTO, 1: _AUTO} if has_tokens else {0: _AUTO}
 
 
 def _output_names(result: Any) -> list[str]:
-    """The model's own names of its outputs where it has them."""
-    own = (
-        [k for k, v in result.items() if isinstance(v, Tensor)]
-        if isinstance(result, Mapping)
-        else []
-    )
-    n = len(outputs(result))
-    return own if len(own) == n else [f"output_{i}" for i in range(n)]
+    """The model's own names of its outputs where it has them, else numbers."""
+    # A nested output has more tensors than names.
+    n_outputs = len(outputs(result))
+    if isinstance(result, Mapping):
+        names = [name for name, value in result.items() if isinstance(value, Tensor)]
+        if len(names) == n_outputs:
+            return names
+    return [f"output_{i}" for i in range(n_outputs)]
 
 
-def _smaller(step: _Step, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Inputs of other sizes: fewer rows, and fewer tokens where they are tokens; one new token of a
-    decoder."""
-    fewer = {name: t[:-1] for name, t in inputs.items()}
+def _smaller(step: _OnnxStep, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Inputs with one row and one token less; one new token for a decoder."""
+    # The example has at least two rows.
+    smaller = {name: t[:-1] for name, t in inputs.items()}
     if step.cache:
-        return step.split(fewer, 1)
-    return {name: t[:, :-1] if 1 in _free(t) else t for name, t in fewer.items()}, []
+        return step.split(smaller, 1)
+    for name, t in smaller.items():
+        if 1 in _free(t):
+            smaller[name] = t[:, :-1]
+    return smaller, []
 
 
 def _difference(
-    session: Any, step: _Step, inputs: dict[str, Tensor], past: list[Tensor]
+    session: Any, step: _OnnxStep, inputs: dict[str, Tensor], past: list[Tensor]
 ) -> Difference:
-    """The model and its ONNX file on the same inputs.
+    """Compare the model and its ONNX file on the same inputs.
 
     Raises:
         VerificationFailed: they differ by more than rounding, or the file does not take inputs of
             this size.
     """
     where, must = "the ONNX file", "the model"
-    names = [
-        i.name for i in session.get_inputs()
-    ]  # an input that changes nothing is not in the graph
-    given = dict(
-        zip([*inputs, *_names("past_key_values", past)], [*inputs.values(), *past], strict=True)
-    )
-    shapes = {n: list(t.shape) for n, t in inputs.items()}
+    shapes = {name: list(t.shape) for name, t in inputs.items()}
+    tensors = {**inputs, **dict(zip(_names("past_key_values", past), past, strict=True))}
+    # An input that changes nothing is not in the graph.
+    given = {i.name: tensors[i.name].numpy() for i in session.get_inputs()}
     try:
-        got = [torch.from_numpy(a) for a in session.run(None, {n: given[n].numpy() for n in names})]
+        arrays = session.run(None, given)
     except Exception as error:  # ONNX Runtime has a class of its own for each kind
-        raise VerificationFailed(
-            where, f"{must} for {shapes}", " ".join(str(error).split())[:300]
-        ) from error
-    found = compare(list(step(inputs, past)), got)
-    allowed = _OTHER_KERNELS * found.tolerance
-    if not found.maximum <= allowed:
-        raise VerificationFailed(
-            where, f"{must} up to {allowed:.1e}", f"{found.maximum:.3e} off for {shapes}"
-        )
-    return found
+        got = " ".join(str(error).split())[:300]
+        raise VerificationFailed(where, f"{must} for {shapes}", got) from error
+    difference = compare(list(step(inputs, past)), [torch.from_numpy(a) for a in arrays])
+    allowed = _OTHER_KERNELS * difference.tolerance
+    if not difference.maximum <= allowed:
+        got = f"{difference.maximum:.3e} off for {shapes}"
+        raise VerificationFailed(where, f"{must} up to {allowed:.1e}", got)
+    return difference

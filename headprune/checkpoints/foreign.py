@@ -1,8 +1,7 @@
-"""A model's folder looked at before Transformers reads it: no file outside of it, no code, no
-absurd sizes.
+"""Check a model's folder before Transformers reads it: no outside files, no code, possible sizes.
 
-Transformers takes a folder at its word: an index may name any file of the machine, and a
-configuration that asks for a billion layers is obeyed until the memory is full.
+Transformers checks none of these. An index may name any file of the machine, and a configuration
+that asks for a billion layers is built until the memory is full.
 """
 
 from __future__ import annotations
@@ -21,30 +20,41 @@ from headprune.checkpoints.building import no_memory
 from headprune.core.errors import CheckpointError
 from headprune.core.opening import NotAFile, check_file, read_text
 
-#: Bytes of a configuration or an index: far above those of the largest models.
+#: Most bytes of a configuration or an index: far above those of the largest models.
 _LONGEST = 64 << 20
-#: What is built one by one, and the most that a model may have of it: no model known has a quarter
-#: of this.
+
+# Limits for the numbers of a configuration. The first pattern that a key matches counts.
+#: Keys of parts that are built one by one. No known model has a quarter of this many.
 _LAYERS = re.compile(r"(layers?|depths?|blocks|stages|stacks)$")
 _MOST_LAYERS = 1024
-#: How many of it a list asks for in all; other lists of layers say which ones.
+#: Keys whose list adds up to a number of layers; other lists of layers name some of them.
 _COUNTED = re.compile(r"(^|_)depths?$|^(n|num)_.*(layers|blocks|stages|stacks)$")
-#: Any other whole number, for it may be a count of something too; no expert, head, group or label
-#: needs more.
-_MOST = 1 << 16
-#: What is a size in a tensor: of words, of positions, of a width. Six times the length that any
-#: model reads.
+#: Keys of tensor sizes: words, positions, widths. Six times the longest input of any known model.
 _SIZE = re.compile(
     r"vocab|(size|sizes|dim|length|len|positions?|position_embeddings|ctx|window|rate|floor|pixels)$"
 )
 _LARGEST = 1 << 26
-#: Modules of a model: half as many again as 60 layers of 384 experts have.
+#: Any other whole number may be a count of experts, heads, groups or labels.
+_MOST = 1 << 16
+#: Keys of numbers that are no sizes, and keys under which nothing is one.
+_FREE = re.compile(
+    r"(^|_)(theta|ids?|index|tokens|seed|version|value|freq|factors?|offset)$|(^|_)(rope|size|emb)_base$|^base$"
+)
+_FREE_INSIDE = ("id2label", "label2id", "task_specific_params")
+#: Keys that can name a kernel, which is code that is downloaded and run.
+_KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
+#: Most levels of nested objects and lists.
+_DEEPEST = 40
+
+#: Most modules of a model: half as many again as 60 layers of 384 experts have.
 _MODULES = 200_000
-#: Parameters that a byte of a file may hold (weights of two bits), and those that may lack beside
-#: it: a small head.
-_DENSEST, _LACKING = 4, 10_000_000
+#: Parameters that a byte of a file may hold: weights of two bits.
+_DENSEST = 4
+#: Parameters that a file may lack, such as a small head.
+_LACKING = 10_000_000
 _CONFIGURATION = "a model's configuration"
-#: How the names of files end that are read out of a model's folder.
+
+#: Suffixes of the files that are read from a model's folder.
 _READ = (
     ".json",
     ".txt",
@@ -60,22 +70,14 @@ _READ = (
     ".md",
 )
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-#: What a key's number is no size of, and what numbers lie under that nothing is built by.
-_FREE = re.compile(
-    r"(^|_)(theta|ids?|index|tokens|seed|version|value|freq|factors?|offset)$|(^|_)(rope|size|emb)_base$|^base$"
-)
-_FREE_INSIDE = ("id2label", "label2id", "task_specific_params")
-#: Where a configuration can name a kernel, which is code that is downloaded and run.
-_KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder whose index names files outside of it, or whose configuration no model can
-    have.
+    """Refuse a folder whose index names files outside, or with an impossible configuration.
 
     Raises:
-        CheckpointError: such a folder, or an index that is none. What is no JSON at all is left to
-            the reader, which says so of the model that it was asked for.
+        CheckpointError: such a folder, or an index that is none. A configuration that is no JSON
+            passes: its reader raises a better error.
     """
     check_files(folder)
     for index in sorted(folder.glob("*.index.json")):
@@ -86,24 +88,27 @@ def check_folder(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Refuses a folder with anything but regular files where Transformers, tokenizers and PEFT read
-    by name.
+    """Refuse a folder with anything but regular files where libraries read files by name.
 
     Raises:
         CheckpointError: a FIFO, a device, a socket or a folder, or a link to one, under the name of
             such a file.
     """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        passed_by = path.suffix != ".json" and path.is_dir()
-        if path.suffix in _READ and path.exists() and not passed_by:
-            try:
-                check_file(path)
-            except NotAFile as error:
-                raise CheckpointError(error.where, error.must, error.got, error.hint) from None
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        # Other suffixes than .json are searched for by patterns, which pass by folders.
+        is_passed_by = path.suffix != ".json" and path.is_dir()
+        if path.suffix not in _READ or not path.exists() or is_passed_by:
+            continue
+        try:
+            check_file(path)
+        except NotAFile as error:
+            raise CheckpointError(error.where, error.must, error.got, error.hint) from None
 
 
 def files_of(index: Path) -> list[str]:
-    """The files that an index of shards names, each once.
+    """Names of the files that an index of shards lists, each once.
 
     Raises:
         CheckpointError: no index, or one of files that are not in its own folder.
@@ -113,64 +118,67 @@ def files_of(index: Path) -> list[str]:
     names = data.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(str(index), must, "one without a weight_map from tensors to files")
-    found = sorted(set(names.values()))
-    for name in found:
+    files = sorted(set(names.values()))
+    for name in files:
+        # No path, and no name that a terminal would hide.
         if name in ("", ".", "..") or not name.isprintable() or "/" in name or "\\" in name:
             raise CheckpointError(str(index), "an index of files in its folder", repr(name))
-    return found
+    return files
 
 
 def check_config(path: Path) -> None:
-    """Refuses a configuration that is no JSON object, names a kernel on the hub, or has numbers of
-    no model.
+    """Refuse a configuration with code of the hub or impossible numbers.
 
     Raises:
-        CheckpointError: such a configuration.
+        CheckpointError: such a configuration, or one that is no JSON object.
     """
     for keys, value in _values(path, read_object(path, _CONFIGURATION), (), 0):
-        kernel = next((key for key in keys if _KERNELS.search(key)), None)
-        if kernel is not None and isinstance(value, str) and "/" in value:
-            must = "the name of an implementation that is installed"
-            hint = "Kernels of the hub are code that would be run."
-            raise CheckpointError(f"{path}: {kernel}", must, repr(value), hint)
+        if isinstance(value, str) and "/" in value:
+            for key in keys:
+                if _KERNELS.search(key):
+                    must = "the name of an implementation that is installed"
+                    hint = "Kernels of the hub are code that would be run."
+                    raise CheckpointError(f"{path}: {key}", must, repr(value), hint)
         most = _most(keys[-1])
         if type(value) is int and abs(value) > most and not _is_free(keys):
-            raise CheckpointError(
-                f"{path}: {keys[-1]}", f"a number that a model can have, at most {most:,}", value
-            )
+            must = f"a number that a model can have, at most {most:,}"
+            raise CheckpointError(f"{path}: {keys[-1]}", must, value)
 
 
 def _most(key: str) -> int:
+    """Largest number that a key may have."""
     if _LAYERS.search(key):
         return _MOST_LAYERS
     return _LARGEST if _SIZE.search(key) else _MOST
 
 
 def _is_free(keys: tuple[str, ...]) -> bool:
+    """Whether nothing is built by the number under these keys."""
     return bool(_FREE.search(keys[-1])) or any(key in _FREE_INSIDE for key in keys)
 
 
 @contextmanager
 def few_modules(path: Path) -> Iterator[None]:
-    """Building a model by the configuration at ``path`` ends where it has more modules than any
-    model.
+    """Limit the number of modules that are built inside the block.
 
     Numbers that are small enough each may be multiplied.
 
+    Args:
+        path: The configuration, for the error.
+
     Raises:
-        CheckpointError: it had.
+        CheckpointError: the model has too many.
     """
     count = 0
 
-    def counted(*_: object) -> None:
+    def count_module(*_: object) -> None:
         nonlocal count
         count += 1
         if count > _MODULES:
-            raise CheckpointError(
-                str(path), f"that of a model of at most {_MODULES:,} modules", "more"
-            )
+            must = f"that of a model of at most {_MODULES:,} modules"
+            raise CheckpointError(str(path), must, "more")
 
-    handle = register_module_module_registration_hook(counted)
+    handle = register_module_module_registration_hook(count_module)
     try:
         yield
     finally:
@@ -178,45 +186,52 @@ def few_modules(path: Path) -> Iterator[None]:
 
 
 def check_weights(kind: Any, folder: Path) -> None:
-    """Refuses weights that are a small part of what the configuration asks for: Transformers would
-    make up the rest.
+    """Refuse weights far smaller than the configuration asks for.
+
+    Transformers would fill the rest with random numbers.
 
     Args:
         kind: A model class, or an Auto class.
-        folder: With a configuration and weights; without, nothing is said.
+        folder: With a configuration and weights; a folder without a configuration passes.
 
     Raises:
         CheckpointError: such weights, or far more modules than any model has.
     """
     import transformers
 
-    if not (folder / "config.json").is_file() or not (
-        hasattr(kind, "_model_mapping") or hasattr(kind, "post_init")
-    ):
+    path = folder / "config.json"
+    is_auto = hasattr(kind, "_model_mapping")
+    if not path.is_file() or not (is_auto or hasattr(kind, "post_init")):
         return
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        found: Any = kind._model_mapping[type(config)] if hasattr(kind, "_model_mapping") else kind
-        with no_memory(buffers=True), few_modules(folder / "config.json"):
-            model: nn.Module = (found[0] if isinstance(found, (list, tuple)) else found)(config)
+        classes: Any = kind._model_mapping[type(config)] if is_auto else kind
+        model_class = classes[0] if isinstance(classes, (list, tuple)) else classes
+        # Only its parameters are counted: nothing needs memory.
+        with no_memory(buffers=True), few_modules(path):
+            model: nn.Module = model_class(config)
     except CheckpointError:
         raise
-    except Exception:  # what cannot be built cannot be loaded, and then Transformers says why
+    except Exception:  # a model that cannot be built: Transformers says why
         return
-    wanted = sum(p.numel() for p in model.parameters())
-    held = sum(path.stat().st_size for pattern in _WEIGHTS for path in folder.glob(pattern))
-    if wanted > _DENSEST * held + _LACKING:
-        must = f"one of the {held:,} bytes of weights beside it"
-        raise CheckpointError(
-            str(folder / "config.json"), must, f"one of a model of {wanted:,} parameters"
-        )
+    n_parameters = sum(p.numel() for p in model.parameters())
+    n_bytes = 0
+    for pattern in _WEIGHTS:
+        n_bytes += sum(file.stat().st_size for file in folder.glob(pattern))
+    if n_parameters > _DENSEST * n_bytes + _LACKING:
+        must = f"one of the {n_bytes:,} bytes of weights beside it"
+        raise CheckpointError(str(path), must, f"one of a model of {n_parameters:,} parameters")
 
 
 def read_object(path: Path, must: str) -> dict[str, Any]:
-    """The JSON object in a file of a length that a sound one has.
+    """The JSON object in a file.
+
+    Args:
+        path: The file.
+        must: What it must be, for the error.
 
     Raises:
-        CheckpointError: a longer file, or another one; it must be ``must``.
+        CheckpointError: a file that is too long, or that holds no JSON object.
     """
     data = _parsed(path, must)
     if not isinstance(data, dict):
@@ -226,7 +241,7 @@ def read_object(path: Path, must: str) -> dict[str, Any]:
 
 
 def _parsed(path: Path, must: str) -> Any:
-    """What a file says in JSON; None where it says nothing in it.
+    """The JSON value in a file; None where it holds none.
 
     Raises:
         CheckpointError: a file that is too long to be read.
@@ -234,9 +249,8 @@ def _parsed(path: Path, must: str) -> Any:
     try:
         return json.loads(read_text(path, _LONGEST))
     except NotAFile as error:
-        raise CheckpointError(
-            str(path), f"{must}, in {error.must}", error.got, error.hint
-        ) from None
+        must = f"{must}, in {error.must}"
+        raise CheckpointError(str(path), must, error.got, error.hint) from None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -244,16 +258,17 @@ def _parsed(path: Path, must: str) -> Any:
 def _values(
     path: Path, value: Any, keys: tuple[str, ...], depth: int
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value under the keys above it, and what the numbers of a list come to where they are
-    counts of layers."""
-    if depth > 40:
-        raise CheckpointError(str(path), _CONFIGURATION, "one that is nested more than 40 deep")
+    """Every value with the keys above it, and sums of lists of layers."""
+    if depth > _DEEPEST:
+        got = f"one that is nested more than {_DEEPEST} deep"
+        raise CheckpointError(str(path), _CONFIGURATION, got)
     if isinstance(value, dict):
         for name, inside in value.items():
             yield from _values(path, inside, (*keys, name), depth + 1)
     elif isinstance(value, list):
         for inside in value:
             yield from _values(path, inside, keys, depth + 1)
+        # [2, 2, 18, 2] may be the layers of four stages.
         if keys and _COUNTED.search(keys[-1]):
             yield keys, _total(value)
     else:
@@ -262,6 +277,6 @@ def _values(
 
 def _total(value: Any) -> int:
     """The sum of the whole numbers in nested lists."""
-    return (
-        sum(map(_total, value)) if isinstance(value, list) else value if type(value) is int else 0
-    )
+    if isinstance(value, list):
+        return sum(map(_total, value))
+    return value if type(value) is int else 0

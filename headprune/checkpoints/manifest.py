@@ -1,5 +1,4 @@
-"""``headprune.json``: what a checkpoint folder of our own needs besides weights and
-configuration."""
+"""``headprune.json``: the description of a checkpoint folder in our own format."""
 
 from __future__ import annotations
 
@@ -37,19 +36,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest(Value):
-    """What a checkpoint folder needs besides weights and configuration.
+    """The description of a checkpoint folder, besides weights and configuration.
 
     Args:
         model_class: Class of the model, found in Transformers by this name; or the user's own
             class.
         transformers: Whether it is a Transformers class, built from ``config.json``.
         structure: Fingerprint of the uncut model's structure.
-        mask: The heads that are left.
+        mask: The kept heads.
         aliases: Shared tensors, for example tied embeddings.
         added_biases: Biases of projections that recovery gave one.
-        tables: Buffers that a model builds for itself and that are stored because a new model's may
-            differ, for example rotary angles that were rounded by ``model.bfloat16()``.
-        folded: Which heads the biases hold, see ``recovery/mean_fold.py``.
+        tables: Buffers that a model computes when it is built, stored because a new model's may
+            differ, for example rotary angles that ``model.bfloat16()`` rounded.
+        folded: Heads whose mean output the biases hold, see ``recovery/mean_fold.py``.
         config_sha256: Hash of ``config.json``, where there is one.
         weights_sha256: Hash of the weights file; of the index where there are several.
         library: Version of headprune that wrote it.

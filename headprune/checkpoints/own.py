@@ -1,10 +1,9 @@
-"""Our own form of a checkpoint: complete for every cut model, and bit for bit.
+"""Our own checkpoint format: it holds every cut model, bit for bit.
 
-A folder holds ``model.safetensors`` or its shards (the module's own parameter names),
-``config.json`` and ``generation_config.json`` as the full model had them, where it is a
-Transformers one, and ``headprune.json``. Loading builds the full model without memory for its
-weights, cuts it, and puts the stored tensors in place, so that uneven head counts come back.
-Nothing is pickled.
+A folder holds ``model.safetensors`` or its shards, under the module's own parameter names, and
+``headprune.json``. That of a Transformers model also holds ``config.json`` and
+``generation_config.json`` of the full model. Loading builds the full model without memory for its
+weights, cuts it, and puts the stored tensors in place. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -43,16 +42,18 @@ def write(
     max_shard_size: int | str,
     elsewhere: Mapping[str, slices.Slice | OffloadedTensor] | None = None,
 ) -> Manifest:
-    """Writes weights, configuration and manifest; nothing of an earlier save is replaced before all
-    went well.
+    """Write weights, configuration and manifest.
 
     Args:
         model: The model.
         bound: Its sites.
-        folder: Where all goes.
+        folder: Where all goes; files of an earlier save are replaced once all are written.
         max_shard_size: Bytes, or text such as ``"5GB"``.
-        elsewhere: By name, where the tensors of a model on the meta device lie; default, what
+        elsewhere: By name, where the tensors of a model on the meta device are; default, those that
             accelerate offloads.
+
+    Returns:
+        The manifest.
     """
     away = offloaded(model) if elsewhere is None else {}
     elsewhere = elsewhere or away
@@ -60,17 +61,14 @@ def write(
     def save(tensors: dict[str, Tensor], path: Path) -> None:
         slices.save({name: elsewhere.get(name, tensor) for name, tensor in tensors.items()}, path)
 
+    # 1. All tensors to store, shared ones once.
     new = fresh(model)
     tables = _tables(model, new)
     state = {**weights_of(model, keep_vars=True), **tables}
-    state.update(
-        {
-            name: state[first]
-            for name, first in tied(model, away).items()
-            if {name, first} <= state.keys()
-        }
-    )
+    _retie(state, tied(model, away))
     stored, aliases = distinct(state, elsewhere)
+
+    # 2. Weights first, for the manifest has their hashes.
     config = _config_text(model)
     folder.mkdir(parents=True, exist_ok=True)
     with written(stored, folder, max_shard_size, save if elsewhere else None) as (sha256, shards):
@@ -90,8 +88,16 @@ def write(
         )
         if config is not None:
             _save_config(model, config, folder)
+    # The manifest last: a folder without one is not loaded.
     manifest.save(folder / MANIFEST)
     return manifest
+
+
+def _retie(state: dict[str, Any], first_of: Mapping[str, str]) -> None:
+    """Make tied tensors one again, which accelerate offloads under each of their names."""
+    for name, first in first_of.items():
+        if name in state and first in state:
+            state[name] = state[first]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -102,20 +108,19 @@ def read_manifest(folder: Path) -> Manifest:
     """
     check_files(folder)
     if not (folder / MANIFEST).is_file():
-        got = f"no {MANIFEST} in it" if folder.is_dir() else "no such folder"
+        must = "a folder that save_pretrained wrote"
+        if not folder.is_dir():
+            raise CheckpointError(str(folder), must, "no such folder")
         hint = (
             "A folder in the format 'transformers' or 'remote-code' is loaded by Transformers, see"
             " its README.md."
         )
-        raise CheckpointError(
-            str(folder), "a folder that save_pretrained wrote", got, hint if folder.is_dir() else ""
-        )
+        raise CheckpointError(str(folder), must, f"no {MANIFEST} in it", hint)
     try:
         return Manifest.load(folder / MANIFEST)
     except HeadPruneError as error:
-        raise CheckpointError(
-            str(folder / MANIFEST), "a manifest that we can read", str(error)
-        ) from error
+        must = "a manifest that we can read"
+        raise CheckpointError(str(folder / MANIFEST), must, str(error)) from error
 
 
 def build(folder: Path, manifest: Manifest) -> nn.Module:
@@ -128,97 +133,128 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
     import transformers
 
     kind: Any = class_named(manifest.model_class)
-    if not (manifest.transformers and kind is not None):
+    if not manifest.transformers or kind is None:
+        got = f"class {manifest.model_class!r}"
         hint = (
             "Pass from_pretrained(folder, model=...) a freshly built full-size model; it is cut and"
             " filled."
         )
-        raise CheckpointError(
-            str(folder), "a Transformers model", f"class {manifest.model_class!r}", hint
-        )
-    if not (folder / "config.json").is_file():  # Transformers would take the defaults of the class
-        raise CheckpointError(str(folder / "config.json"), "a valid configuration", "no such file")
-    if sha256_file(folder / "config.json") != manifest.config_sha256:
-        must = f"the file that {MANIFEST} describes (SHA-256 {str(manifest.config_sha256)[:12]}...)"
-        hint = "To change a setting, load the model, change model.config, and save it again."
-        raise CheckpointError(str(folder / "config.json"), must, "a file with other contents", hint)
-    check_config(folder / "config.json")
+        raise CheckpointError(str(folder), "a Transformers model", got, hint)
+    path = folder / "config.json"
+    _check_config_file(path, manifest)
     try:
         config = kind.config_class.from_pretrained(folder)
-        with no_memory(), few_modules(folder / "config.json"):
+        with no_memory(), few_modules(path):
             model: nn.Module = kind(config)
         if kind.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    except (
-        Exception
-    ) as error:  # a wrong number in a configuration breaks a constructor in any way it likes
-        raise CheckpointError(
-            str(folder / "config.json"), "a valid configuration", str(error)
-        ) from error
+    # A wrong number in a configuration breaks a constructor in any way it likes.
+    except Exception as error:
+        raise CheckpointError(str(path), "a valid configuration", str(error)) from error
     return model
 
 
+def _check_config_file(path: Path, manifest: Manifest) -> None:
+    """Check that a configuration is the saved one, of a possible model."""
+    if not path.is_file():  # Transformers would take the defaults of the class
+        raise CheckpointError(str(path), "a valid configuration", "no such file")
+    if sha256_file(path) != manifest.config_sha256:
+        must = f"the file that {MANIFEST} describes (SHA-256 {str(manifest.config_sha256)[:12]}...)"
+        hint = "To change a setting, load the model, change model.config, and save it again."
+        raise CheckpointError(str(path), must, "a file with other contents", hint)
+    check_config(path)
+
+
 def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Puts the stored tensors in place of the model's own, shared ones shared."""
+    """Put the stored tensors in place of a cut model's own, shared ones shared.
+
+    Args:
+        model: The cut model, without memory for its weights or with any.
+        manifest: The folder's manifest.
+        tensors: The folder's tensors, by name.
+        folder: The folder, for errors.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown, or of another shape or kind.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
+
+    # 1. Biases that recovery added.
     for name in manifest.added_biases:
         owner = modules.get(name.rpartition(".")[0])
         if owner is not None and getattr(owner, "bias", None) is None and name in tensors:
-            owner.register_parameter(
-                "bias", nn.Parameter(torch.empty_like(tensors[name], device="meta"))
-            )
+            bias = torch.empty_like(tensors[name], device="meta")
+            owner.register_parameter("bias", nn.Parameter(bias))
+
+    # 2. Which tensors the model needs, and which there are.
     expected = weights_of(model, keep_vars=True)
     tables = dict(model.named_buffers(remove_duplicate=False))
-    expected.update({name: tables[name] for name in manifest.tables if name in tables})
-    available = {
-        **tensors,
-        **{a.name: tensors[a.stored] for a in manifest.aliases if a.stored in tensors},
-    }
-    missing = sorted(expected.keys() - available.keys())
-    foreign = sorted(
-        available.keys() - expected.keys() - set(manifest.tables)
-    )  # a newer class may lack a table
-    if missing or foreign:
-        got = (
-            f"{len(missing)} missing ({', '.join(missing[:3])}), {len(foreign)} unknown"
-            f" ({', '.join(foreign[:3])})"
-        )
-        raise CheckpointError(
-            str(folder / WEIGHTS), f"exactly the tensors of {type(model).__name__}", got
-        )
+    expected.update((name, tables[name]) for name in manifest.tables if name in tables)
+    stored_as = {a.name: a.stored for a in manifest.aliases}
+    available = dict(tensors)
+    for name, stored in stored_as.items():
+        if stored in tensors:
+            available[name] = tensors[stored]
+    _check_tensors(type(model).__name__, manifest, expected, available, folder)
+
+    # 3. One parameter for all names of a tensor.
+    parameters: dict[str, nn.Parameter] = {}
     for name, old in expected.items():
-        if old.shape != available[name].shape and name not in manifest.tables:
-            must = f"of shape {list(old.shape)}"
-            raise CheckpointError(f"{folder / WEIGHTS}: {name}", must, list(available[name].shape))
-        if old.is_floating_point() != available[name].is_floating_point():
-            raise CheckpointError(
-                f"{folder / WEIGHTS}: {name}", f"of a type like {old.dtype}", available[name].dtype
-            )
-    placed: dict[str, Tensor] = {}
-    for name, old in expected.items():
-        stored = {a.name: a.stored for a in manifest.aliases}.get(name, name)
         owner_name, _, attribute = name.rpartition(".")
         owner = modules[owner_name]
-        if isinstance(old, nn.Parameter):
-            if stored not in placed:
-                placed[stored] = nn.Parameter(available[name], requires_grad=old.requires_grad)
-            owner._parameters[attribute] = placed[stored]
-        else:
+        # Set directly: register_buffer would make a persistent one of a table.
+        if not isinstance(old, nn.Parameter):
             owner._buffers[attribute] = available[name]
+            continue
+        stored = stored_as.get(name, name)
+        if stored not in parameters:
+            parameters[stored] = nn.Parameter(available[name], requires_grad=old.requires_grad)
+        owner._parameters[attribute] = parameters[stored]
+
+
+def _check_tensors(
+    model_class: str,
+    manifest: Manifest,
+    expected: Mapping[str, Tensor],
+    available: Mapping[str, Tensor],
+    folder: Path,
+) -> None:
+    """Check that the stored tensors are those of the model."""
+    where = folder / WEIGHTS
+    missing = sorted(expected.keys() - available.keys())
+    # A newer class may lack a table.
+    unknown = sorted(available.keys() - expected.keys() - set(manifest.tables))
+    if missing or unknown:
+        got = (
+            f"{len(missing)} missing ({', '.join(missing[:3])}), {len(unknown)} unknown"
+            f" ({', '.join(unknown[:3])})"
+        )
+        raise CheckpointError(str(where), f"exactly the tensors of {model_class}", got)
+    for name, old in expected.items():
+        new = available[name]
+        if old.shape != new.shape and name not in manifest.tables:
+            must = f"of shape {list(old.shape)}"
+            raise CheckpointError(f"{where}: {name}", must, list(new.shape))
+        # Any floating-point type will do: a model may be stored in another one.
+        if old.is_floating_point() != new.is_floating_point():
+            raise CheckpointError(f"{where}: {name}", f"of a type like {old.dtype}", new.dtype)
 
 
 def _tables(model: nn.Module, new: nn.Module | None) -> dict[str, Tensor]:
-    """Floating-point buffers that the state dict leaves out, unless a new model has the very
-    same."""
+    """Floating-point buffers that the state dict leaves out and a new model has otherwise.
+
+    Args:
+        model: The model.
+        new: A new model of its class; None where none can be built.
+    """
     known = {} if new is None else dict(new.named_buffers(remove_duplicate=False))
-    stored = model.state_dict(keep_vars=True).keys()
+    in_state = model.state_dict(keep_vars=True).keys()
     tables = {}
     for name, table in model.named_buffers():
-        if (
-            name in stored
-            or not table.is_floating_point()
-            or (new is not None and name not in known)
-        ):
+        if name in in_state or not table.is_floating_point():
+            continue
+        # A buffer that no new model has could not be put back.
+        if new is not None and name not in known:
             continue
         built = known.get(name)
         if built is None or built.dtype != table.dtype or not torch.equal(built, table.cpu()):
@@ -232,6 +268,7 @@ def _config_text(model: nn.Module) -> bytes | None:
 
     if not isinstance(model, transformers.PreTrainedModel):
         return None
+    # All settings, because defaults may change between versions of Transformers.
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -245,13 +282,12 @@ def _save_config(model: Any, config: bytes, folder: Path) -> None:
 
 
 def added_biases(model: nn.Module, new: nn.Module | None) -> tuple[str, ...]:
-    """Biases of projections that a freshly built model does not have; all of them where none can be
-    built."""
-    have = set() if new is None else set(new.state_dict())
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)]
-    biases = [
-        f"{n}.bias".lstrip(".")
-        for n in linear
-        if model.get_submodule(n)._parameters.get("bias") is not None
-    ]
-    return tuple(name for name in biases if name not in have)
+    """Biases of projections that a new model does not have; all where ``new`` is None."""
+    own: set[str] = set() if new is None else set(new.state_dict())
+    biases = []
+    for path, module in model.named_modules():
+        is_projection = isinstance(module, nn.Linear) or is_conv1d(module)
+        name = f"{path}.bias".lstrip(".")
+        if is_projection and module._parameters.get("bias") is not None and name not in own:
+            biases.append(name)
+    return tuple(biases)

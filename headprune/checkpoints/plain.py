@@ -1,8 +1,8 @@
-"""Checkpoints that Transformers loads by itself: the head counts stand in the configuration.
+"""Checkpoints that Transformers loads by itself, with the head counts in the configuration.
 
-Which families can is decided by trying: a configuration with the new counts is built, the class is
-built from it without memory, and every tensor must have the cut model's shape. Whether the code
-does the same with them is proven by loading what was written.
+Whether a family can is tried: a configuration with the new counts is built, then the class without
+memory for its weights, and every tensor must have the cut model's shape. ``proof.py`` proves that
+the code computes the same with them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headprune.checkpoints.building import fresh, is_known
 from headprune.core.errors import UnsupportedModel
 from headprune.model.sites import BoundSite
 
+#: Names of head counts in configurations.
 _QUERY = (
     "num_attention_heads",
     "num_heads",
@@ -35,66 +36,86 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
     Raises:
         UnsupportedModel: there is none; the message says why.
     """
+    kind = type(model).__name__
     if not is_known(model):
-        raise UnsupportedModel(_WHERE, "for a class of Transformers", type(model).__name__)
+        raise UnsupportedModel(_WHERE, "for a class of Transformers", kind)
     for b in bound:
+        name = b.site.name
         if not b.site.heads:
-            raise UnsupportedModel(
-                _WHERE, "for a model with a head in every layer", f"none left in {b.site.name}"
-            )
-        if b.site.geometry.kv_of is not None:
+            must = "for a model with a head in every layer"
+            raise UnsupportedModel(_WHERE, must, f"none kept in {name}")
+        kv_of = b.site.geometry.kv_of
+        if kv_of is not None:
             must = "for query heads that share key/value heads evenly"
-            raise UnsupportedModel(
-                _WHERE, must, f"{b.site.name} with key/value heads {b.site.geometry.kv_of}"
-            )
+            raise UnsupportedModel(_WHERE, must, f"{name} with key/value heads {kv_of}")
+    # The reason of the first try is the one to report.
     reasons = []
+    # Some families compute a head's width from the counts, unless it is set.
     for with_width in (False, True):
         config: Any = copy.deepcopy(model.config)
         try:
             for section, sites in _sections(model, config, bound):
                 _set_counts(section, sites, with_width)
             config = type(config).from_dict(config.to_dict())  # what a reader of the file gets
-            differs = differing_shapes(fresh(model, config), model)
+            differing = differing_shapes(fresh(model, config), model)
         except UnsupportedModel:
             raise
-        except (
-            Exception
-        ) as error:  # a configuration's validators, and constructors, raise what they like
+        # A configuration's validators, and constructors, may raise anything.
+        except Exception as error:
             reasons.append(f"{type(config).__name__} refuses them: {' '.join(str(error).split())}")
             continue
-        if not differs:
+        if not differing:
             return config
-        reasons.append(f"with these counts {type(model).__name__} would have {differs[0]}")
+        reasons.append(f"with these counts {kind} would have {differing[0]}")
     raise UnsupportedModel(_WHERE, "for head counts that the configuration can say", reasons[0])
 
 
 def differing_shapes(built: nn.Module | None, model: nn.Module) -> list[str]:
-    """What is not as in the cut model among the tensors of a freshly built one, in words."""
+    """Tensors of a new model that differ from the cut model's, in words."""
     assert built is not None
-    theirs, ours = ({n: list(t.shape) for n, t in weights_of(m).items()} for m in (built, model))
-    names = [n for n in {**ours, **theirs} if theirs.get(n) != ours.get(n)]
-    return [f"{n} {theirs.get(n, 'missing')}, not {ours.get(n, 'at all')}" for n in names]
+    theirs = {name: list(t.shape) for name, t in weights_of(built).items()}
+    own = {name: list(t.shape) for name, t in weights_of(model).items()}
+    differing = []
+    for name in {**own, **theirs}:
+        if theirs.get(name) != own.get(name):
+            shapes = f"{theirs.get(name, 'missing')}, not {own.get(name, 'at all')}"
+            differing.append(f"{name} {shapes}")
+    return differing
 
 
 def _sections(
     model: Any, config: Any, bound: list[BoundSite]
 ) -> Iterator[tuple[Any, list[BoundSite]]]:
-    """The parts of ``config``, a copy of the model's, that speak of some sites each: text and
-    vision have their own."""
-    places = {id(section): path for path, section in _parts(model.config)}
-    found: dict[tuple[str, ...], list[BoundSite]] = {}
+    """Parts of a configuration, with the sites that each describes.
+
+    A model of text and images has a part for each.
+
+    Args:
+        model: The model.
+        config: A copy of its configuration, whose parts are returned.
+        bound: The model's sites.
+    """
+    paths = {id(section): path for path, section in _parts(model.config)}
+    sites_at: dict[tuple[str, ...], list[BoundSite]] = {}
     for b in bound:
-        owned = (getattr(m, "config", None) for m in b.module.modules())
-        path = next((places[id(c)] for c in owned if id(c) in places), ())
-        found.setdefault(path, []).append(b)
-    for path, sites in found.items():
+        # The first part of the configuration that the attention or a module in it holds.
+        path: tuple[str, ...] = ()
+        for module in b.module.modules():
+            held = id(getattr(module, "config", None))
+            if held in paths:
+                path = paths[held]
+                break
+        sites_at.setdefault(path, []).append(b)
+    # The same parts of the copy.
+    for path, sites in sites_at.items():
         section = config
-        for step in path:
-            section = getattr(section, step)
+        for name in path:
+            section = getattr(section, name)
         yield section, sites
 
 
 def _parts(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every part of a configuration, with the names that lead to it."""
     yield path, config
     for name in getattr(config, "sub_configs", None) or ():
         part = getattr(config, name, None)
@@ -103,18 +124,24 @@ def _parts(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _set_counts(section: Any, sites: list[BoundSite], with_width: bool) -> None:
-    """Sets the head counts that a part of a configuration has, and a head's width where it follows
-    from them else."""
+    """Set the head counts in a part of a configuration."""
     counts = {(b.site.geometry.n_query_heads, b.site.geometry.n_kv_heads) for b in sites}
     if len(counts) > 1:
-        said = ", ".join(str(len(b.site.heads)) for b in sites)
-        raise UnsupportedModel(
-            _WHERE, "for the same number of heads in every layer", f"layers with {said} heads"
-        )
+        each = ", ".join(str(len(b.site.heads)) for b in sites)
+        must = "for the same number of heads in every layer"
+        raise UnsupportedModel(_WHERE, must, f"layers with {each} heads")
+    # One pair of counts for all these sites.
     ((n_query_heads, n_kv_heads),) = counts
     site = sites[0].site
-    values = {n: n_query_heads for n in _QUERY if getattr(section, n, None) == site.n_query_heads}
-    values |= {n: n_kv_heads for n in _KEY_VALUE if getattr(section, n, None) == site.n_kv_heads}
+    # Only names whose value is the full model's count. All are read before any is set, because a
+    # configuration may have one value under two names.
+    values = {}
+    for name in _QUERY:
+        if getattr(section, name, None) == site.n_query_heads:
+            values[name] = n_query_heads
+    for name in _KEY_VALUE:
+        if getattr(section, name, None) == site.n_kv_heads:
+            values[name] = n_kv_heads
     if with_width:
         values["head_dim"] = site.head_dim
     for name, value in values.items():

@@ -1,5 +1,7 @@
-"""The last word on a checkpoint that others load: what comes back is what was saved, in tensors and
-in outputs."""
+"""Prove a checkpoint for Transformers: the model that loads is the saved one.
+
+Tensors must be equal to the last bit, outputs up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headprune.attention.kept_heads import weights_of
 from headprune.checkpoints.building import save_as
@@ -29,21 +31,19 @@ def example_for(model: nn.Module, example: Any) -> Any:
     """
     if example is not None:
         return example
-    made = example_batch(model)
+    # Token ids or images, by the configuration.
+    made_up = example_batch(model)
+    name = type(model).__name__
+    must = "a batch the model takes, to compare what was saved with what loads"
+    if made_up is None:
+        raise InvalidValue("example", must, f"none, and none can be made up for {name}")
     try:
-        if made is not None:
-            sample_outputs(model, made)
-            return made
+        sample_outputs(model, made_up)
     except Exception as error:  # a model may refuse a made-up batch in any way
-        got = (
-            f"none, and {type(model).__name__} does not take a made-up one"
-            f" ({' '.join(str(error).split())[:120]})"
-        )
-    else:
-        got = f"none, and none can be made up for {type(model).__name__}"
-    raise InvalidValue(
-        "example", "a batch the model takes, to compare what was saved with what loads", got
-    )
+        reason = " ".join(str(error).split())[:120]
+        got = f"none, and {name} does not take a made-up one ({reason})"
+        raise InvalidValue("example", must, got) from None
+    return made_up
 
 
 def written_and_proven(
@@ -55,73 +55,99 @@ def written_and_proven(
     original_names: bool,
     example: Any,
 ) -> None:
-    """Writes a model as ``kind`` with ``config``, loads it as a reader would, and compares the two.
+    """Write a model, load it as a reader would, and compare the two.
+
+    Args:
+        kind: The class as which it is written.
+        config: The configuration with which it is written.
+        model: The model.
+        folder: Where to.
+        max_shard_size: Bytes, or text such as ``"5GB"``.
+        original_names: Whether tensors get the names and the packing that the family has on disk.
+        example: A batch to compare outputs on.
 
     Raises:
         NotWritten: there is no room, or no right to write there.
         VerificationFailed: it cannot be written or loaded, a tensor is missing or differs in shape,
             dtype or a single bit, or the outputs differ by more than rounding.
     """
-    where, must = f"{type(model).__name__} as written and loaded by Transformers", "what was saved"
+    where = f"{type(model).__name__} as written and loaded by Transformers"
+    must = "what was saved"
+    # The same kernels in both, so that outputs differ by rounding only.
     options: dict[str, Any] = {
         "dtype": model.dtype,
         "output_loading_info": True,
         "local_files_only": True,
     }
-    if implementation := getattr(model.config, "_attn_implementation", None):
+    implementation = getattr(model.config, "_attn_implementation", None)
+    if implementation:
         options["attn_implementation"] = implementation
+
+    # 1. Write, load and run.
     try:
         with quiet():
             with writing(folder):
                 save_as(kind, config, model, folder, max_shard_size, original_names)
             loaded, info = kind.from_pretrained(folder, **options)
-        got = sample_outputs(loaded.to(device_of(model)), example)
+        loaded_outputs = sample_outputs(loaded.to(device_of(model)), example)
     except NotWritten:
         raise
     # Writing reverses conversions and loading checks shapes, each failing in its own way.
     except Exception as error:
-        raise VerificationFailed(
-            where, must, f"no model: {' '.join(str(error).split())[:300]}"
-        ) from error
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if info.get(what):
-            raise VerificationFailed(
-                where, must, f"{what.replace('_', ' ')}: {sorted(map(str, info[what]))[:3]}"
-            )
-    ours, theirs = state_of(model), weights_of(loaded)
-    for name in {**ours, **theirs}:
-        a, b = ours.get(name), theirs.get(name)
-        if a is None or b is None or a.dtype != b.dtype or not torch.equal(a.to(b.device), b):
+        got = f"no model: {' '.join(str(error).split())[:300]}"
+        raise VerificationFailed(where, must, got) from error
+
+    # 2. Compare the keys, the tensors and the outputs.
+    for kind_of_key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        keys = info.get(kind_of_key)
+        if keys:
+            got = f"{kind_of_key.replace('_', ' ')}: {sorted(map(str, keys))[:3]}"
+            raise VerificationFailed(where, must, got)
+    saved, theirs = state_of(model), weights_of(loaded)
+    for name in {**saved, **theirs}:
+        if not _is_same(saved.get(name), theirs.get(name)):
             raise VerificationFailed(where, must, f"another tensor {name!r}")
-    difference = compare(sample_outputs(model, example), got)
+    difference = compare(sample_outputs(model, example), loaded_outputs)
     if not difference.holds:
-        off = f"outputs that are {difference.maximum:.3e} off"
-        raise VerificationFailed(where, f"{must}, up to {difference.tolerance:.1e}", off)
+        got = f"outputs that are {difference.maximum:.3e} off"
+        raise VerificationFailed(where, f"{must}, up to {difference.tolerance:.1e}", got)
+
+
+def _is_same(saved: Tensor | None, loaded: Tensor | None) -> bool:
+    """Whether both tensors are there, with the same type, shape and bits."""
+    if saved is None or loaded is None or saved.dtype != loaded.dtype:
+        return False
+    return torch.equal(saved.to(loaded.device), loaded)
 
 
 def same_tensors(kind: Any, part: Any, folder: Path) -> None:
-    """Loads a part of a written model by itself and compares its tensors.
+    """Load a part of a written model by itself and compare its tensors.
+
+    Args:
+        kind: The part's class.
+        part: The part of the saved model.
+        folder: Where the whole model was written.
 
     Raises:
-        VerificationFailed: it does not load, or a tensor is not what was saved, to the last bit.
+        VerificationFailed: it does not load, or a tensor differs from the saved one in any bit.
     """
     where = f"{type(part).__name__} out of the written folder, loaded by Transformers"
+    must = "the saved model's part"
+    options = {"dtype": part.dtype, "local_files_only": True}
     try:
         with quiet():
-            loaded = kind.from_pretrained(
-                folder, dtype=part.dtype, local_files_only=True
-            ).state_dict()
+            loaded = kind.from_pretrained(folder, **options).state_dict()
     except Exception as error:
         got = f"no model: {' '.join(str(error).split())[:300]}"
-        raise VerificationFailed(where, "the saved model's part", got) from error
+        raise VerificationFailed(where, must, got) from error
     for name, tensor in state_of(part).items():
         if name not in loaded or not torch.equal(loaded[name], tensor.cpu()):
-            raise VerificationFailed(where, "the saved model's part", f"another tensor {name!r}")
+            raise VerificationFailed(where, must, f"another tensor {name!r}")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers without progress bars, as they are not ours to show."""
+    """Run Transformers without progress bars and warnings."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

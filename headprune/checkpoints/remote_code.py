@@ -1,10 +1,9 @@
-"""Checkpoints with a modelling file beside the weights: uneven head counts, read by Transformers
-with ``trust_remote_code=True`` and without this package.
+"""Checkpoints with a modelling file beside the weights, which Transformers loads without headprune.
 
-The file builds the full-size class, then gives every attention that was cut its shapes and counts,
-as ``config.json`` lists them, and projections the biases that a recovery gave them; a layer without
-heads becomes one that adds only the output projection's bias. Code of ours that corrects a module
-in another way cannot travel: such a model is refused.
+Loading needs ``trust_remote_code=True``. The file builds the full-size class, then gives every
+attention that was cut its shapes and counts, as ``config.json`` lists them, and projections the
+biases that a recovery added. A layer without heads adds only the output projection's bias. A model
+that needs another correction by code of headprune is refused.
 """
 
 from __future__ import annotations
@@ -41,52 +40,58 @@ class $CUT($CLASS):
         super().__init__(config, *args, **kwargs)
         resize_all(self, "$PREFIX")
 ''')
-#: Set by us or by a run, and without effect on what the module computes from its tensors.
+#: Attributes that headprune or a run sets, without effect on what the module computes.
 _IGNORED = frozenset({STATE_ATTRIBUTE, FOLDED_ATTRIBUTE, "training", "config"})
 
 
 def description_of_cut(model: nn.Module, bound: list[BoundSite]) -> dict[str, Any]:
-    """What the modelling file has to do, as JSON data:
-    ``{site: {heads, of, shapes, attributes, in_front}}``.
+    """Describe a cut for the modelling file, as JSON data.
+
+    Returns:
+        ``{site: {heads, of, shapes, attributes, in_front}}``.
 
     Raises:
-        UnsupportedModel: the cut cannot be described so; the message says why.
+        UnsupportedModel: the cut cannot be described so.
     """
+    name = type(model).__name__
     if not is_known(model):
-        raise UnsupportedModel(_WHERE, "for a class of Transformers", type(model).__name__)
+        raise UnsupportedModel(_WHERE, "for a class of Transformers", name)
     if not auto_classes(model):
-        raise UnsupportedModel(
-            _WHERE, "for a class that one of Transformers' Auto classes loads", type(model).__name__
-        )
+        must = "for a class that one of Transformers' Auto classes loads"
+        raise UnsupportedModel(_WHERE, must, name)
+    _check_mixins(model)
     built = fresh(model)
     assert built is not None
-    for name, module in model.named_modules():
-        stays = [c for c in _in_front(module) if not _travels(c)]
-        if stays:
-            must = "for modules that run their own code"
-            raise UnsupportedModel(
-                _WHERE, must, f"{name}, which {stays[0].__name__} of headprune corrects"
-            )
     full = dict(built.named_modules(remove_duplicate=False))
-    sites = {}
+    # 1. Each attention that was cut.
+    description = {}
+    described = set(added_biases(model, built))
     for b in bound:
-        if len(b.site.heads) != b.site.n_query_heads:
-            sites[b.site.name] = _site(b, full[b.site.name])
-    ours, theirs = ({n: t.shape for n, t in weights_of(m).items()} for m in (model, built))
-    names = {b.site.name: (b.site.name, *b.site.shared_with) for b in bound}
-    told = {
-        f"{n}.{path}".lstrip(".")
-        for site, s in sites.items()
-        for n in names[site]
-        for path in s["shapes"]
-    }
-    told |= set(added_biases(model, built))
-    beyond = [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n) and n not in told]
-    if beyond:
-        raise UnsupportedModel(
-            _WHERE, "for tensors that the class has, cut inside of attentions", beyond[0]
-        )
-    return sites
+        if len(b.site.heads) == b.site.n_query_heads:
+            continue
+        site = _site(b, full[b.site.name])
+        description[b.site.name] = site
+        # A module that several layers share has several names.
+        for module in (b.site.name, *b.site.shared_with):
+            described.update(f"{module}.{path}".lstrip(".") for path in site["shapes"])
+    # 2. A tensor of another shape that no site describes would not load.
+    own = {n: t.shape for n, t in weights_of(model).items()}
+    whole = {n: t.shape for n, t in weights_of(built).items()}
+    for tensor in {**own, **whole}:
+        if own.get(tensor) != whole.get(tensor) and tensor not in described:
+            must = "for tensors that the class has, cut inside of attentions"
+            raise UnsupportedModel(_WHERE, must, tensor)
+    return description
+
+
+def _check_mixins(model: nn.Module) -> None:
+    """Refuse modules whose code headprune corrects by a class that needs headprune."""
+    for name, module in model.named_modules():
+        for kind in _in_front(module):
+            if not _travels(kind):
+                must = "for modules that run their own code"
+                got = f"{name}, which {kind.__name__} of headprune corrects"
+                raise UnsupportedModel(_WHERE, must, got)
 
 
 def auto_classes(model: nn.Module) -> list[str]:
@@ -95,28 +100,37 @@ def auto_classes(model: nn.Module) -> list[str]:
 
     names = []
     for name in dir(transformers):
-        mapping = (
-            getattr(getattr(transformers, name), "_model_mapping", None)
-            if name.startswith("AutoModel")
-            else None
-        )
-        if mapping is not None:
-            found: Any = mapping.get(type(model.config), ())
-            if type(model) in (found if isinstance(found, (tuple, list)) else (found,)):
-                names.append(name)
+        if not name.startswith("AutoModel"):
+            continue
+        mapping = getattr(getattr(transformers, name), "_model_mapping", None)
+        if mapping is None:
+            continue
+        # One class, or several for one configuration.
+        kinds: Any = mapping.get(type(model.config), ())
+        if not isinstance(kinds, (tuple, list)):
+            kinds = (kinds,)
+        if type(model) in kinds:
+            names.append(name)
     return names
 
 
 def body_of(model: Any) -> nn.Module | None:
-    """The model without its head, where that is a class of its own that an Auto class loads."""
+    """The model without its head, where an Auto class loads that."""
     body: nn.Module = model.base_model
-    return body if body is not model and is_known(body) and auto_classes(body) else None
+    if body is model or not is_known(body) or not auto_classes(body):
+        return None
+    return body
 
 
 def write_code(model: Any, folder: Path) -> tuple[Any, Any]:
-    """Writes the modelling file; returns the class that it defines, and that of the model without
-    its head or None."""
-    body, name = body_of(model), type(model).__name__
+    """Write the modelling file.
+
+    Returns:
+        The class that it defines, and that of the model without its head or None.
+    """
+    body = body_of(model)
+    name = type(model).__name__
+    # 1. The placeholders of the template.
     names = {
         "CLASS": name,
         "CUT": _class_name(model),
@@ -126,37 +140,37 @@ def write_code(model: Any, folder: Path) -> tuple[Any, Any]:
     }
     if body is not None:
         names["IMPORTS"] += f", {type(body).__name__}"
-        whole = {
-            "CUT": _class_name(body),
-            "CLASS": type(body).__name__,
-            "PREFIX": f"{model.base_model_prefix}.",
-        }
-        names["BODY"] = _BODY.substitute(whole)
-    template = (
-        files("headprune.checkpoints").joinpath("modeling_template.txt").read_text(encoding="utf-8")
-    )
-    path = write_atomic(
-        folder / f"{_file_name(model)}.py", Template(template).substitute(names).encode()
-    )
+        names["BODY"] = _BODY.substitute(
+            CUT=_class_name(body),
+            CLASS=type(body).__name__,
+            PREFIX=f"{model.base_model_prefix}.",
+        )
+    template = files("headprune.checkpoints").joinpath("modeling_template.txt")
+    text = Template(template.read_text(encoding="utf-8")).substitute(names)
+    path = write_atomic(folder / f"{_file_name(model)}.py", text.encode())
+
+    # 2. Run it, as Transformers will.
     spec = importlib.util.spec_from_file_location(f"_written_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Transformers looks there for a class's module
     spec.loader.exec_module(module)
-    return getattr(module, names["CUT"]), None if body is None else getattr(
-        module, _class_name(body)
-    )
+    kind = getattr(module, names["CUT"])
+    return kind, None if body is None else getattr(module, _class_name(body))
 
 
 def config_of_cut(model: Any, description: dict[str, Any]) -> Any:
-    """The model's configuration with what the modelling file reads."""
+    """The model's configuration with the description of the cut, as the modelling file reads it."""
+    # 1. Which class of the file each Auto class loads.
     config = copy.deepcopy(model.config)
-    whole = [m for m in (body_of(model), model) if m is not None]
-    config.auto_map = {
-        name: f"{_file_name(model)}.{_class_name(m)}" for m in whole for name in auto_classes(m)
-    }
-    config.__dict__.pop("custom_pipelines", None)  # code of others, which is not ours to have run
+    config.auto_map = {}
+    for part in (body_of(model), model):
+        if part is not None:
+            reference = f"{_file_name(model)}.{_class_name(part)}"
+            config.auto_map.update(dict.fromkeys(auto_classes(part), reference))
+    # 2. Code of others, which must not run because ours is trusted.
+    config.__dict__.pop("custom_pipelines", None)
     config.headprune_heads = description
     config.headprune_biases = list(added_biases(model, fresh(model)))
     return config
@@ -171,50 +185,57 @@ def _file_name(model: Any) -> str:
 
 
 def _site(b: BoundSite, full: nn.Module) -> dict[str, Any]:
-    """One cut attention beside the full-size one."""
+    """Describe one cut attention by its difference from the full-size one."""
+    name = b.site.name
+    # 1. Parameters of other shapes.
     shapes: dict[str, list[int]] = {}
-    attributes: dict[str, Any] = {}
-    front: dict[str, str] = {}
-    theirs = dict(full.state_dict())
+    full_state = full.state_dict()
+    # Tensors that the class does not have are found by the comparison of whole models.
     for path, tensor in weights_of(b.module).items():
-        if path in theirs and theirs[path].shape != tensor.shape:
+        if path in full_state and full_state[path].shape != tensor.shape:
             shapes[path] = list(tensor.shape)
-    modules = dict(full.named_modules())
+
+    # 2. Attributes with other values, and classes in front of the modules' own.
+    attributes: dict[str, Any] = {}
+    in_front: dict[str, str] = {}
+    full_modules = dict(full.named_modules())
     for path, module in b.module.named_modules():
-        if path not in modules:
-            raise UnsupportedModel(
-                _WHERE, "for modules that the class has", f"{b.site.name}.{path}"
-            )
+        if path not in full_modules:
+            raise UnsupportedModel(_WHERE, "for modules that the class has", f"{name}.{path}")
         if _in_front(module):
-            front[path] = type(module).headprune_mixins[0].__name__
-        for name, value in _changed(module, modules[path]).items():
-            where = f"{path}.{name}".lstrip(".")
+            in_front[path] = type(module).headprune_mixins[0].__name__
+        for attribute, value in _changed(module, full_modules[path]).items():
+            where = f"{path}.{attribute}".lstrip(".")
             if not _is_plain(value):
-                raise UnsupportedModel(
-                    _WHERE, "for modules with attributes that JSON holds", f"{b.site.name}.{where}"
-                )
+                must = "for modules with attributes that JSON holds"
+                raise UnsupportedModel(_WHERE, must, f"{name}.{where}")
             attributes[where] = value
-    heads = {"heads": list(b.site.heads), "of": b.site.n_query_heads}
-    return {**heads, "shapes": shapes, "attributes": attributes, "in_front": front}
+    return {
+        "heads": list(b.site.heads),
+        "of": b.site.n_query_heads,
+        "shapes": shapes,
+        "attributes": attributes,
+        "in_front": in_front,
+    }
 
 
 def _changed(module: nn.Module, full: nn.Module) -> dict[str, Any]:
-    """Attributes that the cut module has and the full one has not, or has with another value or
-    type."""
-    found = {}
+    """Attributes of a cut module that the full one has otherwise or not."""
+    changed = {}
+    is_hooked = "_hf_hook" in module.__dict__
     for name, value in module.__dict__.items():
-        hooked = (
-            name in FORWARDS and "_hf_hook" in module.__dict__
-        )  # accelerate's, which do not travel
-        if name.startswith("_") or hooked or isinstance(value, (Tensor, nn.Module)):
+        # The forward of accelerate's hooks is no part of the model.
+        is_hook = is_hooked and name in FORWARDS
+        if name.startswith("_") or is_hook or isinstance(value, (Tensor, nn.Module)):
             continue
         other = full.__dict__.get(name, ...)
-        same = type(value) is type(other) and (value == other or not _is_plain(value))
-        if not same and (
-            name not in _IGNORED or (name == "config" and type(value) is not type(other))
-        ):
-            found[name] = value
-    return found
+        same_type = type(value) is type(other)
+        # Values that are no plain data (functions, configurations) are compared by type.
+        if same_type and (value == other or not _is_plain(value)):
+            continue
+        if name not in _IGNORED or (name == "config" and not same_type):
+            changed[name] = value
+    return changed
 
 
 def _is_plain(value: Any) -> bool:
@@ -224,26 +245,31 @@ def _is_plain(value: Any) -> bool:
 
 
 def _in_front(module: nn.Module) -> list[type]:
-    """The classes that were put in front of a module's own, each after those it derives from."""
+    """Classes in front of a module's own, each after those it derives from."""
     mixins: tuple[type, ...] = getattr(type(module), "headprune_mixins", ())
-    found = dict.fromkeys(
-        c for m in mixins for c in reversed(m.__mro__) if issubclass(c, Mixin) and c is not Mixin
-    )
-    return list(found)
+    kinds: dict[type, None] = {}
+    for mixin in mixins:
+        for kind in reversed(mixin.__mro__):
+            if issubclass(kind, Mixin) and kind is not Mixin:
+                kinds[kind] = None
+    return list(kinds)
 
 
 def _sources(model: nn.Module) -> str:
     """Source text of every class that stands in front of a module's."""
-    found = dict.fromkeys(c for m in model.modules() for c in _in_front(m))
-    return "".join(f"\n\n{inspect.getsource(c).replace('(Mixin, ', '(')}" for c in found)
+    kinds: dict[type, None] = {}
+    for module in model.modules():
+        kinds.update(dict.fromkeys(_in_front(module)))
+    # The modelling file has no class Mixin.
+    sources = [inspect.getsource(kind).replace("(Mixin, ", "(") for kind in kinds]
+    return "".join(f"\n\n{source}" for source in sources)
 
 
 def _travels(kind: type) -> bool:
-    """Whether a class needs nothing but torch, so that its source text can stand in the modelling
-    file."""
+    """Whether a class needs only torch, so that the file can hold its source."""
     from headprune.layouts import _transformers
 
-    without_heads = kind.__module__ == _transformers.__name__ and issubclass(
-        kind, _transformers.WithoutHeads
-    )
-    return without_heads or kind is WithoutFeatures
+    if kind is WithoutFeatures:
+        return True
+    is_defined_there = kind.__module__ == _transformers.__name__
+    return is_defined_there and issubclass(kind, _transformers.WithoutHeads)

@@ -1,10 +1,9 @@
-"""``prune_checkpoint``: cuts a checkpoint on disk by a plan, tensor by tensor, without ever loading
-the model.
+"""``prune_checkpoint``: cut a checkpoint on disk, tensor by tensor, without loading the model.
 
-The model is built without memory for its weights, cut as ``prune_`` cuts, and so says which rows
-and columns of which tensor stay; those are copied from file to file. The result is the folder that
-``save_pretrained`` writes, byte for byte. No input goes through the model: that a cut equals the
-gated model is proven where the plan is tried, or afterwards.
+The model is built without memory for its weights and cut as ``prune_`` cuts. That shows which rows
+and columns of which tensor are kept; those are copied from file to file. The result is the folder
+that ``save_pretrained`` writes, byte for byte. No input goes through the model: that a cut equals
+the gated model is proven where the plan is tried, or afterwards.
 """
 
 from __future__ import annotations
@@ -32,22 +31,23 @@ from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_name_of, class_named
 from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions
+from headprune.model.offloaded import count_parameters
 from headprune.model.running import default_dtype
-from headprune.model.sites import bind, find_sites
+from headprune.model.sites import BoundSite, bind, find_sites
 
 _WHOLE = "Load the model and cut it with prune_, or without --streaming."
 
 
 @dataclass(frozen=True)
 class StreamReport:
-    """What ``prune_checkpoint`` did.
+    """Result of ``prune_checkpoint``.
 
     Args:
-        removed: Original indices of the heads that left, by site.
+        removed: Original indices of the removed heads, by site.
         params_before, params_after: Parameters of the whole model.
         bytes_read, bytes_written: Of weights.
-        warnings: What a user should know.
-        copied: Files that were copied as they are.
+        warnings: Facts that a user should know.
+        copied: Names of the files that were copied unchanged.
     """
 
     removed: tuple[tuple[str, tuple[int, ...]], ...]
@@ -60,7 +60,7 @@ class StreamReport:
 
     def __str__(self) -> str:
         share = 100 * (1 - self.params_after / self.params_before)
-        heads = sum(len(gone) for _, gone in self.removed)
+        heads = sum(len(removed) for _, removed in self.removed)
         sizes = f"{self.params_before:,} -> {self.params_after:,} parameters (-{share:.1f} %)"
         return f"removed {heads} heads, {sizes}, file to file; not compared with the gated model"
 
@@ -73,141 +73,187 @@ def prune_checkpoint(
     max_shard_size: int | str = "50GB",
     copy_companions: bool = False,
 ) -> StreamReport:
-    """Cuts the model in ``folder`` by a plan and writes it to ``out`` in our own form.
+    """Cut a folder's model and write it to another in our own format.
 
-    Memory stays at that of PyTorch and the model's buffers and some tens of megabytes, whatever the
-    model's size.
+    Besides what PyTorch and the model's buffers need, memory grows by some tens of megabytes,
+    whatever the model's size.
 
     Args:
         folder: A Transformers model with safetensors files, whole or cut by headprune before.
         plan: Kept heads in original indices.
         out: A new or an empty folder.
-        max_shard_size: Bytes, or text such as ``"5GB"``: larger models are written in several
-            files.
-        copy_companions: Copy tokenizer, processor, licence and the words of the model's card, too.
+        max_shard_size: Bytes, or text such as ``"5GB"``; larger models get several files.
+        copy_companions: Copy tokenizer, processor, licence and the text of the model's card, too.
+
+    Returns:
+        A report with the removed heads, sizes and warnings.
 
     Raises:
         InvalidValue: ``out`` is not empty.
-        NotWritten: the system refused to write, or something is in ``out`` by the time all is
-            written.
+        NotWritten: the system refused to write, or ``out`` is no longer empty at the end.
         CheckpointError: a folder without such files, or a damaged one.
         PlanMismatch: the plan is for a model of another structure.
         UnsupportedModel: a model whose tensors have other names, packings or types in files than in
             memory, or a cut that is more than rows and columns; ``prune_`` takes those.
     """
-    folder, out = Path(folder), Path(out)
+    # 1. Refuse what cannot work before any file is read.
+    folder = Path(folder)
+    out = Path(out)
     check_shard_size(max_shard_size)
     if occupied(out):
         raise InvalidValue("out", "a new or an empty folder", str(out))
+
+    # 2. The model without memory for its weights, and where its tensors are.
     settle(folder)
     stored = slices.stored_tensors(folder)
     model, tables = _skeleton(folder, stored)
     if not (folder / MANIFEST).is_file():
+        # Our own format has the module's names.
         stored = _renamed(model, stored, folder)
     sources = _sources(model, stored, tables, folder)
-    mask, policy = (plan.mask, plan.policy) if isinstance(plan, PruningPlan) else (plan, "group")
-    sites = find_sites(model, policy=policy)
+
+    # 3. Its sites, and the removed heads.
+    full_plan = plan if isinstance(plan, PruningPlan) else None
+    mask = plan.mask if isinstance(plan, PruningPlan) else plan
+    sites = find_sites(model, policy="group" if full_plan is None else full_plan.policy)
     bound = bind(model, sites)
-    warnings = check_plan(
-        model, [b.site for b in bound], plan, lambda name, tensor: _sample(sources, name, tensor)
-    )
-    warnings = [*warnings, *coverage_note(sites.not_taken)]
-    gone = tuple(
-        (b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name)))
-        for b in bound
-    )
+
+    def sample(name: str, tensor: Tensor) -> bytes:
+        """Values of a tensor by which a plan recognises its model."""
+        return slices.sampled(sources[name], sample_positions(tensor.numel()))
+
+    warnings = list(check_plan(model, [b.site for b in bound], plan, sample))
+    warnings += coverage_note(sites.not_taken)
+    removed = _removed(bound, mask)
+
+    # 4. The cut, and the rows and columns that it keeps.
     rows = kept_rows_of(model, bound, mask)
-    before = sum(p.numel() for p in model.parameters())
+    params_before = count_parameters(model)
     cut_(model, bound, mask)
+    params_after = count_parameters(model)
     bound = bind(model, [b.site for b in bound])
+    # A tensor that no cut touches is copied whole.
     cut = {name: Slice(source, *rows.get(name, (0, None))) for name, source in sources.items()}
-    _check(model, cut, tables)
+    _check_cut(model, cut, tables)
+
+    # 5. The new folder.
     with staged(out, alone=True) as place:
         own.write(model, bound, place, max_shard_size, cut)
-        known = plan if isinstance(plan, PruningPlan) else None
-        write_card(model, [b.site for b in bound], out, "headprune", known, place)
+        write_card(model, [b.site for b in bound], out, "headprune", full_plan, place)
         copied = companions.copy(str(folder), place) if copy_companions else ()
+    # Tied tensors have one source.
     used = set(sources.values())
-    unused = sorted(name for name, source in stored.items() if source not in used)
-    if unused:
-        names = ", ".join(unused[:3]) + (" ..." if len(unused) > 3 else "")
-        warnings = [
-            *warnings,
-            f"{len(unused)} tensors of the folder are none of the model's: {names}",
-        ]
-    after = sum(p.numel() for p in model.parameters())
-    read = sum(source.n_bytes for source in used)
-    written = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    warnings += _unused_note(stored, used)
     return StreamReport(
-        tuple(g for g in gone if g[1]), before, after, read, written, tuple(warnings), tuple(copied)
+        removed,
+        params_before,
+        params_after,
+        bytes_read=sum(source.n_bytes for source in used),
+        bytes_written=sum(path.stat().st_size for path in out.glob("*.safetensors")),
+        warnings=tuple(warnings),
+        copied=tuple(copied),
     )
+
+
+def _removed(bound: list[BoundSite], mask: HeadMask) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The heads that a mask removes, for each site where it removes any."""
+    removed = []
+    for b in bound:
+        kept = mask.kept(b.site.name)
+        heads = tuple(h for h in b.site.heads if h not in kept)
+        if heads:
+            removed.append((b.site.name, heads))
+    return tuple(removed)
+
+
+def _unused_note(stored: dict[str, Stored], used: set[Stored]) -> list[str]:
+    """A warning of tensors that the model does not have; nothing where there are none."""
+    unused = sorted(name for name, source in stored.items() if source not in used)
+    if not unused:
+        return []
+    names = ", ".join(unused[:3]) + (" ..." if len(unused) > 3 else "")
+    return [f"{len(unused)} tensors of the folder are none of the model's: {names}"]
 
 
 def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, frozenset[str]]:
-    """The folder's model without memory for its weights, cut as it was saved; and which buffers are
-    stored besides."""
+    """The folder's model without memory for its weights, cut as it was saved.
+
+    Also the names of the buffers that are stored though the state dict leaves them out.
+    """
     if (folder / MANIFEST).is_file():
         return _cut_before(folder, stored)
-    import transformers
-
     check_folder(folder)
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        kind: Any = class_named(class_name_of(config))
-        if kind is None:
-            raise ValueError(
-                f"no class of Transformers is named in its architectures: {config.architectures}"
-            )
-        if getattr(config, "headprune_heads", None) is not None:
-            raise ValueError("it runs the modelling file beside its weights")
-        floats = [s.dtype for s in stored.values() if s.dtype.is_floating_point]
-        dtype = config.dtype or (floats[0] if floats else torch.float32)
-        with no_memory(), default_dtype(dtype), few_modules(folder / "config.json"):
-            model: Any = kind(config)
-        if kind.can_generate():
-            own_file = (folder / "generation_config.json").is_file()
-            as_loaded = (
-                {} if own_file else {"config_file_name": "config.json", "_from_model_config": True}
-            )
-            model.generation_config = transformers.GenerationConfig.from_pretrained(
-                folder, **as_loaded
-            )
-    except (
-        Exception
-    ) as error:  # a wrong number in a configuration breaks a constructor in any way it likes
-        raise CheckpointError(
-            str(folder), "a folder with a model of Transformers", str(error), _WHOLE
-        ) from error
+        model, dtype = _built(folder, stored)
+    # A wrong number in a configuration breaks a constructor in any way it likes.
+    except Exception as error:
+        must = "a folder with a model of Transformers"
+        raise CheckpointError(str(folder), must, str(error), _WHOLE) from error
     model.tie_weights()
-    strict = getattr(kind, "_keep_in_fp32_modules_strict", None)
-    wide = strict or (dtype == torch.float16 and getattr(kind, "_keep_in_fp32_modules", None))
-    if wide and dtype != torch.float32:
-        must = "a model whose tensors have one type in memory"
-        raise UnsupportedModel(
-            str(folder), must, f"{kind.__name__}, which keeps some in float32", _WHOLE
-        )
+    _check_one_dtype(model, dtype, folder)
     return model.eval(), frozenset()
 
 
+def _built(folder: Path, stored: dict[str, Stored]) -> tuple[Any, torch.dtype]:
+    """A Transformers folder's model without memory for its weights, and the type of those."""
+    import transformers
+
+    # No code of the folder runs.
+    config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind: Any = class_named(class_name_of(config))
+    if kind is None:
+        got = config.architectures
+        raise ValueError(f"no class of Transformers is named in its architectures: {got}")
+    if getattr(config, "headprune_heads", None) is not None:
+        raise ValueError("it runs the modelling file beside its weights")
+    # Without a type in the configuration, that of the first weights.
+    dtype = config.dtype
+    if not dtype:
+        floats = [s.dtype for s in stored.values() if s.dtype.is_floating_point]
+        dtype = floats[0] if floats else torch.float32
+    with no_memory(), default_dtype(dtype), few_modules(folder / "config.json"):
+        model: Any = kind(config)
+    if kind.can_generate():
+        options: dict[str, Any] = {}
+        if not (folder / "generation_config.json").is_file():
+            # As from_pretrained of a model does.
+            options = {"config_file_name": "config.json", "_from_model_config": True}
+        generation_config = transformers.GenerationConfig.from_pretrained(folder, **options)
+        model.generation_config = generation_config
+    return model, dtype
+
+
+def _check_one_dtype(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Refuse a class that keeps some tensors in float32."""
+    kind = type(model)
+    keeps = getattr(kind, "_keep_in_fp32_modules_strict", None)
+    if dtype == torch.float16:
+        keeps = keeps or getattr(kind, "_keep_in_fp32_modules", None)
+    if keeps and dtype != torch.float32:
+        must = "a model whose tensors have one type in memory"
+        got = f"{kind.__name__}, which keeps some in float32"
+        raise UnsupportedModel(str(folder), must, got, _WHOLE)
+
+
 def _cut_before(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, frozenset[str]]:
-    """The same of a folder of ours; its buffers are read, for they are small and compared with a
-    new model's."""
+    """The same for a folder in our own format."""
     manifest = own.read_manifest(folder)
+    # Every byte is read for the hashes: a damaged file must not be cut.
     weights.check(folder, manifest)
     model = own.build(folder, manifest)
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    tensors = {
-        name: slices.read(s)
-        if name in buffers
-        else torch.empty(s.shape, dtype=s.dtype, device="meta")
-        for name, s in stored.items()
-    }
+    tensors = {}
+    for name, source in stored.items():
+        # Buffers are small, and are compared with a new model's when they are written.
+        if name in buffers:
+            tensors[name] = slices.read(source)
+        else:
+            tensors[name] = torch.empty(source.shape, dtype=source.dtype, device="meta")
     return filled(folder, manifest, tensors, model), frozenset(manifest.tables)
 
 
 def _renamed(model: Any, stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
-    """The tensors under the names that the model has for them; families had others before, and
-    still have on disk.
+    """The tensors under the model's own names, where the family has others on disk.
 
     Raises:
         UnsupportedModel: tensors that Transformers merges or splits when it loads them.
@@ -216,88 +262,96 @@ def _renamed(model: Any, stored: dict[str, Stored], folder: Path) -> dict[str, S
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     changes = get_model_conversion_mapping(model)
-    names = [change for change in changes if isinstance(change, WeightRenaming)]
-    shapes = [change for change in changes if isinstance(change, WeightConverter)]
-    state, found = weights_of(model), {}
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    prefix = model.base_model_prefix
+    state = weights_of(model)
+    renamed = {}
     for old, source in stored.items():
-        new, merged = rename_source_key(old, names, shapes, model.base_model_prefix, state)
-        if merged is not None:
+        new, converted = rename_source_key(old, renamings, converters, prefix, state)
+        if converted is not None:
             must = "a folder whose tensors are those of the model"
-            raise UnsupportedModel(
-                str(folder), must, f"{old!r}, one of several that make {new!r}", _WHOLE
-            )
-        found[new] = source
-    return found
+            got = f"{old!r}, one of several that make {new!r}"
+            raise UnsupportedModel(str(folder), must, got, _WHOLE)
+        renamed[new] = source
+    return renamed
 
 
 def _sources(
     model: nn.Module, stored: dict[str, Stored], tables: frozenset[str], folder: Path
 ) -> dict[str, Stored]:
-    """Where every tensor of the state dict lies; one that is shared lies under one of its names.
+    """Where every tensor of the state dict is stored.
 
     Raises:
-        UnsupportedModel: a tensor that is not there under its own name, or has another shape or
-            type there.
+        UnsupportedModel: a tensor that is not there under its own name or that of one it is tied
+            to, or has another shape or type there.
     """
     state = weights_of(model, keep_vars=True)
-    names: dict[int, list[str]] = {}
+    tied: dict[int, list[str]] = {}  # all names of each tensor, by its id
     for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-    found = {}
-    for name, tensor in [
-        *state.items(),
-        *((t, dict(model.named_buffers())[t]) for t in sorted(tables)),
-    ]:
-        there = next((n for n in (name, *names.get(id(tensor), ())) if n in stored), None)
-        if there is None:
-            got = f"none; it has {', '.join(sorted(stored)[:3])} ..."
-            raise UnsupportedModel(
-                str(folder), f"a folder with a tensor {name!r}, as the model has it", got, _WHOLE
-            )
-        source = stored[there]
+        tied.setdefault(id(tensor), []).append(name)
+    # Tables are stored though the state dict leaves them out.
+    buffers = dict(model.named_buffers())
+    expected = dict(state)
+    expected.update((name, buffers[name]) for name in sorted(tables))
+
+    # 1. Each tensor under its own name, else under that of one it is tied to.
+    sources = {}
+    for name, tensor in expected.items():
+        names = [name, *tied.get(id(tensor), ())]
+        sources[name] = _source(names, tensor, stored, folder)
+
+    # 2. Tied tensors that are stored twice must be equal.
+    for name, tensor in state.items():
+        for other in tied[id(tensor)]:
+            if other not in stored or stored[other] == sources[name]:
+                continue
+            if not _equal(sources[name], stored[other]):
+                must = f"a folder in which {name!r} and {other!r} are the same, as in the model"
+                raise UnsupportedModel(str(folder), must, "two that differ", _WHOLE)
+            break  # one is enough: each name has its turn
+    return sources
+
+
+def _source(names: list[str], tensor: Tensor, stored: dict[str, Stored], folder: Path) -> Stored:
+    """Where a tensor is stored under the first of its names that the folder has."""
+    for name in names:
+        if name not in stored:
+            continue
+        source = stored[name]
         if source.shape != tuple(tensor.shape) or source.dtype != tensor.dtype:
-            must = f"{_words(tensor.dtype)} of shape {list(tensor.shape)}, as in memory"
-            raise UnsupportedModel(
-                f"{folder}: {there}",
-                must,
-                f"{_words(source.dtype)} of shape {list(source.shape)}",
-                _WHOLE,
-            )
-        found[name] = source
-    for name, tensor in state.items():
-        others = [n for n in names[id(tensor)] if n in stored and stored[n] != found[name]]
-        if others and any(
-            a != b for a, b in zip(_bytes(found[name]), _bytes(stored[others[0]]), strict=True)
-        ):
-            must = f"a folder in which {name!r} and {others[0]!r} are the same, as in the model"
-            raise UnsupportedModel(str(folder), must, "two that differ", _WHOLE)
-    return found
+            must = f"{_kind_of(tensor)}, as in memory"
+            raise UnsupportedModel(f"{folder}: {name}", must, _kind_of(source), _WHOLE)
+        return source
+    must = f"a folder with a tensor {names[0]!r}, as the model has it"
+    got = f"none; it has {', '.join(sorted(stored)[:3])} ..."
+    raise UnsupportedModel(str(folder), must, got, _WHOLE)
 
 
-def _bytes(stored: Stored) -> Any:
-    return Slice(stored).pieces()
+def _equal(first: Stored, second: Stored) -> bool:
+    """Whether two stored tensors of one shape and type have the same bytes."""
+    pieces = zip(Slice(first).pieces(), Slice(second).pieces(), strict=True)
+    return all(a == b for a, b in pieces)
 
 
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _kind_of(tensor: Tensor | Stored) -> str:
+    """Type and shape of a tensor, in words."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
 
 
-def _sample(sources: dict[str, Stored], name: str, tensor: Tensor) -> bytes:
-    return slices.sampled(sources[name], sample_positions(tensor.numel()))
-
-
-def _check(model: nn.Module, cut: dict[str, Slice], tables: frozenset[str]) -> None:
-    """Checks that the cut model has just these tensors, and that the cut did no more than shorten
-    them.
+def _check_cut(model: nn.Module, cut: dict[str, Slice], tables: frozenset[str]) -> None:
+    """Check that the cut only removed rows and columns of the model's tensors.
 
     Raises:
         UnsupportedModel: a layout whose cut makes or changes tensors in another way.
     """
     state = weights_of(model)
-    foreign = sorted((state.keys() ^ cut.keys()) - tables)
-    shapes = [n for n, tensor in state.items() if n in cut and tuple(tensor.shape) != cut[n].shape]
-    if foreign or shapes:
-        got = f"one that makes or changes {', '.join([*foreign, *shapes][:3])} in another way"
-        raise UnsupportedModel(
-            type(model).__name__, "one whose cut leaves rows and columns away", got, _WHOLE
-        )
+    # Tensors of only one of the two, then those of another shape.
+    changed = sorted((state.keys() ^ cut.keys()) - tables)
+    for name, tensor in state.items():
+        if name in cut and tuple(tensor.shape) != cut[name].shape:
+            changed.append(name)
+    if changed:
+        must = "one whose cut only removes rows and columns"
+        got = f"one that makes or changes {', '.join(changed[:3])} in another way"
+        raise UnsupportedModel(type(model).__name__, must, got, _WHOLE)

@@ -1,4 +1,4 @@
-"""Opens a folder of Transformers 4 whose heads were cut by its ``prune_heads``."""
+"""Load a folder of Transformers 4 whose heads were cut by its ``prune_heads``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _KEY = "pruned_heads"
 
 
 def pruned_heads(folder: Path) -> dict[int, tuple[int, ...]]:
-    """The heads that the folder's configuration says were cut, by layer; none where it says nothing
-    of the kind.
+    """The removed heads by layer, as a folder's configuration states them; empty without any.
 
     Raises:
         CheckpointError: ``pruned_heads`` that are no lists of heads by layer.
@@ -34,18 +33,18 @@ def pruned_heads(folder: Path) -> dict[int, tuple[int, ...]]:
         config = json.loads(read_text(path))
     except ValueError:
         return {}  # the reader of the configuration has a better error
-    said = config.get(_KEY) if isinstance(config, dict) else None
-    if not said:
+    pruned = config.get(_KEY) if isinstance(config, dict) else None
+    if not pruned:
         return {}
+    removed = {}
     try:
-        return {
-            int(layer): tuple(sorted({int(head) for head in heads}))
-            for layer, heads in said.items()
-            if heads
-        }
+        for layer, heads in pruned.items():
+            if heads:
+                removed[int(layer)] = tuple(sorted({int(head) for head in heads}))
     except (AttributeError, TypeError, ValueError) as error:
         must = "lists of removed heads by layer, as Transformers 4 wrote them"
-        raise CheckpointError(f"{path}: {_KEY}", must, repr(said)[:100]) from error
+        raise CheckpointError(f"{path}: {_KEY}", must, repr(pruned)[:100]) from error
+    return removed
 
 
 def opened(folder: Path) -> nn.Module:
@@ -61,14 +60,14 @@ def opened(folder: Path) -> nn.Module:
         CheckpointError: no class of Transformers, layers or heads that the model does not have, or
             weights that do not fit the cut model.
     """
+    # 1. The class, and a subclass that cuts itself as soon as it is built.
     check_folder(folder)
     heads = pruned_heads(folder)
     names = json.loads(read_text(folder / "config.json")).get("architectures") or [""]
     kind: Any = class_named(str(names[0]))
     if kind is None:
-        raise CheckpointError(
-            str(folder), "a model of a class of Transformers", f"architectures {names}"
-        )
+        must = "a model of a class of Transformers"
+        raise CheckpointError(str(folder), must, f"architectures {names}")
     check_weights(kind, folder)
 
     class Cut(kind):
@@ -79,46 +78,47 @@ def opened(folder: Path) -> nn.Module:
             _cut_(self, heads, folder)
 
     Cut.__name__ = kind.__name__
+
+    # 2. Transformers fills it.
     config = kind.config_class.from_pretrained(folder)
     config.__dict__.pop(_KEY, None)
-    try:  # mismatched sizes are looked at below
+    try:  # mismatched sizes are reported below
         model, info = Cut.from_pretrained(
             folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except HeadPruneError:
         raise
-    except (
-        Exception
-    ) as error:  # what lies there breaks readers and constructors in any way it likes
+    # Files may break readers and constructors in any way.
+    except Exception as error:
+        must = f"a {kind.__name__} cut by Transformers 4"
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise CheckpointError(
-            str(folder), f"a {kind.__name__} cut by Transformers 4", reason
-        ) from error
+        raise CheckpointError(str(folder), must, reason) from error
     wrong = sorted(info["missing_keys"]) + sorted(key[0] for key in info["mismatched_keys"])
     if wrong:
+        must = f"all weights of a {kind.__name__} without heads {heads}"
         got = f"{len(wrong)} missing or of another shape: {', '.join(wrong[:3])}"
-        raise CheckpointError(
-            str(folder), f"all weights of a {kind.__name__} without heads {heads}", got
-        )
+        raise CheckpointError(str(folder), must, got)
+    # The subclass has done its work.
     model.__class__ = kind
     opened_model: nn.Module = model.eval()
     return opened_model
 
 
 def _cut_(model: nn.Module, heads: Mapping[int, tuple[int, ...]], folder: Path) -> None:
-    """Cuts a model that was just built; Transformers 4 counted the layers of self-attention."""
+    """Cut a model that was just built."""
+    where = f"{folder / 'config.json'}: {_KEY}"
     sites = find_sites(model)
-    located = [site for site in sites if site.kind != "cross"]
+    # Transformers 4 counted the layers of self-attention.
+    layers = [site for site in sites if site.kind != "cross"]
     removed = {}
-    for layer, gone in heads.items():
-        where = f"{folder / 'config.json'}: {_KEY}"
-        if not 0 <= layer < len(located):
-            raise CheckpointError(
-                where, f"of the {len(located)} layers of the model", f"layer {layer}"
-            )
-        site = located[layer]
-        unknown = sorted(set(gone) - set(site.heads))
+    for layer, layer_heads in heads.items():
+        if not 0 <= layer < len(layers):
+            must = f"of the {len(layers)} layers of the model"
+            raise CheckpointError(where, must, f"layer {layer}")
+        site = layers[layer]
+        unknown = sorted(set(layer_heads) - set(site.heads))
         if unknown:
-            raise CheckpointError(where, f"heads of layer {layer}, {list(site.heads)}", unknown[0])
-        removed[site.name] = gone
+            must = f"heads of layer {layer}, {list(site.heads)}"
+            raise CheckpointError(where, must, unknown[0])
+        removed[site.name] = layer_heads
     cut_(model, bind(model, sites), without(sites, removed))

@@ -1,1 +1,1 @@
-"""The search for layouts of attention modules that nobody described."""
+"""Search for layouts of attention modules that no layout is registered for."""

@@ -1,24 +1,25 @@
-"""The properties for which an attention is refused: one name each, quoted by every refusal and
-listed in the docs.
+"""Name the property for which an attention module is refused.
 
-What can be seen in one run is asked first (``trace.py``), then what the furthest of the guesses
-that failed came to.
+Each property has one name, which every refusal quotes and docs/refusals.md lists. What one run of
+the uncut model shows is checked first (``trace.py``), then why the best of the failed guesses
+failed.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from headprune.attention.linear import feature_count
 from headprune.core.errors import HeadPruneError, UnsupportedModel
-from headprune.detect.prove import Scratch, first_gone
-from headprune.detect.reach import Reach, latent, of_all
-from headprune.detect.trace import Core, cores
+from headprune.detect.prove import Scratch, mask_without_first
+from headprune.detect.reach import Influence, influences_all, latent_projection
+from headprune.detect.trace import AttentionCore, Projection, attention_cores
 from headprune.model.cut import cut_
 from headprune.model.sites import Sites, bind
 
@@ -26,7 +27,7 @@ from headprune.model.sites import Sites, bind
 PROPERTIES: dict[str, str] = {
     "norm across heads": (
         "A norm over several heads stands between the attention and its output projection, so the"
-        " heads that stay would change when one leaves. A gate at the output projection is then not"
+        " kept heads would change when one is removed. A gate at the output projection is then not"
         " the removal of a head."
     ),
     "norm over the whole projection": (
@@ -34,7 +35,7 @@ PROPERTIES: dict[str, str] = {
         "projection changes every head's norm."
     ),
     "talking heads": (
-        "A matrix mixes the heads' scores or probabilities with each other: no head can leave"
+        "A matrix mixes the heads' scores or probabilities with each other: no head can be removed"
         " alone."
     ),
     "depends on all heads": (
@@ -47,8 +48,8 @@ PROPERTIES: dict[str, str] = {
         "for gates; or one native function does everything and calls none."
     ),
     "more than one output": (
-        "The heads' outputs go to a second projection too, or leave the module beside its output "
-        "projection, so that gates at one place do not remove a head."
+        "The heads' outputs go to a second projection too, or leave the module by another way than "
+        "its output projection, so that gates at one place do not remove a head."
     ),
     "heads not side by side": (
         "The output projection's input or a projection's features are not whole heads one after"
@@ -56,8 +57,8 @@ PROPERTIES: dict[str, str] = {
         " runs first)."
     ),
     "latent keys": (
-        "One projection makes a part of every head's keys: a batch does not tell what a head "
-        "then leaves in the cache. Registered layouts know some."
+        "One projection makes a part of every head's keys: a batch does not show what a head "
+        "keeps in the cache. Registered layouts know some."
     ),
     "heads made by other modules": (
         "Queries, keys or values come from a projection outside of the module."
@@ -95,224 +96,181 @@ PROPERTIES: dict[str, str] = {
 }
 
 
-#: How many cut models are looked at.
-_LOOKED_AT = 8
+#: How many cut models are run again to explain a refusal.
+_MOST_RERUNS = 8
+
+#: Name of a property, and what was seen.
+Finding = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A guess that failed: its sites, the error, and how many operations its cut model ran before
-    that.
+    """A guess that failed.
 
     Args:
         sites: As the guess describes them.
         error: Why it failed.
-        ran: Whether the cut model ran to its end.
-        steps: Operations that it ran.
-        where: The module whose code failed.
+        completed: Whether a cut model ran to its end.
+        operations: Number of operations that ran before the error.
+        module: The module whose code failed.
     """
 
     sites: Sites
     error: HeadPruneError
-    ran: bool
-    steps: int
-    where: str
+    completed: bool
+    operations: int
+    module: str
 
 
 def why_not(
     scratch: Scratch,
-    core: Core,
-    reached: Reach,
+    core: AttentionCore,
+    influence: Influence,
     attempts: list[Attempt],
     unfit: HeadPruneError | None,
-) -> tuple[str, str]:
-    """The property for which a core is refused, and what was seen; after all guesses failed."""
+) -> Finding:
+    """Name the property for which a core is refused, and what was seen.
+
+    Args:
+        scratch: The model.
+        core: A core for which every guess failed.
+        influence: Of the features of its projections on its heads' outputs.
+        attempts: The failed guesses.
+        unfit: Why the sizes of the last guess did not fit, if one did not.
+    """
     module = scratch.model.get_submodule(core.name)
-    return _seen(core, module, reached) or _of_failure(scratch, core, attempts, unfit)
+    for check in _CHECKS:
+        finding = check(core, module)
+        if finding is not None:
+            return finding
+    return _from_influence(core, influence) or _from_attempts(scratch, core, attempts, unfit)
 
 
-def _seen(core: Core, module: nn.Module, reached: Reach) -> tuple[str, str] | None:
-    """What one run of the uncut model shows."""
-    softmax = core.softmax
-    if softmax.fused:
+# 1. What one run of the uncut model shows. Each check relies on those before it.
+
+
+def _check_made_here(core: AttentionCore, module: nn.Module) -> Finding | None:
+    """The module calls projections of the queries, keys and values."""
+    if core.softmax.fused:
         return "no output projection", "one native function does it all"
-    made = [p for p in core.before if p.path in (*core.scoring, *core.valued)]
-    if not made:
-        bare = [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]
-        name = (
-            "projections that are no matrices"
-            if bare and not core.outlets[1:]
-            else "heads made by other modules"
-        )
-        where = ", ".join(core.elsewhere[:3]) or "nowhere in this module"
-        return name, f"bare tensors {', '.join(bare)}" if bare else f"they come from {where}"
+    if _inputs(core):
+        return None
+    # Weights that are applied by the module's own code.
+    matrices = [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]
+    seen = f"they come from {', '.join(core.outside[:3]) or 'nowhere in this module'}"
+    if matrices:
+        seen = f"bare tensors {', '.join(matrices)}"
+    if matrices and len(core.outlets) < 2:
+        return "projections that are no matrices", seen
+    return "heads made by other modules", seen
+
+
+def _check_one_outlet(core: AttentionCore, module: nn.Module) -> Finding | None:
+    """Exactly one projection takes the heads' outputs."""
     if not core.outlets:
         return "no output projection", "no projection is given the heads' outputs"
     if core.leaks or len(core.outlets) > 1:
         others = ", ".join(repr(p.path) for p in core.outlets[1:]) or "the module's own output"
         return "more than one output", f"{others} beside {core.outlets[0].path!r}"
-    curved = [p.path for p in (*made, core.outlets[0]) if not p.linear]
-    if curved:
-        return "projections that are no matrices", _kinds(module, curved)
-    gate, n_heads = core.outlets[0], core.heads
-    if softmax.mixers:
-        mixers = sorted(m.removeprefix(f"{core.name}.") for m in softmax.mixers)
-        return "talking heads", f"scores or probabilities pass {', '.join(mixers)}"
-    for name, width, what in core.norms:
-        where = name.removeprefix(f"{core.name}.")
-        if what == "context" and width > (softmax.width or width):
-            return (
-                "norm across heads",
-                f"{where!r} over {width} features comes before {gate.path!r}",
-            )
-        if what == "scores" and softmax.head_dim is not None and width > softmax.head_dim:
-            return (
-                "norm over the whole projection",
-                f"{where!r} spans {width} features of {n_heads} heads",
-            )
-    if n_heads == 1:
-        return "one head", "the softmax sees one head"
-    if not softmax.last:
-        return "depends on all heads", "its softmax runs over another axis than the last"
-    odd = [p.path for p in (*made, gate) if not _plain(module.get_submodule(p.path))]
-    if odd:
-        return "projections that are no matrices", _kinds(module, odd)
-    names: dict[int, list[str]] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        names.setdefault(id(part), []).append(path)
-    tied = next(
-        (n for p in (*made, gate) if len(n := names[id(module.get_submodule(p.path))]) > 1), None
-    )
-    if tied:
-        return "shared tensors", f"{' and '.join(map(repr, tied))} are one module"
-    if core.elsewhere:
-        return "heads made by other modules", f"{', '.join(core.elsewhere[:3])} lies outside"
-    return _of_reach(core, reached)
-
-
-def _of_reach(core: Core, reached: Reach) -> tuple[str, str] | None:
-    """What the features of the projections tell: those of a value that reach several heads, those
-    out of order."""
-    shared = latent(core, reached)
-    if shared:
-        return "latent keys", f"{shared!r} makes a part of every head's keys"
-    for path in (*core.valued, *core.scoring):
-        reaching = reached.get(path)
-        if reaching is None or not reaching.any() or of_all(reaching):
-            continue
-        n_heads, features = reaching.shape
-        per_feature = reaching.sum(0)
-        if int(per_feature.max()) == 1:
-            head_of = [int(column.nonzero()[0]) for column in reaching.T if column.any()]
-            runs = 1 + sum(a != b for a, b in pairwise(head_of))
-            if runs > 3 * n_heads:
-                return "heads not side by side", f"features of {path!r} alternate between heads"
-            if sorted(head_of) != head_of and runs == n_heads:
-                return (
-                    "heads not side by side",
-                    f"{path!r} and the output projection order the heads differently",
-                )
-        elif bool((per_feature[per_feature > 0] == n_heads).any()):
-            return (
-                "depends on all heads",
-                f"one feature of {path!r} changes all {n_heads} heads' outputs",
-            )
-        if features % n_heads and features > n_heads:
-            return (
-                "heads not side by side",
-                f"the {features} features of {path!r} are no {n_heads} heads",
-            )
     return None
 
 
-def _of_failure(
-    scratch: Scratch, core: Core, attempts: list[Attempt], unfit: HeadPruneError | None
-) -> tuple[str, str]:
-    """What the guess came to that got furthest: of those whose counts follow the cut, the one that
-    ran longest."""
-    if scratch.random:
-        return "random in evaluation mode", "two runs with different random numbers differ"
-    for attempt in [a for a in attempts if a.ran and re.search("pruned model", str(a.error))][
-        :_LOOKED_AT
-    ]:
-        kept, now = _heads_after(scratch, core, attempt)
-        if kept == now:
-            return (
-                "depends on all heads",
-                f"cut to {kept} heads, each in its place, they compute other numbers",
-            )
-
-    def far(a: Attempt) -> tuple[bool, bool, bool, int]:
-        return (
-            _outside(a),
-            any(layout.counts for layout in a.sites.layouts.values()),
-            a.ran,
-            a.steps,
-        )
-
-    best = max(attempts, key=far, default=None)
-    if best is None:
-        width = core.gate.given[-1] if core.gate and core.gate.given else "unknown"
-        heads = core.heads or "unknown"
-        sizes = (
-            f"the sizes of its projections fit no packing of {heads} heads in a width of {width}"
-        )
-        return "no layout found", sizes if unfit is None else str(unfit)
-    text = str(best.error)
-    for pattern, name in (
-        ("shared|cut in one way|of its own|alone", "shared tensors"),
-        ("no effect", "no effect on the example"),
-        ("a unit to remove", "one head"),
-    ):
-        if re.search(pattern, text):
-            return name, text
-    if isinstance(best.error, UnsupportedModel):
-        return "projections that are no matrices", text
-    if re.search("^gates|gates of example|a gate an example", text):
-        return "heads not side by side", text
-    if _outside(best):
-        return (
-            "shared tensors",
-            f"{best.where!r} takes what it makes for all heads: {best.error.got}",
-        )
-    if not best.ran:
-        return "head counts kept elsewhere", str(best.error.got)
-    kept, now = _heads_after(scratch, core, best)
-    if now and now != kept:
-        return "head counts kept elsewhere", f"cut to {kept} heads, its code still makes {now}"
-    return "no layout found", text
+def _check_matrices(core: AttentionCore, module: nn.Module) -> Finding | None:
+    """No projection is a convolution."""
+    # The only projections that are no matrices.
+    convolutions = [p.path for p in (*_inputs(core), core.outlets[0]) if not p.linear]
+    if convolutions:
+        return "projections that are no matrices", _classes(module, convolutions)
+    return None
 
 
-def _outside(attempt: Attempt) -> bool:
-    """Whether the cut modules ran, and another module's code failed."""
-    own = tuple(f"{s.name}." for s in attempt.sites)
-    return (
-        not attempt.ran
-        and bool(attempt.where)
-        and "." not in own
-        and not f"{attempt.where}.".startswith(own)
-    )
+def _check_talking(core: AttentionCore, module: nn.Module) -> Finding | None:
+    """Nothing mixes the heads' scores or probabilities."""
+    if not core.softmax.mixers:
+        return None
+    # Paths in the module.
+    mixers = sorted(m.removeprefix(f"{core.name}.") for m in core.softmax.mixers)
+    return "talking heads", f"scores or probabilities pass {', '.join(mixers)}"
 
 
-def _heads_after(scratch: Scratch, core: Core, best: Attempt) -> tuple[int, int]:
-    """How many heads a cut leaves, and how many its code then makes of them."""
-    mask = first_gone(best.sites)  # it ran with it
-    undo = cut_(scratch.model, bind(scratch.model, best.sites), mask)
-    try:
-        now = next((c.heads for c in cores(scratch) if c.name == core.name), 0)
-    finally:
-        undo.restore()
-    return len(mask.kept(core.name)), now
+def _check_norms(core: AttentionCore, module: nn.Module) -> Finding | None:
+    """No norm spans more than one head."""
+    softmax = core.softmax
+    for norm in core.norms:
+        name = norm.name.removeprefix(f"{core.name}.")
+        # Where the width of a head is not known, no norm is refused.
+        if norm.of == "context" and norm.width > (softmax.value_dim or norm.width):
+            place = f"comes before {core.outlets[0].path!r}"
+            return "norm across heads", f"{name!r} over {norm.width} features {place}"
+        if norm.of == "scores" and norm.width > (softmax.head_dim or norm.width):
+            seen = f"{name!r} spans {norm.width} features of {core.heads} heads"
+            return "norm over the whole projection", seen
+    return None
 
 
-def _kinds(module: nn.Module, paths: list[str]) -> str:
-    return ", ".join(
-        f"{path!r} is a {type(module.get_submodule(path)).__name__}"
-        for path in dict.fromkeys(paths)
-    )
+def _check_softmax(core: AttentionCore, module: nn.Module) -> Finding | None:
+    """The softmax of several heads runs over the keys."""
+    if core.heads == 1:
+        return "one head", "the softmax sees one head"
+    if not core.softmax.last:
+        return "depends on all heads", "its softmax runs over another axis than the last"
+    return None
 
 
-def _plain(part: nn.Module) -> bool:
+def _check_plain(core: AttentionCore, module: nn.Module) -> Finding | None:
+    """Every projection computes no more than the product with its weight."""
+    odd = []
+    for projection in (*_inputs(core), core.outlets[0]):
+        part = module.get_submodule(projection.path)
+        if not _is_plain(part):
+            odd.append(projection.path)
+    if odd:
+        return "projections that are no matrices", _classes(module, odd)
+    return None
+
+
+def _check_untied(core: AttentionCore, module: nn.Module) -> Finding | None:
+    """No projection has two places in the module, and none lies outside."""
+    # A module that is registered twice has two paths.
+    names: dict[int, list[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(part), []).append(path)
+    for projection in (*_inputs(core), core.outlets[0]):
+        tied = names[id(module.get_submodule(projection.path))]
+        if len(tied) > 1:
+            return "shared tensors", f"{' and '.join(map(repr, tied))} are one module"
+    if core.outside:
+        return "heads made by other modules", f"{', '.join(core.outside[:3])} lies outside"
+    return None
+
+
+_CHECKS: tuple[Callable[[AttentionCore, nn.Module], Finding | None], ...] = (
+    _check_made_here,
+    _check_one_outlet,
+    _check_matrices,
+    _check_talking,
+    _check_norms,
+    _check_softmax,
+    _check_plain,
+    _check_untied,
+)
+
+
+def _inputs(core: AttentionCore) -> list[Projection]:
+    """Projections of the queries, keys and values that the module called."""
+    wanted = {*core.query_key_paths, *core.value_paths}
+    return [p for p in core.before if p.path in wanted]
+
+
+def _classes(module: nn.Module, paths: list[str]) -> str:
+    each = []
+    for path in dict.fromkeys(paths):
+        kind = type(module.get_submodule(path)).__name__
+        each.append(f"{path!r} is a {kind}")
+    return ", ".join(each)
+
+
+def _is_plain(part: nn.Module) -> bool:
     """Whether a projection is plain, and computes no more than the product with its weight."""
     try:
         n_in = feature_count(part, "in")
@@ -322,7 +280,155 @@ def _plain(part: nn.Module) -> bool:
     x = torch.linspace(-1, 1, 2 * n_in, dtype=weight.dtype, device=weight.device).view(2, n_in)
     bias = part._parameters.get("bias")
     with torch.no_grad():
-        made = x @ (weight.T if isinstance(part, nn.Linear) else weight) + (
-            0 if bias is None else bias
-        )
-        return bool(torch.allclose(made, part(x)))
+        # A Conv1D keeps its weight as [in, out].
+        expected = x @ (weight.T if isinstance(part, nn.Linear) else weight)
+        if bias is not None:
+            expected = expected + bias
+        return bool(torch.allclose(expected, part(x)))
+
+
+# 2. What the gradients of the uncut model show.
+
+
+def _from_influence(core: AttentionCore, influence: Influence) -> Finding | None:
+    """Features that influence several heads, or lie in another order than the heads."""
+    latent = latent_projection(core, influence)
+    if latent:
+        return "latent keys", f"{latent!r} makes a part of every head's keys"
+    for path in (*core.value_paths, *core.query_key_paths):
+        if path in influence:
+            finding = _from_features(path, influence[path])
+            if finding is not None:
+                return finding
+    return None
+
+
+def _from_features(path: str, influence: Tensor) -> Finding | None:
+    """What the influence of one projection's features, ``[heads, features]``, shows."""
+    if not influence.any() or influences_all(influence):
+        return None
+    n_heads, n_features = influence.shape
+    heads_per_feature = influence.sum(0)  # [features]
+    if int(heads_per_feature.max()) == 1:
+        wrong_order = _wrong_order(path, influence)
+        if wrong_order:
+            return "heads not side by side", wrong_order
+    elif bool((heads_per_feature == n_heads).any()):
+        seen = f"one feature of {path!r} changes all {n_heads} heads' outputs"
+        return "depends on all heads", seen
+    if n_features % n_heads and n_features > n_heads:
+        seen = f"the {n_features} features of {path!r} are no {n_heads} heads"
+        return "heads not side by side", seen
+    return None
+
+
+def _wrong_order(path: str, influence: Tensor) -> str:
+    """How features of single heads are out of order; empty where they are not."""
+    n_heads = len(influence)
+    head_of = [int(column.nonzero()[0]) for column in influence.T if column.any()]
+    n_runs = len(list(groupby(head_of)))
+    # Queries, keys and values that one projection makes are up to three runs for each head.
+    if n_runs > 3 * n_heads:
+        return f"features of {path!r} alternate between heads"
+    if sorted(head_of) != head_of and n_runs == n_heads:
+        return f"{path!r} and the output projection order the heads differently"
+    return ""
+
+
+# 3. What the failed guesses show.
+
+
+def _from_attempts(
+    scratch: Scratch, core: AttentionCore, attempts: list[Attempt], unfit: HeadPruneError | None
+) -> Finding:
+    """Why the guess failed that came closest to a proof."""
+    if scratch.random:
+        return "random in evaluation mode", "two runs with different random numbers differ"
+    finding = _from_other_outputs(scratch, core, attempts)
+    if finding is not None:
+        return finding
+    best = max(attempts, key=_progress, default=None)
+    if best is None:
+        return "no layout found", _unfit_sizes(core) if unfit is None else str(unfit)
+    return _from_error(best) or _from_cut(scratch, core, best)
+
+
+def _from_other_outputs(
+    scratch: Scratch, core: AttentionCore, attempts: list[Attempt]
+) -> Finding | None:
+    """A cut model that computes with just the kept heads, but gives other outputs."""
+    compared = [a for a in attempts if a.completed and "pruned model" in str(a.error)]
+    # Each takes a cut and a run.
+    for attempt in compared[:_MOST_RERUNS]:
+        n_kept, n_computed = _heads_after_cut(scratch, core, attempt)
+        if n_kept == n_computed:
+            seen = f"cut to {n_kept} heads, each in its place, they compute other numbers"
+            return "depends on all heads", seen
+    return None
+
+
+def _progress(attempt: Attempt) -> tuple[bool, bool, bool, int]:
+    """How close a guess came to a proof, most important first."""
+    # A failure in another module means that the cut modules themselves ran.
+    has_counts = any(layout.counts for layout in attempt.sites.layouts.values())
+    return _failed_outside(attempt), has_counts, attempt.completed, attempt.operations
+
+
+def _unfit_sizes(core: AttentionCore) -> str:
+    width = core.context_width if core.gate and core.gate.input_shape else "unknown"
+    heads = core.heads or "unknown"
+    return f"the sizes of its projections fit no packing of {heads} heads in a width of {width}"
+
+
+def _from_error(attempt: Attempt) -> Finding | None:
+    """The property that the error of a failed guess states."""
+    text = str(attempt.error)
+    # 1. By its text.
+    for pattern, name in (
+        ("shared|cut in one way|of its own|alone", "shared tensors"),
+        ("no effect", "no effect on the example"),
+        ("a unit to remove", "one head"),
+    ):
+        if re.search(pattern, text):
+            return name, text
+    # 2. By its class: the cut refuses layers that are no plain matrices.
+    if isinstance(attempt.error, UnsupportedModel):
+        return "projections that are no matrices", text
+    # 3. Gates that fit the wrong axis, or none.
+    if re.search("^gates|gates of example|a gate per example", text):
+        return "heads not side by side", text
+    return None
+
+
+def _from_cut(scratch: Scratch, core: AttentionCore, attempt: Attempt) -> Finding:
+    """What a model that was cut by a failed guess does."""
+    if _failed_outside(attempt):
+        seen = f"{attempt.module!r} takes what it makes for all heads: {attempt.error.got}"
+        return "shared tensors", seen
+    if not attempt.completed:
+        return "head counts kept elsewhere", str(attempt.error.got)
+    n_kept, n_computed = _heads_after_cut(scratch, core, attempt)
+    if n_computed and n_computed != n_kept:
+        seen = f"cut to {n_kept} heads, its code still makes {n_computed}"
+        return "head counts kept elsewhere", seen
+    return "no layout found", str(attempt.error)
+
+
+def _failed_outside(attempt: Attempt) -> bool:
+    """Whether the cut modules ran, and another module's code failed."""
+    if attempt.completed or not attempt.module:
+        return False
+    inside = tuple(f"{site.name}." for site in attempt.sites)
+    # "." stands for the model itself: then no code lies outside.
+    return "." not in inside and not f"{attempt.module}.".startswith(inside)
+
+
+def _heads_after_cut(scratch: Scratch, core: AttentionCore, attempt: Attempt) -> tuple[int, int]:
+    """How many heads a cut keeps, and how many the module's code then computes."""
+    mask = mask_without_first(attempt.sites)  # it ran with this one
+    undo = cut_(scratch.model, bind(scratch.model, attempt.sites), mask)
+    try:
+        heads = [c.heads for c in attention_cores(scratch) if c.name == core.name]
+    finally:
+        undo.restore()
+    return len(mask.kept(core.name)), heads[0] if heads else 0

@@ -1,10 +1,9 @@
-"""``propose_layouts``: layouts for attention modules that nobody described, each proven on an
-example or refused.
+"""``propose_layouts``: layouts for attention modules that no layout is registered for.
 
-The search runs on a copy in fp64. Where softmax attention happens, over how many heads and of which
-projections, is seen by running the model (``flow.py``, ``trace.py``, ``reach.py``); what else is
-made of heads is guessed from sizes (``guess.py``); and a guess counts once it has passed the whole
-proof (``search.py``, ``prove.py``). What fails is refused by name (``properties.py``).
+The search runs on a copy in fp64. One forward pass shows where softmax attention is computed, over
+how many heads, and from which projections (``flow.py``, ``trace.py``, ``reach.py``). Sizes suggest
+what else has an axis of heads (``guess.py``). A guess counts once it has passed the whole proof
+(``search.py``, ``prove.py``); ``properties.py`` names why all guesses failed.
 """
 
 from __future__ import annotations
@@ -21,72 +20,69 @@ from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.layout import AttentionLayout
 from headprune.core.mixin import original_class
 from headprune.detect.guess import SeenKind
-from headprune.detect.prove import Scratch, prove
-from headprune.detect.search import Refusal, build, search, told_apart
-from headprune.detect.trace import Core, cores
+from headprune.detect.prove import Scratch, error_line, prove
+from headprune.detect.search import Refusal, build, search, with_distinct_widths
+from headprune.detect.trace import AttentionCore, attention_cores
 from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
 from headprune.model.sites import Sites, find_sites
+
+#: For each layout, by its name: its modules, and the largest |gated - pruned| of its proof.
+_Proofs = dict[str, tuple[tuple[str, ...], float]]
 
 
 class Proposals(tuple[AttentionLayout, ...]):
     """Proven layouts, to be passed as ``find_sites(model, layouts=...)``.
 
     Attributes:
-        found: For each layout, by its name: the modules it is for, and the largest |gated - pruned|
-            of its proof.
-        refused: The attention modules that no layout takes, and why.
+        found: For each layout, by its name: its modules, and the largest |gated - pruned| of its
+            proof.
+        refused: The attention modules that no layout fits, and why.
     """
 
-    found: dict[str, tuple[tuple[str, ...], float]]
+    found: _Proofs
     refused: tuple[Refusal, ...]
 
     def __new__(
         cls,
         layouts: Iterable[AttentionLayout],
-        found: dict[str, tuple[tuple[str, ...], float]],
+        found: _Proofs,
         refused: Iterable[Refusal],
     ) -> Proposals:
         self = super().__new__(cls, layouts)
-        self.found, self.refused = found, tuple(refused)
+        self.found = found
+        self.refused = tuple(refused)
         return self
 
     def __reduce__(self) -> Any:
         return Proposals, (tuple(self), self.found, self.refused)
 
     def __str__(self) -> str:
-        lines = [
-            f"{n}: {len(m)} modules, |gated - pruned| <= {d:.1e}"
-            for n, (m, d) in self.found.items()
-        ]
-        lines += [f"refused: {r}" for r in self.refused]
+        lines = []
+        for name, (modules, difference) in self.found.items():
+            lines.append(f"{name}: {len(modules)} modules, |gated - pruned| <= {difference:.1e}")
+        lines += [f"refused: {refusal}" for refusal in self.refused]
         return "\n".join(lines) or "nothing to propose: every softmax attention has a layout"
 
 
 def propose_layouts(
     model: nn.Module, example: Any, layouts: Iterable[AttentionLayout] = ()
 ) -> Proposals:
-    """Layouts for the attention modules of ``model`` that none is registered for; each has proven
-    itself.
+    """Propose layouts for attention modules that none is registered for, each with a proof.
 
-    Proven means, in fp64 on a copy with shaken weights: gates of zero change the output; a gate an
-    example lands on that example; and |gated - pruned| <= 1e-10 of the largest output for each head
-    alone, for ragged masks and with two units left, gradients included. A layer of a proposed
-    layout keeps at least one head, because a batch cannot prove that a cache works without. What
-    depends on code that the example does not run (another mask, a cache) is not proven: give an
-    example that is like your data, with padding. A module is ``causal`` where no token of the
-    example saw a later one (which masks of ``flex_attention`` do not show), or where its name or
-    flags say so.
+    The proof compares the gated and the pruned model in fp64, with gradients, on a copy. It does
+    not cover code that the example does not run (another mask, a cache): give an example like your
+    data, with padding.
 
     Args:
-        model: Any module; it stays as it is.
-        example: A batch that it takes; two or more examples.
-        layouts: Layouts of your own, which are tried before.
+        model: Any module; it does not change.
+        example: A batch that it takes, of two or more examples.
+        layouts: Layouts of your own, which are tried first.
 
     Returns:
-        The layouts; ``.refused`` says which modules were not taken and why, printing it shows both.
+        The layouts. ``.refused`` says which modules none fits and why.
 
     Raises:
-        InvalidValue: an example that the model does not take, or a single one.
+        InvalidValue: an example that the model does not take, or of one row.
         UnsupportedModel: a model that cannot be copied.
 
     >>> import torch
@@ -107,49 +103,71 @@ def propose_layouts(
     0: 4 heads of width 4 (detected_mine, self)
     1: 4 heads of width 4 (detected_mine, self)
     """
-    layouts = tuple(layouts)
+    # A layer of a proposed layout keeps at least one head: a batch cannot prove that a cache works
+    # without. A module is causal where no token of the example saw a later one, which masks of
+    # flex_attention do not show, or where its name or flags say so.
+    layouts = tuple(layouts)  # read twice
     _check(model, example)
+
+    # 1. Run the model, and see where it computes attention.
     try:
         scratch = Scratch(model, example)
     except VerificationFailed as error:
         _check_own_run(model, example)
-        name = (
-            "random in evaluation mode" if error.got == "random outputs" else "does not run in fp64"
-        )
-        return Proposals((), {}, [Refusal(("",), type(model).__name__, name, str(error))])
-    seen = cores(scratch)
+        random = error.got == "random outputs"
+        name = "random in evaluation mode" if random else "does not run in fp64"
+        return _refused_whole(model, name, str(error))
+    cores = attention_cores(scratch)
     taken = _taken(scratch.model, layouts)
-    if not seen and not taken:
-        none = Refusal(
-            ("",), type(model).__name__, "no softmax attention", "none was seen on this example"
-        )
-        return Proposals((), {}, [none])
-    proven: dict[str, tuple[tuple[str, ...], float]] = {}
+    if not cores and not taken:
+        seen = "none was seen on this example"
+        return _refused_whole(model, "no softmax attention", seen)
+
+    # 2. Search a layout for each group of like modules that no layout fits yet.
+    proposals = _search_all(scratch, _groups(scratch, cores), taken)
+
+    # 3. All layouts together.
+    proposals = _compatible(scratch, proposals, layouts)
+    causal = {core.name for core in cores if core.softmax.causal}
+    return _with_kinds(scratch, proposals, layouts, causal)
+
+
+def _search_all(scratch: Scratch, groups: list[list[AttentionCore]], taken: list[str]) -> Proposals:
+    """Search a layout for each group of cores.
+
+    Args:
+        scratch: The model.
+        groups: The groups, inner modules first.
+        taken: Names of the modules that layouts fit already.
+    """
+    proofs: _Proofs = {}
     chosen: list[AttentionLayout] = []
     refused: list[Refusal] = []
-    groups = _alike(scratch, seen, taken)
+    taken = list(taken)
     for group in groups:
-        group = [c for c in group if not _covered(c.name, taken)]
+        group = [core for core in group if not _is_covered(core.name, taken)]
         if not group:
             continue
-        answer = search(scratch, group)
-        if not isinstance(answer, Refusal):
-            answer = told_apart(scratch, answer, group, groups)
-        if isinstance(answer, Refusal):
-            refused.append(answer)
+        result = search(scratch, group)
+        if not isinstance(result, Refusal):
+            result = with_distinct_widths(scratch, result, group, groups)
+        if isinstance(result, Refusal):
+            refused.append(result)
             continue
-        layout, difference = answer
-        same = next((c for c in chosen if replace(c, name=layout.name) == layout), None)
-        kind = original_class(scratch.model.get_submodule(group[0].name))
-        layout = same or replace(layout, name=_name(kind, proven))
-        before, worst = proven.get(layout.name, ((), 0.0))
-        proven[layout.name] = (*before, *(c.name for c in group)), max(worst, difference)
-        taken += [c.name for c in group]
-        chosen += [] if same else [layout]
-    order = [name for name, _ in scratch.model.named_modules()]
-    proven = {n: (tuple(sorted(m, key=order.index)), d) for n, (m, d) in proven.items()}
-    proposals = _apart(scratch, Proposals(chosen, proven, refused), layouts)
-    return _with_kinds(scratch, proposals, layouts, [c.name for c in seen if c.softmax.causal])
+        layout, difference = result
+        layout = _named(scratch, layout, group, chosen)
+        if layout not in chosen:
+            chosen.append(layout)
+        # One layout may take several groups.
+        names = tuple(core.name for core in group)
+        earlier, largest = proofs.get(layout.name, ((), 0.0))
+        proofs[layout.name] = (*earlier, *names), max(largest, difference)
+        taken += names
+    # In the order of the model, not of the search.
+    order = list(dict(scratch.model.named_modules()))
+    for name, (modules, difference) in proofs.items():
+        proofs[name] = tuple(sorted(modules, key=order.index)), difference
+    return Proposals(chosen, proofs, refused)
 
 
 def _check(model: nn.Module, example: Any) -> None:
@@ -157,96 +175,133 @@ def _check(model: nn.Module, example: Any) -> None:
         raise InvalidValue("model", "a torch.nn.Module", type(model).__name__)
     n_examples = batch_size(example, "example")
     if n_examples < 2:
-        hint = "With one, gates that land on the wrong axis are not told from right ones."
+        hint = "With one, gates on the wrong axis pass for right ones."
         raise InvalidValue("example", "a batch of two or more examples", n_examples, hint)
 
 
 def _check_own_run(model: nn.Module, example: Any) -> None:
-    """Whether it was the example's fault that the model did not run."""
+    """Raise ``InvalidValue`` where the model does not take the example in its own type either."""
     try:
         with undisturbed(model), torch.no_grad():
             call(model, to_device(example, device_of(model)))
     except Exception as error:
-        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise InvalidValue("example", "a batch that the model takes", got) from error
+        raise InvalidValue("example", "a batch that the model takes", error_line(error)) from error
 
 
-def _alike(scratch: Scratch, seen: list[Core], taken: list[str]) -> list[list[Core]]:
-    """Cores of one build together, inner ones first: of one class, with parameters, heads and
-    widths of one size."""
-    groups: dict[Any, list[Core]] = {}
-    for core in sorted(seen, key=lambda c: -c.name.count(".")):
+def _refused_whole(model: nn.Module, property: str, reason: str) -> Proposals:
+    """No layout, and one refusal for the whole model."""
+    return Proposals((), {}, [Refusal(("",), type(model).__name__, property, reason)])
+
+
+def _groups(scratch: Scratch, cores: list[AttentionCore]) -> list[list[AttentionCore]]:
+    """Cores of one build, with as many heads of one width, inner modules first."""
+    groups: dict[Any, list[AttentionCore]] = {}
+    for core in sorted(cores, key=lambda core: -core.name.count(".")):
         key = build(scratch, core), core.heads, core.softmax.head_dim
         groups.setdefault(key, []).append(core)
     return list(groups.values())
 
 
 def _taken(model: nn.Module, layouts: tuple[AttentionLayout, ...]) -> list[str]:
-    return [s.name for s in _sites_or_none(model, layouts)]
+    """Names of the modules that layouts fit already."""
+    return [site.name for site in _sites_or_none(model, layouts)]
 
 
-def _covered(name: str, taken: list[str]) -> bool:
-    """Whether a module is one of these, inside of one, or around one."""
-    own = f"{name}." if name else ""
-    return any(t == name or name.startswith(f"{t}.") or not t or t.startswith(own) for t in taken)
+def _is_covered(name: str, taken: list[str]) -> bool:
+    """Whether a module is one of these, or inside or around one."""
+    inside = f"{name}." if name else ""  # every module is inside the model itself
+    for other in taken:
+        if other == name or not other:
+            return True
+        if name.startswith(f"{other}.") or other.startswith(inside):
+            return True
+    return False
 
 
-def _name(kind: type, used: Iterable[str]) -> str:
-    snake = re.sub(r"(?<=[a-zA-Z0-9])(?=[A-Z][a-z])", "_", kind.__name__).lower()
-    name, n = f"detected_{snake}", 1
+def _named(
+    scratch: Scratch,
+    layout: AttentionLayout,
+    group: list[AttentionCore],
+    chosen: list[AttentionLayout],
+) -> AttentionLayout:
+    """The chosen layout that is the same, or this one with a new name."""
+    for other in chosen:
+        if replace(other, name=layout.name) == layout:
+            return other
+    # Named after the modules' class, with a number from the second layout on.
+    kind = original_class(scratch.model.get_submodule(group[0].name))
+    snake_case = re.sub(r"(?<=[a-zA-Z0-9])(?=[A-Z][a-z])", "_", kind.__name__).lower()
+    used = {other.name for other in chosen}
+    name = f"detected_{snake_case}"
+    number = 1
     while name in used:
-        n += 1
-        name = f"detected_{snake}_{n}"
-    return name
+        number += 1
+        name = f"detected_{snake_case}_{number}"
+    return replace(layout, name=name)
 
 
-def _apart(
+def _compatible(
     scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayout, ...]
 ) -> Proposals:
-    """Drops layouts that take modules they fail on when all are tried in turn, the proposed before
-    the registered."""
-    kept, refused = list(proposals), list(proposals.refused)
-    settled = False
-    while not settled:
-        settled = True
+    """Drop proposed layouts that fit further modules, where their proof fails.
+
+    All layouts are tried in turn on every module, the proposed ones before the registered ones.
+    """
+    kept = list(proposals)
+    refused = list(proposals.refused)
+    # Without one layout, the next one may fit its modules: start again after each that is dropped.
+    dropped = True
+    while dropped:
+        dropped = False
         sites = _sites_or_none(scratch.model, (*layouts, *kept))
         for layout in kept:
             own = Sites((s for s in sites if s.layout == layout.name), [layout])
-            meant = proposals.found[layout.name][0]
-            try:
-                if own and {s.name for s in own} != set(meant):
-                    prove(scratch, own)
-            except HeadPruneError as error:
-                refused.append(
-                    Refusal(
-                        meant,
-                        layout.name,
-                        "head counts kept elsewhere",
-                        f"not on all alike: {error}",
-                    )
-                )
-                own = Sites((), ())
-            if not own:  # it failed, or earlier ones take all of its modules
+            modules = proposals.found[layout.name][0]
+            error = _error_elsewhere(scratch, own, modules)
+            if error is not None:
+                reason = f"not on all alike: {error}"
+                property = "head counts kept elsewhere"
+                refused.append(Refusal(modules, layout.name, property, reason))
+            # Where it has no sites, earlier layouts fit all of its modules.
+            if error is not None or not own:
                 kept.remove(layout)
-                settled = False
+                dropped = True
                 break
-    found = {layout.name: proposals.found[layout.name] for layout in kept}
-    return Proposals(kept, found, refused)
+    proofs = {layout.name: proposals.found[layout.name] for layout in kept}
+    return Proposals(kept, proofs, refused)
+
+
+def _error_elsewhere(
+    scratch: Scratch, sites: Sites, modules: tuple[str, ...]
+) -> HeadPruneError | None:
+    """Why sites at further modules are not exact; None where they are."""
+    if not sites or {site.name for site in sites} == set(modules):
+        return None
+    try:
+        prove(scratch, sites)
+    except HeadPruneError as error:
+        return error
+    return None
 
 
 def _with_kinds(
-    scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayout, ...], causal: list[str]
+    scratch: Scratch,
+    proposals: Proposals,
+    layouts: tuple[AttentionLayout, ...],
+    causal: set[str],
 ) -> Proposals:
-    """The same layouts, which call causal what was seen to be."""
+    """The same layouts, which call modules causal that were seen to be."""
     sites = _sites_or_none(scratch.model, (*layouts, *proposals))
-    kept = []
+    with_kinds = []
     for layout in proposals:
-        taken = [s.name for s in sites if s.layout == layout.name]
-        seen = tuple(name for name in taken if name in causal)
+        names = [site.name for site in sites if site.layout == layout.name]
+        seen = tuple(name for name in names if name in causal)
         if seen:
-            layout = replace(layout, kind=SeenKind(None if len(seen) == len(taken) else seen))
-        kept.append(layout)
-    return Proposals(kept, proposals.found, proposals.refused)
+            all_causal = len(seen) == len(names)
+            # None also fits modules of a deeper model of the same classes.
+            layout = replace(layout, kind=SeenKind(None if all_causal else seen))
+        with_kinds.append(layout)
+    return Proposals(with_kinds, proposals.found, proposals.refused)
 
 
 def _sites_or_none(model: nn.Module, layouts: Iterable[AttentionLayout]) -> Sites:

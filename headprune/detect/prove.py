@@ -1,9 +1,8 @@
-"""The whole proof that sites of a model are cut exactly, in fp64 on a scratch copy: what a guessed
-layout must pass.
+"""Prove in fp64, on a copy, that cuts of a model's sites are exact.
 
-``prune_`` compares one plan on a batch (``verify.py``). Here nothing is known to be right yet, so
-every way in which a wrong layout could pass by luck is tried: each head alone, ragged masks, two
-units left, gradients, gates an example.
+``prune_`` compares one plan on one batch (``verify.py``). A guessed layout could pass that by luck,
+so more is compared here: each head removed alone, ragged masks, two units kept, gradients, and one
+gate per example.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import copy
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,71 +34,76 @@ from headprune.model.running import (
 )
 from headprune.model.sites import Sites, bind, unwrap
 
-#: Largest difference of a cut that is exact, relative to the largest output: rounding of fp64 in
-#: another order.
+#: Largest difference of an exact cut, relative to the largest output: fp64 that rounds in another
+#: order.
 ROUNDING = 1e-10
+
+#: How many masks with random heads are tried.
+_N_RAGGED = 3
 
 
 class Scratch:
-    """A copy of a model to try cuts on: fp64 throughout, evaluation mode, the same random numbers
-    in every run.
+    """A copy of a model to try cuts on, in fp64 and evaluation mode.
 
-    Its weights are shaken, because fresh ones (biases of zero, norms and scales of one) would hide
-    mistakes.
+    Every run draws the same random numbers. Noise is added to its weights, because fresh ones
+    (biases of zero, norms and scales of one) would hide mistakes.
 
     Args:
-        model: Stays as it is.
+        model: It does not change.
         example: A batch it takes.
 
     Attributes:
-        full: The outputs of all heads.
+        full: The outputs with all heads.
         random: Whether other random numbers give other outputs, although it is in evaluation mode.
 
     Raises:
         UnsupportedModel: it cannot be copied.
-        VerificationFailed: it does not run in fp64, or not twice alike.
+        VerificationFailed: it does not run in fp64, or two runs differ.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
+        # 1. The copy. Some modules draw random numbers when they are copied or converted.
         with torch.random.fork_rng(devices=[]):
             self.model = double_(_copied(unwrap(model))).eval()
         moved = to_device(example, device_of(self.model))
         self.example = over_tensors(moved, lambda t: t.double() if t.is_floating_point() else t)
-        fresh = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self._shake()
-        if not _finite(self._first()):  # shaken weights may overflow where the model's own do not
+
+        # 2. Other weights than fresh ones.
+        own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._add_noise()
+        if not _is_finite(self._first_run()):  # noise may cause an overflow: do without
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
-                    parameter.copy_(fresh[name])
-        self.full = self._first()
-        if not _finite(self.full):
-            raise VerificationFailed(
-                "the example", "one on which the model's outputs are finite", "none that is"
-            )
-        if largest(self.run(), self.full) > 0:
-            raise VerificationFailed(
-                "the model", "one that gives the same outputs twice", "random outputs"
-            )
-        self.random = largest(self.run(seed=1), self.full) > 0
+                    parameter.copy_(own[name])
 
-    def _shake(self) -> None:
+        # 3. The outputs that gated and pruned models are compared with.
+        self.full = self._first_run()
+        if not _is_finite(self.full):
+            must = "one on which the model's outputs are finite"
+            raise VerificationFailed("the example", must, "none that is")
+        if largest_difference(self.run(), self.full) > 0:
+            must = "one that gives the same outputs twice"
+            raise VerificationFailed("the model", must, "random outputs")
+        self.random = largest_difference(self.run(seed=1), self.full) > 0
+
+    def _add_noise(self) -> None:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.grad = None
-                if parameter.is_floating_point():
-                    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-                    spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
-                    parameter.add_(noise.to(parameter.device), alpha=0.02 + 0.1 * spread)
+                if not parameter.is_floating_point():
+                    continue
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                # A constant tensor and a single number have no spread: they get 0.02.
+                spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
+                parameter.add_(noise.to(parameter.device), alpha=0.02 + 0.1 * spread)
 
-    def _first(self) -> list[Tensor]:
+    def _first_run(self) -> list[Tensor]:
         try:
             return self.run()
         except Exception as error:
-            got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise VerificationFailed(
-                "the model", "one that runs in fp64 on the example", got
-            ) from error
+            must = "one that runs in fp64 on the example"
+            raise VerificationFailed("the model", must, error_line(error)) from error
 
     def run(self, graph: bool = False, seed: int = 0) -> list[Tensor]:
         """Every output that is a number."""
@@ -107,195 +112,234 @@ class Scratch:
 
     @contextmanager
     def running(self, seed: int = 0) -> Iterator[None]:
-        """The same random numbers each time, and fp64 where a model makes a tensor and names no
-        type."""
+        """Fix the random numbers, and make fp64 the type of tensors that name none."""
         with undisturbed(self.model, frozen=False), default_dtype(torch.float64):
             torch.manual_seed(seed)
             yield
 
     def gradients(self, inside: tuple[str, ...]) -> list[Tensor]:
-        """Of an objective that weighs every output in its own way, with respect to the parameters
-        no cut touches."""
-        kept = [
-            p
-            for n, p in self.model.named_parameters()
-            if p.requires_grad and not n.startswith(inside)
-        ]
-        parts = [_objective(t) for t in self.run(graph=True) if t.requires_grad]
-        value = torch.stack([torch.zeros((), dtype=torch.float64), *parts]).sum()
-        if not kept or not value.requires_grad:
+        """Gradients of a weighted sum of all outputs, for parameters that no cut changes.
+
+        Args:
+            inside: Prefixes of the names of the others.
+        """
+        # Parameters of cut modules have other shapes.
+        uncut = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not name.startswith(inside):
+                uncut.append(parameter)
+        terms = [torch.zeros((), dtype=torch.float64)]  # stack needs one
+        terms += [_objective(t) for t in self.run(graph=True) if t.requires_grad]
+        objective = torch.stack(terms).sum()
+        if not uncut or not objective.requires_grad:
             return []
-        return [g for g in torch.autograd.grad(value, kept, allow_unused=True) if g is not None]
+        gradients = torch.autograd.grad(objective, uncut, allow_unused=True)
+        return [g for g in gradients if g is not None]
 
 
-def largest(got: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference, relative to the largest output (or 1); infinite where shapes or the
-    places of NaN differ."""
-    if [t.shape for t in got] != [t.shape for t in expected]:
+def largest_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference, relative to the largest output or 1.
+
+    Infinite where shapes differ, or the places of NaN and infinity.
+    """
+    if len(actual) != len(expected):
         return float("inf")
-    worst = 0.0
-    for a, b in zip(got, expected, strict=True):
-        if not a.numel():
-            continue
-        a, b = a.detach().double(), b.detach().double()
+    largest = 0.0
+    for a, b in zip(actual, expected, strict=True):
+        if a.shape != b.shape:
+            return float("inf")
+        a = a.detach().double()
+        b = b.detach().double()
         if not torch.equal(a.isfinite(), b.isfinite()):
             return float("inf")
-        a, b = a[a.isfinite()], b[b.isfinite()]
+        # Masked positions may be infinite.
+        a = a[a.isfinite()]
+        b = b[b.isfinite()]
         if a.numel():
-            worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
-    return worst
+            difference = float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
+            largest = max(largest, difference)
+    return largest
+
+
+def error_line(error: Exception) -> str:
+    """Class and first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def cut_difference(
     scratch: Scratch, sites: Sites, mask: HeadMask, gradients: bool = False
 ) -> float:
-    """|gated - pruned| for one mask, of outputs and, if asked, of gradients; the scratch model is
-    put back.
+    """Largest |gated - pruned| for one mask, relative to the largest output.
+
+    The scratch model is restored afterwards.
+
+    Args:
+        scratch: The model.
+        sites: Its sites.
+        mask: The heads to keep.
+        gradients: Whether gradients are compared too.
 
     Raises:
-        UnsupportedModel: what must not be cut.
+        UnsupportedModel: something that must not be cut.
         VerificationFailed: the pruned model does not run.
     """
     inside = tuple(f"{s.name}." if s.name else "" for s in sites)
+    # 1. Gates of zero for the removed heads.
     with gated(scratch.model, mask, sites):
         expected = scratch.run()
-        wanted = scratch.gradients(inside) if gradients else []
+        expected_gradients = scratch.gradients(inside) if gradients else []
+    # 2. The cut.
     undo = cut_(scratch.model, bind(scratch.model, sites), mask)
     try:
-        worst = largest(scratch.run(), expected)
-        return max(worst, largest(scratch.gradients(inside), wanted)) if gradients else worst
-    except Exception as error:  # whatever the model's own code raises when it is cut wrongly
-        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise VerificationFailed("the pruned model", "one that runs on the example", got) from error
+        difference = largest_difference(scratch.run(), expected)
+        if gradients:
+            actual_gradients = scratch.gradients(inside)
+            difference = max(difference, largest_difference(actual_gradients, expected_gradients))
+        return difference
+    except Exception as error:  # a model that is cut wrongly may raise anything
+        must = "one that runs on the example"
+        raise VerificationFailed("the pruned model", must, error_line(error)) from error
     finally:
         undo.restore()
 
 
 def prove(scratch: Scratch, sites: Sites) -> float:
-    """The largest |gated - pruned| over all masks.
+    """Prove that cuts of these sites are exact.
 
     Args:
         scratch: The model.
-        sites: Those to prove, all of them together.
+        sites: All of them are cut together.
+
+    Returns:
+        The largest |gated - pruned| over all masks, relative to the largest output.
 
     Raises:
-        VerificationFailed: gates without effect or on the wrong example, or a cut that is not the
-            gated model.
+        VerificationFailed: gates without effect or on the wrong example, or a cut that differs from
+            the gated model.
     """
     if all(len(s.units) < 2 for s in sites):
-        raise VerificationFailed(
-            "the sites", "some with a unit to remove and one to keep", "one unit each"
-        )
+        must = "some with a unit to remove and one to keep"
+        raise VerificationFailed("the sites", must, "one unit each")
+    # 1. Gates act on the heads of their site and on their example.
     _check_effects(scratch, sites)
     _check_examples(scratch, sites)
     _check_independence(scratch)
-    worst = 0.0
+
+    # 2. Cuts equal gates; gradients cost more and are compared for two masks.
+    largest = 0.0
     for index, mask in enumerate(masks(sites)):
         difference = cut_difference(scratch, sites, mask, gradients=index < 2)
-        if not difference <= ROUNDING:
-            got = f"a difference of {difference:.1e} with {mask.n_heads - mask.n_kept} heads gone"
-            raise VerificationFailed(
-                "the pruned model", f"equal to the gated one up to {ROUNDING:.0e}", got
-            )
-        worst = max(worst, difference)
-    return worst
+        if not difference <= ROUNDING:  # NaN fails too
+            must = f"equal to the gated one up to {ROUNDING:.0e}"
+            n_removed = mask.n_heads - mask.n_kept
+            got = f"a difference of {difference:.1e} with {n_removed} heads removed"
+            raise VerificationFailed("the pruned model", must, got)
+        largest = max(largest, difference)
+    return largest
 
 
 def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
-    """Ragged ones, each part alone gone (at all sites together), and two parts left; none that
-    leaves no head.
+    """Masks to prove: ragged ones, each part removed alone, two units kept.
 
-    All of them are such as the sites' policies allow. A part is a unit; under ``balanced`` also one
-    head of each group.
+    Every site keeps a head, and all masks obey the sites' policies. A part is a unit; under
+    ``balanced`` also one head of each group. Parts are removed at all sites at once.
     """
     sites = [s for s in sites if s.heads]
     counts = {s.name: s.n_query_heads for s in sites}
-    found: list[dict[str, Iterable[int]]] = []
-    for seed in range(3):
+    kept: list[dict[str, Iterable[int]]] = []
+    # Another number of units at every site, and with every seed.
+    for seed in range(_N_RAGGED):
         draw = random.Random(seed)
-        found.append({s.name: _ragged(s, draw, i + seed) for i, s in enumerate(sites)})
-    present = {s.name: list(s.heads) for s in sites}
-    alone = {s.name: [sorted(set(s.heads) - set(p)) for p in _parts(s)] for s in sites}
-    found += [
-        {
-            name: (*keeps, present[name])[min(gone, len(keeps))] or present[name]
-            for name, keeps in alone.items()
-        }
-        for gone in range(max(map(len, alone.values()), default=0))
-    ]
-    found.append({s.name: _last_two(s) for s in sites})
-    return [HeadMask.from_keep(keep, counts) for keep in found]
+        kept.append({s.name: _ragged(s, draw, i + seed) for i, s in enumerate(sites)})
+    n_parts = max(map(len, map(_parts, sites)), default=0)
+    for index in range(n_parts):
+        without: dict[str, Iterable[int]] = {s.name: _without_part(s, index) for s in sites}
+        kept.append(without)
+    kept.append({s.name: _last_two(s) for s in sites})
+    return [HeadMask.from_keep(heads, counts) for heads in kept]
 
 
-def first_gone(sites: Iterable[AttentionSite]) -> HeadMask:
-    """The mask without each site's first part: what is tried first, for few heads may broadcast
-    where more do not."""
-    return masks(sites)[3]
+def mask_without_first(sites: Iterable[AttentionSite]) -> HeadMask:
+    """The mask without each site's first part.
+
+    It is tried first: it keeps many heads, and a few could fit a wrong shape by broadcasting.
+    """
+    return masks(sites)[_N_RAGGED]
 
 
-def _balanced(site: AttentionSite) -> bool:
+def _is_balanced(site: AttentionSite) -> bool:
     return site.policy == "balanced" and site.bundles is None and len(site.groups) > 1
 
 
 def _parts(site: AttentionSite) -> list[tuple[int, ...]]:
-    """The smallest sets of heads that may leave a site alone."""
-    if not _balanced(site):
+    """The smallest sets of heads that can be removed from a site."""
+    if not _is_balanced(site):
         return list(site.units)
-    across = [tuple(group[i] for group in site.groups) for i in range(min(map(len, site.groups)))]
-    return [*(across if len(across) > 1 else []), *site.groups]
+    # The first heads of all groups, then the second ones, as far as every group has them.
+    across = list(zip(*site.groups, strict=False))
+    if len(across) < 2:
+        return list(site.groups)
+    return [*across, *site.groups]
+
+
+def _without_part(site: AttentionSite, index: int) -> list[int]:
+    """The heads of a site without one part; all where it has no other."""
+    parts = _parts(site)
+    removed = parts[index] if index < len(parts) else ()
+    return sorted(set(site.heads) - set(removed)) or list(site.heads)
 
 
 def _ragged(site: AttentionSite, draw: random.Random, number: int) -> list[int]:
-    """Heads that stay: so many units or, under ``balanced``, so many heads of some groups, drawn at
-    random."""
-    if not _balanced(site):
-        kept = draw.sample(site.units, 1 + number % max(1, len(site.units) - 1))
-        return sorted(h for unit in kept for h in unit)
+    """Random heads to keep: whole units, or equally many of some groups."""
+    if not _is_balanced(site):
+        units = draw.sample(site.units, 1 + number % max(1, len(site.units) - 1))
+        return sorted(chain.from_iterable(units))
     groups = draw.sample(site.groups, 1 + number % len(site.groups))
     n_heads = 1 + draw.randrange(min(map(len, groups)))
-    return sorted(h for group in groups for h in draw.sample(group, n_heads))
+    kept: list[int] = []
+    for group in groups:
+        kept += draw.sample(group, n_heads)
+    return sorted(kept)
 
 
 def _last_two(site: AttentionSite) -> list[int]:
-    if _balanced(site):
+    """The last two units or, under ``balanced``, the last head of the last two groups."""
+    if _is_balanced(site):
         return sorted(group[-1] for group in site.groups[-2:])
-    return sorted(h for unit in site.units[-2:] for h in unit)
+    return sorted(chain.from_iterable(site.units[-2:]))
 
 
 def _check_effects(scratch: Scratch, sites: Sites) -> None:
+    """Gates of zero at any one site must change the outputs."""
     for site in sites:
-        with gated(
-            scratch.model, {site.name: torch.zeros(len(site.heads), dtype=torch.float64)}, sites
-        ):
-            if largest(scratch.run(), scratch.full) == 0:
+        gates = {site.name: torch.zeros(len(site.heads), dtype=torch.float64)}
+        with gated(scratch.model, gates, sites):
+            if largest_difference(scratch.run(), scratch.full) == 0:
+                where = f"the gates of {site.name}"
                 must = "one whose heads change the example's outputs"
-                raise VerificationFailed(
-                    f"the gates of {site.name}", must, "no effect of gates of zero"
-                )
+                raise VerificationFailed(where, must, "no effect of gates of zero")
 
 
 def _check_examples(scratch: Scratch, sites: Sites) -> None:
-    """A gate an example must land on that example: where outputs have a row an example, only its
-    row changes."""
+    """Gates of one example must change that example's outputs only."""
     n = batch_size(scratch.example, "example")
-    for chosen in range(n if n > 1 else 0):
-        row = torch.ones(n, 1, dtype=torch.float64)
+    if n < 2:
+        return
+    for chosen in range(n):
+        row = torch.ones(n, 1, dtype=torch.float64)  # gates: [examples, heads]
         row[chosen] = 0.0
         gates = {s.name: row.expand(n, len(s.heads)) for s in sites}
         with gated(scratch.model, gates, sites):
-            got = scratch.run()
-        changed = [
-            _changed_rows(a, b)
-            for a, b in zip(got, scratch.full, strict=True)
-            if a.ndim and a.shape[0] == n
-        ]
+            changed = _changed_examples(scratch.run(), scratch.full, n)
+        # Outputs that combine examples, such as a loss, are no evidence against it.
         if changed and [chosen] not in changed:
             must = f"the gates of example {chosen} only"
-            raise VerificationFailed("a gate an example", must, f"changes in examples {changed[0]}")
+            got = f"changes in examples {changed[0]}"
+            raise VerificationFailed("a gate per example", must, got)
 
 
 def _check_independence(scratch: Scratch) -> None:
-    """An example must be an example: another input there changes nothing elsewhere.
+    """Another input in one row must change no other row's outputs.
 
     The first axis of a model that takes the sequence first holds tokens, which attend to each
     other, though a gate of one of them may change that one alone.
@@ -304,60 +348,79 @@ def _check_independence(scratch: Scratch) -> None:
     if n < 2:
         return
 
-    def other(t: Tensor) -> Tensor:
-        if not t.ndim or t.shape[0] != n:
-            return t
-        t = t.clone()
-        t[1] = t[0]
-        return t
+    def with_row_repeated(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != n:
+            return tensor
+        tensor = tensor.clone()
+        tensor[1] = tensor[0]
+        return tensor
 
-    mine, scratch.example = scratch.example, over_tensors(scratch.example, other)
+    example = scratch.example
+    scratch.example = over_tensors(example, with_row_repeated)
     try:
-        got = scratch.run()
-    except Exception:  # what the copy no longer fits together; the example itself runs
+        outputs_now = scratch.run()
+    except Exception:  # row 1 does not fit the rest of the example; the example itself runs
         return
     finally:
-        scratch.example = mine
-    changed = [
-        _changed_rows(a, b)
-        for a, b in zip(got, scratch.full, strict=False)
-        if a.ndim and a.shape[0] == n
-    ]
+        scratch.example = example
+    changed = _changed_examples(outputs_now, scratch.full, n)
     if any(changed) and [1] not in changed:
         must = "examples on the first axis, none of which changes what the model makes of another"
+        got = f"changes in rows {max(changed, key=len)} for row 1"
         hint = "Give the model an input with the examples first, and let it turn the axes."
-        raise VerificationFailed(
-            "the example", must, f"changes in rows {max(changed, key=len)} for row 1", hint
-        )
+        raise VerificationFailed("the example", must, got, hint)
 
 
-def _changed_rows(got: Tensor, expected: Tensor) -> list[int]:
-    return [i for i in range(len(got)) if largest([got[i]], [expected[i]]) > ROUNDING]
+def _changed_examples(actual: list[Tensor], expected: list[Tensor], n: int) -> list[list[int]]:
+    """Rows that differ, for each output with one row per example."""
+    changed = []
+    for a, b in zip(actual, expected, strict=False):
+        if a.ndim and a.shape[0] == n:
+            changed.append(_changed_rows(a, b))
+    return changed
+
+
+def _changed_rows(actual: Tensor, expected: Tensor) -> list[int]:
+    rows = []
+    for row in range(len(actual)):
+        difference = largest_difference([actual[row]], [expected[row]])
+        if difference > ROUNDING:
+            rows.append(row)
+    return rows
 
 
 def _objective(output: Tensor) -> Tensor:
+    """A number that depends on every finite output in its own way."""
     output = output[output.isfinite()]
+    # Weights, so that opposite changes do not cancel; squares, so that signs are compared too.
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
     return (output * weights).sum() + (output**2).mean()
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    name = type(model).__name__
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         must = "a model of Python code, which can be watched"
-        raise UnsupportedModel(type(model).__name__, must, "one with modules compiled by torch.jit")
+        raise UnsupportedModel(name, must, "one with modules compiled by torch.jit")
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        hint = (
-            "Replace torch.nn.utils.weight_norm by torch.nn.utils.parametrizations.weight_norm, or"
-            " remove it."
-        )
         must = "a model that copy.deepcopy copies, for cuts are tried on a copy"
-        raise UnsupportedModel(
-            type(model).__name__, must, got, hint if "weight_norm" in got else ""
-        ) from error
+        got = error_line(error)
+        hint = ""
+        if "weight_norm" in got:
+            hint = (
+                "Replace torch.nn.utils.weight_norm by"
+                " torch.nn.utils.parametrizations.weight_norm, or remove it."
+            )
+        raise UnsupportedModel(name, must, got, hint) from error
 
 
-def _finite(found: list[Tensor]) -> bool:
-    return any(t.numel() for t in found) and not any(bool(t.isnan().any()) for t in found)
+def _is_finite(values: list[Tensor]) -> bool:
+    """Whether there are outputs, and none is NaN."""
+    n_values = 0
+    for tensor in values:
+        if bool(tensor.isnan().any()):
+            return False
+        n_values += tensor.numel()
+    return n_values > 0

@@ -1,5 +1,4 @@
-"""What a core's heads are made of, measured by gradients: which features of each projection reach
-which head."""
+"""Measure by gradients which features of each projection influence which head's output."""
 
 from __future__ import annotations
 
@@ -9,80 +8,114 @@ import torch
 from torch import Tensor
 
 from headprune.detect.prove import Scratch
-from headprune.detect.trace import Core
+from headprune.detect.trace import AttentionCore
 from headprune.model.double import Doubled
 from headprune.model.running import call, tensors
 
 #: For each projection, by its path: ``[heads, features]``, True where a feature changes a head's
 #: output.
-Reach = dict[str, Tensor]
+Influence = dict[str, Tensor]
 
 
-def reach(scratch: Scratch, core: Core, n_heads: int) -> Reach:
-    """Which features of the core's projections change which block of the output projection's input,
-    by gradients.
+def feature_influence(scratch: Scratch, core: AttentionCore, n_heads: int) -> Influence:
+    """Measure which features of a core's projections change which head's output.
 
-    Every projection's output is cut from its own inputs, so that a feature counts only where no
-    other projection lies between. Empty where the model computes without gradients.
+    Each projection's output is detached from its own input, so that a feature counts only where no
+    other projection lies between.
+
+    Args:
+        scratch: The model and its example.
+        core: A core with an output projection.
+        n_heads: Number of heads whose outputs the output projection takes.
+
+    Returns:
+        The influence of each projection; empty where the model computes without gradients.
     """
+    # 1. Record the projections' outputs as leaves, and the heads' outputs.
+    leaves, context = _run_with_leaves(scratch, core)
+    if context is None or not context.requires_grad:
+        return {}
+    influence = {}
+    paths = []
+    outputs = []  # each [..., features]
+    for path, calls in leaves.items():
+        for output in calls:
+            paths.append(path)
+            outputs.append(output)
+            influence[path] = torch.zeros(n_heads, output.shape[-1], dtype=torch.bool)
+
+    # 2. A weighted sum of one head's outputs has a gradient where a feature influences it.
+    context = context.unflatten(-1, (n_heads, -1))  # [..., heads, value_dim]
+    # Random weights, because a plain sum of outputs may be constant (after a norm).
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.rand(context.shape, generator=generator, dtype=context.dtype)
+    weighted = context * weights.to(context.device)
+    for head in range(n_heads):
+        objective = weighted[..., head, :].sum()
+        gradients = torch.autograd.grad(objective, outputs, retain_graph=True, allow_unused=True)
+        for path, gradient in zip(paths, gradients, strict=True):
+            if gradient is not None:
+                changes = gradient.nan_to_num() != 0
+                influence[path][head] |= changes.reshape(-1, changes.shape[-1]).any(0).cpu()
+    return influence
+
+
+def _run_with_leaves(
+    scratch: Scratch, core: AttentionCore
+) -> tuple[dict[str, list[Tensor]], Tensor | None]:
+    """Every output of each projection, as a leaf of the graph, and the heads' outputs."""
     assert core.gate is not None
     module = scratch.model.get_submodule(core.name)
     leaves: dict[str, list[Tensor]] = {}
-    given: list[Tensor] = []
+    contexts: list[Tensor] = []
 
     def leaf(path: str) -> Any:
-        def cut(_: Any, args: Any, out: Tensor) -> Tensor:
-            leaves.setdefault(path, []).append(out.detach().requires_grad_())
-            return leaves[path][-1].clone()
+        def detach(_: Any, args: Any, output: Tensor) -> Tensor:
+            detached = output.detach().requires_grad_()
+            leaves.setdefault(path, []).append(detached)
+            # A clone, because the model may change the output in place, which a leaf forbids.
+            return detached.clone()
 
-        return cut
+        return detach
 
     def keep(_: Any, args: Any) -> None:
-        given.append(next(tensors(args)))
+        contexts.append(next(tensors(args)))
 
-    paths = dict.fromkeys(
-        p.path for p in (*core.before, *core.after) if p.linear and p.path != core.gate.path
-    )
-    handles = [module.get_submodule(path).register_forward_hook(leaf(path)) for path in paths]
-    handles.append(module.get_submodule(core.gate.path).register_forward_pre_hook(keep))
+    gate = core.gate.path
+    handles = [module.get_submodule(gate).register_forward_pre_hook(keep)]
+    for path in dict.fromkeys(p.path for p in (*core.before, *core.after) if p.linear):
+        projection = module.get_submodule(path)
+        if path != gate:
+            handles.append(projection.register_forward_hook(leaf(path)))
     try:
         with scratch.running(), Doubled(), torch.enable_grad():
             call(scratch.model, scratch.example)
     finally:
         for handle in handles:
             handle.remove()
-    if not given or not given[0].requires_grad:
-        return {}
-    flat = [(path, t) for path, found in leaves.items() for t in found]
-    found = {path: torch.zeros(n_heads, t.shape[-1], dtype=torch.bool) for path, t in flat}
-    context = given[0].unflatten(-1, (n_heads, -1))
-    weights = torch.rand(
-        context.shape, generator=torch.Generator().manual_seed(2), dtype=context.dtype
-    )
-    for head in range(n_heads):
-        value = (context * weights.to(context.device))[..., head, :].sum()
-        got = torch.autograd.grad(value, [t for _, t in flat], retain_graph=True, allow_unused=True)
-        for (path, t), gradient in zip(flat, got, strict=True):
-            if gradient is not None:
-                found[path][head] |= (
-                    (gradient.nan_to_num() != 0).reshape(-1, t.shape[-1]).any(0).cpu()
-                )
-    return found
+    return leaves, contexts[0] if contexts else None
 
 
-def of_all(reaching: Tensor) -> bool:
-    """Whether every feature that reaches a head reaches all of them, and some do."""
-    return bool(reaching.any()) and bool((reaching.any(0) == reaching.all(0)).all())
+def influences_all(influence: Tensor) -> bool:
+    """Whether the features that influence any head influence all heads, and there are some."""
+    return bool(influence.any()) and bool((influence.any(0) == influence.all(0)).all())
 
 
-def latent(core: Core, reached: Reach) -> str | None:
-    """A projection that makes only a part of every head's keys, beside those that make the heads'
-    own; None if none."""
-    found = [
-        (path, of_all(reached[path]))
-        for path in core.scoring
-        if path in reached and reached[path].any()
-    ]
-    if sum(not shared for _, shared in found) < 2:
+def latent_projection(core: AttentionCore, influence: Influence) -> str | None:
+    """Path of a projection that makes one part of every head's keys.
+
+    Others make the rest of each head's queries and keys. None where there is no such projection.
+    """
+    shared = []
+    n_per_head = 0
+    for path in core.query_key_paths:
+        if path not in influence or not influence[path].any():
+            continue
+        if influences_all(influence[path]):
+            shared.append(path)
+        else:
+            n_per_head += 1
+    # With fewer than two others (queries, the rest of the keys) all heads just share their keys.
+    if n_per_head < 2 or not shared:
         return None
-    return next((path for path, shared in found if shared), None)
+    return shared[0]

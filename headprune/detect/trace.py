@@ -1,21 +1,21 @@
-"""Where a model computes softmax attention, seen by running it once: no names of classes, no guess.
+"""Find where a model computes softmax attention by running it once, without names or guesses.
 
-``flow.py`` follows the tensors. The innermost module around a softmax that called the projections
-of its queries, keys and values, and the one that is given its heads' outputs, holds an attention:
-its *core*.
+An *attention core* is one softmax(QK)V computation together with the module that holds it: the
+innermost module that calls the projections of the queries, keys and values, and the projection that
+takes the heads' outputs. ``flow.py`` tracks the tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from headprune.attention.linear import is_conv1d
-from headprune.detect.flow import Event, Flow, Softmax
+from headprune.detect.flow import Event, ProvenanceMode, SoftmaxCall
 from headprune.detect.prove import Scratch
 from headprune.model.double import Doubled
 from headprune.model.running import call
@@ -23,69 +23,91 @@ from headprune.model.running import call
 
 @dataclass(frozen=True)
 class Projection:
-    """A projection that a core called, by its path in the core.
+    """A projection that a core called.
 
     Args:
         path: Relative to the core.
-        given: Shape of its input.
-        made: Shape of its output.
+        input_shape: Shape of its input.
+        output_shape: Shape of its output.
         linear: Whether it is a matrix (an ``nn.Linear`` or a ``Conv1D``), not a convolution.
     """
 
     path: str
-    given: tuple[int, ...]
-    made: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
     linear: bool
 
 
 @dataclass(frozen=True)
-class Core:
-    """A module that holds one attention; all paths are relative to it.
+class CoreNorm:
+    """A norm in a core.
 
     Args:
-        name: Qualified name.
-        softmax: What the softmax showed.
-        before: Projections called before its softmax, in order.
-        after: Projections called after it.
-        outlets: Those of them that are given the heads' outputs; the first is the output
-            projection.
-        leaks: Whether the heads' outputs leave the core by another way too.
-        scoring: Projections of its queries and keys.
-        both: Those of them that both are made of.
-        valued: Projections of its values.
-        elsewhere: Qualified names of such projections that the core did not call.
-        norms: Norms of its queries, keys and heads' outputs: name, features, and of what ("scores"
-            or "context").
+        name: Qualified name of the module, or ``F.`` and the name of the function.
+        width: Features that it spans.
+        of: Whether it takes queries or keys ("scores"), or the heads' outputs ("context").
     """
 
     name: str
-    softmax: Softmax
+    width: int
+    of: Literal["scores", "context"]
+
+
+@dataclass(frozen=True)
+class AttentionCore:
+    """One softmax(QK)V computation, and the module that holds it; paths are relative to that.
+
+    Args:
+        name: Qualified name of the module.
+        softmax: The softmax, as it was recorded.
+        before: Projections called before the softmax, in order.
+        after: Projections called after it.
+        outlets: Those of them that take the heads' outputs; the first is the output projection.
+        leaks: Whether the heads' outputs leave the module by another way too.
+        query_key_paths: Projections of the queries and keys.
+        fused_paths: Those of them that make both.
+        value_paths: Projections of the values.
+        outside: Qualified names of such projections that the module did not call.
+        norms: Norms of the queries, keys and heads' outputs.
+    """
+
+    name: str
+    softmax: SoftmaxCall
     before: tuple[Projection, ...] = ()
     after: tuple[Projection, ...] = ()
     outlets: tuple[Projection, ...] = ()
     leaks: bool = False
-    scoring: tuple[str, ...] = ()
-    both: tuple[str, ...] = ()
-    valued: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()
-    norms: tuple[tuple[str, int, str], ...] = ()
+    query_key_paths: tuple[str, ...] = ()
+    fused_paths: tuple[str, ...] = ()
+    value_paths: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    norms: tuple[CoreNorm, ...] = ()
 
     @property
     def gate(self) -> Projection | None:
         """The output projection, if it is a matrix."""
-        return self.outlets[0] if self.outlets and self.outlets[0].linear else None
+        if self.outlets and self.outlets[0].linear:
+            return self.outlets[0]
+        return None
+
+    @property
+    def context_width(self) -> int:
+        """Features of all heads' outputs; 0 where that is not known."""
+        if self.gate is None or not self.gate.input_shape:
+            return 0
+        return self.gate.input_shape[-1]
 
     @property
     def heads(self) -> int:
-        """How many heads' outputs the output projection is given; 0 where that is not known."""
-        width = self.softmax.width
-        features = self.gate.given[-1] if self.gate and self.gate.given else 0
-        return features // width if width and features % width == 0 else 0
+        """Number of heads whose outputs the output projection takes; 0 where that is not known."""
+        width = self.softmax.value_dim
+        if not width or self.context_width % width:
+            return 0
+        return self.context_width // width
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether a module is a leaf with a matrix or a convolution: something that makes features of
-    features."""
+    """Whether a module is a matrix or a convolution."""
     return isinstance(module, (nn.Conv1d, nn.Conv2d)) or is_matrix(module)
 
 
@@ -94,113 +116,165 @@ def is_matrix(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
-def cores(scratch: Scratch) -> list[Core]:
-    """Every module of the scratch model that holds a softmax attention, in the order of their
-    calls."""
+def attention_cores(scratch: Scratch) -> list[AttentionCore]:
+    """Every attention core of the scratch model, in the order of the calls."""
     modules = dict(scratch.model.named_modules())
-    flow = _followed(scratch, modules)
-    attentions = {i for i, s in enumerate(flow.softmaxes) if s.used}
-    found: dict[str, Core] = {}
-    for at, event in enumerate(flow.events):
-        if event.number in attentions:
-            core = _core(modules, flow, at, attentions)
-            if core is not None and core.name in found:  # it runs again
-                found[core.name].softmax.causal &= core.softmax.causal
-            elif core is not None:
-                found[core.name] = core
-    return list(found.values())
+    record = _recorded(scratch, modules)
+    # A softmax whose probabilities no values are multiplied with is no attention.
+    attentions = {i for i, softmax in enumerate(record.softmaxes) if softmax.used}
+    cores: dict[str, AttentionCore] = {}
+    for at, event in enumerate(record.events):
+        if event.number not in attentions:
+            continue
+        core = _core_at(modules, record, at, attentions)
+        if core is None:
+            continue
+        if core.name in cores:  # the module runs again
+            cores[core.name].softmax.causal &= core.softmax.causal
+        else:
+            cores[core.name] = core
+    return list(cores.values())
 
 
-def _followed(scratch: Scratch, modules: dict[str, nn.Module]) -> Flow:
-    flow, handles = Flow(scratch.example), []
-    for name, module in modules.items():
+def _recorded(scratch: Scratch, modules: dict[str, nn.Module]) -> ProvenanceMode:
+    """The record of one forward pass."""
+    record = ProvenanceMode(scratch.example)
+    handles = []
+
+    # A function, so that each hook has a name of its own.
+    def watch(name: str, module: nn.Module) -> None:
         projection = is_projection(module)
 
-        def enter(
-            module: Any, args: Any, kwargs: Any, name: str = name, projection: bool = projection
-        ) -> None:
-            flow.called(name, module, (args, kwargs), projection)
+        def enter(module: Any, args: Any, kwargs: Any) -> None:
+            record.enter(name, module, (args, kwargs), projection)
 
-        def leave(
-            _: Any, args: Any, out: Any, name: str = name, projection: bool = projection
-        ) -> None:
-            flow.returned(name, args, out, projection)
+        def leave(_: Any, args: Any, output: Any) -> None:
+            record.leave(name, args, output, projection)
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave))
+
+    for name, module in modules.items():
+        watch(name, module)
     try:
-        with scratch.running(), torch.no_grad(), flow, Doubled():
+        with scratch.running(), torch.no_grad(), record, Doubled():
             call(scratch.model, scratch.example)
     finally:
         for handle in handles:
             handle.remove()
-    return flow
+    return record
 
 
-def _core(modules: dict[str, nn.Module], flow: Flow, at: int, attentions: set[int]) -> Core | None:
-    events, number = flow.events, flow.events[at].number
-    softmax = flow.softmaxes[number]
-    innermost, nearest = "", None
-    wanted = softmax.scoring | softmax.valued
+def _core_at(
+    modules: dict[str, nn.Module], record: ProvenanceMode, at: int, attentions: set[int]
+) -> AttentionCore | None:
+    """The core of the softmax at an event; None where the softmax is no attention."""
+    events = record.events
+    softmax = record.softmaxes[events[at].number]
+    innermost = ""
+    best = None
     for start, end in _calls_around(events, at):
         name = events[start].name
         innermost = innermost or name
-        if name != innermost and _holds_another(events, start, end, innermost, attentions):
+        # A module around several attentions holds none of them.
+        if _holds_another(events, start, end, innermost, attentions):
             break
         if softmax.fused:
-            return Core(name, softmax)
-        before = tuple(_projections(modules, events, start, at, name))
-        after = tuple(_projections(modules, events, at, end, name))
-        fed = {e.name for e in events[at:end] if e.what == "enter" and number in e.trail.context}
-        if before and (after or nearest is None):
-            inside = {_absolute(p.path, name) for p in before}
-            core = Core(
-                name,
-                softmax,
-                before,
-                after,
-                tuple(p for p in after if _absolute(p.path, name) in fed),
-                number in events[end].trail.context,
-                _ordered(before, name, softmax.scoring),
-                _ordered(before, name, softmax.both),
-                _ordered(before, name, softmax.valued),
-                tuple(sorted(wanted - inside)),
-                _norms(flow, number, softmax, name, before),
-            )
-            if core.outlets and not core.elsewhere:
-                nearest = core
-                break
-            if nearest is None or (core.outlets and not nearest.outlets):
-                nearest = core
-    if softmax.learned and (nearest is None or not nearest.scoring):
-        return None  # a softmax of what a bare matrix made: a router
-    return nearest or Core(innermost, softmax, elsewhere=tuple(sorted(wanted)))
+            return AttentionCore(name, softmax)
+        core = _core_of_call(modules, record, start, at, end)
+        if _is_better(core, best):
+            best = core
+        if best is core and core.outlets and not core.outside:
+            break
+    if best is None:
+        outside = tuple(sorted(softmax.query_key_sources | softmax.value_sources))
+        best = AttentionCore(innermost, softmax, outside=outside)
+    # A softmax of products with a bare matrix is a router.
+    return None if softmax.constant_factor and not best.query_key_paths else best
 
 
-def _ordered(before: tuple[Projection, ...], name: str, wanted: frozenset[str]) -> tuple[str, ...]:
-    return tuple(p.path for p in before if _absolute(p.path, name) in wanted)
+def _is_better(core: AttentionCore, best: AttentionCore | None) -> bool:
+    """Whether a module is a better holder of an attention than one inside."""
+    if not core.before:
+        return False
+    if best is None:
+        return True
+    # An outer module must call a projection after the softmax, the output projection at best.
+    is_whole = bool(core.outlets) and not core.outside
+    return bool(core.after) and (is_whole or (bool(core.outlets) and not best.outlets))
+
+
+def _core_of_call(
+    modules: dict[str, nn.Module], record: ProvenanceMode, start: int, at: int, end: int
+) -> AttentionCore:
+    """The core of a softmax, if the module of one call around holds it.
+
+    Args:
+        modules: All modules of the model, by name.
+        record: The record of the forward pass.
+        start: Index of the event at which the module is called.
+        at: Index of the event of the softmax.
+        end: Index of the event at which the module returns.
+    """
+    events = record.events
+    number = events[at].number
+    name = events[start].name
+    softmax = record.softmaxes[number]
+    # 1. Projections before and after the softmax.
+    before = _projections(modules, events, start, at, name)
+    after = _projections(modules, events, at, end, name)
+    # 2. Modules that take its heads' outputs.
+    takes_context = {
+        e.name for e in events[at:end] if e.what == "enter" and number in e.provenance.context
+    }
+    called = {_absolute(p.path, name) for p in before}
+    wanted = softmax.query_key_sources | softmax.value_sources
+
+    # 3. Names become paths in the module.
+    return AttentionCore(
+        name,
+        softmax,
+        before,
+        after,
+        outlets=tuple(p for p in after if _absolute(p.path, name) in takes_context),
+        leaks=number in events[end].provenance.context,
+        query_key_paths=_paths(before, name, softmax.query_key_sources),
+        fused_paths=_paths(before, name, softmax.fused_sources),
+        value_paths=_paths(before, name, softmax.value_sources),
+        outside=tuple(sorted(wanted - called)),
+        norms=_norms(record, number, name, called & softmax.query_key_sources),
+    )
+
+
+def _paths(
+    projections: tuple[Projection, ...], core: str, wanted: frozenset[str]
+) -> tuple[str, ...]:
+    """Paths of the projections with a wanted qualified name, in order."""
+    return tuple(p.path for p in projections if _absolute(p.path, core) in wanted)
 
 
 def _norms(
-    flow: Flow, number: int, softmax: Softmax, name: str, before: tuple[Projection, ...]
-) -> tuple[tuple[str, int, str], ...]:
-    own = {_absolute(p.path, name) for p in before} & softmax.scoring
-    found = []
-    for norm in flow.norms:
-        if number in norm.given.context and norm.name.startswith(
-            (f"{name}." if name else "", "F.")
-        ):
-            found.append((norm.name, norm.width, "context"))
-        elif norm.given.sources and norm.given.sources <= own and not norm.given.products:
-            found.append((norm.name, norm.width, "scores"))
-    return tuple(dict.fromkeys(found))
+    record: ProvenanceMode, number: int, core: str, query_key_sources: frozenset[str] | set[str]
+) -> tuple[CoreNorm, ...]:
+    """Norms of a core: of the context of its softmax, of its queries and keys."""
+    inside = f"{core}." if core else ""
+    norms = []
+    for norm in record.norms:
+        sources = norm.inputs.sources
+        # Functions are called in some module: their context shows of which core they are.
+        if number in norm.inputs.context and norm.name.startswith((inside, "F.")):
+            norms.append(CoreNorm(norm.name, norm.width, "context"))
+        elif sources and sources <= query_key_sources and not norm.inputs.products:
+            norms.append(CoreNorm(norm.name, norm.width, "scores"))
+    return tuple(dict.fromkeys(norms))
 
 
 def _holds_another(
     events: list[Event], start: int, end: int, innermost: str, attentions: set[int]
 ) -> bool:
-    """Whether another module's attention falls into the same call: then it is not the place of one
-    attention."""
+    """Whether another module's attention runs in the same call, so that it holds several."""
+    if events[start].name == innermost:
+        return False
     for other in range(start, end):
         if events[other].number in attentions:
             inner, _ = next(_calls_around(events, other))
@@ -210,42 +284,55 @@ def _holds_another(
 
 
 def _calls_around(events: list[Event], at: int) -> Iterator[tuple[int, int]]:
-    """``(enter, leave)`` of every call that is going on at an event, innermost first."""
+    """``(enter, leave)`` of every call that is open at an event, innermost first."""
     depth = 0
+    # Backwards: a call is open if it begins before the event and does not end before it.
     for start in range(at - 1, -1, -1):
-        depth += (events[start].what == "leave") - (events[start].what == "enter")
+        depth -= _opened(events[start])
         if depth < 0:
-            depth, balance, end = 0, 1, start
-            while balance and end + 1 < len(events):
-                end += 1
-                balance += (events[end].what == "enter") - (events[end].what == "leave")
-            yield start, end
+            depth = 0
+            yield start, _end_of_call(events, start)
+
+
+def _end_of_call(events: list[Event], start: int) -> int:
+    """Index of the event at which the call that begins at ``start`` ends."""
+    n_open = 1
+    end = start
+    while n_open and end + 1 < len(events):
+        end += 1
+        n_open += _opened(events[end])
+    return end
+
+
+def _opened(event: Event) -> int:
+    """How many calls an event opens: 1, 0, or -1 where it ends one."""
+    return (event.what == "enter") - (event.what == "leave")
 
 
 def _projections(
     modules: dict[str, nn.Module], events: list[Event], start: int, end: int, core: str
-) -> Iterator[Projection]:
-    seen = set()
+) -> tuple[Projection, ...]:
+    """Projections that are called between two events; the first call of each counts."""
+    projections: dict[str, Projection] = {}
     for at in range(start + 1, end):
         event = events[at]
-        if (
-            event.what != "enter"
-            or event.name in seen
-            or event.name == core
-            or not is_projection(modules[event.name])
-        ):
+        name = event.name
+        if event.what != "enter" or name in projections or name == core:
             continue
-        seen.add(event.name)
-        made = next(
-            (e.shape for e in events[at:] if e.what == "leave" and e.name == event.name), ()
-        )
-        yield Projection(
-            _relative(event.name, core), event.shape, made, is_matrix(modules[event.name])
-        )
+        if not is_projection(modules[name]):
+            continue
+        path = name.removeprefix(f"{core}.") if core else name
+        output_shape = _output_shape(events, at)
+        projections[name] = Projection(path, event.shape, output_shape, is_matrix(modules[name]))
+    return tuple(projections.values())
 
 
-def _relative(name: str, core: str) -> str:
-    return name.removeprefix(f"{core}.") if core else name
+def _output_shape(events: list[Event], start: int) -> tuple[int, ...]:
+    """Shape of the output of the call that begins at ``start``."""
+    for at in range(start, len(events)):
+        if events[at].what == "leave" and events[at].name == events[start].name:
+            return events[at].shape
+    return ()
 
 
 def _absolute(path: str, core: str) -> str:

@@ -17,7 +17,7 @@ from headprune.core.errors import UnsupportedModel, VerificationFailed
 from headprune.core.heads import AttentionSite
 from headprune.detect import propose
 from headprune.detect.properties import PROPERTIES
-from headprune.detect.prove import Scratch, largest, prove
+from headprune.detect.prove import Scratch, largest_difference, prove
 from headprune.detect.search import sites_by
 from headprune.model.sites import Sites
 from tests.laws.support import CLOSE, ragged
@@ -514,7 +514,7 @@ ONE, NAN, INF = torch.ones(2), torch.tensor([1.0, torch.nan]), torch.tensor([1.0
 def test_the_largest_difference(
     got: list[Tensor], expected: list[Tensor], difference: float
 ) -> None:
-    assert largest(got, expected) == pytest.approx(difference)
+    assert largest_difference(got, expected) == pytest.approx(difference)
 
 
 def test_sites_without_a_choice_prove_nothing() -> None:

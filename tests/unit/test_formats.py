@@ -170,7 +170,7 @@ def test_heads_of_other_groups_in_equal_number_are_uniform(tmp_path: Path) -> No
     ("name", "units", "words"),
     [
         ("llama", UNEVEN, "the same number of heads in every layer, got layers with 2, 6, 4 heads"),
-        ("llama", EMPTY, r"a head in every layer, got none left in model\.layers\.0\.self_attn"),
+        ("llama", EMPTY, r"a head in every layer, got none kept in model\.layers\.0\.self_attn"),
         ("llama", [[0, 1, 2]] * 3, None),
         (
             "bert",

@@ -97,7 +97,7 @@ def test_the_card_states_what_was_cut(tmp_path: Path) -> None:
         f"Parameters: {whole:,} before, {left:,} after",
         r"selector global\_topk, scorer taylor, keep 50 % of the heads",
         "ties broken",
-        "left 6 of 18 heads",
+        "kept 6 of 18 heads",
         "| `model.layers.0.self_attn` | 0 of 6 | none |",
         "| `model.layers.1.self_attn` | 4 of 6 | 0-1, 4-5 |",
         f"hp.from_pretrained('{tmp_path.name}')",

@@ -100,7 +100,7 @@ def test_the_words_of_another_card_stay_without_its_section(tmp_path: Path) -> N
         f"Before.\n\nAfter.\n\n{card.BEGIN}\n## Attention heads\n\nThe other words of this card"
     )
     assert "of an earlier cut" not in text
-    assert "left 12 of 12 heads" in text
+    assert "kept 12 of 12 heads" in text
 
 
 @pytest.mark.parametrize("words", ["", "\n", f"{card.BEGIN}\nonly a section\n{card.END}\n"])
