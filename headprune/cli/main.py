@@ -1,5 +1,4 @@
-"""The ``headprune`` command; every subcommand is a file of its own and imports what it needs when
-it runs."""
+"""The ``headprune`` command. Every subcommand is a module, which imports what it needs when run."""
 
 from __future__ import annotations
 
@@ -71,6 +70,7 @@ A MODEL is a folder or a hub name."""
 
 
 def _version(wanted: bool) -> None:
+    """Print versions and exit, if ``--version`` is given."""
     if wanted:
         from headprune.run.surroundings import in_short
 
@@ -93,7 +93,7 @@ def _main(
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(_START)
-    elif context.invoked_subcommand != "run":
+    elif context.invoked_subcommand != "run":  # the only command that several processes share
         with guarded(False):
             check_alone(context.invoked_subcommand)
 

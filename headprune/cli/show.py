@@ -1,4 +1,4 @@
-"""``headprune show``: a recipe with every default filled in."""
+"""``headprune show``: print a recipe with every default filled in."""
 
 from __future__ import annotations
 
