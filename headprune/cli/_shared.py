@@ -20,6 +20,9 @@ from headprune.core.errors import HeadPruneError, ProcessFailed, VerificationFai
 FAILED, BAD_INPUT = 1, 2
 
 
+# ------------------------------------------------------------------------ completions and options
+
+
 def recipe_names() -> list[str]:
     """Complete a recipe's name in a shell, which completes files by itself."""
     from headprune.recipes.reading import shipped_recipes
@@ -69,6 +72,9 @@ Quiet = Annotated[
 ]
 
 
+# ----------------------------------------------------------------------------------------- output
+
+
 def say(line: str) -> None:
     """Print a line of progress to standard error; standard output has only the result."""
     echo(line, err=True)
@@ -93,6 +99,7 @@ def on_terminal(quiet: bool) -> bool:
 
 def emit(data: Any) -> None:
     """Print JSON to standard output, with control characters escaped."""
+    # JSON has no NaN, and other programs refuse it.
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     typer.echo(CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
@@ -101,6 +108,7 @@ def show(value: Any, text: str | None = None) -> None:
     """Print a value to standard output: in colour on a terminal, plain elsewhere."""
     from rich.console import Console
 
+    # No wrapping and no guesses at what to highlight: the text is that of `str`.
     console = Console(soft_wrap=True, highlight=False)
     markup = getattr(value, "__rich__", None)
     if text is None and markup is not None and console.is_terminal:
@@ -109,27 +117,31 @@ def show(value: Any, text: str | None = None) -> None:
         echo(text if text is not None else str(value))
 
 
+# ----------------------------------------------------------------------------------------- errors
+
+
 @contextmanager
 def guarded(debug: bool) -> Iterator[None]:
     """Turn errors into one message and an exit code: 2 for bad input, 1 for a failed run."""
     try:
         with warnings.catch_warnings():
+            # One line per warning, without the place in the code.
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # what was finished is in the folder, and can be resumed
         say("interrupted")
         raise typer.Exit(FAILED) from None
     except BrokenPipeError:
         # `headprune ls | head`: Python must not flush into the closed pipe when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(FAILED) from None
-    except HeadPruneError as error:
+    except HeadPruneError as error:  # it says what to do
         _print_error(error, str(error), debug)
         failed = isinstance(error, VerificationFailed | ProcessFailed)
         raise typer.Exit(FAILED if failed else BAD_INPUT) from None
-    except typer.Exit:
+    except typer.Exit:  # a command that ends with a code of its own
         raise
-    except Exception as error:
+    except Exception as error:  # a mistake of headprune's, or of the user's own code
         more = "" if debug else " (--debug shows where)"
         _print_error(error, f"{type(error).__name__}: {error}{more}", debug)
         raise typer.Exit(FAILED) from None
@@ -142,5 +154,6 @@ def _print_error(error: Exception, text: str, debug: bool) -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    # Warnings for developers, such as deprecations, are not shown.
     if issubclass(category, UserWarning):
         say(f"warning: {message}")

@@ -33,11 +33,13 @@ def agree(
         from headprune.run.reporting import check_different
         from headprune.scoring._agreement import agreement
 
+        # 1. Load the scores, and name them by their files.
         check_different("files", files)
         scores = [HeadScores.load(path) for path in files]
         names = [path.stem for path in files]
         if len(set(names)) < len(names):  # files of the same name in different folders
             names = [str(path) for path in files]
+        # 2. Compare them.
         result = agreement(*scores, k=k, names=names)
         if out is not None:
             say(f"wrote {draw_agreement(result, out)}")

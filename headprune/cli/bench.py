@@ -94,6 +94,7 @@ def _check_length(models: Sequence[nn.Module], lengths: Sequence[int]) -> None:
     """Refuse lengths that one of the models cannot read."""
     from headprune.data.models import longest_input
 
+    # Position embeddings limit some models; None is no limit.
     limits = [longest_input(model) for model in models]
     known = [limit for limit in limits if limit is not None]
     if known and max(lengths) > min(known):
@@ -103,11 +104,13 @@ def _check_length(models: Sequence[nn.Module], lengths: Sequence[int]) -> None:
 
 def _print(weights: tuple[SizeRow, ...], speed: tuple[SpeedRow, ...]) -> None:
     """Print sizes and speed for people."""
+    # Sizes, with the change in percent.
     for row in weights:
         line = f"{row.name}: {row.original:,.0f} -> {row.pruned:,.0f}"
         if row.original:
             line += f" ({100 * (row.pruned / row.original - 1):+.1f} %)"
         echo(line)
+    # Medians of one forward pass, and the ratio with its interval.
     for cell in speed:
         before, after = 1e3 * cell.original_p50, 1e3 * cell.pruned_p50
         ratio = f"{cell.ratio:.2f}x [{cell.low:.2f}, {cell.high:.2f}]"

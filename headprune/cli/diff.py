@@ -30,8 +30,10 @@ def diff(
         from headprune.core.record import RunRecord
         from headprune.report.difference import plan_difference, record_difference
 
+        # 1. Read both; a folder stands for its record.
         a, b = _read(first), _read(second)
         names = str(first), str(second)
+        # 2. Compare plans with plans, and records with records.
         difference: PlanDifference | RecordDifference
         if isinstance(a, PruningPlan) and isinstance(b, PruningPlan):
             difference = plan_difference(a, b, names)
@@ -55,9 +57,10 @@ def _read(path: Path) -> PruningPlan | RunRecord:
     from headprune.run.journal import record_path
 
     file = record_path(path)
+    # Every value that headprune stores names its type.
     try:
         kind = json.loads(read_text(file))["headprune"]
-    except NotAFile:
+    except NotAFile:  # has a message of its own
         raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         must = "a plan, a record or the folder of a run"

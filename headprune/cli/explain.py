@@ -43,8 +43,10 @@ def explain(
 
         # 2. Explain, and add what a run has measured.
         explanation = explained(pruning_plan, head_scores)
+        # A plan in a run's folder has a record beside it.
         record = path.with_name(RECORD)
         measured = RunRecord.load(record).quality if record.is_file() else ()
+        # 3. Print.
         if as_json:
             emit({**explanation.to_dict(), "measured": [vars(row) for row in measured]})
             return

@@ -36,13 +36,16 @@ def init(
         from headprune.data.guess import guess
         from headprune.run.subject import quiet
 
+        # 1. Guess the recipe from the model's class and the data's columns.
         quiet()
         guessed = guess(model, data, task=task, keep=keep)
         recipe = guessed.recipe()
+        # 2. Choose the file; `-` is standard output.
         path = out or Path(f"{recipe.name}.yaml")
         printed = str(path) == "-"
         if not printed and path.exists():
             raise InvalidValue("--out", "a new file", str(path), "Give another name with --out.")
+        # 3. Print the recipe, or what it was guessed from, and write the file.
         if as_json:
             written = None if printed else str(path)
             emit({"out": written, "why": list(guessed.why), "recipe": recipe.model_dump()})

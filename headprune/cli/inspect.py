@@ -40,6 +40,7 @@ def inspect(
         from headprune.run.subject import quiet
 
         quiet()
+        # A model without any site is refused, after a list of what looks like attention.
         opened = open_model(model)
         try:
             find_sites(opened)
@@ -106,6 +107,7 @@ def _row(bound: BoundSite) -> dict[str, Any]:
 
 def _layouts(model: nn.Module, bound: Sequence[BoundSite]) -> dict[str, dict[str, Any]]:
     """What a cut changes, by layout."""
+    # Sites of one layout differ in size, but a cut changes the same parts of them.
     layouts: dict[str, dict[str, Any]] = {}
     for b in bound:
         layouts[b.layout.name] = _layout(b)
@@ -139,6 +141,7 @@ def _without_heads(model: nn.Module, bound: BoundSite) -> str:
 
     site = bound.site
     mask = HeadMask.from_keep({site.name: []}, {site.name: site.n_query_heads})
+    # Whether the code around a layer can do without its output, is not known before it is cut.
     try:
         cut_(model, [bound], mask).restore()
     except UnsupportedModel as error:
@@ -226,6 +229,7 @@ def _print(facts: dict[str, Any]) -> None:
 
 def _empty_words(answers: dict[str, str]) -> str:
     """Whether layers may lose all heads: one answer if all kinds of attention have the same."""
+    # Otherwise one answer per kind, such as "self: yes; cross: no".
     if len(set(answers.values())) == 1:
         return next(iter(answers.values()))
     return "; ".join(map(": ".join, answers.items()))

@@ -21,12 +21,14 @@ def ls(as_json: AsJson = False, debug: Debug = False) -> None:
     with guarded(debug):
         listed = {"recipes": _recipes(), "presets": _presets()}
         for title, room in _REGISTRIES.items():
+            # Summaries are read from source files: importing them all would take seconds.
             registry = importlib.import_module(f"headprune.{room}").registry
             listed[title] = {name: registry.summary(name) for name in registry.names()}
         if as_json:
             emit(listed)
             return
         names = [name for entries in listed.values() for name in entries]
+        # Names in a column, as wide as the longest of them.
         width = max(map(len, names))
         for title, entries in listed.items():
             echo(title)
@@ -43,6 +45,7 @@ def _recipes() -> dict[str, str]:
 def _presets() -> dict[str, str]:
     from headprune.recipes.presets import PRESETS
 
+    # The source starts with the reference, such as a paper.
     return {name: preset.source.partition(": ")[0] for name, preset in PRESETS.items()}
 
 

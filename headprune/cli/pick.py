@@ -13,6 +13,7 @@ from headprune.cli._shared import show as show_value
 
 def pick(
     sweep: Annotated[Path, typer.Argument(help="The folder of a finished sweep.")],
+    # What to allow.
     max_drop: Annotated[
         float,
         typer.Option(
@@ -24,6 +25,7 @@ def pick(
         str, typer.Option(help="What is to be small: heads, params, macs, kv.")
     ] = "heads",
     confidence: Annotated[float, typer.Option(help="Confidence that it loses no more.")] = 0.95,
+    # Where to save the model.
     out: Annotated[
         Path | None, typer.Option(help="Folder for the plan and the cut, recovered model.")
     ] = None,
@@ -51,7 +53,8 @@ def pick(
             emit(picked.to_dict())
         else:
             show_value(picked)
+        # A shell can tell from the exit code whether a model was picked.
         if picked.run is None:
             raise typer.Exit(FAILED)
-        if out is not None:
+        if out is not None:  # `run_pick` has written it
             say(f"wrote {out}")

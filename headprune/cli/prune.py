@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 
 def prune(
+    # What to cut, and where to save it.
     model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
     out: Annotated[Path, typer.Option(help="Folder for the cut model.")],
+    # Where the choice of heads comes from: one of these three.
     plan: Annotated[Path | None, typer.Option(help="A plan, as a run writes it.")] = None,
     scores: Annotated[
         Path | None,
@@ -57,6 +59,7 @@ def prune(
         typer.Option(help="With --data, if model and columns do not determine it."),
     ] = None,
     settings: Settings = None,
+    # How many heads to keep: one of these four.
     keep: Annotated[
         str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")
     ] = None,
@@ -65,6 +68,7 @@ def prune(
     ] = None,
     keep_macs: Annotated[float | None, typer.Option(help="Or of the multiply-adds.")] = None,
     keep_kv: Annotated[float | None, typer.Option(help="Or of the bytes of the KV cache.")] = None,
+    # How to choose them.
     selector: Annotated[
         str | None,
         typer.Option(
@@ -74,6 +78,7 @@ def prune(
     min_heads: Annotated[
         int | None, typer.Option(help="With --scores or --data: per layer, at least; default 1.")
     ] = None,
+    # How to save the cut model.
     format: Annotated[
         str,
         typer.Option(
@@ -88,6 +93,7 @@ def prune(
     max_shard_size: Annotated[
         str, typer.Option(help="Larger models are written in several files.")
     ] = "50GB",
+    # How to read the model.
     merge_adapters: Annotated[
         bool,
         typer.Option(
@@ -239,10 +245,12 @@ def _check_out(out: Path, on_data: bool) -> None:
 
 def _check_source(sources: Mapping[str, object], with_data: Mapping[str, object]) -> None:
     """Refuse anything but one source of the choice, and options for another source."""
+    # 1. Exactly one source.
     given = [option for option, value in sources.items() if value is not None]
     if len(given) != 1:
         must, got = f"given one of {', '.join(sources)}", " and ".join(given) or "none"
         raise InvalidValue("prune", must, got)
+    # 2. Options that only a run on data has.
     for option, value in with_data.items():
         if value and given != ["--data"]:
             raise InvalidValue(option, "left out without --data", value)
@@ -292,6 +300,7 @@ def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningP
     from headprune.selection import Selector, registry
     from headprune.selection._api import select
 
+    # A plan says everything, so nothing else may be given with it.
     if plan is not None:
         unused = {"--selector": chosen.selector, "--min-heads": chosen.min_heads}
         for name, value in {**chosen.amounts, **unused}.items():
@@ -325,7 +334,8 @@ def _kind(option: str) -> str:
 def _budget(option: str, amount: str | float) -> Budget:
     from headprune.core.plan import Budget
 
-    if isinstance(amount, str):  # of --keep: a count or a fraction
+    # Of --keep: a count or a fraction. Whether it is in range, Budget checks.
+    if isinstance(amount, str):
         try:
             amount = int(amount) if amount.isdigit() else float(amount)
         except ValueError:
@@ -342,6 +352,7 @@ def _stream(target: _Target, plan: PruningPlan | None, as_json: bool) -> None:
     from headprune.data.models import resolve_path
 
     folder = resolve_path(target.model, "--model")
+    # 1. Refuse what needs the model in memory.
     if plan is None:
         must = "given with --plan or --scores, for nothing is run"
         raise InvalidValue("--streaming", must, "--data")
@@ -351,9 +362,11 @@ def _stream(target: _Target, plan: PruningPlan | None, as_json: bool) -> None:
     if not Path(folder).is_dir():
         hint = f"Download it first: hf download {target.model} --local-dir FOLDER."
         raise InvalidValue("--model", "a folder with --streaming", repr(target.model), hint)
+    # 2. Copy what is kept.
     size = target.max_shard_size
     report = prune_checkpoint(folder, plan, target.out, max_shard_size=size, copy_companions=True)
     files = list(report.copied)
+    # The report's files have a key of their own.
     if as_json:
         facts = {name: value for name, value in vars(report).items() if name != "copied"}
         data = {
@@ -377,6 +390,7 @@ def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
     from headprune.model.examples import example_batch
     from headprune.surgery.prune import prune_
 
+    # A batch of made-up tokens, images or waves is enough to compare outputs.
     subject = open_model(model, "--model")
     example = example_batch(subject)
     if example is None:
@@ -402,11 +416,12 @@ def _on_data(
     from headprune.run.journal import MODEL, RUN
     from headprune.run.on_data import prune_on_data
 
+    # If this is killed and called again, the run resumes, or is reused.
     folder = target.out / RUN
     cut, record = prune_on_data(
         target.model, data, folder, task=task, settings=settings, **watching(quiet)
     )
-    assert record.plan is not None
+    assert record.plan is not None  # a finished run has one
     text = f"{record}\nreport: {folder / 'report.html'}"
     facts = {"record": record.to_dict()}
     return _CutModel(cut, record.plan, example_batch(cut), text, facts, folder / MODEL)
@@ -424,6 +439,7 @@ def _write(cut: _CutModel, target: _Target) -> _Written:
     formats = applicable_formats(cut.model)
     format = _choose_format(target.format, formats)
     folder = resolve_path(target.model, "--model")
+    # The other files of the model's folder. Its code is left out where new code is written.
     files = companions.CompanionFiles(folder, code=format != "remote-code")
     save_pretrained(
         cut.model,
@@ -443,6 +459,7 @@ def _choose_format(asked: str, formats: Mapping[Format, str | None]) -> Format:
     Raises:
         UnsupportedModel: the format cannot hold this cut.
     """
+    # A reason in `formats` says why a format does not apply.
     if asked == "auto":
         return "headprune" if formats["transformers"] else "transformers"
     format = next(name for name in formats if name == asked)
@@ -468,9 +485,11 @@ def _as_data(cut: _CutModel, target: _Target, written: _Written) -> dict[str, An
 
 def _print(cut: _CutModel, target: _Target, written: _Written) -> None:
     """Print the result for people."""
+    # What was done.
     echo(cut.text)
     for note in cut.plan.notes:
         echo(f"note: {note}")
+    # Which formats can hold this cut, and which one was written.
     for name, reason in written.formats.items():
         answer = f"no; {reason}" if reason else "yes"
         echo(f"format {name}: {answer}")

@@ -39,16 +39,20 @@ def report(
         from headprune.run.journal import record_path
         from headprune.run.reporting import compare_runs, is_sweep, report_run, report_sweep
 
+        # 1. Several records: one page.
         if len(records) > 1:
             if out is None:
                 raise InvalidValue("--out", "given, to compare several records", "nothing")
             written = list(compare_runs(records, out))
+        # 2. A sweep.
         elif is_sweep(records[0]):
             written = report_sweep(records[0], out)
+        # 3. One record.
         else:
             path = record_path(records[0])
             written = list(report_run(RunRecord.load(path), path.parent, out))
         if as_json:
+            # By kind of file, such as "html".
             kinds = {".md": "markdown"}
             emit({kinds.get(path.suffix, path.suffix[1:]): str(path) for path in written})
         else:

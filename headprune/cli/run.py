@@ -46,13 +46,15 @@ def run(
         from headprune.run.launched import launched
 
         how, launch = watching(quiet), launched()
-        # One of several processes, but not the first.
+
+        # 1. A process of several, but not the first, only shares the scoring.
         if launch is not None and launch.rank:
             if not dry_run:
                 from headprune.run.runner import share_scoring
 
                 share_scoring(recipe, settings or (), launch)
             return
+        # 2. An estimate.
         if dry_run:
             from headprune.run.dry import dry_run as estimated
 
@@ -62,6 +64,7 @@ def run(
             else:
                 show_value(estimate)
             return
+        # 3. The run.
         from headprune.run.runner import run_recipe
 
         record = run_recipe(

@@ -54,6 +54,7 @@ def score(
     with guarded(debug):
         from headprune.run.runner import score_recipe
 
+        # No baselines: a run compares plans with them, and here is no plan.
         own = ["score.magnitude=false", "score.random_draws=0"]
         if policy:
             own.append(f"select.policy={policy}")

@@ -19,4 +19,4 @@ def show(
         if as_json:
             emit(resolved.model_dump())
         else:
-            echo(recipe_yaml(resolved), nl=False)
+            echo(recipe_yaml(resolved), nl=False)  # it ends with a newline

@@ -38,6 +38,7 @@ def sweep(
         ),
     ],
     settings: Settings = None,
+    # How often, where, and with how many processes.
     seeds: Annotated[
         int, typer.Option(help="Draws of calibration rows, and of random scorers.")
     ] = 1,
@@ -70,6 +71,7 @@ def sweep(
             emit(done.table.to_dict())
         else:
             show_value(done)
+        # Failed runs do not end a sweep, but the exit code reports them.
         for failed in done.table.failed:
             say("failed: " + ", ".join(f"{key} {value}" for key, value in failed.items()))
         if done.table.failed:

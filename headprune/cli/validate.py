@@ -33,6 +33,7 @@ def validate(
 ) -> None:
     """Check recipes and list every error, each with its path and a suggestion."""
     with guarded(debug):
+        # All recipes are checked, whatever errors the first ones have.
         results = [_check(recipe, settings or []) for recipe in recipes]
         if as_json:
             emit(results)
@@ -42,6 +43,7 @@ def validate(
                     echo(f"{result['recipe']}: valid")
                 else:
                     say(f"error: {result['text']}")
+        # Any error is bad input.
         if not all(result["valid"] for result in results):
             raise typer.Exit(BAD_INPUT)
 
@@ -53,6 +55,7 @@ def _check(recipe: str, settings: list[str]) -> dict[str, Any]:
     try:
         load_recipe(recipe, settings)
     except HeadPruneError as error:
+        # A recipe can have many problems; any other error is one.
         problems = error.problems if isinstance(error, RecipeError) else [error]
         errors = []
         for problem in problems:

@@ -51,6 +51,7 @@ class AutoOfRun(Auto):
     def selected(self, scores: HeadScores, groups: Mapping[str, Budget] | None) -> PruningPlan:
         return choose_heads(self._run, scores, baseline=True, budget=groups)
 
+    # The recoveries of the recipe that do not train; `lstsq` if all of them train.
     @property
     def refit_name(self) -> str:
         return " + ".join(step.method for step in judged_after(self._run.recipe))
@@ -94,7 +95,7 @@ class AutoOfRun(Auto):
         with undisturbed(subject.model) as model:
             bound = bind(model, subject.sites)
             problem = ScoringProblem(model, bound, batches, default_loss, progress=False)
-            problem.judge()
+            problem.judge()  # losses of the uncut model, which others are compared with
             folds = Folds(problem, self.folds)
             try:
                 refit = partial(self.refit_, problem) if self.refit_name else None
@@ -105,6 +106,7 @@ class AutoOfRun(Auto):
 
 def _half_of(scores: HeadScores) -> HeadMask:
     """Keep half of the heads; all of them if layers of one head make that impossible."""
+    # Every layer keeps at least one head.
     try:
         return select(scores, Budget(keep_heads=0.5)).mask
     except InfeasibleBudget:
@@ -117,5 +119,6 @@ def scorer_of(subject: Subject) -> Scorer:
     scorer: Scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     if not isinstance(scorer, Auto):
         return scorer
+    # The same settings, and the run that gives it budget, selector and recoveries.
     settings = {name: getattr(scorer, name) for name in scorer.settings}
     return AutoOfRun(**settings, subject=subject)

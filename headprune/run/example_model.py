@@ -14,7 +14,7 @@ class RowAttention(nn.Module):
     def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
         self.heads, self.size = n_heads, width // n_heads
-        self.mix = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, 3 * width)  # queries, keys and values, head by head
         self.end = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class RowTransformer(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Map images ``[batch, 1, rows, columns]`` to logits ``[batch, labels]``."""
-        x = self.embed(pixel_values.squeeze(1)) + self.position
+        x = self.embed(pixel_values.squeeze(1)) + self.position  # [batch, rows, width]
         for attention, norm in zip(self.attentions, self.norms, strict=True):
             x = norm(x + attention(x))
         logits: Tensor = self.classify(x.mean(1))

@@ -1,4 +1,17 @@
-"""``prune_gradually_``: remove heads in stages while the model is trained."""
+"""``prune_gradually_``: remove heads in stages while the model is trained.
+
+>>> import torch
+>>> from headprune import Budget, MultiHeadAttention
+>>> from headprune.recovery import Finetune
+>>> model, data = nn.Sequential(MultiHeadAttention(8, 4)), [torch.randn(4, 5, 8)]
+>>> square = lambda m, x: m(x).square().mean((1, 2))
+>>> training = Finetune(steps=6)
+>>> report = prune_gradually_(
+...     model, data, Budget(keep_heads=1), stages=3, finetune=training, loss=square
+... )
+>>> [stage.plan.mask.n_kept for stage in report.stages]
+[1, 1, 1]
+"""
 
 from __future__ import annotations
 
@@ -96,59 +109,38 @@ def prune_gradually_(
     folder: str | Path | None = None,
     leave_checkpoint: bool = False,
 ) -> GradualReport:
-    """Cut and train in turn: at each of n stages, score the heads, cut some, and train.
+    """Cut and train in turn, in n stages: score the heads, remove some, train.
 
-    After stage i of n, ``final + (1 - final) (1 - i / n)³`` of the given model is kept: the cubic
-    schedule of Zhu & Gupta 2017, equation 1, with no sparsity at t0 = 0. Heads are removed for
-    good, so a stage keeps a subset of what the stage before kept.
-
-    All stages share one learning rate schedule and read the data on. A cut replaces parameters, so
-    AdamW's averages start anew at each stage. Stage i takes the seed ``finetune.seed + i``.
+    Stage i keeps ``final + (1 - final) (1 - i / n)³`` of the given model: the cubic schedule of
+    Zhu & Gupta 2017, equation 1. All stages share one learning rate schedule; AdamW's averages
+    start anew at each.
 
     Args:
-        model: The model, changed in place.
+        model: Changed in place.
         batches: Training data, as for ``recover_``.
-        budget: What to keep of the given model; any but ``speedup``.
+        budget: Any but ``speedup``, of the given model.
         stages: n; at most one per training step.
-        finetune: The training of all stages together, without validation or checkpoints.
+        finetune: The training of all stages; stage i adds ``i - 1`` to its seed.
         scorer: Scores the heads at every stage.
         selector: Chooses the heads to remove.
-        must_keep: Heads to keep; as for ``select``.
+        must_keep: As for ``select``.
         must_remove: Heads to remove at the first stage.
         calibration: Data to score on; default ``batches``.
         teacher: The uncut original, if ``finetune`` distils.
         loss: Per-example loss, of scorer and training.
-        sites: Default ``find_sites(model)``; they carry the policy for shared key/value heads.
-        example: A batch the model takes. If given, every cut is compared with the gated model.
+        sites: Default: all.
+        example: A batch, to compare every cut with the gated model.
         progress: Show progress bars.
-        folder: For a checkpoint after every stage. The same call with the original model resumes
-            from it. Removed at the end.
-        leave_checkpoint: Keep the last stage's checkpoint, as for ``recover_``.
+        folder: For a checkpoint per stage, from which the same call resumes.
+        leave_checkpoint: Keep the last one.
 
     Raises:
-        InvalidValue: fewer steps than stages, or a budget or settings that do not apply.
-        CheckpointError: the folder has the checkpoint of another call.
-        InfeasibleBudget: the selector cannot meet the budget. Refused before the first cut, unless
-            the selector measures losses or scores again.
-
-    >>> import torch
-    >>> from headprune import Budget, MultiHeadAttention
-    >>> from headprune.recovery import Finetune
-    >>> model, data = nn.Sequential(MultiHeadAttention(8, 4)), [torch.randn(4, 5, 8)]
-    >>> square = lambda m, x: m(x).square().mean((1, 2))
-    >>> training = Finetune(steps=6)
-    >>> report = prune_gradually_(
-    ...     model,
-    ...     data,
-    ...     Budget(keep_heads=1),
-    ...     stages=3,
-    ...     finetune=training,
-    ...     scorer="magnitude",
-    ...     loss=square,
-    ... )
-    >>> [stage.plan.mask.n_kept for stage in report.stages]
-    [1, 1, 1]
+        InvalidValue: fewer steps than stages, or settings that do not apply.
+        CheckpointError: ``folder`` has another call's checkpoint.
+        InfeasibleBudget: the selector cannot meet the budget.
     """
+    # A stage removes heads for good, so it keeps a subset of what the stage before kept. (Zhu &
+    # Gupta mask single weights, which may come back.)
     # 1. Check the arguments.
     model, settings = unwrap(model), finetune or Finetune()
     steps = settings.n_steps(sized(batches))
@@ -269,7 +261,8 @@ class _GradualPruning:
         """Take from the first scores what the model costs, and refuse an impossible budget."""
         self.original_cost = pose(scores, self.budget).whole
         self.budget = _fixed_length(scores, self.budget)
-        # A selector that measures losses or scores again is not asked twice: that would take long.
+        # Nothing has changed yet. A selector that measures losses or scores again is not asked
+        # twice, because that takes long: it may refuse the budget at a later stage.
         if not callables:
             self._select(scores, self.budget, callables)
 
@@ -474,6 +467,7 @@ class _EndlessBatches:
         return self
 
     def __next__(self) -> Any:
+        # The next batch of this pass, if it has one.
         for batch in self.current:
             self.taken += 1
             return batch
@@ -499,12 +493,15 @@ class _EndlessBatches:
         Random states outside of the data are not changed.
         """
         outside = random_states()
+        # 1. Draw the order again.
         self.pass_states = state["begun"]
         self.taken = state["taken"]
         set_random_states(self.pass_states, self.generators)
         self.current = iter(self.batches)
+        # 2. Read past the batches that were taken.
         for _ in range(self.taken):
             next(self.current)
+        # 3. Set the states after them, and restore all others.
         set_random_states({**outside, "generators": state["now"]}, self.generators)
 
 
@@ -514,6 +511,7 @@ class _NextBatches:
     def __init__(self, source: Iterator[Any], n: int) -> None:
         self.source, self.n = source, n
 
+    # The training asks for the number of batches.
     def __len__(self) -> int:
         return self.n
 

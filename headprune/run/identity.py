@@ -98,7 +98,7 @@ def _model_files(recipe: Recipe) -> Any:
     if recipe.model.import_path is not None:
         return source_files(recipe.model)
     if recipe.model.path is None:
-        return None
+        return None  # built from a configuration, which is in the recipe
     folder = Path(resolve_path(recipe.model.path))
     if folder.is_dir():
         files = sorted(path for path in folder.iterdir() if path.is_file())

@@ -18,17 +18,29 @@ from headprune.core.files import append_line
 from headprune.core.record import RunRecord
 from headprune.core.version import __version__
 
+#: The record of a run.
 RECORD = "record.json"
+#: A line per start and end of an attempt.
 HISTORY = "history.jsonl"
+#: The table of a sweep.
 TABLE = "table.json"
+#: The heads to keep.
 PLAN = "plan.json"
+#: The scores of the chosen scorer.
 SCORES = "scores.json"
+#: The cut model.
 MODEL = "model"
+#: The uncut model, if the run trained it.
 BASE = "base"
+#: Which rows of which split served which purpose.
 ROWS = "rows.json"
+#: The latency table, for budgets of speed.
 LATENCY = "latency.json"
+#: The recipe with all defaults.
 RECIPE = "recipe.yaml"
+#: What the heads attend to in some test rows.
 ATTENTION = "attention.json"
+#: The scores of the magnitude baseline.
 MAGNITUDE = "scores-magnitude.json"
 #: The folder of a run inside that of the model which comes of it: ``headprune prune --data``.
 RUN = "run"
@@ -88,7 +100,7 @@ class Journal:
         self.record = RunRecord(name, "running", "start", _now(), FrozenDict(recipe))
         self.folder, self.say = folder, say
         self.progress = sys.stderr.isatty() if progress is None else progress
-        self._collected: RunRecord | None = None
+        self._collected: RunRecord | None = None  # the notes of a stage; see `collected`
 
     def begin(self) -> None:
         """Write the record of a new attempt over an earlier one; the history keeps both."""

@@ -53,6 +53,7 @@ class Launch:
         """
         from headprune.model.processes import Processes, copy_from_first_
 
+        # Each process asks for a meeting; only the first one can call it off.
         with self._meeting(wanted=True) as wanted:
             if wanted:
                 copy_from_first_(model)
@@ -76,6 +77,7 @@ class Launch:
         from headprune.model.processes import in_words
 
         seconds = _TIMEOUT.total_seconds()
+        # The variables tell PyTorch where to find the others.
         with (
             _with_variables(self.environment),
             in_words(seconds, "the other processes", _HINT),
@@ -121,14 +123,17 @@ def launched() -> Launch | None:
     """
     if not several():
         return None
+    # 1. Refuse engines that split the model.
     for engine in _ENGINES:
         if os.environ.get(engine, "false").lower() == "true":
             must = "set to plain processes, which share the scoring"
             hint = "Start it with accelerate launch --multi_gpu, or with torchrun."
             raise InvalidValue("accelerate launch", must, engine, hint)
+    # 2. Take the variables out of the environment.
     environment = {name: os.environ.pop(name) for name in _LAUNCH_VARIABLES if name in os.environ}
-    import torch
+    import torch  # after the variables are gone
 
+    # 3. Choose a GPU.
     if torch.cuda.is_available():
         torch.cuda.set_device(int(environment["LOCAL_RANK"]) % torch.cuda.device_count())
     return Launch(int(environment["RANK"]), int(environment["WORLD_SIZE"]), environment)

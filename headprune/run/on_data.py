@@ -49,6 +49,7 @@ def prune_on_data(
     recipe = guessed.recipe(settings).model_copy(update={"out": str(folder)})
     for line in guessed.why:
         say(line)
+    # Killed after the run but before its model was saved elsewhere: it need not run again.
     record = _finished(recipe, folder) or run_recipe(recipe, say=say, progress=progress)
     return from_pretrained(folder / MODEL), record
 
@@ -58,6 +59,7 @@ def _finished(recipe: Recipe, folder: Path) -> RunRecord | None:
     if not (folder / MODEL).is_dir() or not (folder / RECORD).is_file():
         return None
     record = RunRecord.load(folder / RECORD)
+    # The digest covers the whole record, so it differs if the recipe does.
     expected = replace(record, recipe=FrozenDict(recipe.model_dump()))
     if record.status != "done" or record.digest != expected.digest:
         return None

@@ -49,6 +49,7 @@ def draw_attention(subject: Subject) -> AttentionPictures | None:
 def _choose_rows(subject: Subject) -> list[int]:
     """Return the numbers of the first short test rows, else of the shortest, as memory allows."""
     lengths = [len(example.get("input_ids", ())) for example in subject.data.examples["test"]]
+    # Images have no `input_ids`, so their length here is 0.
     rows = [row for row, length in enumerate(lengths) if length <= _TOKENS]
     if not rows:
         rows = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -76,9 +77,9 @@ def _grid(subject: Subject, batch: dict[str, Tensor]) -> tuple[int, int] | None:
     size: Any = getattr(getattr(subject.model, "config", None), "patch_size", None)
     if "pixel_values" not in batch or size is None:
         return None
-    if isinstance(size, int):
+    if isinstance(size, int):  # square patches
         size = (size, size)
-    height, width = tuple(size)[-2:]
+    height, width = tuple(size)[-2:]  # of video models, (frames, height, width)
     pixels = batch["pixel_values"]  # [batch, channels, height, width]
     return pixels.shape[-2] // height, pixels.shape[-1] // width
 

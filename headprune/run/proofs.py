@@ -20,6 +20,7 @@ from headprune.surgery.verify import compare, sample_outputs
 
 #: Tokens of the prompts, which differ so that the batch is padded.
 _PROMPTS = (3, 6, 10, 16)
+#: Tokens to generate.
 _NEW_TOKENS = 24
 
 
@@ -89,6 +90,7 @@ def _generate(model: nn.Module, batch: dict[str, Tensor], pad: int) -> tuple[Ten
     }
     with undisturbed(model), torch.no_grad():
         inputs = to_device(batch, device_of(model))
+        # Logits as the model returns them, and not as `generate` processes them.
         out = generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True)
     return out.sequences.cpu(), [step.cpu() for step in out.logits]
 
@@ -132,6 +134,7 @@ def reload_proof(
         VerificationFailed: any difference.
     """
     expected = sample_outputs(model, batch)
+    # On the device of the saved model: another one rounds differently.
     loaded = from_pretrained(folder, whole, sites if whole is not None else None)
     loaded = loaded.to(device_of(model))
     difference = compare(expected, sample_outputs(loaded, batch))

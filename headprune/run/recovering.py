@@ -33,6 +33,7 @@ def recover_once(
     """
     method: Recovery = seeded(recovery.registry, step.method, step.settings, subject.recipe.seed)
     purpose = step.rows or ("train" if method.trains else "calibration")
+    # Only some methods need these: to stop early, or to resume.
     validation = None
     if method.needs_validation:
         validation = subject.data.evaluation("validation", EVALUATION_BATCH)
@@ -65,6 +66,7 @@ def recoverer(
 
 def seeded(registry: Registry, name: str, settings: Mapping[str, Any], seed: int) -> Any:
     """Configure a method; if it has a seed, that is the run's seed unless ``settings`` set it."""
+    # Only methods that draw random numbers have a seed.
     fields = getattr(registry.get(name), "__dataclass_fields__", {})
     defaults = {"seed": seed} if "seed" in fields else {}
     return configured(registry, name, {**defaults, **settings})

@@ -66,6 +66,7 @@ def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:
     check_different("records", paths)
     records = [RunRecord.load(path) for path in paths]
     names = _names(records, paths)
+    # One column of the page per record.
     columns = [Compared(name, record) for name, record in zip(names, records, strict=True)]
     return write_comparison(columns, out, agreement_of(records, names))
 
@@ -81,6 +82,7 @@ def check_different(where: str, paths: Sequence[Path]) -> None:
 
 def inputs_in(record: RunRecord, folder: Path) -> ReportInputs:
     """Load from a folder the pictures and other scores that belong to the record's model."""
+    # A run without a report has no pictures, and a killed one may have no scores.
     pictures = None
     if (folder / ATTENTION).is_file():
         pictures = AttentionPictures.load(folder / ATTENTION)
@@ -111,6 +113,7 @@ def agreement_of(records: Sequence[RunRecord], names: Sequence[str]) -> Agreemen
 
 
 def _agreement(scores: Sequence[HeadScores], names: Sequence[str] | None) -> Agreement | None:
+    # Nothing to compare, or a single head.
     if len(scores) < 2 or sum(len(row) for row in scores[0].values) < 2:
         return None
     from headprune.scoring._agreement import agreement

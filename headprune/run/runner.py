@@ -54,7 +54,7 @@ def run_recipe(
     """Run a recipe from data to report, and write everything to one folder.
 
     The folder gets ``record.json`` (rewritten after every stage), ``recipe.yaml`` (the whole
-    recipe, which can be run again), ``rows.json`` (which rows of which split served which purpose),
+    recipe), ``rows.json`` (which rows of which split served which purpose),
     ``scores.json`` with its samples, ``scores-magnitude.json``, ``plan.json``, the cut model in
     ``model/``, ``attention.json``, ``report.html`` and ``report.md``. If the run trained the uncut
     model, that is in ``base/``.
@@ -83,7 +83,7 @@ def run_recipe(
     folder = Path(chosen.folder)
     with locked(folder, "a run"):
         journal = Journal(chosen.name, chosen.model_dump(), folder, say, progress)
-        take_folder(folder, overwrite, journal)
+        take_folder(folder, overwrite, journal)  # keeps what an earlier run finished
         quiet()
         with _closing(journal):
             write_atomic(folder / RECIPE, recipe_yaml(chosen).encode())
@@ -230,6 +230,7 @@ def _report(journal: Journal, folder: Path) -> None:
     journal.note(stage="report")
     journal.write()
     journal.say("[report]")
+    # The report says "done", although the run is done only after it.
     for path in report_run(replace(journal.record, status="done"), folder):
         journal.tell(f"wrote {path}")
 

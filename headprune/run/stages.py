@@ -194,11 +194,13 @@ def count_heads(subject: Subject, model: nn.Module) -> int:
 def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
     """Cut a copy of the model and prove the cut; the original is kept, as a teacher."""
     journal = subject.journal
+    # 1. Cut, and compare the cut model with the gated one.
     pruned = copy.deepcopy(subject.model)
     report = prune_(pruned, plan, example=subject.example, sites=subject.sites)
     proofs = (report.proof,) if report.proof else ()
     journal.note(proofs=proofs, warnings=report.warnings)
     journal.tell(str(report))
+    # 2. A decoder has to generate the same as well.
     if subject.recipe.task == "causal_lm":
         examples = subject.data.examples["test"]
         proof = generation_proof(subject.model, plan, pruned, examples, subject.data.collate.pad)
@@ -219,6 +221,7 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn
     recipe, data, journal = subject.recipe, subject.data, subject.journal
     assert recipe.gradual is not None
     pruned = copy.deepcopy(subject.model)
+    # 1. Cut and train, stage by stage.
     method = seeded(recovery.registry, "finetune", recipe.gradual.settings, recipe.seed)
     report = prune_gradually_(
         pruned,
@@ -238,6 +241,7 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn
         folder=work,
         leave_checkpoint=work is not None,
     )
+    # 2. Note every stage, and measure the last one.
     rows = tuple({"kept": s.plan.mask.n_kept, **s.training.metrics} for s in report.stages)
     proofs = tuple(stage.proof for stage in report.stages if stage.proof)
     journal.note(plan=report.plan, proofs=proofs, metrics={"gradual": rows})
@@ -329,9 +333,11 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
         length: Tokens per example where the recipe gives no lengths.
     """
     journal, wanted = subject.journal, subject.recipe.bench
+    # 1. Sizes.
     journal.note(size=sizes(subject.model, pruned, subject.example, subject.sites))
     if wanted is None:
         return
+    # 2. Speed of one forward pass.
     lengths = wanted.lengths or [length]
     rows = compare_latency(
         subject.model,
@@ -346,6 +352,7 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
     for row in rows:
         ratio = f"{row.ratio:.2f}x [{row.low:.2f}, {row.high:.2f}]"
         journal.tell(f"batch {row.batch} x {row.length}: {ratio} as fast as before")
+    # 3. Speed of generation.
     if wanted.new_tokens is not None:
         _bench_decoding(subject, pruned, wanted, lengths)
 

@@ -117,6 +117,7 @@ class Subject:
 
     def evaluate(self, model: nn.Module, split: str, batches: list[Any]) -> Quality:
         """Evaluate a model on the batches of a split, by the metric of the task."""
+        # Translations and answers are generated and compared with references.
         if self.recipe.task == "translation":
             decoding = self.recipe.decode.model_dump()
             references = self.data.references(split)
@@ -309,6 +310,7 @@ def _check_labels(
     recipe: Recipe, journal: Journal, model: nn.Module, data: Data, raw: RawData
 ) -> None:
     """Print which label is which class of a trained model, and check it by the model's answers."""
+    # A model that is trained here, or of a class of the user, gets its labels from the data.
     if not raw.labels or recipe.train is not None or recipe.model.class_name is not None:
         return
     journal.tell(mapping_words(raw))
@@ -322,6 +324,7 @@ def _train_(subject: Subject, work: Path | None) -> None:
     """Train the model and, if the run has a folder, save it."""
     recipe, journal, model = subject.recipe, subject.journal, subject.model
     assert recipe.train is not None
+    # The recipe's section has the settings of `finetune`, and the batch size.
     settings = {k: v for k, v in recipe.train.model_dump().items() if k != "batch_size"}
     method = configured(recovery.registry, "finetune", {**settings, "seed": recipe.seed})
     loader = subject.data.loader("train", recipe.train.batch_size)
@@ -346,7 +349,7 @@ def _open_base(recipe: Recipe, folder: Path) -> nn.Module:
 def _find_sites(model: nn.Module, recipe: Recipe) -> Sites:
     """Find the model's sites; refuse a policy that one of its layouts does not have."""
     layouts, policy = own_layouts(recipe.model), recipe.select.policy
-    if policy == "group":
+    if policy == "group":  # every layout has it
         return find_sites(model, layouts)
     try:
         return find_sites(model, layouts, policy)

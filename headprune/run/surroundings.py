@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+#: The libraries that affect results.
 _LIBRARIES = (
     "torch",
     "transformers",
@@ -24,6 +25,7 @@ _LIBRARIES = (
     "numpy",
     "scipy",
 )
+#: Names the driver of NVIDIA's GPUs, where there is one.
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -78,6 +80,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
     """
     import torch
 
+    # 1. The processor.
     facts: dict[str, Any] = {
         "device": str(device),
         "processor": _processor(),
@@ -86,9 +89,11 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+    # 2. The memory, where the system says it.
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         facts["memory_gib"] = round(n_bytes / 2**30, 1)
+    # 3. The GPU, with PyTorch's settings for fp32 on it.
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         facts["gpu"] = gpu.name
@@ -114,6 +119,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
+    # The first of many processors, which are alike.
     for line in lines:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

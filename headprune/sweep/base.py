@@ -24,6 +24,7 @@ from headprune.sweep.outcome import SPLITS
 BASES = "bases"
 #: The file that describes a base model; written last.
 MARK = "base.json"
+#: The saved model in its folder.
 _MODEL = "model"
 
 
@@ -125,13 +126,16 @@ def open_base(base: Base, sweep: Path, recipe: Recipe) -> Subject:
         CheckpointError: the saved model has changed since it was saved.
         InvalidValue: the data has changed since then.
     """
+    # 1. The saved model is the one that was described.
     folder = base.folder(sweep)
     _check_files(base, folder)
     journal = Journal(recipe.name, recipe.model_dump(), None, lambda line: None, progress=False)
     subject = prepare_subject(recipe, journal, folder / _MODEL)
+    # 2. So are the rows.
     if FrozenDict(facts_of(journal.record.rows)) != base.rows:
         must = "the data that the base model saw"
         raise InvalidValue(recipe.data.path, must, "other rows", _HINT)
+    # 3. So is the model as it was loaded.
     if fingerprint(subject.model, subject.sites) != base.model:
         must, got = "the model that was saved there", "one with another fingerprint"
         raise CheckpointError(str(folder), must, got, _HINT)

@@ -134,18 +134,7 @@ def lay_out(recipe: str | Path | Recipe, settings: Iterable[str], grid: Grid) ->
     axes = _axes(grid, raw, problems)
 
     # 2. Check the recipe of every combination.
-    points = []
-    for indices in itertools.product(*(range(len(axis.values)) for axis in axes)):
-        values = {axis.key: axis.shown[i] for axis, i in zip(axes, indices, strict=True)}
-        chosen = {axis.path: axis.values[i] for axis, i in zip(axes, indices, strict=True)}
-        try:
-            checked = check_recipe(_combined(raw, chosen))
-            _check_untimed(checked)
-            points.append(Combination(FrozenDict(values), checked))
-        except RecipeError as error:
-            problems += error.problems
-        except InvalidValue as error:
-            problems.append(error)
+    points = _combinations(axes, raw, problems)
     if problems:
         source = recipe.name if isinstance(recipe, Recipe) else str(recipe)
         different = {str(problem): problem for problem in problems}
@@ -156,6 +145,29 @@ def lay_out(recipe: str | Path | Recipe, settings: Iterable[str], grid: Grid) ->
     keys = tuple(axis.key for axis in axes)
     budgets = tuple(axis.key for axis in axes if axis.path in _BUDGETS)
     return Design(points[0].recipe, keys, budgets, tuple(points))
+
+
+def _combinations(
+    axes: Sequence[_Axis], raw: Mapping[str, Any], problems: list[InvalidValue]
+) -> list[Combination]:
+    """Make the checked recipe of every combination; add errors to ``problems``."""
+    points = []
+    ranges = [range(len(axis.values)) for axis in axes]
+    for indices in itertools.product(*ranges):
+        values: dict[str, Any] = {}  # by key, as the table has them
+        chosen: dict[str, Any] = {}  # by path, as the recipe has them
+        for axis, i in zip(axes, indices, strict=True):
+            values[axis.key] = axis.shown[i]
+            chosen[axis.path] = axis.values[i]
+        try:
+            recipe = check_recipe(_combined(raw, chosen))
+            _check_untimed(recipe)
+            points.append(Combination(FrozenDict(values), recipe))
+        except RecipeError as error:
+            problems += error.problems
+        except InvalidValue as error:
+            problems.append(error)
+    return points
 
 
 def _read_recipe(recipe: str | Path | Recipe, settings: list[str]) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from headprune.model.sites import bind
 from headprune.run.subject import Subject
 from headprune.sweep.paired import Answers
 
+#: Splits that models are compared on; choices go by the first one alone.
 SPLITS = ("validation", "test")
 #: The arrays of every split, a row per example.
 _COLUMNS = ("amounts", "counts", "losses")
@@ -68,6 +69,7 @@ class ModelOutcome:
         """Load the outcome of this key; None if its file is missing, damaged or of another key."""
         from safetensors import SafetensorError, safe_open
 
+        # 1. Read the arrays and the facts; files of any other kind are refused.
         try:
             check_file(path)
             with safe_open(path, framework="np") as file:
@@ -93,6 +95,7 @@ class ModelOutcome:
             RecursionError,
         ):
             return None
+        # 2. Check that it is the right one, and complete.
         if marks.get("key") != key or marks.get("sha256") != outcome._sha256():
             return None
         return outcome if outcome._complete() else None
@@ -116,6 +119,7 @@ class ModelOutcome:
 
     def _sha256(self) -> str:
         """Digest of metric, sizes and arrays."""
+        # In the order of the names, so that the order of the file does not matter.
         digest = hashlib.sha256(json.dumps([self.metric, dict(self.sizes)]).encode())
         for name in sorted(self.arrays):
             digest.update(name.encode() + np.ascontiguousarray(self.arrays[name]).tobytes())
@@ -134,6 +138,7 @@ def judge(
         batches: The batches of every split.
         notes: Notes for the outcome.
     """
+    # 1. Results per example.
     arrays: dict[str, NDArray[np.float64]] = {}
     metric = ""
     for split in SPLITS:
@@ -141,6 +146,7 @@ def judge(
         metric = quality.metric
         for name in _COLUMNS:
             arrays[f"{split}.{name}"] = np.array(getattr(quality, name), dtype=np.float64)
+    # 2. Sizes.
     bound = bind(model, subject.sites)
     costs = measure_costs(model, bound, subject.example)
     sizes = {

@@ -26,6 +26,7 @@ from headprune.sweep.runs import RUNS, SweepRun, outcome_key, recipe_of
 from headprune.sweep.sweeping import SweepResult
 from headprune.sweep.tasks import SweepTask, close, cut_and_recovered, opened, outcome_of
 
+#: The file of a pick.
 PICK = "pick.json"
 #: Resamples of the bootstrap, at least.
 _DRAWS = 10_000
@@ -96,10 +97,10 @@ class Pick(Value):
         counts = f"{len(tested)} of {len(self.looks)} settings were tested"
         if self.validation is None or self.test is None or self.test_bound is None:
             text = f"no model of the sweep is shown to lose at most {allowed}; {counts}"
-            bounds = [(look.bound, look.setting) for look in tested if look.bound is not None]
-            if bounds:
-                bound, setting = min(bounds)
-                text += f", the least bound is {drop_words(self.metric, bound)}, of {setting}"
+            if tested:
+                best = min(tested, key=lambda look: (look.bound, look.setting))
+                bound = drop_words(self.metric, best.bound or 0.0)
+                text += f", the least bound is {bound}, of {best.setting}"
             return text
         size = f"{self.size:,.0f} {self.by}"
         confirm = "confirm it" if self.confirmed else "do not confirm it"
@@ -304,6 +305,7 @@ def _largest(setting: Setting, by: str) -> float:
 
 def _with_row(answer: Pick, row: FrozenDict, files: _SweepFiles, folder: Path) -> Pick:
     """Fill in the picked run, with its drops on validation and test rows."""
+    # Drops of this model alone; test rows are used here for the first time.
     run, outcome, base = files.runs[row["run"]], files.outcomes[row["run"]], files.base_outcome
     drops = {}
     for split in SPLITS:

@@ -26,6 +26,7 @@ from headprune.sweep.grid import Combination, Design
 from headprune.sweep.outcome import ModelOutcome
 from headprune.sweep.tasks import Kind, SweepTask, file_of, load_plan
 
+#: Folder of the files of runs in that of the sweep.
 RUNS = "runs"
 
 
@@ -115,6 +116,7 @@ class PlannedRun:
 
     def finished(self, sweep: Path, base: Base) -> SweepRun | None:
         """Return its file, if it is done and its plan and outcome are complete; else None."""
+        # 1. The file says that this very run is done.
         try:
             file = SweepRun.load(self.path(sweep))
         except HeadPruneError:
@@ -123,9 +125,11 @@ class PlannedRun:
             return None
         if digest(dict(file.settings)) != self.key:
             return None
+        # 2. Its plan is there, unchanged and of this base model.
         plan = load_plan(file_of(sweep, "plans", self.plan))
         if plan is None or plan.digest != file.plan or plan.model != base.model:
             return None
+        # 3. Its outcome is there.
         if ModelOutcome.find(file_of(sweep, "outcomes", file.outcome), file.outcome) is None:
             return None
         return file
@@ -156,14 +160,17 @@ def _run(point: Combination, base: Base, draw: int, same: FrozenDict) -> Planned
         same: What all runs of the sweep depend on.
     """
     recipe = point.recipe
-    seed = recipe.seed + draw
+    seed = recipe.seed + draw  # draw 0 is what `headprune run` does
     rows = digest(calibration_rows(base.rows["train"]["rows"], recipe.data.calibration, seed))
+    # 1. Scores, which combinations with other budgets, selectors and recoveries share.
     score = _score_settings(recipe, seed, rows, same)
+    # 2. The plan, which other recoveries share.
     selector = configured(selection.registry, recipe.select.selector, recipe.select.settings)
     select = {**recipe.select.model_dump(), "settings": dict(selector.settings)}
     plan: dict[str, Any] = {"scores": digest(score), "select": select}
     if selector.needs:  # it measures the model, and may draw numbers or recover in between
         plan["seed"] = seed
+    # 3. The run.
     recover = recovered(recipe.recover, seed, rows)
     settings = FrozenDict({"score": score, "select": select, "recover": recover, "seed": seed})
     return PlannedRun(
@@ -225,9 +232,11 @@ def outcome_key(run: PlannedRun | SweepRun, plan: PruningPlan | None) -> str:
         raise InvalidValue("the settings of a run", must, got, "Call the sweep again.")
     if plan is None:
         return digest({"same": same, "mask": None})
+    # Not how the heads were chosen, but which ones.
+    mask = [[row.site, list(row.kept)] for row in plan.mask.rows]
     facts = {
         "same": same,
-        "mask": [[row.site, list(row.kept)] for row in plan.mask.rows],
+        "mask": mask,
         "policy": plan.policy,
         "recover": run.settings["recover"],
     }

@@ -66,8 +66,8 @@ def sweep(
     recovers it, and is measured on all validation and test rows. Scores are shared by budgets,
     selectors and recoveries; combinations that lead to the same model share its measurement.
 
-    Every piece of work is a file, named by a digest of what it depends on. So the same call resumes
-    a sweep that was stopped, and a larger grid reuses the pieces of a smaller one.
+    Every piece of work is a file, named by a digest of what it depends on. The same call resumes a
+    stopped sweep, and a larger grid reuses a smaller one's pieces.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
@@ -78,12 +78,11 @@ def sweep(
             calibration rows, scorers and recoveries.
         out: The folder; default that of the recipe and ``-sweep``.
         jobs: Processes; -1 is one per core.
-        backend: joblib backend: ``loky``, or ``dask`` for a cluster that shares the folder.
+        backend: joblib backend: ``loky``, or ``dask`` for a cluster.
         say: Takes a line per run.
 
     Returns:
-        The table and the folder. ``table.failed`` has the runs that failed; the next call repeats
-        them.
+        The table and the folder. The next call repeats the runs in ``table.failed``.
 
     Raises:
         HeadPruneError: all errors of the grid, another sweep in the folder, or no base model.
@@ -95,8 +94,11 @@ def sweep(
     folder = Path(out) if out is not None else Path(f"{design.recipe.folder}-sweep")
     with locked(folder, "a sweep"):
         quiet()
-        for place in (folder, *(path for path in folder.iterdir() if path.is_dir())):
-            remove_parts(place)
+        # Files that a killed process did not finish.
+        remove_parts(folder)
+        for path in list(folder.iterdir()):
+            if path.is_dir():
+                remove_parts(path)
 
         # 2. Get the base model.
         base = ready_base(design.recipe, folder, say)
@@ -236,6 +238,7 @@ class _RunningSweep:
 
     def _make_models(self, runs: Sequence[PlannedRun]) -> None:
         """Cut, recover and measure; runs that lead to the same model share its outcome."""
+        # 1. Group the runs by the model that their plan and recoveries lead to.
         plans: dict[str, PruningPlan] = {}
         users: dict[str, list[PlannedRun]] = {}
         for run in runs:
@@ -244,9 +247,10 @@ class _RunningSweep:
             plans[run.key] = plan
             users.setdefault(outcome_key(run, plan), []).append(run)
         tasks = self._tasks("outcomes", users)
-        # Outcomes that are there although the file of a run is not: a kill came between the two.
+        # 2. Outcomes that are there although the file of a run is not: a kill came between the two.
         for task in [task for task in tasks if task.done()]:
             self._finish(task, users[task.key], plans)
+        # 3. All others.
         for done in self._run_tasks(tasks):
             if done.error is None:
                 self._finish(done.task, users[done.task.key], plans)

@@ -28,7 +28,9 @@ from headprune.sweep.tasks import file_of, outcome_of
 _FORMULA = re.compile(r"[=@+\-\t\r\n\uff1d\uff20\uff0b\uff0d]")
 #: Numbers may start with a sign and are no formulas.
 _NUMBER = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
+#: A line per task, with its seconds.
 TIMINGS = "timings.jsonl"
+#: Versions and hardware of the last call.
 SURROUNDINGS = "surroundings.json"
 
 
@@ -57,6 +59,7 @@ def table_of(
         answers = [outcome.answers(split) for outcome in outcomes]
         drops[split] = paired_drops(base.answers(split), answers)
 
+    # One row per finished run.
     rows = []
     for i, run in enumerate(done):
         row = {"run": run.key[:24], **run.values, "seed": run.draw}
@@ -65,6 +68,7 @@ def table_of(
         plan = file_of(sweep, "plans", run.plan).relative_to(sweep)
         row |= {**outcomes[i].sizes, "plan": str(plan)}
         rows.append(FrozenDict(row))
+    # One entry per failed run.
     failed = []
     for run in runs:
         file = files[run.key]
@@ -161,11 +165,14 @@ def _write_columns(
     from pyarrow import csv, parquet
 
     names = list(rows[0]) if rows else ["run"]
-    columns = {name: _one_type([row[name] for row in rows]) for name in names}
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        columns[name] = _one_type([row[name] for row in rows])
     paths = []
     for ending in endings:
         path = stem.with_name(stem.name + ending)
         with atomic_path(path) as temporary:
+            # Only CSV is opened in spreadsheets, which would compute formulas.
             if ending == ".csv":
                 escaped = {_escaped(name): list(map(_escaped, columns[name])) for name in names}
                 csv.write_csv(pyarrow.table(escaped), temporary)
@@ -184,6 +191,7 @@ def _escaped(cell: Any) -> Any:
 
 def _one_type(values: list[Any]) -> list[Any]:
     """A column of values of one type: mixed ones, such as words and numbers, become text."""
+    # A column of Parquet has one type.
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) < 2 or kinds == {int, float}:
         return values

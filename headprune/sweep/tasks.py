@@ -141,7 +141,7 @@ def work(task: SweepTask) -> TaskResult:
         with _one_task:
             if task.threads is not None:
                 torch.set_num_threads(task.threads)
-            if not task.done():
+            if not task.done():  # another process may have done it in the meantime
                 _MAKERS[task.kind](task)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -157,6 +157,7 @@ def opened(task: SweepTask) -> tuple[Subject, dict[str, list[Any]]]:
     Returns:
         The subject, with the task's own seed and calibration rows; the batches of every split.
     """
+    # 1. Open the model, in place of another one.
     place = (task.base.identity, task.sweep)
     if place not in _open:
         close()
@@ -165,6 +166,7 @@ def opened(task: SweepTask) -> tuple[Subject, dict[str, list[Any]]]:
         batches = {split: subject.data.evaluation(split, EVALUATION_BATCH) for split in SPLITS}
         _open[place] = (subject, batches)
     subject, batches = _open[place]
+    # 2. Draw the task's calibration rows.
     seed = task.recipe.seed + task.draw
     recipe = task.recipe.model_copy(update={"seed": seed})
     data = subject.data.redrawn(recipe.data.calibration, seed)
@@ -201,7 +203,7 @@ def _make_plan(task: SweepTask) -> None:
 
 def _make_outcome(task: SweepTask) -> None:
     subject, batches = opened(task)
-    if not task.needs:
+    if not task.needs:  # the uncut model
         judge(subject, subject.model, batches).save(task.path, task.key)
         return
     plan = PruningPlan.load(file_of(task.sweep, "plans", task.needs))
