@@ -86,7 +86,7 @@ def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
 
 
 def watching(quiet: bool) -> dict[str, Any]:
-    """Return how long work shows its progress: lines, and bars on a terminal; nothing if quiet."""
+    """Return the arguments that show progress: lines, and bars on a terminal."""
     if quiet:
         return {"say": lambda line: None, "progress": False}
     return {"say": say, "progress": None}
@@ -122,7 +122,7 @@ def show(value: Any, text: str | None = None) -> None:
 
 @contextmanager
 def guarded(debug: bool) -> Iterator[None]:
-    """Turn errors into one message and an exit code: 2 for bad input, 1 for a failed run."""
+    """Turn errors into a message and an exit code: 2 for bad input, else 1."""
     try:
         with warnings.catch_warnings():
             # One line per warning, without the place in the code.

@@ -50,7 +50,7 @@ def diff(
 
 
 def _read(path: Path) -> PruningPlan | RunRecord:
-    """Load a plan or a record from a file, or the record of a run's folder."""
+    """Load a plan or a record, the latter also from a run's folder."""
     from headprune.core.opening import NotAFile, read_text
     from headprune.core.plan import PruningPlan
     from headprune.core.record import RunRecord

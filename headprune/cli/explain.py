@@ -20,7 +20,7 @@ def explain(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Explain a plan: which heads it removes, why, how certain that is, and the expected effect."""
+    """Explain which heads a plan removes, why, how certainly, and the expected effect."""
     with guarded(debug):
         from headprune.core.errors import InvalidValue
         from headprune.core.plan import PruningPlan

@@ -1,4 +1,4 @@
-"""``headprune inspect``: the heads of a model that can be pruned, and what a cut changes."""
+"""``headprune inspect``: a model's prunable heads, and what a cut changes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _layout(bound: BoundSite) -> dict[str, Any]:
 
 
 def _without_heads(model: nn.Module, bound: BoundSite) -> str:
-    """Try to remove all heads of a layer, and undo it; say whether that is possible."""
+    """Say whether all heads of a layer can be removed, by trying it."""
     from headprune.core.errors import UnsupportedModel
     from headprune.core.heads import HeadMask
     from headprune.model.cut import cut_
@@ -171,7 +171,7 @@ _CACHE = {
 
 
 def _cache_words(bound: list[BoundSite]) -> list[str]:
-    """What the policies mean for a KV cache; nothing if no heads share keys and values."""
+    """What the policies mean for a KV cache, if heads share keys and values."""
     used = set()
     for b in bound:
         site = b.site
@@ -228,7 +228,7 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _empty_words(answers: dict[str, str]) -> str:
-    """Whether layers may lose all heads: one answer if all kinds of attention have the same."""
+    """Whether layers may lose all heads, as one answer if that is possible."""
     # Otherwise one answer per kind, such as "self: yes; cross: no".
     if len(set(answers.values())) == 1:
         return next(iter(answers.values()))

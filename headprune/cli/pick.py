@@ -1,4 +1,4 @@
-"""``headprune pick``: the smallest model of a sweep that is shown to lose no more than allowed."""
+"""``headprune pick``: the smallest model shown to lose no more than allowed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pick(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Pick a sweep's smallest model within a drop, by validation rows; confirm it on test rows."""
+    """Pick a sweep's smallest model within a drop, and confirm it on test rows."""
     with guarded(debug):
         from headprune.sweep.pick import pick as run_pick
 

@@ -1,4 +1,4 @@
-"""``headprune prune``: cut a saved model by a plan, by scores and a budget, or on data."""
+"""``headprune prune``: cut a saved model by a plan, by scores, or on data."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def prune(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Cut a saved model, prove the cut, and save it; on data, also score, refit and measure."""
+    """Cut, prove and save a model; with data, also score, refit and measure it."""
     with guarded(debug):
         # 1. Check the options before anything is loaded.
         if format not in ("auto", "headprune", "transformers", "remote-code"):
@@ -198,7 +198,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _CutModel:
-    """A cut model in memory, with its plan and what was done, for people and as data.
+    """A cut model in memory, with its plan and a report.
 
     Args:
         model: The model.
@@ -219,7 +219,7 @@ class _CutModel:
 
 @dataclass(frozen=True)
 class _Written:
-    """What was saved: the format, why other formats do not apply (None: they do), files copied."""
+    """The format that was saved, why others do not apply, and copied files."""
 
     format: Format
     formats: Mapping[Format, str | None]
@@ -235,7 +235,7 @@ def _given(options: Mapping[str, str | float | None]) -> dict[str, str | float]:
 
 
 def _check_out(out: Path, on_data: bool) -> None:
-    """Refuse a folder with files in it, except for those of a run on data that was killed there."""
+    """Refuse a folder with files, except those of a killed run on data."""
     from headprune.run.journal import RUN
 
     allowed = (RUN,) if on_data else ()

@@ -1,4 +1,4 @@
-"""``headprune report``: draw the report of a record or a sweep, or a page about several records."""
+"""``headprune report``: draw the report of a record, a sweep, or several records."""
 
 from __future__ import annotations
 

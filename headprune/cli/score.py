@@ -50,7 +50,7 @@ def score(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Score the heads of a recipe's model on its calibration rows, after training if it has one."""
+    """Score the heads of a recipe's model, after training it if the recipe says so."""
     with guarded(debug):
         from headprune.run.runner import score_recipe
 

@@ -11,7 +11,7 @@ def show(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show a recipe as it would run, every default filled in; the output is a recipe itself."""
+    """Show a recipe with every default filled in; the output is a recipe, too."""
     with guarded(debug):
         from headprune.recipes.validate import load_recipe, recipe_yaml
 

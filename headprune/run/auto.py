@@ -81,7 +81,7 @@ class AutoOfRun(Auto):
         return f"up to {self.most_plans} plans, each {done} {self.folds} times"
 
     def judge_once(self, batches: list[Any]) -> None:
-        """Cut half of the heads, refit, and judge one fold of these batches, so as to time it.
+        """Cut half of the heads, refit, and judge one fold, so that it can be timed.
 
         The heads are random, because the run's own budget may need a latency table. The model is
         not changed.
@@ -105,7 +105,7 @@ class AutoOfRun(Auto):
 
 
 def _half_of(scores: HeadScores) -> HeadMask:
-    """Keep half of the heads; all of them if layers of one head make that impossible."""
+    """Keep half of the heads, or all of them if layers have one head."""
     # Every layer keeps at least one head.
     try:
         return select(scores, Budget(keep_heads=0.5)).mask

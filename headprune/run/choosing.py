@@ -1,4 +1,4 @@
-"""The heads that a run keeps: the recipe's selector and budget, and what these must measure."""
+"""The choice of heads in a run, with what selector and budget must measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``headprune run --dry-run``: what a run works on, and about how much time and memory it needs."""
+"""``headprune run --dry-run``: estimate the time and memory of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headprune.scoring._learned import LearnedScorer
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """A stage, about how long it takes (None if not estimated), and what that is estimated from."""
+    """A stage, its estimated seconds (None: not estimated), and what they are estimated from."""
 
     stage: str
     seconds: float | None
@@ -98,7 +98,7 @@ def dry_run(
     *,
     say: Callable[[str], None] = to_stderr,
 ) -> DryRun:
-    """Load data and model, and estimate a run from one batch of each kind; writes nothing.
+    """Estimate a run from one batch of each kind; writes nothing.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
@@ -283,7 +283,7 @@ def _scoring_basis(subject: Subject) -> str:
 
 
 def _one_scorer(subject: Subject, step: _TrainingStep, scorer: Scorer) -> tuple[float, str]:
-    """Estimate one scorer: by its steps if it trains gates, else by its first two batches.
+    """Estimate one scorer, by its training steps or by its first two batches.
 
     Returns:
         Seconds, and what they were estimated from besides the batches.
@@ -345,7 +345,7 @@ def _timed_plan(auto: AutoOfRun, batches: list[Any]) -> float:
 
 
 def _constant_work(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
-    """Estimate a scorer's work after its passes from one run of it, at the largest site.
+    """Estimate a scorer's work after its passes, from the largest site.
 
     Returns:
         Seconds, and what they were estimated from.
@@ -401,7 +401,7 @@ def _evaluations(subject: Subject) -> StageEstimate:
 
 
 def _memory(subject: Subject, step: _TrainingStep) -> dict[str, int]:
-    """Bytes needed at the same time in training, or in scoring while the cut copy exists."""
+    """Bytes needed at once, in training or while the cut copy exists."""
     recipe = subject.recipe
     weights = trained = 0
     for parameter in subject.model.parameters():

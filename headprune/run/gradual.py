@@ -127,7 +127,7 @@ def prune_gradually_(
         must_remove: Heads to remove at the first stage.
         calibration: Data to score on; default ``batches``.
         teacher: The uncut original, if ``finetune`` distils.
-        loss: Per-example loss, of scorer and training.
+        loss: Per-example loss.
         sites: Default: all.
         example: A batch, to compare every cut with the gated model.
         progress: Show progress bars.
@@ -337,7 +337,7 @@ class _GradualPruning:
         }
 
     def restore_(self, saved: dict[str, Any]) -> None:
-        """Continue from a checkpoint: cut the model as it was cut then, and load its weights."""
+        """Continue from a checkpoint: cut the model in the same way and load its weights."""
         self.done = list(GradualReport.from_json(saved["report"]).stages)
         self.sites = prune_(self.model, self.done[-1].plan.mask, self.example, self.sites).sites
         load_weights_(self.model, saved["weights"])
@@ -390,14 +390,14 @@ def _with_amount(budget: Budget, amount: float) -> Budget:
 
 
 def _fixed_length(scores: HeadScores, budget: Budget) -> Budget:
-    """Fix the length of a MAC budget to that of the first scores, so that all stages agree."""
+    """Fix a MAC budget's length to that of the first scores, for all stages."""
     if budget.kind != "keep_macs" or budget.length is not None or scores.costs is None:
         return budget
     return replace(budget, length=scores.costs.length)
 
 
 def _cost(scores: HeadScores, budget: Budget) -> int:
-    """What the model costs now in the budget's unit; 0 if no KV cache could shrink any more."""
+    """What the model costs now, in the budget's unit; 0 without a KV cache to shrink."""
     if budget.kind == "keep_kv" and not _has_cache(scores):
         return 0
     return pose(scores, budget).whole
@@ -414,7 +414,7 @@ def _has_cache(scores: HeadScores) -> bool:
 
 
 def _budget_now(budget: Budget, original: int, now: int) -> Budget:
-    """Turn a budget relative to the given model into one relative to the model as it is now.
+    """Turn a budget of the given model into one of the model as it is now.
 
     Args:
         budget: Relative to the model at the beginning.

@@ -43,7 +43,7 @@ def made_of(recipe: Recipe, rows: Mapping[str, Any]) -> str:
 
 
 def facts_of(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts about rows by purpose, without those that do not decide the base model.
+    """Return the facts about rows that decide the base model.
 
     Calibration rows differ between draws, and the overlap of purposes follows from the rows.
     """
@@ -81,7 +81,7 @@ def check_inside(where: str, names: Iterable[str]) -> None:
 
 
 def _section(recipe: Recipe, name: str) -> Any:
-    """A section of the recipe, without the calibration rows, which do not decide the base model."""
+    """A section of the recipe, without the calibration rows."""
     section = recipe.model_dump()[name]
     if name == "data":
         del section["calibration"]

@@ -108,7 +108,7 @@ class Journal:
         self._append_history()
 
     def write(self) -> None:
-        """Write the record in one step: a kill leaves the old file or the new one."""
+        """Write the record atomically: a kill leaves the old file or the new one."""
         if self.folder is not None:
             self.record.save(self.folder / RECORD)
 
@@ -148,7 +148,7 @@ class Journal:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Run the block as a stage: named in the record before, timed, and written after it."""
+        """Run the block as a stage: name it in the record, time it, write the record."""
         self.note(stage=name)
         self.write()
         self.say(f"[{name}]")
@@ -166,7 +166,7 @@ class Journal:
         self._append_history()
 
     def _append_history(self) -> None:
-        """Append a line at the start and at the end of every attempt; lines are never removed."""
+        """Append a line at the start and end of an attempt; lines are never removed."""
         assert self.folder is not None
         record = self.record
         line = {

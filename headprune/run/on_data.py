@@ -1,4 +1,4 @@
-"""``prune_on_data``: a run on a model and data, with a recipe that is guessed from them."""
+"""``prune_on_data``: a run with a recipe that is guessed from model and data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def prune_on_data(
 
 
 def _finished(recipe: Recipe, folder: Path) -> RunRecord | None:
-    """Return the record of a finished run by this recipe, if its cut model is still there."""
+    """Return the record of a finished run by this recipe that still has its model."""
     if not (folder / MODEL).is_dir() or not (folder / RECORD).is_file():
         return None
     record = RunRecord.load(folder / RECORD)

@@ -26,7 +26,7 @@ _PIXELS = 32
 
 
 def draw_attention(subject: Subject) -> AttentionPictures | None:
-    """Draw pictures of the first short test rows; None, with a warning, if the maps are hidden."""
+    """Draw pictures of some short test rows; None, with a warning, without attention maps."""
     rows = _choose_rows(subject)
     examples = [subject.data.examples["test"][row] for row in rows]
     batch = subject.data.collate(examples)
@@ -47,7 +47,7 @@ def draw_attention(subject: Subject) -> AttentionPictures | None:
 
 
 def _choose_rows(subject: Subject) -> list[int]:
-    """Return the numbers of the first short test rows, else of the shortest, as memory allows."""
+    """Choose the first short test rows, or the shortest, as memory allows."""
     lengths = [len(example.get("input_ids", ())) for example in subject.data.examples["test"]]
     # Images have no `input_ids`, so their length here is 0.
     rows = [row for row, length in enumerate(lengths) if length <= _TOKENS]

@@ -1,4 +1,4 @@
-"""Which stages of a run are done: one file per stage, with digests of its inputs and its outputs.
+"""The finished stages of a run: a file per stage, with digests of inputs and outputs.
 
 A stage counts as done if its key matches the recipe, the data and the versions of now, and if its
 files are complete. So a run that was killed resumes where it was, and a file of another run or
@@ -123,7 +123,7 @@ class Progress:
                 (self.folder / name).unlink()
 
     def work(self, stage: str) -> Path | None:
-        """A folder for a stage's unfinished work, found again only by a stage with the same key."""
+        """Return a folder for a stage's unfinished work, which has the stage's key."""
         return None if self.folder is None else self._work(stage)
 
     def _work(self, stage: str) -> Path:
@@ -134,7 +134,7 @@ class Progress:
 def keys_of(
     recipe: Recipe, rows: Mapping[str, Any], start: Any, outputs: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return every stage's key: a digest of its sections of the recipe and of the earlier stages.
+    """Return every stage's key: a digest of its sections and of the earlier stages.
 
     Args:
         recipe: The recipe.

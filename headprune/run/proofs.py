@@ -1,4 +1,4 @@
-"""Two proofs of a cut model: it generates what the gated model does, and it reloads unchanged."""
+"""Two proofs of a cut model: it generates like the gated one, and reloads unchanged."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _generate(model: nn.Module, batch: dict[str, Tensor], pad: int) -> tuple[Ten
 
 
 def _same_so_far(tokens: Tensor, others: Tensor, start: int, n_steps: int) -> list[Tensor]:
-    """Say for every step in which rows both models have read the same tokens so far.
+    """Find, for every step, the rows where both models have read the same tokens.
 
     Args:
         tokens: Prompts and generated tokens of one model, ``[batch, tokens]``.

@@ -55,7 +55,7 @@ def recover_once(
 def recoverer(
     subject: Subject, steps: Sequence[RecoverStep]
 ) -> Callable[[nn.Module], object] | None:
-    """Return a function that recovers a cut model in place by all steps; None without steps."""
+    """Return a function that runs all steps on a cut model; None without steps."""
 
     def recover(small: nn.Module) -> None:
         for step in steps:
@@ -65,7 +65,7 @@ def recoverer(
 
 
 def seeded(registry: Registry, name: str, settings: Mapping[str, Any], seed: int) -> Any:
-    """Configure a method; if it has a seed, that is the run's seed unless ``settings`` set it."""
+    """Configure a method, with the run's seed unless ``settings`` have another."""
     # Only methods that draw random numbers have a seed.
     fields = getattr(registry.get(name), "__dataclass_fields__", {})
     defaults = {"seed": seed} if "seed" in fields else {}

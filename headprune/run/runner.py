@@ -1,4 +1,4 @@
-"""``run_recipe``: a whole run, from data to report. The stages of a run are listed in one place."""
+"""``run_recipe``: a whole run from data to report; ``_run_stages`` lists its stages."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _score(subject: Subject, folder: Path, work: Path | None) -> stages.RunScore
 
 
 def _load_scores(subject: Subject, folder: Path) -> stages.RunScores:
-    """Load the chosen scores from the folder; the baselines need no data and are made again."""
+    """Load the chosen scores; the baselines need no data and are made again."""
     return stages.score_heads(subject, HeadScores.load(folder / SCORES))
 
 
@@ -200,7 +200,7 @@ def _plan_of(journal: Journal) -> PruningPlan:
 def _cut_gradually(
     subject: Subject, scores: HeadScores, folder: Path, progress: Progress
 ) -> nn.Module:
-    """Cut in stages with training between them, or load the model that an earlier run cut."""
+    """Cut in stages with training, or load the model that an earlier run cut."""
     place = stages.stage_folder("prune")
     work = progress.work("prune")
 
@@ -287,7 +287,7 @@ def score_recipe(
 
 
 def share_scoring(recipe: str | Path | Recipe, settings: Iterable[str], launch: Launch) -> None:
-    """Do this process's share of the scoring, in a run that the first of several processes does.
+    """Do this process's share of the scoring; the first process does the run.
 
     Prints and writes nothing.
 

@@ -1,4 +1,4 @@
-"""The stages of a run that need its model: score, compare, cut, recover, measure and save."""
+"""The stages of a run: score, compare, cut, recover, measure and save."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def count_heads(subject: Subject, model: nn.Module) -> int:
 
 
 def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
-    """Cut a copy of the model and prove the cut; the original is kept, as a teacher."""
+    """Cut a copy of the model and prove the cut; the original is not changed."""
     journal = subject.journal
     # 1. Cut, and compare the cut model with the gated one.
     pruned = copy.deepcopy(subject.model)
@@ -211,7 +211,7 @@ def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
 
 
 def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn.Module:
-    """Cut and train a copy of the model in stages; the last stage's plan is the run's plan.
+    """Cut and train a copy of the model in stages; the last plan counts.
 
     Args:
         subject: The run's model, data and recipe.
@@ -275,7 +275,7 @@ def recover(subject: Subject, pruned: nn.Module, progress: Progress) -> nn.Modul
 def _recover_step_(
     subject: Subject, pruned: nn.Module, i: int, work: Path | None, place: str
 ) -> nn.Module:
-    """Run recovery number ``i``, measure the model, and save it for a run that resumes here."""
+    """Run recovery number ``i``, measure the model, and save it for resuming."""
     steps, journal = subject.recipe.recover[: i + 1], subject.journal
 
     # 1. Recover.
@@ -391,7 +391,7 @@ def _decoding_line(row: DecodingRow) -> str:
 
 
 def save_model(subject: Subject, pruned: nn.Module, folder: Path) -> None:
-    """Save the cut model with its tokenizer, load it again, and prove that both are equal."""
+    """Save the cut model with its tokenizer, and prove that it loads unchanged."""
     place = folder / MODEL
     save_pretrained(pruned, place, subject.sites, processor=subject.preparation.tools)
     proof = reload_proof(pruned, place, subject.example, subject.whole(), subject.sites)

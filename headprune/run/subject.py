@@ -1,4 +1,4 @@
-"""The subject of a run: its data, and its model, loaded or built and trained if the recipe says."""
+"""The subject of a run: its data, and its loaded, built or trained model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Subject:
         return _find_sites(self.model, self.recipe)
 
     def whole(self) -> nn.Module | None:
-        """Build the uncut model anew, if its class is the user's own code; else return None.
+        """Build the uncut model anew if its class is the user's own; else None.
 
         A checkpoint of such a class holds weights only, which are loaded into a built model.
         """
@@ -96,7 +96,7 @@ class Subject:
 
     @cached_property
     def latency(self) -> LatencyTable | None:
-        """Latency table of the uncut model, measured at first use; None if no budget needs it."""
+        """Latency table, measured at first use; None if no budget needs it."""
         wanted = self.recipe.select
         if not wanted.timed:
             return None
@@ -309,7 +309,7 @@ def _note_overlap(journal: Journal, data: Data) -> None:
 def _check_labels(
     recipe: Recipe, journal: Journal, model: nn.Module, data: Data, raw: RawData
 ) -> None:
-    """Print which label is which class of a trained model, and check it by the model's answers."""
+    """Print which label is which class, and check that by the model's answers."""
     # A model that is trained here, or of a class of the user, gets its labels from the data.
     if not raw.labels or recipe.train is not None or recipe.model.class_name is not None:
         return
@@ -339,7 +339,7 @@ def _train_(subject: Subject, work: Path | None) -> None:
 
 
 def _open_base(recipe: Recipe, folder: Path) -> nn.Module:
-    """Load the base model from a folder; a class of the user's own is built first."""
+    """Load the base model from a folder, for a user's class into a built model."""
     if recipe.model.import_path is None:
         return open_model(str(folder), "the base model")
     model = build_model(recipe, ())

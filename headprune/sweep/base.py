@@ -1,4 +1,4 @@
-"""The base model of a sweep: loaded or trained once, saved, and checked whenever it is opened."""
+"""The base model of a sweep: loaded or trained once, saved, checked when opened."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Base(Value):
 
 
 def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
-    """Return the sweep's base model, from its folder if it is there, else loaded or trained now.
+    """Return the sweep's base model: the saved one, else load or train it.
 
     A training that was interrupted resumes from its last pass over the rows.
 

@@ -241,7 +241,7 @@ def _items(grid: Grid, problems: list[InvalidValue]) -> list[tuple[str, list[Any
 def _key_problem(
     key: str, path: str, values: Sequence[Any], axes: Sequence[_Axis]
 ) -> InvalidValue | None:
-    """Say why a key cannot be an axis: it is unknown, given twice, or has no values."""
+    """Say why a key is no axis: it is unknown, repeated, or without values."""
     where = f"--grid {key}"
     problem = _path_problem(path, where)
     if problem is not None:
@@ -279,7 +279,7 @@ def _path_problem(path: str, where: str) -> InvalidValue | None:
 
 
 def _axis(key: str, path: str, values: Sequence[Any], raw: Mapping[str, Any]) -> _Axis:
-    """Turn values as they were given into what the table shows and what the recipe takes."""
+    """Turn given values into what the table shows and what the recipe takes."""
     shown = [_shown(value) for value in values]
     set_to = list(values)
     if path in _RECOVERIES:

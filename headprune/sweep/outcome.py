@@ -54,7 +54,7 @@ class ModelOutcome:
         return float(self.arrays[f"{split}.losses"].mean())
 
     def save(self, path: Path, key: str) -> Path:
-        """Write it in one step: a kill leaves the old file or the new one."""
+        """Write it atomically: a kill leaves the old file or the new one."""
         facts = {"metric": self.metric, "sizes": dict(self.sizes), "notes": self.notes}
         marks = {
             "headprune": "Outcome",
@@ -66,7 +66,7 @@ class ModelOutcome:
 
     @classmethod
     def find(cls, path: Path, key: str) -> ModelOutcome | None:
-        """Load the outcome of this key; None if its file is missing, damaged or of another key."""
+        """Load an outcome; None if its file is missing, damaged or of another key."""
         from safetensors import SafetensorError, safe_open
 
         # 1. Read the arrays and the facts; files of any other kind are refused.
@@ -101,7 +101,7 @@ class ModelOutcome:
         return outcome if outcome._complete() else None
 
     def _complete(self) -> bool:
-        """Whether every column of both splits has a row for each example, and no other exists."""
+        """Whether every column of both splits has a row for each example."""
         if len(self.arrays) != len(SPLITS) * len(_COLUMNS):
             return False
         for split in SPLITS:

@@ -1,4 +1,4 @@
-"""Paired comparison of models on the same examples: the drop of a metric, with an interval.
+"""Paired comparison of models on the same examples: drops with intervals.
 
 The paired bootstrap (Efron and Tibshirani 1993, chapters 13 and 16) draws examples with
 replacement, the same examples for both models: an example that is hard for one is often hard for

@@ -1,4 +1,4 @@
-"""``pick``: the smallest model of a sweep that is shown to lose no more than allowed."""
+"""``pick``: the smallest model that is shown to lose no more than allowed."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _settings_to_test(table: SweepTable, folder: Path) -> list[Setting]:
 
 
 def _is_random(setting: Setting, folder: Path) -> bool:
-    """Whether the scorer is ``random``, by the run's file: it need not be a key of the grid."""
+    """Whether the scorer is ``random``; its name need not be in the grid."""
     run = _read_run(folder, setting.rows[0]["run"])
     return bool(run.recipe["score"]["scorer"] == "random")
 

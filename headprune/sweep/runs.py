@@ -1,4 +1,4 @@
-"""The runs of a sweep: one per combination and draw, each with digests of all it depends on."""
+"""The runs of a sweep, with digests of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class PlannedRun:
         return SweepTask(kind, key, sweep, base, self.recipe, self.draw, needs, threads, self.what)
 
     def finished(self, sweep: Path, base: Base) -> SweepRun | None:
-        """Return its file, if it is done and its plan and outcome are complete; else None."""
+        """Return its file if it is done, with complete plan and outcome; else None."""
         # 1. The file says that this very run is done.
         try:
             file = SweepRun.load(self.path(sweep))

@@ -60,7 +60,7 @@ def sweep(
     backend: str = "loky",
     say: Callable[[str], None] = to_stderr,
 ) -> SweepResult:
-    """Run every combination of a grid on one base model, and compare them in a table.
+    """Run every combination of a grid on one base model, and tabulate the results.
 
     The base model is loaded or trained once. Each combination scores, selects, cuts a copy,
     recovers it, and is measured on all validation and test rows. Scores are shared by budgets,

@@ -1,4 +1,4 @@
-"""The table of a sweep, made from its files, and written as JSON, CSV and Parquet."""
+"""The table of a sweep, and its files: JSON, CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _escaped(cell: Any) -> Any:
 
 
 def _one_type(values: list[Any]) -> list[Any]:
-    """A column of values of one type: mixed ones, such as words and numbers, become text."""
+    """Give a column one type: mixed values, such as words and numbers, become text."""
     # A column of Parquet has one type.
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) < 2 or kinds == {int, float}:

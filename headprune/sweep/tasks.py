@@ -1,4 +1,4 @@
-"""The tasks of a sweep: make scores, a plan, or a measured model, in any process, into one file."""
+"""The tasks of a sweep: each makes scores, a plan or an outcome, in one file."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def file_of(sweep: Path, kind: Kind, key: str) -> Path:
 
 
 def load_scores(path: Path) -> HeadScores | None:
-    """Load scores; None if the file, or that of its samples or curvature, is not complete."""
+    """Load scores with samples and curvature; None if a file is not complete."""
     try:
         scores = HeadScores.load(path)
         for companion in (scores.samples, scores.curvature):
@@ -135,7 +135,7 @@ _open: dict[tuple[str, Path], tuple[Subject, dict[str, list[Any]]]] = {}
 
 
 def work(task: SweepTask) -> TaskResult:
-    """Run a task. An error is returned and not raised, so that the other tasks continue."""
+    """Run a task; return its error, if any, so that other tasks continue."""
     start = perf_counter()
     try:
         with _one_task:
@@ -212,7 +212,7 @@ def _make_outcome(task: SweepTask) -> None:
 
 
 def cut_and_recovered(subject: Subject, plan: PruningPlan) -> tuple[Any, tuple[str, ...]]:
-    """Cut a copy of the base model and run every recovery of the recipe on it.
+    """Cut a copy of the base model and run all recoveries on it.
 
     Returns:
         The model, and the notes of the recoveries.
