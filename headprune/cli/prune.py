@@ -305,7 +305,7 @@ def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningP
         unused = {"--selector": chosen.selector, "--min-heads": chosen.min_heads}
         for name, value in {**chosen.amounts, **unused}.items():
             if value is not None:
-                raise InvalidValue(name, "left out with --plan, which says what stays", value)
+                raise InvalidValue(name, "left out with --plan, which has the heads to keep", value)
         return PruningPlan.load(plan)
     assert scores is not None  # as `_check_source` made sure
     budget = _budget(*_one_budget(chosen.amounts, "--scores"))
@@ -496,7 +496,7 @@ def _print(cut: _CutModel, target: _Target, written: _Written) -> None:
     echo(_wrote(target, written.format, written.files))
     if written.format == "remote-code":
         # The user publishes this code with the model, and should read it first.
-        echo("who loads it with trust_remote_code=True runs this file:")
+        echo("loading it with trust_remote_code=True runs this file:")
         modules = target.out.glob("modeling_headprune_*.py")
         echo("".join(path.read_text(encoding="utf-8") for path in modules))
 

@@ -242,7 +242,7 @@ def _training_estimate(
     stage: str, step: _TrainingStep, epochs: float, n_rows: int
 ) -> StageEstimate:
     """Estimate a training by the time of one step."""
-    per_step = f"a batch of {step.rows} takes {1e3 * step.seconds:.0f} ms there and back"
+    per_step = f"a batch of {step.rows} takes {1e3 * step.seconds:.0f} ms forward and backward"
     seconds = step.seconds_of(round(epochs * n_rows))
     return StageEstimate(stage, seconds, f"{epochs} epochs; {per_step}")
 

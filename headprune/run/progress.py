@@ -217,7 +217,7 @@ def _check_unfinished(folder: Path, present: Sequence[str], journal: Journal) ->
         raise InvalidValue(str(folder), "free, or an unfinished run's", "a finished run", hint)
     # This process has the lock, so a run whose record says "running" was killed.
     word = "killed" if status == "running" else status
-    journal.say(f"going on with the {word} run in {folder}")
+    journal.say(f"resuming the {word} run in {folder}")
 
 
 def _finished_files(folder: Path) -> set[str]:

@@ -91,7 +91,7 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
         base = Base.load(folder / MARK)
         _check_files(base, folder)
         if base.made_of != made:
-            must = "made of what its name says"
+            must = "the base model that its name says"
             raise CheckpointError(str(folder), must, "another base model", _HINT)
         return base
 

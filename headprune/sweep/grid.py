@@ -41,7 +41,7 @@ _BUDGETS = frozenset(f"select.{name}" for name in (*_KEEP_KEYS, "speedup"))
 #: Paths of settings of a budget, such as select.length.
 _OF_BUDGETS = frozenset(f"select.{name}" for name in BudgetSection.model_fields) - _BUDGETS
 _SECTIONS: dict[str, type[Section]] = {"score": ScoreSection, "select": SelectSection}
-_TIMED = "a budget other than speedup: what is timed beside other processes is not true"
+_TIMED = "a budget other than speedup, whose timing other processes would disturb"
 #: Paths whose values are lists of recoveries, with the section that each is in.
 _RECOVERIES = {"recover": (), "select.recover": ("select",)}
 #: Paths that a preset sets.
@@ -266,7 +266,7 @@ def _path_problem(path: str, where: str) -> InvalidValue | None:
     if steps[0] in ("score", "select", "recover") or path in ("data.calibration", "preset"):
         if all(steps) and path not in ("score", "select"):
             return None
-        return InvalidValue(where, "a key of it", path)
+        return InvalidValue(where, "a key inside that section", path)
     must = "a key of score, select, recover, or data.calibration, or preset"
     if steps[0] in Recipe.model_fields:
         hint = "All runs of a sweep share one base model and its data: "

@@ -110,7 +110,7 @@ def sweep(
             base_outcome = running.run_all()
         except KeyboardInterrupt:
             done = f"{len(running.files)} of {len(runs)} runs are done"
-            say(f"stopped: {done}; the same command goes on from here")
+            say(f"stopped: {done}; the same command resumes here")
             raise
         finally:
             close()

@@ -325,7 +325,7 @@ def test_a_base_model_in_the_folder_of_another_is_refused(copied: Path) -> None:
     base = Base.load(mark)
     dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
     with pytest.raises(
-        CheckpointError, match="must be made of what its name says, got another base model"
+        CheckpointError, match="must be the base model that its name says, got another base model"
     ):
         sweep(copied)
 
@@ -493,7 +493,7 @@ def test_an_interrupt_says_how_to_go_on(
         patch.setitem(tasks._MAKERS, "outcomes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sweep(copied, lines=lines)
-    assert "the same command goes on from here" in lines[-1]
+    assert "the same command resumes here" in lines[-1]
     kept = files(copied)
     sweep(copied)
     assert {k: v for k, v in files(copied).items() if k in kept} == kept
