@@ -124,18 +124,13 @@ def prune(
         _check_out(out, on_data=data is not None)
         sources = {"--plan": plan, "--scores": scores, "--data": data}
         _check_source(sources, {"--task": task, "--set": settings})
-        chosen = _Choice(
-            amounts=_given(
-                {
-                    "--keep": keep,
-                    "--keep-params": keep_params,
-                    "--keep-macs": keep_macs,
-                    "--keep-kv": keep_kv,
-                }
-            ),
-            selector=selector,
-            min_heads=min_heads,
-        )
+        amounts = {
+            "--keep": keep,
+            "--keep-params": keep_params,
+            "--keep-macs": keep_macs,
+            "--keep-kv": keep_kv,
+        }
+        chosen = _Choice(_given(amounts), selector, min_heads)
         # Reading the budget checks it, so that is done now, too.
         recipe_settings, decided = [], None
         if data is not None:

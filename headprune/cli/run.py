@@ -54,6 +54,7 @@ def run(
 
                 share_scoring(recipe, settings or (), launch)
             return
+
         # 2. An estimate.
         if dry_run:
             from headprune.run.dry import dry_run as estimated
@@ -64,6 +65,7 @@ def run(
             else:
                 show_value(estimate)
             return
+
         # 3. The run.
         from headprune.run.runner import run_recipe
 

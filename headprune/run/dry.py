@@ -72,6 +72,7 @@ class DryRun(Value):
     def __str__(self) -> str:
         heads = sum(len(site.heads) for site in self.sites)
         units = sum(len(site.units) for site in self.sites)
+
         # 1. What the run works on.
         rows = ", ".join(f"{name} {count:,}" for name, count in self.rows.items())
         lines = [
@@ -80,11 +81,13 @@ class DryRun(Value):
             f"{heads} heads in {units} prune units, at {len(self.sites)} sites; {self.budget}",
         ]
         lines += [f"  {site}" for site in self.sites]
+
         # 2. Time, by stage.
         lines.append(f"about {duration(self.seconds)}:")
         for stage in self.stages:
             about = "not estimated" if stage.seconds is None else duration(stage.seconds)
             lines.append(f"  {stage.stage:<10} {about:>14}  {stage.basis}")
+
         # 3. Memory, by purpose.
         lines.append(f"memory, at least {size(sum(self.memory.values()))}:")
         lines += [f"  {size(count):>10}  {what}" for what, count in self.memory.items()]
@@ -113,6 +116,7 @@ def dry_run(
     quiet()
     journal = Journal(chosen.name, chosen.model_dump(), None, say)
     subject = prepare_subject(chosen, journal, train=False)
+
     # 2. Time a batch of each kind.
     say("[estimate]")
     step = _TrainingStep(subject)

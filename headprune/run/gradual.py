@@ -139,8 +139,9 @@ def prune_gradually_(
         CheckpointError: ``folder`` has another call's checkpoint.
         InfeasibleBudget: the selector cannot meet the budget.
     """
-    # A stage removes heads for good, so it keeps a subset of what the stage before kept. (Zhu &
-    # Gupta mask single weights, which may come back.)
+    # Zhu & Gupta mask single weights and keep the masked ones. Here a stage removes heads for good,
+    # so it keeps a subset of what the stage before kept.
+
     # 1. Check the arguments.
     model, settings = unwrap(model), finetune or Finetune()
     steps = settings.n_steps(sized(batches))

@@ -84,7 +84,7 @@ class Launch:
         ):
             distributed.init_process_group("gloo", timeout=_TIMEOUT)
         try:
-            # The first process's answer counts; the others send theirs in vain.
+            # The first process's answer counts; broadcast overwrites the others'.
             answer = torch.tensor(wanted)
             with in_words(seconds, "the first process", _HINT):
                 distributed.broadcast(answer, 0)
