@@ -75,7 +75,7 @@ def the_frame(out: str, overwrite: bool = False) -> None:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text("new")
 
-    runner._line = stages
+    runner._run_stages = stages
     recipe = Recipe.model_validate({**TINY, "report": False, "out": out})
     runner.run_recipe(recipe, overwrite=overwrite, say=lambda line: None, progress=False)
 

@@ -52,10 +52,10 @@ from headprune.run.journal import Journal
 from headprune.run.progress import Finished, Progress, take_folder
 from headprune.scoring import _resume_cache
 from headprune.sweep.base import Base
-from headprune.sweep.outcome import SPLITS, Outcome
+from headprune.sweep.outcome import SPLITS, ModelOutcome
 from headprune.sweep.paired import Drop, paired_drops
-from headprune.sweep.pick import Looked, Pick
-from headprune.sweep.runs import Run, SweepRun, recipe_of
+from headprune.sweep.pick import Pick, SettingVerdict
+from headprune.sweep.runs import PlannedRun, SweepRun, recipe_of
 from headprune.sweep.tables import write_timings
 from headprune.sweep.tasks import file_of, outcome_of
 from tests.fuzzing import alarm, mutated, mutated_bytes, mutated_header, mutated_lines
@@ -202,7 +202,7 @@ def _outcome(folder: Path) -> None:
     }
     arrays |= {f"{split}.counts": np.ones(5) for split in SPLITS}
     sizes = FrozenDict({"heads": 4, "params": 10, "macs": 10, "kv": None})
-    Outcome("accuracy", sizes, arrays).save(file_of(folder, "outcomes", KEY), KEY)
+    ModelOutcome("accuracy", sizes, arrays).save(file_of(folder, "outcomes", KEY), KEY)
 
 
 def _read_outcome(folder: Path) -> None:
@@ -262,7 +262,7 @@ def _pick(folder: Path) -> None:
         0.02,
         (),
     )
-    replace(found, looks=(Looked("taylor", 16.0, 0.01, True),)).save(folder / "pick.json")
+    replace(found, looks=(SettingVerdict("taylor", 16.0, 0.01, True),)).save(folder / "pick.json")
 
 
 def _run(folder: Path) -> None:
@@ -417,7 +417,7 @@ def _read_timings(folder: Path) -> None:
 
 def sum_timings(folder: Path) -> None:
     recipe = load_recipe("sst2-minilm")
-    run = Run(KEY, FrozenDict({}), FrozenDict({"keep": 0.5}), 0, recipe, KEY, KEY)
+    run = PlannedRun(KEY, FrozenDict({}), FrozenDict({"keep": 0.5}), 0, recipe, KEY, KEY)
     found = SweepRun(FrozenDict({}), FrozenDict({}), 0, FrozenDict({}), KEY, "done", KEY, KEY)
     write_timings([run], {KEY: found}, folder)
 

@@ -48,8 +48,8 @@ from headprune.run.dry import dry_run
 from headprune.run.journal import Journal
 from headprune.run.progress import Finished, take_folder
 from headprune.sweep.base import Base
-from headprune.sweep.runs import Run, SweepRun
-from headprune.sweep.tables import _columns, write_timings
+from headprune.sweep.runs import PlannedRun, SweepRun
+from headprune.sweep.tables import _write_columns, write_timings
 from tests.report_records import pictures_of, plan_of, record_of, sweep_table
 from tests.tiny_models import bert
 from tests.tiny_recipe import TINY
@@ -606,7 +606,7 @@ def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
         b'{"kind": "plans", "key": "p", "seconds": 1.5}',
     ]
     (tmp_path / "timings.jsonl").write_bytes(b"\n".join(lines))
-    run = Run("r", FrozenDict({}), FrozenDict({}), 0, load_recipe("sst2-minilm"), "s", "p")
+    run = PlannedRun("r", FrozenDict({}), FrozenDict({}), 0, load_recipe("sst2-minilm"), "s", "p")
     write_timings(
         [run],
         {"r": SweepRun(FrozenDict({}), FrozenDict({}), 0, FrozenDict({}), "ab", "failed")},
@@ -1091,7 +1091,7 @@ def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path: Path) -> None:
         None,
     ]
     rows = [{"scorer": cell, "drop": -0.5, "=1": 3} for cell in cells]
-    _columns(rows, tmp_path / "table")
+    _write_columns(rows, tmp_path / "table")
     head, *lines = (tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()
     assert head == '"scorer","drop","\'=1"'
     starts = [line.split(",")[0].strip('"')[:1] for line in lines]
@@ -1100,5 +1100,5 @@ def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == rows, (
         "a table for programs is as it was"
     )
-    _columns([{"scorer": "\n=1"}, {"scorer": "\r=1"}], tmp_path / "broken", (".csv",))
+    _write_columns([{"scorer": "\n=1"}, {"scorer": "\r=1"}], tmp_path / "broken", (".csv",))
     assert (tmp_path / "broken.csv").read_bytes() == b'"scorer"\n"\'\n=1"\n"\'\r=1"\n'

@@ -1,5 +1,4 @@
-"""What all commands share: options, errors without tracebacks, exit codes, output for people or
-machines."""
+"""Options, output, errors and exit codes that all commands share."""
 
 from __future__ import annotations
 
@@ -17,18 +16,22 @@ import typer
 from headprune.core.display import CONTROL, clean
 from headprune.core.errors import HeadPruneError, ProcessFailed, VerificationFailed
 
+#: Exit codes.
 FAILED, BAD_INPUT = 1, 2
 
 
+# ------------------------------------------------------------------------ completions and options
+
+
 def recipe_names() -> list[str]:
-    """What a shell offers for a recipe; files it finds itself."""
+    """Complete a recipe's name in a shell, which completes files by itself."""
     from headprune.recipes.reading import shipped_recipes
 
     return list(shipped_recipes())
 
 
 def scorers_of(key: str) -> Callable[[], list[str]]:
-    """What a shell offers for ``key=SCORER``."""
+    """Return a completion of ``key=SCORER``."""
 
     def offered() -> list[str]:
         from headprune.scoring import registry
@@ -39,7 +42,7 @@ def scorers_of(key: str) -> Callable[[], list[str]]:
 
 
 def selector_names() -> list[str]:
-    """What a shell offers for a selector."""
+    """Complete a selector's name in a shell."""
     from headprune.selection import registry
 
     return registry.names()
@@ -69,40 +72,43 @@ Quiet = Annotated[
 ]
 
 
+# ----------------------------------------------------------------------------------------- output
+
+
 def say(line: str) -> None:
-    """A line for who watches: standard error, so that standard output is the result alone."""
+    """Print a line of progress to standard error; standard output has only the result."""
     echo(line, err=True)
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
-    """Text on a terminal, without what steers one: names and notes come out of files, and files
-    from anywhere."""
+    """Print text without control characters, which names and notes from files may contain."""
     typer.echo(clean(text), nl=nl, err=err)
 
 
 def watching(quiet: bool) -> dict[str, Any]:
-    """How long work tells who watches: lines, and progress bars on a terminal; nothing where it is
-    to be quiet."""
-    return (
-        {"say": lambda line: None, "progress": False} if quiet else {"say": say, "progress": None}
-    )
+    """Return the arguments that show progress: lines, and bars on a terminal."""
+    if quiet:
+        return {"say": lambda line: None, "progress": False}
+    return {"say": say, "progress": None}
 
 
 def on_terminal(quiet: bool) -> bool:
-    """Whether to show a progress bar, which is drawn on standard error."""
+    """Whether to show a progress bar, which needs a terminal on standard error."""
     return not quiet and sys.stderr.isatty()
 
 
 def emit(data: Any) -> None:
-    """JSON on standard output; characters that steer a terminal are spelt out."""
+    """Print JSON to standard output, with control characters escaped."""
+    # JSON has no NaN, and other programs refuse it.
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    typer.echo(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    typer.echo(CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def show(value: Any, text: str | None = None) -> None:
-    """A value on standard output: in colour on a terminal, plain elsewhere."""
+    """Print a value to standard output: in colour on a terminal, plain elsewhere."""
     from rich.console import Console
 
+    # No wrapping and no guesses at what to highlight: the text is that of `str`.
     console = Console(soft_wrap=True, highlight=False)
     markup = getattr(value, "__rich__", None)
     if text is None and markup is not None and console.is_terminal:
@@ -111,38 +117,43 @@ def show(value: Any, text: str | None = None) -> None:
         echo(text if text is not None else str(value))
 
 
+# ----------------------------------------------------------------------------------------- errors
+
+
 @contextmanager
 def guarded(debug: bool) -> Iterator[None]:
-    """Turns errors into one message and an exit code: 2 for bad input, 1 for a run that failed."""
+    """Turn errors into a message and an exit code: 2 for bad input, else 1."""
     try:
         with warnings.catch_warnings():
+            # One line per warning, without the place in the code.
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # what was finished is in the folder, and can be resumed
         say("interrupted")
         raise typer.Exit(FAILED) from None
-    except BrokenPipeError:  # `headprune ls | head`
+    except BrokenPipeError:
+        # `headprune ls | head`: Python must not flush into the closed pipe when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(FAILED) from None
-    except HeadPruneError as error:
-        _tell(error, str(error), debug)
-        raise typer.Exit(
-            FAILED if isinstance(error, VerificationFailed | ProcessFailed) else BAD_INPUT
-        ) from None
-    except typer.Exit:
+    except HeadPruneError as error:  # it says what to do
+        _print_error(error, str(error), debug)
+        failed = isinstance(error, VerificationFailed | ProcessFailed)
+        raise typer.Exit(FAILED if failed else BAD_INPUT) from None
+    except typer.Exit:  # a command that ends with a code of its own
         raise
-    except Exception as error:
+    except Exception as error:  # a mistake of headprune's, or of the user's own code
         more = "" if debug else " (--debug shows where)"
-        _tell(error, f"{type(error).__name__}: {error}{more}", debug)
+        _print_error(error, f"{type(error).__name__}: {error}{more}", debug)
         raise typer.Exit(FAILED) from None
 
 
-def _tell(error: Exception, text: str, debug: bool) -> None:
+def _print_error(error: Exception, text: str, debug: bool) -> None:
     if debug:
         say("".join(traceback.format_exception(error)).rstrip())
     say(f"error: {text}")
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    # Warnings for developers, such as deprecations, are not shown.
     if issubclass(category, UserWarning):
         say(f"warning: {message}")

@@ -1,4 +1,4 @@
-"""``headprune agree``: how alike several scores order the heads."""
+"""``headprune agree``: compare the order of heads by several scores."""
 
 from __future__ import annotations
 
@@ -26,28 +26,24 @@ def agree(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compare scores of one model: Spearman, Kendall tau-b and Jaccard of the k lowest, with
-    intervals."""
+    """Compare scores of one model by Spearman, Kendall tau-b and Jaccard of the k lowest."""
     with guarded(debug):
-        from headprune.core.errors import InvalidValue
         from headprune.core.scores import HeadScores
         from headprune.report.agreement import draw_agreement
+        from headprune.run.reporting import check_different
         from headprune.scoring._agreement import agreement
 
-        twice = next(
-            (p for i, p in enumerate(files) if p.resolve() in {q.resolve() for q in files[:i]}),
-            None,
-        )
-        if twice is not None:
-            raise InvalidValue("files", "different from one another", f"{twice} twice")
+        # 1. Load the scores, and name them by their files.
+        check_different("files", files)
         scores = [HeadScores.load(path) for path in files]
         names = [path.stem for path in files]
-        found = agreement(
-            *scores, k=k, names=names if len(set(names)) == len(names) else [str(p) for p in files]
-        )
+        if len(set(names)) < len(names):  # files of the same name in different folders
+            names = [str(path) for path in files]
+        # 2. Compare them.
+        result = agreement(*scores, k=k, names=names)
         if out is not None:
-            say(f"wrote {draw_agreement(found, out)}")
+            say(f"wrote {draw_agreement(result, out)}")
         if as_json:
-            emit(found.to_dict())
+            emit(result.to_dict())
         else:
-            show_value(found)
+            show_value(result)

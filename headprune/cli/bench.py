@@ -1,10 +1,11 @@
-"""``headprune bench``: sizes and speed of two saved models, side by side."""
+"""``headprune bench``: compare sizes and speed of two saved models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,8 @@ from headprune.cli._shared import AsJson, Debug, Quiet, echo, emit, guarded, on_
 from headprune.core.errors import InvalidValue
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from headprune.core.record import SizeRow, SpeedRow
 
 
@@ -21,10 +24,10 @@ def bench(
     ],
     pruned: Annotated[str, typer.Argument(help="The model after it.")],
     batch: Annotated[
-        list[int] | None, typer.Option(help="Examples a call; may be repeated. Default 1 and 32.")
+        list[int] | None, typer.Option(help="Examples per call; may be repeated. Default 1 and 32.")
     ] = None,
     length: Annotated[
-        list[int] | None, typer.Option(help="Tokens an example; may be repeated. Default 128.")
+        list[int] | None, typer.Option(help="Tokens per example; may be repeated. Default 128.")
     ] = None,
     seconds: Annotated[
         float, typer.Option(help="About how long each batch and length is timed.")
@@ -41,38 +44,37 @@ def bench(
 
         from headprune.bench.latency import compare_latency, shaped_batch
         from headprune.bench.size import sizes
-        from headprune.data.models import longest_input, open_model, resolve_device
+        from headprune.data.models import open_model, resolve_device
         from headprune.model.examples import example_batch
         from headprune.run.subject import quiet as quiet_libraries
         from headprune.run.surroundings import hardware
 
+        # 1. Open both models.
         if device not in ("auto", "cpu", "cuda"):
             raise InvalidValue("--device", "auto, cpu or cuda", repr(device))
         quiet_libraries()
         place = resolve_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
-        models = open_model(original, "ORIGINAL").to(place), open_model(pruned, "PRUNED").to(place)
+        models = (
+            open_model(original, "ORIGINAL").to(place),
+            open_model(pruned, "PRUNED").to(place),
+        )
+
+        # 2. Make inputs up. Only tokens have a length that can be chosen.
         example = example_batch(models[0])
         if example is None:
-            raise InvalidValue(
-                "ORIGINAL", "a model that takes tokens, images or waves", type(models[0]).__name__
-            )
-        lengths = length or [128]
-        limits = [
-            limit
-            for limit in map(longest_input, models)
-            if limit is not None and "input_ids" in example
-        ]
-        if limits and max(lengths) > min(limits):
-            raise InvalidValue(
-                "--length", f"at most {min(limits)}, what the models can read", max(lengths)
-            )
-        example = shaped_batch(example, 2, max(lengths)) if "input_ids" in example else example
-        weights, batches = sizes(*models, example), batch or [1, 32]
-        watching(quiet)["say"](
-            f"timing {len(batches) * len(lengths)} sizes, {seconds:g} s each or longer"
-        )
+            must = "a model that takes tokens, images or waves"
+            raise InvalidValue("ORIGINAL", must, type(models[0]).__name__)
+        lengths, batches = length or [128], batch or [1, 32]
+        if "input_ids" in example:
+            _check_length(models, lengths)
+            example = shaped_batch(example, 2, max(lengths))
+
+        # 3. Count and time.
+        weights = sizes(*models, example)
+        n_cells = len(batches) * len(lengths)
+        watching(quiet)["say"](f"timing {n_cells} sizes, {seconds:g} s each or longer")
         speed = compare_latency(
             *models,
             partial(shaped_batch, example),
@@ -82,25 +84,35 @@ def bench(
             progress=on_terminal(quiet),
         )
         if as_json:
-            emit(
-                {
-                    "hardware": hardware(place),
-                    "size": list(map(asdict, weights)),
-                    "speed": list(map(asdict, speed)),
-                }
-            )
+            size_rows, speed_rows = list(map(asdict, weights)), list(map(asdict, speed))
+            emit({"hardware": hardware(place), "size": size_rows, "speed": speed_rows})
         else:
             _print(weights, speed)
 
 
+def _check_length(models: Sequence[nn.Module], lengths: Sequence[int]) -> None:
+    """Refuse lengths that one of the models cannot read."""
+    from headprune.data.models import longest_input
+
+    # Position embeddings limit some models; None is no limit.
+    limits = [longest_input(model) for model in models]
+    known = [limit for limit in limits if limit is not None]
+    if known and max(lengths) > min(known):
+        must = f"at most {min(known)}, what the models can read"
+        raise InvalidValue("--length", must, max(lengths))
+
+
 def _print(weights: tuple[SizeRow, ...], speed: tuple[SpeedRow, ...]) -> None:
+    """Print sizes and speed for people."""
+    # Sizes, with the change in percent.
     for row in weights:
-        share = f" ({100 * (row.pruned / row.original - 1):+.1f} %)" if row.original else ""
-        echo(f"{row.name}: {row.original:,.0f} -> {row.pruned:,.0f}{share}")
+        line = f"{row.name}: {row.original:,.0f} -> {row.pruned:,.0f}"
+        if row.original:
+            line += f" ({100 * (row.pruned / row.original - 1):+.1f} %)"
+        echo(line)
+    # Medians of one forward pass, and the ratio with its interval.
     for cell in speed:
-        times: list[Any] = [f"{1e3 * t:.2f}" for t in (cell.original_p50, cell.pruned_p50)]
-        interval = f"{cell.ratio:.2f}x [{cell.low:.2f}, {cell.high:.2f}]"
-        echo(
-            f"batch {cell.batch} x {cell.length}: {times[0]} -> {times[1]} ms, {interval},"
-            f" {cell.rounds} rounds"
-        )
+        before, after = 1e3 * cell.original_p50, 1e3 * cell.pruned_p50
+        ratio = f"{cell.ratio:.2f}x [{cell.low:.2f}, {cell.high:.2f}]"
+        times = f"{before:.2f} -> {after:.2f} ms"
+        echo(f"batch {cell.batch} x {cell.length}: {times}, {ratio}, {cell.rounds} rounds")

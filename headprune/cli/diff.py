@@ -1,4 +1,4 @@
-"""``headprune diff``: two plans, or two records of runs, side by side."""
+"""``headprune diff``: compare two plans, or two records of runs."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ def diff(
         from headprune.core.record import RunRecord
         from headprune.report.difference import plan_difference, record_difference
 
+        # 1. Read both; a folder stands for its record.
         a, b = _read(first), _read(second)
-        found: PlanDifference | RecordDifference
         names = str(first), str(second)
+        # 2. Compare plans with plans, and records with records.
+        difference: PlanDifference | RecordDifference
         if isinstance(a, PruningPlan) and isinstance(b, PruningPlan):
-            found = plan_difference(a, b, names)
+            difference = plan_difference(a, b, names)
         elif isinstance(a, RunRecord) and isinstance(b, RunRecord):
-            found = record_difference(a, b, names)
+            difference = record_difference(a, b, names)
         else:
             got = f"a {type(a).__name__} and a {type(b).__name__}"
-            raise InvalidValue(
-                "diff",
-                "given two plans or two records",
-                got,
-                "A run's plan is plan.json in its folder.",
-            )
+            hint = "A run's plan is plan.json in its folder."
+            raise InvalidValue("diff", "given two plans or two records", got, hint)
         if as_json:
-            emit(found.to_dict())
+            emit(difference.to_dict())
         else:
-            show_value(found)
+            show_value(difference)
 
 
 def _read(path: Path) -> PruningPlan | RunRecord:
-    """What lies in a file, by the name of its type; of a folder, the record."""
+    """Load a plan or a record, the latter also from a run's folder."""
     from headprune.core.opening import NotAFile, read_text
     from headprune.core.plan import PruningPlan
     from headprune.core.record import RunRecord
     from headprune.run.journal import record_path
 
     file = record_path(path)
+    # Every value that headprune stores names its type.
     try:
         kind = json.loads(read_text(file))["headprune"]
-    except NotAFile:
+    except NotAFile:  # has a message of its own
         raise
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InvalidValue(
-            str(path), "a plan, a record or the folder of a run", f"{type(error).__name__}"
-        ) from None
-    return PruningPlan.load(file) if kind == "PruningPlan" else RunRecord.load(file)
+        must = "a plan, a record or the folder of a run"
+        raise InvalidValue(str(path), must, f"{type(error).__name__}") from None
+    if kind == "PruningPlan":
+        return PruningPlan.load(file)
+    return RunRecord.load(file)  # which refuses any other kind

@@ -1,4 +1,4 @@
-"""``headprune explain``: which heads a plan removes, why, and what that can be expected to cost."""
+"""``headprune explain``: which heads a plan removes, why, and the expected effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def explain(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Say of a plan which heads go and why, how sure that choice is, and what to expect."""
+    """Explain which heads a plan removes, why, how certainly, and the expected effect."""
     with guarded(debug):
         from headprune.core.errors import InvalidValue
         from headprune.core.plan import PruningPlan
@@ -29,20 +29,24 @@ def explain(
         from headprune.report.explanation import explain as explained
         from headprune.run.journal import PLAN, RECORD, SCORES
 
+        # 1. Load the plan and the scores that it was made from.
         path = plan / PLAN if plan.is_dir() else plan
-        beside = scores or path.with_name(SCORES)
-        decided = PruningPlan.load(path)
-        if not beside.is_file():
+        pruning_plan = PruningPlan.load(path)
+        scores_path = scores or path.with_name(SCORES)
+        if not scores_path.is_file():
+            must = "given, or scores.json beside the plan"
             hint = "headprune score writes them, and every run leaves them beside its plan."
-            raise InvalidValue(
-                "--scores", "given, or scores.json beside the plan", f"no {beside}", hint
-            )
-        found = HeadScores.load(beside)
-        if decided.scores not in (None, found.digest):
-            say(f"warning: {beside} holds other scores than those that the plan was made from")
-        explanation = explained(decided, found)
+            raise InvalidValue("--scores", must, f"no {scores_path}", hint)
+        head_scores = HeadScores.load(scores_path)
+        if pruning_plan.scores not in (None, head_scores.digest):
+            say(f"warning: {scores_path} holds other scores than those that the plan was made from")
+
+        # 2. Explain, and add what a run has measured.
+        explanation = explained(pruning_plan, head_scores)
+        # A plan in a run's folder has a record beside it.
         record = path.with_name(RECORD)
         measured = RunRecord.load(record).quality if record.is_file() else ()
+        # 3. Print.
         if as_json:
             emit({**explanation.to_dict(), "measured": [vars(row) for row in measured]})
             return

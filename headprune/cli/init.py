@@ -1,4 +1,4 @@
-"""``headprune init``: a commented recipe for a model and data."""
+"""``headprune init``: write a commented recipe for a model and data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def init(
         typer.Option(help="A csv, json, parquet or txt file, a folder with splits, or a hub name."),
     ],
     task: Annotated[
-        str | None, typer.Option(help="Where the model's class and the columns do not say it.")
+        str | None,
+        typer.Option(help="The task, if the model's class and the columns do not determine it."),
     ] = None,
     keep: Annotated[
         str, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")
@@ -28,32 +29,30 @@ def init(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write a commented recipe for a model and data; nothing is asked and nothing is run."""
+    """Write a commented recipe for a model and data; asks and runs nothing."""
     with guarded(debug):
         from headprune.core.errors import InvalidValue
         from headprune.core.files import write_atomic
         from headprune.data.guess import guess
         from headprune.run.subject import quiet
 
+        # 1. Guess the recipe from the model's class and the data's columns.
         quiet()
-        found = guess(model, data, task=task, keep=keep)
-        recipe = found.recipe()
+        guessed = guess(model, data, task=task, keep=keep)
+        recipe = guessed.recipe()
+        # 2. Choose the file; `-` is standard output.
         path = out or Path(f"{recipe.name}.yaml")
         printed = str(path) == "-"
         if not printed and path.exists():
             raise InvalidValue("--out", "a new file", str(path), "Give another name with --out.")
+        # 3. Print the recipe, or what it was guessed from, and write the file.
         if as_json:
-            emit(
-                {
-                    "out": None if printed else str(path),
-                    "why": list(found.why),
-                    "recipe": recipe.model_dump(),
-                }
-            )
+            written = None if printed else str(path)
+            emit({"out": written, "why": list(guessed.why), "recipe": recipe.model_dump()})
         elif printed:
-            echo(found.text, nl=False)
-        for line in found.why:
+            echo(guessed.text, nl=False)
+        for line in guessed.why:
             say(line)
         if not printed:
-            write_atomic(path, found.text.encode())
+            write_atomic(path, guessed.text.encode())
             say(f"wrote {path}; next: headprune run {path} --dry-run")

@@ -1,5 +1,4 @@
-"""``headprune inspect``: what of a model can be pruned, what it weighs, what a cut changes, and
-what cannot and why."""
+"""``headprune inspect``: a model's prunable heads, and what a cut changes."""
 
 from __future__ import annotations
 
@@ -24,14 +23,16 @@ def inspect(
     policy: Annotated[
         str,
         typer.Option(
-            help="What may leave where query heads share a key/value head: group, balanced or free."
+            help=(
+                "What may be removed where query heads share a key/value head: group, balanced "
+                "or free."
+            )
         ),
     ] = "group",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show the attention modules of a model: heads, prune units, what a cut changes, and those not
-    recognised."""
+    """Show a model's attention modules, what a cut changes, and modules that are not recognised."""
     with guarded(debug):
         from headprune.core.errors import UnsupportedModel
         from headprune.data.models import open_model
@@ -39,20 +40,22 @@ def inspect(
         from headprune.run.subject import quiet
 
         quiet()
+        # A model without any site is refused, after a list of what looks like attention.
         opened = open_model(model)
         try:
             find_sites(opened)
         except UnsupportedModel:
             _say_not_taken(not_taken(opened, []))
             raise
-        found = _inspect(opened, policy)  # type: ignore[arg-type]
+        facts = _inspect(opened, policy)  # type: ignore[arg-type]
         if as_json:
-            emit(found)
+            emit(facts)
         else:
-            _print(found)
+            _print(facts)
 
 
 def _inspect(model: nn.Module, policy: Policy) -> dict[str, Any]:
+    """Collect everything that the command shows, as JSON data."""
     from headprune.model.sites import bind, find_sites
 
     sites = find_sites(model, policy=policy)
@@ -65,29 +68,27 @@ def _inspect(model: nn.Module, policy: Policy) -> dict[str, Any]:
         "prunable_params": sum(row["params"] for row in rows),
         "kv_bytes_per_token": sum(row["kv_bytes_per_token"] for row in rows),
     }
-    layouts = {b.layout.name: _layout(b) for b in bound}
-    for b in {(b.layout.name, b.site.kind): b for b in reversed(bound) if b.site.heads}.values():
-        layouts[b.layout.name]["no_heads_left"][b.site.kind] = _without_heads(model, b)
-    others = list(map(_as_data, sites.not_taken))
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    facts = {
+    return {
+        "model": type(model).__name__,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "sites": rows,
         "totals": totals,
         "cache": _cache_words(bound),
-        "layouts": layouts,
-        "not_taken": others,
+        "layouts": _layouts(model, bound),
+        "not_taken": list(map(_as_data, sites.not_taken)),
     }
-    return {"model": type(model).__name__, "dtype": dtype, **facts}
 
 
 def _row(bound: BoundSite) -> dict[str, Any]:
+    """The facts about one site."""
     from headprune.model.costs import unit_costs
 
     site = bound.site
-    # All heads as one unit: what several units share leaves with none of them alone.
-    costs = unit_costs(
-        replace(bound, site=replace(site, bundles=(site.heads,) if site.heads else ()))
-    )
+    # Costs of all heads as one unit: what several units share is saved by none of them alone.
+    bundles = (site.heads,) if site.heads else ()
+    costs = unit_costs(replace(bound, site=replace(site, bundles=bundles)))
+    # If no query heads share a key/value head, all policies are the same.
+    shares = site.n_kv_heads < site.n_query_heads
     return {
         "site": site.name,
         "layout": site.layout,
@@ -98,13 +99,26 @@ def _row(bound: BoundSite) -> dict[str, Any]:
         "present": list(site.heads),
         "units": len(site.units),
         "policy": site.policy,
-        # Where no query heads share a key/value head, all policies are the same.
-        "policies": (
-            list(bound.layout.policies) if site.n_kv_heads < site.n_query_heads else ["group"]
-        ),
+        "policies": list(bound.layout.policies) if shares else ["group"],
         "params": sum(c.params for c in costs),
         "kv_bytes_per_token": sum(c.kv_bytes for c in costs),
     }
+
+
+def _layouts(model: nn.Module, bound: Sequence[BoundSite]) -> dict[str, dict[str, Any]]:
+    """What a cut changes, by layout."""
+    # Sites of one layout differ in size, but a cut changes the same parts of them.
+    layouts: dict[str, dict[str, Any]] = {}
+    for b in bound:
+        layouts[b.layout.name] = _layout(b)
+    # Try to remove all heads once per layout and kind of attention, at its first site.
+    firsts: dict[tuple[str, str], BoundSite] = {}
+    for b in reversed(bound):
+        if b.site.heads:
+            firsts[b.layout.name, b.site.kind] = b
+    for (name, kind), b in firsts.items():
+        layouts[name]["no_heads_left"][kind] = _without_heads(model, b)
+    return layouts
 
 
 def _layout(bound: BoundSite) -> dict[str, Any]:
@@ -120,49 +134,50 @@ def _layout(bound: BoundSite) -> dict[str, Any]:
 
 
 def _without_heads(model: nn.Module, bound: BoundSite) -> str:
-    """Whether a layer may lose all its heads: tried, and put back."""
+    """Say whether all heads of a layer can be removed, by trying it."""
     from headprune.core.errors import UnsupportedModel
     from headprune.core.heads import HeadMask
     from headprune.model.cut import cut_
 
     site = bound.site
+    mask = HeadMask.from_keep({site.name: []}, {site.name: site.n_query_heads})
+    # Whether the code around a layer can do without its output, is not known before it is cut.
     try:
-        cut_(
-            model, [bound], HeadMask.from_keep({site.name: []}, {site.name: site.n_query_heads})
-        ).restore()
+        cut_(model, [bound], mask).restore()
     except UnsupportedModel as error:
         return f"no: must be {error.must}"
     return "yes"
-
-
-def _cache_words(bound: list[BoundSite]) -> list[str]:
-    """What the policies in use mean for a KV cache; nothing where no heads share keys and
-    values."""
-    shared = [
-        b.site
-        for b in bound
-        if b.site.kind == "causal" and b.site.n_kv_heads < b.site.n_query_heads
-    ]
-    used = {"mqa" if site.n_kv_heads == 1 else site.policy for site in shared}
-    return [words for policy, words in _CACHE.items() if policy in used]
 
 
 _COMPACT = (
     "the cache keeps every key/value head that a kept head reads, once, and shrinks only by those"
     " that none reads"
 )
+#: What a policy means for the KV cache; ``mqa`` is any policy with a single key/value head.
 _CACHE = {
-    "group": "group: a key/value head leaves with all its query heads, and the cache shrinks by it",
+    "group": (
+        "group: a key/value head is removed with all its query heads, and the cache shrinks by it"
+    ),
     "balanced": f"balanced: {_COMPACT}",
     "free": (
-        f"free: {_COMPACT}; where that leaves groups of unlike size, every step repeats keys and"
+        f"free: {_COMPACT}; where that makes groups of unlike size, every step repeats keys and"
         " values for each query head: time and memory of a step, not of the cache"
     ),
     "mqa": (
-        "one key/value head for all query heads (MQA): it stays as long as one of them does,"
-        " whatever the policy, and so does the cache"
+        "one key/value head for all query heads (MQA): it is kept as long as one of them is,"
+        " whatever the policy, and so is the cache"
     ),
 }
+
+
+def _cache_words(bound: list[BoundSite]) -> list[str]:
+    """What the policies mean for a KV cache, if heads share keys and values."""
+    used = set()
+    for b in bound:
+        site = b.site
+        if site.kind == "causal" and site.n_kv_heads < site.n_query_heads:
+            used.add("mqa" if site.n_kv_heads == 1 else site.policy)
+    return [words for policy, words in _CACHE.items() if policy in used]
 
 
 def _as_data(group: NotTaken) -> dict[str, Any]:
@@ -177,67 +192,93 @@ def _of_data(group: dict[str, Any]) -> NotTaken:
 
 
 def _say_not_taken(groups: Sequence[NotTaken]) -> None:
+    """Print the attention-like modules that no layout recognises."""
     for group in groups:
         say(f"not taken: {group}")
     if groups:
-        say(
-            "headprune.propose_layouts(model, example) looks for a layout of such modules and"
-            " proves it."
-        )
+        hint = "headprune.propose_layouts(model, example) looks for a layout of such modules"
+        say(f"{hint} and proves it.")
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(facts: dict[str, Any]) -> None:
+    """Print what ``_inspect`` collected, for people."""
+    # 1. The sites.
+    _print_table(facts)
+
+    # 2. The totals.
+    totals = facts["totals"]
+    share = 100 * totals["prunable_params"] / totals["params"] if totals["params"] else 0.0
+    parameters = f"{totals['prunable_params']:,} of {totals['params']:,} parameters ({share:.1f} %)"
+    units = f"{totals['heads']} heads in {totals['units']} prune units"
+    echo(f"{units}; {parameters} can be removed with them")
+    if totals["kv_bytes_per_token"]:
+        echo(f"{totals['kv_bytes_per_token']:,} bytes of KV cache per token can be saved")
+    for line in facts["cache"]:
+        echo(line)
+
+    # 3. What a cut changes.
+    for name, layout in facts["layouts"].items():
+        echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
+        for line in (*layout["cut"], *layout["patched"]):
+            echo(f"  {line}")
+        echo(f"  all heads of a layer may be removed: {_empty_words(layout['no_heads_left'])}")
+
+    # 4. What is not recognised.
+    _say_not_taken([_of_data(group) for group in facts["not_taken"]])
+
+
+def _empty_words(answers: dict[str, str]) -> str:
+    """Whether layers may lose all heads, as one answer if that is possible."""
+    # Otherwise one answer per kind, such as "self: yes; cross: no".
+    if len(set(answers.values())) == 1:
+        return next(iter(answers.values()))
+    return "; ".join(map(": ".join, answers.items()))
+
+
+def _print_table(facts: dict[str, Any]) -> None:
+    """Print a table with a row per site."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{found['model']}, {found['dtype']}", title_justify="left", box=None, pad_edge=False
-    )
+    title = f"{facts['model']}, {facts['dtype']}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("site", "layout", "kind"):
         table.add_column(column, overflow="fold")
     for column in ("heads", "units", "width", "parameters", "KV bytes/token"):
         table.add_column(column, justify="right")
     table.add_column("policies")
-    for row in found["sites"]:
-        gone = row["heads"] - len(row["present"])
-        heads = f"{len(row['present'])} of {row['heads']}" if gone else str(row["heads"])
-        heads += f" / {row['kv_heads']}" if row["kv_heads"] < row["heads"] else ""
-        policies = ", ".join(f"[{p}]" if p == row["policy"] else p for p in row["policies"])
-        if row["kv_heads"] == 1:
-            policies = "one key/value head stays"
-        cells = (
-            row["site"],
-            row["layout"],
-            row["kind"],
-            heads,
-            str(row["units"]),
-            str(row["head_dim"]),
-        )
-        cache = f"{row['kv_bytes_per_token']:,}" if row["kv_bytes_per_token"] else ""
-        table.add_row(
-            *cells, f"{row['params']:,}", cache, policies if len(row["policies"]) > 1 else ""
-        )
+    for row in facts["sites"]:
+        table.add_row(*_cells(row))
+    # Without a terminal the width is fixed, so that rows do not wrap in a file.
     console = Console(width=None if Console().is_terminal else 200, markup=False)
     console.print(table)
-    totals = found["totals"]
-    share = 100 * totals["prunable_params"] / totals["params"] if totals["params"] else 0.0
-    echo(
-        f"{totals['heads']} heads in {totals['units']} prune units; {totals['prunable_params']:,}"
-        f" of {totals['params']:,} parameters ({share:.1f} %) can leave with them"
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a site's row."""
+    n_present, n_heads, n_kv_heads = len(row["present"]), row["heads"], row["kv_heads"]
+    heads = str(n_heads)
+    if n_present < n_heads:
+        heads = f"{n_present} of {n_heads}"
+    if n_kv_heads < n_heads:
+        heads += f" / {n_kv_heads}"
+    cache = f"{row['kv_bytes_per_token']:,}" if row["kv_bytes_per_token"] else ""
+
+    # The policy in use is in brackets; with a single policy there is nothing to choose.
+    policies = ""
+    if len(row["policies"]) > 1:
+        names = [f"[{name}]" if name == row["policy"] else name for name in row["policies"]]
+        policies = ", ".join(names)
+        if n_kv_heads == 1:
+            policies = "one key/value head is kept"
+    return (
+        row["site"],
+        row["layout"],
+        row["kind"],
+        heads,
+        str(row["units"]),
+        str(row["head_dim"]),
+        f"{row['params']:,}",
+        cache,
+        policies,
     )
-    if totals["kv_bytes_per_token"]:
-        echo(f"{totals['kv_bytes_per_token']:,} bytes of KV cache a token are theirs")
-    for line in found["cache"]:
-        echo(line)
-    for name, layout in found["layouts"].items():
-        echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
-        for line in (*layout["cut"], *layout["patched"]):
-            echo(f"  {line}")
-        answers = layout["no_heads_left"]
-        words = (
-            {next(iter(answers.values()))}
-            if len(set(answers.values())) == 1
-            else map(": ".join, answers.items())
-        )
-        echo(f"  a layer may lose all its heads: {'; '.join(words)}")
-    _say_not_taken([_of_data(group) for group in found["not_taken"]])

@@ -1,4 +1,4 @@
-"""``headprune ls``: everything there is, in a line each; imports none of it."""
+"""``headprune ls``: list everything that has a name, without importing it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headprune.cli._shared import AsJson, Debug, echo, emit, guarded
 
+#: The registries, by title and by the room that has them.
 _REGISTRIES = {
     "layouts": "layouts",
     "scorers": "scoring",
@@ -18,15 +19,18 @@ _REGISTRIES = {
 def ls(as_json: AsJson = False, debug: Debug = False) -> None:
     """List recipes, presets, layouts, scorers, selectors and recoveries."""
     with guarded(debug):
-        found = {"recipes": _recipes(), "presets": _presets()}
+        listed = {"recipes": _recipes(), "presets": _presets()}
         for title, room in _REGISTRIES.items():
+            # Summaries are read from source files: importing them all would take seconds.
             registry = importlib.import_module(f"headprune.{room}").registry
-            found[title] = {name: registry.summary(name) for name in registry.names()}
+            listed[title] = {name: registry.summary(name) for name in registry.names()}
         if as_json:
-            emit(found)
+            emit(listed)
             return
-        width = max(len(name) for entries in found.values() for name in entries)
-        for title, entries in found.items():
+        names = [name for entries in listed.values() for name in entries]
+        # Names in a column, as wide as the longest of them.
+        width = max(map(len, names))
+        for title, entries in listed.items():
             echo(title)
             for name, summary in entries.items():
                 echo(f"  {name:<{width}}  {summary}")
@@ -41,6 +45,7 @@ def _recipes() -> dict[str, str]:
 def _presets() -> dict[str, str]:
     from headprune.recipes.presets import PRESETS
 
+    # The source starts with the reference, such as a paper.
     return {name: preset.source.partition(": ")[0] for name, preset in PRESETS.items()}
 
 

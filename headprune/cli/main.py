@@ -1,5 +1,4 @@
-"""The ``headprune`` command; every subcommand is a file of its own and imports what it needs when
-it runs."""
+"""The ``headprune`` command. Every subcommand is a module, which imports what it needs when run."""
 
 from __future__ import annotations
 
@@ -52,9 +51,11 @@ COMMANDS: dict[Callable[..., None], str] = {
     bench: "headprune bench my-model small --batch 1 --batch 32",
     report: "headprune report runs/digits-vit runs/other --out compared",
 }
+# The functions are the commands: typer takes names, options and help from them.
 for command, example in COMMANDS.items():
     app.command(epilog=f"Example: {example}")(command)
 
+#: Printed by ``headprune`` alone.
 _START = """\
 headprune finds which attention heads a trained transformer does not need, and takes them out.
 
@@ -71,6 +72,8 @@ A MODEL is a folder or a hub name."""
 
 
 def _version(wanted: bool) -> None:
+    """Print versions and exit, if ``--version`` is given."""
+    # Not through `guarded`: this has to work whatever is broken.
     if wanted:
         from headprune.run.surroundings import in_short
 
@@ -86,14 +89,15 @@ def _main(
         typer.Option(
             "--version",
             callback=_version,
-            is_eager=True,
+            is_eager=True,  # before a missing command is noticed
             help="Show versions, platform and device, and exit.",
         ),
     ] = False,
 ) -> None:
+    # This runs before every command.
     if context.invoked_subcommand is None:
         typer.echo(_START)
-    elif context.invoked_subcommand != "run":
+    elif context.invoked_subcommand != "run":  # the only command that several processes share
         with guarded(False):
             check_alone(context.invoked_subcommand)
 

@@ -1,4 +1,4 @@
-"""``headprune pick``: the smallest model of a sweep that surely loses no more than allowed."""
+"""``headprune pick``: the smallest model shown to lose no more than allowed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from headprune.cli._shared import show as show_value
 
 def pick(
     sweep: Annotated[Path, typer.Argument(help="The folder of a finished sweep.")],
+    # What to allow.
     max_drop: Annotated[
         float,
         typer.Option(
             "--max-drop",
-            help="What may be lost: 0.01 is one point of accuracy, or 1 % of perplexity.",
+            help="The largest allowed drop: 0.01 is one point of accuracy, or 1 % of perplexity.",
         ),
     ],
     by: Annotated[
         str, typer.Option(help="What is to be small: heads, params, macs, kv.")
     ] = "heads",
-    confidence: Annotated[float, typer.Option(help="That the model loses no more.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Confidence that it loses no more.")] = 0.95,
+    # Where to save the model.
     out: Annotated[
         Path | None, typer.Option(help="Folder for the plan and the cut, recovered model.")
     ] = None,
@@ -34,12 +36,11 @@ def pick(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Pick the smallest model of a sweep within a drop; decided on validation rows, confirmed on
-    test rows."""
+    """Pick a sweep's smallest model within a drop, and confirm it on test rows."""
     with guarded(debug):
         from headprune.sweep.pick import pick as run_pick
 
-        found = run_pick(
+        picked = run_pick(
             sweep,
             max_drop=max_drop,
             by=by,
@@ -49,10 +50,11 @@ def pick(
             say=watching(quiet)["say"],
         )
         if as_json:
-            emit(found.to_dict())
+            emit(picked.to_dict())
         else:
-            show_value(found)
-        if found.run is None:
+            show_value(picked)
+        # A shell can tell from the exit code whether a model was picked.
+        if picked.run is None:
             raise typer.Exit(FAILED)
-        if out is not None:
+        if out is not None:  # `run_pick` has written it
             say(f"wrote {out}")

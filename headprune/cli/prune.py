@@ -1,5 +1,4 @@
-"""``headprune prune``: cuts a saved model by a plan, by scores and a budget, or by what its data
-say."""
+"""``headprune prune``: cut a saved model by a plan, by scores, or on data."""
 
 from __future__ import annotations
 
@@ -32,8 +31,10 @@ if TYPE_CHECKING:
 
 
 def prune(
+    # What to cut, and where to save it.
     model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
     out: Annotated[Path, typer.Option(help="Folder for the cut model.")],
+    # Where the choice of heads comes from: one of these three.
     plan: Annotated[Path | None, typer.Option(help="A plan, as a run writes it.")] = None,
     scores: Annotated[
         Path | None,
@@ -47,16 +48,18 @@ def prune(
         str | None,
         typer.Option(
             help=(
-                "Data to score on, to refit by and to measure with: a csv, json, parquet or txt"
-                " file, a folder with "
-                "splits, or a hub name; with --keep. What the run found lies in OUT/run."
+                "Data to score on, to refit by and to measure with: a csv, json, parquet or txt "
+                "file, a folder with splits, or a hub name; with --keep. "
+                "The run's record and report are in OUT/run."
             )
         ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="With --data, where model and columns do not say it.")
+        str | None,
+        typer.Option(help="With --data, if model and columns do not determine it."),
     ] = None,
     settings: Settings = None,
+    # How many heads to keep: one of these four.
     keep: Annotated[
         str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")
     ] = None,
@@ -65,6 +68,7 @@ def prune(
     ] = None,
     keep_macs: Annotated[float | None, typer.Option(help="Or of the multiply-adds.")] = None,
     keep_kv: Annotated[float | None, typer.Option(help="Or of the bytes of the KV cache.")] = None,
+    # How to choose them.
     selector: Annotated[
         str | None,
         typer.Option(
@@ -72,23 +76,24 @@ def prune(
         ),
     ] = None,
     min_heads: Annotated[
-        int | None, typer.Option(help="With --scores or --data: of a layer; default 1.")
+        int | None, typer.Option(help="With --scores or --data: per layer, at least; default 1.")
     ] = None,
+    # How to save the cut model.
     format: Annotated[
         str,
         typer.Option(
             help=(
-                "headprune (every cut, bit for bit), transformers (loads without headprune, where"
-                " the configuration "
-                "can say the head counts), remote-code (a modelling file beside the weights, read"
-                " with "
-                "trust_remote_code=True), or auto: transformers where it applies, else headprune."
+                "headprune (every cut, bit for bit), transformers (loads without headprune, where "
+                "the configuration can say the head counts), remote-code (a modelling file beside "
+                "the weights, read with trust_remote_code=True), or auto: transformers where it "
+                "applies, else headprune."
             )
         ),
     ] = "headprune",
     max_shard_size: Annotated[
         str, typer.Option(help="Larger models are written in several files.")
     ] = "50GB",
+    # How to read the model.
     merge_adapters: Annotated[
         bool,
         typer.Option(
@@ -101,9 +106,8 @@ def prune(
         typer.Option(
             "--streaming",
             help=(
-                "With --plan: copy what stays from file to file, without ever loading the model;"
-                " nothing is run, so "
-                "the cut is not compared with the gated model."
+                "With --plan: copy what is kept from file to file, without loading the model; "
+                "nothing is run, so the cut is not compared with the gated model."
             ),
         ),
     ] = False,
@@ -111,85 +115,93 @@ def prune(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Cut a saved model, prove it equal to the gated one, and save it; on data, also score, refit
-    and measure it."""
+    """Cut, prove and save a model; with data, also score, refit and measure it."""
     with guarded(debug):
+        # 1. Check the options before anything is loaded.
         if format not in ("auto", "headprune", "transformers", "remote-code"):
-            raise InvalidValue(
-                "--format", "auto, headprune, transformers or remote-code", repr(format)
-            )
-        from headprune.run.journal import RUN
-
-        if occupied(
-            out, () if data is None else (RUN,)
-        ):  # a run on data may have been killed there
-            raise InvalidValue("--out", "a new or an empty folder", str(out))
+            must = "auto, headprune, transformers or remote-code"
+            raise InvalidValue("--format", must, repr(format))
+        _check_out(out, on_data=data is not None)
+        sources = {"--plan": plan, "--scores": scores, "--data": data}
+        _check_source(sources, {"--task": task, "--set": settings})
         amounts = {
             "--keep": keep,
             "--keep-params": keep_params,
             "--keep-macs": keep_macs,
             "--keep-kv": keep_kv,
         }
-        given = {option: amount for option, amount in amounts.items() if amount is not None}
-        _check_source(
-            {"--plan": plan, "--scores": scores, "--data": data},
-            {"--task": task, "--set": settings},
-        )
-        own = [] if data is None else _as_settings(given, selector, min_heads, settings)
-        decided = _decide(plan, scores, given, selector, min_heads) if data is None else None
-        from headprune.checkpoints import weights
-        from headprune.data.models import resolve_path
-        from headprune.run.subject import quiet as quiet_libraries
+        chosen = _Choice(_given(amounts), selector, min_heads)
+        # Reading the budget checks it, so that is done now, too.
+        recipe_settings, decided = [], None
+        if data is not None:
+            recipe_settings = _as_settings(chosen, settings)
+        else:
+            decided = _decide(plan, scores, chosen)
+        _check_model(model, merge_adapters, max_shard_size)
 
-        _check_adapters(resolve_path(model, "--model"), merge_adapters)
-        weights.check_shard_size(max_shard_size, "--max-shard-size")
-        quiet_libraries()
+        # 2. Cut: from file to file, by the plan, or by a run on the data.
+        target = _Target(model, out, format, max_shard_size)
         if streaming:
-            _stream(model, decided, out, format, max_shard_size, as_json)
+            _stream(target, decided, as_json)
             return
-        found = (
-            _by_plan(model, decided)
-            if decided
-            else _on_data(model, str(data), out, task, own, quiet)
-        )
-        chosen, formats, files = _write(found, model, out, format, max_shard_size)
-        if found.copy is not None:
-            shutil.rmtree(found.copy)
+        if decided is not None:
+            cut = _by_plan(model, decided)
+        else:
+            cut = _on_data(target, str(data), task, recipe_settings, quiet)
+
+        # 3. Save and report.
+        written = _write(cut, target)
+        if cut.copy is not None:
+            shutil.rmtree(cut.copy)
         if as_json:
-            facts = {
-                "plan": found.plan.to_dict(),
-                **found.facts,
-                "format": chosen,
-                "formats": formats,
-            }
-            emit({"out": str(out), **facts, "copied": files})
-            return
-        echo(found.text)
-        for note in found.plan.notes:
-            echo(f"note: {note}")
-        for name, reason in formats.items():
-            echo(f"format {name}: " + (f"no; {reason}" if reason else "yes"))
-        echo(f"wrote {out} (format {chosen}{''.join(f', {f}' for f in files)})")
-        if chosen == "remote-code":
-            echo("who loads it with trust_remote_code=True runs this file:")
-            echo(
-                "".join(
-                    path.read_text(encoding="utf-8") for path in out.glob("modeling_headprune_*.py")
-                )
-            )
+            emit(_as_data(cut, target, written))
+        else:
+            _print(cut, target, written)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A cut model in memory, its plan, and what there is to say about it, in words and as data.
+class _Choice:
+    """How heads are chosen without a plan.
+
+    Args:
+        amounts: The budgets that were given, by option; one of them is needed.
+        selector: Name of the selector; None is the default.
+        min_heads: Heads to keep per layer, at least; None is the default.
+    """
+
+    amounts: Mapping[str, str | float]
+    selector: str | None
+    min_heads: int | None
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is cut, and how the result is saved.
+
+    Args:
+        model: The model as it was given.
+        out: Folder for the cut model.
+        format: The format that was asked for.
+        max_shard_size: Largest file of weights.
+    """
+
+    model: str
+    out: Path
+    format: str
+    max_shard_size: str
+
+
+@dataclass(frozen=True)
+class _CutModel:
+    """A cut model in memory, with its plan and a report.
 
     Args:
         model: The model.
         plan: The plan.
-        example: A batch for it, None where none could be made up.
+        example: A batch for it; None if none could be made up.
         text: What was done, for people.
-        facts: The same for machines.
-        copy: A folder that has the model too, until it is written.
+        facts: The same as data.
+        copy: A folder that has the model too, to be removed when the model is saved.
     """
 
     model: Any
@@ -200,208 +212,124 @@ class _Cut:
     copy: Path | None = None
 
 
-def _stream(
-    model: str, plan: PruningPlan | None, out: Path, format: str, max_shard_size: str, as_json: bool
-) -> None:
-    """Cuts from file to file."""
-    from headprune.checkpoints.streaming import prune_checkpoint
-    from headprune.data.models import resolve_path
+@dataclass(frozen=True)
+class _Written:
+    """The format that was saved, why others do not apply, and copied files."""
 
-    folder = resolve_path(model, "--model")
-    if plan is None:
-        raise InvalidValue(
-            "--streaming", "given with --plan or --scores, for nothing is run", "--data"
-        )
-    if format not in ("auto", "headprune"):
-        raise InvalidValue(
-            "--format", "headprune with --streaming; the others compare outputs", repr(format)
-        )
-    if not Path(folder).is_dir():
-        hint = f"Download it first: hf download {model} --local-dir FOLDER."
-        raise InvalidValue("--model", "a folder with --streaming", repr(model), hint)
-    report = prune_checkpoint(
-        folder, plan, out, max_shard_size=max_shard_size, copy_companions=True
-    )
-    files = list(report.copied)
-    if as_json:
-        facts = {name: value for name, value in vars(report).items() if name != "copied"}
-        emit(
-            {
-                "out": str(out),
-                "plan": plan.to_dict(),
-                "report": facts,
-                "format": "headprune",
-                "copied": files,
-            }
-        )
-        return
-    echo(str(report))
-    for warning in report.warnings:
-        say(f"warning: {warning}")
-    echo(f"wrote {out} (format headprune{''.join(f', {f}' for f in files)})")
+    format: Format
+    formats: Mapping[Format, str | None]
+    files: list[str]
 
 
-def _by_plan(model: str, plan: PruningPlan) -> _Cut:
-    from headprune.data.models import open_model
-    from headprune.model.examples import example_batch
-    from headprune.surgery.prune import prune_
-
-    subject = open_model(model, "--model")
-    example = example_batch(subject)
-    if example is None:
-        say(
-            "warning: no inputs could be made up for this model; the cut is not compared with the"
-            " gated model"
-        )
-    report = prune_(subject, plan, example=example)
-    return _Cut(subject, plan, example, str(report), {"report": _facts(report)})
+# ----------------------------------------------------------------------------------- option checks
 
 
-def _on_data(
-    model: str, data: str, out: Path, task: str | None, settings: list[str], quiet: bool
-) -> _Cut:
-    from headprune.model.examples import example_batch
-    from headprune.run.journal import MODEL, RUN
-    from headprune.run.on_data import prune_on_data
-
-    folder = out / RUN
-    cut, record = prune_on_data(
-        model, data, folder, task=task, settings=settings, **watching(quiet)
-    )
-    assert record.plan is not None
-    text = f"{record}\nreport: {folder / 'report.html'}"
-    return _Cut(
-        cut, record.plan, example_batch(cut), text, {"record": record.to_dict()}, folder / MODEL
-    )
+def _given(options: Mapping[str, str | float | None]) -> dict[str, str | float]:
+    """The options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
-def _write(
-    found: _Cut, model: str, out: Path, format: str, max_shard_size: str
-) -> tuple[Format, Mapping[Format, str | None], list[str]]:
-    """Saves the cut model with what belongs to it: the format, what speaks against others, and the
-    files copied."""
-    from headprune.checkpoints import companions
-    from headprune.checkpoints.checkpoint import applicable_formats, save_pretrained
-    from headprune.data.models import resolve_path
+def _check_out(out: Path, on_data: bool) -> None:
+    """Refuse a folder with files, except those of a killed run on data."""
+    from headprune.run.journal import RUN
 
-    formats = applicable_formats(found.model)
-    chosen = _chosen(format, formats)
-    beside = companions.CompanionFiles(resolve_path(model, "--model"), code=chosen != "remote-code")
-    how: dict[str, Any] = {"plan": found.plan, "example": found.example, "processor": beside}
-    save_pretrained(found.model, out, format=chosen, max_shard_size=max_shard_size, **how)
-    return chosen, formats, beside.copied
+    allowed = (RUN,) if on_data else ()
+    if occupied(out, allowed):
+        raise InvalidValue("--out", "a new or an empty folder", str(out))
 
 
 def _check_source(sources: Mapping[str, object], with_data: Mapping[str, object]) -> None:
-    """What stays is said by a plan, by scores, or found out on data."""
+    """Refuse anything but one source of the choice, and options for another source."""
+    # 1. Exactly one source.
     given = [option for option, value in sources.items() if value is not None]
     if len(given) != 1:
-        raise InvalidValue(
-            "prune", f"given one of {', '.join(sources)}", " and ".join(given) or "none"
-        )
+        must, got = f"given one of {', '.join(sources)}", " and ".join(given) or "none"
+        raise InvalidValue("prune", must, got)
+    # 2. Options that only a run on data has.
     for option, value in with_data.items():
         if value and given != ["--data"]:
             raise InvalidValue(option, "left out without --data", value)
 
 
-def _as_settings(
-    given: Mapping[str, str | float],
-    selector: str | None,
-    min_heads: int | None,
-    settings: list[str] | None,
-) -> list[str]:
-    """The budget and the selector as settings of the recipe that is made up; the user's own come
-    last."""
-    option, amount = _one_budget(given, "--data").popitem()
-    own = [f"select.{_kind(option)}={amount}"]
-    own += ["select.keep_heads=null"] if option != "--keep" else []
-    own += [f"select.selector={selector}"] if selector is not None else []
-    own += [f"select.settings.min_heads={min_heads}"] if min_heads is not None else []
-    return [*own, *(settings or ())]
-
-
-def _check_adapters(folder: str, merge: bool) -> None:
-    """A cut of adapters is not what a merged model is for: whoever wants one says so."""
+def _check_model(model: str, merge: bool, max_shard_size: str) -> None:
+    """Refuse adapters that nobody asked to merge, and a shard size that is none."""
+    from headprune.checkpoints import weights
     from headprune.data.adapters import is_adapter
+    from headprune.data.models import resolve_path
+    from headprune.run.subject import quiet as quiet_libraries
 
+    folder = resolve_path(model, "--model")
+    # Merging changes what the user has, so it is done only if asked for.
     if is_adapter(Path(folder)) and not merge:
-        hint = (
-            "With it the adapters are added to their base model, which is then cut. Both can be cut"
-            " side by side in "
-        )
-        hint += "Python, see docs/checkpoints.md."
-        raise InvalidValue(
-            "--model",
-            "a whole model, or given with --merge-adapters",
-            f"{folder}, PEFT adapters",
-            hint,
-        )
+        must, got = "a whole model, or given with --merge-adapters", f"{folder}, PEFT adapters"
+        hint = "With it the adapters are added to their base model, which is then cut. "
+        hint += "Both can be cut side by side in Python, see docs/checkpoints.md."
+        raise InvalidValue("--model", must, got, hint)
     if merge and not is_adapter(Path(folder)):
-        raise InvalidValue(
-            "--merge-adapters", "left out for a model without a folder of adapters", folder
-        )
+        must = "left out for a model without a folder of adapters"
+        raise InvalidValue("--merge-adapters", must, folder)
+    weights.check_shard_size(max_shard_size, "--max-shard-size")
+    quiet_libraries()
 
 
-def _chosen(format: str, formats: Mapping[Format, str | None]) -> Format:
-    """The format to write; ``auto`` never takes the one that makes others run code.
-
-    Raises:
-        UnsupportedModel: it cannot hold this cut.
-    """
-    if format == "auto":
-        return "headprune" if formats["transformers"] else "transformers"
-    wanted = next(name for name in formats if name == format)
-    if reason := formats[wanted]:
-        others = ", ".join(name for name, against in formats.items() if not against)
-        raise UnsupportedModel(
-            "--format",
-            "one that can hold this cut",
-            f"{format!r}: {reason}",
-            f"Those that can: {others}.",
-        )
-    return wanted
+# ------------------------------------------------------------------------------- choice of heads
 
 
-def _decide(
-    plan: Path | None,
-    scores: Path | None,
-    given: Mapping[str, str | float],
-    selector: str | None,
-    min_heads: int | None,
-) -> PruningPlan:
+def _as_settings(chosen: _Choice, settings: list[str] | None) -> list[str]:
+    """Express budget and selector as settings of the guessed recipe; the user's own come last."""
+    option, amount = _one_budget(chosen.amounts, "--data")
+    lines = [f"select.{_kind(option)}={amount}"]
+    if option != "--keep":  # the guessed recipe has this budget
+        lines.append("select.keep_heads=null")
+    if chosen.selector is not None:
+        lines.append(f"select.selector={chosen.selector}")
+    if chosen.min_heads is not None:
+        lines.append(f"select.settings.min_heads={chosen.min_heads}")
+    return [*lines, *(settings or ())]
+
+
+def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningPlan:
+    """Load the plan, or make it from the scores."""
     from headprune.core.plan import PruningPlan
     from headprune.core.scores import HeadScores
     from headprune.selection import Selector, registry
     from headprune.selection._api import select
 
+    # A plan says everything, so nothing else may be given with it.
     if plan is not None:
-        for name, value in {**given, "--selector": selector, "--min-heads": min_heads}.items():
+        unused = {"--selector": chosen.selector, "--min-heads": chosen.min_heads}
+        for name, value in {**chosen.amounts, **unused}.items():
             if value is not None:
-                raise InvalidValue(name, "left out with --plan, which says what stays", value)
+                raise InvalidValue(name, "left out with --plan, which has the heads to keep", value)
         return PruningPlan.load(plan)
-    budget = _budget(*_one_budget(given, "--scores").popitem())
-    _, chosen = registry.resolve(selector or "global_topk", Selector, "--selector")
-    if min_heads is not None:
-        chosen = replace(chosen, min_heads=min_heads)
-    assert scores is not None  # or there would be a plan
-    return select(HeadScores.load(scores), budget, chosen)
+    assert scores is not None  # as `_check_source` made sure
+    budget = _budget(*_one_budget(chosen.amounts, "--scores"))
+    _, selector = registry.resolve(chosen.selector or "global_topk", Selector, "--selector")
+    if chosen.min_heads is not None:
+        selector = replace(selector, min_heads=chosen.min_heads)
+    return select(HeadScores.load(scores), budget, selector)
 
 
-def _one_budget(given: Mapping[str, str | float], source: str) -> dict[str, str | float]:
-    if len(given) != 1:
+def _one_budget(amounts: Mapping[str, str | float], source: str) -> tuple[str, str | float]:
+    """Return the option and the amount of the only budget."""
+    if len(amounts) != 1:
         must = f"given with {source}, or one of --keep-params, --keep-macs, --keep-kv"
         hint = "For example --keep 0.5, or --keep 36."
-        raise InvalidValue("--keep", must, " and ".join(given) or "nothing", hint)
-    return dict(given)
+        raise InvalidValue("--keep", must, " and ".join(amounts) or "nothing", hint)
+    return next(iter(amounts.items()))
 
 
 def _kind(option: str) -> str:
-    return "keep_heads" if option == "--keep" else option.removeprefix("--").replace("-", "_")
+    """The recipe key of a budget's option."""
+    if option == "--keep":
+        return "keep_heads"
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _budget(option: str, amount: str | float) -> Budget:
     from headprune.core.plan import Budget
 
+    # Of --keep: a count or a fraction. Whether it is in range, Budget checks.
     if isinstance(amount, str):
         try:
             amount = int(amount) if amount.isdigit() else float(amount)
@@ -410,11 +338,164 @@ def _budget(option: str, amount: str | float) -> Budget:
     return Budget(**{_kind(option): amount})  # type: ignore[arg-type]
 
 
-def _facts(report: Any) -> dict[str, Any]:
-    return {
+# -------------------------------------------------------------------------------------------- cut
+
+
+def _stream(target: _Target, plan: PruningPlan | None, as_json: bool) -> None:
+    """Cut from file to file, without loading the model."""
+    from headprune.checkpoints.streaming import prune_checkpoint
+    from headprune.data.models import resolve_path
+
+    folder = resolve_path(target.model, "--model")
+    # 1. Refuse what needs the model in memory.
+    if plan is None:
+        must = "given with --plan or --scores, for nothing is run"
+        raise InvalidValue("--streaming", must, "--data")
+    if target.format not in ("auto", "headprune"):
+        must = "headprune with --streaming; the others compare outputs"
+        raise InvalidValue("--format", must, repr(target.format))
+    if not Path(folder).is_dir():
+        hint = f"Download it first: hf download {target.model} --local-dir FOLDER."
+        raise InvalidValue("--model", "a folder with --streaming", repr(target.model), hint)
+    # 2. Copy what is kept.
+    size = target.max_shard_size
+    report = prune_checkpoint(folder, plan, target.out, max_shard_size=size, copy_companions=True)
+    files = list(report.copied)
+    # The report's files have a key of their own.
+    if as_json:
+        facts = {name: value for name, value in vars(report).items() if name != "copied"}
+        data = {
+            "out": str(target.out),
+            "plan": plan.to_dict(),
+            "report": facts,
+            "format": "headprune",
+            "copied": files,
+        }
+        emit(data)
+        return
+    echo(str(report))
+    for warning in report.warnings:
+        say(f"warning: {warning}")
+    echo(_wrote(target, "headprune", files))
+
+
+def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
+    """Load the model and cut it by a plan."""
+    from headprune.data.models import open_model
+    from headprune.model.examples import example_batch
+    from headprune.surgery.prune import prune_
+
+    # A batch of made-up tokens, images or waves is enough to compare outputs.
+    subject = open_model(model, "--model")
+    example = example_batch(subject)
+    if example is None:
+        text = "no inputs could be made up for this model; "
+        text += "the cut is not compared with the gated model"
+        say(f"warning: {text}")
+    report = prune_(subject, plan, example=example)
+    facts = {
         "removed": {site: list(heads) for site, heads in report.removed},
         "params_before": report.params_before,
         "params_after": report.params_after,
         "max_difference": report.proof.max_difference if report.proof else None,
         "warnings": list(report.warnings),
     }
+    return _CutModel(subject, plan, example, str(report), {"report": facts})
+
+
+def _on_data(
+    target: _Target, data: str, task: str | None, settings: list[str], quiet: bool
+) -> _CutModel:
+    """Score, cut, refit and measure on data, in a run inside the model's folder."""
+    from headprune.model.examples import example_batch
+    from headprune.run.journal import MODEL, RUN
+    from headprune.run.on_data import prune_on_data
+
+    # If this is killed and called again, the run resumes, or is reused.
+    folder = target.out / RUN
+    cut, record = prune_on_data(
+        target.model, data, folder, task=task, settings=settings, **watching(quiet)
+    )
+    assert record.plan is not None  # a finished run has one
+    text = f"{record}\nreport: {folder / 'report.html'}"
+    facts = {"record": record.to_dict()}
+    return _CutModel(cut, record.plan, example_batch(cut), text, facts, folder / MODEL)
+
+
+# ------------------------------------------------------------------------------- save and report
+
+
+def _write(cut: _CutModel, target: _Target) -> _Written:
+    """Save the cut model with the files that belong to it, such as its tokenizer."""
+    from headprune.checkpoints import companions
+    from headprune.checkpoints.checkpoint import applicable_formats, save_pretrained
+    from headprune.data.models import resolve_path
+
+    formats = applicable_formats(cut.model)
+    format = _choose_format(target.format, formats)
+    folder = resolve_path(target.model, "--model")
+    # The other files of the model's folder. Its code is left out where new code is written.
+    files = companions.CompanionFiles(folder, code=format != "remote-code")
+    save_pretrained(
+        cut.model,
+        target.out,
+        format=format,
+        max_shard_size=target.max_shard_size,
+        plan=cut.plan,
+        example=cut.example,
+        processor=files,
+    )
+    return _Written(format, formats, files.copied)
+
+
+def _choose_format(asked: str, formats: Mapping[Format, str | None]) -> Format:
+    """Choose the format; ``auto`` never chooses the one that makes others run code.
+
+    Raises:
+        UnsupportedModel: the format cannot hold this cut.
+    """
+    # A reason in `formats` says why a format does not apply.
+    if asked == "auto":
+        return "headprune" if formats["transformers"] else "transformers"
+    format = next(name for name in formats if name == asked)
+    reason = formats[format]
+    if reason:
+        others = ", ".join(name for name, against in formats.items() if not against)
+        got, hint = f"{asked!r}: {reason}", f"Those that can: {others}."
+        raise UnsupportedModel("--format", "one that can hold this cut", got, hint)
+    return format
+
+
+def _as_data(cut: _CutModel, target: _Target, written: _Written) -> dict[str, Any]:
+    """The result for ``--json``."""
+    return {
+        "out": str(target.out),
+        "plan": cut.plan.to_dict(),
+        **cut.facts,
+        "format": written.format,
+        "formats": written.formats,
+        "copied": written.files,
+    }
+
+
+def _print(cut: _CutModel, target: _Target, written: _Written) -> None:
+    """Print the result for people."""
+    # What was done.
+    echo(cut.text)
+    for note in cut.plan.notes:
+        echo(f"note: {note}")
+    # Which formats can hold this cut, and which one was written.
+    for name, reason in written.formats.items():
+        answer = f"no; {reason}" if reason else "yes"
+        echo(f"format {name}: {answer}")
+    echo(_wrote(target, written.format, written.files))
+    if written.format == "remote-code":
+        # The user publishes this code with the model, and should read it first.
+        echo("loading it with trust_remote_code=True runs this file:")
+        modules = target.out.glob("modeling_headprune_*.py")
+        echo("".join(path.read_text(encoding="utf-8") for path in modules))
+
+
+def _wrote(target: _Target, format: str, files: list[str]) -> str:
+    more = "".join(f", {file}" for file in files)
+    return f"wrote {target.out} (format {format}{more})"

@@ -1,5 +1,4 @@
-"""``headprune report``: draws the reports of a record or a sweep anew, or one page over several
-records."""
+"""``headprune report``: draw the report of a record, a sweep, or several records."""
 
 from __future__ import annotations
 
@@ -28,12 +27,11 @@ def report(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write report.html and report.md from a record; of several records, comparison.html and
-    comparison.md.
+    """Write report.html and report.md of a record, or comparison.html and .md of several.
 
-    Of a sweep's folder, its page, summary and pictures. Also from a record of a run that did not
-    finish. Attention pictures (attention.json) and other scores of the same model (scores-*.json)
-    are taken from the record's folder.
+    For a sweep's folder: its page, summary and pictures. A run need not have finished. Attention
+    pictures (attention.json) and other scores of the same model (scores-*.json) are taken from the
+    record's folder.
     """
     with guarded(debug):
         from headprune.core.errors import InvalidValue
@@ -41,16 +39,20 @@ def report(
         from headprune.run.journal import record_path
         from headprune.run.reporting import compare_runs, is_sweep, report_run, report_sweep
 
+        # 1. Several records: one page.
         if len(records) > 1:
             if out is None:
                 raise InvalidValue("--out", "given, to compare several records", "nothing")
-            written = [*compare_runs(records, out)]
+            written = list(compare_runs(records, out))
+        # 2. A sweep.
         elif is_sweep(records[0]):
             written = report_sweep(records[0], out)
+        # 3. One record.
         else:
             path = record_path(records[0])
-            written = [*report_run(RunRecord.load(path), path.parent, out)]
+            written = list(report_run(RunRecord.load(path), path.parent, out))
         if as_json:
+            # By kind of file, such as "html".
             kinds = {".md": "markdown"}
             emit({kinds.get(path.suffix, path.suffix[1:]): str(path) for path in written})
         else:

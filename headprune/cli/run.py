@@ -1,4 +1,4 @@
-"""``headprune run``: a whole recipe, from data to report."""
+"""``headprune run``: run a whole recipe, from data to report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Only say what it would work on, how long it takes and how much memory.",
+            help="Only print what a run works on, and about how much time and memory it needs.",
         ),
     ] = False,
     quiet: Quiet = False,
@@ -40,28 +40,33 @@ def run(
 ) -> None:
     """Run a recipe: data, model, training, scores, plan, cut, proof, recovery, speed, report.
 
-    Started by torchrun or accelerate launch, the processes share the scoring; the first does and
-    writes the rest.
+    The processes of torchrun or accelerate launch share the scoring; the first one does the rest.
     """
     with guarded(debug):
         from headprune.run.launched import launched
 
         how, launch = watching(quiet), launched()
+
+        # 1. A process of several, but not the first, only shares the scoring.
         if launch is not None and launch.rank:
             if not dry_run:
                 from headprune.run.runner import share_scoring
 
                 share_scoring(recipe, settings or (), launch)
             return
+
+        # 2. An estimate.
         if dry_run:
             from headprune.run.dry import dry_run as estimated
 
-            found = estimated(recipe, settings or (), say=how["say"])
+            estimate = estimated(recipe, settings or (), say=how["say"])
             if as_json:
-                emit({**found.to_dict(), "seconds": found.seconds})
+                emit({**estimate.to_dict(), "seconds": estimate.seconds})
             else:
-                show_value(found)
+                show_value(estimate)
             return
+
+        # 3. The run.
         from headprune.run.runner import run_recipe
 
         record = run_recipe(

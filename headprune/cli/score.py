@@ -1,4 +1,4 @@
-"""``headprune score``: the line as far as the scores."""
+"""``headprune score``: run a recipe as far as the scores."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def score(
         str | None,
         typer.Option(
             help=(
-                "What may leave where query heads share a key/value head: group, balanced or free."
-                " Default: the "
-                "recipe's select.policy. A plan made from the scores keeps it."
+                "What may be removed where query heads share a key/value head: group, balanced "
+                "or free. Default: the recipe's select.policy. A plan made from the scores keeps "
+                "it."
             )
         ),
     ] = None,
@@ -50,17 +50,16 @@ def score(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Score the heads of a recipe's model on its calibration rows; trains it first where the recipe
-    says so."""
+    """Score the heads of a recipe's model, after training it if the recipe says so."""
     with guarded(debug):
         from headprune.run.runner import score_recipe
 
-        own = [
-            "score.magnitude=false",
-            "score.random_draws=0",
-            *([f"select.policy={policy}"] if policy else []),
-        ]
-        own += [] if until_stable is None else [f"score.until.k={until_stable}"]
+        # No baselines: a run compares plans with them, and here is no plan.
+        own = ["score.magnitude=false", "score.random_draws=0"]
+        if policy:
+            own.append(f"select.policy={policy}")
+        if until_stable is not None:
+            own.append(f"score.until.k={until_stable}")
         scores = score_recipe(recipe, [*(settings or ()), *own], **watching(quiet))
         if out is not None:
             say(f"wrote {scores.save(out)}")

@@ -1,4 +1,4 @@
-"""``headprune show``: a recipe with every default filled in."""
+"""``headprune show``: print a recipe with every default filled in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def show(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show a recipe as it would run, every default filled in; the output is a recipe itself."""
+    """Show a recipe with every default filled in; the output is a recipe, too."""
     with guarded(debug):
         from headprune.recipes.validate import load_recipe, recipe_yaml
 
@@ -19,4 +19,4 @@ def show(
         if as_json:
             emit(resolved.model_dump())
         else:
-            echo(recipe_yaml(resolved), nl=False)
+            echo(recipe_yaml(resolved), nl=False)  # it ends with a newline

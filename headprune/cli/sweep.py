@@ -1,4 +1,4 @@
-"""``headprune sweep``: a recipe over a grid, from where it stopped."""
+"""``headprune sweep``: run a recipe over a grid."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def sweep(
             metavar="KEY=VALUE,VALUE",
             autocompletion=scorers_of("scorer"),
             help=(
-                "Values of a key: scorer, keep, selector, recover, calibration, policy, or a path"
-                " such as "
-                "score.settings.reduce. May be repeated; every combination is run."
+                "Values of a key: scorer, keep, selector, recover, calibration, policy, or a path "
+                "such as score.settings.reduce. May be repeated; every combination is run."
             ),
         ),
     ],
     settings: Settings = None,
+    # How often, where, and with how many processes.
     seeds: Annotated[
         int, typer.Option(help="Draws of calibration rows, and of random scorers.")
     ] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the sweep; default runs/NAME-sweep.")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", help="Processes; -1 is one a core.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", help="Processes; -1 is one per core.")] = 1,
     backend: Annotated[
         str, typer.Option(help="joblib backend: loky, or dask for a cluster.")
     ] = "loky",
@@ -53,8 +53,7 @@ def sweep(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Run every combination of a grid on one base model; called again, it goes on where it
-    stopped."""
+    """Run every combination of a grid on one base model; called again, it resumes."""
     with guarded(debug):
         from headprune.sweep.sweeping import sweep as run_sweep
 
@@ -72,6 +71,7 @@ def sweep(
             emit(done.table.to_dict())
         else:
             show_value(done)
+        # Failed runs do not end a sweep, but the exit code reports them.
         for failed in done.table.failed:
             say("failed: " + ", ".join(f"{key} {value}" for key, value in failed.items()))
         if done.table.failed:

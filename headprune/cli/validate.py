@@ -1,4 +1,4 @@
-"""``headprune validate``: all errors of all given recipes."""
+"""``headprune validate``: print all errors of all given recipes."""
 
 from __future__ import annotations
 
@@ -33,28 +33,38 @@ def validate(
 ) -> None:
     """Check recipes and list every error, each with its path and a suggestion."""
     with guarded(debug):
+        # All recipes are checked, whatever errors the first ones have.
         results = [_check(recipe, settings or []) for recipe in recipes]
         if as_json:
             emit(results)
         else:
             for result in results:
-                for line in result["errors"] and [result["text"]]:
-                    say(f"error: {line}")
                 if result["valid"]:
                     echo(f"{result['recipe']}: valid")
+                else:
+                    say(f"error: {result['text']}")
+        # Any error is bad input.
         if not all(result["valid"] for result in results):
             raise typer.Exit(BAD_INPUT)
 
 
 def _check(recipe: str, settings: list[str]) -> dict[str, Any]:
+    """Check one recipe; return its errors as data and as text."""
     from headprune.recipes.validate import RecipeError, load_recipe
 
     try:
         load_recipe(recipe, settings)
     except HeadPruneError as error:
+        # A recipe can have many problems; any other error is one.
         problems = error.problems if isinstance(error, RecipeError) else [error]
-        errors = [
-            {"path": p.where, "must": p.must, "got": str(p.got), "hint": p.hint} for p in problems
-        ]
+        errors = []
+        for problem in problems:
+            facts = {
+                "path": problem.where,
+                "must": problem.must,
+                "got": str(problem.got),
+                "hint": problem.hint,
+            }
+            errors.append(facts)
         return {"recipe": recipe, "valid": False, "errors": errors, "text": str(error)}
     return {"recipe": recipe, "valid": True, "errors": [], "text": ""}

@@ -1,10 +1,11 @@
-"""Recipes and the runner: ``run_recipe`` composes all the verbs into one run with one record."""
+"""Runs of recipes: ``run_recipe`` takes a recipe from data to report, with one record."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+#: The module of every public name; it is imported when the name is first used.
 _HOME = {
     "Recipe": "headprune.recipes.schema",
     "RecipeError": "headprune.recipes.validate",

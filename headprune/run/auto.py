@@ -1,5 +1,4 @@
-"""The scorer of a run; `auto` judges its candidates by the run's own budget, selector and
-recoveries."""
+"""The scorer of a run. `auto` judges candidates by the run's budget, selector and recoveries."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ from headprune.selection._groups import by_kind
 
 @dataclass(frozen=True)
 class AutoOfRun(Auto):
-    """``auto`` where plans are those of a run, and cut models are refitted as the run will refit
-    its own."""
+    """``auto`` in a run: its plans and refits are those of the recipe."""
 
     subject: Subject | None = field(default=None, repr=False, compare=False)
 
@@ -45,13 +43,15 @@ class AutoOfRun(Auto):
 
     def groups(self, scores: HeadScores) -> dict[str, Budget] | None:
         recipe = self._run.recipe
-        if recipe.select.budgets or recipe.gradual is not None:  # stages have one budget
+        # Budgets by site are the user's choice, and gradual pruning has a single budget.
+        if recipe.select.budgets or recipe.gradual is not None:
             return None
         return by_kind(scores.sites, recipe.select.budget)
 
     def selected(self, scores: HeadScores, groups: Mapping[str, Budget] | None) -> PruningPlan:
         return choose_heads(self._run, scores, baseline=True, budget=groups)
 
+    # The recoveries of the recipe that do not train; `lstsq` if all of them train.
     @property
     def refit_name(self) -> str:
         return " + ".join(step.method for step in judged_after(self._run.recipe))
@@ -68,45 +68,45 @@ class AutoOfRun(Auto):
 
     @property
     def most_plans(self) -> int:
-        """Plans that are judged, at most: candidates that keep the same heads are judged once."""
+        """The largest number of plans to judge; candidates that keep the same heads share one."""
         kinds = len({site.kind for site in self._run.sites})
-        return len(self.candidates) * (2 if kinds > 1 else 1) + self.random_draws
+        # With several kinds of attention, a plan with a budget for each kind is tried as well.
+        plans_per_candidate = 2 if kinds > 1 else 1
+        return len(self.candidates) * plans_per_candidate + self.random_draws
 
     @property
-    def said(self) -> str:
-        """What is done with every plan, in words."""
+    def summary(self) -> str:
+        """How many plans are judged, and how, on one line."""
         done = f"cut and refitted by {self.refit_name}" if self.refit_name else "cut"
         return f"up to {self.most_plans} plans, each {done} {self.folds} times"
 
     def judge_once(self, batches: list[Any]) -> None:
-        """Cuts half of the heads once, refits, and judges one fold of these batches: a sample to
-        time.
+        """Cut half of the heads, refit, and judge one fold, so that it can be timed.
 
-        The heads are random, because the run's own budget may ask for a latency table. The model is
-        left as it was.
+        The heads are random, because the run's own budget may need a latency table. The model is
+        not changed.
 
         Raises:
             InvalidValue: fewer rows than two per fold.
         """
         subject = self._run
-        mask = _half_of(
-            score(subject.model, batches[:1], "random", sites=subject.sites, progress=False)
-        )
+        scores = score(subject.model, batches[:1], "random", sites=subject.sites, progress=False)
+        mask = _half_of(scores)
         with undisturbed(subject.model) as model:
-            problem = ScoringProblem(
-                model, bind(model, subject.sites), batches, default_loss, progress=False
-            )
-            problem.judge()
+            bound = bind(model, subject.sites)
+            problem = ScoringProblem(model, bound, batches, default_loss, progress=False)
+            problem.judge()  # losses of the uncut model, which others are compared with
             folds = Folds(problem, self.folds)
             try:
                 refit = partial(self.refit_, problem) if self.refit_name else None
                 losses_of_fold(problem, folds, 0, mask, refit)
-            except UnsupportedModel:  # the run judges without a refit then, too
+            except UnsupportedModel:  # then the run judges without a refit, too
                 losses_of_fold(problem, folds, 0, mask, None)
 
 
 def _half_of(scores: HeadScores) -> HeadMask:
-    """Half of the heads; all of them where layers of one head make that impossible."""
+    """Keep half of the heads, or all of them if layers have one head."""
+    # Every layer keeps at least one head.
     try:
         return select(scores, Budget(keep_heads=0.5)).mask
     except InfeasibleBudget:
@@ -114,10 +114,11 @@ def _half_of(scores: HeadScores) -> HeadMask:
 
 
 def scorer_of(subject: Subject) -> Scorer:
-    """The recipe's scorer, configured, with the run's seed; ``auto`` draws its random plans from
-    that."""
+    """Return the recipe's scorer; its seed is the run's unless the recipe sets another."""
     wanted = subject.recipe.score
-    found: Scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
-    if not isinstance(found, Auto):
-        return found
-    return AutoOfRun(**{name: getattr(found, name) for name in found.settings}, subject=subject)
+    scorer: Scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
+    if not isinstance(scorer, Auto):
+        return scorer
+    # The same settings, and the run that gives it budget, selector and recoveries.
+    settings = {name: getattr(scorer, name) for name in scorer.settings}
+    return AutoOfRun(**settings, subject=subject)

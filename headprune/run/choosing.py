@@ -1,9 +1,9 @@
-"""Which heads stay in a run: the recipe's selector and budget, with the measurements that these ask
-for."""
+"""The choice of heads in a run, with what selector and budget must measure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,7 @@ from headprune.selection.global_topk import GlobalTopk
 
 
 def measure_table(subject: Subject) -> None:
-    """Measures the latency table of a budget of speed, and refuses one that no choice of heads can
-    meet."""
+    """Measure the latency table, and refuse a speedup that no choice of heads can reach."""
     table, folder = subject.latency, subject.journal.folder
     assert table is not None
     assert folder is not None
@@ -40,12 +39,11 @@ def measure_table(subject: Subject) -> None:
     check_possible(subject.sites, selector, wanted.must_keep, wanted.must_remove, budgets, table)
 
 
-def take_table(subject: Subject) -> None:
-    """The latency table that an earlier run measured in this folder."""
+def load_table(subject: Subject) -> None:
+    """Load the latency table that an earlier run measured in this folder."""
     assert subject.journal.folder is not None
-    vars(subject)["latency"] = LatencyTable.load(
-        subject.journal.folder / LATENCY
-    )  # in the place of the cached one
+    table = LatencyTable.load(subject.journal.folder / LATENCY)
+    vars(subject)["latency"] = table  # fills the cached property, which would measure again
 
 
 def choose_heads(
@@ -54,15 +52,14 @@ def choose_heads(
     baseline: bool = False,
     budget: Mapping[str, Budget] | None = None,
 ) -> PruningPlan:
-    """The plan that the recipe's selector and budget make of scores.
+    """Make a plan from scores, by the recipe's selector and budget.
 
     Args:
-        subject: With the recipe.
-        scores: Of any scorer.
-        baseline: The scores are what the chosen ones are compared with. A selector that goes by
-            more than scores would make up for bad ones, so ``global_topk`` takes its place for
-            these.
-        budget: Budgets in place of the recipe's.
+        subject: The run's model, data and recipe.
+        scores: Scores of any scorer.
+        baseline: The scores are a baseline for the chosen ones. A selector that measures more than
+            scores would make up for bad scores, so ``global_topk`` takes its place.
+        budget: Budgets by site pattern, in place of the recipe's.
     """
     wanted = subject.recipe.select
     selector: Selector = configured(selection.registry, wanted.selector, wanted.settings)
@@ -75,56 +72,70 @@ def choose_heads(
         must_keep=wanted.must_keep,
         must_remove=wanted.must_remove,
         latency=subject.latency,
-        **_asked(subject, selector, scores),
+        **_callables(subject, selector, scores),
     )
 
 
-def _asked(subject: Subject, selector: Selector, scores: HeadScores) -> Mapping[str, Any]:
-    """What the selector asks of the model, on calibration rows."""
+def _callables(subject: Subject, selector: Selector, scores: HeadScores) -> Mapping[str, Any]:
+    """The functions by which a selector measures losses or new scores, on calibration rows."""
+    callables: dict[str, Any] = {}
     if not selector.needs & {"loss", "rescore"}:
-        return {}
+        return callables
     batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
-    options: dict[str, Any] = {"sites": subject.sites, "progress": False}
-    options["after_cut"] = recoverer(subject, subject.recipe.select.recover)
-    found: dict[str, Any] = {}
+    recover = recoverer(subject, subject.recipe.select.recover)
+    options: dict[str, Any] = {"sites": subject.sites, "progress": False, "after_cut": recover}
     if "loss" in selector.needs:
-        found["loss"] = loss_of(subject.model, batches, **options)
+        callables["loss"] = loss_of(subject.model, batches, **options)
     if "rescore" in selector.needs:
         scorer = configured(scoring.registry, scores.scorer, scores.settings)
-        found["rescore"] = rescorer(subject.model, batches, scorer, **options)
-    return found
+        callables["rescore"] = rescorer(subject.model, batches, scorer, **options)
+    return callables
 
 
 def measure_speed(subject: Subject, pruned: nn.Module) -> None:
-    """How fast the cut model is where the latency table was measured, beside what was asked for and
-    predicted."""
+    """Compare the cut model's speed with what was asked for and what the table predicted.
+
+    Does nothing for a run without a latency table.
+    """
     table = subject.latency
     if table is None:
         return
-    predicted = table.whole / table.predict(
-        {b.site.name: len(b.site.heads) for b in bind(pruned, subject.sites)}
-    )
+
+    # 1. Predict from the table, and measure at the batch size and length of the table.
+    present = {bound.site.name: len(bound.site.heads) for bound in bind(pruned, subject.sites)}
+    predicted = table.whole / table.predict(present)
     row = compare_latency(
         subject.model,
         pruned,
-        lambda batch, tokens: shaped_batch(subject.example, batch, tokens),
+        partial(shaped_batch, subject.example),
         [table.batch_size],
         [table.length],
         seconds=subject.recipe.select.latency.seconds,
         seed=subject.recipe.seed,
     )[0]
+
+    # 2. Note the figures.
     wanted = subject.recipe.select
     asked = wanted.budget.amount if wanted.speedup is not None else None
-    found = {
+    facts = {
+        "asked": asked,
         "predicted": round(predicted, 4),
         "measured": round(row.ratio, 4),
         "low": row.low,
         "high": row.high,
+        "batch_size": table.batch_size,
+        "length": table.length,
+        "rounds": row.rounds,
     }
-    at = {"batch_size": table.batch_size, "length": table.length, "rounds": row.rounds}
-    subject.journal.note(metrics={"speedup": {"asked": asked, **found, **at}}, speed=(row,))
+    subject.journal.note(metrics={"speedup": facts}, speed=(row,))
+
+    # 3. Print them, and warn where even the upper end of the interval is too slow.
     text = f"speed at batch {table.batch_size} x {table.length}: predicted {predicted:.3f}x, "
     text += f"measured {row.ratio:.3f}x [{row.low:.3f}, {row.high:.3f}]"
-    subject.journal.tell(text if asked is None else f"{text}, asked {asked:g}x")
-    if asked is not None and row.high < asked:
-        subject.journal.note(warnings=(f"{text}: slower than the {asked:g}x that was asked for.",))
+    if asked is None:
+        subject.journal.tell(text)
+        return
+    subject.journal.tell(f"{text}, asked {asked:g}x")
+    if row.high < asked:
+        warning = f"{text}: slower than the {asked:g}x that was asked for."
+        subject.journal.note(warnings=(warning,))

@@ -1,5 +1,4 @@
-"""``headprune run --dry-run``: what a recipe would work on, and about how long and how much memory
-it would take."""
+"""``headprune run --dry-run``: estimate the time and memory of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from headprune.core.heads import AttentionSite
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.sites import Sites
-from headprune.recipes.schema import Recipe
+from headprune.recipes.schema import Recipe, RecoverStep, SelectSection
 from headprune.recipes.validate import configured
 from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.journal import Journal, to_stderr
@@ -31,9 +30,8 @@ from headprune.scoring._learned import LearnedScorer
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A stage, about how long it takes, and what that was worked out from; None where nothing
-    was."""
+class StageEstimate:
+    """A stage, its estimated seconds (None: not estimated), and what they are estimated from."""
 
     stage: str
     seconds: float | None
@@ -42,16 +40,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class DryRun(Value):
-    """What ``dry_run`` found.
+    """The size of a run: model, rows, sites, and estimates of time and memory.
 
     Args:
-        name: The recipe's.
-        model: Its class.
+        name: Name of the recipe.
+        model: Class of the model.
         device: Where it would run.
-        parameters: Of the whole model.
-        rows: Rows by purpose.
-        sites: The attention modules that can lose heads.
-        budget: What may stay, in words.
+        parameters: Parameters of the whole model.
+        rows: Number of rows by purpose.
+        sites: The attention modules from which heads can be removed.
+        budget: What to keep, in words.
         stages: Estimates from one or two batches of each kind.
         memory: Bytes by what they are for.
     """
@@ -63,34 +61,38 @@ class DryRun(Value):
     rows: FrozenDict
     sites: tuple[AttentionSite, ...]
     budget: str
-    stages: tuple[Estimate, ...]
+    stages: tuple[StageEstimate, ...]
     memory: FrozenDict
 
     @property
     def seconds(self) -> float:
-        """Of all stages that could be estimated."""
+        """Seconds of all stages that could be estimated."""
         return sum(stage.seconds or 0.0 for stage in self.stages)
 
     def __str__(self) -> str:
         heads = sum(len(site.heads) for site in self.sites)
         units = sum(len(site.units) for site in self.sites)
+
+        # 1. What the run works on.
         rows = ", ".join(f"{name} {count:,}" for name, count in self.rows.items())
         lines = [
             f"{self.name}: {self.model}, {self.parameters:,} parameters on {self.device}",
             f"rows: {rows}",
-            (
-                f"{heads} heads in {units} units that go together, at {len(self.sites)} sites;"
-                f" {self.budget}"
-            ),
-            *(f"  {site}" for site in self.sites),
-            f"about {duration(self.seconds)}:",
+            f"{heads} heads in {units} prune units, at {len(self.sites)} sites; {self.budget}",
         ]
+        lines += [f"  {site}" for site in self.sites]
+
+        # 2. Time, by stage.
+        lines.append(f"about {duration(self.seconds)}:")
         for stage in self.stages:
             about = "not estimated" if stage.seconds is None else duration(stage.seconds)
             lines.append(f"  {stage.stage:<10} {about:>14}  {stage.basis}")
+
+        # 3. Memory, by purpose.
         lines.append(f"memory, at least {size(sum(self.memory.values()))}:")
         lines += [f"  {size(count):>10}  {what}" for what, count in self.memory.items()]
-        return "\n".join([*lines, "nothing was trained, cut or written"])
+        lines.append("nothing was trained, cut or written")
+        return "\n".join(lines)
 
 
 def dry_run(
@@ -99,8 +101,7 @@ def dry_run(
     *,
     say: Callable[[str], None] = to_stderr,
 ) -> DryRun:
-    """Goes as far as data and model, and times one batch of what a run would do with them; writes
-    nothing.
+    """Estimate a run from one batch of each kind; writes nothing.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
@@ -108,42 +109,52 @@ def dry_run(
         say: Takes lines of progress.
 
     Raises:
-        HeadPruneError: what a run would refuse.
+        HeadPruneError: the same as from a run.
     """
+    # 1. Load data and model; an untrained model takes as long as a trained one.
     chosen = resolved(recipe, settings, None)
     quiet()
-    subject = prepare_subject(
-        chosen, Journal(chosen.name, chosen.model_dump(), None, say), train=False
-    )
+    journal = Journal(chosen.name, chosen.model_dump(), None, say)
+    subject = prepare_subject(chosen, journal, train=False)
+
+    # 2. Time a batch of each kind.
     say("[estimate]")
-    step = _Step(subject)
-    budgets = {"": chosen.select.budget} if not chosen.select.sites else chosen.select.budgets
+    step = _TrainingStep(subject)
     return DryRun(
-        chosen.name,
-        type(subject.model).__name__,
-        str(device_of(subject.model)),
-        sum(p.numel() for p in subject.model.parameters()),
-        FrozenDict({name: len(rows) for name, rows in subject.data.examples.items()}),
-        tuple(subject.sites),
-        ", ".join(f"{key}: {budget}" if key else str(budget) for key, budget in budgets.items()),
-        tuple(_stages(subject, step)),
-        FrozenDict(_memory(subject, step)),
+        name=chosen.name,
+        model=type(subject.model).__name__,
+        device=str(device_of(subject.model)),
+        parameters=sum(p.numel() for p in subject.model.parameters()),
+        rows=FrozenDict({name: len(rows) for name, rows in subject.data.examples.items()}),
+        sites=tuple(subject.sites),
+        budget=_budget_words(chosen.select),
+        stages=tuple(_stages(subject, step)),
+        memory=FrozenDict(_memory(subject, step)),
     )
+
+
+def _budget_words(wanted: SelectSection) -> str:
+    """The budget, or the budget of every group of sites, in words."""
+    if not wanted.sites:
+        return str(wanted.budget)
+    return ", ".join(f"{name}: {budget}" for name, budget in wanted.budgets.items())
 
 
 def duration(seconds: float) -> str:
-    """A length of time as people say it.
+    """Format a length of time for people.
 
     >>> duration(7.4), duration(312), duration(8000)
     ('7 s', '5 min', '2.2 h')
     """
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def size(count: float) -> str:
-    """Bytes as people say them.
+    """Format a number of bytes for people.
 
     >>> size(900), size(88_000_000), size(3.2e9)
     ('900 bytes', '88 MB', '3.2 GB')
@@ -154,171 +165,212 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-class _Step:
-    """One training batch: how long forward and backward take, and what is kept between the two."""
+class _TrainingStep:
+    """One training batch, timed, with the memory that its gradients need.
+
+    Attributes:
+        rows: Rows of the batch.
+        seconds: Of one forward and backward pass.
+        kept_bytes: Bytes of the activations kept between forward and backward.
+    """
 
     def __init__(self, subject: Subject) -> None:
-        trained = subject.recipe.train
-        self.rows = trained.batch_size if trained else subject.recipe.score.batch_size
-        batch = subject.data.collate(subject.data.examples["train"][: self.rows])
-        self.rows = min(self.rows, len(subject.data.examples["train"]))
+        section = subject.recipe.train or subject.recipe.score
+        examples = subject.data.examples["train"]
+        batch = subject.data.collate(examples[: section.batch_size])
+        self.rows = min(section.batch_size, len(examples))
         self.kept_bytes = 0
         with undisturbed(subject.model, frozen=False):
-            self._pass(subject.model, batch)
+            self._run(subject.model, batch)  # the first pass is slower, so it is not timed
             start = perf_counter()
-            self._pass(subject.model, batch)
+            self._run(subject.model, batch)
             self.seconds = perf_counter() - start
 
-    def _pass(self, model: nn.Module, batch: Any) -> None:
-        kept: dict[int, int] = {}
+    def _run(self, model: nn.Module, batch: Any) -> None:
+        """Run forward and backward, and count the bytes kept between the two."""
+        kept: dict[int, int] = {}  # bytes by address, so that views of one storage count once
 
         def keep(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        wanted = [p for p in model.parameters() if p.requires_grad]
-        with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        ):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.enable_grad(), hooks:
             loss = default_loss(model, to_device(batch, device_of(model))).mean()
-        torch.autograd.grad(
-            loss, wanted, allow_unused=True
-        )  # what would be trained keeps its .grad as it is
+        # Not `backward`: the parameters' .grad must not change.
+        torch.autograd.grad(loss, trained, allow_unused=True)
+
+        # Weights are kept for the gradients too, but they are counted elsewhere.
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.kept_bytes = sum(count for place, count in kept.items() if place not in weights)
 
-    def of(self, rows: int) -> float:
-        """Seconds of so many rows."""
+    def seconds_of(self, rows: int) -> float:
+        """Seconds of training on so many rows."""
         return self.seconds * rows / self.rows
 
 
-def _stages(subject: Subject, step: _Step) -> Iterable[Estimate]:
-    recipe, counts = (
-        subject.recipe,
-        {name: len(rows) for name, rows in subject.data.examples.items()},
-    )
-    per_step = f"a batch of {step.rows} takes {1e3 * step.seconds:.0f} ms there and back"
+def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
+    """Estimate every stage of the run, in order."""
+    recipe = subject.recipe
+
+    # 1. Training: one step is timed.
     if recipe.train is not None:
-        epochs = recipe.train.epochs
-        yield Estimate(
-            "train", step.of(round(epochs * counts["train"])), f"{epochs} epochs; {per_step}"
-        )
+        n_train = len(subject.data.examples["train"])
+        yield _training_estimate("train", step, recipe.train.epochs, n_train)
+
+    # 2. Scoring, and judging the plans of `auto`.
     yield from _scoring(subject, step)
+
+    # 3. Evaluations.
     yield _evaluations(subject)
+
+    # 4. Recoveries: those that train are estimated from the training step.
     for wanted in recipe.recover:
-        method: Any = configured(recovery.registry, wanted.method, wanted.settings)
-        name = f"recover ({wanted.method})"
-        if method.trains and getattr(method, "epochs", None):
-            rows = counts[wanted.rows or "train"]
-            yield Estimate(
-                name, step.of(round(method.epochs * rows)), f"{method.epochs} epochs; {per_step}"
-            )
-        else:
-            yield Estimate(name, None, f"on {counts[wanted.rows or 'calibration']:,} rows")
+        yield _recovery_estimate(subject, step, wanted)
+
+    # 5. Speed: as long as the recipe says.
     if recipe.select.timed:
-        yield Estimate("latency", 2 * recipe.select.latency.seconds, "as long as the recipe says")
+        seconds = 2 * recipe.select.latency.seconds
+        yield StageEstimate("latency", seconds, "as long as the recipe says")
     if recipe.bench is not None:
         cells = len(recipe.bench.batch_sizes) * len(recipe.bench.lengths or [0])
-        cells *= 1 if recipe.bench.new_tokens is None else 3
-        yield Estimate(
-            "bench", cells * recipe.bench.seconds, f"{cells} cells, {recipe.bench.seconds:g} s each"
-        )
+        if recipe.bench.new_tokens is not None:  # prefill and decode are timed as well
+            cells *= 3
+        basis = f"{cells} cells, {recipe.bench.seconds:g} s each"
+        yield StageEstimate("bench", cells * recipe.bench.seconds, basis)
 
 
-def _scoring(subject: Subject, step: _Step) -> Iterable[Estimate]:
-    """From the scorer itself on one batch and on two; learned gates are as long as their steps.
+def _training_estimate(
+    stage: str, step: _TrainingStep, epochs: float, n_rows: int
+) -> StageEstimate:
+    """Estimate a training by the time of one step."""
+    per_step = f"a batch of {step.rows} takes {1e3 * step.seconds:.0f} ms forward and backward"
+    seconds = step.seconds_of(round(epochs * n_rows))
+    return StageEstimate(stage, seconds, f"{epochs} epochs; {per_step}")
 
-    Work that does not grow with the data is measured apart, as small a part of it as there is.
-    """
+
+def _recovery_estimate(subject: Subject, step: _TrainingStep, wanted: RecoverStep) -> StageEstimate:
+    """Estimate a recovery if it trains for epochs; other recoveries are not estimated."""
+    method: Any = configured(recovery.registry, wanted.method, wanted.settings)
+    name = f"recover ({wanted.method})"
+    trains = method.trains and getattr(method, "epochs", None)
+    n_rows = len(subject.data.examples[wanted.rows or ("train" if trains else "calibration")])
+    if trains:
+        return _training_estimate(name, step, method.epochs, n_rows)
+    return StageEstimate(name, None, f"on {n_rows:,} rows")
+
+
+def _scoring(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
+    """Estimate the scoring, and for ``auto`` the choice among its candidates."""
     scorer = scorer_of(subject)
     if isinstance(scorer, AutoOfRun):
-        yield from _choosing(subject, step, scorer)
+        yield from _auto(subject, step, scorer)
     else:
-        seconds, words = _one_scorer(subject, step, scorer)
-        basis = words if isinstance(scorer, LearnedScorer) else f"{_named(subject)}{words}"
-        yield Estimate("score", seconds, basis)
+        seconds, basis = _one_scorer(subject, step, scorer)
+        if not isinstance(scorer, LearnedScorer):
+            basis = f"{_scoring_basis(subject)}{basis}"
+        yield StageEstimate("score", seconds, basis)
 
 
-def _named(subject: Subject) -> str:
-    """The recipe's scorer, what it scores, and how much of it is timed."""
-    wanted, rows = subject.recipe.score, len(subject.data.examples["calibration"])
-    count = len(subject.data.batches("calibration", wanted.batch_size))
-    measured = "" if count < 3 else ", 2 of which were timed"
-    until = ", at most" if wanted.until else ""
-    return f"{wanted.scorer} on {rows:,} rows in {count} batches{measured}{until}"
+def _scoring_basis(subject: Subject) -> str:
+    """The recipe's scorer, the rows it scores on, and how many batches were timed."""
+    wanted, n_rows = subject.recipe.score, len(subject.data.examples["calibration"])
+    n_batches = len(subject.data.batches("calibration", wanted.batch_size))
+    text = f"{wanted.scorer} on {n_rows:,} rows in {n_batches} batches"
+    if n_batches >= 3:
+        text += ", 2 of which were timed"
+    if wanted.until:
+        text += ", at most"
+    return text
 
 
-def _one_scorer(subject: Subject, step: _Step, scorer: Scorer) -> tuple[float, str]:
-    """Seconds of one scorer, and in words what they rest on beside its batches."""
+def _one_scorer(subject: Subject, step: _TrainingStep, scorer: Scorer) -> tuple[float, str]:
+    """Estimate one scorer, by its training steps or by its first two batches.
+
+    Returns:
+        Seconds, and what they were estimated from besides the batches.
+    """
     if isinstance(scorer, LearnedScorer):
-        return step.of(scorer.steps * scorer.block), f"{scorer.steps} steps of {scorer.block} rows"
-    batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
-    constant, words = 0.0, ""
+        seconds = step.seconds_of(scorer.steps * scorer.block)
+        return seconds, f"{scorer.steps} steps of {scorer.block} rows"
+
+    # Work that does not grow with the data is timed apart, on as small a part of it as there is.
+    constant, basis = 0.0, ""
     passes = scorer
     if isinstance(scorer, ConstantWork):
-        constant, words = _constant(subject, scorer)
+        constant, basis = _constant_work(subject, scorer)
         passes = scorer.only_passes()
+
+    # The difference between one batch and two is the time per batch. It is at least a fifth of
+    # the first, in case the clock says that two batches are as fast as one.
+    batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
     first = _timed(subject, passes, batches[:1], subject.sites)
-    each = (
-        0.0
-        if len(batches) == 1
-        else max(_timed(subject, passes, batches[:2], subject.sites) - first, 0.2 * first)
-    )
-    return first + each * (len(batches) - 1) + constant, words
+    per_batch = 0.0
+    if len(batches) > 1:
+        both = _timed(subject, passes, batches[:2], subject.sites)
+        per_batch = max(both - first, 0.2 * first)
+    return first + per_batch * (len(batches) - 1) + constant, basis
 
 
-def _choosing(subject: Subject, step: _Step, auto: AutoOfRun) -> Iterable[Estimate]:
-    """``auto``: its candidates, each as it is alone, then its plans, by one cut, refit and judging
-    in small.
+def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[StageEstimate]:
+    """Estimate ``auto``: its candidates one by one, then cuts, refits and losses of its plans."""
+    # 1. The candidates.
+    scored = 0.0
+    for candidate in auto.scorers:
+        scored += _one_scorer(subject, step, candidate)[0]
+    basis = f"{_scoring_basis(subject)}: {len(auto.candidates)} scorers, one after the other"
+    yield StageEstimate("score", scored, basis)
 
-    That is timed on a few rows and on twice as many, because solving takes as long for few rows as
-    for many.
-    """
-    scored = sum(_one_scorer(subject, step, candidate)[0] for candidate in auto.scorers)
-    yield Estimate(
-        "score", scored, f"{_named(subject)}: {len(auto.candidates)} scorers, one after the other"
-    )
-    size = subject.recipe.score.batch_size
-    batches = subject.data.batches("calibration", size)
-    few = -(-2 * auto.folds // size)  # batches with at least two rows a fold
-    once = _judged_in(auto, batches[:few])
-    more = max(_judged_in(auto, batches[: 2 * few]) - once, 0.0) if len(batches) > few else 0.0
-    judged = auto.most_plans * auto.folds * (once + more * (len(batches) / few - 1))
-    rows = " and ".join(f"{n:,}" for n in sorted({_rows(subject, few), _rows(subject, 2 * few)}))
-    yield Estimate("choose", judged, f"{auto.said}; one such time was measured, on {rows} rows")
+    # 2. One plan, on a few rows and on twice as many: solving takes as long for few rows as for
+    # many, so only the difference grows with the rows.
+    batch_size, n_rows = subject.recipe.score.batch_size, len(subject.data.examples["calibration"])
+    batches = subject.data.batches("calibration", batch_size)
+    few = -(-2 * auto.folds // batch_size)  # rounded up: batches with two rows per fold
+    once = _timed_plan(auto, batches[:few])
+    more = 0.0
+    if len(batches) > few:
+        more = max(_timed_plan(auto, batches[: 2 * few]) - once, 0.0)
+
+    # 3. All plans and folds.
+    seconds = auto.most_plans * auto.folds * (once + more * (len(batches) / few - 1))
+    samples = sorted({min(few * batch_size, n_rows), min(2 * few * batch_size, n_rows)})
+    rows = " and ".join(f"{n:,}" for n in samples)
+    basis = f"{auto.summary}; one such time was measured, on {rows} rows"
+    yield StageEstimate("choose", seconds, basis)
 
 
-def _rows(subject: Subject, batches: int) -> int:
-    """Rows of so many batches."""
-    return min(batches * subject.recipe.score.batch_size, len(subject.data.examples["calibration"]))
-
-
-def _judged_in(auto: AutoOfRun, batches: list[Any]) -> float:
-    """Seconds of one cut, refit and judging on these batches."""
+def _timed_plan(auto: AutoOfRun, batches: list[Any]) -> float:
+    """Seconds of one cut, refit and evaluation on these batches."""
     start = perf_counter()
     auto.judge_once(batches)
     return perf_counter() - start
 
 
-def _constant(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
-    """Seconds of a scorer's work after its passes, and in words what they rest on: one run at the
-    largest site."""
+def _constant_work(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
+    """Estimate a scorer's work after its passes, from the largest site.
+
+    Returns:
+        Seconds, and what they were estimated from.
+    """
+    # Of equally large sites the last one: its backward pass is the shortest.
     sites = [site for site in reversed(subject.sites) if site.heads]
-    widest = max(
-        sites, key=lambda site: len(site.heads) * site.value_dim
-    )  # of equals the last: gradients end there
+    widest = max(sites, key=lambda site: len(site.heads) * site.value_dim)
     alone = Sites([widest], subject.sites.layouts.values())
+
+    # One run, with its passes and the passes without it.
     once: Any = replace(scorer, blocks=1)  # type: ignore[type-var]
     few = subject.data.batches("calibration", 2)[:1]
-    whole, passes = (_timed(subject, s, few, alone) for s in (once, once.only_passes()))
+    whole = _timed(subject, once, few, alone)
+    passes = _timed(subject, once.only_passes(), few, alone)
+
+    # Standard errors need one more run per block.
     runs = 1 if scorer.blocks == 1 else scorer.blocks + 1
-    seconds = max(whole - passes, 0.0) * runs * len(sites)
-    parts = (
-        f"one of {runs * len(sites)} equal parts was timed (the largest site, without a standard"
-        " error)"
-    )
-    return seconds, f"; {duration(seconds)} of it after the passes, of which {parts}"
+    parts = runs * len(sites)
+    seconds = max(whole - passes, 0.0) * parts
+    part = f"one of {parts} equal parts was timed (the largest site, without a standard error)"
+    return seconds, f"; {duration(seconds)} of it after the passes, of which {part}"
 
 
 def _timed(subject: Subject, scorer: Scorer, batches: list[Any], sites: Sites) -> float:
@@ -328,37 +380,46 @@ def _timed(subject: Subject, scorer: Scorer, batches: list[Any], sites: Sites) -
     return perf_counter() - start
 
 
-def _evaluations(subject: Subject) -> Estimate:
-    """The base model and every recovery on test and validation rows, the baselines on test rows."""
-    recipe = subject.recipe
-    both = 2 + len(recipe.recover)
-    alone = recipe.score.random_draws + recipe.score.magnitude
-    counts = {name: len(subject.data.examples[name]) for name in ("test", "validation")}
-    few = {name: rows[:EVALUATION_BATCH] for name, rows in subject.data.examples.items()}
-    targets = {name: rows[:EVALUATION_BATCH] for name, rows in subject.data.targets.items()}
-    little = replace(subject, data=replace(subject.data, examples=few, targets=targets))
+def _evaluations(subject: Subject) -> StageEstimate:
+    """Estimate all evaluations from one batch of test rows.
+
+    The base model, the plan and every recovery are measured on test and validation rows, the
+    baselines on test rows only.
+    """
+    recipe, data = subject.recipe, subject.data
+    n_both = 2 + len(recipe.recover)
+    n_test_only = recipe.score.random_draws + recipe.score.magnitude
+
+    # Time one batch.
+    few = {name: rows[:EVALUATION_BATCH] for name, rows in data.examples.items()}
+    targets = {name: rows[:EVALUATION_BATCH] for name, rows in data.targets.items()}
+    small = replace(subject, data=replace(data, examples=few, targets=targets))
     start = perf_counter()
-    little.evaluate(subject.model, "test", little.data.evaluation("test", EVALUATION_BATCH))
+    small.evaluate(subject.model, "test", small.data.evaluation("test", EVALUATION_BATCH))
     per_row = (perf_counter() - start) / len(few["test"])
-    seconds = per_row * (both * sum(counts.values()) + alone * counts["test"])
-    return Estimate(
-        "quality", seconds, f"{both} times on test and validation rows, {alone} more on test rows"
-    )
+
+    n_test, n_validation = len(data.examples["test"]), len(data.examples["validation"])
+    seconds = per_row * (n_both * (n_test + n_validation) + n_test_only * n_test)
+    basis = f"{n_both} times on test and validation rows, {n_test_only} more on test rows"
+    return StageEstimate("quality", seconds, basis)
 
 
-def _memory(subject: Subject, step: _Step) -> dict[str, int]:
-    """Bytes that are there at the same time at the worst moment: training, or scoring beside the
-    cut copy."""
-    weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-    found = {"weights of the whole model and of its cut copy": 2 * weights}
-    trains = subject.recipe.train is not None or subject.recipe.gradual is not None
-    trains = trains or any(
-        configured(recovery.registry, s.method, s.settings).trains for s in subject.recipe.recover
-    )
+def _memory(subject: Subject, step: _TrainingStep) -> dict[str, int]:
+    """Bytes needed at once, in training or while the cut copy exists."""
+    recipe = subject.recipe
+    weights = trained = 0
+    for parameter in subject.model.parameters():
+        n_bytes = parameter.numel() * parameter.element_size()
+        weights += n_bytes
+        if parameter.requires_grad:
+            trained += n_bytes
+    memory = {"weights of the whole model and of its cut copy": 2 * weights}
+
+    trains = recipe.train is not None or recipe.gradual is not None
+    for wanted in recipe.recover:
+        method = configured(recovery.registry, wanted.method, wanted.settings)
+        trains = trains or method.trains
     if trains:
-        trained = sum(
-            p.numel() * p.element_size() for p in subject.model.parameters() if p.requires_grad
-        )
-        found["gradients and both moments of AdamW"] = 3 * trained
-    found[f"what a batch of {step.rows} keeps for its gradients"] = step.kept_bytes
-    return found
+        memory["gradients and both moments of AdamW"] = 3 * trained
+    memory[f"what a batch of {step.rows} keeps for its gradients"] = step.kept_bytes
+    return memory

@@ -1,5 +1,4 @@
-"""A model of one's own, as ``recipes/custom-model.yaml`` imports it, with attention that no layout
-knows."""
+"""A user's own model with attention that no layout knows; ``recipes/custom-model.yaml`` uses it."""
 
 from __future__ import annotations
 
@@ -10,20 +9,21 @@ from headprune.core.layout import AttentionLayout, HeadSlab
 
 
 class RowAttention(nn.Module):
-    """Attention whose one projection has the queries, keys and values of a head side by side."""
+    """Attention with one input projection, whose rows are query, key and value of every head."""
 
     def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
         self.heads, self.size = n_heads, width // n_heads
-        self.mix = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, 3 * width)  # queries, keys and values, head by head
         self.end = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, rows, width]`` to the same."""
-        q, k, v = self.mix(x).view(*x.shape[:2], self.heads, 3, self.size).permute(3, 0, 2, 1, 4)
-        out: Tensor = self.end(
-            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        )
+        """Attend over rows; input and output are ``[batch, rows, width]``."""
+        batch, rows, _ = x.shape
+        mixed = self.mix(x).view(batch, rows, self.heads, 3, self.size)
+        q, k, v = mixed.permute(3, 0, 2, 1, 4)  # each [batch, heads, rows, size]
+        context = nn.functional.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.end(context.transpose(1, 2).flatten(2))
         return out
 
 
@@ -42,7 +42,7 @@ LAYOUT = AttentionLayout(
 
 
 class RowTransformer(nn.Module):
-    """Reads an image row by row and tells its class."""
+    """A transformer that reads an image row by row and classifies it."""
 
     def __init__(
         self, width: int, n_heads: int, n_layers: int, n_labels: int, rows: int, columns: int
@@ -55,8 +55,8 @@ class RowTransformer(nn.Module):
         self.classify = nn.Linear(width, n_labels)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Images ``[batch, 1, rows, columns]`` to logits ``[batch, labels]``."""
-        x = self.embed(pixel_values.squeeze(1)) + self.position
+        """Map images ``[batch, 1, rows, columns]`` to logits ``[batch, labels]``."""
+        x = self.embed(pixel_values.squeeze(1)) + self.position  # [batch, rows, width]
         for attention, norm in zip(self.attentions, self.norms, strict=True):
             x = norm(x + attention(x))
         logits: Tensor = self.classify(x.mean(1))
@@ -71,7 +71,7 @@ def row_transformer(
     rows: int = 8,
     columns: int = 8,
 ) -> RowTransformer:
-    """The model of scikit-learn's digits; the recipe's ``model.config`` are these arguments.
+    """Build a model for scikit-learn's digits; the recipe's ``model.config`` has these arguments.
 
     >>> row_transformer(width=8, n_heads=2)(torch.zeros(3, 1, 8, 8)).shape
     torch.Size([3, 10])

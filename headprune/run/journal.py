@@ -1,5 +1,4 @@
-"""The journal of a run: its record, written again after every stage, and a line a stage for who
-watches."""
+"""The journal of a run: its record, rewritten after every stage, and lines of progress."""
 
 from __future__ import annotations
 
@@ -19,52 +18,73 @@ from headprune.core.files import append_line
 from headprune.core.record import RunRecord
 from headprune.core.version import __version__
 
+#: The record of a run.
 RECORD = "record.json"
+#: A line per start and end of an attempt.
 HISTORY = "history.jsonl"
+#: The table of a sweep.
 TABLE = "table.json"
+#: The heads to keep.
 PLAN = "plan.json"
+#: The scores of the chosen scorer.
 SCORES = "scores.json"
+#: The cut model.
 MODEL = "model"
+#: The uncut model, if the run trained it.
 BASE = "base"
+#: Which rows of which split served which purpose.
 ROWS = "rows.json"
+#: The latency table, for budgets of speed.
 LATENCY = "latency.json"
+#: The recipe with all defaults.
 RECIPE = "recipe.yaml"
+#: What the heads attend to in some test rows.
 ATTENTION = "attention.json"
+#: The scores of the magnitude baseline.
 MAGNITUDE = "scores-magnitude.json"
 #: The folder of a run inside that of the model which comes of it: ``headprune prune --data``.
 RUN = "run"
-#: What a run is in the middle of; gone when it is done.
+#: Unfinished work of a run; removed when the run is done.
 WORK = ".work"
-#: What may lie beside the scores.
+#: Files that may belong to the scores.
 COMPANIONS = ("scores.samples.safetensors", "scores.curvature.safetensors")
 #: Every file of a run, the record first.
 FILES = (
-    *(RECORD, PLAN, SCORES, *COMPANIONS, ROWS, LATENCY),
-    *(RECIPE, ATTENTION, MAGNITUDE, "report.html", "report.md"),
+    RECORD,
+    PLAN,
+    SCORES,
+    *COMPANIONS,
+    ROWS,
+    LATENCY,
+    RECIPE,
+    ATTENTION,
+    MAGNITUDE,
+    "report.html",
+    "report.md",
 )
-#: Every folder of a run, with a file that tells it from a user's own.
+#: Every folder of a run, with a file by which it is distinguished from a user's own folder.
 FOLDERS = {MODEL: "headprune.json", BASE: "config.json", WORK: ""}
 #: Fields of a record that belong to the run, not to a stage of it.
 _OF_THE_RUN = ("name", "status", "stage", "created", "recipe", "error")
 
 
 def record_path(path: Path) -> Path:
-    """The record's file, of a run's folder or a file."""
+    """Return the record's path, given that or the run's folder."""
     return path / RECORD if path.is_dir() else path
 
 
 def to_stderr(line: str) -> None:
-    """Says a line of progress to who watches."""
+    """Print a line of progress to standard error."""
     print(clean(line), file=sys.stderr, flush=True)
 
 
 class Journal:
-    """Keeps the record of one run, in memory and on disk.
+    """The record of one run, in memory and on disk, and its lines of progress.
 
     Args:
         name: The run's name.
         recipe: The resolved recipe.
-        folder: Where the record is written; None writes none.
+        folder: Where the record is written; None writes no record.
         say: Takes one line of progress.
         progress: Show progress bars within stages; None shows them on a terminal.
     """
@@ -77,57 +97,58 @@ class Journal:
         say: Callable[[str], None],
         progress: bool | None = None,
     ) -> None:
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self.record = RunRecord(name, "running", "start", now, FrozenDict(recipe))
+        self.record = RunRecord(name, "running", "start", _now(), FrozenDict(recipe))
         self.folder, self.say = folder, say
         self.progress = sys.stderr.isatty() if progress is None else progress
-        self._collected: RunRecord | None = None
+        self._collected: RunRecord | None = None  # the notes of a stage; see `collected`
 
     def begin(self) -> None:
-        """The record of an attempt takes the place of an earlier one's, whose lines in the history
-        stay."""
+        """Write the record of a new attempt over an earlier one; the history keeps both."""
         self.write()
-        self._tell_history()
+        self._append_history()
 
     def write(self) -> None:
-        """Writes the record as it is now, whole or not at all."""
+        """Write the record atomically: a kill leaves the old file or the new one."""
         if self.folder is not None:
             self.record.save(self.folder / RECORD)
 
     def note(self, **noted: Any) -> None:
-        """Sets fields of the record; tuples are added to, mappings are updated. A warning is noted
-        once."""
-        self.record = _noted(self.record, noted)
+        """Set fields of the record. Tuples are extended, mappings updated, warnings noted once."""
+        self.record = _with_notes(self.record, noted)
         if self._collected is not None:
-            self._collected = _noted(self._collected, noted)
+            self._collected = _with_notes(self._collected, noted)
 
     @contextmanager
     def collected(self) -> Iterator[Callable[[], RunRecord]]:
-        """Yields what gives everything that was noted inside, and nothing else, as a record."""
+        """Collect what is noted inside the block, and nothing else.
+
+        Yields:
+            A function that returns it as a record, once the block has ended.
+        """
         record = self.record
         self._collected = RunRecord(record.name, "running", record.stage, record.created)
-        found = self._collected
+        collected = self._collected
         try:
-            yield lambda: found
-            found = self._collected
+            yield lambda: collected
+            collected = self._collected
         finally:
             self._collected = None
 
     def repeat(self, noted: RunRecord) -> None:
-        """Notes what an earlier run collected."""
+        """Note again what an earlier run collected."""
         for field in fields(noted):
             value = getattr(noted, field.name)
-            if field.name not in _OF_THE_RUN and value not in (None, (), FrozenDict()):
+            empty = value in (None, (), FrozenDict())
+            if not empty and field.name not in _OF_THE_RUN:
                 self.note(**{field.name: value})
 
     def tell(self, line: str) -> None:
-        """A line of progress under the stage."""
+        """Print an indented line of progress under the stage's name."""
         self.say(f"    {line}")
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage of the run: named in the record before it begins, timed, and written when it is
-        through."""
+        """Run the block as a stage: name it in the record, time it, write the record."""
         self.note(stage=name)
         self.write()
         self.say(f"[{name}]")
@@ -139,27 +160,39 @@ class Journal:
         self.write()
 
     def close(self, status: str, error: str | None = None) -> None:
-        """The end, however it came."""
+        """Write the record at the end of the run, successful or not."""
         self.note(status=status, error=error)
         self.write()
-        self._tell_history()
+        self._append_history()
 
-    def _tell_history(self) -> None:
-        """A line for every beginning and end of an attempt; nothing takes one away again."""
+    def _append_history(self) -> None:
+        """Append a line at the start and end of an attempt; lines are never removed."""
         assert self.folder is not None
-        record, now = self.record, datetime.now(timezone.utc).isoformat(timespec="seconds")
-        said = {"at": now, "status": record.status, "stage": record.stage, "error": record.error}
-        line = {**said, "timings": dict(record.timings), "headprune": __version__}
+        record = self.record
+        line = {
+            "at": _now(),
+            "status": record.status,
+            "stage": record.stage,
+            "error": record.error,
+            "timings": dict(record.timings),
+            "headprune": __version__,
+        }
         append_line(self.folder / HISTORY, json.dumps(line, ensure_ascii=False))
 
 
-def _noted(record: RunRecord, noted: dict[str, Any]) -> RunRecord:
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _with_notes(record: RunRecord, noted: dict[str, Any]) -> RunRecord:
+    """Return the record with fields set, tuples extended and mappings updated."""
     changes: dict[str, Any] = {}
     for name, value in noted.items():
         old = getattr(record, name)
         if isinstance(old, tuple):
             value = (*old, *value)
-            value = tuple(dict.fromkeys(value)) if name == "warnings" else value
+            if name == "warnings":  # each one once, in the order in which they came
+                value = tuple(dict.fromkeys(value))
         elif isinstance(old, FrozenDict):
             value = FrozenDict({**old, **value})
         changes[name] = value

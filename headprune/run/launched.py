@@ -1,5 +1,4 @@
-"""A run in several processes, as ``torchrun`` or ``accelerate launch`` start them: the first runs,
-all score."""
+"""Runs in several processes of ``torchrun`` or ``accelerate launch``, which share the scoring."""
 
 from __future__ import annotations
 
@@ -17,13 +16,14 @@ if TYPE_CHECKING:
 
     from headprune.model.processes import Processes
 
-#: What tells a process that it is one of several; what it needs to find the others is left.
-_TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-#: Engines that split the model, which a run builds itself and whole.
+#: The variables by which a process knows that it is one of several. Those by which it finds the
+#: others are not in this list.
+_LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+#: Variables of engines that split the model; a run needs it whole.
 _ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-#: The first process comes to the others when it has trained its model. Whoever started them ends
-#: all if one fails.
-_PATIENCE = timedelta(days=30)
+#: How long the others wait for the first process, which may train its model first. If one process
+#: fails, the launcher ends all.
+_TIMEOUT = timedelta(days=30)
 _HINT = "Look for the first error among the processes' outputs."
 
 
@@ -32,9 +32,9 @@ class Launch:
     """One process of several that were started together.
 
     Args:
-        rank: Which one, from 0.
-        size: How many there are.
-        environment: The variables that say so.
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        environment: The launcher's variables that say so.
     """
 
     rank: int
@@ -43,47 +43,52 @@ class Launch:
 
     @contextmanager
     def met(self, model: nn.Module) -> Iterator[Processes | None]:
-        """A process group for as long as the block lasts, with the first process's weights in every
-        ``model``.
+        """Meet the other processes, with the first process's weights in every ``model``.
 
-        There is none before and after, so that the Trainer of the first process trains alone. None
-        where the first process has called it off.
+        The process group exists only inside the block, so that the first process trains alone
+        before and after it.
+
+        Yields:
+            The processes; None if the first process called the meeting off.
         """
         from headprune.model.processes import Processes, copy_from_first_
 
+        # Each process asks for a meeting; only the first one can call it off.
         with self._meeting(wanted=True) as wanted:
             if wanted:
                 copy_from_first_(model)
             yield Processes() if wanted else None
 
     def call_off(self) -> None:
-        """Lets the others go, who wait for the first process: it has the scores of an earlier
-        run."""
+        """End the other processes: the first one reuses the scores of an earlier run."""
         with self._meeting(wanted=False):
             pass
 
     @contextmanager
     def _meeting(self, wanted: bool) -> Iterator[bool]:
-        """The process group, and whether the first process wants to share anything.
+        """Open a process group, and yield whether the first process wants to share the scoring.
 
         Raises:
-            ProcessFailed: another process is gone.
+            ProcessFailed: another process failed or ended.
         """
         import torch
         from torch import distributed
 
         from headprune.model.processes import translated_errors
 
+        seconds = _TIMEOUT.total_seconds()
+        # The variables tell PyTorch where to find the others.
         with (
             _with_variables(self.environment),
-            translated_errors(_PATIENCE.total_seconds(), "the other processes", _HINT),
+            translated_errors(seconds, "the other processes", _HINT),
         ):
-            distributed.init_process_group("gloo", timeout=_PATIENCE)
+            distributed.init_process_group("gloo", timeout=_TIMEOUT)
         try:
-            said = torch.tensor(wanted)
-            with translated_errors(_PATIENCE.total_seconds(), "the first process", _HINT):
-                distributed.broadcast(said, 0)
-            yield bool(said)
+            # The first process's answer counts; broadcast overwrites the others'.
+            answer = torch.tensor(wanted)
+            with translated_errors(seconds, "the first process", _HINT):
+                distributed.broadcast(answer, 0)
+            yield bool(answer)
         finally:
             distributed.destroy_process_group()
 
@@ -95,43 +100,40 @@ def several() -> bool:
 
 
 def check_alone(verb: str) -> None:
-    """Refuses several processes for a command that would do the same thing in each.
+    """Refuse several processes for a command that would do the same in each of them.
 
     Raises:
         InvalidValue: there are several.
     """
     if several():
-        hint = (
-            "Only headprune run shares its work among processes: start this one without the"
-            " launcher."
-        )
-        raise InvalidValue(
-            f"headprune {verb}", "started once", f"{os.environ['WORLD_SIZE']} processes", hint
-        )
+        hint = "Only headprune run shares its work among processes: "
+        hint += "start this one without the launcher."
+        got = f"{os.environ['WORLD_SIZE']} processes"
+        raise InvalidValue(f"headprune {verb}", "started once", got, hint)
 
 
 def launched() -> Launch | None:
-    """This process among several; None where it is the only one.
+    """Return this process's place among several; None if it is the only one.
 
-    From now on the environment is that of a process of its own: Transformers and accelerate would
-    else wait for the others wherever they find a chance. Of several GPUs each process gets one.
+    Removes the launcher's variables from the environment: with them, Transformers and accelerate
+    would wait for the other processes. Each process gets one of the GPUs.
 
     Raises:
         InvalidValue: the launcher is set to an engine that splits the model.
     """
     if not several():
         return None
-    engine = next(
-        (name for name in _ENGINES if os.environ.get(name, "false").lower() == "true"), None
-    )
-    if engine is not None:
-        hint = "Start it with accelerate launch --multi_gpu, or with torchrun."
-        raise InvalidValue(
-            "accelerate launch", "set to plain processes, which share the scoring", engine, hint
-        )
-    environment = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
-    import torch
+    # 1. Refuse engines that split the model.
+    for engine in _ENGINES:
+        if os.environ.get(engine, "false").lower() == "true":
+            must = "set to plain processes, which share the scoring"
+            hint = "Start it with accelerate launch --multi_gpu, or with torchrun."
+            raise InvalidValue("accelerate launch", must, engine, hint)
+    # 2. Take the variables out of the environment.
+    environment = {name: os.environ.pop(name) for name in _LAUNCH_VARIABLES if name in os.environ}
+    import torch  # after the variables are gone
 
+    # 3. Choose a GPU.
     if torch.cuda.is_available():
         torch.cuda.set_device(int(environment["LOCAL_RANK"]) % torch.cuda.device_count())
     return Launch(int(environment["RANK"]), int(environment["WORLD_SIZE"]), environment)
@@ -139,6 +141,7 @@ def launched() -> Launch | None:
 
 @contextmanager
 def _with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block."""
     os.environ.update(variables)
     try:
         yield

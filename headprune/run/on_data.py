@@ -1,4 +1,4 @@
-"""A model and data in, a cut and refitted model out: a run whose recipe nobody had to write."""
+"""``prune_on_data``: a run with a recipe that is guessed from model and data."""
 
 from __future__ import annotations
 
@@ -27,38 +27,40 @@ def prune_on_data(
     say: Callable[[str], None] = to_stderr,
     progress: bool | None = None,
 ) -> tuple[nn.Module, RunRecord]:
-    """Scores, cuts, refits and measures a model by the recipe that ``headprune init`` would write
-    for it.
+    """Score, cut, refit and measure a model, by the recipe that ``headprune init`` would write.
 
     Args:
         model: A model folder, hub name or ``package:NAME/FOLDER``.
         data: A file, a folder with train/validation/test files, or a hub name.
-        folder: Of the run: record, report, plan, scores and the cut model. One that was killed
-            there is gone on with; one by the same recipe that came to its end is taken as it is.
-        task: Where the model's class and the columns do not say it.
+        folder: The run's folder: record, report, plan, scores and the cut model. A run that was
+            killed there is resumed; a finished run by the same recipe is reused.
+        task: The task, if the model's class and the columns do not determine it.
         settings: ``dotted.key=value`` overrides of that recipe.
         say: Takes lines of progress.
         progress: Show progress bars; None shows them on a terminal.
 
     Returns:
-        The cut model, as it was saved and loaded again, and the run's record.
+        The cut model, loaded from the folder, and the run's record.
 
     Raises:
         HeadPruneError: bad input, or a proof that failed.
     """
-    found = guess(model, data, task=task)
-    recipe = found.recipe(settings).model_copy(update={"out": str(folder)})
-    for line in found.why:
+    guessed = guess(model, data, task=task)
+    recipe = guessed.recipe(settings).model_copy(update={"out": str(folder)})
+    for line in guessed.why:
         say(line)
+    # Killed after the run but before its model was saved elsewhere: it need not run again.
     record = _finished(recipe, folder) or run_recipe(recipe, say=say, progress=progress)
     return from_pretrained(folder / MODEL), record
 
 
 def _finished(recipe: Recipe, folder: Path) -> RunRecord | None:
-    """The record of such a run that came to its end, and whose model has not been taken from it
-    yet."""
+    """Return the record of a finished run by this recipe that still has its model."""
     if not (folder / MODEL).is_dir() or not (folder / RECORD).is_file():
         return None
     record = RunRecord.load(folder / RECORD)
-    again = replace(record, recipe=FrozenDict(recipe.model_dump()))
-    return record if record.status == "done" and record.digest == again.digest else None
+    # The digest covers the whole record, so it differs if the recipe does.
+    expected = replace(record, recipe=FrozenDict(recipe.model_dump()))
+    if record.status != "done" or record.digest != expected.digest:
+        return None
+    return record

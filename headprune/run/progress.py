@@ -1,9 +1,8 @@
-"""What of a run is done: a file a stage, which says by digests what the stage depends on and what
-it left.
+"""The finished stages of a run: a file per stage, with digests of inputs and outputs.
 
-So a run that ended early, killed too, goes on where it was, and no file is taken for another's: a
-stage counts where its key is that of the recipe, the data and the versions of now, and its files
-are whole.
+A stage counts as done if its key matches the recipe, the data and the versions of now, and if its
+files are complete. So a run that was killed resumes where it was, and a file of another run or
+another recipe is never used.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Finished(Value):
-    """A stage that is through.
+    """A finished stage.
 
     Args:
-        key: Digest of everything that it depends on.
-        files: SHA-256 of every file that it left, by its path in the run's folder.
+        key: Digest of everything that the stage depends on.
+        files: SHA-256 of every file that it wrote, by its path in the run's folder.
         noted: What it noted in the record.
     """
 
@@ -45,43 +44,40 @@ class Finished(Value):
 
 
 class Progress:
-    """Does the stages of a run, each once, however often the run is begun.
+    """Runs each stage of a run once, however often the run is started.
 
     Args:
-        journal: Of the run; one without a folder does everything anew and leaves nothing.
+        journal: The run's. Without a folder, every stage is run and no file is written.
     """
 
     def __init__(self, journal: Journal) -> None:
         self.journal, self.folder = journal, journal.folder
-        self._left: dict[str, str] = {}
-        self._parts: tuple[Recipe, Mapping[str, Any], Any] | None = None
+        self._outputs: dict[str, str] = {}  # by stage, the digest of the files that it wrote
+        self._inputs: tuple[Recipe, Mapping[str, Any], Any] | None = None
 
     def begin(
         self, recipe: Recipe, rows: Mapping[str, Any], device: str, versions: Mapping[str, str]
     ) -> None:
-        """Says what all stages depend on: the recipe, facts about the rows, the device, and
-        versions."""
+        """Set what all stages depend on: recipe, facts about the rows, device and versions."""
         if self.folder is not None:
-            self._parts = recipe, rows, [made_of(recipe, rows), device, dict(versions)]
+            self._inputs = recipe, rows, [made_of(recipe, rows), device, dict(versions)]
 
     def key(self, stage: str) -> str:
-        """Digest of everything that a stage depends on, once the stages before it are through."""
-        assert self._parts is not None
-        return keys_of(*self._parts, self._left)[stage]
+        """Return the digest of everything that a stage depends on, after the stages before it."""
+        assert self._inputs is not None
+        return keys_of(*self._inputs, self._outputs)[stage]
 
     def done(self, stage: str) -> bool:
-        """Whether a stage was finished before; what it noted then is noted again."""
+        """Whether an earlier run finished a stage; if so, note again what it noted."""
         if self.folder is None:
             return False
-        found = _finished(_file(self.folder, stage))
-        if (
-            found is None
-            or found.key != self.key(stage)
-            or hashes(self.folder, tuple(found.files)) != dict(found.files)
-        ):
+        finished = _load_finished(_file(self.folder, stage))
+        if finished is None or finished.key != self.key(stage):
             return False
-        self._left[stage] = digest(dict(found.files))
-        self.journal.repeat(found.noted)
+        if hashes(self.folder, tuple(finished.files)) != dict(finished.files):
+            return False
+        self._outputs[stage] = digest(dict(finished.files))
+        self.journal.repeat(finished.noted)
         self.journal.say(f"[{stage}] was done before")
         return True
 
@@ -89,25 +85,22 @@ class Progress:
         self,
         stage: str,
         make: Callable[[], _T],
-        take: Callable[[], _T],
+        load: Callable[[], _T],
         files: Sequence[str] = (),
         named: bool = True,
     ) -> _T:
-        """Does a stage, unless it was finished before.
+        """Run a stage, unless an earlier run finished it.
 
         Args:
             stage: Its name.
-            make: Does it.
-            take: Gives what ``make`` gave, where it was finished before.
-            files: What it leaves, files or folders, by their paths in the run's folder.
+            make: Runs it.
+            load: Returns the result of ``make``, if an earlier run finished the stage.
+            files: The files or folders that it writes, by their paths in the run's folder.
             named: Whether it is a stage of the record, and not a part of one.
         """
         if self.done(stage):
-            return take()
-        if self.folder is not None:
-            for path in (self.folder / name for name in files):
-                if path.is_file():  # another recipe left it here, and this one may not make it
-                    path.unlink()
+            return load()
+        self._remove_files(files)
         with self.journal.collected() as noted:
             if named:
                 with self.journal.stage(stage):
@@ -115,51 +108,62 @@ class Progress:
             else:
                 made = make()
         if self.folder is not None:
-            left = FrozenDict(hashes(self.folder, tuple(files)))
-            Finished(self.key(stage), left, noted()).save(_file(self.folder, stage))
-            self._left[stage] = digest(dict(left))
-            shutil.rmtree(
-                self._work(stage), ignore_errors=True
-            )  # nobody goes on from there any more
+            written = FrozenDict(hashes(self.folder, tuple(files)))
+            Finished(self.key(stage), written, noted()).save(_file(self.folder, stage))
+            self._outputs[stage] = digest(dict(written))
+            shutil.rmtree(self._work(stage), ignore_errors=True)  # of no more use
         return made
 
+    def _remove_files(self, files: Sequence[str]) -> None:
+        """Remove files that another recipe's stage left: this one may write fewer of them."""
+        if self.folder is None:
+            return
+        for name in files:
+            if (self.folder / name).is_file():
+                (self.folder / name).unlink()
+
     def work(self, stage: str) -> Path | None:
-        """A folder for what a stage keeps on its way; no other than this very stage finds it."""
+        """Return a folder for a stage's unfinished work, which has the stage's key."""
         return None if self.folder is None else self._work(stage)
 
     def _work(self, stage: str) -> Path:
         assert self.folder is not None
-        return self.folder / WORK / f"{_plain(stage)}-{self.key(stage)[:16]}"
+        return self.folder / WORK / f"{_file_stem(stage)}-{self.key(stage)[:16]}"
 
 
 def keys_of(
-    recipe: Recipe, rows: Mapping[str, Any], start: Any, left: Mapping[str, str]
+    recipe: Recipe, rows: Mapping[str, Any], start: Any, outputs: Mapping[str, str]
 ) -> dict[str, str]:
-    """The key of every stage: a digest of the sections of the recipe that it depends on, and of the
-    stages before it.
+    """Return every stage's key: a digest of its sections and of the earlier stages.
 
     Args:
         recipe: The recipe.
         rows: Facts about the data's rows.
-        start: What everything depends on.
-        left: Digests of the files that the stages before left: made again, by a GPU or a clock,
-            they may be others.
+        start: What all stages depend on.
+        outputs: Digests of the files that earlier stages wrote. They belong to the key because a
+            stage that is run again may write other files: on a GPU, or by a clock.
     """
     part = recipe.model_dump()
     everything = [start, recipe.seed, part["decode"], part["threads"], facts_of(rows)]
     train = digest([everything, part["train"]])
-    base = digest([train, left.get("train")])
+    base = digest([train, outputs.get("train")])
+
+    # Scores depend on the calibration rows, those of `auto` also on how it judges plans.
     scored = [base, part["score"], part["select"]["policy"], rows["calibration"]]
-    if recipe.score.scorer == "auto":  # it chooses by what comes after the scores
+    if recipe.score.scorer == "auto":
         judged = [step.model_dump() for step in judged_after(recipe)]
         scored += [part["select"], judged, recipe.gradual is None]
     score = digest(scored)
-    select = digest([score, left.get("score"), part["select"], left.get("latency")])
+
+    # From here on every stage depends on the one before it.
+    select = digest([score, outputs.get("score"), part["select"], outputs.get("latency")])
     prune = digest([select, part["gradual"]])
-    cut, steps = digest([prune, left.get("prune")]), {}
+    before = digest([prune, outputs.get("prune")])
+    recoveries = {}
     for i, step in enumerate(part["recover"]):
-        steps[f"recover {i}"] = digest([cut, step])
-        cut = digest([steps[f"recover {i}"], left.get(f"recover {i}")])
+        name = f"recover {i}"
+        recoveries[name] = digest([before, step])
+        before = digest([recoveries[name], outputs.get(name)])
     return {
         "train": train,
         "latency": digest([base, part["select"]]),
@@ -169,57 +173,64 @@ def keys_of(
         "select": select,
         "compare": select,
         "prune": prune,
-        **steps,
-        "bench": digest([cut, part["bench"]]),
+        **recoveries,
+        "bench": digest([before, part["bench"]]),
     }
 
 
 def take_folder(folder: Path, overwrite: bool, journal: Journal) -> None:
-    """Makes the folder of a run ready, which this process has locked: what an unfinished run
-    finished there stays.
+    """Prepare the folder of a run, which this process has locked.
 
-    The run's own record comes first: killed at any moment from then on, it can be gone on with.
+    Finished stages of an unfinished run are kept, everything else of a run is removed. The new
+    record is written first: if the process is killed at any moment from then on, the run can be
+    resumed.
 
     Raises:
-        InvalidValue: a finished run, or files that are not a run's, are there and ``overwrite`` was
-            not given.
+        InvalidValue: a finished run, or files of no run, are there and ``overwrite`` is False.
     """
-    hint = "Give another folder with --out, or --overwrite."
     present = [name for name in (*FILES, *FOLDERS) if (folder / name).exists()]
     kept: set[str] = set()
     if present and not overwrite:
-        try:
-            status = RunRecord.load(folder / RECORD).status
-        except HeadPruneError:
-            must = "free for the files of a run"
-            raise InvalidValue(
-                str(folder), must, f"{', '.join(present)} and no readable {RECORD}", hint
-            ) from None
-        if status == "done":
-            shutil.rmtree(folder / WORK, ignore_errors=True)  # where a kill came just before that
-            raise InvalidValue(str(folder), "free, or an unfinished run's", "a finished run", hint)
-        # It holds no lock, so one that says that it is running was killed.
-        journal.say(
-            f"going on with the {'killed' if status == 'running' else status} run in {folder}"
-        )
-        kept = {WORK, *_vouched(folder)}
+        _check_unfinished(folder, present, journal)
+        kept = {WORK, *_finished_files(folder)}
     journal.begin()
     for name in FILES:
         if name not in (RECORD, *kept):
             (folder / name).unlink(missing_ok=True)
     for name, mark in FOLDERS.items():
-        if name not in kept and (not mark or (folder / name / mark).is_file()):
+        ours = not mark or (folder / name / mark).is_file()
+        if name not in kept and ours:
             shutil.rmtree(folder / name, ignore_errors=True)
     remove_parts(folder)
 
 
-def _vouched(folder: Path) -> set[str]:
-    """The files and folders of which a finished stage says that it left them."""
-    finished = map(_finished, (folder / WORK).glob("*.json"))
-    return {Path(name).parts[0] for found in finished if found is not None for name in found.files}
+def _check_unfinished(folder: Path, present: Sequence[str], journal: Journal) -> None:
+    """Refuse a folder with a finished run or with files that belong to no run."""
+    hint = "Give another folder with --out, or --overwrite."
+    try:
+        status = RunRecord.load(folder / RECORD).status
+    except HeadPruneError:
+        must, got = "free for the files of a run", f"{', '.join(present)} and no readable {RECORD}"
+        raise InvalidValue(str(folder), must, got, hint) from None
+    if status == "done":
+        shutil.rmtree(folder / WORK, ignore_errors=True)  # the run was killed before it did this
+        raise InvalidValue(str(folder), "free, or an unfinished run's", "a finished run", hint)
+    # This process has the lock, so a run whose record says "running" was killed.
+    word = "killed" if status == "running" else status
+    journal.say(f"resuming the {word} run in {folder}")
 
 
-def _finished(path: Path) -> Finished | None:
+def _finished_files(folder: Path) -> set[str]:
+    """The files and folders that finished stages wrote, by their names in the run's folder."""
+    names: set[str] = set()
+    for path in (folder / WORK).glob("*.json"):
+        finished = _load_finished(path)
+        if finished is not None:
+            names.update(Path(name).parts[0] for name in finished.files)
+    return names
+
+
+def _load_finished(path: Path) -> Finished | None:
     try:
         return Finished.load(path)
     except HeadPruneError:
@@ -227,8 +238,8 @@ def _finished(path: Path) -> Finished | None:
 
 
 def _file(folder: Path, stage: str) -> Path:
-    return folder / WORK / f"{_plain(stage)}.json"
+    return folder / WORK / f"{_file_stem(stage)}.json"
 
 
-def _plain(stage: str) -> str:
+def _file_stem(stage: str) -> str:
     return stage.replace(" ", "-")

@@ -1,5 +1,4 @@
-"""Two more proofs: the cut model generates what the gated one does, and comes back from disk as it
-was."""
+"""Two proofs of a cut model: it generates like the gated one, and reloads unchanged."""
 
 from __future__ import annotations
 
@@ -19,44 +18,50 @@ from headprune.model.running import batch_size, device_of, to_device, undisturbe
 from headprune.model.sites import Sites
 from headprune.surgery.verify import compare, sample_outputs
 
+#: Tokens of the prompts, which differ so that the batch is padded.
 _PROMPTS = (3, 6, 10, 16)
+#: Tokens to generate.
 _NEW_TOKENS = 24
 
 
 def generation_proof(
     original: nn.Module, plan: PruningPlan, pruned: nn.Module, examples: Sequence[Example], pad: int
 ) -> Proof:
-    """Greedy generation with the KV cache from a left-padded batch of prompts: gated against
-    pruned.
+    """Prove that the pruned model generates what the gated model does.
+
+    Both generate greedily with the KV cache, from a left-padded batch of prompts.
 
     Args:
         original: The uncut model.
-        plan: What was cut.
-        pruned: The cut model, not recovered yet.
-        examples: Where the prompts come from: the first tokens of the first examples.
+        plan: The plan that was cut.
+        pruned: The cut model, before any recovery.
+        examples: The prompts are the first tokens of the first examples.
         pad: The padding token.
 
     Raises:
-        VerificationFailed: logits that differ by more than rounding, at any token that both have
-            come to. (Where two tokens are as likely up to rounding, as in bf16 they often are, each
-            model may take another.)
+        VerificationFailed: logits differ by more than rounding, at a token before which both models
+            read the same tokens. Where two tokens are equally likely up to rounding, as they often
+            are in bf16, the models may choose differently.
     """
+    # 1. Generate with both models.
     prompts = [_prompt(e, n) for e, n in zip(examples, _PROMPTS, strict=False)]
     batch = Collate(pad, side="left")(prompts)
     with gated(original, plan):
         tokens, logits = _generate(original, batch, pad)
-    got_tokens, got_logits = _generate(pruned, batch, pad)
-    reached = _reached(tokens, got_tokens, len(logits), len(got_logits))
-    seen, got = (
-        [step[rows] for step, rows in zip(steps, reached, strict=False)]
-        for steps in (logits, got_logits)
-    )
-    difference = compare(seen, got)
+    pruned_tokens, pruned_logits = _generate(pruned, batch, pad)
+
+    # 2. Compare the logits wherever both models read the same tokens.
+    n_steps = min(len(logits), len(pruned_logits))
+    same = _same_so_far(tokens, pruned_tokens, tokens.shape[1] - len(logits), n_steps)
+    expected, got = [], []
+    for i, rows in enumerate(same):
+        expected.append(logits[i][rows])
+        got.append(pruned_logits[i][rows])
+    difference = compare(expected, got)
     if not difference.holds:
         must = f"what the gated model generates, up to {difference.tolerance:.1e}"
-        raise VerificationFailed(
-            "what the pruned model generates", must, f"a difference of {difference.maximum:.3e}"
-        )
+        got_words = f"a difference of {difference.maximum:.3e}"
+        raise VerificationFailed("what the pruned model generates", must, got_words)
     dtype = str(logits[0].dtype).removeprefix("torch.")
     return Proof(
         "generation",
@@ -69,12 +74,13 @@ def generation_proof(
 
 
 def _prompt(example: Example, length: int) -> Example:
+    """The first tokens of an example, without padding."""
     ids = list(example["input_ids"])[:length]
     return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
 
 def _generate(model: nn.Module, batch: dict[str, Tensor], pad: int) -> tuple[Tensor, list[Tensor]]:
-    """Tokens, and the logits of every step."""
+    """Generate greedily; return the tokens ``[batch, tokens]`` and every step's logits."""
     generate: Any = model.generate
     settings = {
         "do_sample": False,
@@ -84,15 +90,28 @@ def _generate(model: nn.Module, batch: dict[str, Tensor], pad: int) -> tuple[Ten
     }
     with undisturbed(model), torch.no_grad():
         inputs = to_device(batch, device_of(model))
+        # Logits as the model returns them, and not as `generate` processes them.
         out = generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True)
     return out.sequences.cpu(), [step.cpu() for step in out.logits]
 
 
-def _reached(tokens: Tensor, got: Tensor, n_steps: int, n_got: int) -> list[Tensor]:
-    """At every step the rows, ``[batch]``, for which both models read the same tokens before."""
-    start, n = tokens.shape[1] - n_steps, min(n_steps, n_got)
-    same = (tokens[:, start : start + n - 1] == got[:, start : start + n - 1]).cumprod(1).bool()
-    return list(torch.cat([torch.ones_like(tokens[:, :1], dtype=torch.bool), same], 1).T)
+def _same_so_far(tokens: Tensor, others: Tensor, start: int, n_steps: int) -> list[Tensor]:
+    """Find, for every step, the rows where both models have read the same tokens.
+
+    Args:
+        tokens: Prompts and generated tokens of one model, ``[batch, tokens]``.
+        others: The same of the other model.
+        start: Length of the prompts.
+        n_steps: Steps that both models generated.
+
+    Returns:
+        A mask ``[batch]`` per step. At the first step all rows are the same: the prompts.
+    """
+    end = start + n_steps - 1
+    equal = tokens[:, start:end] == others[:, start:end]
+    equal_so_far = equal.cumprod(1).bool()  # [batch, n_steps - 1]
+    first = torch.ones_like(tokens[:, :1], dtype=torch.bool)
+    return list(torch.cat([first, equal_so_far], 1).T)
 
 
 def reload_proof(
@@ -102,23 +121,22 @@ def reload_proof(
     whole: nn.Module | None = None,
     sites: Sites | None = None,
 ) -> Proof:
-    """The checkpoint in ``folder``, loaded, against the model that was saved: equal to the last
-    bit.
+    """Prove that the checkpoint in ``folder`` loads to the saved model, bit for bit.
 
     Args:
         model: The model that was saved.
-        folder: Where.
-        batch: What both are run on.
-        whole: For a class that no checkpoint can build: a fresh model before any cut.
-        sites: Of ``whole``, where it has layouts of its own.
+        folder: The checkpoint.
+        batch: The inputs that both are run on.
+        whole: A newly built uncut model, for a class that is the user's own code.
+        sites: The sites of ``whole``, if it has layouts of its own.
 
     Raises:
         VerificationFailed: any difference.
     """
     expected = sample_outputs(model, batch)
-    loaded = from_pretrained(folder, whole, sites if whole is not None else None).to(
-        device_of(model)
-    )
+    # On the device of the saved model: another one rounds differently.
+    loaded = from_pretrained(folder, whole, sites if whole is not None else None)
+    loaded = loaded.to(device_of(model))
     difference = compare(expected, sample_outputs(loaded, batch))
     if difference.maximum != 0:
         got = f"a difference of {difference.maximum:.3e}"

@@ -1,4 +1,4 @@
-"""One recovery of a run, as the recipe's sections say it, on the run's rows."""
+"""One recovery of a run, by a section of the recipe, on the run's rows."""
 
 from __future__ import annotations
 
@@ -20,36 +20,42 @@ from headprune.run.subject import EVALUATION_BATCH, Subject
 def recover_once(
     subject: Subject, pruned: nn.Module, step: RecoverStep, work: Path | None = None
 ) -> tuple[Recovery, str, RecoveryReport]:
-    """One recovery: the method, the purpose of the rows that it saw, and what it did.
+    """Recover the cut model once, in place.
 
     Args:
-        subject: The run's.
+        subject: The run's model, data and recipe.
         pruned: The cut model.
-        step: What to do.
-        work: Where a training leaves checkpoints, that of its end too, and goes on from them.
+        step: The recovery's section of the recipe.
+        work: A folder for checkpoints of a training, including the last, to resume from.
+
+    Returns:
+        The method, the purpose of the rows that it read ("train", "calibration", ...), its report.
     """
     method: Recovery = seeded(recovery.registry, step.method, step.settings, subject.recipe.seed)
     purpose = step.rows or ("train" if method.trains else "calibration")
-    teacher = subject.model if method.needs_teacher else None
-    held = (
-        subject.data.evaluation("validation", EVALUATION_BATCH) if method.needs_validation else None
+    # Only some methods need these: to stop early, or to resume.
+    validation = None
+    if method.needs_validation:
+        validation = subject.data.evaluation("validation", EVALUATION_BATCH)
+    folder = work if method.resumes else None
+    report = recover_(
+        pruned,
+        subject.data.loader(purpose, step.batch_size),
+        method,
+        subject.model if method.needs_teacher else None,
+        sites=subject.sites,
+        progress=subject.journal.progress,
+        validation=validation,
+        folder=folder,
+        leave_checkpoint=folder is not None,
     )
-    loader, bars = subject.data.loader(purpose, step.batch_size), subject.journal.progress
-    home = work if method.resumes else None
-    given: dict[str, Any] = {
-        "validation": held,
-        "folder": home,
-        "leave_checkpoint": home is not None,
-    }
-    done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, **given)
-    return method, purpose, done
+    return method, purpose, report
 
 
 def recoverer(
     subject: Subject, steps: Sequence[RecoverStep]
 ) -> Callable[[nn.Module], object] | None:
-    """What recovers a cut copy of the model in place by all of these steps; None where there are
-    none."""
+    """Return a function that runs all steps on a cut model; None without steps."""
 
     def recover(small: nn.Module) -> None:
         for step in steps:
@@ -59,7 +65,8 @@ def recoverer(
 
 
 def seeded(registry: Registry, name: str, settings: Mapping[str, Any], seed: int) -> Any:
-    """The configured method; one that draws does so from the run's seed unless the recipe gives it
-    another."""
+    """Configure a method, with the run's seed unless ``settings`` have another."""
+    # Only methods that draw random numbers have a seed.
     fields = getattr(registry.get(name), "__dataclass_fields__", {})
-    return configured(registry, name, {**({"seed": seed} if "seed" in fields else {}), **settings})
+    defaults = {"seed": seed} if "seed" in fields else {}
+    return configured(registry, name, {**defaults, **settings})

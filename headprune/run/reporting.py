@@ -1,4 +1,4 @@
-"""Reports of runs and sweeps: finds what lies beside a record and hands it to the report."""
+"""Reports of runs and sweeps, with the pictures and other scores in a record's folder."""
 
 from __future__ import annotations
 
@@ -16,87 +16,104 @@ from headprune.report.inputs import ReportInputs
 from headprune.report.write import write_comparison, write_report, write_tradeoff
 from headprune.run.journal import ATTENTION, RECORD, TABLE, record_path
 
-#: Other scores of the run's model: ``scores-magnitude.json``, or what ``headprune score --out``
-#: wrote there.
+#: Other scores of the run's model, by the run itself or by ``headprune score --out``.
 _SCORES = "scores-*.json"
 
 
 def report_run(record: RunRecord, folder: Path, out: Path | None = None) -> tuple[Path, Path]:
-    """Writes the reports of a record with everything that lies in its folder; returns their paths.
+    """Write the reports of a record, with what its folder has; return their paths.
 
     Args:
         record: The record.
-        folder: Where attention pictures and other scores are looked for.
-        out: Where the reports go; default ``folder``.
+        folder: The folder with attention pictures and other scores.
+        out: Folder for the reports; default ``folder``.
 
     Raises:
         InvalidValue: a file of pictures or scores that cannot be read.
     """
-    return write_report(record, out or folder, beside(record, folder))
+    return write_report(record, out or folder, inputs_in(record, folder))
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder is that of a sweep, which has a table and no record."""
+    """Whether a folder is a sweep's, with a table and no record."""
     return (folder / TABLE).is_file() and not (folder / RECORD).exists()
 
 
 def report_sweep(folder: Path, out: Path | None = None) -> list[Path]:
-    """Draws the pages and pictures of a sweep's table anew; returns their paths.
+    """Draw the pages and pictures of a sweep's table again; return their paths.
 
     Args:
-        folder: Of the sweep.
-        out: Where they go; default ``folder``.
+        folder: The sweep's folder.
+        out: Folder for the pages; default ``folder``.
 
     Raises:
         InvalidValue: a table that cannot be read.
     """
-    return write_tradeoff(
-        SweepTable.load(folder / TABLE), out or folder, sweep=folder if out else None
-    )
+    table = SweepTable.load(folder / TABLE)
+    return write_tradeoff(table, out or folder, sweep=folder if out else None)
 
 
 def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:
-    """Writes one page over several records; returns the paths of ``comparison.html`` and
-    ``comparison.md``.
+    """Write one page about several records.
+
+    Returns:
+        The paths of ``comparison.html`` and ``comparison.md``.
 
     Raises:
         InvalidValue: a record that cannot be read, or the same one twice.
     """
     paths = [record_path(path) for path in paths]
-    twice = next(
-        (p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None
-    )
-    if twice is not None:
-        raise InvalidValue("records", "different from one another", f"{twice} twice")
+    check_different("records", paths)
     records = [RunRecord.load(path) for path in paths]
     names = _names(records, paths)
-    found = [Compared(name, record) for name, record in zip(names, records, strict=True)]
-    return write_comparison(found, out, agreement_of(records, names))
+    # One column of the page per record.
+    columns = [Compared(name, record) for name, record in zip(names, records, strict=True)]
+    return write_comparison(columns, out, agreement_of(records, names))
 
 
-def beside(record: RunRecord, folder: Path) -> ReportInputs:
-    """What lies in a folder and belongs to the record's model."""
-    pictures = (
-        AttentionPictures.load(folder / ATTENTION) if (folder / ATTENTION).is_file() else None
-    )
+def check_different(where: str, paths: Sequence[Path]) -> None:
+    """Refuse a list of files that has the same file twice."""
+    seen: set[Path] = set()
+    for path in paths:
+        if path.resolve() in seen:
+            raise InvalidValue(where, "different from one another", f"{path} twice")
+        seen.add(path.resolve())
+
+
+def inputs_in(record: RunRecord, folder: Path) -> ReportInputs:
+    """Load from a folder the pictures and other scores that belong to the record's model."""
+    # A run without a report has no pictures, and a killed one may have no scores.
+    pictures = None
+    if (folder / ATTENTION).is_file():
+        pictures = AttentionPictures.load(folder / ATTENTION)
     if record.scores is None:
         return ReportInputs(pictures)
-    found = [HeadScores.load(path) for path in sorted(folder.glob(_SCORES))]
-    others = tuple(scores for scores in found if _alike(scores, record.scores))
+    loaded = [HeadScores.load(path) for path in sorted(folder.glob(_SCORES))]
+    others = tuple(scores for scores in loaded if _comparable(scores, record.scores))
     return ReportInputs(pictures, others, _agreement([record.scores, *others], None))
 
 
 def agreement_of(records: Sequence[RunRecord], names: Sequence[str]) -> Agreement | None:
-    """How alike the scores of several records order the heads, where two or more scored the same
-    sites of one structure."""
-    scored = [
-        (name, r.scores) for name, r in zip(names, records, strict=True) if r.scores is not None
-    ]
-    alike = [(name, scores) for name, scores in scored if _alike(scores, scored[0][1])]
-    return _agreement([scores for _, scores in alike], [name for name, _ in alike])
+    """Measure how alike the scores of several records order the heads.
+
+    Only scores that are comparable with the first ones take part.
+
+    Returns:
+        None if fewer than two do.
+    """
+    scores: list[HeadScores] = []
+    scored: list[str] = []
+    for name, record in zip(names, records, strict=True):
+        if record.scores is None:
+            continue
+        if not scores or _comparable(record.scores, scores[0]):
+            scores.append(record.scores)
+            scored.append(name)
+    return _agreement(scores, scored)
 
 
 def _agreement(scores: Sequence[HeadScores], names: Sequence[str] | None) -> Agreement | None:
+    # Nothing to compare, or a single head.
     if len(scores) < 2 or sum(len(row) for row in scores[0].values) < 2:
         return None
     from headprune.scoring._agreement import agreement
@@ -104,15 +121,18 @@ def _agreement(scores: Sequence[HeadScores], names: Sequence[str] | None) -> Agr
     return agreement(*scores, names=names)
 
 
-def _alike(a: HeadScores, b: HeadScores) -> bool:
-    """Whether two scores are of the same units of models of one structure."""
-    units = [[(site.name, site.units) for site in scores.sites] for scores in (a, b)]
-    return a.model.structure == b.model.structure and units[0] == units[1]
+def _comparable(a: HeadScores, b: HeadScores) -> bool:
+    """Whether two scores are of the same units of models with the same structure."""
+    units_a = [(site.name, site.units) for site in a.sites]
+    units_b = [(site.name, site.units) for site in b.sites]
+    return a.model.structure == b.model.structure and units_a == units_b
 
 
 def _names(records: Sequence[RunRecord], paths: Sequence[Path]) -> list[str]:
-    """What tells the columns apart: the runs' names, else their folders, else their paths."""
-    for names in ([r.name for r in records], [p.resolve().parent.name for p in paths]):
+    """Names of the columns, all different: the runs' names, else their folders, else paths."""
+    run_names = [record.name for record in records]
+    folder_names = [path.resolve().parent.name for path in paths]
+    for names in (run_names, folder_names):
         if len(set(names)) == len(names):
             return names
     return [str(p) for p in paths]

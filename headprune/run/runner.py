@@ -1,5 +1,4 @@
-"""``run_recipe``: the whole line, from data to report; the only place where all the verbs are
-composed."""
+"""``run_recipe``: a whole run from data to report; ``_run_stages`` lists its stages."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -20,7 +20,7 @@ from headprune.core.scores import HeadScores
 from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import load_recipe, recipe_yaml
 from headprune.run import stages
-from headprune.run.choosing import choose_heads, measure_speed, measure_table, take_table
+from headprune.run.choosing import choose_heads, load_table, measure_speed, measure_table
 from headprune.run.journal import (
     ATTENTION,
     COMPANIONS,
@@ -38,7 +38,7 @@ from headprune.run.pictures import draw_attention
 from headprune.run.progress import Progress, take_folder
 from headprune.run.subject import Subject, prepare_subject, quiet
 
-_SCORES = (SCORES, *COMPANIONS, MAGNITUDE)
+_SCORE_FILES = (SCORES, *COMPANIONS, MAGNITUDE)
 
 
 def run_recipe(
@@ -51,51 +51,210 @@ def run_recipe(
     progress: bool | None = None,
     launch: Launch | None = None,
 ) -> RunRecord:
-    """Runs a recipe and leaves everything in one folder.
+    """Run a recipe from data to report, and write everything to one folder.
 
-    The folder gets ``record.json`` (written again after every stage), ``recipe.yaml`` (the whole
-    recipe, which runs again as it is), ``rows.json``, ``scores.json`` with its samples beside it
-    (``scores.samples.safetensors``), ``scores-magnitude.json`` where the plan is compared with
-    magnitude, ``plan.json``, the cut model in ``model/`` with its tokenizer or image processor,
-    ``attention.json`` (what heads attend to in some test rows), ``report.html`` and ``report.md``,
-    and, where the run trained it, the uncut model in ``base/``. ``rows.json`` says which rows were
-    used: for every purpose the split they come from and their numbers there, under the same
-        ``digest`` as in the record's ``rows``.
+    The folder gets ``record.json`` (rewritten after every stage), ``recipe.yaml`` (the whole
+    recipe), ``rows.json`` (which rows of which split served which purpose),
+    ``scores.json`` with its samples, ``scores-magnitude.json``, ``plan.json``, the cut model in
+    ``model/``, ``attention.json``, ``report.html`` and ``report.md``. If the run trained the uncut
+    model, that is in ``base/``.
 
-    A folder is one process's at a time. A run that failed, was interrupted or killed there is gone
-    on with: what it finished is taken where it depends on nothing that has changed since (recipe,
-    data, model, versions), trainings continue from their last checkpoint, and the result is that of
-    a run that nothing happened to.
+    Only one process at a time can use a folder. A run that failed or was interrupted there is
+    resumed: stages are reused if their recipe, data, model and versions are unchanged, and
+    trainings resume from their last checkpoint. The result is that of an uninterrupted run.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
         settings: ``dotted.key=value`` overrides.
         out: The folder; default that of the recipe, ``runs/<name>``.
-        overwrite: Begin anew, whatever run is there.
+        overwrite: Start anew, whatever run is in the folder.
         say: Takes lines of progress.
-        progress: Show progress bars, with the time that is left; None shows them on a terminal.
-        launch: The first of several processes, of which the others are in ``share_scoring``.
+        progress: Show progress bars; None shows them on a terminal.
+        launch: The first of several processes; the others run ``share_scoring``.
 
     Returns:
         The finished record.
 
     Raises:
         HeadPruneError: bad input, a finished run or another process in the folder, or a proof that
-            failed; the record then says so, and how far the run came.
+            failed. The record then has the error and the stage.
     """
     chosen = resolved(recipe, settings, out)
     folder = Path(chosen.folder)
     with locked(folder, "a run"):
         journal = Journal(chosen.name, chosen.model_dump(), folder, say, progress)
-        take_folder(folder, overwrite, journal)
+        take_folder(folder, overwrite, journal)  # keeps what an earlier run finished
         quiet()
-        with _ending(journal):
+        with _closing(journal):
             write_atomic(folder / RECIPE, recipe_yaml(chosen).encode())
-            _line(chosen, journal, folder, launch)
+            _run_stages(chosen, journal, folder, launch)
             if chosen.report:
                 _report(journal, folder)
         shutil.rmtree(folder / WORK, ignore_errors=True)
     return journal.record
+
+
+def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None) -> None:
+    """Run all stages of a recipe; ``progress.once`` reuses what an earlier run finished."""
+    progress = Progress(journal)
+
+    # 1. Load the data and the model, and train the model if the recipe says so.
+    subject = prepare_subject(recipe, journal, progress=progress)
+    subject = replace(subject, launch=launch)
+
+    # 2. Time every layer with every number of heads, if a budget is one of speed.
+    if recipe.select.timed:
+        measure, load = partial(measure_table, subject), partial(load_table, subject)
+        progress.once("latency", measure, load, (LATENCY,))
+
+    # 3. Measure the uncut model.
+    n_heads = stages.count_heads(subject, subject.model)
+    judge_base = partial(subject.report, subject.model, "base", n_heads)
+    progress.once("base quality", judge_base, _nothing)
+
+    # 4. Draw what the heads attend to in some test rows.
+    if recipe.report:
+        draw = partial(_draw_attention, subject, folder)
+        progress.once("attention", draw, _nothing, (ATTENTION,))
+
+    # 5. Score every head on the calibration rows.
+    work = progress.work("score")
+    scores = progress.once(
+        "score",
+        partial(_score, subject, folder, work),
+        partial(_load_scores, subject, folder),
+        _SCORE_FILES,
+    )
+
+    # 6. Choose the heads to keep.
+    select, load_plan = partial(_select, subject, scores.chosen), partial(_plan_of, journal)
+    plan = progress.once("select", select, load_plan)
+    plan.save(folder / PLAN)
+
+    # 7. Compare the plan with plans by magnitude and by random scores, at the same budget.
+    compare = partial(stages.compare_plans, subject, scores, plan)
+    progress.once("compare", compare, _nothing)
+
+    # 8. Cut the heads out of a copy of the model: all at once, or in stages with training.
+    if recipe.gradual is None:
+        with journal.stage("prune"):
+            pruned = stages.cut(subject, plan)
+    else:
+        pruned = _cut_gradually(subject, scores.chosen, folder, progress)
+
+    # 9. Recover accuracy, by every recovery of the recipe in turn.
+    if recipe.recover:
+        with journal.stage("recover"):
+            pruned = stages.recover(subject, pruned, progress)
+
+    # 10. Measure sizes and speed.
+    length = scores.chosen.costs.length if scores.chosen.costs else 1
+    progress.once("bench", partial(_bench, subject, pruned, length), _nothing)
+
+    # 11. Save the cut model and prove that it loads again unchanged.
+    with journal.stage("save"):
+        stages.save_model(subject, pruned, folder)
+
+
+# ---------------------------------------------------------- stages with their files in the folder
+
+
+def _nothing() -> None:
+    """Load nothing, for stages that leave only notes in the record."""
+
+
+def _draw_attention(subject: Subject, folder: Path) -> None:
+    pictures = draw_attention(subject)
+    if pictures is not None:
+        pictures.save(folder / ATTENTION)
+        subject.journal.tell(str(pictures))
+
+
+def _score(subject: Subject, folder: Path, work: Path | None) -> stages.RunScores:
+    scores = stages.score_heads(subject, work=work)
+    scores.chosen.save(folder / SCORES)
+    if scores.magnitude is not None:
+        scores.magnitude.save(folder / MAGNITUDE)
+    return scores
+
+
+def _load_scores(subject: Subject, folder: Path) -> stages.RunScores:
+    """Load the chosen scores; the baselines need no data and are made again."""
+    return stages.score_heads(subject, HeadScores.load(folder / SCORES))
+
+
+def _select(subject: Subject, scores: HeadScores) -> PruningPlan:
+    plan = choose_heads(subject, scores)
+    subject.journal.note(plan=plan)
+    for line in (plan.title, *plan.notes):
+        subject.journal.tell(line)
+    return plan
+
+
+def _plan_of(journal: Journal) -> PruningPlan:
+    """Return the plan that is in the record."""
+    assert journal.record.plan is not None
+    return journal.record.plan
+
+
+def _cut_gradually(
+    subject: Subject, scores: HeadScores, folder: Path, progress: Progress
+) -> nn.Module:
+    """Cut in stages with training, or load the model that an earlier run cut."""
+    place = stages.stage_folder("prune")
+    work = progress.work("prune")
+
+    def make() -> nn.Module:
+        pruned = stages.cut_gradually(subject, scores, work)
+        stages.save_cut_model(subject, pruned, place)
+        return pruned
+
+    load = partial(stages.load_cut_model, subject, place)
+    pruned = progress.once("prune", make, load, (place,))
+    _plan_of(subject.journal).save(folder / PLAN)  # the heads that the last stage kept
+    return pruned
+
+
+def _bench(subject: Subject, pruned: nn.Module, length: int) -> None:
+    measure_speed(subject, pruned)
+    stages.bench(subject, pruned, length)
+
+
+def _report(journal: Journal, folder: Path) -> None:
+    """Draw the report of the finished run.
+
+    It is not timed as a stage: drawn again from the record later, it has to be the same.
+    """
+    from headprune.run.reporting import report_run
+
+    journal.note(stage="report")
+    journal.write()
+    journal.say("[report]")
+    # The report says "done", although the run is done only after it.
+    for path in report_run(replace(journal.record, status="done"), folder):
+        journal.tell(f"wrote {path}")
+
+
+@contextmanager
+def _closing(journal: Journal) -> Iterator[None]:
+    """Close the journal however the run ends; an error is noted and raised again."""
+    try:
+        yield
+        journal.close("done")
+    except BaseException as error:
+        status, text = "failed", f"{type(error).__name__}: {error}"
+        if isinstance(error, HeadPruneError):
+            text = str(error)
+        elif isinstance(error, KeyboardInterrupt):
+            status, text = "interrupted", "interrupted by the user"
+        # On a full disk the record cannot be written either. Then it stays at "running", as after
+        # a kill, and says how far the run came.
+        with suppress(OSError):
+            journal.close(status, text)
+        raise
+
+
+# ---------------------------------------------------------------------------------- parts of a run
 
 
 def prepared(
@@ -105,7 +264,10 @@ def prepared(
     say: Callable[[str], None] = to_stderr,
     progress: bool | None = None,
 ) -> Subject:
-    """The line as far as a trained model and its data (``.model``, ``.data``); writes nothing."""
+    """Run a recipe as far as the trained model and its data (``.model``, ``.data``).
+
+    Writes nothing.
+    """
     chosen = resolved(recipe, settings, None)
     quiet()
     return prepare_subject(chosen, Journal(chosen.name, chosen.model_dump(), None, say, progress))
@@ -118,19 +280,20 @@ def score_recipe(
     say: Callable[[str], None] = to_stderr,
     progress: bool | None = None,
 ) -> HeadScores:
-    """The line as far as the scores; writes nothing."""
+    """Run a recipe as far as the scores; writes nothing."""
     subject = prepared(recipe, settings, say=say, progress=progress)
     with subject.journal.stage("score"):
         return stages.score_heads(subject).chosen
 
 
 def share_scoring(recipe: str | Path | Recipe, settings: Iterable[str], launch: Launch) -> None:
-    """What a process other than the first does in a run: its share of the scoring; it says and
-    writes nothing.
+    """Do this process's share of the scoring; the first process does the run.
+
+    Prints and writes nothing.
 
     Raises:
-        HeadPruneError: what the first process meets, too.
-        ProcessFailed: another process failed, or is gone.
+        HeadPruneError: the same as in the first process.
+        ProcessFailed: another process failed or ended.
     """
     chosen = resolved(recipe, settings, None)
     quiet()
@@ -138,146 +301,25 @@ def share_scoring(recipe: str | Path | Recipe, settings: Iterable[str], launch: 
     subject = prepare_subject(chosen, journal, train=False)
     with launch.met(subject.model) as processes:
         if processes is not None:
-            stages.chosen_scores(subject, processes)
+            stages.score_calibration(subject, processes)
 
 
 def resolved(
     recipe: str | Path | Recipe, settings: Iterable[str], out: str | Path | None
 ) -> Recipe:
-    """The checked recipe, with ``out`` in place of its own folder.
+    """Return the checked recipe, with ``out`` in place of its own folder.
 
     Raises:
-        HeadPruneError: it is not there, or not valid.
+        HeadPruneError: it does not exist, or it is not valid.
     """
     settings = list(settings)
     if isinstance(recipe, Recipe):
         if settings:
-            raise InvalidValue(
-                "settings", "left out for a Recipe, which is checked already", settings
-            )
+            must = "left out for a Recipe, which is checked already"
+            raise InvalidValue("settings", must, settings)
         chosen = recipe
     else:
         chosen = load_recipe(recipe, settings)
-    return chosen if out is None else chosen.model_copy(update={"out": str(out)})
-
-
-def _line(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None) -> None:
-    progress = Progress(journal)
-    once = progress.once
-    subject = replace(prepare_subject(recipe, journal, progress=progress), launch=launch)
-    if recipe.select.timed:
-        once("latency", lambda: measure_table(subject), lambda: take_table(subject), (LATENCY,))
-        assert subject.latency is not None
-    whole = stages.count_heads(subject, subject.model)
-    once("base quality", lambda: subject.report(subject.model, "base", whole), _nothing)
-    if recipe.report:
-        once("attention", lambda: _attention(subject, folder), _nothing, (ATTENTION,))
-    scored = once(
-        "score",
-        lambda: _score(subject, folder, progress.work("score")),
-        lambda: _scores(subject, folder),
-        _SCORES,
-    )
-    plan = once("select", lambda: _select(subject, scored.chosen), lambda: _plan(journal))
-    plan.save(folder / PLAN)
-    once("compare", lambda: stages.compare_plans(subject, scored, plan), _nothing)
-    if recipe.gradual is None:
-        with journal.stage("prune"):
-            pruned = stages.cut(subject, plan)
-    else:
-        place = stages.kept_place("prune")
-        work = progress.work("prune")
-        pruned = once(
-            "prune",
-            lambda: _gradual(subject, scored.chosen, work, place),
-            lambda: stages.reopened(subject, place),
-            (place,),
-        )
-        _plan(journal).save(folder / PLAN)
-    if recipe.recover:
-        with journal.stage("recover"):
-            pruned = stages.recover(subject, pruned, progress)
-    length = scored.chosen.costs.length if scored.chosen.costs else 1
-    once("bench", lambda: _bench(subject, pruned, length), _nothing)
-    with journal.stage("save"):
-        stages.keep(subject, pruned, folder)
-
-
-def _nothing() -> None:
-    """For stages that leave nothing but notes."""
-
-
-def _score(subject: Subject, folder: Path, work: Path | None) -> stages.Scored:
-    scored = stages.score_heads(subject, work=work)
-    scored.chosen.save(folder / SCORES)
-    if scored.magnitude is not None:
-        scored.magnitude.save(folder / MAGNITUDE)
-    return scored
-
-
-def _scores(subject: Subject, folder: Path) -> stages.Scored:
-    """Those that lie in the folder; the baselines need no data and are taken again."""
-    return stages.score_heads(subject, HeadScores.load(folder / SCORES))
-
-
-def _select(subject: Subject, scores: HeadScores) -> PruningPlan:
-    plan = choose_heads(subject, scores)
-    subject.journal.note(plan=plan)
-    for line in (plan.title, *plan.notes):
-        subject.journal.tell(line)
-    return plan
-
-
-def _plan(journal: Journal) -> PruningPlan:
-    assert journal.record.plan is not None
-    return journal.record.plan
-
-
-def _gradual(subject: Subject, scores: HeadScores, work: Path | None, place: str) -> nn.Module:
-    pruned = stages.cut_gradually(subject, scores, work)
-    stages.put_by(subject, pruned, place)
-    return pruned
-
-
-def _bench(subject: Subject, pruned: nn.Module, length: int) -> None:
-    measure_speed(subject, pruned)
-    stages.bench(subject, pruned, length)
-
-
-def _attention(subject: Subject, folder: Path) -> None:
-    pictures = draw_attention(subject)
-    if pictures is not None:
-        pictures.save(folder / ATTENTION)
-        subject.journal.tell(str(pictures))
-
-
-@contextmanager
-def _ending(journal: Journal) -> Iterator[None]:
-    """Closes the journal however the run ends; what went wrong goes on to the caller."""
-    try:
-        yield
-        journal.close("done")
-    except BaseException as error:
-        text = (
-            str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
-        )
-        stopped = isinstance(error, KeyboardInterrupt)
-        with suppress(
-            OSError
-        ):  # no room for that either: then the record says how far it came, as after a kill
-            journal.close(
-                *("interrupted", "interrupted by the user") if stopped else ("failed", text)
-            )
-        raise
-
-
-def _report(journal: Journal, folder: Path) -> None:
-    from headprune.run.reporting import report_run
-
-    journal.note(stage="report")
-    journal.write()
-    journal.say("[report]")
-    # The report shows the finished run, so it is not timed as a stage: drawn again from the record
-    # it is the same.
-    for path in report_run(replace(journal.record, status="done"), folder):
-        journal.tell(f"wrote {path}")
+    if out is None:
+        return chosen
+    return chosen.model_copy(update={"out": str(out)})

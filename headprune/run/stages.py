@@ -1,18 +1,18 @@
-"""The stages after the model is there: score, select, compare, cut, recover, bench, keep."""
+"""The stages of a run: score, compare, cut, recover, measure and save."""
 
 from __future__ import annotations
 
 import copy
 import statistics
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from headprune import recovery, scoring, selection
-from headprune.bench.decoding import compare_decoding
+from headprune.bench.decoding import DecodingRow, compare_decoding
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.bench.size import sizes
 from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
@@ -36,75 +36,93 @@ from headprune.run.subject import Subject
 from headprune.scoring._api import score
 from headprune.surgery.prune import prune_
 
-_RANDOM_SEEDS = 1000  # draws begin here, away from the run's own seed
+#: The random baselines take seeds from here on, away from the run's own seed.
+_RANDOM_SEEDS = 1000
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The chosen scorer's scores, and those of what it is compared with."""
+class RunScores:
+    """The scores that decide the plan, and those of the baselines it is compared with."""
 
     chosen: HeadScores
     magnitude: HeadScores | None
     random: tuple[HeadScores, ...]
 
 
+# ------------------------------------------------------------------------------------------ score
+
+
 def score_heads(
     subject: Subject, first: HeadScores | None = None, work: Path | None = None
-) -> Scored:
-    """Scores on calibration rows, by the chosen scorer, unless it has given ``first`` before, and
-    by the baselines.
+) -> RunScores:
+    """Score the heads on calibration rows, by the chosen scorer and by the baselines.
 
-    What batches gave is kept in ``work``, and gone on with from there.
+    Args:
+        subject: The run's model, data and recipe.
+        first: Scores of the chosen scorer that an earlier run made; they are not made again.
+        work: A folder that keeps the result of every batch, so that scoring can resume.
     """
     wanted = subject.recipe.score
-    seeds = [subject.recipe.seed + _RANDOM_SEEDS + i for i in range(wanted.random_draws)]
-    weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
-    draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
-    batches = subject.data.batches("calibration", wanted.batch_size)
+
+    # 1. The chosen scorer.
     if first is None:
-        if wanted.scorer == "auto":
-            subject.journal.tell(_announced(subject))
-        with (
-            nullcontext()
-            if subject.launch is None
-            else subject.launch.met(subject.model) as processes
-        ):
-            first = chosen_scores(subject, processes, work)
-        if subject.launch is not None:
-            subject.journal.note(hardware={"processes": subject.launch.size})
-        subject.journal.tell(first.title)
-        if first.choice is not None:
-            for line in str(first.choice).split("\n"):
-                subject.journal.tell(line)
+        first = _score_and_report(subject, work)
     elif subject.launch is not None:
         subject.launch.call_off()
-    # The others read no data: one batch tells them what the units cost.
-    others = [*weights, *draws]
-    rest = (
-        score(subject.model, batches[:1], others, sites=subject.sites, progress=False)
-        if others
-        else ()
-    )
-    subject.journal.note(
-        scores=first, seeds={"random": seeds} if seeds else {}, warnings=first.notes
-    )
-    magnitude = rest[0] if weights and wanted.scorer != "magnitude" else None
-    return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
+
+    # 2. The baselines. They read no data: one batch is enough to count what the units cost.
+    weights = []
+    if wanted.magnitude:
+        weights.append(configured(scoring.registry, "magnitude", {}))
+    seeds = [subject.recipe.seed + _RANDOM_SEEDS + i for i in range(wanted.random_draws)]
+    draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
+    baselines: tuple[HeadScores, ...] = ()
+    if weights or draws:
+        batch = subject.data.batches("calibration", wanted.batch_size)[:1]
+        others = [*weights, *draws]
+        baselines = score(subject.model, batch, others, sites=subject.sites, progress=False)
+
+    # 3. Note everything; a scorer is not compared with itself.
+    drawn = {"random": seeds} if seeds else {}
+    subject.journal.note(scores=first, seeds=drawn, warnings=first.notes)
+    magnitude, random = None, baselines[len(weights) :]
+    if weights and wanted.scorer != "magnitude":
+        magnitude = baselines[0]
+    if wanted.scorer == "random":
+        random = ()
+    return RunScores(first, magnitude, random)
 
 
-def _announced(subject: Subject) -> str:
-    """What ``auto`` is about to do."""
+def _score_and_report(subject: Subject, work: Path | None) -> HeadScores:
+    """Run the chosen scorer, together with the other processes if there are any."""
+    journal, launch = subject.journal, subject.launch
+    if subject.recipe.score.scorer == "auto":
+        journal.tell(_auto_announcement(subject))
+    if launch is None:
+        scores = score_calibration(subject, None, work)
+    else:
+        with launch.met(subject.model) as processes:
+            scores = score_calibration(subject, processes, work)
+        journal.note(hardware={"processes": launch.size})
+    journal.tell(scores.title)
+    if scores.choice is not None:
+        for line in str(scores.choice).split("\n"):
+            journal.tell(line)
+    return scores
+
+
+def _auto_announcement(subject: Subject) -> str:
+    """Say how much work ``auto`` is about to do."""
     auto = scorer_of(subject)
     assert isinstance(auto, AutoOfRun)
     rows = len(subject.data.examples["calibration"])
-    return f"auto: {len(auto.candidates)} scorers, then {auto.said}, on {rows:,} rows"
+    return f"auto: {len(auto.candidates)} scorers, then {auto.summary}, on {rows:,} rows"
 
 
-def chosen_scores(
+def score_calibration(
     subject: Subject, processes: Processes | None, work: Path | None = None
 ) -> HeadScores:
-    """The chosen scorer's scores on calibration rows, which all processes of the run share, if
-    there are several."""
+    """Score the calibration rows by the chosen scorer; several processes share the rows."""
     wanted = subject.recipe.score
     return score(
         subject.model,
@@ -113,40 +131,47 @@ def chosen_scores(
         sites=subject.sites,
         until=wanted.stopping,
         processes=processes,
-        folder=work if processes is None else None,  # the others do not know the folder
+        folder=work if processes is None else None,  # the other processes do not know the folder
         progress=subject.journal.progress,
     )
 
 
-def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
-    """Accuracy of the plan and of the baselines' plans at the same budget, heads gated, nothing
-    recovered."""
-    name = scored.chosen.scorer
+# ---------------------------------------------------------------------------------------- compare
+
+
+def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> None:
+    """Measure the plan and the baselines' plans at the same budget, with gates, unrecovered."""
+    journal = subject.journal
+
+    # 1. The plan itself, on test and validation rows.
     with gated(subject.model, plan, subject.sites):
-        subject.report(subject.model, name, plan.mask.n_kept)
-    if scored.magnitude is not None:
-        rows = [_gated_row(subject, scored.magnitude)]
-        subject.journal.note(quality=tuple(rows))
-        subject.journal.tell(f"magnitude: test {rows[0].metric} {rows[0].value:.4f}")
-    draws = [_gated_row(subject, scores) for scores in scored.random]
+        subject.report(subject.model, scores.chosen.scorer, plan.mask.n_kept)
+
+    # 2. Magnitude, on test rows.
+    if scores.magnitude is not None:
+        row = _baseline_row(subject, scores.magnitude)
+        journal.note(quality=(row,))
+        journal.tell(f"magnitude: test {row.metric} {row.value:.4f}")
+
+    # 3. Random heads, several draws, on test rows.
+    draws = [_baseline_row(subject, random) for random in scores.random]
     if draws:
         row = _mean(draws)
         values = tuple(draw.value for draw in draws)
-        subject.journal.note(quality=(row,), metrics={"random_draws": values})
+        journal.note(quality=(row,), metrics={"random_draws": values})
         spread = "" if row.spread is None else f" ± {row.spread:.4f}"
-        subject.journal.tell(
-            f"random: test {row.metric} {row.value:.4f}{spread} ({row.draws} draws)"
-        )
+        journal.tell(f"random: test {row.metric} {row.value:.4f}{spread} ({row.draws} draws)")
 
 
-def _gated_row(subject: Subject, scores: HeadScores) -> QualityRow:
+def _baseline_row(subject: Subject, scores: HeadScores) -> QualityRow:
+    """Accuracy on test rows with the heads gated that a baseline's scores would remove."""
     plan = choose_heads(subject, scores, baseline=True)
     with gated(subject.model, plan, subject.sites):
         return subject.measure(subject.model, scores.scorer, plan.mask.n_kept, "test")
 
 
 def _mean(rows: list[QualityRow]) -> QualityRow:
-    """One row for several draws."""
+    """One row for several draws: means, and the standard deviation of the metric."""
     values = [row.value for row in rows]
     return replace(
         rows[0],
@@ -158,43 +183,49 @@ def _mean(rows: list[QualityRow]) -> QualityRow:
     )
 
 
+# -------------------------------------------------------------------------------------------- cut
+
+
 def count_heads(subject: Subject, model: nn.Module) -> int:
-    """Heads that are present in what is left of the subject's model."""
-    return sum(len(b.site.heads) for b in bind(model, subject.sites))
+    """Count the heads that the subject's model, or its cut copy, has now."""
+    return sum(len(bound.site.heads) for bound in bind(model, subject.sites))
 
 
 def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
-    """A copy of the model, really cut and proven; the original stays as the teacher."""
+    """Cut a copy of the model and prove the cut; the original is not changed."""
+    journal = subject.journal
+    # 1. Cut, and compare the cut model with the gated one.
     pruned = copy.deepcopy(subject.model)
-    done = prune_(pruned, plan, example=subject.example, sites=subject.sites)
-    subject.journal.note(proofs=(done.proof,) if done.proof else (), warnings=done.warnings)
-    subject.journal.tell(str(done))
+    report = prune_(pruned, plan, example=subject.example, sites=subject.sites)
+    proofs = (report.proof,) if report.proof else ()
+    journal.note(proofs=proofs, warnings=report.warnings)
+    journal.tell(str(report))
+    # 2. A decoder has to generate the same as well.
     if subject.recipe.task == "causal_lm":
         examples = subject.data.examples["test"]
         proof = generation_proof(subject.model, plan, pruned, examples, subject.data.collate.pad)
-        subject.journal.note(proofs=(proof,))
-        subject.journal.tell(
-            f"generation with the KV cache: |gated - pruned| <= {proof.max_difference:.1e}"
-        )
+        journal.note(proofs=(proof,))
+        difference = f"{proof.max_difference:.1e}"
+        journal.tell(f"generation with the KV cache: |gated - pruned| <= {difference}")
     return pruned
 
 
 def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn.Module:
-    """A copy of the model that lost its heads in stages while it was trained; the run's plan is
-    then what stays.
+    """Cut and train a copy of the model in stages; the last plan counts.
 
     Args:
-        subject: With the recipe.
-        scores: Of the uncut model, whose scorer is asked again at every stage.
-        work: Where it leaves what it has after every stage, and goes on from.
+        subject: The run's model, data and recipe.
+        scores: Scores of the uncut model; their scorer scores again at every stage.
+        work: A folder for a checkpoint after every stage, to resume from.
     """
-    recipe = subject.recipe
+    recipe, data, journal = subject.recipe, subject.data, subject.journal
     assert recipe.gradual is not None
     pruned = copy.deepcopy(subject.model)
+    # 1. Cut and train, stage by stage.
     method = seeded(recovery.registry, "finetune", recipe.gradual.settings, recipe.seed)
-    done = prune_gradually_(
+    report = prune_gradually_(
         pruned,
-        subject.data.loader("train", recipe.gradual.batch_size),
+        data.loader("train", recipe.gradual.batch_size),
         recipe.select.budget,
         stages=recipe.gradual.stages,
         finetune=method,
@@ -202,107 +233,126 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn
         selector=configured(selection.registry, recipe.select.selector, recipe.select.settings),
         must_keep=recipe.select.must_keep,
         must_remove=recipe.select.must_remove,
-        calibration=subject.data.batches("calibration", recipe.score.batch_size),
+        calibration=data.batches("calibration", recipe.score.batch_size),
         teacher=subject.model if method.needs_teacher else None,
         sites=subject.sites,
         example=subject.example,
-        progress=subject.journal.progress,
+        progress=journal.progress,
         folder=work,
         leave_checkpoint=work is not None,
     )
-    proofs = tuple(stage.proof for stage in done.stages if stage.proof)
-    rows = tuple(
-        {"kept": stage.plan.mask.n_kept, **stage.training.metrics} for stage in done.stages
-    )
-    subject.journal.note(plan=done.plan, proofs=proofs, metrics={"gradual": rows})
-    for line in str(done).split("\n"):
-        subject.journal.tell(line)
+    # 2. Note every stage, and measure the last one.
+    rows = tuple({"kept": s.plan.mask.n_kept, **s.training.metrics} for s in report.stages)
+    proofs = tuple(stage.proof for stage in report.stages if stage.proof)
+    journal.note(plan=report.plan, proofs=proofs, metrics={"gradual": rows})
+    for line in str(report).split("\n"):
+        journal.tell(line)
     subject.report(pruned, "gradual", count_heads(subject, pruned), trained=True)
     return pruned
 
 
+# ---------------------------------------------------------------------------------------- recover
+
+
 def recover(subject: Subject, pruned: nn.Module, progress: Progress) -> nn.Module:
-    """Every recovery of the recipe in turn, and the accuracy after each; those of an earlier run
-    are not repeated."""
+    """Run every recovery of the recipe in turn, and measure the model after each.
+
+    A recovery that an earlier run finished is not repeated: its model is loaded.
+    """
     for i in range(len(subject.recipe.recover)):
         name = f"recover {i}"
-        place = kept_place(name)
+        place = stage_folder(name)
         pruned = progress.once(
             name,
-            partial(_recovered_, subject, pruned, i, progress.work(name), place),
-            partial(reopened, subject, place),
+            partial(_recover_step_, subject, pruned, i, progress.work(name), place),
+            partial(load_cut_model, subject, place),
             (place,),
             named=False,
         )
     return pruned
 
 
-def _recovered_(
+def _recover_step_(
     subject: Subject, pruned: nn.Module, i: int, work: Path | None, place: str
 ) -> nn.Module:
+    """Run recovery number ``i``, measure the model, and save it for resuming."""
     steps, journal = subject.recipe.recover[: i + 1], subject.journal
-    _, purpose, done = recover_once(subject, pruned, steps[i], work)
-    report = {
+
+    # 1. Recover.
+    _, purpose, report = recover_once(subject, pruned, steps[i], work)
+    facts = {
         "method": steps[i].method,
         "rows": purpose,
-        "seconds": round(done.seconds, 3),
-        **done.metrics,
+        "seconds": round(report.seconds, 3),
+        **report.metrics,
     }
-    before = journal.record.metrics.get("recovery", {})
-    journal.note(metrics={"recovery": {**before, f"{i}": report}}, warnings=done.notes)
-    trains = [recovery.registry.get(step.method).trains for step in steps]
-    names, trained = (
-        " + ".join(step.method for step in steps),
-        subject.recipe.gradual is not None or any(trains),
-    )
+    earlier = journal.record.metrics.get("recovery", {})
+    journal.note(metrics={"recovery": {**earlier, f"{i}": facts}}, warnings=report.notes)
+
+    # 2. Measure. The row's name lists all recoveries so far.
+    trained = subject.recipe.gradual is not None
+    for step in steps:
+        trained = trained or recovery.registry.get(step.method).trains
+    names = " + ".join(step.method for step in steps)
     subject.report(pruned, f"recovered ({names})", count_heads(subject, pruned), trained)
-    put_by(subject, pruned, place)
+
+    # 3. Save.
+    save_cut_model(subject, pruned, place)
     return pruned
 
 
-def kept_place(stage: str) -> str:
-    """Where the cut model lies after a stage, from the run's folder on."""
+def stage_folder(stage: str) -> str:
+    """Where the cut model is saved after a stage, relative to the run's folder."""
     return f"{WORK}/model-after-{stage.replace(' ', '-')}"
 
 
-def put_by(subject: Subject, pruned: nn.Module, place: str) -> None:
-    """Saves the cut model for a run that has to go on from here."""
+def save_cut_model(subject: Subject, pruned: nn.Module, place: str) -> None:
+    """Save the cut model for a run that resumes after this stage."""
     assert subject.journal.folder is not None
     save_pretrained(pruned, subject.journal.folder / place, subject.sites)
 
 
-def reopened(subject: Subject, place: str) -> nn.Module:
-    """The cut model as it was put by."""
+def load_cut_model(subject: Subject, place: str) -> nn.Module:
+    """Load the cut model that ``save_cut_model`` saved."""
     assert subject.journal.folder is not None
     whole = subject.whole()
-    model = from_pretrained(
-        subject.journal.folder / place, whole, None if whole is None else subject.sites
-    )
+    sites = None if whole is None else subject.sites
+    model = from_pretrained(subject.journal.folder / place, whole, sites)
     return model.to(device_of(subject.model))
 
 
+# ------------------------------------------------------------------------------ measure and save
+
+
 def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
-    """Sizes, and speed over the recipe's grid."""
-    subject.journal.note(size=sizes(subject.model, pruned, subject.example, subject.sites))
-    wanted = subject.recipe.bench
+    """Count sizes, and time the models over the recipe's grid of batch sizes and lengths.
+
+    Args:
+        subject: The run's model, data and recipe.
+        pruned: The cut model.
+        length: Tokens per example where the recipe gives no lengths.
+    """
+    journal, wanted = subject.journal, subject.recipe.bench
+    # 1. Sizes.
+    journal.note(size=sizes(subject.model, pruned, subject.example, subject.sites))
     if wanted is None:
         return
+    # 2. Speed of one forward pass.
     lengths = wanted.lengths or [length]
     rows = compare_latency(
         subject.model,
         pruned,
-        lambda batch, tokens: shaped_batch(subject.example, batch, tokens),
+        partial(shaped_batch, subject.example),
         wanted.batch_sizes,
         lengths,
         seconds=wanted.seconds,
         seed=subject.recipe.seed,
     )
-    subject.journal.note(speed=rows)
+    journal.note(speed=rows)
     for row in rows:
-        interval = f"[{row.low:.2f}, {row.high:.2f}]"
-        subject.journal.tell(
-            f"batch {row.batch} x {row.length}: {row.ratio:.2f}x {interval} as fast as before"
-        )
+        ratio = f"{row.ratio:.2f}x [{row.low:.2f}, {row.high:.2f}]"
+        journal.tell(f"batch {row.batch} x {row.length}: {ratio} as fast as before")
+    # 3. Speed of generation.
     if wanted.new_tokens is not None:
         _bench_decoding(subject, pruned, wanted, lengths)
 
@@ -310,7 +360,7 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
 def _bench_decoding(
     subject: Subject, pruned: nn.Module, wanted: BenchSection, lengths: list[int]
 ) -> None:
-    """Tokens a second in prefill and decode, and the cache's bytes."""
+    """Measure tokens per second in prefill and decode, and the bytes of the KV cache."""
     assert wanted.new_tokens is not None
     rows = compare_decoding(
         subject.model,
@@ -321,27 +371,29 @@ def _bench_decoding(
         seconds=wanted.seconds,
         seed=subject.recipe.seed,
     )
-    subject.journal.note(
-        metrics={
-            "decoding": tuple(
-                {**asdict(row), "tokens_per_second": row.tokens_per_second()} for row in rows
-            )
-        }
-    )
+    facts: list[dict[str, Any]] = []
     for row in rows:
-        speed, at = row.tokens_per_second(), f"batch {row.decode.batch}, prompt {row.decode.length}"
-        phases = (
-            f"{p} {speed[f'original_{p}']:.0f} -> {speed[f'pruned_{p}']:.0f}"
-            for p in ("prefill", "decode")
-        )
-        held = f"cache {row.original_bytes:,} -> {row.pruned_bytes:,} bytes"
-        subject.journal.tell(f"{at}: tokens/s in {', in '.join(phases)}; {held}")
+        facts.append({**asdict(row), "tokens_per_second": row.tokens_per_second()})
+        subject.journal.tell(_decoding_line(row))
+    subject.journal.note(metrics={"decoding": tuple(facts)})
 
 
-def keep(subject: Subject, pruned: nn.Module, folder: Path) -> None:
-    """Saves the cut model and what prepares its inputs, loads it again and proves that it is the
-    same."""
-    save_pretrained(pruned, folder / MODEL, subject.sites, processor=subject.preparation.tools)
-    proof = reload_proof(pruned, folder / MODEL, subject.example, subject.whole(), subject.sites)
+def _decoding_line(row: DecodingRow) -> str:
+    """Tokens per second and cache bytes, before and after the cut, on one line."""
+    speed = row.tokens_per_second()
+    phases = []
+    for phase in ("prefill", "decode"):
+        before, after = speed[f"original_{phase}"], speed[f"pruned_{phase}"]
+        phases.append(f"{phase} {before:.0f} -> {after:.0f}")
+    where = f"batch {row.decode.batch}, prompt {row.decode.length}"
+    cache = f"cache {row.original_bytes:,} -> {row.pruned_bytes:,} bytes"
+    return f"{where}: tokens/s in {', in '.join(phases)}; {cache}"
+
+
+def save_model(subject: Subject, pruned: nn.Module, folder: Path) -> None:
+    """Save the cut model with its tokenizer, and prove that it loads unchanged."""
+    place = folder / MODEL
+    save_pretrained(pruned, place, subject.sites, processor=subject.preparation.tools)
+    proof = reload_proof(pruned, place, subject.example, subject.whole(), subject.sites)
     subject.journal.note(proofs=(proof,))
-    subject.journal.tell(f"{folder / MODEL}: loads back bit for bit")
+    subject.journal.tell(f"{place}: loads back bit for bit")

@@ -1,12 +1,11 @@
-"""The subject of a run: data loaded and told apart, model loaded or built and, where the recipe
-says so, trained."""
+"""The subject of a run: its data, and its loaded, built or trained model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +49,23 @@ from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.selection._groups import divided
 from headprune.selection._task import check_possible
 
+#: Rows per batch of every evaluation.
 EVALUATION_BATCH = 64
+#: Rows of the small batch that proofs run on.
 _EXAMPLE_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a run works on.
+    """What a run works on: recipe, data and model.
 
     Args:
         recipe: The recipe.
-        journal: Where everything is noted.
-        data: Encoded rows.
-        model: The original; never cut.
+        journal: The run's record and its lines of progress.
+        data: Encoded rows, by purpose.
+        model: The original model; never cut.
         preparation: Its tokenizer or image processor.
-        launch: This process among several that score together; None where it is the only one.
+        launch: This process, if several processes score together; else None.
     """
 
     recipe: Recipe
@@ -76,23 +77,26 @@ class Subject:
 
     @cached_property
     def example(self) -> Any:
-        """A small batch of test rows, for proofs and sizes."""
+        """A small batch of test rows, for proofs and for counting sizes."""
         return self.data.collate(self.data.examples["test"][:_EXAMPLE_ROWS])
 
     @cached_property
     def sites(self) -> Sites:
-        """The attention modules, with the policy that the recipe cuts them under."""
-        return _located(self.model, self.recipe)
+        """The attention modules, with the recipe's policy for shared key/value heads."""
+        return _find_sites(self.model, self.recipe)
 
     def whole(self) -> nn.Module | None:
-        """A freshly built full-size model of a class that no checkpoint can build; None where it
-        can."""
-        return None if self.recipe.model.import_path is None else build_model(self.recipe, ())
+        """Build the uncut model anew if its class is the user's own; else None.
+
+        A checkpoint of such a class holds weights only, which are loaded into a built model.
+        """
+        if self.recipe.model.import_path is None:
+            return None
+        return build_model(self.recipe, ())
 
     @cached_property
     def latency(self) -> LatencyTable | None:
-        """The latency table of the model as it is, where a budget is one of speed; measured when
-        first asked for."""
+        """Latency table, measured at first use; None if no budget needs it."""
         wanted = self.recipe.select
         if not wanted.timed:
             return None
@@ -108,17 +112,17 @@ class Subject:
 
     @cached_property
     def _batches(self) -> dict[str, list[Any]]:
-        return {
-            split: self.data.evaluation(split, EVALUATION_BATCH) for split in ("test", "validation")
-        }
+        splits = ("test", "validation")
+        return {split: self.data.evaluation(split, EVALUATION_BATCH) for split in splits}
 
     def evaluate(self, model: nn.Module, split: str, batches: list[Any]) -> Quality:
-        """One evaluation on the batches of a split, by the metric of the task."""
+        """Evaluate a model on the batches of a split, by the metric of the task."""
+        # Translations and answers are generated and compared with references.
         if self.recipe.task == "translation":
-            how = self.recipe.decode.model_dump()
-            return evaluate_translation(
-                model, batches, self.data.references(split), self.preparation.tokenizer, **how
-            )
+            decoding = self.recipe.decode.model_dump()
+            references = self.data.references(split)
+            tokenizer = self.preparation.tokenizer
+            return evaluate_translation(model, batches, references, tokenizer, **decoding)
         if self.recipe.task == "question_answering":
             return evaluate_answers(model, batches, self.data.references(split))
         return evaluate(
@@ -131,47 +135,55 @@ class Subject:
     def measure(
         self, model: nn.Module, name: str, kept_heads: int, split: str, trained: bool = False
     ) -> QualityRow:
-        """One evaluation, as a row of the accuracy table."""
-        return self._row(
-            self.evaluate(model, split, self._batches[split]), name, kept_heads, split, trained
-        )
+        """Evaluate a model on a split; return a row of the accuracy table."""
+        quality = self.evaluate(model, split, self._batches[split])
+        return self._row(quality, name, kept_heads, split, trained)
 
     def report(self, model: nn.Module, name: str, kept_heads: int, trained: bool = False) -> None:
-        """Measures on test and validation rows and notes both; nothing is ever chosen by either."""
-        found = {
-            split: self.evaluate(model, split, self._batches[split])
-            for split in ("test", "validation")
-        }
-        rows = [
-            self._row(quality, name, kept_heads, split, trained) for split, quality in found.items()
-        ]
+        """Evaluate a model on test and validation rows, and note and print both.
+
+        A run chooses nothing by these figures.
+        """
+        # 1. The metric of the task.
+        by_split: dict[str, Quality] = {}
+        rows: list[QualityRow] = []
+        for split in ("test", "validation"):
+            quality = self.evaluate(model, split, self._batches[split])
+            by_split[split] = quality
+            rows.append(self._row(quality, name, kept_heads, split, trained))
         self.journal.note(quality=tuple(rows))
-        self.journal.tell(
-            ", ".join(f"{name}: {row.split} {row.metric} {row.value:.4f}" for row in rows)
-        )
-        for metric in found["test"].more:
-            values = {split: quality.more[metric] for split, quality in found.items()}
-            before = self.journal.record.metrics.get(metric, {})
-            self.journal.note(metrics={metric: {**before, name: values}})
-            self.journal.tell(
-                ", ".join(
-                    f"{name}: {split} {metric} {value:.4f}" for split, value in values.items()
-                )
-            )
+        texts = [f"{name}: {row.split} {row.metric} {row.value:.4f}" for row in rows]
+        self.journal.tell(", ".join(texts))
+
+        # 2. Further metrics of the task, such as F1 of a question's answers.
+        for metric in by_split["test"].more:
+            values = {split: quality.more[metric] for split, quality in by_split.items()}
+            earlier = self.journal.record.metrics.get(metric, {})
+            self.journal.note(metrics={metric: {**earlier, name: values}})
+            texts = [f"{name}: {split} {metric} {value:.4f}" for split, value in values.items()]
+            self.journal.tell(", ".join(texts))
 
     @staticmethod
-    def _row(found: Quality, name: str, kept_heads: int, split: str, trained: bool) -> QualityRow:
-        counted = (found.metric, found.value, split, found.n_examples, found.loss)
-        return QualityRow(name, kept_heads, *counted, trained=trained)
+    def _row(quality: Quality, name: str, kept_heads: int, split: str, trained: bool) -> QualityRow:
+        return QualityRow(
+            name,
+            kept_heads,
+            quality.metric,
+            quality.value,
+            split,
+            quality.n_examples,
+            quality.loss,
+            trained=trained,
+        )
 
 
 def quiet() -> None:
-    """Keeps the libraries from writing between our lines."""
+    """Silence progress bars and messages of the libraries."""
     import datasets
     import huggingface_hub
     import transformers
 
-    # It reports every retry of a name that cannot be reached.
+    # It would report every retry when the hub cannot be reached.
     huggingface_hub.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
@@ -187,18 +199,20 @@ def prepare_subject(
     train: bool = True,
     progress: Progress | None = None,
 ) -> Subject:
-    """The first stages: surroundings, data, model, training.
+    """Load the data and the model, and train the model if the recipe says so.
 
     Args:
         recipe: The recipe.
-        journal: Where everything is noted.
-        base: A folder that ``save_base`` wrote for this recipe: its model is taken as it is, and
-            not trained again.
-        train: Train where the recipe says so; without, the model is only good for finding out what
-            it costs.
-        progress: Of a run, which trains once.
+        journal: The run's record and its lines of progress.
+        base: A folder that ``save_base`` wrote for this recipe: its model is loaded and not
+            trained again.
+        train: Train if the recipe says so. Without training, the model is only good for measuring
+            what it costs.
+        progress: Of a run, so that an earlier run's training is reused.
     """
     progress = progress or Progress(journal)
+
+    # 1. Note the machine and the versions.
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     if recipe.task == "translation":
@@ -211,64 +225,92 @@ def prepare_subject(
         git_commit=git_commit(),
         seeds={"seed": recipe.seed},
     )
+
+    # 2. Load the rows.
     with journal.stage("data"):
-        raw = load_rows(recipe)
-        journal.note(rows=raw.facts)
-        if journal.folder is not None:
-            write_atomic(journal.folder / ROWS, (json.dumps(raw.numbers()) + "\n").encode())
-        journal.tell(", ".join(f"{name} {len(rows)}" for name, rows in raw.splits.items()))
-        _warn(journal, raw.warnings)
+        raw = _load_rows(recipe, journal)
     progress.begin(recipe, raw.facts, device.type, known)
+
+    # 3. Train now, unless there is a trained model in `base` or in the run's folder.
     train = train and recipe.train is not None and base is None
     if train and journal.folder is not None and progress.done("train"):
-        train, base = False, journal.folder / BASE
+        train = False
+        base = journal.folder / BASE
+
+    # 4. Build or load the model, and encode the rows for it.
     with journal.stage("model"):
-        before, raw = raw.warnings, number_labels(recipe, raw)
-        preparation = prepare(recipe, raw.texts, base)
-        opened = None if base is None else Loaded(_open_base(recipe, base))
-        loaded = opened or load_model(recipe, raw.labels, preparation)
-        model = loaded.model.to(device)
-        _warn(journal, (*raw.warnings[len(before) :], *loaded.warnings))
-        data = encode_rows(recipe, raw, preparation, dtype=next(model.parameters()).dtype)
-        _warn(journal, data.warnings)
-        _note_overlap(journal, data)
-        _check_length(model, data)
-        if recipe.model.import_path is not None:
-            check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
-        sites = _located(model, recipe)  # refused now, not after the training
-        _check_select(recipe.select, sites)
-        if base is None:
-            _check_labels(recipe, journal, model, data, raw)
-        journal.tell(
-            f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on"
-            f" {device}"
-        )
-    subject = Subject(recipe, journal, data, model, preparation)
+        subject = _load_model_and_encode(recipe, journal, raw, base, device)
     if train:
-        progress.once(
-            "train", lambda: _train_(subject, progress.work("train")), lambda: None, (BASE,)
-        )
+        train_once = partial(_train_, subject, progress.work("train"))
+        progress.once("train", train_once, lambda: None, (BASE,))
     return subject
 
 
+def _load_rows(recipe: Recipe, journal: Journal) -> RawData:
+    """Load the data and note which rows serve which purpose."""
+    raw = load_rows(recipe)
+    journal.note(rows=raw.facts)
+    if journal.folder is not None:
+        write_atomic(journal.folder / ROWS, (json.dumps(raw.numbers()) + "\n").encode())
+    counts = [f"{name} {len(rows)}" for name, rows in raw.splits.items()]
+    journal.tell(", ".join(counts))
+    _warn(journal, raw.warnings)
+    return raw
+
+
+def _load_model_and_encode(
+    recipe: Recipe, journal: Journal, raw: RawData, base: Path | None, device: torch.device
+) -> Subject:
+    """Load the model and encode the rows; refuse now whatever a later stage would refuse."""
+    # 1. The tokenizer or image processor, and the model.
+    n_warnings = len(raw.warnings)  # these are noted already
+    raw = number_labels(recipe, raw)
+    preparation = prepare(recipe, raw.texts, base)
+    if base is None:
+        loaded = load_model(recipe, raw.labels, preparation)
+    else:
+        loaded = Loaded(_open_base(recipe, base))
+    model = loaded.model.to(device)
+    _warn(journal, (*raw.warnings[n_warnings:], *loaded.warnings))
+
+    # 2. The rows as the model reads them.
+    data = encode_rows(recipe, raw, preparation, dtype=next(model.parameters()).dtype)
+    _warn(journal, data.warnings)
+    _note_overlap(journal, data)
+
+    # 3. Checks that cost little now and much after a training.
+    _check_length(model, data)
+    if recipe.model.import_path is not None:
+        check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
+    sites = _find_sites(model, recipe)
+    _check_select(recipe.select, sites)
+    if base is None:
+        _check_labels(recipe, journal, model, data, raw)
+
+    n_parameters = sum(p.numel() for p in model.parameters())
+    journal.tell(f"{type(model).__name__}, {n_parameters:,} parameters on {device}")
+    return Subject(recipe, journal, data, model, preparation)
+
+
 def _warn(journal: Journal, warnings: Iterable[str]) -> None:
-    """Notes what a reader should know, and tells it now, before any long work."""
+    """Note warnings and print them now, before any long work."""
     for warning in warnings:
         journal.note(warnings=(warning,))
         journal.tell(f"warning: {warning}")
 
 
 def _note_overlap(journal: Journal, data: Data) -> None:
-    found = read_twice(data.examples)
-    journal.note(rows={"overlap": {**journal.record.rows["overlap"], "read": found}})
-    _warn(journal, read_notes(found, data.examples))
+    """Note and print which encoded rows serve two purposes, such as training and test."""
+    overlap = read_twice(data.examples)
+    journal.note(rows={"overlap": {**journal.record.rows["overlap"], "read": overlap}})
+    _warn(journal, read_notes(overlap, data.examples))
 
 
 def _check_labels(
     recipe: Recipe, journal: Journal, model: nn.Module, data: Data, raw: RawData
 ) -> None:
-    """Says which label is which class of a model that comes trained, and looks whether its answers
-    fit that."""
+    """Print which label is which class, and check that by the model's answers."""
+    # A model that is trained here, or of a class of the user, gets its labels from the data.
     if not raw.labels or recipe.train is not None or recipe.model.class_name is not None:
         return
     journal.tell(mapping_words(raw))
@@ -279,39 +321,40 @@ def _check_labels(
 
 
 def _train_(subject: Subject, work: Path | None) -> None:
-    """Trains the model and, in a run, saves it."""
+    """Train the model and, if the run has a folder, save it."""
     recipe, journal, model = subject.recipe, subject.journal, subject.model
     assert recipe.train is not None
+    # The recipe's section has the settings of `finetune`, and the batch size.
     settings = {k: v for k, v in recipe.train.model_dump().items() if k != "batch_size"}
     method = configured(recovery.registry, "finetune", {**settings, "seed": recipe.seed})
     loader = subject.data.loader("train", recipe.train.batch_size)
     leave = work is not None
-    done = recover_(
+    report = recover_(
         model, loader, method, progress=journal.progress, folder=work, leave_checkpoint=leave
     )
-    journal.note(metrics={"training": {"seconds": round(done.seconds, 3), **done.metrics}})
-    journal.tell(str(done).partition("\n")[0])
+    journal.note(metrics={"training": {"seconds": round(report.seconds, 3), **report.metrics}})
+    journal.tell(str(report).partition("\n")[0])
     if journal.folder is not None:
         save_base(model, subject.preparation, journal.folder / BASE, subject.sites)
 
 
 def _open_base(recipe: Recipe, folder: Path) -> nn.Module:
-    """The base model that lies in a folder; one of one's own is built and filled."""
+    """Load the base model from a folder, for a user's class into a built model."""
     if recipe.model.import_path is None:
         return open_model(str(folder), "the base model")
     model = build_model(recipe, ())
-    return from_pretrained(folder, model, _located(model, recipe))
+    return from_pretrained(folder, model, _find_sites(model, recipe))
 
 
-def _located(model: nn.Module, recipe: Recipe) -> Sites:
-    """The model's sites; a policy that one of its layouts does not have is the recipe's mistake."""
+def _find_sites(model: nn.Module, recipe: Recipe) -> Sites:
+    """Find the model's sites; refuse a policy that one of its layouts does not have."""
     layouts, policy = own_layouts(recipe.model), recipe.select.policy
-    if policy == "group":
+    if policy == "group":  # every layout has it
         return find_sites(model, layouts)
     try:
         return find_sites(model, layouts, policy)
     except UnsupportedModel as error:
-        find_sites(model, layouts)  # raises where nothing was found at all
+        find_sites(model, layouts)  # raises its own error if the model has no sites at all
         hint = f"There it must be {error.must}."
         raise InvalidValue(
             "select.policy", f"one that {error.where} has", repr(policy), hint
@@ -319,14 +362,14 @@ def _located(model: nn.Module, recipe: Recipe) -> Sites:
 
 
 def _check_select(wanted: SelectSection, sites: Sites) -> None:
-    """Refuses budgets and heads for sites that the model lacks, and heads that leave a site no
-    lawful number."""
+    """Refuse budgets and heads of sites that the model lacks, and impossible numbers of heads."""
     if wanted.sites:
         divided(sites, wanted.budgets)
     selector = configured(selection.registry, wanted.selector, wanted.settings)
     try:
         check_possible(sites, selector, wanted.must_keep, wanted.must_remove)
     except HeadPruneError as error:
+        # Name the recipe's key instead of the argument of `select`.
         where = error.where
         for name in ("must_keep", "must_remove"):
             where = where.replace(f"select({name}=)", f"select.{name}")
@@ -334,9 +377,12 @@ def _check_select(wanted: SelectSection, sites: Sites) -> None:
 
 
 def _check_length(model: nn.Module, data: Data) -> None:
-    """Refuses examples that are longer than the model can read, before any long work."""
+    """Refuse examples that are longer than the model can read, before any long work."""
     limit = longest_input(model)
-    longest = max(len(e.get("input_ids", ())) for rows in data.examples.values() for e in rows)
+    longest = 0
+    for examples in data.examples.values():
+        for example in examples:
+            longest = max(longest, len(example.get("input_ids", ())))
     if limit is not None and longest > limit:
         raise InvalidValue(
             "data.max_length", f"at most {limit}, what the model can read", f"{longest} tokens"
@@ -344,13 +390,14 @@ def _check_length(model: nn.Module, data: Data) -> None:
 
 
 def save_base(model: nn.Module, preparation: Preparation, folder: Path, sites: Sites) -> None:
-    """The trained model before this run's cut: it exists nowhere else. In Transformers' own format
-    if it is one of theirs, and whole."""
-    if not isinstance(model, PreTrainedModel) or any(
-        len(site.heads) != site.n_query_heads for site in sites
-    ):
+    """Save the trained model before it is cut.
+
+    An uncut model of Transformers is saved in Transformers' own format, any other in headprune's.
+    """
+    whole = all(len(site.heads) == site.n_query_heads for site in sites)
+    if isinstance(model, PreTrainedModel) and whole:
+        with staged(folder) as place:
+            for part in (model, *preparation.tools):
+                part.save_pretrained(place)
+    else:
         save_pretrained(model, folder, sites, processor=preparation.tools)
-        return
-    with staged(folder) as place:
-        for part in (model, *preparation.tools):
-            part.save_pretrained(place)

@@ -1,5 +1,4 @@
-"""The base model of a sweep: trained or loaded once, kept in the sweep's folder, and proven to be
-the same one."""
+"""The base model of a sweep: loaded or trained once, saved, checked when opened."""
 
 from __future__ import annotations
 
@@ -21,23 +20,27 @@ from headprune.run.journal import Journal
 from headprune.run.subject import Subject, prepare_subject, save_base
 from headprune.sweep.outcome import SPLITS
 
+#: Folder of the base models in that of the sweep.
 BASES = "bases"
+#: The file that describes a base model; written last.
 MARK = "base.json"
+#: The saved model in its folder.
 _MODEL = "model"
 
 
 @dataclass(frozen=True)
 class Base(Value):
-    """What a base model is and how it is known again.
+    """A base model's description, by which it is recognised.
 
     Args:
-        made_of: Digest of what makes it: model, data, training and seed of the recipe, the rows and
-            the model's files.
+        made_of: Digest of model, data, training and seed of the recipe, of the rows and of the
+            model's files.
         files: SHA-256 of every file of the saved model.
         model: Fingerprint of the model in memory.
-        rows: Which data rows are for what.
-        metrics: What its training reported.
-        versions, hardware: Of the process that loaded or trained it.
+        rows: Facts about the data's rows, by purpose.
+        metrics: Metrics of its training.
+        versions: Versions of the process that loaded or trained it.
+        hardware: Hardware of that process.
     """
 
     made_of: str
@@ -51,62 +54,65 @@ class Base(Value):
     def __post_init__(self) -> None:
         check_inside("Base.files", self.files)
         if not self.made_of.isalnum():
-            raise InvalidValue(
-                "Base.made_of", "a digest, which names a folder of the sweep", repr(self.made_of)
-            )
+            must = "a digest, which names a folder of the sweep"
+            raise InvalidValue("Base.made_of", must, repr(self.made_of))
 
     @cached_property
     def identity(self) -> str:
-        """Tells it from every other base model: its weights, every bit of them, and its rows."""
+        """Digest of its rows and of every bit of its weights."""
         return digest([self.made_of, dict(self.files)])
 
     def folder(self, sweep: Path) -> Path:
-        """Where it lies."""
+        """Return where it is saved."""
         return sweep / BASES / self.made_of[:16]
 
 
 def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
-    """The sweep's base model: the one in its folder where it is made of the same, else loaded or
-    trained now.
+    """Return the sweep's base model: the saved one, else load or train it.
 
-    A training that was interrupted goes on from its last pass over the rows.
+    A training that was interrupted resumes from its last pass over the rows.
 
     Raises:
-        CheckpointError: the folder's model is not what it was when it was saved.
-        InvalidValue: data that cannot be had, or a single validation or test row.
+        CheckpointError: the saved model has changed since it was saved.
+        InvalidValue: data that cannot be loaded, or fewer than two validation or test rows.
     """
+    # 1. Check that there are enough rows to compare models on, before any long work.
     raw = load_rows(recipe)
     for split in SPLITS:
-        if len(raw.splits[split]) < 2:  # said now, not when all is done
-            raise InvalidValue(
-                f"data: {split}", "two or more rows, to compare models on", len(raw.splits[split])
-            )
+        n_rows = len(raw.splits[split])
+        if n_rows < 2:
+            must = "two or more rows, to compare models on"
+            raise InvalidValue(f"data: {split}", must, n_rows)
+
+    # 2. Use the saved model, if there is one.
     made = made_of(recipe, raw.facts)
     folder = sweep / BASES / made[:16]
     if (folder / MARK).is_file():
         base = Base.load(folder / MARK)
         _check_files(base, folder)
         if base.made_of != made:
-            raise CheckpointError(
-                str(folder), "made of what its name says", "another base model", _HINT
-            )
+            must = "the base model that its name says"
+            raise CheckpointError(str(folder), must, "another base model", _HINT)
         return base
+
+    # 3. Load or train it. A training has a folder of its own, from which it can resume.
     training = folder.with_name(f".{folder.name}.training")
-    journal = Journal(
-        recipe.name, recipe.model_dump(), None if recipe.train is None else training, say
-    )
+    work = None if recipe.train is None else training
+    journal = Journal(recipe.name, recipe.model_dump(), work, say)
     subject = prepare_subject(recipe, journal)
-    shutil.rmtree(folder, ignore_errors=True)  # without its mark
+
+    # 4. Save it. A folder without the mark was not finished.
+    shutil.rmtree(folder, ignore_errors=True)
     with staged(folder) as place:
         save_base(subject.model, subject.preparation, place / _MODEL, subject.sites)
         base = Base(
-            made,
-            FrozenDict(hashes(place / _MODEL)),
-            fingerprint(subject.model, subject.sites),
-            FrozenDict(facts_of(raw.facts)),
-            FrozenDict(journal.record.metrics),
-            journal.record.versions,
-            journal.record.hardware,
+            made_of=made,
+            files=FrozenDict(hashes(place / _MODEL)),
+            model=fingerprint(subject.model, subject.sites),
+            rows=FrozenDict(facts_of(raw.facts)),
+            metrics=FrozenDict(journal.record.metrics),
+            versions=journal.record.versions,
+            hardware=journal.record.hardware,
         )
         base.save(place / MARK)
     shutil.rmtree(training, ignore_errors=True)
@@ -114,24 +120,25 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
 
 
 def open_base(base: Base, sweep: Path, recipe: Recipe) -> Subject:
-    """The base model with its data, as every run starts from it.
+    """Open the base model with its data, as every run starts from it.
 
     Raises:
-        CheckpointError: the folder's model is not what it was when it was saved.
-        InvalidValue: the data is not what it was.
+        CheckpointError: the saved model has changed since it was saved.
+        InvalidValue: the data has changed since then.
     """
+    # 1. The saved model is the one that was described.
     folder = base.folder(sweep)
     _check_files(base, folder)
     journal = Journal(recipe.name, recipe.model_dump(), None, lambda line: None, progress=False)
     subject = prepare_subject(recipe, journal, folder / _MODEL)
+    # 2. So are the rows.
     if FrozenDict(facts_of(journal.record.rows)) != base.rows:
-        raise InvalidValue(
-            recipe.data.path, "the data that the base model saw", "other rows", _HINT
-        )
+        must = "the data that the base model saw"
+        raise InvalidValue(recipe.data.path, must, "other rows", _HINT)
+    # 3. So is the model as it was loaded.
     if fingerprint(subject.model, subject.sites) != base.model:
-        raise CheckpointError(
-            str(folder), "the model that was saved there", "one with another fingerprint", _HINT
-        )
+        must, got = "the model that was saved there", "one with another fingerprint"
+        raise CheckpointError(str(folder), must, got, _HINT)
     return subject
 
 
@@ -139,11 +146,9 @@ _HINT = "Give the sweep another folder with --out."
 
 
 def _check_files(base: Base, folder: Path) -> None:
-    found = hashes(folder / _MODEL)
-    if found != dict(base.files):
-        differing = sorted(
-            k for k in found.keys() | base.files.keys() if found.get(k) != base.files.get(k)
-        )
-        raise CheckpointError(
-            str(folder / _MODEL), "as it was saved", f"another {differing[0]}", _HINT
-        )
+    """Refuse a saved model whose files have changed, and name the first of them."""
+    present = hashes(folder / _MODEL)
+    for name in sorted(present.keys() | base.files.keys()):
+        if present.get(name) != base.files.get(name):
+            place = str(folder / _MODEL)
+            raise CheckpointError(place, "as it was saved", f"another {name}", _HINT)

@@ -1,17 +1,15 @@
-"""Which settings are surely good enough, when several were tried: fixed-sequence tests, one chain a
-method.
+"""Fixed-sequence tests: settings shown to lose no more than allowed, at a stated confidence.
 
-A look at many candidates finds one that seems good enough by luck. Here the order of looks is fixed
-before any answer is seen, from the largest model to the smallest, and the first failure ends it;
-then every test may spend the whole error (Maurer, Hothorn and Lehmacher 1995; Dmitrienko et al.
-2009, section 2.6). Several methods are several such chains and share the error equally
-(Bonferroni). So the chance that any accepted model truly loses more than allowed is at most
-``1 - confidence``, and the smallest of them may be taken; so far as the bootstrap's bound keeps its
-own promise, see ``headprune.sweep.paired.upper_bounds``.
+Among many candidates, one may seem good enough by chance. Here the order of the tests is fixed
+before any result is seen: from the largest model to the smallest. The first failure ends the
+sequence, and so each test may use the whole error probability (Maurer, Hothorn and Lehmacher 1995;
+Dmitrienko et al. 2009, section 2.6). Each method is a sequence of its own, a chain; chains share
+the error probability equally (Bonferroni). Hence the probability that any accepted model truly
+loses more than allowed is at most ``1 - confidence``, if the bootstrap's bound is correct (see
+``headprune.sweep.paired.upper_bounds``). So the smallest accepted model may be taken.
 
-A setting has one model for every draw of its calibration rows. It passes when the models of all its
-draws do (an intersection-union test, which costs no error): whichever of them is taken, the
-statement is about that very model, and a setting that depends on a lucky draw is none.
+A setting has one model per draw of calibration rows. It passes if the models of all draws pass: an
+intersection-union test, which needs no share of the error.
 """
 
 from __future__ import annotations
@@ -22,15 +20,18 @@ from dataclasses import dataclass
 from headprune.core.errors import InvalidValue
 from headprune.sweep.paired import Answers, upper_bounds
 
+#: At least so many resamples must lie beyond a bound, or it is a guess.
+_TAIL = 10
+
 
 @dataclass(frozen=True)
-class Candidate:
-    """A setting to be looked at.
+class CandidateSetting:
+    """A setting to be tested.
 
     Args:
-        chain: Its method: candidates of one chain are looked at one after the other.
-        size: How large its models are, the largest of its draws.
-        draws: What the model of every draw made of the examples.
+        chain: Its method; the candidates of one chain are tested one after the other.
+        size: Size of its largest model, over all draws.
+        draws: For every draw, the model's results on the examples.
     """
 
     chain: str
@@ -40,56 +41,63 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a candidate.
+    """The result of a candidate's test.
 
     Args:
-        looked_at: False where its chain had ended before.
-        bound: Upper bound of the worst draw's drop, at the confidence that the chain has; None if
-            not looked at.
+        tested: False if its chain had ended before.
+        bound: Upper bound of the worst draw's drop, at the chain's confidence; None if not tested.
         passed: The bound is at most the allowed drop.
     """
 
-    looked_at: bool
+    tested: bool
     bound: float | None
     passed: bool
 
 
 def fixed_sequence(
     base: Answers,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateSetting],
     max_drop: float,
     confidence: float = 0.95,
     draws: int = 10_000,
     seed: int = 0,
 ) -> tuple[Verdict, ...]:
-    """Looks at every chain from its largest candidate downwards, until one fails.
+    """Test every chain from its largest candidate downwards, until one fails.
 
     Args:
-        base: What the uncut model made of the examples.
-        candidates: In any order; those of one chain and one size are looked at in the order given.
-        max_drop: What may be lost; see ``headprune.core.metrics.drop``.
-        confidence: That no accepted model loses more.
-        draws: Resamples; what lies beyond ``1 - confidence``, shared by all chains, must be some of
-            them.
-        seed: Of the resamples.
+        base: The uncut model's results on the examples.
+        candidates: In any order; equally large ones of a chain are tested in the order given.
+        max_drop: The largest allowed drop; see ``headprune.core.metrics.drop``.
+        confidence: Confidence that no accepted model loses more.
+        draws: Resamples of the bootstrap. Ten or more must lie beyond each chain's bound.
+        seed: Seed of the resamples.
+
+    Returns:
+        A verdict per candidate, in the order given.
 
     Raises:
         InvalidValue: no confidence level, too few resamples for it, or models of other examples.
     """
     if not 0 < confidence < 1:
         raise InvalidValue("confidence", "between 0 and 1", confidence, "For example 0.95.")
+
+    # 1. Order every chain from its largest candidate to its smallest.
     chains: dict[str, list[int]] = {}
     for i in sorted(range(len(candidates)), key=lambda i: -candidates[i].size):
         chains.setdefault(candidates[i].chain, []).append(i)
     if not chains:
         return ()
+
+    # 2. Share the error probability among the chains.
     error = (1 - confidence) / len(chains)
-    if draws * error < 10:
-        must = f"at least {10 / error:.0f}, for {len(chains)} chains at {confidence:g}"
+    if draws * error < _TAIL:
+        must = f"at least {_TAIL / error:.0f}, for {len(chains)} chains at {confidence:g}"
         raise InvalidValue("draws", must, draws)
+
+    # 3. Test each chain until a candidate fails. The worst draw decides.
     verdicts = [Verdict(False, None, False)] * len(candidates)
-    for order in chains.values():
-        for i in order:
+    for chain in chains.values():
+        for i in chain:
             bound = max(upper_bounds(base, candidates[i].draws, 1 - error, draws, seed))
             verdicts[i] = Verdict(True, bound, bound <= max_drop)
             if not verdicts[i].passed:

@@ -1,5 +1,4 @@
-"""Outcome: what one model made of every validation and test row, and how large it is; stored as
-safetensors."""
+"""A model's results on every validation and test row, and its sizes; stored as safetensors."""
 
 from __future__ import annotations
 
@@ -22,20 +21,23 @@ from headprune.model.sites import bind
 from headprune.run.subject import Subject
 from headprune.sweep.paired import Answers
 
+#: Splits that models are compared on; choices go by the first one alone.
 SPLITS = ("validation", "test")
+#: The arrays of every split, a row per example.
 _COLUMNS = ("amounts", "counts", "losses")
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """One model, judged.
+class ModelOutcome:
+    """The results and sizes of one model.
 
     Args:
-        metric: What ``amounts`` and ``counts`` make; see ``headprune.sweep.paired.Answers``.
+        metric: The metric that ``amounts`` and ``counts`` give; see
+            ``headprune.sweep.paired.Answers``.
         sizes: ``heads``, ``params``, ``macs`` and ``kv`` (None without a cache).
-        arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, a row an example, in one order for
-            all models.
-        notes: What recoveries had to say.
+        arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, a row per example, in the same
+            order for all models.
+        notes: Notes of its recoveries.
     """
 
     metric: str
@@ -44,15 +46,15 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
     def answers(self, split: str) -> Answers:
-        """What the model made of the rows of a split."""
+        """Return the results on the rows of a split."""
         return Answers(self.metric, self.arrays[f"{split}.amounts"], self.arrays[f"{split}.counts"])
 
     def loss(self, split: str) -> float:
-        """Mean per-example loss."""
+        """Return the mean per-example loss on a split."""
         return float(self.arrays[f"{split}.losses"].mean())
 
     def save(self, path: Path, key: str) -> Path:
-        """Writes it, whole or not at all."""
+        """Write it atomically: a kill leaves the old file or the new one."""
         facts = {"metric": self.metric, "sizes": dict(self.sizes), "notes": self.notes}
         marks = {
             "headprune": "Outcome",
@@ -63,10 +65,11 @@ class Outcome:
         return write_atomic(path, packed(self.arrays, marks))
 
     @classmethod
-    def find(cls, path: Path, key: str) -> Outcome | None:
-        """The outcome of this key, where its file is there, whole, and says so itself."""
+    def find(cls, path: Path, key: str) -> ModelOutcome | None:
+        """Load an outcome; None if its file is missing, damaged or of another key."""
         from safetensors import SafetensorError, safe_open
 
+        # 1. Read the arrays and the facts; files of any other kind are refused.
         try:
             check_file(path)
             with safe_open(path, framework="np") as file:
@@ -76,7 +79,7 @@ class Outcome:
                     return None
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
             facts = json.loads(marks["facts"])
-            found = cls(
+            outcome = cls(
                 str(facts["metric"]),
                 FrozenDict(facts["sizes"]),
                 arrays,
@@ -92,48 +95,58 @@ class Outcome:
             RecursionError,
         ):
             return None
-        whole = marks.get("key") == key and marks.get("sha256") == found._sha256()
-        return found if whole and found._sound() else None
+        # 2. Check that it is the right one, and complete.
+        if marks.get("key") != key or marks.get("sha256") != outcome._sha256():
+            return None
+        return outcome if outcome._complete() else None
 
-    def _sound(self) -> bool:
-        """Whether there is a row of every column for each example of both splits."""
-        if {f"{s}.{c}" for s in SPLITS for c in _COLUMNS} != self.arrays.keys():
+    def _complete(self) -> bool:
+        """Whether every column of both splits has a row for each example."""
+        if len(self.arrays) != len(SPLITS) * len(_COLUMNS):
             return False
-        shapes = {name: array.shape for name, array in self.arrays.items()}
-        losses = {s: shapes[f"{s}.losses"] for s in SPLITS}
-        alike = all(
-            shapes[f"{s}.counts"] == losses[s] == shapes[f"{s}.amounts"][:1] for s in SPLITS
-        )
-        return alike and all(len(shape) == 1 and shape[0] for shape in losses.values())
+        for split in SPLITS:
+            if any(f"{split}.{column}" not in self.arrays for column in _COLUMNS):
+                return False
+            losses = self.arrays[f"{split}.losses"].shape
+            if len(losses) != 1 or losses[0] == 0:
+                return False
+            # Amounts may have several numbers per example: [examples, ...].
+            if self.arrays[f"{split}.counts"].shape != losses:
+                return False
+            if self.arrays[f"{split}.amounts"].shape[:1] != losses:
+                return False
+        return True
 
     def _sha256(self) -> str:
-        found = hashlib.sha256(json.dumps([self.metric, dict(self.sizes)]).encode())
+        """Digest of metric, sizes and arrays."""
+        # In the order of the names, so that the order of the file does not matter.
+        digest = hashlib.sha256(json.dumps([self.metric, dict(self.sizes)]).encode())
         for name in sorted(self.arrays):
-            found.update(name.encode() + np.ascontiguousarray(self.arrays[name]).tobytes())
-        return found.hexdigest()
+            digest.update(name.encode() + np.ascontiguousarray(self.arrays[name]).tobytes())
+        return digest.hexdigest()
 
 
 def judge(
     subject: Subject, model: nn.Module, batches: dict[str, list[Any]], notes: tuple[str, ...] = ()
-) -> Outcome:
-    """Evaluates a model on both splits and counts its sizes.
+) -> ModelOutcome:
+    """Evaluate a model on both splits and count its sizes.
 
     Args:
         subject: The base model's, for the metric, the sites and the example that sizes are counted
             on.
-        model: It, or what is left of it.
+        model: The base model, or a cut copy of it.
         batches: The batches of every split.
-        notes: Go into the outcome.
+        notes: Notes for the outcome.
     """
+    # 1. Results per example.
     arrays: dict[str, NDArray[np.float64]] = {}
     metric = ""
     for split in SPLITS:
         quality = subject.evaluate(model, split, batches[split])
         metric = quality.metric
-        arrays |= {
-            f"{split}.{name}": np.array(getattr(quality, name), dtype=np.float64)
-            for name in _COLUMNS
-        }
+        for name in _COLUMNS:
+            arrays[f"{split}.{name}"] = np.array(getattr(quality, name), dtype=np.float64)
+    # 2. Sizes.
     bound = bind(model, subject.sites)
     costs = measure_costs(model, bound, subject.example)
     sizes = {
@@ -142,4 +155,4 @@ def judge(
         "macs": costs.total.macs(costs.length),
         "kv": costs.total.kv_bytes or None,
     }
-    return Outcome(metric, FrozenDict(sizes), arrays, notes)
+    return ModelOutcome(metric, FrozenDict(sizes), arrays, notes)

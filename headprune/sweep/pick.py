@@ -1,5 +1,4 @@
-"""``pick``: the smallest model of a sweep that surely loses no more than allowed; chosen on
-validation rows alone."""
+"""``pick``: the smallest model that is shown to lose no more than allowed."""
 
 from __future__ import annotations
 
@@ -20,23 +19,33 @@ from headprune.core.sweeps import Setting, SweepTable, check_size, words
 from headprune.run.journal import MODEL, PLAN, TABLE, to_stderr
 from headprune.run.subject import Subject
 from headprune.sweep.base import BASES, MARK, Base
-from headprune.sweep.fixed_sequence import Candidate, Verdict, fixed_sequence
-from headprune.sweep.outcome import SPLITS, Outcome, judge
+from headprune.sweep.fixed_sequence import CandidateSetting, Verdict, fixed_sequence
+from headprune.sweep.outcome import SPLITS, ModelOutcome, judge
 from headprune.sweep.paired import Drop, paired_drops, upper_bounds
 from headprune.sweep.runs import RUNS, SweepRun, outcome_key, recipe_of
 from headprune.sweep.sweeping import SweepResult
-from headprune.sweep.tasks import Task, close, cut_and_recovered, opened, outcome_of
+from headprune.sweep.tasks import SweepTask, close, cut_and_recovered, opened, outcome_of
 
+#: The file of a pick.
 PICK = "pick.json"
+#: Resamples of the bootstrap, at least.
 _DRAWS = 10_000
-_TAIL = 20  # resamples beyond a bound, at least
-_SUREST = 0.9999  # a bound beyond it takes more resamples than examples can tell of
+#: At least so many resamples lie beyond a bound.
+_TAIL = 20
+#: The highest confidence: beyond it the number of resamples is out of proportion to the examples.
+_MAX_CONFIDENCE = 0.9999
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What became of one setting: the upper bound of its worst draw's validation drop, None if not
-    looked at."""
+class SettingVerdict:
+    """The test of one setting.
+
+    Args:
+        setting: The setting, in words.
+        size: Size of its largest model.
+        bound: Upper bound of its worst draw's drop on validation rows; None if not tested.
+        passed: The bound is at most the allowed drop.
+    """
 
     setting: str
     size: float
@@ -49,16 +58,18 @@ class Pick(Value):
     """The answer of ``pick``.
 
     Args:
-        max_drop, confidence, by: What was asked.
-        metric: Of the sweep.
-        run: Digest of the picked run; None where none is surely good enough.
+        max_drop: The largest allowed drop.
+        confidence: Confidence that the picked model loses no more.
+        by: What is to be small.
+        metric: Metric of the sweep.
+        run: Digest of the picked run; None if no setting passed.
         setting: The picked combination and draw, in words.
         plan: The picked plan.
-        size: Of its model, by ``by``.
-        validation, test: Its drops, each with its 95 % interval; the test rows took no part in the
-        choice.
-        test_bound: One-sided upper bound of the test drop at ``confidence``.
-        looks: What became of every setting, in the order of the table.
+        size: Size of its model, by ``by``.
+        validation: Its drop on validation rows, with a 95 % interval.
+        test: Its drop on test rows, which take no part in the choice.
+        test_bound: One-sided upper bound of the drop on test rows, at ``confidence``.
+        looks: The tests of all settings, in the order of the table.
     """
 
     max_drop: float
@@ -72,43 +83,35 @@ class Pick(Value):
     validation: Drop | None
     test: Drop | None
     test_bound: float | None
-    looks: tuple[Looked, ...]
+    looks: tuple[SettingVerdict, ...]
 
     @property
     def confirmed(self) -> bool:
-        """Whether the test rows alone say the same, at the same confidence."""
+        """Whether the test rows alone lead to the same conclusion, at the same confidence."""
         return self.test_bound is not None and self.test_bound <= self.max_drop
 
     def __str__(self) -> str:
-        allowed = (
-            f"{drop_words(self.metric, self.max_drop)} at {100 * self.confidence:g} % confidence"
-        )
-        n_looks = sum(look.bound is not None for look in self.looks)
-        looked = f"{n_looks} of {len(self.looks)} settings were looked at"
+        confidence = f"{100 * self.confidence:g} % confidence"
+        allowed = f"{drop_words(self.metric, self.max_drop)} at {confidence}"
+        tested = [look for look in self.looks if look.bound is not None]
+        counts = f"{len(tested)} of {len(self.looks)} settings were tested"
         if self.validation is None or self.test is None or self.test_bound is None:
-            bounds = [(look.bound, look.setting) for look in self.looks if look.bound is not None]
-            best = [
-                f"the least bound is {drop_words(self.metric, bound)}, of {of}"
-                for bound, of in sorted(bounds)[:1]
-            ]
-            return (
-                f"no model of the sweep surely loses at most {allowed};"
-                f" {', '.join([looked, *best])}"
-            )
-        confirmed = "confirm it" if self.confirmed else "do not confirm it"
-        return "\n".join(
-            [
-                (
-                    f"{self.setting}: {self.size:,.0f} {self.by}, surely loses at most {allowed}"
-                    f" ({looked})"
-                ),
-                f"  validation rows: {_interval(self.metric, self.validation)}",
-                (
-                    f"  test rows: {_interval(self.metric, self.test)}; they {confirmed} "
-                    f"(bound {drop_words(self.metric, self.test_bound)})"
-                ),
-            ]
-        )
+            text = f"no model of the sweep is shown to lose at most {allowed}; {counts}"
+            if tested:
+                best = min(tested, key=lambda look: (look.bound, look.setting))
+                bound = drop_words(self.metric, best.bound or 0.0)
+                text += f", the least bound is {bound}, of {best.setting}"
+            return text
+        size = f"{self.size:,.0f} {self.by}"
+        confirm = "confirm it" if self.confirmed else "do not confirm it"
+        test_bound = drop_words(self.metric, self.test_bound)
+        lines = [
+            f"{self.setting}: {size}, loses at most {allowed} ({counts})",
+            f"  validation rows: {_interval(self.metric, self.validation)}",
+            f"  test rows: {_interval(self.metric, self.test)}; "
+            f"they {confirm} (bound {test_bound})",
+        ]
+        return "\n".join(lines)
 
 
 def _interval(metric: str, drop: Drop) -> str:
@@ -126,193 +129,233 @@ def pick(
     overwrite: bool = False,
     say: Callable[[str], None] = to_stderr,
 ) -> Pick:
-    """The smallest model of a sweep whose drop is at most ``max_drop``, at a confidence that many
-    looks keep.
+    """Pick the smallest model of a sweep that is shown to lose at most ``max_drop``.
 
-    Decided on validation rows: the settings of every method are looked at from the largest to the
-    smallest, until the upper bound of one's drop, by the paired bootstrap over examples, is above
-    ``max_drop``; methods share the error (``headprune.sweep.fixed_sequence`` says why this may be
-    believed). A setting passes when the models of all its calibration draws do, and of those the
-    one with the smallest validation drop is taken. ``random`` is a baseline and is looked at only
-    where the sweep has nothing else. The test rows come last, and change nothing.
+    The settings of each method are tested on validation rows, from the largest to the smallest,
+    until one's upper bound of the drop is above ``max_drop`` (paired bootstrap over examples).
+    Methods share the error probability; see ``headprune.sweep.fixed_sequence``. A setting passes if
+    the models of all its draws do; of these, the one with the smallest drop is picked. The baseline
+    ``random`` is tested only if there is no other scorer. Test rows take no part in the choice.
 
     Args:
         sweep: The folder of a sweep, its ``table.json``, or what ``sweep`` returned.
         max_drop: See ``headprune.core.metrics.drop``: 0.01 is one point of accuracy, or 1 % of
             perplexity.
         by: What is to be small: ``heads``, ``params``, ``macs`` or ``kv``.
-        confidence: That the picked model loses no more on the data that the rows were drawn from;
-            0.9999 at most.
-        out: A folder for ``plan.json``, ``pick.json`` and the cut and recovered model (``model/``),
-            which is made again and must answer as it did in the sweep. Nothing is written where
-            none is good enough.
+        confidence: Confidence that the picked model loses no more, on data like these rows.
+        out: A folder for ``plan.json``, ``pick.json`` and the model (``model/``), which is made
+            again and compared with the sweep's.
         overwrite: Replace an earlier pick there.
         say: Takes lines of progress.
 
     Raises:
-        InvalidValue: no finished sweep there, or arguments that cannot be.
+        InvalidValue: no finished sweep, or impossible arguments.
         UnknownName: no such size.
-        VerificationFailed: the model that was made again answers otherwise; nothing is written.
+        VerificationFailed: the model made again has other results; nothing is written.
     """
-    if (
-        not isinstance(max_drop, (int, float))
-        or isinstance(max_drop, bool)
-        or not math.isfinite(max_drop)
-    ):
-        raise InvalidValue(
-            "pick(max_drop=)", "a number, such as 0.01 for one point", repr(max_drop)
-        )
-    if not 0 < confidence <= _SUREST:
-        raise InvalidValue(
-            "pick(confidence=)", f"above 0 and at most {_SUREST}", confidence, "For example 0.95."
-        )
+    # 1. Check the arguments and read the table.
+    _check_numbers(max_drop, confidence)
     folder, table = _read(sweep)
     check_size(table.base, by, "pick(by=)")
     if out is not None and (Path(out) / PICK).exists() and not overwrite:
-        raise InvalidValue(
-            str(out), "free", "an earlier pick", "Give another folder with --out, or --overwrite."
-        )
-    settings = [s for s in table.settings() if not _is_random(s, folder)] or list(table.settings())
-    if not settings:
-        raise InvalidValue(
-            str(folder), "a sweep with a finished run", "none", "The table's failed runs say why."
-        )
-    judged = _judged(folder, settings)
-    verdicts = _verdicts(judged, settings, by, max_drop, confidence)
-    empty = dict.fromkeys(("run", "plan", "size", "validation", "test", "test_bound"))
-    looks = tuple(_look(s, v, by) for s, v in zip(settings, verdicts, strict=True))
-    found = Pick(float(max_drop), confidence, by, table.metric, **empty, setting="", looks=looks)
-    passed = [row for s, v in zip(settings, verdicts, strict=True) if v.passed for row in s.rows]
-    if passed:
-        row = min(passed, key=lambda row: (row[by], row["validation_drop"]))
-        found = _filled(found, row, judged, folder)
-        if out is not None:
-            say(f"making {found.setting} again, to prove that it answers as in the sweep")
-            _write(found, judged, folder, Path(out))
-    return found
+        hint = "Give another folder with --out, or --overwrite."
+        raise InvalidValue(str(out), "free", "an earlier pick", hint)
+
+    # 2. Test the settings on validation rows.
+    settings = _settings_to_test(table, folder)
+    files = _read_files(folder, settings)
+    verdicts = _verdicts(files, settings, by, max_drop, confidence)
+    looks = []
+    passed: list[FrozenDict] = []
+    for setting, verdict in zip(settings, verdicts, strict=True):
+        size = _largest(setting, by)
+        text = words(setting.values)
+        looks.append(SettingVerdict(text, size, verdict.bound, verdict.passed))
+        if verdict.passed:
+            passed.extend(setting.rows)
+    answer = Pick(
+        max_drop=float(max_drop),
+        confidence=confidence,
+        by=by,
+        metric=table.metric,
+        run=None,
+        setting="",
+        plan=None,
+        size=None,
+        validation=None,
+        test=None,
+        test_bound=None,
+        looks=tuple(looks),
+    )
+    if not passed:
+        return answer
+
+    # 3. Take the smallest model, of equally small ones that with the smallest drop.
+    row = min(passed, key=lambda row: (row[by], row["validation_drop"]))
+    answer = _with_row(answer, row, files, folder)
+
+    # 4. Make the model again and save it.
+    if out is not None:
+        say(f"making {answer.setting} again, to prove that it answers as in the sweep")
+        _write(answer, files, folder, Path(out))
+    return answer
+
+
+def _check_numbers(max_drop: float, confidence: float) -> None:
+    is_number = isinstance(max_drop, (int, float)) and not isinstance(max_drop, bool)
+    if not is_number or not math.isfinite(max_drop):
+        must = "a number, such as 0.01 for one point"
+        raise InvalidValue("pick(max_drop=)", must, repr(max_drop))
+    if not 0 < confidence <= _MAX_CONFIDENCE:
+        must = f"above 0 and at most {_MAX_CONFIDENCE}"
+        raise InvalidValue("pick(confidence=)", must, confidence, "For example 0.95.")
+
+
+# ------------------------------------------------------------------------ reading a sweep's files
 
 
 @dataclass(frozen=True)
-class _Judged:
-    """What the files of a sweep say: its base model, that one's outcome, and every run with its
-    own."""
+class _SweepFiles:
+    """What the files of a sweep contain.
+
+    Args:
+        base: The base model.
+        base_outcome: Its results.
+        runs: The files of the runs, by digest.
+        outcomes: The results of the runs, by digest.
+    """
 
     base: Base
-    whole: Outcome
+    base_outcome: ModelOutcome
     runs: dict[str, SweepRun]
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, ModelOutcome]
 
 
-def _judged(folder: Path, settings: Sequence[Setting]) -> _Judged:
-    runs = {row["run"]: _run(folder, row["run"]) for setting in settings for row in setting.rows}
-    base = Base.load(folder / BASES / next(iter(runs.values())).base[:16] / MARK)
-    outcomes = {run: outcome_of(folder, str(file.outcome)) for run, file in runs.items()}
-    whole = outcome_of(folder, outcome_key(next(iter(runs.values())), None))
-    return _Judged(base, whole, runs, outcomes)
+def _read(sweep: str | Path | SweepResult) -> tuple[Path, SweepTable]:
+    """Return the folder and the table of a sweep."""
+    if isinstance(sweep, SweepResult):
+        return sweep.folder.resolve(), sweep.table
+    path = Path(sweep)
+    if path.is_dir():
+        path = path / TABLE
+    if not path.is_file():
+        must = f"the folder of a finished sweep, with {TABLE}"
+        hint = "`headprune sweep` makes one; "
+        hint += "a sweep that was stopped has no table yet: call it again."
+        raise InvalidValue(str(sweep), must, "none", hint)
+    return path.parent.resolve(), SweepTable.load(path)
 
 
-def _verdicts(
-    judged: _Judged, settings: Sequence[Setting], by: str, max_drop: float, confidence: float
-) -> tuple[Verdict, ...]:
-    def candidate(setting: Setting) -> Candidate:
-        answers = tuple(judged.outcomes[row["run"]].answers("validation") for row in setting.rows)
-        return Candidate(setting.method, _largest(setting, by), answers)
+def _settings_to_test(table: SweepTable, folder: Path) -> list[Setting]:
+    """The settings of the table, without random scores if there are others."""
+    settings = list(table.settings())
+    if not settings:
+        hint = "The table's failed runs say why."
+        raise InvalidValue(str(folder), "a sweep with a finished run", "none", hint)
+    return [setting for setting in settings if not _is_random(setting, folder)] or settings
 
-    n_chains = len({setting.method for setting in settings})
-    draws = max(_DRAWS, math.ceil(_TAIL * n_chains / (1 - confidence)))
-    candidates = [candidate(setting) for setting in settings]
-    return fixed_sequence(
-        judged.whole.answers("validation"), candidates, max_drop, confidence, draws
+
+def _is_random(setting: Setting, folder: Path) -> bool:
+    """Whether the scorer is ``random``; its name need not be in the grid."""
+    run = _read_run(folder, setting.rows[0]["run"])
+    return bool(run.recipe["score"]["scorer"] == "random")
+
+
+def _read_run(folder: Path, run: str) -> SweepRun:
+    return SweepRun.load(folder / RUNS / f"{run}.json")
+
+
+def _read_files(folder: Path, settings: Sequence[Setting]) -> _SweepFiles:
+    runs: dict[str, SweepRun] = {}
+    for setting in settings:
+        for row in setting.rows:
+            runs[row["run"]] = _read_run(folder, row["run"])
+    any_run = next(iter(runs.values()))  # all have the same base model
+    return _SweepFiles(
+        base=Base.load(folder / BASES / any_run.base[:16] / MARK),
+        base_outcome=outcome_of(folder, outcome_key(any_run, None)),
+        runs=runs,
+        outcomes={key: outcome_of(folder, str(run.outcome)) for key, run in runs.items()},
     )
 
 
-def _filled(found: Pick, row: FrozenDict, judged: _Judged, folder: Path) -> Pick:
-    """The answer with the picked run, and what the test rows say to it."""
-    file, outcome, whole = judged.runs[row["run"]], judged.outcomes[row["run"]], judged.whole
-    drops = {
-        split: paired_drops(whole.answers(split), [outcome.answers(split)])[0] for split in SPLITS
-    }
-    (bound,) = upper_bounds(whole.answers("test"), [outcome.answers("test")], found.confidence)
+# -------------------------------------------------------------------------------- choosing a model
+
+
+def _verdicts(
+    files: _SweepFiles, settings: Sequence[Setting], by: str, max_drop: float, confidence: float
+) -> tuple[Verdict, ...]:
+    """Test the settings on validation rows, each method as a chain of its own."""
+    candidates = []
+    for setting in settings:
+        outcomes = [files.outcomes[row["run"]] for row in setting.rows]
+        answers = tuple(outcome.answers("validation") for outcome in outcomes)
+        candidates.append(CandidateSetting(setting.method, _largest(setting, by), answers))
+    # More chains and a higher confidence need more resamples.
+    n_chains = len({setting.method for setting in settings})
+    draws = max(_DRAWS, math.ceil(_TAIL * n_chains / (1 - confidence)))
+    base = files.base_outcome.answers("validation")
+    return fixed_sequence(base, candidates, max_drop, confidence, draws)
+
+
+def _largest(setting: Setting, by: str) -> float:
+    """Size of the setting's largest model, over its draws."""
+    return float(max(row[by] for row in setting.rows))
+
+
+def _with_row(answer: Pick, row: FrozenDict, files: _SweepFiles, folder: Path) -> Pick:
+    """Fill in the picked run, with its drops on validation and test rows."""
+    # Drops of this model alone; test rows are used here for the first time.
+    run, outcome, base = files.runs[row["run"]], files.outcomes[row["run"]], files.base_outcome
+    drops = {}
+    for split in SPLITS:
+        (drops[split],) = paired_drops(base.answers(split), [outcome.answers(split)])
+    (bound,) = upper_bounds(base.answers("test"), [outcome.answers("test")], answer.confidence)
     return replace(
-        found,
+        answer,
         run=row["run"],
-        setting=words({**file.values, "seed": file.seed}),
+        setting=words({**run.values, "seed": run.seed}),
         plan=PruningPlan.load(folder / row["plan"]),
-        size=float(row[found.by]),
+        size=float(row[answer.by]),
         validation=drops["validation"],
         test=drops["test"],
         test_bound=bound,
     )
 
 
-def _read(sweep: str | Path | SweepResult) -> tuple[Path, SweepTable]:
-    if isinstance(sweep, SweepResult):
-        return sweep.folder.resolve(), sweep.table
-    path = Path(sweep)
-    path = path / TABLE if path.is_dir() else path
-    if not path.is_file():
-        hint = (
-            "`headprune sweep` makes one; a sweep that was stopped has no table yet: call it again."
-        )
-        raise InvalidValue(
-            str(sweep), f"the folder of a finished sweep, with {TABLE}", "none", hint
-        )
-    return path.parent.resolve(), SweepTable.load(path)
+# -------------------------------------------------------------------------------- writing a model
 
 
-def _run(folder: Path, run: str) -> SweepRun:
-    return SweepRun.load(folder / RUNS / f"{run}.json")
-
-
-def _is_random(setting: Setting, folder: Path) -> bool:
-    """By its file: the scorer need not be a key of the grid."""
-    return bool(_run(folder, setting.rows[0]["run"]).recipe["score"]["scorer"] == "random")
-
-
-def _largest(setting: Setting, by: str) -> float:
-    return float(max(row[by] for row in setting.rows))
-
-
-def _look(setting: Setting, verdict: Verdict, by: str) -> Looked:
-    return Looked(words(setting.values), _largest(setting, by), verdict.bound, verdict.passed)
-
-
-def _write(found: Pick, judged: _Judged, folder: Path, out: Path) -> None:
-    """Makes the picked model again, proves that it answers as it did, and saves all."""
-    assert found.run is not None
-    assert found.plan is not None
-    file = judged.runs[found.run]
-    recipe = recipe_of(file)
-    task = Task("outcomes", str(file.outcome), folder, judged.base, recipe, file.seed)
+def _write(answer: Pick, files: _SweepFiles, folder: Path, out: Path) -> None:
+    """Make the picked model again, prove that it has the same results, and save everything."""
+    assert answer.run is not None
+    assert answer.plan is not None
+    run = files.runs[answer.run]
+    recipe = recipe_of(run)
+    task = SweepTask("outcomes", str(run.outcome), folder, files.base, recipe, run.seed)
     try:
         subject, batches = opened(task)
-        model, notes = cut_and_recovered(subject, found.plan)
-        _prove(judge(subject, model, batches, notes), judged.outcomes[found.run])
-        _save(model, subject, found, out)
+        model, notes = cut_and_recovered(subject, answer.plan)
+        _prove(judge(subject, model, batches, notes), files.outcomes[answer.run])
+        _save(model, subject, answer, answer.plan, out)
     finally:
         close()
 
 
-def _prove(again: Outcome, before: Outcome) -> None:
-    """The same answers; losses may differ by what another number of threads rounds otherwise."""
-    for name in (f"{split}.losses" for split in SPLITS):
-        values = before.arrays[name]
-        difference, allowed = (
-            float(abs(again.arrays[name] - values).max()),
-            1e-3 * (1 + float(abs(values).max())),
-        )
+def _prove(again: ModelOutcome, before: ModelOutcome) -> None:
+    """Refuse other losses than in the sweep, except for the rounding of other thread counts."""
+    for split in SPLITS:
+        name = f"{split}.losses"
+        losses = before.arrays[name]
+        difference = float(abs(again.arrays[name] - losses).max())
+        allowed = 1e-3 * (1 + float(abs(losses).max()))
         if difference > allowed:
+            must = f"as in the sweep, {name} within {allowed:.1e}"
             hint = "Recover on the device and with the versions of the sweep."
-            raise VerificationFailed(
-                "the picked model",
-                f"as in the sweep, {name} within {allowed:.1e}",
-                difference,
-                hint,
-            )
+            raise VerificationFailed("the picked model", must, difference, hint)
 
 
-def _save(model: nn.Module, subject: Subject, found: Pick, out: Path) -> None:
+def _save(model: nn.Module, subject: Subject, answer: Pick, plan: PruningPlan, out: Path) -> None:
     save_pretrained(model, out / MODEL, subject.sites, processor=subject.preparation.tools)
-    assert found.plan is not None
-    found.plan.save(out / PLAN)
-    write_atomic(out / PICK, found.to_json().encode())
+    plan.save(out / PLAN)
+    write_atomic(out / PICK, answer.to_json().encode())

@@ -1,5 +1,4 @@
-"""``sweep``: a recipe over a grid; every combination once, in any number of processes, from where
-it stopped."""
+"""``sweep``: run a recipe over a grid, every combination once, in any number of processes."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from headprune.run.journal import WORK, to_stderr
 from headprune.run.subject import quiet
 from headprune.sweep.base import Base, ready_base
 from headprune.sweep.grid import Design, Grid, lay_out
-from headprune.sweep.outcome import Outcome
-from headprune.sweep.runs import Run, SweepRun, outcome_key, runs_of
+from headprune.sweep.outcome import ModelOutcome
+from headprune.sweep.runs import PlannedRun, SweepRun, outcome_key, runs_of
 from headprune.sweep.tables import TIMINGS, table_of, write_surroundings, write_table, write_timings
 from headprune.sweep.tasks import (
     SCORING,
-    Done,
     Kind,
-    Task,
+    SweepTask,
+    TaskResult,
     close,
     file_of,
     load_plan,
@@ -61,259 +60,288 @@ def sweep(
     backend: str = "loky",
     say: Callable[[str], None] = to_stderr,
 ) -> SweepResult:
-    """Runs every combination of a grid on one base model.
+    """Run every combination of a grid on one base model, and tabulate the results.
 
-    The base model is loaded or trained once. A combination scores its heads, selects, cuts a copy,
-    recovers it, and is judged on every validation and test row. Scores are shared by all budgets,
-    selectors and recoveries, and combinations that come to the same model are judged once.
+    The base model is loaded or trained once. Each combination scores, selects, cuts a copy,
+    recovers it, and is measured on all validation and test rows. Scores are shared by budgets,
+    selectors and recoveries; combinations that lead to the same model share its measurement.
 
-    Everything lies in one folder, each piece in a file that is named by a digest of all that it
-    depends on and written whole or not at all; so a sweep that was stopped, killed too, goes on
-    where it was when it is called again, and a sweep with a larger grid uses what an earlier one
-    left. The table is the same whatever was interrupted.
+    Every piece of work is a file, named by a digest of what it depends on. The same call resumes a
+    stopped sweep, and a larger grid reuses a smaller one's pieces.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
         grid: ``{"scorer": ["taylor", "random"], "keep": [0.5, 0.25]}``, or
-            ``["scorer=taylor,random", ...]``; see ``headprune.sweep.grid.lay_out``.
+            ``["scorer=taylor,random", ...]``.
         settings: ``dotted.key=value`` overrides.
-        seeds: Draws of calibration rows. Draw ``i`` has the recipe's seed plus ``i``: it decides
-            the calibration rows and what scorers and recoveries draw, not the base model, nor
-            validation and test rows. Draw 0 has those of ``headprune run``.
+        seeds: Draws of calibration rows. Draw ``i`` adds ``i`` to the recipe's seed, for
+            calibration rows, scorers and recoveries.
         out: The folder; default that of the recipe and ``-sweep``.
-        jobs: Processes; -1 is one a core.
-        backend: Of joblib: ``loky``, or ``dask`` for a cluster that sees the folder.
-        say: Takes a line a run.
+        jobs: Processes; -1 is one per core.
+        backend: joblib backend: ``loky``, or ``dask`` for a cluster.
+        say: Takes a line per run.
 
     Returns:
-        The table and the folder, which has it as ``table.json``, ``.csv`` and ``.parquet``,
-        ``timings.csv``, ``surroundings.json`` (versions and hardware), the trade-off as a picture
-        and ``summary.md``. Runs that ended in an error are in ``table.failed``; the next call tries
-        them again.
+        The table and the folder. The next call repeats the runs in ``table.failed``.
 
     Raises:
-        HeadPruneError: every error of the grid at once, another sweep in the folder, or a base
-            model that cannot be had.
+        HeadPruneError: all errors of the grid, another sweep in the folder, or no base model.
     """
+    # 1. Check the grid and the other arguments.
     design = lay_out(recipe, settings, grid)
-    for name, value, fits in (
-        ("seeds", seeds, seeds >= 1),
-        ("jobs", jobs, jobs >= 1 or jobs == -1),
-    ):
-        if not fits or not isinstance(value, int):
-            raise InvalidValue(
-                f"sweep({name}=)", "a count >= 1" + (", or -1" if name == "jobs" else ""), value
-            )
+    _check_count("seeds", seeds, seeds >= 1, "a count >= 1")
+    _check_count("jobs", jobs, jobs >= 1 or jobs == -1, "a count >= 1, or -1")
     folder = Path(out) if out is not None else Path(f"{design.recipe.folder}-sweep")
     with locked(folder, "a sweep"):
         quiet()
-        for place in (folder, *(path for path in folder.iterdir() if path.is_dir())):
-            remove_parts(place)
+        # Files that a killed process did not finish.
+        remove_parts(folder)
+        for path in list(folder.iterdir()):
+            if path.is_dir():
+                remove_parts(path)
+
+        # 2. Get the base model.
         base = ready_base(design.recipe, folder, say)
-        going = _Going(folder.resolve(), base, runs_of(design, base, seeds), jobs, backend, say)
+
+        # 3. Run what is not done yet.
+        runs = runs_of(design, base, seeds)
+        running = _RunningSweep(folder.resolve(), base, runs, jobs, backend, say)
         try:
-            outcome = going.all()
+            base_outcome = running.run_all()
         except KeyboardInterrupt:
-            say(
-                f"stopped: {len(going.files)} of {len(going.runs)} runs are done; the same command"
-                " goes on from here"
-            )
+            done = f"{len(running.files)} of {len(runs)} runs are done"
+            say(f"stopped: {done}; the same command resumes here")
             raise
         finally:
             close()
-        return SweepResult(folder, _written(design, going, outcome))
+
+        # 4. Write the table and what is drawn from it.
+        return SweepResult(folder, _write_results(design, running, base_outcome))
 
 
-def _written(design: Design, going: _Going, outcome: Outcome) -> SweepTable:
-    """The table, which with all that is made from it is in the folder then."""
-    table = table_of(design, going.runs, going.files, outcome, going.folder)
-    write_table(table, going.folder)
-    write_timings(going.runs, going.files, going.folder)
-    write_surroundings(design.recipe, going.folder)
-    for path in write_tradeoff(table, going.folder):
-        going.say(f"wrote {path}")
+def _check_count(name: str, value: int, fits: bool, must: str) -> None:
+    if not fits or not isinstance(value, int):
+        raise InvalidValue(f"sweep({name}=)", must, value)
+
+
+def _write_results(design: Design, running: _RunningSweep, base: ModelOutcome) -> SweepTable:
+    """Write the table, times, versions and pictures to the folder; return the table."""
+    folder, runs, files = running.folder, running.runs, running.files
+    table = table_of(design, runs, files, base, folder)
+    write_table(table, folder)
+    write_timings(runs, files, folder)
+    write_surroundings(design.recipe, folder)
+    for path in write_tradeoff(table, folder):
+        running.say(f"wrote {path}")
     return table
 
 
-class _Going:
-    """A sweep on its way: what is finished, what failed, and the lines about it."""
+class _RunningSweep:
+    """A sweep while it runs.
+
+    Args:
+        folder: The sweep's folder.
+        base: The base model.
+        runs: All runs, in the order of the table.
+        jobs: Processes.
+        backend: joblib backend.
+        say: Takes a line per run.
+
+    Attributes:
+        files: By run, the file that says that it is done or failed.
+    """
 
     def __init__(
         self,
         folder: Path,
         base: Base,
-        runs: Sequence[Run],
+        runs: Sequence[PlannedRun],
         jobs: int,
         backend: str,
         say: Callable[[str], None],
     ) -> None:
-        self.folder, self.base, self.runs, self.jobs, self.backend, self.say = (
-            folder,
-            base,
-            runs,
-            jobs,
-            backend,
-            say,
-        )
+        self.folder = folder
+        self.base = base
+        self.runs = runs
+        self.jobs = jobs
+        self.backend = backend
+        self.say = say
+        self.threads = _threads(runs[0].recipe, jobs)
         self.files: dict[str, SweepRun] = {}
         self.start = perf_counter()
-        self.first: tuple[float, int] | None = None
-        self.threads = _threads(runs[0].recipe, jobs)
+        self.first: tuple[float, int] | None = None  # time and number of runs at the first line
 
-    def all(self) -> Outcome:
-        """Does what is not done; returns the outcome of the base model."""
-        found = {run.key: run.finished(self.folder, self.base) for run in self.runs}
-        self.files = {key: file for key, file in found.items() if file is not None}
+    def run_all(self) -> ModelOutcome:
+        """Run everything that is not done yet; return the outcome of the base model."""
+        # 1. Runs that an earlier call finished.
+        for run in self.runs:
+            file = run.finished(self.folder, self.base)
+            if file is not None:
+                self.files[run.key] = file
         if self.files:
             self.say(f"{len(self.files)} of {len(self.runs)} runs are done already")
-        base = self._base_task()
-        for done in self._each([base]):
+
+        # 2. The base model, which all others are compared with.
+        base_task = self._base_task()
+        for done in self._run_tasks([base_task]):
             if done.error is not None:
                 raise InvalidValue("the base model", "one that can be judged", done.error)
-        left = {run.key: run for run in self.runs if run.key not in self.files}
-        for kind in ("scores", "plans"):
-            left = self._pieces(kind, left)
-        self._judge(left)
-        return outcome_of(self.folder, base.key)
 
-    def _base_task(self) -> Task:
+        # 3. Scores, then plans, then models.
+        # Combinations of the same settings are one run.
+        by_key = {run.key: run for run in self.runs if run.key not in self.files}
+        remaining = self._make_scores(list(by_key.values()))
+        remaining = self._make_plans(remaining)
+        self._make_models(remaining)
+        return outcome_of(self.folder, base_task.key)
+
+    def _base_task(self) -> SweepTask:
         key = outcome_key(self.runs[0], None)
-        return Task(
-            "outcomes", key, self.folder, self.base, self.runs[0].recipe, threads=self.threads
-        )
+        recipe = self.runs[0].recipe
+        return SweepTask("outcomes", key, self.folder, self.base, recipe, threads=self.threads)
 
-    def _pieces(self, kind: Kind, left: dict[str, Run]) -> dict[str, Run]:
-        """Makes the scores, or the plans, of all runs that are left; returns the runs that have
-        theirs."""
-        key_of = {run.key: run.scores if kind == "scores" else run.plan for run in left.values()}
-        users: dict[str, list[Run]] = {}
-        for run in left.values():
-            users.setdefault(key_of[run.key], []).append(run)
-        tasks = [
-            r[0].task(kind, key, self.folder, self.base, self.threads) for key, r in users.items()
-        ]
-        for done in self._each(tasks):
-            if done.error is None and (kind == "scores" or done.seconds > 1):
-                self.say(f"[{kind}] {_of(done.task)}: {duration(done.seconds)}")
+    def _tasks(self, kind: Kind, users: dict[str, list[PlannedRun]]) -> list[SweepTask]:
+        """Return one task per key, for all runs that share its result."""
+        place = (self.folder, self.base, self.threads)
+        return [runs[0].task(kind, key, *place) for key, runs in users.items()]
+
+    def _make_scores(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+        """Make the scores of runs, shared ones once; return the runs that did not fail."""
+        users: dict[str, list[PlannedRun]] = {}
+        for run in runs:
+            users.setdefault(run.scores, []).append(run)
+        tasks = self._tasks("scores", users)
+        for done in self._run_tasks(tasks):
             if done.error is not None:
-                for run in users[done.task.key]:
-                    self._fail(run, done.error)
-                    left.pop(run.key)
-        for folder in (self.folder / WORK).glob(
-            f"{SCORING}*"
-        ):  # of killed tasks, whose key is another one now
+                self._fail(users[done.task.key], done.error)
+            else:
+                recipe, draw = done.task.recipe, done.task.draw
+                took = duration(done.seconds)
+                self.say(f"[scores] {recipe.score.scorer}, draw {draw}: {took}")
+        # Unfinished scores of killed processes, if their key has changed since.
+        for folder in (self.folder / WORK).glob(f"{SCORING}*"):
             shutil.rmtree(folder, ignore_errors=True)
-        return left
+        return [run for run in runs if run.key not in self.files]
 
-    def _judge(self, left: dict[str, Run]) -> None:
-        """Cuts, recovers and judges; runs that come to the same model are done together."""
-        users: dict[str, list[tuple[Run, PruningPlan]]] = {}
-        for run in left.values():
+    def _make_plans(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+        """Make the plans of runs, shared ones once; return the runs that did not fail."""
+        users: dict[str, list[PlannedRun]] = {}
+        for run in runs:
+            users.setdefault(run.plan, []).append(run)
+        tasks = self._tasks("plans", users)
+        for done in self._run_tasks(tasks):
+            if done.error is not None:
+                self._fail(users[done.task.key], done.error)
+            elif done.seconds > 1:  # most selectors take no time
+                self.say(f"[plans] {done.task.what}: {duration(done.seconds)}")
+        return [run for run in runs if run.key not in self.files]
+
+    def _make_models(self, runs: Sequence[PlannedRun]) -> None:
+        """Cut, recover and measure; runs that lead to the same model share its outcome."""
+        # 1. Group the runs by the model that their plan and recoveries lead to.
+        plans: dict[str, PruningPlan] = {}
+        users: dict[str, list[PlannedRun]] = {}
+        for run in runs:
             plan = load_plan(file_of(self.folder, "plans", run.plan))
             assert plan is not None
-            users.setdefault(outcome_key(run, plan), []).append((run, plan))
-        tasks = [
-            r[0][0].task("outcomes", key, self.folder, self.base, self.threads)
-            for key, r in users.items()
-        ]
-        for task in [t for t in tasks if t.done()]:  # judged before its run's file was written
-            self._finish(task, users[task.key])
-        for done in self._each(tasks):
+            plans[run.key] = plan
+            users.setdefault(outcome_key(run, plan), []).append(run)
+        tasks = self._tasks("outcomes", users)
+        # 2. Outcomes that are there although the file of a run is not: a kill came between the two.
+        for task in [task for task in tasks if task.done()]:
+            self._finish(task, users[task.key], plans)
+        # 3. All others.
+        for done in self._run_tasks(tasks):
             if done.error is None:
-                self._finish(done.task, users[done.task.key])
-                continue
-            for run, _ in users[done.task.key]:
-                self._fail(run, done.error)
+                self._finish(done.task, users[done.task.key], plans)
+            else:
+                self._fail(users[done.task.key], done.error)
 
-    def _finish(self, task: Task, users: list[tuple[Run, PruningPlan]]) -> None:
+    def _finish(
+        self, task: SweepTask, runs: Sequence[PlannedRun], plans: dict[str, PruningPlan]
+    ) -> None:
+        """Write the files of runs whose outcome is there."""
         outcome = outcome_of(self.folder, task.key)
-        for run, plan in users:
-            self._keep(run, run.file(self.base, status="done", plan=plan.digest, outcome=task.key))
-            answers = outcome.answers("validation")
-            self._line(
-                run,
-                f"validation {answers.metric} {answers.value:.4f}, {outcome.sizes['heads']} heads",
-            )
+        answers = outcome.answers("validation")
+        quality = f"validation {answers.metric} {answers.value:.4f}"
+        for run in runs:
+            plan = plans[run.key].digest
+            self._save(run, run.file(self.base, status="done", plan=plan, outcome=task.key))
+            self._print(run, f"{quality}, {outcome.sizes['heads']} heads")
 
-    def _fail(self, run: Run, error: str) -> None:
-        self._keep(run, run.file(self.base, status="failed", error=error))
-        self._line(run, f"failed: {error}")
+    def _fail(self, runs: Sequence[PlannedRun], error: str) -> None:
+        """Write the files of runs that failed."""
+        for run in runs:
+            self._save(run, run.file(self.base, status="failed", error=error))
+            self._print(run, f"failed: {error}")
 
-    def _keep(self, run: Run, file: SweepRun) -> None:
+    def _save(self, run: PlannedRun, file: SweepRun) -> None:
         file.save(run.path(self.folder))
         self.files[run.key] = file
 
-    def _line(self, run: Run, text: str) -> None:
+    def _print(self, run: PlannedRun, text: str) -> None:
+        """Print a line about a finished run, with the time that all others will take."""
         now, n_done = perf_counter(), len(self.files)
-        self.first = self.first or (
-            now,
-            n_done,
-        )  # what comes before, such as starting processes, comes once
-        since, n_since = now - self.first[0], n_done - self.first[1]
+        if self.first is None:
+            # Rates count from here: starting processes and the like happens only once.
+            self.first = (now, n_done)
+        seconds, n_since = now - self.first[0], n_done - self.first[1]
         times = f"{duration(now - self.start)} gone"
         if n_since and n_done < len(self.runs):
-            times += f", about {duration(since / n_since * (len(self.runs) - n_done))} left"
+            rest = seconds / n_since * (len(self.runs) - n_done)
+            times += f", about {duration(rest)} left"
         self.say(f"[{n_done}/{len(self.runs)}] {run.what}: {text} ({times})")
 
-    def _each(self, tasks: Sequence[Task]) -> Iterator[Done]:
-        """Does the tasks whose file is not there yet, and notes how long each took."""
-        for done in _parallel([task for task in tasks if not task.done()], self.jobs, self.backend):
+    def _run_tasks(self, tasks: Sequence[SweepTask]) -> Iterator[TaskResult]:
+        """Run the tasks whose file is not there yet, and note how long each took."""
+        todo = [task for task in tasks if not task.done()]
+        for done in _parallel(todo, self.jobs, self.backend):
             if done.error is None:
-                line = {
-                    "kind": done.task.kind,
-                    "key": done.task.key,
-                    "seconds": round(done.seconds, 3),
-                }
+                seconds = round(done.seconds, 3)
+                line = {"kind": done.task.kind, "key": done.task.key, "seconds": seconds}
                 append_line(self.folder / TIMINGS, json.dumps(line))
             yield done
 
 
-def _of(task: Task) -> str:
-    """What a shared piece is of."""
-    if task.kind == "scores":
-        return f"{task.recipe.score.scorer}, draw {task.draw}"
-    return task.what
-
-
-def _parallel(tasks: Sequence[Task], jobs: int, backend: str) -> Iterator[Done]:
-    """Answers in the order in which they come."""
+def _parallel(tasks: Sequence[SweepTask], jobs: int, backend: str) -> Iterator[TaskResult]:
+    """Run tasks in processes; yield results in the order in which they come."""
     if not tasks:
         return
     import joblib
 
     _join_cluster(backend)
-    try:  # Parallel itself knows no backends from outside joblib
+    # Not `Parallel(backend=...)`: that knows no backends from outside joblib.
+    try:
         with joblib.parallel_config(backend=backend, n_jobs=jobs):
             parallel = joblib.Parallel(return_as="generator_unordered")
-            answers = parallel(joblib.delayed(work)(task) for task in tasks)
+            results = parallel(joblib.delayed(work)(task) for task in tasks)
     except ValueError as error:
-        raise InvalidValue(
-            "backend", "one of joblib's", repr(backend), " ".join(str(error).split())
-        ) from None
-    yield from answers
+        hint = " ".join(str(error).split())
+        raise InvalidValue("backend", "one of joblib's", repr(backend), hint) from None
+    yield from results
 
 
 def _join_cluster(backend: str) -> None:
-    """What Dask wants before joblib may use it. (Ray's backend for joblib gives no answers before
-    it has them all.)"""
+    """Connect to a Dask cluster, which joblib needs before it can use the backend.
+
+    Ray is not supported: its backend for joblib yields no result before it has all of them.
+    """
     if backend != "dask":
         return
     try:
         from distributed import Client, default_client
     except ImportError as error:
-        raise InvalidValue(
-            "backend", "one whose package is installed: pip install distributed", backend
-        ) from error
+        must = "one whose package is installed: pip install distributed"
+        raise InvalidValue("backend", must, backend) from error
     try:
         default_client()
     except ValueError:
-        Client(
-            threads_per_worker=1
-        )  # the scheduler of DASK_SCHEDULER_ADDRESS, or a cluster on this machine
+        # Connects to the scheduler of DASK_SCHEDULER_ADDRESS, or starts a cluster on this machine.
+        Client(threads_per_worker=1)
 
 
 def _threads(recipe: Recipe, jobs: int) -> int | None:
-    """CPU threads of every process: the recipe's, or all cores shared by the processes."""
+    """CPU threads per process: the recipe's, or all cores shared by the processes."""
     if recipe.threads is not None or jobs == 1:
         return recipe.threads
     import joblib

@@ -1,4 +1,4 @@
-"""The table of a sweep, made from its files, and written in every form."""
+"""The table of a sweep, and its files: JSON, CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ from headprune.recipes.schema import Recipe
 from headprune.run.journal import TABLE
 from headprune.run.surroundings import hardware, versions
 from headprune.sweep.grid import Design
-from headprune.sweep.outcome import SPLITS, Outcome
-from headprune.sweep.paired import paired_drops
-from headprune.sweep.runs import Run, SweepRun
+from headprune.sweep.outcome import SPLITS, ModelOutcome
+from headprune.sweep.paired import Drop, paired_drops
+from headprune.sweep.runs import PlannedRun, SweepRun
 from headprune.sweep.tasks import file_of, outcome_of
 
-#: How text begins that spreadsheets take for a formula; numbers, which begin so and are none.
-_FORMULA = re.compile(
-    r"[=@+\-\t\r\n\uff1d\uff20\uff0b\uff0d]"
-)  # the last four are wide forms of the first
+#: Characters at the start of a text that a spreadsheet takes for a formula. The last four are the
+#: wide forms of = @ + and -.
+_FORMULA = re.compile(r"[=@+\-\t\r\n\uff1d\uff20\uff0b\uff0d]")
+#: Numbers may start with a sign and are no formulas.
 _NUMBER = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
+#: A line per task, with its seconds.
 TIMINGS = "timings.jsonl"
+#: Versions and hardware of the last call.
 SURROUNDINGS = "surroundings.json"
 
 
 def table_of(
-    design: Design, runs: Sequence[Run], files: Mapping[str, SweepRun], base: Outcome, sweep: Path
+    design: Design,
+    runs: Sequence[PlannedRun],
+    files: Mapping[str, SweepRun],
+    base: ModelOutcome,
+    sweep: Path,
 ) -> SweepTable:
-    """The table of all runs.
+    """Make the table of all runs.
 
     Args:
         design: The grid.
@@ -46,124 +52,147 @@ def table_of(
     """
     done = [run for run in runs if files[run.key].status == "done"]
     outcomes = [outcome_of(sweep, str(files[run.key].outcome)) for run in done]
-    columns: list[dict[str, Any]] = [
-        {"run": run.key[:24], **run.values, "seed": run.draw} for run in done
-    ]
+
+    # Drops are resampled for all models at once, on the same examples.
+    drops: dict[str, tuple[Drop, ...]] = {}
     for split in SPLITS:
-        drops = paired_drops(base.answers(split), [o.answers(split) for o in outcomes])
-        for row, outcome, drop in zip(columns, outcomes, drops, strict=True):
-            row |= {split: outcome.answers(split).value, f"{split}_loss": outcome.loss(split)}
-            row |= {
-                f"{split}_drop": drop.value,
-                f"{split}_drop_low": drop.low,
-                f"{split}_drop_high": drop.high,
-            }
-    for row, run, outcome in zip(columns, done, outcomes, strict=True):
-        row |= {**outcome.sizes, "plan": str(file_of(sweep, "plans", run.plan).relative_to(sweep))}
-    failed = [run for run in runs if files[run.key].status == "failed"]
+        answers = [outcome.answers(split) for outcome in outcomes]
+        drops[split] = paired_drops(base.answers(split), answers)
+
+    # One row per finished run.
+    rows = []
+    for i, run in enumerate(done):
+        row = {"run": run.key[:24], **run.values, "seed": run.draw}
+        for split in SPLITS:
+            row |= _quality_columns(split, outcomes[i], drops[split][i])
+        plan = file_of(sweep, "plans", run.plan).relative_to(sweep)
+        row |= {**outcomes[i].sizes, "plan": str(plan)}
+        rows.append(FrozenDict(row))
+    # One entry per failed run.
+    failed = []
+    for run in runs:
+        file = files[run.key]
+        if file.status == "failed":
+            failed.append(FrozenDict({**run.values, "seed": run.draw, "error": file.error}))
     return SweepTable(
         name=design.recipe.name,
         metric=base.metric,
         keys=design.keys,
         budgets=design.budgets,
-        base=FrozenDict(
-            {
-                **{split: base.answers(split).value for split in SPLITS},
-                **{f"{split}_loss": base.loss(split) for split in SPLITS},
-                **{f"{split}_rows": len(base.arrays[f"{split}.losses"]) for split in SPLITS},
-                **base.sizes,
-            }
-        ),
-        rows=tuple(FrozenDict(row) for row in columns),
-        failed=tuple(
-            FrozenDict({**r.values, "seed": r.draw, "error": files[r.key].error}) for r in failed
-        ),
+        base=_base_row(base),
+        rows=tuple(rows),
+        failed=tuple(failed),
     )
 
 
+def _quality_columns(split: str, outcome: ModelOutcome, drop: Drop) -> dict[str, float]:
+    """The columns of a row about one split."""
+    return {
+        split: outcome.answers(split).value,
+        f"{split}_loss": outcome.loss(split),
+        f"{split}_drop": drop.value,
+        f"{split}_drop_low": drop.low,
+        f"{split}_drop_high": drop.high,
+    }
+
+
+def _base_row(base: ModelOutcome) -> FrozenDict:
+    """The uncut model's metrics, losses, numbers of rows and sizes."""
+    row: dict[str, Any] = {split: base.answers(split).value for split in SPLITS}
+    row |= {f"{split}_loss": base.loss(split) for split in SPLITS}
+    row |= {f"{split}_rows": len(base.arrays[f"{split}.losses"]) for split in SPLITS}
+    return FrozenDict({**row, **base.sizes})
+
+
 def write_table(table: SweepTable, sweep: Path) -> list[Path]:
-    """``table.json``, ``table.csv`` and ``table.parquet``; returns their paths."""
-    return [
-        table.save(sweep / TABLE),
-        *_columns([dict(row) for row in table.rows], sweep / "table"),
-    ]
+    """Write ``table.json``, ``table.csv`` and ``table.parquet``; return their paths."""
+    rows = [dict(row) for row in table.rows]
+    return [table.save(sweep / TABLE), *_write_columns(rows, sweep / "table")]
 
 
-def write_timings(runs: Sequence[Run], files: Mapping[str, SweepRun], sweep: Path) -> None:
-    """``timings.csv``: seconds that the pieces of every run took; shared ones stand at every run
-    that uses them.
+def write_timings(runs: Sequence[PlannedRun], files: Mapping[str, SweepRun], sweep: Path) -> None:
+    """Write ``timings.csv``: seconds of every run's scores, plan and model.
 
-    Apart from the table, which is the same in every repetition. Empty where a kill came before the
-    time was written.
+    A shared piece is listed at every run that uses it. A cell is empty if the process was killed
+    before it noted the time. Times are not in the table, which is the same in every repetition.
     """
-    seconds: dict[tuple[str, str], float] = {}
-    path = sweep / TIMINGS
-    for line in read_bytes(path).splitlines() if path.is_file() else ():
-        # The last line of a killed process, or whatever else lies there: times are for people,
-        # nothing is made of them.
-        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            found = json.loads(line)
-            seconds[found["kind"], found["key"]] = float(found["seconds"])
-    rows = [
-        {
+    seconds = _read_timings(sweep / TIMINGS)
+    rows = []
+    for run in runs:
+        outcome = str(files[run.key].outcome)
+        row = {
             "run": run.key[:24],
             **run.values,
             "seed": run.draw,
             "score": seconds.get(("scores", run.scores)),
             "select": seconds.get(("plans", run.plan)),
-            "cut, recover and judge": seconds.get(("outcomes", str(files[run.key].outcome))),
+            "cut, recover and judge": seconds.get(("outcomes", outcome)),
         }
-        for run in runs
-    ]
-    _columns(rows, sweep / "timings", (".csv",))
+        rows.append(row)
+    _write_columns(rows, sweep / "timings", (".csv",))
+
+
+def _read_timings(path: Path) -> dict[tuple[str, str], float]:
+    """Read the seconds of every task, by kind and key."""
+    seconds: dict[tuple[str, str], float] = {}
+    if not path.is_file():
+        return seconds
+    for line in read_bytes(path).splitlines():
+        # A killed process may leave half a line. Other lines that cannot be read are skipped too:
+        # nothing depends on times.
+        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            timing = json.loads(line)
+            seconds[timing["kind"], timing["key"]] = float(timing["seconds"])
+    return seconds
 
 
 def write_surroundings(recipe: Recipe, sweep: Path) -> None:
-    """``surroundings.json``: versions and hardware of this call. All runs of the table have these
-    versions and this kind of device, for their keys say so; what else there is of a machine is that
-    of the last one.
+    """Write ``surroundings.json``: versions and hardware of this call.
 
-    Apart from the table, too, which is the same on machines that compute the same.
+    All runs of the table have these versions and this kind of device, which their keys contain.
+    Other facts are those of the machine that worked last.
     """
-    found = {"versions": versions(), "hardware": hardware(resolve_device(recipe.device))}
-    write_atomic(sweep / SURROUNDINGS, (json.dumps(found, indent=1) + "\n").encode())
+    # Not in the table, which is the same on machines that compute the same.
+    facts = {"versions": versions(), "hardware": hardware(resolve_device(recipe.device))}
+    write_atomic(sweep / SURROUNDINGS, (json.dumps(facts, indent=1) + "\n").encode())
 
 
-def _columns(
+def _write_columns(
     rows: list[dict[str, Any]], stem: Path, endings: Sequence[str] = (".csv", ".parquet")
 ) -> list[Path]:
+    """Write rows as columns to one file per format; return the paths."""
     import pyarrow
     from pyarrow import csv, parquet
 
     names = list(rows[0]) if rows else ["run"]
-    columns = {name: _one_type([row[name] for row in rows]) for name in names}
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        columns[name] = _one_type([row[name] for row in rows])
     paths = []
     for ending in endings:
-        paths.append(stem.with_name(stem.name + ending))
-        with atomic_path(paths[-1]) as temporary:
+        path = stem.with_name(stem.name + ending)
+        with atomic_path(path) as temporary:
+            # Only CSV is opened in spreadsheets, which would compute formulas.
             if ending == ".csv":
-                marked = {
-                    _no_formula(name): list(map(_no_formula, column))
-                    for name, column in columns.items()
-                }
-                csv.write_csv(pyarrow.table(marked), temporary)
+                escaped = {_escaped(name): list(map(_escaped, columns[name])) for name in names}
+                csv.write_csv(pyarrow.table(escaped), temporary)
             else:
                 parquet.write_table(pyarrow.table(columns), temporary)
+        paths.append(path)
     return paths
 
 
-def _no_formula(cell: Any) -> Any:
-    """A cell that a spreadsheet does not compute: text that would be a formula gets the mark of
-    text before it."""
-    text = isinstance(cell, str) and _FORMULA.match(cell) and not _NUMBER.fullmatch(cell)
-    return f"'{cell}" if text else cell
+def _escaped(cell: Any) -> Any:
+    """A cell that no spreadsheet computes: a text like a formula gets a leading apostrophe."""
+    if not isinstance(cell, str) or not _FORMULA.match(cell) or _NUMBER.fullmatch(cell):
+        return cell
+    return f"'{cell}"
 
 
 def _one_type(values: list[Any]) -> list[Any]:
-    """A column's values; as text where they are of unlike kinds, such as a word beside a number."""
-    kinds = {type(v) for v in values if v is not None}
-    return (
-        values
-        if len(kinds) < 2 or kinds == {int, float}
-        else [None if v is None else str(v) for v in values]
-    )
+    """Give a column one type: mixed values, such as words and numbers, become text."""
+    # A column of Parquet has one type.
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) < 2 or kinds == {int, float}:
+        return values
+    return [None if value is None else str(value) for value in values]

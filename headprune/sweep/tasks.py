@@ -1,5 +1,4 @@
-"""The pieces of work of a sweep: scores, a plan, a judged model. Each is done in any process and
-leaves one file."""
+"""The tasks of a sweep: each makes scores, a plan or an outcome, in one file."""
 
 from __future__ import annotations
 
@@ -25,16 +24,16 @@ from headprune.run.subject import EVALUATION_BATCH, Subject, quiet
 from headprune.scoring._api import score
 from headprune.surgery.prune import prune_
 from headprune.sweep.base import Base, open_base
-from headprune.sweep.outcome import SPLITS, Outcome, judge
+from headprune.sweep.outcome import SPLITS, ModelOutcome, judge
 
 Kind = Literal["scores", "plans", "outcomes"]
-#: How folders begin in which unfinished scores keep what their batches gave.
+#: Prefix of the folders in which unfinished scores keep the results of their batches.
 SCORING = "score-"
 _ENDINGS = {"scores": ".json", "plans": ".json", "outcomes": ".safetensors"}
 
 
 @dataclass(frozen=True)
-class Task:
+class SweepTask:
     """One piece of work.
 
     Args:
@@ -44,9 +43,9 @@ class Task:
         base: The base model.
         recipe: The recipe with the grid's values.
         draw: Number of the draw of calibration rows.
-        needs: Key of the scores that a plan is made from, or of the plan that an outcome is of;
+        needs: Key of the scores that a plan is made from, or of the plan that a model is cut by;
             empty for the uncut model.
-        threads: CPU threads; None leaves them.
+        threads: CPU threads; None does not set them.
         what: In words, for progress.
     """
 
@@ -62,158 +61,162 @@ class Task:
 
     @property
     def path(self) -> Path:
-        """The file that it leaves."""
+        """The file that it writes."""
         return file_of(self.sweep, self.kind, self.key)
 
     def done(self) -> bool:
-        """Whether its file is there, whole, and of this base model."""
+        """Whether its file is there, complete, and of this base model."""
         if self.kind == "outcomes":
-            return Outcome.find(self.path, self.key) is not None
-        found = load_scores(self.path) if self.kind == "scores" else load_plan(self.path)
-        return found is not None and found.model == self.base.model
+            return ModelOutcome.find(self.path, self.key) is not None
+        made = load_scores(self.path) if self.kind == "scores" else load_plan(self.path)
+        return made is not None and made.model == self.base.model
 
 
 @dataclass(frozen=True)
-class Done:
-    """What became of a task."""
+class TaskResult:
+    """How long a task took, and its error if it failed."""
 
-    task: Task
+    task: SweepTask
     seconds: float
     error: str | None = None
 
 
+# ----------------------------------------------------------------------------- the files of tasks
+
+
 def file_of(sweep: Path, kind: Kind, key: str) -> Path:
-    """Where a piece of work lies."""
+    """Return the path of a task's file."""
     return sweep / kind / f"{key[:24]}{_ENDINGS[kind]}"
 
 
 def load_scores(path: Path) -> HeadScores | None:
-    """Scores, where the file is there and whole, its samples and curvature included."""
+    """Load scores with samples and curvature; None if a file is not complete."""
     try:
-        found = HeadScores.load(path)
-        for companion in (found.samples, found.curvature):
+        scores = HeadScores.load(path)
+        for companion in (scores.samples, scores.curvature):
             if companion is not None:
                 companion.matrix  # noqa: B018, raises where the numbers are missing or damaged
     except HeadPruneError:
         return None
-    return found
+    return scores
 
 
 def load_plan(path: Path) -> PruningPlan | None:
-    """A plan, where the file is there and whole."""
+    """Load a plan; None if the file is not complete."""
     try:
         return PruningPlan.load(path)
     except HeadPruneError:
         return None
 
 
-def outcome_of(sweep: Path, key: str) -> Outcome:
-    """The outcome of a finished run.
+def outcome_of(sweep: Path, key: str) -> ModelOutcome:
+    """Load the outcome of a finished run.
 
     Raises:
         InvalidValue: its file is missing or damaged.
     """
     path = file_of(sweep, "outcomes", key)
-    found = Outcome.find(path, key)
-    if found is None:
-        raise InvalidValue(
-            str(path),
-            "an outcome of this sweep",
-            "none, or a damaged file",
-            "Call the sweep again.",
-        )
-    return found
+    outcome = ModelOutcome.find(path, key)
+    if outcome is None:
+        got, hint = "none, or a damaged file", "Call the sweep again."
+        raise InvalidValue(str(path), "an outcome of this sweep", got, hint)
+    return outcome
 
 
-def work(task: Task) -> Done:
-    """Does a task; an error is an answer, so that it stops no other task."""
+# ---------------------------------------------------------------------------------- work of tasks
+
+
+#: Tasks of one process share its base model, and each sets gates and hooks of its own: only one
+#: thread works at a time.
+_one_task = threading.Lock()
+
+#: The base model that this process has open, with the batches of every split: at most one.
+_open: dict[tuple[str, Path], tuple[Subject, dict[str, list[Any]]]] = {}
+
+
+def work(task: SweepTask) -> TaskResult:
+    """Run a task; return its error, if any, so that other tasks continue."""
     start = perf_counter()
     try:
-        with _alone:
+        with _one_task:
             if task.threads is not None:
                 torch.set_num_threads(task.threads)
-            if not task.done():
+            if not task.done():  # another process may have done it in the meantime
                 _MAKERS[task.kind](task)
     except Exception as error:
-        text = (
-            str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
-        )
-        return Done(task, perf_counter() - start, text)
-    return Done(task, perf_counter() - start)
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, HeadPruneError):
+            text = str(error)
+        return TaskResult(task, perf_counter() - start, text)
+    return TaskResult(task, perf_counter() - start)
 
 
-#: Tasks of one process share its base model, whose gates and hooks are those of one task: no two
-#: threads at a time.
-_alone = threading.Lock()
+def opened(task: SweepTask) -> tuple[Subject, dict[str, list[Any]]]:
+    """Open the base model for a task, if this process has not opened it yet.
 
-#: The base model that this process has open, with the batches of every split: it works on one at a
-#: time.
-_held: dict[tuple[str, Path], tuple[Subject, dict[str, list[Any]]]] = {}
-
-
-def opened(task: Task) -> tuple[Subject, dict[str, list[Any]]]:
-    """The subject of a task, with its own draw of calibration rows and its own seed, and the
-    batches to judge on."""
+    Returns:
+        The subject, with the task's own seed and calibration rows; the batches of every split.
+    """
+    # 1. Open the model, in place of another one.
     place = (task.base.identity, task.sweep)
-    if place not in _held:
+    if place not in _open:
         close()
         quiet()
         subject = open_base(task.base, task.sweep, task.recipe)
-        _held[place] = (
-            subject,
-            {split: subject.data.evaluation(split, EVALUATION_BATCH) for split in SPLITS},
-        )
-    subject, batches = _held[place]
+        batches = {split: subject.data.evaluation(split, EVALUATION_BATCH) for split in SPLITS}
+        _open[place] = (subject, batches)
+    subject, batches = _open[place]
+    # 2. Draw the task's calibration rows.
     seed = task.recipe.seed + task.draw
     recipe = task.recipe.model_copy(update={"seed": seed})
-    return replace(
-        subject, recipe=recipe, data=subject.data.redrawn(recipe.data.calibration, seed)
-    ), batches
+    data = subject.data.redrawn(recipe.data.calibration, seed)
+    return replace(subject, recipe=recipe, data=data), batches
 
 
 def close() -> None:
-    """Lets go of the base model."""
-    _held.clear()
+    """Release the base model."""
+    _open.clear()
 
 
-def _make_scores(task: Task) -> None:
+def _make_scores(task: SweepTask) -> None:
     subject, _ = opened(task)
     wanted = subject.recipe.score
-    batches = subject.data.batches("calibration", wanted.batch_size)
-    work = task.sweep / WORK / f"{SCORING}{task.key[:16]}"
-    found = score(
+    folder = task.sweep / WORK / f"{SCORING}{task.key[:16]}"
+    scores = score(
         subject.model,
-        batches,
+        subject.data.batches("calibration", wanted.batch_size),
         scorer_of(subject),
         sites=subject.sites,
         until=wanted.stopping,
-        folder=work,
+        folder=folder,
         progress=False,
     )
-    found.save(task.path)
-    shutil.rmtree(work, ignore_errors=True)
+    scores.save(task.path)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make_plan(task: Task) -> None:
+def _make_plan(task: SweepTask) -> None:
     subject, _ = opened(task)
     scores = HeadScores.load(file_of(task.sweep, "scores", task.needs))
     choose_heads(subject, scores).save(task.path)
 
 
-def _make_outcome(task: Task) -> None:
+def _make_outcome(task: SweepTask) -> None:
     subject, batches = opened(task)
-    if not task.needs:
+    if not task.needs:  # the uncut model
         judge(subject, subject.model, batches).save(task.path, task.key)
         return
-    model, notes = cut_and_recovered(
-        subject, PruningPlan.load(file_of(task.sweep, "plans", task.needs))
-    )
+    plan = PruningPlan.load(file_of(task.sweep, "plans", task.needs))
+    model, notes = cut_and_recovered(subject, plan)
     judge(subject, model, batches, notes).save(task.path, task.key)
 
 
 def cut_and_recovered(subject: Subject, plan: PruningPlan) -> tuple[Any, tuple[str, ...]]:
-    """A cut copy of the base model after every recovery of the recipe, and what these had to
-    say."""
+    """Cut a copy of the base model and run all recoveries on it.
+
+    Returns:
+        The model, and the notes of the recoveries.
+    """
     model = copy.deepcopy(subject.model)
     prune_(model, plan, example=subject.example, sites=subject.sites)
     notes: tuple[str, ...] = ()

@@ -54,9 +54,9 @@ def test_what_a_policy_costs_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         p: call(monkeypatch, model, "--policy", p).stdout for p in ("group", "balanced", "free")
     }
     assert all("KV bytes/token" in text and " 96 " in text for text in lines.values())
-    assert all("288 bytes of KV cache a token" in text for text in lines.values())
+    assert all("288 bytes of KV cache per token" in text for text in lines.values())
     assert (
-        "group: a key/value head leaves with all its query heads, and the cache shrinks by it"
+        "group: a key/value head is removed with all its query heads, and the cache shrinks by it"
         in lines["group"]
     )
     assert (
@@ -74,9 +74,9 @@ def test_what_a_policy_costs_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_key_head_for_all_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = registry.get("falcon").tiny(0, "falcon-mqa")
     text = call(monkeypatch, model).stdout
-    assert "one key/value head stays" in text
+    assert "one key/value head is kept" in text
     assert "[balanced]" not in text
-    assert "(MQA): it stays as long as one of them does, whatever the policy" in text
+    assert "(MQA): it is kept as long as one of them is, whatever the policy" in text
 
 
 def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
@@ -93,7 +93,7 @@ def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
     refusing, _ = registry.get("t5").tiny(0, "t5")
     monkeypatch.setattr("headprune.model.cut.cut_", _refused)
     assert (
-        "a layer may lose all its heads: no: must be left with a head"
+        "all heads of a layer may be removed: no: must be left with a head"
         in call(monkeypatch, refusing).stdout
     )
 

@@ -107,13 +107,16 @@ def made_by_sweeps() -> list[Value]:
     from headprune.recipes.validate import load_recipe
     from headprune.sweep.base import Base
     from headprune.sweep.paired import Drop
-    from headprune.sweep.pick import Looked, Pick
+    from headprune.sweep.pick import Pick, SettingVerdict
     from headprune.sweep.runs import SweepRun
 
     scores, table = record_of(2, 4, 2).scores, sweep_table()
     assert scores is not None
     values, drop = FrozenDict({"scorer": "taylor"}), Drop(0.01, 0.0, 0.02)
-    looks = (Looked("taylor", 16.0, 0.01, True), Looked("fisher", 12.0, None, False))
+    looks = (
+        SettingVerdict("taylor", 16.0, 0.01, True),
+        SettingVerdict("fisher", 12.0, None, False),
+    )
     recipe = FrozenDict(load_recipe("sst2-minilm").model_dump())
     rows = FrozenDict({"validation": {"rows": 5, "sha256": KEY}})
     return [
@@ -146,13 +149,13 @@ def outcome(path: Path) -> Path:
     """What a model made of five rows of each split."""
     import numpy as np
 
-    from headprune.sweep.outcome import SPLITS, Outcome
+    from headprune.sweep.outcome import SPLITS, ModelOutcome
 
     arrays = {f"{split}.amounts": np.array([1.0, 0.0, 1.0, 1.0, 0.0]) for split in SPLITS}
     arrays |= {f"{split}.losses": np.arange(5) / 8 for split in SPLITS}
     arrays |= {f"{split}.counts": np.ones(5) for split in SPLITS}
     sizes = FrozenDict({"heads": 4, "params": 10, "macs": 20, "kv": None})
-    return Outcome("accuracy", sizes, arrays, ("made for the tests",)).save(path, KEY)
+    return ModelOutcome("accuracy", sizes, arrays, ("made for the tests",)).save(path, KEY)
 
 
 def checkpoint(folder: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import headprune.run
+import headprune.sweep
 from headprune.core.codec import Value
-from headprune.sweep.outcome import Outcome
+from headprune.sweep.outcome import ModelOutcome
 from headprune.sweep.runs import recipe_of
 from tests.golden.check import check_file
 from tests.golden.make import KEY
@@ -45,12 +46,12 @@ FACTS: dict[str, Callable[[Any], Any]] = {
 
 
 def kinds() -> dict[str, type[Value]]:
-    """Every stored value of ``run`` that a later command reads, by name."""
-    for module in pkgutil.iter_modules(headprune.run.__path__):
-        importlib.import_module(f"headprune.run.{module.name}")
-    found = {
-        k.__name__: k for k in Value.__subclasses__() if k.__module__.startswith("headprune.run.")
-    }
+    """Every stored value of ``run`` and ``sweep`` that a later command reads, by name."""
+    rooms = ("headprune.run.", "headprune.sweep.")
+    for room in (headprune.run, headprune.sweep):
+        for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+            importlib.import_module(module.name)
+    found = {k.__name__: k for k in Value.__subclasses__() if k.__module__.startswith(rooms)}
     assert found.keys() >= PASSING
     return {name: kind for name, kind in found.items() if name not in PASSING}
 
@@ -70,7 +71,7 @@ def test_a_file_loads_and_says_what_it_said(path: Path) -> None:
 
 
 def test_an_outcome_is_found() -> None:
-    found = Outcome.find(GOLDEN / "Outcome-1.safetensors", KEY)
+    found = ModelOutcome.find(GOLDEN / "Outcome-1.safetensors", KEY)
     assert found is not None
     assert [found.metric, found.sizes["macs"], found.notes] == [
         "accuracy",

@@ -24,7 +24,7 @@ from headprune.model.losses import default_loss
 from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.run import run_recipe
 from headprune.run.runner import prepared
-from headprune.sweep.outcome import Outcome, judge
+from headprune.sweep.outcome import ModelOutcome, judge
 from tests.tiny_models import WORDS, bert
 
 
@@ -265,5 +265,5 @@ def test_a_run_and_what_a_sweep_keeps(tmp_path: Path) -> None:
     subject = prepared(chosen, say=lambda line: None)
     batches = {split: subject.data.evaluation(split, 16) for split in ("validation", "test")}
     outcome = judge(subject, subject.model, batches)
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, ModelOutcome)
     assert outcome.answers("test").value == pytest.approx(record.quality[0].value)

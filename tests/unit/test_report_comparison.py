@@ -19,7 +19,7 @@ from headprune.report.comparison import comparison_view
 from headprune.report.html import render_comparison_html
 from headprune.report.markdown import render_comparison_markdown
 from headprune.report.series import TradeoffPoint, comparable, series_of
-from headprune.run.reporting import agreement_of, beside, compare_runs
+from headprune.run.reporting import agreement_of, compare_runs, inputs_in
 from tests.report_records import NASTY, Page, pictures_of, plan_of, record_of
 
 
@@ -328,16 +328,16 @@ def test_what_lies_beside_a_record_is_found_and_what_is_not_its_own_left_out(
 ) -> None:
     record = pair[0].record
     assert record.scores is not None
-    assert beside(record, tmp_path) == beside(replace(record, scores=None), tmp_path)
+    assert inputs_in(record, tmp_path) == inputs_in(replace(record, scores=None), tmp_path)
     pictures_of(record).save(tmp_path / "attention.json")
     replace(record.scores, scorer="entropy").save(tmp_path / "scores-entropy.json")
     other = record_of(2, 4).scores
     assert other is not None
     other.save(tmp_path / "scores-other.json")
-    found = beside(record, tmp_path)
+    found = inputs_in(record, tmp_path)
     assert found.pictures == pictures_of(record)
     assert [scores.scorer for scores in found.scores] == ["entropy"]
     assert found.agreement is not None
     (tmp_path / "attention.json").write_text("{}")
     with pytest.raises(InvalidValue):
-        beside(record, tmp_path)
+        inputs_in(record, tmp_path)

@@ -111,12 +111,12 @@ def test_text_has_its_tokens_and_short_rows_come_first(
     assert pictures.examples[0].tokens == tuple(words)
     assert [keys for _, keys in pictures.sites[0].sizes] == lengths
     monkeypatch.setattr(made, "_TOKENS", sorted(lengths)[2])
-    assert made._chosen(found) == [i for i, n in enumerate(lengths) if n <= sorted(lengths)[2]]
+    assert made._choose_rows(found) == [i for i, n in enumerate(lengths) if n <= sorted(lengths)[2]]
     monkeypatch.setattr(made, "_TOKENS", 1)
     monkeypatch.setattr(made, "_EXAMPLES", 2)
-    assert sorted(lengths[i] for i in made._chosen(found)) == sorted(lengths)[:2]
+    assert sorted(lengths[i] for i in made._choose_rows(found)) == sorted(lengths)[:2]
     monkeypatch.setattr(made, "_MEMORY", 0)
-    assert len(made._chosen(found)) == 1
+    assert len(made._choose_rows(found)) == 1
 
 
 def test_a_translator_has_the_words_of_both_languages(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_what_is_finished_is_not_done_again(
         monkeypatch.setattr(module, name, failing(AssertionError(f"{name} again")))
     lines = go(recipe(failed))
     word = "killed" if status == "running" else status  # for it holds no lock
-    assert lines[0] == f"going on with the {word} run in {failed}"
+    assert lines[0] == f"resuming the {word} run in {failed}"
     assert taken(lines) == ALL
     same_runs(failed, whole)
     assert not (failed / WORK).exists()
@@ -466,4 +466,4 @@ def test_the_record_of_a_run_that_failed_for_lack_of_room_says_how_far_it_came(
             go(chosen)
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert (record["status"], record["stage"]) == ("running", "bench")
-    assert go(chosen)[0].startswith("going on with the killed run in")
+    assert go(chosen)[0].startswith("resuming the killed run in")

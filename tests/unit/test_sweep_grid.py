@@ -111,7 +111,7 @@ def test_every_error_at_once() -> None:
         "--grid score.magnitude": "must be a key that a sweep uses",
         "--grid oops": "must be written key=value,value",
         "score.scorerr": "must be a known key",
-        "--grid score": "must be a key of it",
+        "--grid score": "must be a key inside that section",
         "--grid keep_kv": "must be valid YAML",
         "select.keep_heads": "a fraction above 0",
     }.items():
@@ -127,7 +127,7 @@ def test_settings_that_not_every_scorer_has() -> None:
 
 def test_budgets_of_speed_are_refused() -> None:
     assert (
-        "is not true, got select.speedup"
+        "other processes would disturb, got select.speedup"
         in problems("select.speedup=1.2,1.5")["--grid select.speedup"]
     )
     with pytest.raises(RecipeError, match="select: must be a budget other than speedup"):

@@ -26,7 +26,7 @@ from headprune.recipes.validate import check_recipe
 from headprune.run.surroundings import versions
 from headprune.sweep import pick, runs, sweeping, tasks
 from headprune.sweep.base import Base, open_base, ready_base
-from headprune.sweep.outcome import Outcome
+from headprune.sweep.outcome import ModelOutcome
 from headprune.sweep.runs import SweepRun
 from tests.tiny_recipe import TINY, interrupt_after
 
@@ -325,7 +325,7 @@ def test_a_base_model_in_the_folder_of_another_is_refused(copied: Path) -> None:
     base = Base.load(mark)
     dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
     with pytest.raises(
-        CheckpointError, match="must be made of what its name says, got another base model"
+        CheckpointError, match="must be the base model that its name says, got another base model"
     ):
         sweep(copied)
 
@@ -368,7 +368,7 @@ def test_a_task_that_another_process_did_in_the_meantime_is_not_done_again(
 ) -> None:
     (mark,) = (swept.folder / "bases").glob("*/base.json")
     plan = next((swept.folder / "plans").iterdir())
-    task = tasks.Task("plans", plan.stem, swept.folder, Base.load(mark), tiny())
+    task = tasks.SweepTask("plans", plan.stem, swept.folder, Base.load(mark), tiny())
     assert tasks.work(task).error is None
     assert counted == []
 
@@ -418,15 +418,15 @@ def test_an_outcome_of_other_numbers_is_none(
     path = next((swept.folder / "outcomes").iterdir())
     with safe_open(path, "np") as file:
         key = file.metadata()["key"]
-    found = Outcome.find(path, key)
+    found = ModelOutcome.find(path, key)
     assert found is not None
     if damage == "another type":
         arrays = {name: array.astype("float32") for name, array in found.arrays.items()}
     else:
         arrays = {name: array for name, array in found.arrays.items() if name != "test.losses"}
     again = dataclasses.replace(found, arrays=arrays).save(tmp_path / "outcome.safetensors", key)
-    assert Outcome.find(again, key) is None
-    assert Outcome.find(found.save(again, key), key) is not None
+    assert ModelOutcome.find(again, key) is None
+    assert ModelOutcome.find(found.save(again, key), key) is not None
 
 
 def test_failures_are_kept_and_stop_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,7 +493,7 @@ def test_an_interrupt_says_how_to_go_on(
         patch.setitem(tasks._MAKERS, "outcomes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sweep(copied, lines=lines)
-    assert "the same command goes on from here" in lines[-1]
+    assert "the same command resumes here" in lines[-1]
     kept = files(copied)
     sweep(copied)
     assert {k: v for k, v in files(copied).items() if k in kept} == kept
@@ -578,8 +578,8 @@ def _key(path: Path) -> str:
         return str((file.metadata() or {})["key"])
 
 
-def _outcome(path: Path) -> Outcome:
-    found = Outcome.find(path, _key(path))
+def _outcome(path: Path) -> ModelOutcome:
+    found = ModelOutcome.find(path, _key(path))
     assert found is not None
     return found
 
@@ -587,7 +587,7 @@ def _outcome(path: Path) -> Outcome:
 def test_none_fits(swept: sweeping.SweepResult, tmp_path: Path) -> None:
     found = hp.run.pick(swept.folder, max_drop=-0.5, out=tmp_path / "none")
     assert (found.run, found.plan, found.confirmed) == (None, None, False)
-    assert "no model of the sweep surely loses at most -50.00 points" in str(found)
+    assert "no model of the sweep is shown to lose at most -50.00 points" in str(found)
     assert not (tmp_path / "none").exists()
 
 

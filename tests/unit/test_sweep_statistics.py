@@ -18,7 +18,7 @@ from headprune.core.sweeps import SweepTable, check_size, pareto
 from headprune.report.html import render_sweep_html
 from headprune.report.tradeoff import draw_tradeoff, render_tradeoff
 from headprune.report.write import write_tradeoff
-from headprune.sweep.fixed_sequence import Candidate, fixed_sequence
+from headprune.sweep.fixed_sequence import CandidateSetting, fixed_sequence
 from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from tests.report_records import sweep_table
 
@@ -224,31 +224,33 @@ BASE = losing(0)
 
 def test_a_chain_ends_at_its_first_failure() -> None:
     chain = [
-        Candidate("a", size, (losing(p),))
+        CandidateSetting("a", size, (losing(p),))
         for size, p in ((8, 3.0), (32, 0.1), (16, 5.0), (24, 0.2))
     ]
     found = fixed_sequence(BASE, chain, 0.02)
     assert [v.passed for v in found] == [False, True, False, True]
-    assert [v.looked_at for v in found] == [
+    assert [v.tested for v in found] == [
         False,
         True,
         True,
         True,
     ]  # 8 is not looked at: 16 failed
-    lucky = [Candidate("a", size, (losing(p),)) for size, p in ((16, 5.0), (8, 0.0))]
-    assert [v.looked_at for v in fixed_sequence(BASE, lucky, 0.02)] == [True, False]
+    lucky = [CandidateSetting("a", size, (losing(p),)) for size, p in ((16, 5.0), (8, 0.0))]
+    assert [v.tested for v in fixed_sequence(BASE, lucky, 0.02)] == [True, False]
 
 
 def test_every_draw_has_to_pass() -> None:
-    two = [Candidate("a", 8, (losing(0.1), losing(4.0)))]
+    two = [CandidateSetting("a", 8, (losing(0.1), losing(4.0)))]
     (found,) = fixed_sequence(BASE, two, 0.02)
     assert not found.passed
     assert found.bound == pytest.approx(upper_bounds(BASE, [losing(4.0)], 0.95)[0])
 
 
 def test_methods_share_the_error() -> None:
-    (alone,) = fixed_sequence(BASE, [Candidate("a", 8, (losing(1.0),))], 0.02)
-    many = fixed_sequence(BASE, [Candidate(f"{i}", 8, (losing(1.0),)) for i in range(10)], 0.02)
+    (alone,) = fixed_sequence(BASE, [CandidateSetting("a", 8, (losing(1.0),))], 0.02)
+    many = fixed_sequence(
+        BASE, [CandidateSetting(f"{i}", 8, (losing(1.0),)) for i in range(10)], 0.02
+    )
     assert alone.bound is not None
     assert many[0].bound is not None
     assert many[0].bound > alone.bound
@@ -256,7 +258,7 @@ def test_methods_share_the_error() -> None:
 
 
 def test_bad_levels() -> None:
-    one = [Candidate("a", 8, (losing(1.0),))]
+    one = [CandidateSetting("a", 8, (losing(1.0),))]
     with pytest.raises(InvalidValue, match="between 0 and 1"):
         fixed_sequence(BASE, one, 0.02, confidence=95)
     with pytest.raises(InvalidValue, match="draws: must be at least 200"):
@@ -269,7 +271,7 @@ def test_no_more_wrong_picks_than_the_confidence_allows() -> None:
     rng, n, wrong = np.random.default_rng(0), 200, 0
     for _ in range(200):
         draws = [answers(rng.random(n) >= 0.052) for _ in range(8)]
-        chains = [Candidate("ab"[i % 2], 8 - i // 2, (d,)) for i, d in enumerate(draws)]
+        chains = [CandidateSetting("ab"[i % 2], 8 - i // 2, (d,)) for i, d in enumerate(draws)]
         wrong += any(v.passed for v in fixed_sequence(losing(0, n), chains, 0.05, draws=500))
     assert wrong / 200 <= 0.08
 

@@ -32,7 +32,7 @@ from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.run import prepared
 from headprune.sweep.base import open_base, ready_base
-from headprune.sweep.outcome import Outcome, judge
+from headprune.sweep.outcome import ModelOutcome, judge
 from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from tests.tiny_models import bert
 
@@ -379,7 +379,7 @@ def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_o
     assert subject.data.examples == said.data.examples
     batches = {split: subject.data.evaluation(split, 16) for split in ("validation", "test")}
     path = judge(subject, subject.model, batches).save(tmp_path / "outcome.safetensors", "key")
-    found = Outcome.find(path, "key")
+    found = ModelOutcome.find(path, "key")
     assert found is not None
     assert found.answers("test").amounts.shape == (40, 8)
     assert found.answers("test").value == said.measure(said.model, "base", 4, "test").value
