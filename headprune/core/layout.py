@@ -115,20 +115,28 @@ Width = str | int | Callable[[Any], int]
 class AttentionLayout:
     """Where one family of attention modules stores its heads.
 
-    Every field says at its place below what it is and which other values it may have.
-
     Args:
         name: The registered name.
         gate: Path of the output projection; its input is gated.
         slabs: Every tensor axis that is made of heads.
-        head_dim, value_dim, key_dim: Widths of a head.
+        head_dim: Width of a query head.
+        value_dim: Width of a value head; None where it is ``head_dim``.
+        key_dim: Width of a key's block; None where it is ``head_dim``.
         kind: ``self``, ``causal`` or ``cross``.
-        requires, absent: Attributes that decide whether a module matches.
-        untouched, per_head: Submodules that are no slabs.
+        requires: Attributes that must exist.
+        absent: Attributes that must not exist.
+        untouched: Paths of parameters that do not depend on heads.
+        per_head: Paths of modules that each head passes by itself.
         counts: Attributes that count heads or widths.
-        batch_axis, windows: Where the examples are in the gate's input.
-        grouping, cached, policies: Shared key/value heads.
-        adapt, products, exposed, empty: Hooks for code that slabs and counts do not describe.
+        batch_axis: The axis of examples in the gate's input.
+        windows: Whether it holds several windows per example.
+        grouping: Which query heads share a key/value head.
+        cached: What a causal module's cache holds.
+        policies: Which heads can be removed where several share a key/value head.
+        adapt: Runs after every cut.
+        products: Multiply-adds that slabs do not show.
+        exposed: A class that calls the output projection as a module.
+        empty: Makes a module run without heads; ``"refuse"``: it cannot.
         proves: Whether ``head_dim`` checks the module's own code.
         families: Model families, each with a tiny model for the tests.
     """
