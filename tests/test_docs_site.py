@@ -153,6 +153,6 @@ def test_a_browser_loads_nothing_from_elsewhere(site: dict[Path, _Page]) -> None
 def test_docstrings_are_on_the_page_with_their_examples(site: dict[Path, _Page]) -> None:
     (api,) = (path for path in site if path.name == "api.html")
     text = re.sub(r"<[^>]+>", "", api.read_text(encoding="utf-8"))
-    assert "Measures how important each head is" in text
+    assert "Measure how important each head is" in text
     assert "&gt;&gt;&gt; scores = score(" in text
     assert "<blockquote>" not in api.read_text(encoding="utf-8"), "a prompt that became a quotation"
