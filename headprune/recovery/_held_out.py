@@ -97,11 +97,12 @@ def _solution(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, Tens
 def notes(
     chosen: dict[str, Choice], tokens: dict[str, tuple[int, int]], examples: int
 ) -> list[str]:
-    """Return notes for the user about the choices.
+    """Return notes for the user about the choices and about too few examples.
 
     Args:
-        chosen: The choices by projection.
-        tokens: By projection how many tokens it was fitted to, and how many channels it reads.
+        chosen: The choices by projection; empty where the ridge was given.
+        tokens: By projection how many tokens it was fitted to, and how many numbers were fitted
+            per output channel.
         examples: The number of examples that the tokens belong to.
     """
     lines = []
@@ -111,15 +112,16 @@ def notes(
             "Not refitted, for no refit lowered the error on held-out examples:"
             f" {', '.join(unchanged)}."
         )
-    # Fewer than two tokens per channel are few.
-    few = {name: pair for name, pair in tokens.items() if pair[0] < 2 * pair[1]}
+    # A choice by held-out error wants two tokens per number; a fit with a given ridge wants one.
+    least = 2 if chosen else 1
+    few = {name: pair for name, pair in tokens.items() if pair[0] < least * pair[1]}
     if few:
         name = min(few, key=lambda name: few[name][0] / few[name][1])
-        n_tokens, width = few[name]
-        enough = math.ceil(2 * width * examples / max(n_tokens, 1))
+        n_tokens, n_fitted = few[name]
+        enough = math.ceil(2 * n_fitted * examples / max(n_tokens, 1))
         lines.append(
-            f"Few examples for {len(few)} of {len(tokens)} projections: {name} reads {width}"
-            f" channels, and there are {n_tokens} tokens to fit it to. {enough} examples in place"
-            f" of {examples} would be twice as many tokens as channels."
+            f"Few examples for {len(few)} of {len(tokens)} projections: {name} fits {n_fitted}"
+            f" numbers per output channel to {n_tokens} tokens. {enough} examples in place of"
+            f" {examples} would be two tokens per number."
         )
     return lines

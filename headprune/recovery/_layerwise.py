@@ -84,7 +84,8 @@ class RefitResults:
     Args:
         errors: By projection the error that remains, not yet divided by its scale.
         chosen: By projection the ridge that was chosen, if it was not set.
-        tokens: By projection how many tokens it was fitted to, and how many channels it reads.
+        tokens: By projection how many tokens it was fitted to, and how many numbers were fitted
+            per output channel.
         notes: For the user.
     """
 
@@ -160,6 +161,10 @@ class LayerwiseRecovery(Recovery):
     @abc.abstractmethod
     def change(self, target: Target, normal: Normal, ridge: float) -> WeightChange:
         """Solve for the change of a projection."""
+
+    def fitted_numbers(self, target: Target) -> int:
+        """Return how many numbers are fitted per output channel: one per input channel."""
+        return target.weight.shape[1]
 
     def right(self, target: Target, normal: Normal, ridge: float) -> Tensor:
         """Return the right side of the normal equations, ``[in, out]``, for the choice of a ridge.
@@ -318,12 +323,11 @@ class LayerwiseRecovery(Recovery):
             where = f"what model and teacher write at {target.name}"
             hint = "Look for NaN or infinite values in the batches."
             raise InvalidValue(where, "finite", "NaN or infinite", hint)
+        results.tokens[target.name] = (int(tokens), self.fitted_numbers(target))
         if self.ridge is not None:
             return self.ridge
         # 2. The ridge with the least error.
-        width = len(normal.xx)
-        choice = best(held_out_numbers, choices(self.adds_biases, width))
-        results.tokens[target.name] = (int(tokens), width)
+        choice = best(held_out_numbers, choices(self.adds_biases, len(normal.xx)))
         results.chosen[target.name] = choice
         return choice
 

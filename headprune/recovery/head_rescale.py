@@ -64,6 +64,10 @@ class HeadRescale(LayerwiseRecovery):
     def adds_biases(self) -> bool:
         return self.intercept == "fold"
 
+    def fitted_numbers(self, target: Target) -> int:
+        """Return the number of factors, one per head; all output channels share them."""
+        return len(target.heads)
+
     def change(self, target: Target, normal: Normal, ridge: float) -> WeightChange:
         if self.intercept == "none":
             normal = normal.uncentred()

@@ -505,6 +505,9 @@ def test_few_examples_are_said_with_how_many_would_do() -> None:
     assert "1 of 2 projections" in found[1]
     assert "54 examples in place of 20" in found[1]  # 800 tokens at 15 an example
     assert notes({"a": 0.3}, {"a": (800, 400)}, 20) == []
+    # A ridge that is given: fewer tokens than numbers are few.
+    assert len(notes({}, {"a": (399, 400)}, 20)) == 1
+    assert notes({}, {"a": (400, 400)}, 20) == []
     subject, batches = subject_of("bert")
     one = [{k: v[:1] for k, v in batches[0].items()}]
     with pytest.raises(InvalidValue, match="at least 2 examples"):
