@@ -1,4 +1,4 @@
-"""Find the code that a class runs, and tell a known library's code from other code."""
+"""Find the code that a class runs, and whether a known library wrote it."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def reached_functions(kind: type) -> Iterator[tuple[FunctionType, dict[str, Any]
             continue
         seen.add(function)
         names: dict[str, Any] = {}
-        # Elsewhere, the calls would lead through whole libraries.
+        # In other files, the calls would lead through all of PyTorch.
         if id(function.__globals__) in homes:
             names = _outer_names(function)
         for value in names.values():

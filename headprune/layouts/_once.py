@@ -1,6 +1,6 @@
 """Remember what was proved of a module, for all modules that are built alike.
 
-A model has many such modules, and most functions of the package look at all of them.
+A model has many such modules, and most functions of the package visit all of them.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _all_in_python(kind: type) -> bool:
 
 
 def code_of(kind: type) -> Iterator[Any]:
-    """Yield the code of a class and its bases, and the plain values that this code names."""
+    """Yield the code of a class, and the plain values that it uses."""
     # 1. Plain class attributes.
     for base in kind.__mro__:
         for name, value in vars(base).items():

@@ -113,7 +113,7 @@ def _loses_heads_under_masks(
     for mask in (*forms, *other_forms):
         for gated, cut in pairs:
             expected = run(gated, mask)
-            # The uncut module does not accept this mask, so a cut one need not either.
+            # The uncut module does not accept this mask, so the cut one need not either.
             if expected is None or expected.shape != unmasked.shape:
                 break
             output = run(cut, mask)
@@ -125,7 +125,7 @@ def _loses_heads_under_masks(
 def _can_hide_nothing(
     mask: Tensor, call: Callable[[Tensor], Tensor | None], unmasked: Tensor
 ) -> bool:
-    """Return whether all ones or all zeros in this form hide nothing, as in a real mask."""
+    """Return whether all ones or all zeros in this form hide nothing."""
     for filled in (torch.ones_like(mask), torch.zeros_like(mask)):
         output = call(filled)
         if output is not None and nearly_equal(output, unmasked):
@@ -249,7 +249,7 @@ def value_width(heads: nn.ModuleList) -> int:
 
 @once
 def _returned_width(head: nn.Module) -> int:
-    """Run a copy of a head to see its output width; 0 where that shows none or several."""
+    """Run a copy of a head to see its output width; 0 if unclear."""
     try:
         small = on_cpu(head)
     except UnsupportedModel:
@@ -258,7 +258,7 @@ def _returned_width(head: nn.Module) -> int:
     sizes: set[int] = set()
     for parameter in small.parameters():
         sizes.update(parameter.shape)
-    # Sizes that no parameter has, so that the output's axes can be told apart.
+    # Sizes that no parameter has, which identify the axes of the output.
     n_examples, length = [n for n in range(2, len(sizes) + 4) if n not in sizes][:2]
     widths = set()
     for n_features in sorted(sizes):

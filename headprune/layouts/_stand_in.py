@@ -1,4 +1,4 @@
-"""Stand-ins: small copies of a module that run its class's code, so that a proof can compare.
+"""Stand-ins: small copies of a module that run its class's code in a proof.
 
 Names of parts and parameters do not show how a module arranges its heads or scales its scores.
 """

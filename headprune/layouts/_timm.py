@@ -1,4 +1,4 @@
-"""Run timm's plain attention with any number of heads, and prove that older code equals it."""
+"""Run timm's plain attention with any heads, and prove that older code equals it."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def decoder(model: str, **settings: Any) -> TinyModel:
 
 
 def encoder_decoder(model: str, **settings: Any) -> TinyModel:
-    """Text to text: 7 tokens in, of which the last example pads three, and 5 tokens out."""
+    """Text to text: 7 tokens in, 5 tokens out; the last example pads three."""
     defaults = {"vocab_size": _VOCABULARY, **_SPECIAL_TOKENS}
     return TinyModel(model, _text_to_text, defaults | settings)
 

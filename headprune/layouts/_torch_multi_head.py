@@ -143,7 +143,7 @@ def _weighted(
 
 
 def _each(change: Callable[[Tensor], Tensor], *inputs: Tensor) -> Iterator[Tensor]:
-    """Change each input; equal inputs stay one tensor, so that they are projected together."""
+    """Change each input; one tensor that is passed twice remains one tensor."""
     changed = {id(x): change(x) for x in inputs}
     return (changed[id(x)] for x in inputs)
 

@@ -15,7 +15,7 @@ from headprune.layouts._tiny import images_and_text
 
 
 class FewerHeads(Mixin):
-    """Put in front of a cut attention: compute the same, for as many heads as its weights have."""
+    """Put in front of a cut attention: compute the same for the kept heads."""
 
     def forward(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
         heads = self.qkv(hidden_states).unflatten(-1, (3, -1, self.head_dim))
@@ -58,7 +58,7 @@ LAYOUT = AttentionLayout(
         HeadSlab("projection", "in", "context"),
     ),
     head_dim="head_dim",
-    # The code of ours calls `dropout` as a module.
+    # ``FewerHeads`` calls `dropout` as a module.
     requires=("num_heads", "scale", "embed_dim", "dropout.p"),
     counts=(("num_heads", "n_query_heads"),),
     adapt=_adapt,

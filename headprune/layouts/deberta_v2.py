@@ -14,7 +14,7 @@ def _products(module: Any) -> tuple[int, int]:
     inner = module.self
     if not inner.relative_attention:
         return 0, 0
-    # One product with each relative position, left and right.
+    # One product with each relative position, before and after the token.
     per_token = 2 * inner.pos_ebd_size * inner.attention_head_size
     content_to_position = per_token * ("c2p" in inner.pos_att_type)
     position_to_content = per_token * ("p2c" in inner.pos_att_type)

@@ -22,7 +22,7 @@ def _kind(module: Any, name: str) -> Kind:
 
 
 def tiny(seed: int) -> tuple[Any, Any]:
-    """Make a tiny model and a batch: 4 query heads in 2 groups, head width 5, value width 6."""
+    """Make a tiny model and a batch; values are wider than queries."""
     import torch
     from torch import nn
 

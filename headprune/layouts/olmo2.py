@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMoE: norms span all heads, so queries and keys are cut after the norms."""
+"""OLMo 2, OLMoE: norms span all heads, so kept heads are picked after the norms."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="olmo2",
     gate="o_proj",
-    # Queries and keys are none: their norms need every head.
+    # The projections of queries and keys are not cut, because their norms need every head.
     slabs=(
         HeadSlab("v_proj", "out", "value"),
         HeadSlab("o_proj", "in", "context"),

@@ -1,4 +1,4 @@
-"""T5, mT5, Switch: `q`, `k`, `v`, `o`; the first layer computes a position bias for all layers."""
+"""T5, mT5, Switch: `q`, `k`, `v`, `o`; all layers share one position bias."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kind_of(module: Any, name: str) -> Kind:
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Take the kept heads' part of the position bias, and pass all of it to the next layer."""
+    """Take the kept heads' part of the position bias; pass all of it on."""
     from headprune.layouts._t5 import WithPositionBias
 
     mix_in(module, WithPositionBias)

@@ -1,4 +1,4 @@
-"""UMT5: as T5, but every self-attention has its own table of position biases, which is cut too."""
+"""UMT5: as T5, but every self-attention has its own table of position biases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUT = AttentionLayout(
         HeadSlab("k", "out", "key"),
         HeadSlab("v", "out", "value"),
         HeadSlab("o", "in", "context"),
-        # [buckets, heads]
+        # [buckets, heads]; cut too, because no other layer reads it.
         HeadSlab("relative_attention_bias.weight", 1, "head", optional=True),
     ),
     head_dim="key_value_proj_dim",
