@@ -89,7 +89,7 @@ LAYOUT = AttentionLayout(
         "attend",
     ),
     absent=(
-        # Projections into or out of several heads at once.
+        # Latents, hybrid modules, and projections that mix several heads.
         "use_latent_q",
         "use_latent_kv",
         "attn_on_attn",
