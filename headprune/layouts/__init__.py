@@ -1,8 +1,7 @@
-"""Layouts: where each family keeps its heads. One file a family; the file's name is the layout's
-name.
+"""Layouts: where each model family keeps its heads; one file per family.
 
-To add one, write ``layouts/<name>.py`` with a constant ``LAYOUT``; see any of them and
-CONTRIBUTING.md.
+The file's name is the layout's name. To add one, write ``layouts/<name>.py`` with a constant
+``LAYOUT``. CONTRIBUTING.md shows an example.
 """
 
 from headprune.core.registry import Registry

@@ -1,4 +1,4 @@
-"""Position biases that a model computes for all heads at once and hands to every layer (ALiBi)."""
+"""Run attention after a cut where the model computes position biases for all heads (ALiBi)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from headprune.layouts._transformers import WithoutHeads, present_heads
 
 
 class SlicedAlibi(Mixin, nn.Module):
-    """Put in front of an attention class: of ``alibi``, and of a mask that holds it, the kept
-    heads' part is taken."""
+    """Put in front of an attention class: take the kept heads' part of ALiBi and masks."""
 
     headprune_state: HeadState
 
@@ -26,9 +25,11 @@ class SlicedAlibi(Mixin, nn.Module):
         **kwargs: Any,
     ) -> Any:
         n_heads = self.headprune_state.n_query_heads
-        if alibi is not None:  # [batch * heads, 1, keys], or the two apart
+        if alibi is not None:
+            # [batch * heads, 1, keys] or [batch, heads, 1, keys] -> [batch, heads, 1, keys]
             rows = alibi.reshape(hidden_states.shape[0], n_heads, *alibi.shape[-2:])
             alibi = present_heads(self, rows, 1).flatten(0, 1)
+        # A mask with an axis for heads holds ALiBi already.
         if attention_mask is not None and attention_mask.shape[1] == n_heads > 1:
             attention_mask = present_heads(self, attention_mask, 1)
         return super().forward(
@@ -37,7 +38,7 @@ class SlicedAlibi(Mixin, nn.Module):
 
 
 class OnlyResidual(WithoutHeads):
-    """An attention without heads that adds the residual itself."""
+    """An attention without heads that adds the residual itself (BLOOM)."""
 
     hidden_dropout: float
 

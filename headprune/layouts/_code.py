@@ -1,5 +1,4 @@
-"""What code a class runs, and whose it is: that of the libraries whose modules layouts describe, or
-somebody's own."""
+"""Find the code that a class runs, and whether a known library wrote it."""
 
 from __future__ import annotations
 
@@ -11,26 +10,24 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-#: Packages whose attention the laws and the coverage record run; what they do to modules is known,
-#: too.
+#: Packages whose attention the tests run and whose effects on modules are known.
 LIBRARIES = frozenset(
     {
-        *(
-            "accelerate",
-            "diffusers",
-            "einops",
-            "headprune",
-            "peft",
-            "timm",
-            "torch",
-            "torch_einops_utils",
-        ),
-        *("transformers", "x_transformers"),
+        "accelerate",
+        "diffusers",
+        "einops",
+        "headprune",
+        "peft",
+        "timm",
+        "torch",
+        "torch_einops_utils",
+        "transformers",
+        "x_transformers",
     }
 )
 
 #: Methods that no forward pass calls.
-_ASIDE = frozenset(
+_NOT_IN_FORWARD = frozenset(
     {
         "__init__",
         "__new__",
@@ -41,11 +38,12 @@ _ASIDE = frozenset(
         "reset_parameters",
     }
 )
+#: Attributes under which decorators and ``torch.compile`` keep the function that they wrap.
 _WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")
 
 
 def function_of(value: Any) -> FunctionType | None:
-    """The function of a method, a property or a partial; None where there is none."""
+    """Return the function of a method, a property or a partial; None where there is none."""
     while not isinstance(value, FunctionType):
         if isinstance(value, (MethodType, staticmethod, classmethod)):
             value = value.__func__
@@ -59,29 +57,37 @@ def function_of(value: Any) -> FunctionType | None:
 
 
 def from_libraries(value: Any, installed: bool = False) -> bool:
-    """Whether what is called is a library's code, all of it where one wraps another:
-    ``torch.compile``.
+    """Return whether a callable, and everything that it wraps, is a library's code.
 
     Args:
         value: A function, a method or any callable.
-        installed: Whether other code that lies where packages are installed counts, too.
+        installed: Whether code of any installed package counts too.
     """
+    # Compared by identity: a callable may define ``__eq__`` or lack a hash.
     seen: list[Any] = []
-    while value is not None and not any(value is s for s in seen):
+    while value is not None and not any(value is other for other in seen):
         seen.append(value)
         function = function_of(value)
-        home = (
-            type(value).__module__ if function is None else function.__globals__.get("__name__", "")
-        )
-        if not _is_library(str(home)) and not (
-            installed and function is not None and _is_installed(function)
-        ):
+        if function is None:
+            home = type(value).__module__
+        else:
+            home = function.__globals__.get("__name__", "")
+        known = _is_library(str(home))
+        if not known and installed and function is not None:
+            known = _is_installed(function)
+        if not known:
             return False
-        value = next(
-            (found for name in _WRAPPED if (found := getattr(function, name, None)) is not None),
-            None,
-        )
+        value = _wrapped_by(function)
     return True
+
+
+def _wrapped_by(function: FunctionType | None) -> Any:
+    """Return the function inside a wrapper; None where it is no wrapper."""
+    for name in _WRAPPED:
+        inner = getattr(function, name, None)
+        if inner is not None:
+            return inner
+    return None
 
 
 def _is_library(module: str) -> bool:
@@ -92,20 +98,21 @@ def _is_library(module: str) -> bool:
 def _is_installed(function: FunctionType) -> bool:
     import torch
 
-    return Path(function.__code__.co_filename).is_relative_to(Path(torch.__file__).parent.parent)
+    site_packages = Path(torch.__file__).parent.parent
+    return Path(function.__code__.co_filename).is_relative_to(site_packages)
 
 
 def is_of_library(kind: type) -> bool:
-    """Whether a class is a library's."""
+    """Return whether a class is a library's."""
     return _is_library(kind.__module__)
 
 
 def functions_of(kind: type) -> Iterator[tuple[type, str, FunctionType]]:
-    """The functions of a class and of its bases below ``nn.Module``: of which one, under which
-    name."""
+    """Yield the functions of a class and its bases as (class, name, function)."""
     from torch import nn
 
     for base in kind.__mro__:
+        # What every module inherits is PyTorch's.
         if base in (nn.Module, object):
             continue
         for name, value in vars(base).items():
@@ -115,29 +122,34 @@ def functions_of(kind: type) -> Iterator[tuple[type, str, FunctionType]]:
 
 
 def own_methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """Methods of a class that no library wrote and that a forward pass may call: they stand in
-    place of others."""
+    """Yield methods that no library wrote and that a forward pass may run instead of others."""
     bases = kind.__mro__
     for base, name, function in functions_of(kind):
-        if name in _ASIDE or from_libraries(function):
+        if name in _NOT_IN_FORWARD or from_libraries(function):
             continue
+        # Either the library's class itself was changed, or a subclass overrides a method.
         later = bases[bases.index(base) + 1 :]
         if is_of_library(base) or any(name in vars(other) for other in later):
             yield f"{base.__name__}.{name}", function
 
 
 def own_globals(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """Functions that somebody put in place of those that a library's class calls by name."""
-    for function, named in reached(kind) if is_of_library(kind) else ():
-        for name, value in named.items():
+    """Yield functions that replace globals which a library's class calls by name."""
+    if not is_of_library(kind):
+        return
+    for function, names in reached_functions(kind):
+        home = function.__globals__.get("__name__")
+        for name, value in names.items():
             inner = function_of(value)
             if inner is not None and not from_libraries(value, installed=True):
-                yield f"{name} in {function.__globals__.get('__name__')}", inner
+                yield f"{name} in {home}", inner
 
 
-def reached(kind: type) -> Iterator[tuple[FunctionType, dict[str, Any]]]:
-    """The functions of a class and those that they call in files of the class: each with what it
-    names outside."""
+def reached_functions(kind: type) -> Iterator[tuple[FunctionType, dict[str, Any]]]:
+    """Yield the functions that a class may call, each with the outer names that it uses.
+
+    Calls are followed within the files that define the class and its bases.
+    """
     waiting = [function for _, _, function in functions_of(kind)]
     homes = {id(function.__globals__) for function in waiting}
     seen: set[FunctionType] = set()
@@ -146,23 +158,29 @@ def reached(kind: type) -> Iterator[tuple[FunctionType, dict[str, Any]]]:
         if function in seen:
             continue
         seen.add(function)
-        named = _named(function) if id(function.__globals__) in homes else {}
-        waiting += [inner for value in named.values() if (inner := function_of(value)) is not None]
-        yield function, named
+        names: dict[str, Any] = {}
+        # In other files, the calls would lead through all of PyTorch.
+        if id(function.__globals__) in homes:
+            names = _outer_names(function)
+        for value in names.values():
+            inner = function_of(value)
+            if inner is not None:
+                waiting.append(inner)
+        yield function, names
 
 
-def _named(function: FunctionType) -> dict[str, Any]:
-    """What a function names outside of itself: globals, and what it closes over."""
+def _outer_names(function: FunctionType) -> dict[str, Any]:
+    """Return the globals and closure variables that a function uses, by name."""
     waiting = [function.__code__]
     names: set[str] = set()
     while waiting:
         code = waiting.pop()
         names.update(code.co_names)
-        waiting += [c for c in code.co_consts if isinstance(c, CodeType)]
-    found = {
-        name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())
-    }
+        # Inner functions and comprehensions are constants of the outer code.
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    used = sorted(names & function.__globals__.keys())
+    values = {name: function.__globals__[name] for name in used}
     try:
-        return found | dict(inspect.getclosurevars(function).nonlocals)
-    except ValueError:  # one of them is not there yet
-        return found
+        return values | dict(inspect.getclosurevars(function).nonlocals)
+    except ValueError:  # a closure variable that is not assigned yet
+        return values

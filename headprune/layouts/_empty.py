@@ -1,5 +1,4 @@
-"""What ``AttentionLayout.empty`` is for most layouts: a module that is left without heads adds only
-a bias.
+"""Values for ``AttentionLayout.empty``: turn a module without heads into one that adds a bias.
 
 Classes are named, not imported, because a layout is read without torch.
 """
@@ -25,41 +24,39 @@ def without_heads(
     *,
     kind: str = "_transformers.WithoutHeads",
     attends: Callable[[Any, str], Kind] | None = None,
-) -> _WithoutHeads:
-    """For the modules of Transformers: the residual stays, the output projection's bias, and calls
-    of the cache.
+) -> _EmptyAttention:
+    """Return ``empty`` for modules of Transformers: the bias is added, the cache updated.
 
     Args:
-        gate: The output projection; None where a sibling of ``part`` adds the bias itself.
-        part: The module inside of the attention that computes the heads.
-        kind: ``file.Class`` of a ``WithoutHeads`` for a module that is called or answers in another
-            way.
-        attends: The layout's ``kind``, where some of its modules attend to another sequence, which
-            a cache keeps apart.
+        gate: Path of the output projection; None where a sibling of ``part`` adds the bias.
+        part: Path of the inner module that computes the heads.
+        kind: ``file.Class`` of a ``WithoutHeads`` for a module with other arguments or another
+            result.
+        attends: The layout's ``kind``, if some of its modules are cross-attention, whose keys a
+            cache keeps apart.
     """
-    return _WithoutHeads(gate, part, kind, attends)
+    return _EmptyAttention(gate, part, kind, attends)
 
 
 def textbook_without_heads(
     gate: str, weights: str = "", shape: tuple[str, ...] = (), batch_axis: int = 0
-) -> _OnlyBias:
-    """For modules that return the output projection's result and nothing else.
+) -> _EmptyTextbookAttention:
+    """Return ``empty`` for modules that return only the output projection's result.
 
     Args:
-        gate: The output projection.
-        weights: The attribute in which the module's code keeps the attention weights of its last
-            call.
-        shape: Its axes without heads, each ``batch``, ``queries``, ``keys`` or ``heads``.
-        batch_axis: Where the module's inputs have the examples.
+        gate: Path of the output projection.
+        weights: Path of the attribute in which the module keeps its last attention weights.
+        shape: The axes of those weights: ``batch``, ``queries``, ``keys`` or ``heads``.
+        batch_axis: Batch axis of the module's inputs.
     """
-    return _OnlyBias(gate, weights, shape, batch_axis)
+    return _EmptyTextbookAttention(gate, weights, shape, batch_axis)
 
 
-# Values, not closures: sites carry their layouts, and are copied, compared and pickled.
+# Classes and not closures: sites carry their layouts, and are copied, compared and pickled.
 
 
 @dataclass(frozen=True)
-class _WithoutHeads:
+class _EmptyAttention:
     gate: str | None
     part: str
     kind: str
@@ -69,22 +66,22 @@ class _WithoutHeads:
         from headprune.layouts._transformers import without_heads
 
         cross = self.attends is not None and self.attends(module, "") == "cross"
-        without_heads(module.get_submodule(self.part), self.gate, cross, self._front())
+        without_heads(module.get_submodule(self.part), self.gate, cross, self._mixin())
         forget_(module)
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
-        """Why the module cannot lose all its heads; None where it can."""
+        """Return why the module cannot lose all its heads; None where it can."""
         from headprune.layouts._transformers import refusal
 
-        return refusal(module.get_submodule(self.part), self._front())
+        return refusal(module.get_submodule(self.part), self._mixin())
 
-    def _front(self) -> Any:
+    def _mixin(self) -> Any:
         file, _, name = self.kind.rpartition(".")
         return getattr(import_module(f"headprune.layouts.{file}"), name)
 
 
 @dataclass(frozen=True)
-class _OnlyBias:
+class _EmptyTextbookAttention:
     gate: str
     weights: str = ""
     shape: tuple[str, ...] = ()
@@ -95,10 +92,12 @@ class _OnlyBias:
 
         mix_in(module, OnlyBias)
         module.headprune_gate = self.gate
-        kept = bool(self.weights) and stores(module, self.weights)
-        module.headprune_weights = (self.weights, self.shape, self.batch_axis) if kept else None
+        # Only some versions of such code keep their weights.
+        module.headprune_weights = None
+        if self.weights and stores(module, self.weights):
+            module.headprune_weights = (self.weights, self.shape, self.batch_axis)
         forget_(module)
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
-        """Why the module cannot lose all its heads; None where it can."""
+        """Return why the module cannot lose all its heads; None where it can."""
         return refusal(module)

@@ -1,5 +1,4 @@
-"""What the decoders with grouped queries have in common: kind, counts, policies, the empty layer,
-tiny sizes."""
+"""Parts that the layouts of decoders with grouped queries share."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 POLICIES: tuple[Policy, ...] = ("group", "balanced", "free")
 
-#: Flags of modules whose keys other layers read (Gemma 3n and 4): not to be cut.
+#: Flags of modules whose keys other layers read (Gemma 3n and 4); such modules are not cut.
 SHARED_KEYS = ("store_full_length_kv", "is_kv_shared_layer")
 
-#: Attributes that such modules keep their counts in, most of them only some.
+#: Attributes that hold counts; most modules have only some of them.
 COUNTS: tuple[tuple[str, Count], ...] = (
     ("num_heads", "n_query_heads"),
     ("num_attention_heads", "n_query_heads"),
@@ -29,7 +28,7 @@ COUNTS: tuple[tuple[str, Count], ...] = (
     ("num_key_value_groups", "group_size"),
 )
 
-#: Of the tiny models: three groups of two query heads, so that groups, too, can be cut raggedly.
+#: Settings of tiny models: three groups of two query heads, which a cut can make uneven.
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
     "num_hidden_layers": 3,
@@ -39,48 +38,64 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 
+#: Arguments through which an attention gets the sequence of an encoder.
+_ENCODER_ARGUMENTS = {"encoder_hidden_states", "cross_attention_states", "key_value_states"}
+
 
 def _arguments(module: Any) -> set[str]:
+    """Names of the arguments of the module's ``forward``."""
     return set(inspect.signature(original_class(module).forward).parameters)  # type: ignore[attr-defined]
 
 
 def takes_keys(module: Any) -> bool:
-    """Whether it can attend to another sequence (T5Gemma, Mllama, Moonshine)."""
-    others = {"encoder_hidden_states", "cross_attention_states", "key_value_states"}
-    return not others.isdisjoint(_arguments(module))
+    """Return whether it can attend to another sequence (T5Gemma, Mllama, Moonshine)."""
+    return not _ENCODER_ARGUMENTS.isdisjoint(_arguments(module))
 
 
 def kind(module: Any, name: str) -> Kind:
-    """Causal unless the module says otherwise; one that may attend to an encoder and is not causal
-    is ``cross``."""
+    """Return ``causal`` unless the module denies it, then ``cross`` or ``self``."""
     if takes_keys(module):
+        # Without a flag it is cross-attention: causal attention has no other sequence.
         return "causal" if getattr(module, "is_causal", False) else "cross"
+    # Without a flag it is causal, because these modules are decoders'.
     return "causal" if getattr(module, "is_causal", True) else "self"
 
 
 def repeat_keys(module: Any, model: Any) -> None:
-    """Groups of unlike size: keys and values are repeated for every query head, after the cache and
-    in every step."""
+    """Repeat keys and values per query head, after the cache, where groups differ in size."""
     from headprune.layouts._repeated import repeat_
 
     sizes = getattr(module, STATE_ATTRIBUTE).uneven
-    if sizes and (takes_keys(module) or "past_key_values" not in _arguments(module)):
-        why = "it attends to an encoder" if takes_keys(module) else "it takes no cache"
-        must = f"cut to groups of one size, for {why}"
-        raise UnsupportedModel(
-            original_class(module).__name__, must, f"groups of {list(sizes)} query heads"
-        )
+    if sizes:
+        _check_repeatable(module, sizes)
     repeat_(module, sizes)
 
 
+def _check_repeatable(module: Any, sizes: tuple[int, ...]) -> None:
+    """Refuse uneven groups where keys do not pass through a cache argument."""
+    if takes_keys(module):
+        why = "it attends to an encoder"
+    elif "past_key_values" not in _arguments(module):
+        why = "it takes no cache"
+    else:
+        return
+    must = f"cut to groups of one size, for {why}"
+    name = original_class(module).__name__
+    raise UnsupportedModel(name, must, f"groups of {list(sizes)} query heads")
+
+
 def without_heads(gate: str) -> Callable[[Any], None]:
-    """``AttentionLayout.empty`` for modules with this output projection, but those that may attend
-    to an encoder."""
-    return _WithoutHeads(gate)
+    """Return ``AttentionLayout.empty`` for modules that do not attend to an encoder.
+
+    Args:
+        gate: Path of the output projection.
+    """
+    return _EmptyDecoderAttention(gate)
 
 
+# A class and not a closure: sites carry their layouts, and are copied, compared and pickled.
 @dataclass(frozen=True)
-class _WithoutHeads:
+class _EmptyDecoderAttention:
     gate: str
 
     def __call__(self, module: Any) -> None:
@@ -90,12 +105,10 @@ class _WithoutHeads:
         _empty.without_heads(self.gate)(module)
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
-        """Why the module cannot lose all its heads; None where it can."""
-        if takes_keys(
-            module
-        ):  # each of them shares its cache with self-attention in a way of its own
+        """Return why the module cannot lose all its heads; None where it can."""
+        # Each of these families shares one cache between both attentions in its own way.
+        if takes_keys(module):
             name = original_class(module).__name__
-            return UnsupportedModel(
-                name, "left with a head, for it attends to an encoder", "none kept"
-            )
+            must = "left with a head, for it attends to an encoder"
+            return UnsupportedModel(name, must, "none kept")
         return _empty.without_heads(self.gate).refusal(module)

@@ -1,5 +1,4 @@
-"""Runs a proof as if nothing surrounded it: what a module computes must not depend on where
-somebody asked for it."""
+"""Run a proof independently of the caller's settings and contexts."""
 
 from __future__ import annotations
 
@@ -7,12 +6,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+#: All kernels, as PyTorch allows by default.
 _KERNELS = [
     SDPBackend.MATH,
     SDPBackend.FLASH_ATTENTION,
@@ -22,24 +22,25 @@ _KERNELS = [
 
 
 def isolated(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function(*args)`` returns or raises outside of every block that its caller is in.
+    """Return what ``function(*args)`` returns or raises outside of the caller's contexts.
 
-    Autocast, inference mode, default devices, modes that see or change operations, transforms such
-    as ``vmap``, tracers and the depth of calls all belong to a thread, so the function has one of
-    its own. What belongs to the process is as PyTorch begins for as long as it runs: default dtype,
-    precision, determinism, kernels, warnings.
+    Autocast, inference mode, default devices, function and dispatch modes, transforms such as
+    ``vmap``, tracers and the recursion depth belong to a thread, so the function runs in a new
+    thread. Default dtype, precision, determinism, kernels and warnings belong to the process; they
+    have PyTorch's defaults while it runs.
     """
     answers: list[Any] = []
     errors: list[BaseException] = []
 
     def run() -> None:
+        # An exception in a thread would only be printed; the caller must get it.
         try:
             answers.append(function(*args))
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="headprune-proof", daemon=True)
-    with _USUAL:
+    with _DEFAULTS:
         thread.start()
         thread.join()
     if errors:
@@ -48,18 +49,21 @@ def isolated(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @contextmanager
-def _usual_settings() -> Iterator[None]:
-    """The settings of the process as they are when PyTorch is imported; afterwards they are as
-    before."""
-    dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+def _default_settings() -> Iterator[None]:
+    """Give the process PyTorch's default settings, and restore the old ones."""
+    dtype = torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    compiled = "torch._dynamo" in sys.modules  # to ask for it imports it, which takes a second
     with ExitStack() as stack:
+        # 1. Settings that have a context manager.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(torch.compiler.set_stance("force_eager") if compiled else nullcontext())
+        # ``set_stance`` imports dynamo, which takes a second; without dynamo nothing is compiled.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(sdpa_kernel(_KERNELS))
-        stack.enter_context(_whole_products())
+        stack.enter_context(_full_precision())
+        # 2. Settings that are restored by hand.
         stack.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
         stack.callback(torch.set_default_dtype, dtype)
         torch.use_deterministic_algorithms(False)
@@ -67,40 +71,42 @@ def _usual_settings() -> Iterator[None]:
         yield
 
 
-class _Shared:
-    """A block that several threads may be in: the first one enters it, the last one leaves it.
+class _SharedContext:
+    """A context for several threads: the first one enters it, the last one leaves it.
 
-    Settings of the process that each thread saved and put back by itself would stay changed where
-    two overlap.
+    If each thread saved and restored process settings, overlapping threads would leave them
+    changed.
     """
 
-    def __init__(self, block: Callable[[], AbstractContextManager[None]]) -> None:
-        self._block, self._lock = block, threading.Lock()
-        self._inside = 0
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._n_inside = 0
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._inside:
-                self._entered.enter_context(self._block())
-            self._inside += 1
+            if not self._n_inside:
+                self._entered.enter_context(self._make())
+            self._n_inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside:
+            self._n_inside -= 1
+            if not self._n_inside:
                 self._entered.close()
 
 
-_USUAL = _Shared(_usual_settings)
+_DEFAULTS = _SharedContext(_default_settings)
 
 
 @contextmanager
-def _whole_products() -> Iterator[None]:
-    """Products of float32 in float32."""
+def _full_precision() -> Iterator[None]:
+    """Multiply float32 matrices in float32 instead of TF32."""
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by PyTorch's newer switch: the older one refuses to answer
+    except RuntimeError:
+        # The user chose by PyTorch's newer setting; mixing it with the older one is an error.
         yield
         return
     if before == "highest":

@@ -1,5 +1,4 @@
-"""What an attention's own code keeps of its last call, for others to read: without heads, nobody
-renews it."""
+"""Find and clear the tensors that an attention's code stores on itself in each call."""
 
 from __future__ import annotations
 
@@ -13,14 +12,13 @@ from headprune.core.mixin import original_class
 
 
 def stores(module: Any, path: str) -> bool:
-    """Whether the code of the module that has this attribute assigns it when it is called."""
+    """Return whether the module's code assigns this attribute when it is called."""
     parent, _, name = path.rpartition(".")
     return name in _assigned(original_class(module.get_submodule(parent)))
 
 
 def forget_(module: Any) -> None:
-    """Puts None where the code of a module, or of one inside it, has kept a tensor of an earlier
-    call."""
+    """Set stored tensors of an earlier call to None; without heads, no code renews them."""
     from torch import Tensor
 
     for part in module.modules():
@@ -31,15 +29,19 @@ def forget_(module: Any) -> None:
 
 @cache
 def _assigned(kind: type) -> frozenset[str]:
-    """Names of the attributes that a class's methods assign, but for those that build it."""
+    """Names of the attributes that a class's methods assign, except ``__init__``."""
     from torch import nn
 
-    own = [f for base in kind.__mro__ if base not in nn.Module.__mro__ for f in vars(base).values()]
-    code = [
-        inspect.unwrap(f).__code__
-        for f in own
-        if isinstance(f, FunctionType) and f.__name__ != "__init__"
-    ]
-    return frozenset(
-        i.argval for c in code for i in dis.get_instructions(c) if i.opname == "STORE_ATTR"
-    )
+    names: set[str] = set()
+    for base in kind.__mro__:
+        # What every module inherits assigns PyTorch's own state.
+        if base in nn.Module.__mro__:
+            continue
+        for function in vars(base).values():
+            if isinstance(function, FunctionType) and function.__name__ != "__init__":
+                # Unwrapped, because a decorator's code hides the method's.
+                code = inspect.unwrap(function).__code__
+                for step in dis.get_instructions(code):
+                    if step.opname == "STORE_ATTR":
+                        names.add(step.argval)
+    return frozenset(names)

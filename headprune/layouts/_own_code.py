@@ -1,5 +1,4 @@
-"""Code that is not ours in an attention without heads: PyTorch's fused attention is not called
-there."""
+"""Run an attention's own code without heads, and keep it from PyTorch's fused kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from headprune.core.mixin import Mixin
 
 
 class OwnCode(Mixin, nn.Module):
-    """Put in front of an attention without heads that goes on with its own code."""
+    """Put in front of an attention without heads that continues with its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with NoKernelWithoutHeads():
@@ -21,16 +20,15 @@ class OwnCode(Mixin, nn.Module):
 
 
 class NoKernelWithoutHeads(TorchFunctionMode):
-    """Answers fused attention of no heads itself: before PyTorch 2.13 its kernel for CPUs divides
-    by their number, which ends the process."""
+    """Answer fused attention of no heads without calling a kernel."""
+
+    # Before PyTorch 2.13, the CPU kernel divides by the number of heads, which kills the process.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            query, _, value = (
-                args[i] if i < len(args) else kwargs[n]
-                for i, n in enumerate(("query", "key", "value"))
-            )
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            query, value = named["query"], named["value"]
             if query.dim() > 3 and not query.shape[-3]:  # [batch, heads, length, head_dim]
                 return query.new_zeros(*query.shape[:-1], value.shape[-1])
         return func(*args, **kwargs)

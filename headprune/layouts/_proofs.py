@@ -1,13 +1,9 @@
-"""Proofs that a module's code computes textbook attention, or puts its heads side by side, for any
-number of heads.
-
-Every size is another one (examples, queries, keys, features, heads, a head's width), so no axis
-passes for another.
-"""
+"""Prove that a module's code computes scaled dot-product attention, or concatenates heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +12,31 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.layouts._once import once
-from headprune.layouts._stand_in import agree, linear, on_cpu, same, stand_in, tried, wave
+from headprune.layouts._stand_in import (
+    first_tensor,
+    fixed_linear,
+    fixed_values,
+    nearly_equal,
+    on_cpu,
+    outputs_agree,
+    stand_in,
+)
 
-EXAMPLES, WIDTH, QUERIES, KEYS, _MODEL = 2, 3, 5, 7, 11
-HEADS = (1, 4, 6)
-#: Of six heads, those that stay where a mask is given.
+# All sizes differ, so that code which mixes up two axes fails instead of passing by chance.
+EXAMPLES = 2
+HEAD_DIM = 3
+QUERIES = 5
+KEYS = 7
+_MODEL_DIM = 11
+HEAD_COUNTS = (1, 4, 6)
+
+#: Of six heads, those that are kept in the proofs with masks.
 _KEPT = ((4,), (0, 2, 3, 5))
 
-#: Makes the stand-in, given a number of heads and the four projections.
+#: Makes the stand-in from a number of heads and the four projections.
 Build = Callable[[int, tuple[nn.Linear, ...]], Any]
-#: Calls it with queries, keys and values, ``[batch, length, width]``, and a mask or None, and
-#: returns the same.
+#: Calls it with queries, keys and values, ``[batch, length, width]``, and a mask or None; returns
+#: ``[batch, length, width]``.
 Call = Callable[[Any, Tensor, Tensor, Tensor, Any], Any]
 
 
@@ -37,156 +47,195 @@ def is_attention(
     values_are_keys: bool = False,
     forms: Iterable[Tensor] = (),
 ) -> bool:
-    """Whether a module's code is scaled dot-product attention for any number of heads, whatever
-    else it is made of, and loses heads exactly under every mask that it takes.
+    """Return whether a module's code is scaled dot-product attention that can lose heads.
+
+    It must agree with the formula for every number of heads. Under every mask that it accepts,
+    cutting heads must give the same output as zeroing their columns of the output projection.
 
     Args:
         module: The module.
         build: Makes the stand-in.
         call: Calls it.
-        values_are_keys: Whether it takes one input for both.
-        forms: Masks as such a module is given them.
+        values_are_keys: Whether keys and values are one input.
+        forms: Masks in the form that this kind of module documents.
     """
-    q, k = wave(EXAMPLES, QUERIES, _MODEL), wave(EXAMPLES, KEYS, _MODEL, start=1)
-    v = k if values_are_keys else wave(EXAMPLES, KEYS, _MODEL, start=2)
-    for n_heads in HEADS:
-        ways = _projections(n_heads)
+    queries = fixed_values(EXAMPLES, QUERIES, _MODEL_DIM)
+    keys = fixed_values(EXAMPLES, KEYS, _MODEL_DIM, start=1)
+    values = keys
+    if not values_are_keys:
+        values = fixed_values(EXAMPLES, KEYS, _MODEL_DIM, start=2)
+    inputs = (queries, keys, values)
 
-        def expected(ways: tuple[nn.Linear, ...] = ways, n_heads: int = n_heads) -> Tensor:
-            split = [
-                way(x).unflatten(-1, (n_heads, WIDTH)).transpose(1, 2)
-                for way, x in zip(ways, (q, k, v), strict=False)
-            ]
-            out: Tensor = ways[3](scaled_dot_product_attention(*split).transpose(1, 2).flatten(2))
-            return out
+    def built_and_called(n_heads: int, projections: tuple[nn.Linear, ...]) -> Any:
+        return call(build(n_heads, projections), *inputs, None)
 
-        if not agree(expected, lambda ways=ways, n=n_heads: call(build(n, ways), q, k, v, None)):  # type: ignore[misc]
+    def called(small: Any, mask: Tensor | None) -> Tensor | None:
+        return first_tensor(lambda: call(small, *inputs, mask))
+
+    # 1. Without a mask it must be the formula, for several numbers of heads.
+    for n_heads in HEAD_COUNTS:
+        projections = _projections(n_heads)
+        formula = partial(_attention, projections, inputs, n_heads)
+        if not outputs_agree(formula, partial(built_and_called, n_heads, projections)):
             return False
 
-    return _loses_heads_under_masks(
-        build, lambda small, mask: tried(lambda: call(small, q, k, v, mask)), list(forms)
-    )
+    # 2. With masks, whose meaning is unknown, cutting must equal gating.
+    return _loses_heads_under_masks(build, called, list(forms))
+
+
+def _attention(
+    projections: tuple[nn.Linear, ...], inputs: tuple[Tensor, ...], n_heads: int
+) -> Tensor:
+    """Compute multi-head attention from its definition."""
+    split = []
+    for projection, x in zip(projections[:3], inputs, strict=True):
+        # [batch, heads, length, head_dim]
+        split.append(projection(x).unflatten(-1, (n_heads, HEAD_DIM)).transpose(1, 2))
+    heads = scaled_dot_product_attention(*split)
+    out: Tensor = projections[3](heads.transpose(1, 2).flatten(2))
+    return out
 
 
 def _loses_heads_under_masks(
     build: Build, run: Callable[[Any, Tensor | None], Tensor | None], forms: list[Tensor]
 ) -> bool:
-    """Whether heads that are gated and heads that are cut make no difference, under every mask that
-    is taken.
-
-    Nothing is supposed of what a mask means. One that the uncut module does not take proves
-    nothing, and one in another form than is usual counts only where it hides nothing if it is all
-    ones, or all zeros: it may fit axes by chance.
-    """
-    n_heads = max(HEADS)
+    """Return whether cut heads equal gated heads under every mask that the code accepts."""
+    n_heads = max(HEAD_COUNTS)
     whole = build(n_heads, _projections(n_heads))
     pairs = [(build(n_heads, _gated(kept)), build(len(kept), _cut(kept))) for kept in _KEPT]
     unmasked = run(whole, None)
     assert unmasked is not None
 
-    def hides_nothing(mask: Tensor) -> bool:
-        plain = (run(whole, filled) for filled in (torch.ones_like(mask), torch.zeros_like(mask)))
-        return any(found is not None and same(found, unmasked) for found in plain)
+    # A mask in an undocumented form may fit the axes by chance; then its result proves nothing.
+    call_whole = partial(run, whole)
+    other_forms = [mask for mask in masks() if _can_hide_nothing(mask, call_whole, unmasked)]
 
-    for mask in (*forms, *filter(hides_nothing, masks())):
+    for mask in (*forms, *other_forms):
         for gated, cut in pairs:
             expected = run(gated, mask)
+            # The uncut module does not accept this mask, so the cut one need not either.
             if expected is None or expected.shape != unmasked.shape:
                 break
-            found = run(cut, mask)
-            if found is None or not same(found, expected):
+            output = run(cut, mask)
+            if output is None or not nearly_equal(output, expected):
                 return False
     return True
 
 
-def lengths() -> list[Tensor]:
-    """How many keys each example has, ``[examples]``, or each query of it,
-    ``[examples, queries]``."""
-    return [torch.tensor([3, 6]), torch.tensor([[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]])]
+def _can_hide_nothing(
+    mask: Tensor, call: Callable[[Tensor], Tensor | None], unmasked: Tensor
+) -> bool:
+    """Return whether all ones or all zeros in this form hide nothing."""
+    for filled in (torch.ones_like(mask), torch.zeros_like(mask)):
+        output = call(filled)
+        if output is not None and nearly_equal(output, unmasked):
+            return True
+    return False
 
 
-def seen() -> tuple[Tensor, Tensor, Tensor]:
-    """Which keys are seen: ``[examples, 1, keys]`` for padding, ``[1, queries, keys]`` causally,
-    and both together."""
-    padding = (torch.arange(KEYS) < lengths()[0][:, None])[:, None]
+def valid_lengths() -> list[Tensor]:
+    """Numbers of valid keys: ``[examples]``, and ``[examples, queries]``."""
+    per_example = torch.tensor([3, 6])
+    per_query = torch.tensor([[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]])
+    return [per_example, per_query]
+
+
+def visible_keys() -> tuple[Tensor, Tensor, Tensor]:
+    """Boolean masks, True for a visible key.
+
+    Padding is ``[examples, 1, keys]``, causality ``[1, queries, keys]``; the third is both.
+    """
+    padding = (torch.arange(KEYS) < valid_lengths()[0][:, None])[:, None]
     causal = torch.ones(1, QUERIES, KEYS).tril(1).bool()
     return padding, causal, padding & causal
 
 
 def masks() -> Iterator[Tensor]:
-    """Masks in other forms that attention is given: of truths, numbers and what is added to scores;
-    with an axis for heads or without; with the examples first or last. No query loses all its
-    keys."""
-    for mask in seen():
+    """Yield masks in the forms that attention modules use; every query sees some key."""
+    for mask in visible_keys():
+        # With an axis for heads, and with the examples last.
         forms = [mask, mask.unsqueeze(1), mask.permute(1, 2, 0)]
-        forms += [mask.squeeze(1)] if mask.shape[1] == 1 else []
-        forms += [mask.squeeze(0)] if mask.shape[0] == 1 else []
+        # Without the axes that hold one entry.
+        if mask.shape[1] == 1:
+            forms.append(mask.squeeze(1))
+        if mask.shape[0] == 1:
+            forms.append(mask.squeeze(0))
         for form in forms:
             yield form
             yield form.float()
-            yield added(form)
+            yield score_bias(form)
 
 
-def added(mask: Tensor) -> Tensor:
-    """A mask as what is added to scores."""
+def score_bias(mask: Tensor) -> Tensor:
+    """Turn a boolean mask into what is added to scores."""
     return torch.zeros(mask.shape).masked_fill(~mask, -1e4)
 
 
 def _projections(n_heads: int) -> tuple[nn.Linear, ...]:
-    """Of queries, keys, values and the output."""
-    inner = n_heads * WIDTH
-    return (*(linear(_MODEL, inner, seed) for seed in range(3)), linear(inner, _MODEL, 3))
+    """The projections of queries, keys, values and output."""
+    inner = n_heads * HEAD_DIM
+    query, key, value = (fixed_linear(_MODEL_DIM, inner, seed) for seed in range(3))
+    return query, key, value, fixed_linear(inner, _MODEL_DIM, 3)
 
 
 def _gated(kept: tuple[int, ...]) -> tuple[nn.Linear, ...]:
-    """The projections of most heads, of which the output projection reads only these."""
-    *ways, out = _projections(max(HEADS))
-    gone = [row for row in range(max(HEADS) * WIDTH) if row not in _rows(kept)]
-    out.weight.data[:, gone] = 0.0
-    return (*ways, out)
+    """All heads' projections, where the output projection ignores the removed heads."""
+    n_heads = max(HEAD_COUNTS)
+    *inputs, out = _projections(n_heads)
+    kept_rows = _rows(kept)
+    removed = [row for row in range(n_heads * HEAD_DIM) if row not in kept_rows]
+    out.weight.data[:, removed] = 0.0
+    return (*inputs, out)
 
 
 def _cut(kept: tuple[int, ...]) -> tuple[nn.Linear, ...]:
-    """The same projections without the other heads."""
-    *ways, out = _projections(max(HEADS))
+    """The same projections without the removed heads."""
+    *inputs, out = _projections(max(HEAD_COUNTS))
     rows = _rows(kept)
-    for way in ways:
-        way.weight.data, way.bias.data = way.weight.data[rows], way.bias.data[rows]
+    for projection in inputs:
+        projection.weight.data = projection.weight.data[rows]
+        projection.bias.data = projection.bias.data[rows]
     out.weight.data = out.weight.data[:, rows]
-    for way in (*ways, out):
-        way.out_features, way.in_features = way.weight.shape
-    return (*ways, out)
+    for projection in (*inputs, out):
+        projection.out_features, projection.in_features = projection.weight.shape
+    return (*inputs, out)
 
 
 def _rows(heads: tuple[int, ...]) -> list[int]:
-    return [head * WIDTH + i for head in heads for i in range(WIDTH)]
+    """Rows of a projection that belong to these heads."""
+    rows: list[int] = []
+    for head in heads:
+        rows.extend(range(head * HEAD_DIM, (head + 1) * HEAD_DIM))
+    return rows
 
 
 @once
 def is_concatenation(module: Any, projection: str) -> bool:
-    """Whether a module puts the outputs of its ``heads`` side by side, and through ``projection``
-    if there is one."""
-    n_heads = HEADS[1]
-    x, heads = (
-        wave(EXAMPLES, QUERIES, _MODEL),
-        nn.ModuleList(linear(_MODEL, WIDTH, seed) for seed in range(n_heads)),
-    )
+    """Return whether a module concatenates the outputs of ``heads``, then projects them.
+
+    Args:
+        module: The module.
+        projection: Name of the output projection; empty where there is none.
+    """
+    n_heads = HEAD_COUNTS[1]
+    x = fixed_values(EXAMPLES, QUERIES, _MODEL_DIM)
+    heads = nn.ModuleList(fixed_linear(_MODEL_DIM, HEAD_DIM, seed) for seed in range(n_heads))
     children: dict[str, nn.Module | None] = {"heads": heads}
     if projection:
-        children[projection] = linear(n_heads * WIDTH, _MODEL, n_heads)
+        children[projection] = fixed_linear(n_heads * HEAD_DIM, _MODEL_DIM, n_heads)
 
     def expected() -> Tensor:
         out = torch.cat([head(x) for head in heads], -1)
         return children[projection](out) if projection else out  # type: ignore[misc]
 
-    return agree(expected, lambda: stand_in(module, children).forward(x))
+    return outputs_agree(expected, lambda: stand_in(module, children).forward(x))
 
 
 def value_width(heads: nn.ModuleList) -> int:
-    """Features of what each head returns for a token.
+    """Return how many features each head outputs per token.
 
     Raises:
-        InvalidValue: heads that do not return features of one width.
+        InvalidValue: the heads do not return features of one width.
     """
     widths = sorted({_returned_width(head) for head in heads})
     if len(widths) != 1 or not widths[0]:
@@ -200,20 +249,21 @@ def value_width(heads: nn.ModuleList) -> int:
 
 @once
 def _returned_width(head: nn.Module) -> int:
-    """How many features a head returns for a token, seen by running a copy; 0 where that shows none
-    or several.
-
-    How many it takes is a size of one of its parameters, whichever way round these lie.
-    """
+    """Run a copy of a head to see its output width; 0 if unclear."""
     try:
         small = on_cpu(head)
     except UnsupportedModel:
         return 0
-    sizes = {n for p in small.parameters() for n in p.shape}
+    # The input width is unknown, but it is a size of one of the parameters.
+    sizes: set[int] = set()
+    for parameter in small.parameters():
+        sizes.update(parameter.shape)
+    # Sizes that no parameter has, which identify the axes of the output.
     n_examples, length = [n for n in range(2, len(sizes) + 4) if n not in sizes][:2]
-    found = set()
+    widths = set()
     for n_features in sorted(sizes):
-        out = tried(lambda n=n_features: small(wave(n_examples, length, n)))  # type: ignore[misc]
+        x = fixed_values(n_examples, length, n_features)
+        out = first_tensor(partial(small, x))
         if out is not None and out.ndim == 3 and out.shape[:2] == (n_examples, length):
-            found.add(out.shape[2])
-    return int(found.pop()) if len(found) == 1 else 0
+            widths.add(out.shape[2])
+    return int(widths.pop()) if len(widths) == 1 else 0

@@ -1,5 +1,4 @@
-"""Grouped queries in groups of unlike size: keys and values stay compact in the cache and are
-repeated after it."""
+"""Run grouped queries in groups of different sizes; the cache stays compact."""
 
 from __future__ import annotations
 
@@ -13,12 +12,11 @@ from headprune.core.mixin import Mixin, mix_in, mix_out
 
 
 class Repeated(Mixin, nn.Module):
-    """Put in front of an attention class: every key/value head is repeated for each query head that
-    reads it.
+    """Put in front of an attention class: repeat each key/value head for its query heads.
 
-    The module sees a cache that stores the compact heads and returns the repeated ones. So this
-    comes after rotation, norms and cache and before any attention kernel, whichever is set; the
-    kernels see one key head a query head.
+    The module gets a cache that stores the compact heads and returns the repeated ones. So the
+    heads are repeated after rotation, norms and cache, and before whichever attention kernel is
+    set. The kernel sees one key head per query head.
     """
 
     headprune_repeats: tuple[int, ...]
@@ -26,32 +24,30 @@ class Repeated(Mixin, nn.Module):
     def forward(
         self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> Any:
-        cache = _Repeating(past_key_values, self.headprune_repeats)
+        cache = _RepeatingCache(past_key_values, self.headprune_repeats)
         return super().forward(hidden_states, *args, past_key_values=cache, **kwargs)
 
 
 class Split(Mixin, nn.Module):
-    """Put in front of Falcon's attention class, which repeats keys and values when it splits its
-    fused projection."""
+    """Put in front of Falcon's attention class: repeat heads when it splits its projection."""
 
     headprune_repeats: tuple[int, ...]
 
     def _split_heads(self, fused: Tensor) -> tuple[Tensor, ...]:
-        heads = fused.unflatten(
-            -1, (-1, self.head_dim)
-        )  # of every group its queries, a key and a value
+        heads = fused.unflatten(-1, (-1, self.head_dim))  # [batch, length, rows, head_dim]
+        # Each group has its query heads, then one key and one value.
         groups = heads.split([n + 2 for n in self.headprune_repeats], 2)
-        sizes = list(zip(groups, self.headprune_repeats, strict=True))
-        queries = [group[:, :, :n] for group, n in sizes]
-        keys, values = (
-            [group[:, :, n + i].unsqueeze(2).expand(-1, -1, n, -1) for group, n in sizes]
-            for i in (0, 1)
-        )
+        queries, keys, values = [], [], []
+        for group, n in zip(groups, self.headprune_repeats, strict=True):
+            queries.append(group[:, :, :n])
+            keys.append(group[:, :, n].unsqueeze(2).expand(-1, -1, n, -1))
+            values.append(group[:, :, n + 1].unsqueeze(2).expand(-1, -1, n, -1))
+        # Each [batch, length, query heads, head_dim].
         return torch.cat(queries, 2), torch.cat(keys, 2), torch.cat(values, 2)
 
 
-class _Repeating:
-    """A cache, or none, whose ``update`` repeats the heads in what it returns."""
+class _RepeatingCache:
+    """A cache, or None, whose ``update`` repeats the heads that it returns."""
 
     def __init__(self, cache: Any, repeats: tuple[int, ...]) -> None:
         self.cache = cache
@@ -72,11 +68,17 @@ class _Repeating:
 
 
 def repeat_(module: Any, repeats: tuple[int, ...] | None, mixin: type[Mixin] = Repeated) -> None:
-    """Puts ``mixin`` in front of ``module``; with None, for groups of one size, takes it away where
-    it is."""
+    """Let a module repeat its key/value heads in place.
+
+    Args:
+        module: The attention module.
+        repeats: Query heads per key/value head; None takes the mixin out again.
+        mixin: The class to put in front.
+    """
     if repeats is not None:
         mix_in(module, mixin)
         module.headprune_repeats = repeats
     elif mixin in getattr(type(module), "headprune_mixins", ()):
+        # A second cut may make the groups even again.
         mix_out(module, mixin)
         del module.headprune_repeats

@@ -1,5 +1,4 @@
-"""What stands in front of textbook attention that has lost heads: without any, or without an output
-projection."""
+"""Run textbook attention that lost all heads, or has no output projection."""
 
 from __future__ import annotations
 
@@ -13,50 +12,56 @@ from headprune.core.mixin import Mixin
 
 
 class OnlyBias(Mixin, nn.Module):
-    """Put in front of a textbook attention without heads: the output projection of nothing, its
-    bias.
-
-    Where the module's own code keeps its attention weights, those of no head are kept.
-    """
+    """Put in front of a textbook attention without heads: return the output projection's bias."""
 
     headprune_gate: str
+    #: Path of the attribute that holds attention weights, its axes, and the inputs' batch axis.
     headprune_weights: tuple[str, tuple[str, ...], int] | None = None
 
     def forward(self, *args: Tensor, **kwargs: Any) -> Tensor:
         query, key = _inputs(args, kwargs)
         if self.headprune_weights is not None:
             path, axes, batch = self.headprune_weights
+            length = 1 - batch  # the other of the first two axes
             sizes = {
                 "batch": query.shape[batch],
-                "queries": query.shape[1 - batch],
-                "keys": key.shape[1 - batch],
+                "queries": query.shape[length],
+                "keys": key.shape[length],
+                "heads": 0,
             }
             parent, _, name = path.rpartition(".")
-            weights = query.new_zeros([0 if axis == "heads" else sizes[axis] for axis in axes])
+            # Code that reads the weights after a call finds those of no heads.
+            weights = query.new_zeros([sizes[axis] for axis in axes])
             setattr(self.get_submodule(parent), name, weights)
-        out: Tensor = self.get_submodule(self.headprune_gate)(query.new_zeros(*query.shape[:-1], 0))
+        no_heads = query.new_zeros(*query.shape[:-1], 0)
+        out: Tensor = self.get_submodule(self.headprune_gate)(no_heads)
         return out
 
 
 def _inputs(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a call; a module that is called with one input attends to itself."""
-    given: list[Any] = list(args[:2])
-    for position, names in enumerate((("query", "queries", "x"), ("key", "keys"))):
-        if position == len(given):
-            given.append(next((kwargs[n] for n in names if kwargs.get(n) is not None), None))
-    query, key = given
+    """Return queries and keys of a call; one input alone attends to itself."""
+    query = args[0] if args else _named(kwargs, ("query", "queries", "x"))
+    key = args[1] if len(args) > 1 else _named(kwargs, ("key", "keys"))
     return query, query if key is None else key
 
 
+def _named(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the first of these arguments that is not None."""
+    for name in names:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    return None
+
+
 class Placed(Mixin, nn.Module):
-    """Put in front of an attention without an output projection: zeros where the heads that left
-    had their outputs."""
+    """Put in front of an attention without output projection: fill in zeros for removed heads."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         state: Any = getattr(self, STATE_ATTRIBUTE)
-        nothing = x.new_zeros(*x.shape[:-1], state.widths[1])
+        nothing = x.new_zeros(*x.shape[:-1], state.widths[1])  # [batch, length, head_dim]
+        # Without heads, the module's own code would concatenate an empty list.
         if not state.heads:
             return torch.cat([nothing] * state.n_query_heads, -1)
         kept = super().forward(x, *args, **kwargs).chunk(len(state.heads), -1)
-        present = dict(zip(state.heads, kept, strict=True))
-        return torch.cat([present.get(head, nothing) for head in range(state.n_query_heads)], -1)
+        outputs = dict(zip(state.heads, kept, strict=True))
+        return torch.cat([outputs.get(head, nothing) for head in range(state.n_query_heads)], -1)

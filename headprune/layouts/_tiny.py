@@ -1,4 +1,4 @@
-"""Tiny random models of Transformers, and batches for them: what every family's laws run on.
+"""Tiny random models of Transformers and batches for them, for the tests of every family.
 
 A builder takes the class name of a model and the settings of its configuration, and returns
 ``(seed) -> (model, batch)``. Nothing is imported before a model is built.
@@ -11,11 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-#: Large enough that every head matters to the output of a tiny model.
+#: Standard deviation of weights; large enough that every head matters to the output.
 _SPREAD = 0.3
 _VOCABULARY = 50
+#: Of encoder-decoders.
+_SPECIAL_TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 
-#: Makes a batch, given the module ``torch``; draws from torch's global generator.
+#: Makes a batch from the module ``torch``; draws from its global generator.
 Batch = Callable[[Any], dict[str, Any]]
 
 
@@ -26,7 +33,7 @@ class TinyModel:
     Args:
         model: Name of the class.
         batch: Makes the batch.
-        settings: Of the configuration.
+        settings: Settings of the configuration.
     """
 
     model: str
@@ -38,6 +45,7 @@ class TinyModel:
         import transformers
 
         kind = getattr(transformers, self.model)
+        # Forked, so that a test's own random numbers do not change.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             example = self.batch(torch)
@@ -46,8 +54,12 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class TinyModule:
-    """``(seed) -> (model, batch)`` by the function ``tiny(name, seed)`` of a file beside this
-    one."""
+    """``(seed) -> (model, batch)`` by the function ``tiny(name)`` of a file of this folder.
+
+    Args:
+        file: Name of the file without ``.py``.
+        name: What its function ``tiny`` gets.
+    """
 
     file: str
     name: str
@@ -65,58 +77,61 @@ class TinyModule:
 
 def encoder(model: str, **settings: Any) -> TinyModel:
     """Sequence classification of three classes over 7 tokens; the last example is padded."""
-    given = {
+    defaults = {
         "vocab_size": _VOCABULARY,
         "num_labels": 3,
         "initializer_range": _SPREAD,
         "pad_token_id": 0,
     }
-    return TinyModel(model, _labelled_text, given | settings)
+    return TinyModel(model, _labelled_text, defaults | settings)
 
 
 def decoder(model: str, **settings: Any) -> TinyModel:
     """A causal language model over 7 tokens; the last example is padded on the right."""
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return TinyModel(
-        model, _text, {"vocab_size": _VOCABULARY, "initializer_range": _SPREAD, **tokens} | settings
-    )
+    defaults = {
+        "vocab_size": _VOCABULARY,
+        "initializer_range": _SPREAD,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return TinyModel(model, _text, defaults | settings)
 
 
 def encoder_decoder(model: str, **settings: Any) -> TinyModel:
-    """Text to text: 7 tokens in, of which the last example pads three, and 5 tokens out."""
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return TinyModel(model, _text_to_text, {"vocab_size": _VOCABULARY, **tokens} | settings)
+    """Text to text: 7 tokens in, 5 tokens out; the last example pads three."""
+    defaults = {"vocab_size": _VOCABULARY, **_SPECIAL_TOKENS}
+    return TinyModel(model, _text_to_text, defaults | settings)
 
 
 def speech_to_text(model: str, frames: int = 12, mels: int = 4, **settings: Any) -> TinyModel:
-    """Features of sound, ``frames`` of them for each example, in and 5 tokens out; the encoder sees
-    every second."""
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    sizes = {
+    """Speech to text: ``frames`` mel spectra in and 5 tokens out."""
+    defaults = {
         "vocab_size": _VOCABULARY,
         "num_mel_bins": mels,
-        "max_source_positions": frames // 2,
+        "max_source_positions": frames // 2,  # its convolutions halve the length
         "init_std": _SPREAD,
+        **_SPECIAL_TOKENS,
     }
-    return TinyModel(
-        model, partial(_features, frames=frames, mels=mels), {**sizes, **tokens} | settings
-    )
+    batch = partial(_features, frames=frames, mels=mels)
+    return TinyModel(model, batch, defaults | settings)
 
 
 def images(
     model: str, size: int = 8, channels: int = 1, labelled: bool = True, **settings: Any
 ) -> TinyModel:
-    """Image classification of three classes, or any model of images where they come without
-    labels."""
-    given = {
+    """Classification of square images into three classes.
+
+    Without labels (``labelled=False``), the model may be of any kind.
+    """
+    defaults = {
         "image_size": size,
         "num_channels": channels,
         "num_labels": 3,
         "initializer_range": _SPREAD,
     }
-    return TinyModel(
-        model, partial(_images, channels=channels, size=size, labelled=labelled), given | settings
-    )
+    batch = partial(_images, channels=channels, size=size, labelled=labelled)
+    return TinyModel(model, batch, defaults | settings)
 
 
 def images_and_text(
@@ -127,8 +142,7 @@ def images_and_text(
     channels: int = 1,
     **settings: Any,
 ) -> TinyModel:
-    """Two towers with configurations of their own; 7 tokens, of which the last example pads
-    three."""
+    """An image tower and a text tower; of 7 tokens, the last example pads three."""
     image = {"image_size": size, "num_channels": channels, "initializer_range": _SPREAD, **vision}
     words = {"vocab_size": _VOCABULARY, "initializer_range": _SPREAD, "pad_token_id": 0, **text}
     batch = partial(_images_and_text, channels=channels, size=size)
@@ -138,28 +152,30 @@ def images_and_text(
 def images_in_text(
     model: str, size: int = 8, patch: int = 4, image_token: int = 1, **settings: Any
 ) -> TinyModel:
-    """A causal language model over 9 tokens, of which an image of one channel takes
-    ``(size / patch) ** 2``."""
-    n_tokens = (size // patch) ** 2
-    given = {"image_token_index": image_token, "image_seq_length": n_tokens}
+    """A causal language model over 9 tokens, some of which stand for an image."""
+    n_tokens = (size // patch) ** 2  # one per patch
+    defaults = {"image_token_index": image_token, "image_seq_length": n_tokens}
     batch = partial(_images_in_text, size=size, n_tokens=n_tokens, image_token=image_token)
-    return TinyModel(model, batch, given | settings)
+    return TinyModel(model, batch, defaults | settings)
 
 
 def speech(model: str, samples: int = 400, **settings: Any) -> TinyModel:
-    """Classification of waveforms into three classes; the second half of the last one is
-    padding."""
-    given = {"num_labels": 3, "initializer_range": _SPREAD}
-    return TinyModel(model, partial(_waveforms, samples=samples), given | settings)
+    """Classification of waveforms into three classes; half of the last one is padding."""
+    defaults = {"num_labels": 3, "initializer_range": _SPREAD}
+    return TinyModel(model, partial(_waveforms, samples=samples), defaults | settings)
+
+
+# Batches. Each has three examples, [3, length], so that no axis has the size of another.
 
 
 def _ids(torch: Any, lowest: int) -> dict[str, Any]:
     mask = torch.tensor([[1] * 7, [1] * 7, [1, 1, 1, 1, 0, 0, 0]])
-    return {"input_ids": torch.randint(lowest, _VOCABULARY, (3, 7)) * mask, "attention_mask": mask}
+    ids = torch.randint(lowest, _VOCABULARY, (3, 7)) * mask  # 0 is the padding token
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def _text(torch: Any) -> dict[str, Any]:
-    return _ids(torch, 3)
+    return _ids(torch, 3)  # above the special tokens
 
 
 def _labelled_text(torch: Any) -> dict[str, Any]:
@@ -171,8 +187,10 @@ def _text_to_text(torch: Any) -> dict[str, Any]:
 
 
 def _images(torch: Any, channels: int, size: int, labelled: bool = True) -> dict[str, Any]:
-    labels = {"labels": torch.tensor([0, 2, 1])} if labelled else {}
-    return {"pixel_values": torch.randn(3, channels, size, size), **labels}
+    batch = {"pixel_values": torch.randn(3, channels, size, size)}
+    if labelled:
+        batch["labels"] = torch.tensor([0, 2, 1])
+    return batch
 
 
 def _images_and_text(torch: Any, channels: int, size: int) -> dict[str, Any]:
@@ -182,7 +200,7 @@ def _images_and_text(torch: Any, channels: int, size: int) -> dict[str, Any]:
 def _images_in_text(torch: Any, size: int, n_tokens: int, image_token: int) -> dict[str, Any]:
     mask = torch.tensor([[1] * 9, [1] * 9, [1] * 7 + [0] * 2])
     ids = torch.randint(3, _VOCABULARY, (3, 9)) * mask
-    ids[:, 1 : 1 + n_tokens] = image_token
+    ids[:, 1 : 1 + n_tokens] = image_token  # after the first token, as a processor puts it
     return {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(3, 1, size, size)}
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of textbook attention, one class a layout."""
+"""Tiny models of textbook attention, one class per layout."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class D2l(nn.Module):
-    """`W_q W_k W_v W_o`; the head count drives the reshape and repeats the valid lengths."""
+    """Attention of "Dive into Deep Learning": heads are examples, so lengths are repeated."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.attention = _Dot()
+        self.attention = _DotProductAttention()
         self.W_q, self.W_k, self.W_v = (nn.LazyLinear(dim, bias=False) for _ in range(3))
         self.W_o = nn.LazyLinear(dim)
 
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
-        split = [
-            self._split(w(x))
-            for w, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
-        ]
+        q = self._split(self.W_q(queries))
+        k = self._split(self.W_k(keys))
+        v = self._split(self.W_v(values))
         if valid_lens is not None:
             valid_lens = valid_lens.repeat_interleave(self.num_heads, 0)
-        heads = self.attention(*split, valid_lens)
+        heads = self.attention(q, k, v, valid_lens)
+        # [batch * heads, queries, head_dim] -> [batch, queries, heads, head_dim]
         heads = heads.reshape(-1, self.num_heads, *heads.shape[1:]).permute(0, 2, 1, 3)
         out: Tensor = self.W_o(heads.reshape(*heads.shape[:2], -1))
         return out
 
     def _split(self, x: Tensor) -> Tensor:
+        # [batch, length, heads * head_dim] -> [batch * heads, length, head_dim]
         x = x.reshape(*x.shape[:2], self.num_heads, -1).permute(0, 2, 1, 3)
         return x.reshape(-1, *x.shape[2:])
 
 
-class _Dot(nn.Module):
+class _DotProductAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, valid_lens: Tensor | None) -> Tensor:
+        # [batch * heads, queries, keys]
         scores = torch.bmm(q, k.transpose(1, 2)) / q.shape[-1] ** 0.5
         if valid_lens is not None:
             hidden = torch.arange(k.shape[1], device=k.device) >= valid_lens[:, None]
@@ -52,19 +54,24 @@ class _Dot(nn.Module):
 
 
 class Prepared(nn.Module):
-    """Sequence first; three modules that project and split into heads."""
+    """labml.ai's attention: sequence first; three modules project and split into heads."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.d_k = heads, dim // heads
-        self.query, self.key, self.value = (_Prepare(dim, heads) for _ in range(3))
+        self.heads = heads
+        self.d_k = dim // heads
+        self.query, self.key, self.value = (_PrepareHeads(dim, heads) for _ in range(3))
         self.output = nn.Linear(dim, dim)
         self.scale = self.d_k**-0.5
 
     def forward(
         self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        q, k, v = self.query(query), self.key(key), self.value(value)
+        # [length, batch, heads, d_k]
+        q = self.query(query)
+        k = self.key(key)
+        v = self.value(value)
+        # [queries, keys, batch, heads]
         scores = torch.einsum("ibhd,jbhd->ijbh", q, k) * self.scale
         if mask is not None:
             scores = scores.masked_fill(mask[..., None] == 0, -torch.inf)
@@ -73,11 +80,12 @@ class Prepared(nn.Module):
         return out
 
 
-class _Prepare(nn.Module):
+class _PrepareHeads(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.linear = nn.Linear(dim, dim)
-        self.heads, self.d_k = heads, dim // heads
+        self.heads = heads
+        self.d_k = dim // heads
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(x)
@@ -85,11 +93,12 @@ class _Prepare(nn.Module):
 
 
 class Annotated(nn.Module):
-    """Four `linears`, the last of which is the output's."""
+    """Attention of "The Annotated Transformer": the last of four `linears` is the output's."""
 
     def __init__(self, d_model: int, h: int) -> None:
         super().__init__()
-        self.d_k, self.h = d_model // h, h
+        self.d_k = d_model // h
+        self.h = h
         self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
         self.dropout = nn.Dropout(0.0)
 
@@ -98,26 +107,29 @@ class Annotated(nn.Module):
     ) -> Tensor:
         n = query.shape[0]
         inputs = zip(self.linears, (query, key, value), strict=False)
-        q, k, v = (way(x).view(n, -1, self.h, self.d_k).transpose(1, 2) for way, x in inputs)
+        # [batch, heads, length, d_k]
+        q, k, v = (lin(x).view(n, -1, self.h, self.d_k).transpose(1, 2) for lin, x in inputs)
         scores = q @ k.transpose(-2, -1) / self.d_k**0.5
         if mask is not None:
             scores = scores.masked_fill(mask[:, None] == 0, -torch.inf)
         heads = self.dropout(scores.softmax(-1)) @ v
-        out: Tensor = self.linears[-1](
-            heads.transpose(1, 2).contiguous().view(n, -1, self.h * self.d_k)
-        )
+        joined = heads.transpose(1, 2).contiguous().view(n, -1, self.h * self.d_k)
+        out: Tensor = self.linears[-1](joined)
         return out
 
 
 class Processed(nn.Module):
-    """In the form of diffusers': a processor computes, and the module only holds."""
+    """Attention in the form of diffusers': a processor computes with the module's parts."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = self.sliceable_head_dim = heads
         self.inner_dim = self.inner_kv_dim = dim
-        self.scale, self.rescale_output_factor = (dim // heads) ** -0.5, 2.0
-        self.is_cross_attention, self.residual_connection = False, True
+        self.scale = (dim // heads) ** -0.5
+        # Not the defaults, so that a cut must not lose them.
+        self.rescale_output_factor = 2.0
+        self.residual_connection = True
+        self.is_cross_attention = False
         self.group_norm = nn.GroupNorm(2, dim)
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.to_out = nn.ModuleList([nn.Linear(dim, dim), nn.Dropout(0.0)])
@@ -128,23 +140,24 @@ class Processed(nn.Module):
 
 
 class Processor:
-    """Attention with the parts of a module."""
+    """Computes attention with the parts of a module."""
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None
     ) -> Tensor:
-        x = hidden_states
+        x = hidden_states  # [batch, length, width]
         if attn.group_norm is not None:
+            # A group norm takes the width second.
             x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
         context = x if encoder_hidden_states is None else encoder_hidden_states
+        # [batch, heads, length, head_dim]
         q, k, v = (
             y.view(len(y), -1, attn.heads, y.shape[-1] // attn.heads).transpose(1, 2)
             for y in (attn.to_q(x), attn.to_k(context), attn.to_v(context))
         )
         heads = scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        out: Tensor = attn.to_out[1](
-            attn.to_out[0](heads.reshape(len(x), -1, attn.heads * q.shape[-1]))
-        )
+        joined = heads.reshape(len(x), -1, attn.heads * q.shape[-1])
+        out: Tensor = attn.to_out[1](attn.to_out[0](joined))
         if attn.residual_connection:
             out = out + hidden_states
         scale: float = attn.rescale_output_factor
@@ -160,7 +173,9 @@ class Head(nn.Module):
         self.register_buffer("tril", torch.ones(16, 16).tril())
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, n = self.query(x), self.key(x), x.shape[1]
+        q = self.query(x)  # [batch, length, width]
+        k = self.key(x)
+        n = x.shape[1]
         scores = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
         scores = scores.masked_fill(self.get_buffer("tril")[:n, :n] == 0, -torch.inf)
         out: Tensor = scores.softmax(-1) @ self.value(x)
@@ -168,7 +183,7 @@ class Head(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """A list of heads, whose outputs side by side are the module's."""
+    """A list of heads; the module returns their concatenated outputs."""
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
@@ -179,7 +194,7 @@ class SideBySide(nn.Module):
 
 
 class Projected(SideBySide):
-    """The same with an output projection."""
+    """A list of heads with an output projection."""
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__(dim, n_heads)
@@ -190,9 +205,11 @@ class Projected(SideBySide):
         return out
 
 
-class Tiny(nn.Module):
-    """Three layers of 16 features and 4 heads; the last example pads three tokens where the
-    attention has a mask."""
+class TinyTextbook(nn.Module):
+    """Three layers of 16 features and 4 heads.
+
+    The last example pads three tokens, if the attention takes a mask.
+    """
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -201,27 +218,30 @@ class Tiny(nn.Module):
         self.head = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, lengths = self.embedding(x), torch.tensor([7, 7, 4], device=x.device)
-        seen = torch.arange(7, device=x.device) < lengths[:, None]
+        x = self.embedding(x)  # [batch, length, 16]
+        lengths = torch.tensor([7, 7, 4], device=x.device)
+        visible = torch.arange(7, device=x.device) < lengths[:, None]  # [batch, length]
+        # Each book has its own way to pass a mask.
         for attention in self.attentions:
             if isinstance(attention, D2l):
                 x = x + attention(x, x, x, lengths)
             elif isinstance(attention, Annotated):
-                x = x + attention(x, x, x, seen[:, None])
+                x = x + attention(x, x, x, visible[:, None])
             elif isinstance(attention, Prepared):
-                rows = x.transpose(0, 1)
-                x = x + attention(query=rows, key=rows, value=rows, mask=seen.T[None]).transpose(
-                    0, 1
-                )
+                rows = x.transpose(0, 1)  # [length, batch, 16]
+                out = attention(query=rows, key=rows, value=rows, mask=visible.T[None])
+                x = x + out.transpose(0, 1)
             else:
                 x = x + attention(x)
-        out: Tensor = self.head(x)
-        return out
+        logits: Tensor = self.head(x)
+        return logits
 
 
 def tiny(name: str) -> tuple[Any, Any]:
-    """A model of attentions of a class of this file, and a batch; lazy layers have seen it."""
-    model, batch = Tiny(globals()[name]), {"x": torch.randn(3, 7, 16)}
+    """Make a model with attentions of a class of this file, and a batch."""
+    model = TinyTextbook(globals()[name])
+    batch = {"x": torch.randn(3, 7, 16)}
+    # Lazy layers get their shapes in the first call.
     with torch.no_grad():
         model(**batch)
     return model, batch

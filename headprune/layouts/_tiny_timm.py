@@ -1,4 +1,4 @@
-"""Tiny models with timm's attentions, old and new, in their form."""
+"""Tiny models with attentions in the form of timm's, old and new."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class OlderAttention(nn.Module):
-    """In the form of timm's until 1.0.22: the heads' total width is its input's."""
+    """In the form of timm's until 1.0.22: the heads' total width is the input's."""
 
     def __init__(self, dim: int, num_heads: int, norms: bool = False) -> None:
         super().__init__()
@@ -31,15 +31,11 @@ class OlderAttention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        qkv = (
-            self.qkv(x)
-            .reshape(batch, length, 3, self.num_heads, self.head_dim)
-            .permute(2, 0, 3, 1, 4)
-        )
-        q, k, v = qkv.unbind(0)
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [batch, heads, length, head_dim]
         scores = self.q_norm(q) * self.scale @ self.k_norm(k).transpose(-2, -1)
         out: Tensor = self.attn_drop(scores.softmax(-1)) @ v
-        return out.transpose(1, 2)
+        return out.transpose(1, 2)  # [batch, length, heads, head_dim]
 
 
 class Attention(OlderAttention):
@@ -52,14 +48,14 @@ class Attention(OlderAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.heads(x).reshape(*x.shape[:2], self.attn_dim)
-        heads = heads if self.gate is None else heads * self.gate(x).sigmoid()
+        if self.gate is not None:
+            heads = heads * self.gate(x).sigmoid()
         out: Tensor = self.proj_drop(self.proj(heads))
         return out
 
 
 class AttentionRope(Attention):
-    """In the form of timm's with separate projections, of which two query heads share a key and a
-    value."""
+    """In the form of timm's with separate projections; two query heads share a key and value."""
 
     def __init__(self, dim: int, num_heads: int, norms: bool = False) -> None:
         super().__init__(dim, num_heads, norms)
@@ -72,20 +68,27 @@ class AttentionRope(Attention):
         )
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        counts = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        q, k, v = (
-            way(x).reshape(*x.shape[:2], n, self.head_dim).transpose(1, 2)
-            for way, n in zip((self.q_proj, self.k_proj, self.v_proj), counts, strict=True)
-        )
-        k, v = (y.repeat_interleave(self.num_kv_groups, 1) for y in (self.k_norm(k), v))
+        # [batch, heads, length, head_dim]
+        q = self._split(self.q_proj(x), self.num_heads)
+        k = self._split(self.k_proj(x), self.num_kv_heads)
+        v = self._split(self.v_proj(x), self.num_kv_heads)
+        # One key and value per query head.
+        k = self.k_norm(k).repeat_interleave(self.num_kv_groups, 1)
+        v = v.repeat_interleave(self.num_kv_groups, 1)
         heads = scaled_dot_product_attention(self.q_norm(q), k, v, attn_mask)
         heads = heads.transpose(1, 2).reshape(*x.shape[:2], self.attn_dim)
-        heads = heads if self.gate is None else heads * self.gate(x).sigmoid()
+        if self.gate is not None:
+            heads = heads * self.gate(x).sigmoid()
         out: Tensor = self.proj_drop(self.proj(heads))
         return out
 
+    def _split(self, x: Tensor, n_heads: int) -> Tensor:
+        return x.reshape(*x.shape[:2], n_heads, self.head_dim).transpose(1, 2)
 
-class Tiny(nn.Module):
+
+class TinyTimm(nn.Module):
+    """Three layers of 16 features and 4 heads; the last two have norms and a gate."""
+
     def __init__(self, kind: type[OlderAttention]) -> None:
         super().__init__()
         self.embedding = nn.Linear(16, 16)
@@ -101,4 +104,5 @@ class Tiny(nn.Module):
 
 
 def tiny(name: str) -> tuple[Any, Any]:
-    return Tiny(globals()[name]), {"x": torch.randn(3, 7, 16)}
+    """Make a model with attentions of a class of this file, and a batch."""
+    return TinyTimm(globals()[name]), {"x": torch.randn(3, 7, 16)}

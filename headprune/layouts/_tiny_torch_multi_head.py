@@ -1,5 +1,4 @@
-"""Tiny models with PyTorch's own attention: alone, in its encoder layers and in its decoder
-layers."""
+"""Tiny models with PyTorch's attention: alone, in encoder layers and in decoder layers."""
 
 from __future__ import annotations
 
@@ -10,14 +9,16 @@ from torch import Tensor, nn
 
 
 class Mixed(nn.Module):
-    """Sequence first and batch first, fused and separate projections, added keys; no query sees all
-    keys."""
+    """Three attentions that together use most options of ``nn.MultiheadAttention``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Linear(16, 16)
+        # Sequence first, with a fused projection.
         self.first = nn.MultiheadAttention(16, 4)
+        # No bias, and an added key and value of zeros.
         self.causal = nn.MultiheadAttention(16, 4, bias=False, batch_first=True, add_zero_attn=True)
+        # Separate projections, and an added learned key and value.
         self.cross = nn.MultiheadAttention(
             16, 4, batch_first=True, kdim=6, vdim=5, add_bias_kv=True
         )
@@ -25,12 +26,14 @@ class Mixed(nn.Module):
 
     @classmethod
     def tiny(cls) -> tuple[Any, Any]:
-        x, keys, values = torch.randn(3, 7, 16), torch.randn(3, 5, 6), torch.randn(3, 5, 5)
+        x = torch.randn(3, 7, 16)
+        keys = torch.randn(3, 5, 6)
+        values = torch.randn(3, 5, 5)
         return cls(), {"x": x, "keys": keys, "values": values, "padding": _padding(5)}
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, padding: Tensor) -> Tensor:
         x = self.embedding(x)
-        rows = x.transpose(0, 1)
+        rows = x.transpose(0, 1)  # [length, batch, 16]
         x = x + self.first(rows, rows, rows, need_weights=False)[0].transpose(0, 1)
         later = torch.ones(7, 7, dtype=torch.bool, device=x.device).triu(1)
         x = x + self.causal(x, x, x, attn_mask=later)[0]
@@ -39,9 +42,11 @@ class Mixed(nn.Module):
         return out
 
 
-class Encoder(nn.Module):
-    """Three layers that PyTorch runs with its native operation where no gradient is needed; with
-    nested tensors, if ``nested``, which make PyTorch warn."""
+class EncoderLayers(nn.Module):
+    """Three layers, which PyTorch runs with its native operation where it needs no gradient.
+
+    With ``nested``, PyTorch runs them with nested tensors, and warns.
+    """
 
     def __init__(self, nested: bool = False) -> None:
         super().__init__()
@@ -60,7 +65,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Two layers, each with a causal attention and one to the encoder's output."""
+    """Two layers, each with causal attention and attention to the encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +90,7 @@ class Decoder(nn.Module):
             self.embedding(x),
             memory,
             tgt_mask=later,
+            # A float mask, which PyTorch takes as well as a boolean one.
             memory_key_padding_mask=padding.to(x.dtype) * -1e4,
             tgt_is_causal=True,
         )
@@ -93,11 +99,11 @@ class Decoder(nn.Module):
 
 
 def _padding(length: int) -> Tensor:
-    """Three examples, of which the last pads three tokens."""
+    """Mark the padding, [3, length]: the last example pads three tokens."""
     return torch.arange(length) >= torch.tensor([[length], [length], [length - 3]])
 
 
 def tiny(name: str) -> tuple[Any, Any]:
-    """The model of a class of this file, and its batch."""
+    """Make the model of a class of this file, and its batch."""
     made: tuple[Any, Any] = globals()[name].tiny()
     return made

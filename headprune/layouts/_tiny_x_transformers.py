@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: Options with parameters that have a row or an entry per head.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "Encoder": {
         "attn_qk_norm": True,
@@ -18,15 +19,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Tiny(nn.Module):
-    """Two layers of 6 query heads in 3 groups, of which every third shares a key/value head."""
+class TinyXTransformers(nn.Module):
+    """Two layers of 6 query heads and 3 key/value heads; every third shares one."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # its imports compile with torch.jit, which PyTorch is about to drop
+            # Its imports compile with torch.jit, which PyTorch has deprecated.
+            warnings.simplefilter("ignore")
             import x_transformers
 
         self.embedding = nn.Linear(16, 16)
@@ -47,5 +47,5 @@ class Tiny(nn.Module):
 
 
 def tiny(name: str) -> tuple[Any, Any]:
-    """A model, and a batch; without padding, because x-transformers' masks need fp32."""
-    return Tiny(name), {"x": torch.randn(3, 7, 16)}
+    """Make a model and a batch; without padding, because x-transformers' masks need fp32."""
+    return TinyXTransformers(name), {"x": torch.randn(3, 7, 16)}

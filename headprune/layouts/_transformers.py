@@ -1,5 +1,4 @@
-"""What the Transformers families share: an attention without heads that keeps bias and cache calls
-working."""
+"""Attention without heads for Transformers: it adds the output bias and updates the cache."""
 
 from __future__ import annotations
 
@@ -16,13 +15,7 @@ from headprune.core.mixin import WITHOUT_HEADS, Mixin, mix_in, original_class
 
 
 class WithoutHeads(Mixin, nn.Module):
-    """Put in front of an attention class: adds the output projection's bias and nothing else.
-
-    The cache is told of every token through a key of one head of width 1: Transformers reads a
-    layer's length off its cached keys and takes keys without elements for an empty cache, so that
-    positions after a headless first layer would start again from zero. A cache that quantises keeps
-    these keys as they are.
-    """
+    """Put in front of an attention class: add the output projection's bias and nothing else."""
 
     headprune_gate: str | None
     headprune_cross: bool
@@ -36,51 +29,67 @@ class WithoutHeads(Mixin, nn.Module):
         key_value_states: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        shape = (
-            hidden_states.shape
-        )  # [batch, length, width], or [batch, height, width of the image, width]
+        # hidden_states: [batch, length, width], or [batch, height, width of the image, width]
+        shape = hidden_states.shape
         cache = layer_past if past_key_values is None else past_key_values
-        other = (
-            kwargs.get("encoder_hidden_states") if key_value_states is None else key_value_states
-        )
-        cross = self.headprune_cross or other is not None
-        n_keys = shape[1] if other is None else other.shape[1]
-        index = getattr(self, "layer_idx", getattr(self, "layer_id", None))
-        # An encoder-decoder's cache is a pair, of which the part for the encoder's keys is filled
-        # once.
-        part = getattr(
-            cache,
-            "cross_attention_cache" if cross else "self_attention_cache",
-            None if cross else cache,
-        )
-        filled = cross and (other is None or getattr(cache, "is_updated", {}).get(index))
-        if part is not None and not filled:
-            self._keep_plain(part, index)
-            marker = hidden_states.new_zeros(shape[0], 1, n_keys, 1)
-            n_keys = part.update(marker, marker, index)[0].shape[-2]
-            if cross:
-                cache.is_updated[index] = True
-        weights = hidden_states.new_zeros(shape[0], 0, shape[1], n_keys)
-        if (
-            self.headprune_gate is None
-        ):  # the output projection is a sibling and adds its bias itself
+        encoded = key_value_states
+        if encoded is None:
+            encoded = kwargs.get("encoder_hidden_states")
+        n_keys = _count_in_cache(self, cache, hidden_states, encoded)
+        weights = hidden_states.new_zeros(shape[0], 0, shape[1], n_keys)  # no heads
+
+        # The output projection is a sibling; it adds its bias itself.
+        if self.headprune_gate is None:
             return hidden_states.new_zeros(*shape[:-1], 0), weights
-        projection = self.get_submodule(self.headprune_gate)
+
+        bias = self.get_submodule(self.headprune_gate).bias
+        if callable(bias):  # a quantised projection has a method
+            bias = bias()
         output = torch.zeros_like(hidden_states)
-        bias = (
-            projection.bias() if callable(projection.bias) else projection.bias
-        )  # a quantised one has a method
-        return (output + bias if isinstance(bias, Tensor) else output), weights
+        if isinstance(bias, Tensor):
+            output = output + bias
+        return output, weights
 
-    @staticmethod
-    def _keep_plain(cache: Any, index: Any) -> None:
-        """Takes quantisation out of this layer of a cache: its groups would not fit keys of width
-        1."""
-        from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-        layers: Any = getattr(cache, "layers", ())
-        if index < len(layers) and isinstance(layers[index], QuantizedLayer):
-            layers[index] = DynamicLayer()
+def _count_in_cache(
+    module: WithoutHeads, cache: Any, hidden_states: Tensor, encoded: Tensor | None
+) -> int:
+    """Count the tokens in the cache of a layer without heads; return its number of keys.
+
+    Transformers reads a layer's length off its cached keys, and takes keys without elements for an
+    empty cache. Positions after a first layer without heads would then start again from zero. So
+    the cache gets one key of width 1 per token.
+    """
+    batch, length = hidden_states.shape[:2]
+    cross = module.headprune_cross or encoded is not None
+    n_keys: int = length if encoded is None else encoded.shape[1]
+    index = getattr(module, "layer_idx", getattr(module, "layer_id", None))
+
+    # An encoder-decoder's cache is a pair; the part for the encoder's keys is filled once.
+    if cross:
+        part = getattr(cache, "cross_attention_cache", None)
+        filled = encoded is None or getattr(cache, "is_updated", {}).get(index)
+    else:
+        part = getattr(cache, "self_attention_cache", cache)
+        filled = False
+    if part is None or filled:
+        return n_keys
+
+    _keep_unquantised(part, index)
+    marker = hidden_states.new_zeros(batch, 1, n_keys, 1)  # [batch, heads, keys, head_dim]
+    n_keys = part.update(marker, marker, index)[0].shape[-2]
+    if cross:
+        cache.is_updated[index] = True
+    return n_keys
+
+
+def _keep_unquantised(cache: Any, index: Any) -> None:
+    """Replace a quantised cache layer, whose groups would not fit keys of width 1."""
+    from transformers.cache_utils import DynamicLayer, QuantizedLayer
+
+    layers: Any = getattr(cache, "layers", ())
+    if index < len(layers) and isinstance(layers[index], QuantizedLayer):
+        layers[index] = DynamicLayer()
 
 
 class NormedWithoutHeads(WithoutHeads):
@@ -100,18 +109,17 @@ def without_heads(
     cross: bool = False,
     kind: type[WithoutHeads] = WithoutHeads,
 ) -> None:
-    """Turns ``module`` in place into its own subclass that has no heads; it keeps its class name
-    and its place.
+    """Turn a module in place into a subclass of its class that has no heads.
 
     Args:
         module: The attention module whose ``forward`` computes the heads.
-        gate: The output projection inside it, None where that is a sibling.
+        gate: Path of the output projection inside it; None where that is a sibling.
         cross: Whether it attends to another sequence, whose keys a cache keeps apart.
-        kind: A subclass of ``WithoutHeads`` for a module that is called or answers in another way.
+        kind: A subclass of ``WithoutHeads`` for a module with other arguments or another result.
 
     Raises:
-        UnsupportedModel: the module has a ``forward`` of its own that would hide the class's, or is
-            called with something else first than the states that it adds to.
+        UnsupportedModel: the module's ``forward`` was replaced, or takes something else first than
+            ``hidden_states``.
     """
     refused = refusal(module, kind)
     if refused is not None:
@@ -121,31 +129,40 @@ def without_heads(
 
 
 def refusal(module: nn.Module, kind: type[WithoutHeads]) -> UnsupportedModel | None:
-    """Why ``without_heads`` cannot be for ``module``; None where it can."""
+    """Return why ``without_heads`` does not apply to a module; None where it does."""
     original = original_class(module)
-    called = list(inspect.signature(original.forward).parameters)[1:2]  # type: ignore[attr-defined]
-    if kind.forward is WithoutHeads.forward and called != ["hidden_states"]:
+    # The argument after ``self``: the result takes its shape from it.
+    first = list(inspect.signature(original.forward).parameters)[1:2]  # type: ignore[attr-defined]
+    if kind.forward is WithoutHeads.forward and first != ["hidden_states"]:
         must = f"{WITHOUT_HEADS}, for only one called with hidden_states is known to work without"
-        return UnsupportedModel(original.__name__, must, f"forward({', '.join(called)}, ...)")
+        return UnsupportedModel(original.__name__, must, f"forward({', '.join(first)}, ...)")
     return mixin.refusal(module, WITHOUT_HEADS)
 
 
 def present_heads(module: nn.Module, x: Tensor, dim: int) -> Tensor:
-    """Of what has a row for every original head, the rows of those that ``module`` has left."""
+    """Take the rows of the kept heads from a tensor with a row per original head.
+
+    Args:
+        module: The attention module; an uncut one gets ``x`` back.
+        x: A tensor with the original heads on one axis.
+        dim: That axis.
+    """
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
     return x if state is None else picked(x, dim, state.heads)
 
 
 def picked(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
-    """``x`` at some indices of an axis, ascending; by slices, which need no index on the right
-    device.
+    """Take ascending indices of an axis by slices, which need no index tensor on the device.
 
     >>> picked(torch.arange(6), 0, (0, 1, 4)).tolist()
     [0, 1, 4]
     """
+    # Runs of neighbours: each is one slice.
     starts = [i for i in indices if i - 1 not in indices]
     stops = [i + 1 for i in indices if i + 1 not in indices]
     runs = [x.narrow(dim, start, stop - start) for start, stop in zip(starts, stops, strict=True)]
+    if not runs:
+        return x.narrow(dim, 0, 0)
     if len(runs) == 1:
-        return runs[0]  # a view; to join it alone would copy it
-    return torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)
+        return runs[0]  # a view; concatenating it alone would copy
+    return torch.cat(runs, dim)

@@ -1,5 +1,7 @@
-"""ALBERT: query, key, value, dense and the norm in one module, which all layers share: a head
-leaves all of them."""
+"""ALBERT: `query`, `key`, `value`, `dense` and a norm in one module that all layers share.
+
+A removed head is removed from every layer that shares the module.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _SIZES: dict[str, Any] = {
 }
 
 FAMILIES = (
+    # One module for all layers.
     ("albert", encoder("AlbertForSequenceClassification", **_SIZES)),
+    # Two groups of layers, each with two modules.
     (
         "albert-groups",
         encoder(
@@ -38,9 +42,11 @@ LAYOUT = AttentionLayout(
         HeadSlab("dense", "in", "context"),
     ),
     head_dim="attention_head_size",
+    # The last two tell it from BERT's inner module.
     requires=("num_attention_heads", "output_dropout", "LayerNorm"),
-    untouched=("LayerNorm",),
+    untouched=("LayerNorm",),  # of the model's width
     counts=(("num_attention_heads", "n_query_heads"), ("all_head_size", "query_width")),
+    # Its code adds the residual and normalises.
     empty=without_heads("dense", kind="_transformers.NormedWithoutHeads"),
     families=FAMILIES,
 )

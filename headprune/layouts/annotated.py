@@ -1,5 +1,4 @@
-"""The attention of "The Annotated Transformer": four `linears`, the last of which is the output
-projection."""
+"""Attention of "The Annotated Transformer": four `linears`; the last is the output projection."""
 
 from __future__ import annotations
 
@@ -13,26 +12,27 @@ from headprune.layouts._tiny import TinyModule
 
 @once
 def _is_attention(module: Any) -> bool:
-    """Whether it computes scaled dot-product attention for any number of heads."""
+    """Return whether it computes scaled dot-product attention for any number of heads."""
     from torch.nn import ModuleList
 
-    from headprune.layouts._proofs import WIDTH, is_attention, seen
+    from headprune.layouts._proofs import HEAD_DIM, is_attention, visible_keys
     from headprune.layouts._stand_in import stand_in
 
-    return (
-        isinstance(module.linears, ModuleList)
-        and len(module.linears) == 4
-        and is_attention(
-            module,
-            lambda n, ways: stand_in(module, {"linears": ModuleList(ways)}, h=n, d_k=WIDTH),
-            lambda small, q, k, v, mask: small.forward(q, k, v, mask),
-            forms=seen(),
-        )
-    )
+    def build(n_heads: int, projections: Any) -> Any:
+        children = {"linears": ModuleList(projections)}
+        return stand_in(module, children, h=n_heads, d_k=HEAD_DIM)
+
+    def call(small: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return small.forward(q, k, v, mask)
+
+    # Other code may have more projections, or none that are modules.
+    if not isinstance(module.linears, ModuleList) or len(module.linears) != 4:
+        return False
+    return is_attention(module, build, call, forms=visible_keys())
 
 
 def _head_dim(module: Any) -> int:
-    """The width of a head, once the module has proved what it computes."""
+    """Return the width of a head, or refuse code that computes something else."""
     must = (
         "scaled dot-product attention for any number of heads, called with (query, key, value,"
         " mask)"
@@ -53,6 +53,7 @@ LAYOUT = AttentionLayout(
     head_dim=_head_dim,
     requires=("h", "d_k"),
     counts=(("h", "n_query_heads"),),
+    # Its code keeps its attention weights in ``attn``.
     empty=textbook_without_heads("linears.3", "attn", ("batch", "heads", "queries", "keys")),
     proves=True,
     families=(("annotated transformer", TinyModule("_tiny_textbook", "Annotated")),),

@@ -1,5 +1,7 @@
-"""`q_proj`, `k_proj`, `v_proj`, `out_proj`: BART's likes with cross-attention, CLIP, Wav2Vec2, OPT,
-GPT-J, GPT-Neo."""
+"""BART-style attention: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
+
+BART, Marian, Pegasus, Whisper and others with cross-attention; CLIP, Wav2Vec2, OPT, GPT-J, GPT-Neo.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,25 @@ if TYPE_CHECKING:
 
 
 def _kind(module: Any, name: str) -> Kind:
-    called = name.rpartition(".")[2]
-    if "cross" in called or called.startswith("encoder_attn"):
+    attribute = name.rpartition(".")[2]
+    if "cross" in attribute or attribute.startswith("encoder_attn"):
         return "cross"
-    causal, decodes = getattr(module, "is_causal", None), getattr(module, "is_decoder", False)
-    if causal or (
-        decodes and (causal is None or "self" in called)
-    ):  # some leave causality to the mask
+    causal = getattr(module, "is_causal", None)
+    decodes = getattr(module, "is_decoder", False)
+    if causal:
+        return "causal"
+    # Some decoders leave causality to the mask.
+    if decodes and (causal is None or "self" in attribute):
         return "causal"
     return "cross" if decodes else "self"
 
 
 def _head_dim(module: Any) -> int:
-    """The width, for all but old attentions that put heads together at their input's width (LED,
-    TrOCR, DETR).
-
-    No attribute tells those from the others (GroupViT's are CLIP's), so the names in their code do.
-    """
+    """Return the width of a head; refuse code that needs the uncut width (LED, TrOCR, DETR)."""
+    # Older code reshapes the heads' outputs to the width of its input. No attribute shows that
+    # (GroupViT has the same ones as CLIP), but a local variable of this name does.
     code = inspect.unwrap(original_class(module).forward).__code__  # type: ignore[attr-defined]
-    if (
-        "embed_dim" in code.co_varnames and "embed_dim" not in code.co_names
-    ):  # a local variable, no attribute
+    if "embed_dim" in code.co_varnames and "embed_dim" not in code.co_names:
         must = "an attention that puts together as many heads as it has"
         raise UnsupportedModel(
             type(module).__name__, must, "one that takes their width from its input"
@@ -63,6 +63,7 @@ _SIZES: dict[str, Any] = {
 }
 _TEXT: dict[str, Any] = {**_SIZES, "max_position_embeddings": 64, "init_std": 0.3}
 
+# Of an encoder alone, for text, images or sound.
 _TOWER: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 3,
@@ -72,6 +73,7 @@ _TOWER: dict[str, Any] = {
 _CLIP_TEXT: dict[str, Any] = {"max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
 _SPEECH: dict[str, Any] = {
     **_TOWER,
+    # Convolutions that turn 400 samples into 10 positions.
     "conv_dim": (8, 8),
     "conv_kernel": (10, 4),
     "conv_stride": (10, 4),
@@ -81,6 +83,7 @@ _SPEECH: dict[str, Any] = {
 }
 
 FAMILIES = (
+    # Encoder-decoders.
     ("bart", encoder_decoder("BartForConditionalGeneration", **_TEXT)),
     ("mbart", encoder_decoder("MBartForConditionalGeneration", **_TEXT)),
     ("marian", encoder_decoder("MarianMTModel", **_TEXT)),
@@ -91,6 +94,7 @@ FAMILIES = (
         "whisper",
         speech_to_text("WhisperForConditionalGeneration", max_target_positions=64, **_SIZES),
     ),
+    # Two towers.
     (
         "clip",
         images_and_text(
@@ -98,8 +102,10 @@ FAMILIES = (
         ),
     ),
     ("siglip", images_and_text("SiglipModel", _TOWER | {"patch_size": 4}, _TOWER | _CLIP_TEXT)),
+    # Encoders of sound.
     ("wav2vec2", speech("Wav2Vec2ForSequenceClassification", **_SPEECH)),
     ("hubert", speech("HubertForSequenceClassification", **_SPEECH)),
+    # Decoders.
     (
         "opt",
         decoder(
@@ -139,8 +145,10 @@ LAYOUT = AttentionLayout(
     absent=(
         # Autoformer averages over its heads before they choose their delays.
         "autocorrelation_factor",
-        "cache_key",  # FSMT's is called sequence first
-        "block_size",  # Pegasus-X puts global and local tokens together at the model's width
+        # FSMT takes its input sequence first.
+        "cache_key",
+        # Pegasus-X joins global and local tokens at the model's width.
+        "block_size",
     ),
     counts=(
         ("num_heads", "n_query_heads"),

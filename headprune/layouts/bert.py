@@ -1,5 +1,4 @@
-"""BERT-style encoders (BERT, RoBERTa, ELECTRA and their likes): query, key, value in `self`, the
-output in `output`."""
+"""BERT-style encoders (BERT, RoBERTa, ELECTRA ...): `query`, `key`, `value` in `self`; `output`."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
 def _kind(module: Any, name: str) -> Kind:
     if getattr(module, "is_cross_attention", False) or name.endswith("crossattention"):
         return "cross"
-    decodes = getattr(getattr(module.self, "config", None), "is_decoder", False)  # BLIP
+    # BLIP's text tower has no flag of its own, only its configuration's.
+    decodes = getattr(getattr(module.self, "config", None), "is_decoder", False)
     return "causal" if getattr(module.self, "is_causal", decodes) else "self"
 
 
 class PresentHeadsOfBias(Mixin):
-    """Put in front of a cut attention whose biases of positions come for all heads (LayoutLMv2 and
-    v3)."""
+    """Put in front of a cut attention that gets position biases of all heads (LayoutLMv2, v3)."""
 
     headprune_heads: tuple[int, ...]
 
@@ -35,18 +34,24 @@ class PresentHeadsOfBias(Mixin):
         rel_2d_pos: Any = None,
         **kwargs: Any,
     ) -> Any:
-        kept = [b if b is None else b[:, list(self.headprune_heads)] for b in (rel_pos, rel_2d_pos)]
-        return super().forward(hidden_states, attention_mask, *kept, **kwargs)  # type: ignore[misc]
+        heads = list(self.headprune_heads)
+        # Each bias is [batch, original heads, queries, keys].
+        if rel_pos is not None:
+            rel_pos = rel_pos[:, heads]
+        if rel_2d_pos is not None:
+            rel_2d_pos = rel_2d_pos[:, heads]
+        return super().forward(  # type: ignore[misc]
+            hidden_states, attention_mask, rel_pos, rel_2d_pos, **kwargs
+        )
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Takes its heads' part of biases of positions that the model keeps for all heads (LayoutLMv2
-    and v3)."""
-    if any(
-        getattr(module.self, f"has_{which}_attention_bias", False)
-        for which in ("relative", "spatial")
-    ):
+    """Take the kept heads' part of the model's position biases (LayoutLMv2, LayoutLMv3)."""
+    relative = getattr(module.self, "has_relative_attention_bias", False)
+    spatial = getattr(module.self, "has_spatial_attention_bias", False)
+    if relative or spatial:
         mix_in(module.self, PresentHeadsOfBias)
+        # The inner module computes the heads, but the outer one holds the state.
         module.self.headprune_heads = getattr(module, STATE_ATTRIBUTE).heads
 
 
@@ -78,16 +83,13 @@ LAYOUT = AttentionLayout(
     head_dim="self.attention_head_size",
     kind=_kind,
     requires=("self.num_attention_heads", "self.all_head_size"),
-    absent=(
-        "attention_type",
-    ),  # BigBird puts another attention in place of `self`, of the configuration's size
-    untouched=(
-        "output.LayerNorm",
-        "ln",
-        "self_attn_layer_norm",
-    ),  # the last two: Megatron-BERT, XLM-RoBERTa-XL
+    # BigBird swaps `self` for an attention of the configuration's size.
+    absent=("attention_type",),
+    # Norms of the model's width; the last two are Megatron-BERT's and XLM-RoBERTa-XL's.
+    untouched=("output.LayerNorm", "ln", "self_attn_layer_norm"),
     counts=(("self.num_attention_heads", "n_query_heads"), ("self.all_head_size", "query_width")),
     adapt=_adapt,
+    # `output` adds the bias and the residual.
     empty=without_heads(None, "self", attends=_kind),
     families=FAMILIES,
 )

@@ -1,8 +1,7 @@
-"""BLIP's vision tower: queries, keys and values fused in `qkv`, the output in `projection`; its
-text tower is BERT's.
+"""BLIP's vision tower: queries, keys and values fused in `qkv`; output in `projection`.
 
-Its code takes the width of its input for that of its heads together, so a cut attention runs code
-of ours.
+BLIP's code reshapes the heads to the width of its input, so a cut attention runs other code. Its
+text tower has the layout ``bert``.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ from headprune.layouts._tiny import images_and_text
 
 
 class FewerHeads(Mixin):
-    """Put in front of a cut attention: the same, with as many heads as its weights have."""
+    """Put in front of a cut attention: compute the same for the kept heads."""
 
     def forward(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
         heads = self.qkv(hidden_states).unflatten(-1, (3, -1, self.head_dim))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head_dim]
         weights = self.dropout((query @ key.transpose(-1, -2) * self.scale).softmax(-1))
         return self.projection((weights @ value).transpose(1, 2).flatten(2)), weights
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Runs the same attention with as many heads as the weights have; BLIP's code reckons from the
-    model's width."""
+    """Run the same attention for the kept heads; BLIP's code needs the uncut width."""
     mix_in(module, FewerHeads)
 
 
@@ -55,10 +53,12 @@ LAYOUT = AttentionLayout(
     name="blip",
     gate="projection",
     slabs=(
+        # All queries, then all keys, then all values.
         HeadSlab("qkv", "out", ("query", "key", "value")),
         HeadSlab("projection", "in", "context"),
     ),
     head_dim="head_dim",
+    # ``FewerHeads`` calls `dropout` as a module.
     requires=("num_heads", "scale", "embed_dim", "dropout.p"),
     counts=(("num_heads", "n_query_heads"),),
     adapt=_adapt,

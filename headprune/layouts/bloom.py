@@ -1,4 +1,4 @@
-"""BLOOM: fused `query_key_value` head by head, ALiBi as an argument, the residual added inside."""
+"""BLOOM: `query_key_value` fused head by head; ALiBi is an argument, the residual added inside."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from headprune.layouts._tiny import decoder
 
 
 def _slice_alibi(module: Any, model: Any) -> None:
-    """Of the ALiBi biases, which arrive for all heads, those of the kept heads are taken."""
+    """Take the kept heads' part of the ALiBi biases, which the model computes for all heads."""
     from headprune.layouts._alibi import SlicedAlibi
 
+    # Without heads, no bias is read.
     if getattr(module, STATE_ATTRIBUTE).heads:
         mix_in(module, SlicedAlibi)
 
@@ -24,13 +25,14 @@ LAYOUT = AttentionLayout(
     name="bloom",
     gate="dense",
     slabs=(
+        # A query, a key and a value of head 0, then of head 1, ...
         HeadSlab("query_key_value", "out", ("query", "key", "value"), "grouped"),
         HeadSlab("dense", "in", "context"),
     ),
     head_dim="head_dim",
     kind="causal",
     requires=("num_heads", "inv_norm_factor", "pretraining_tp"),
-    absent=("slow_but_exact",),  # passes by the output projection
+    absent=("slow_but_exact",),  # then its code never calls the output projection
     counts=(("num_heads", "n_query_heads"),),
     adapt=_slice_alibi,
     empty=without_heads("dense", kind="_alibi.OnlyResidual"),

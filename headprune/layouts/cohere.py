@@ -1,4 +1,4 @@
-"""Cohere's Command R+: as Llama, with norms that have weights of their own for every head."""
+"""Cohere's Command R+: as Llama, with norms that have separate weights for every head."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from headprune.layouts._tiny import decoder
 
 
 def _head_dim(module: Any) -> int:
+    """Return the width of a head; refuse norms without a row per head."""
     for norm in (module.q_norm, module.k_norm):
         shape = tuple(norm.weight.shape)
         if len(shape) != 2 or shape[1] != module.head_dim:
@@ -38,7 +39,8 @@ LAYOUT = AttentionLayout(
         HeadSlab("k_proj", "out", "key"),
         HeadSlab("v_proj", "out", "value"),
         HeadSlab("o_proj", "in", "context"),
-        HeadSlab("q_norm.weight", 0, "head", optional=True),  # required below
+        # ``requires`` below makes both norms mandatory.
+        HeadSlab("q_norm.weight", 0, "head", optional=True),
         HeadSlab("k_norm.weight", 0, "kv_head", optional=True),
     ),
     head_dim=_head_dim,

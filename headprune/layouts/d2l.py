@@ -1,5 +1,4 @@
-"""The attention of "Dive into Deep Learning": `W_q W_k W_v W_o`, its head count drives the reshape
-and the masks.
+"""Attention of "Dive into Deep Learning": `W_q`, `W_k`, `W_v`, `W_o`, masks by valid lengths.
 
 Lazy projections must have run once. Code that only looks alike is refused: see ``_stand_in.py``.
 """
@@ -16,21 +15,22 @@ from headprune.layouts._tiny import TinyModule
 
 @once
 def _is_attention(module: Any) -> bool:
-    """Whether it computes scaled dot-product attention for any number of heads."""
-    from headprune.layouts._proofs import is_attention, lengths
+    """Return whether it computes scaled dot-product attention for any number of heads."""
+    from headprune.layouts._proofs import is_attention, valid_lengths
     from headprune.layouts._stand_in import stand_in
 
-    names = ("W_q", "W_k", "W_v", "W_o")
-    return is_attention(
-        module,
-        lambda n, ways: stand_in(module, dict(zip(names, ways, strict=True)), num_heads=n),
-        lambda small, q, k, v, mask: small.forward(q, k, v, mask),
-        forms=lengths(),
-    )
+    def build(n_heads: int, projections: Any) -> Any:
+        children = dict(zip(("W_q", "W_k", "W_v", "W_o"), projections, strict=True))
+        return stand_in(module, children, num_heads=n_heads)
+
+    def call(small: Any, q: Any, k: Any, v: Any, valid_lens: Any) -> Any:
+        return small.forward(q, k, v, valid_lens)
+
+    return is_attention(module, build, call, forms=valid_lengths())
 
 
 def _head_dim(module: Any) -> int:
-    """The width of a head, once the module has proved what it computes."""
+    """Return the width of a head, or refuse code that computes something else."""
     must = (
         "scaled dot-product attention for any number of heads, called with (queries, keys, values,"
         " valid_lens)"
@@ -50,8 +50,9 @@ LAYOUT = AttentionLayout(
     ),
     head_dim=_head_dim,
     requires=("num_heads", "attention.dropout"),
-    absent=("n_heads",),
+    absent=("n_heads",),  # the layout multi_head_attention
     counts=(("num_heads", "n_query_heads"),),
+    # Examples and heads share an axis there, so without heads it is empty.
     empty=textbook_without_heads(
         "W_o", "attention.attention_weights", ("heads", "queries", "keys")
     ),

@@ -1,5 +1,4 @@
-"""DeBERTa v2 and v3: query_proj, key_proj, value_proj, and projections of relative positions unless
-they are shared."""
+"""DeBERTa v2 and v3: `query_proj`, `key_proj`, `value_proj`; projections of relative positions."""
 
 from __future__ import annotations
 
@@ -11,10 +10,15 @@ from headprune.layouts._tiny import encoder
 
 
 def _products(module: Any) -> tuple[int, int]:
-    """Queries with the keys of every relative distance, and keys with the queries of every one."""
+    """Return multiply-adds per query token and per key token with relative positions."""
     inner = module.self
-    once = 2 * inner.pos_ebd_size * inner.attention_head_size if inner.relative_attention else 0
-    return once * ("c2p" in inner.pos_att_type), once * ("p2c" in inner.pos_att_type)
+    if not inner.relative_attention:
+        return 0, 0
+    # One product with each relative position, before and after the token.
+    per_token = 2 * inner.pos_ebd_size * inner.attention_head_size
+    content_to_position = per_token * ("c2p" in inner.pos_att_type)
+    position_to_content = per_token * ("p2c" in inner.pos_att_type)
+    return content_to_position, position_to_content
 
 
 _SIZES: dict[str, Any] = {
@@ -31,6 +35,7 @@ _SIZES: dict[str, Any] = {
 
 FAMILIES = (
     ("deberta-v2", encoder("DebertaV2ForSequenceClassification", **_SIZES)),
+    # Positions use the projections of queries and keys.
     ("deberta-v3", encoder("DebertaV2ForSequenceClassification", **_SIZES, share_att_key=True)),
 )
 
@@ -41,6 +46,7 @@ LAYOUT = AttentionLayout(
         HeadSlab("self.query_proj", "out", "query"),
         HeadSlab("self.key_proj", "out", "key"),
         HeadSlab("self.value_proj", "out", "value"),
+        # Only where positions do not share the projections above.
         HeadSlab("self.pos_query_proj", "out", "query", optional=True),
         HeadSlab("self.pos_key_proj", "out", "key", optional=True),
         HeadSlab("output.dense", "in", "context"),

@@ -1,8 +1,8 @@
-"""diffusers' `Attention`: `to_q to_k to_v to_out.0`, computed by a processor that the module holds.
+"""diffusers' `Attention`: `to_q`, `to_k`, `to_v`, `to_out.0`, computed by its processor.
 
-The processor is code that can be exchanged, so it is proved: on a small stand-in it must compute
-scaled dot-product attention for any number of heads. Joint attention (`add_k_proj`) and norms
-across heads are refused.
+Users can exchange the processor. So it must prove on a small stand-in that it computes scaled
+dot-product attention for any number of heads. Joint attention (`add_k_proj`) and norms across heads
+are refused.
 """
 
 from __future__ import annotations
@@ -17,46 +17,51 @@ from headprune.layouts._tiny import TinyModule
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
 
+#: Parts that a stand-in leaves out: they change the input, or each head by itself.
 _NORMS = ("spatial_norm", "group_norm", "norm_q", "norm_k", "norm_cross")
 
 
 @once
 def _is_attention(module: Any) -> bool:
-    """Whether its processor computes scaled dot-product attention for any number of heads."""
+    """Return whether its processor computes scaled dot-product attention."""
     from torch.nn import Dropout, ModuleList
 
-    from headprune.layouts._proofs import WIDTH, added, is_attention, seen
+    from headprune.layouts._proofs import HEAD_DIM, is_attention, score_bias, visible_keys
     from headprune.layouts._stand_in import stand_in
 
-    def build(n: int, ways: Any) -> Any:
-        parts = dict(zip(("to_q", "to_k", "to_v"), ways, strict=False))
-        parts |= {"to_out": ModuleList([ways[3], Dropout(0.0)])} | {
-            k: None for k in _NORMS if k in module._modules
+    def build(n_heads: int, projections: Any) -> Any:
+        query, key, value, out = projections
+        parts = {
+            "to_q": query,
+            "to_k": key,
+            "to_v": value,
+            "to_out": ModuleList([out, Dropout(0.0)]),
         }
-        sizes = {
-            "heads": n,
-            "sliceable_head_dim": n,
-            "inner_dim": n * WIDTH,
-            "inner_kv_dim": n * WIDTH,
-        }
+        parts |= {name: None for name in _NORMS if name in module._modules}
         return stand_in(
             module,
             parts,
-            **sizes,
-            scale=WIDTH**-0.5,
+            heads=n_heads,
+            sliceable_head_dim=n_heads,
+            inner_dim=n_heads * HEAD_DIM,
+            inner_kv_dim=n_heads * HEAD_DIM,
+            scale=HEAD_DIM**-0.5,
+            # Neither depends on the heads.
             residual_connection=False,
             rescale_output_factor=1.0,
         )
 
     def call(small: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        # Some processors do not take a mask.
         masked = {} if mask is None else {"attention_mask": mask}
         return small.forward(q, encoder_hidden_states=k, **masked)
 
-    return is_attention(module, build, call, values_are_keys=True, forms=map(added, seen()))
+    forms = map(score_bias, visible_keys())
+    return is_attention(module, build, call, values_are_keys=True, forms=forms)
 
 
 def _head_dim(module: Any) -> int:
-    """The width of a head, once the module has proved what it computes."""
+    """Return the width of a head, or refuse a processor that computes something else."""
     if not _is_attention(module):
         must = "scaled dot-product attention for any number of heads by its processor"
         raise UnsupportedModel(type(module).__name__, must, type(module.processor).__name__)

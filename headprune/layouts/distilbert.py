@@ -1,4 +1,4 @@
-"""DistilBERT: q_lin, k_lin, v_lin and out_lin in one module."""
+"""DistilBERT: `q_lin`, `k_lin`, `v_lin` and `out_lin` in one module."""
 
 from __future__ import annotations
 

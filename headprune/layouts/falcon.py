@@ -1,5 +1,4 @@
-"""Falcon: fused `query_key_value`, group by group its queries, a key and a value; one group or
-many, ALiBi or not."""
+"""Falcon: `query_key_value` fused group by group (queries, key, value), with or without ALiBi."""
 
 from __future__ import annotations
 
@@ -12,27 +11,30 @@ from headprune.layouts._grouped import POLICIES
 from headprune.layouts._tiny import decoder
 
 
-def _correct(module: Any, model: Any) -> None:
-    """Of ALiBi biases, which arrive for all heads, those of the kept heads are taken; groups of
-    unlike size are split one by one."""
+def _adapt(module: Any, model: Any) -> None:
+    """Take the kept heads' ALiBi biases; split groups of different sizes one by one."""
     from headprune.layouts._alibi import SlicedAlibi
     from headprune.layouts._repeated import Split, repeat_
 
-    if module.config.alibi and getattr(module, STATE_ATTRIBUTE).heads:
+    state = getattr(module, STATE_ATTRIBUTE)
+    # Without heads, no bias is read.
+    if module.config.alibi and state.heads:
         mix_in(module, SlicedAlibi)
-    repeat_(module, getattr(module, STATE_ATTRIBUTE).uneven, Split)
+    repeat_(module, state.uneven, Split)
 
 
 def _cached(module: Any) -> Cached:
+    # The newer architecture repeats keys and values before they are cached.
     return "query" if module.new_decoder_architecture else "key/value"
 
 
 def _falcon(**settings: Any) -> Any:
-    given = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "bias": True}
-    return decoder("FalconForCausalLM", **given | settings)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "bias": True}
+    return decoder("FalconForCausalLM", **sizes | settings)
 
 
 FAMILIES = (
+    # Falcon-40B has several groups, Falcon-7B has one, Falcon-RW has one per head.
     ("falcon", _falcon(new_decoder_architecture=True, num_kv_heads=3)),
     ("falcon-mqa", _falcon(multi_query=True)),
     ("falcon-alibi", _falcon(multi_query=False, alibi=True, parallel_attn=False)),
@@ -42,6 +44,7 @@ LAYOUT = AttentionLayout(
     name="falcon",
     gate="dense",
     slabs=(
+        # The queries, a key and a value of group 0, then of group 1, ...
         HeadSlab("query_key_value", "out", ("query", "key", "value"), "grouped"),
         HeadSlab("dense", "in", "context"),
     ),
@@ -51,7 +54,7 @@ LAYOUT = AttentionLayout(
     counts=(("num_heads", "n_query_heads"), ("num_kv_heads", "n_kv_heads")),
     policies=POLICIES,
     cached=_cached,
-    adapt=_correct,
+    adapt=_adapt,
     empty=without_heads("dense"),
     families=FAMILIES,
 )

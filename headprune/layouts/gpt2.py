@@ -1,5 +1,4 @@
-"""GPT-2: queries, keys and values fused in one Conv1D (`c_attn`), the output projection a Conv1D
-too (`c_proj`)."""
+"""GPT-2: queries, keys and values fused in one Conv1D (`c_attn`); output in a Conv1D (`c_proj`)."""
 
 from __future__ import annotations
 
@@ -13,13 +12,15 @@ LAYOUT = AttentionLayout(
     name="gpt2",
     gate="c_proj",
     slabs=(
+        # All queries, then all keys, then all values; a Conv1D's weight is [in, out].
         HeadSlab("c_attn", "out", ("query", "key", "value")),
         HeadSlab("c_proj", "in", "context"),
     ),
     head_dim="head_dim",
     kind="causal",
     requires=("split_size", "num_heads"),
-    absent=("q_attn", "kv_dim"),  # cross-attention; GPT-BigCode, which lays c_attn out head by head
+    # Cross-attention has `q_attn`. GPT-BigCode has `kv_dim`, and orders `c_attn` head by head.
+    absent=("q_attn", "kv_dim"),
     counts=(("num_heads", "n_query_heads"), ("split_size", "query_width")),
     empty=without_heads("c_proj"),
     families=FAMILIES,

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia): fused `query_key_value` head by head."""
+"""GPT-NeoX (Pythia): `query_key_value` fused head by head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAMILIES = (
             num_hidden_layers=3,
             num_attention_heads=4,
             intermediate_size=24,
-            rotary_pct=0.5,
+            rotary_pct=0.5,  # half of each head is rotated
             max_position_embeddings=64,
         ),
     ),
@@ -25,13 +25,16 @@ LAYOUT = AttentionLayout(
     name="gpt_neox",
     gate="dense",
     slabs=(
+        # A query, a key and a value of head 0, then of head 1, ...
         HeadSlab("query_key_value", "out", ("query", "key", "value"), "grouped"),
         HeadSlab("dense", "in", "context"),
     ),
     head_dim="head_size",
     kind="causal",
     requires=("head_size", "rotary_ndims", "layer_idx"),
-    absent=("norm_factor",),  # the Japanese one returns its bias apart
+    # GPT-NeoX-Japanese returns the output projection's bias separately.
+    absent=("norm_factor",),
+    # No counts: its code takes the number of heads from the projection's width.
     empty=without_heads("dense"),
     families=FAMILIES,
 )

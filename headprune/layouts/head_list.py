@@ -1,5 +1,4 @@
-"""A list of separate heads, `heads`, whose outputs side by side go through an output projection,
-`proj`."""
+"""A list of separate `heads`; their concatenated outputs pass an output projection, `proj`."""
 
 from __future__ import annotations
 
@@ -15,8 +14,12 @@ if TYPE_CHECKING:
 
 
 def head_width(module: Any, projection: str) -> int:
-    """The width of a head of a module that puts its heads' outputs side by side, and nothing
-    else."""
+    """Return the width of a head; refuse modules that do more than concatenate their heads.
+
+    Args:
+        module: The module with ``heads``.
+        projection: Name of the output projection; empty where there is none.
+    """
     from torch.nn import ModuleList
 
     from headprune.layouts._proofs import is_concatenation, value_width
@@ -29,12 +32,12 @@ def head_width(module: Any, projection: str) -> int:
 
 
 def kind(module: Any, name: str) -> Kind:
-    """``causal`` where the heads hold a triangular mask."""
-    return (
-        "causal"
-        if any("tril" in n or "mask" in n for n, _ in module.heads.named_buffers())
-        else "self"
-    )
+    """Return ``causal`` where the heads hold a triangular mask."""
+    # Nothing else shows it: the mask is the usual way to write such heads.
+    for name, _ in module.heads.named_buffers():
+        if "tril" in name or "mask" in name:
+            return "causal"
+    return "self"
 
 
 LAYOUT = AttentionLayout(

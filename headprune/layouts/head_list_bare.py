@@ -1,5 +1,4 @@
-"""A list of separate heads, `heads`, whose outputs side by side are the module's: there is no
-output projection."""
+"""A list of separate `heads`; their concatenated outputs are the module's, without a projection."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from headprune.layouts.head_list import head_width, kind
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Puts zeros where the heads that left had their outputs, so that the module's width stays."""
+    """Put zeros where removed heads had their outputs, which keeps the module's width."""
     from headprune.layouts._textbook import Placed
 
     mix_in(module, Placed)
@@ -20,11 +19,11 @@ def _adapt(module: Any, model: Any) -> None:
 
 LAYOUT = AttentionLayout(
     name="head_list_bare",
-    gate="",
+    gate="",  # the module's own output is gated
     slabs=(HeadSlab("heads", "list", "query"),),
     head_dim=lambda module: head_width(module, ""),
     kind=kind,
-    absent=("proj",),
+    absent=("proj",),  # the layout head_list
     adapt=_adapt,
     proves=True,
     families=(("list of heads without output", TinyModule("_tiny_textbook", "SideBySide")),),

@@ -1,5 +1,4 @@
-"""labml.ai's attention: sequence first; `query`, `key`, `value` each project and split into heads;
-`output`."""
+"""labml.ai's attention: sequence first; `query`, `key`, `value` project and split into heads."""
 
 from __future__ import annotations
 
@@ -10,37 +9,41 @@ from headprune.layouts._empty import textbook_without_heads
 from headprune.layouts._once import check_proved, once
 from headprune.layouts._tiny import TinyModule
 
-_WAYS = ("query", "key", "value")
+_INPUTS = ("query", "key", "value")
 
 
 @once
 def _is_attention(module: Any) -> bool:
-    """Whether it computes scaled dot-product attention for any number of heads."""
+    """Return whether it computes scaled dot-product attention for any number of heads."""
     from torch.nn import Module
 
-    from headprune.layouts._proofs import WIDTH, is_attention, seen
+    from headprune.layouts._proofs import HEAD_DIM, is_attention, visible_keys
     from headprune.layouts._stand_in import stand_in
 
-    def build(n: int, ways: Any) -> Any:
-        made = {
-            name: stand_in(getattr(module, name), {"linear": way}, heads=n, d_k=WIDTH)
-            for name, way in zip(_WAYS, ways, strict=False)
-        }
-        return stand_in(module, {**made, "output": ways[3]}, heads=n, d_k=WIDTH, scale=WIDTH**-0.5)
+    def build(n_heads: int, projections: Any) -> Any:
+        children = {"output": projections[3]}
+        for name, projection in zip(_INPUTS, projections[:3], strict=True):
+            part = getattr(module, name)
+            children[name] = stand_in(part, {"linear": projection}, heads=n_heads, d_k=HEAD_DIM)
+        return stand_in(module, children, heads=n_heads, d_k=HEAD_DIM, scale=HEAD_DIM**-0.5)
 
     def call(small: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
-        rows = dict(zip(_WAYS, (x.transpose(0, 1) for x in (q, k, v)), strict=True))
+        # [batch, length, width] -> [length, batch, width]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        # Some versions do not take a mask.
         masked = {} if mask is None else {"mask": mask}
-        return small.forward(**rows, **masked).transpose(0, 1)
+        return small.forward(query=q, key=k, value=v, **masked).transpose(0, 1)
 
-    parts = [getattr(module, name) for name in _WAYS]
-    split = all(isinstance(part, Module) and hasattr(part, "linear") for part in parts)
-    forms = [mask.permute(1, 2, 0) for mask in seen()]  # [queries, keys, examples]
-    return split and is_attention(module, build, call, forms=forms)
+    for name in _INPUTS:
+        part = getattr(module, name)
+        if not isinstance(part, Module) or not hasattr(part, "linear"):
+            return False
+    forms = [mask.permute(1, 2, 0) for mask in visible_keys()]  # [queries, keys, examples]
+    return is_attention(module, build, call, forms=forms)
 
 
 def _head_dim(module: Any) -> int:
-    """The width of a head, once the module has proved what it computes."""
+    """Return the width of a head, or refuse code that computes something else."""
     must = (
         "scaled dot-product attention for any number of heads, called with query=, key=, value=,"
         " sequence first"
@@ -60,8 +63,14 @@ LAYOUT = AttentionLayout(
     ),
     head_dim=_head_dim,
     requires=("heads", "d_k", "scale", "query.heads", "key.heads", "value.heads"),
-    counts=tuple((f"{path}heads", "n_query_heads") for path in ("", "query.", "key.", "value.")),
-    batch_axis=1,
+    # Its parts split into heads by counts of their own.
+    counts=(
+        ("heads", "n_query_heads"),
+        ("query.heads", "n_query_heads"),
+        ("key.heads", "n_query_heads"),
+        ("value.heads", "n_query_heads"),
+    ),
+    batch_axis=1,  # sequence first
     empty=textbook_without_heads(
         "output", "attn", ("queries", "keys", "batch", "heads"), batch_axis=1
     ),

@@ -1,5 +1,4 @@
-"""Llama-style decoders (Llama, Mistral, Qwen, Gemma and their likes): `q_proj`, `k_proj`, `v_proj`,
-`o_proj`."""
+"""Llama-style decoders (Llama, Mistral, Qwen ...): `q_proj`, `k_proj`, `v_proj`, `o_proj`."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from headprune.layouts._tiny import decoder, images_in_text
 _WIDE = {**SIZES, "head_dim": 6}  # not hidden_size / num_attention_heads
 _SLIDING = {
     **_WIDE,
-    "sliding_window": 3,
+    "sliding_window": 3,  # shorter than the 7 tokens of a batch
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 _EXPERTS = {**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2}
@@ -32,10 +31,13 @@ FAMILIES = (
     ("gemma2", decoder("Gemma2ForCausalLM", **_SLIDING, query_pre_attn_scalar=6)),
     ("gemma3", decoder("Gemma3ForCausalLM", **_SLIDING, query_pre_attn_scalar=6)),
     ("starcoder2", decoder("Starcoder2ForCausalLM", **SIZES)),
+    # Granite scales its scores by a setting instead of the head's width.
     ("granite", decoder("GraniteForCausalLM", **SIZES, attention_multiplier=0.5)),
     ("cohere2", decoder("Cohere2ForCausalLM", **_SLIDING)),
+    # Its last layer has no rotary positions.
     ("smollm3", decoder("SmolLM3ForCausalLM", **SIZES, no_rope_layers=[1, 1, 0])),
     ("gpt_oss", decoder("GptOssForCausalLM", **_EXPERTS, head_dim=6, sliding_window=4)),
+    # A Llama that reads an image through a CLIP tower.
     (
         "llava",
         images_in_text(
@@ -70,8 +72,10 @@ LAYOUT = AttentionLayout(
         HeadSlab("k_proj", "out", "key"),
         HeadSlab("v_proj", "out", "value"),
         HeadSlab("o_proj", "in", "context"),
+        # One score per head that takes part in the softmax (GPT-OSS).
         HeadSlab("sinks", 0, "head", optional=True),
-        HeadSlab("g_proj", "out", "head", optional=True),  # a gate a head (Laguna)
+        # One gate per head (Laguna).
+        HeadSlab("g_proj", "out", "head", optional=True),
     ),
     head_dim="head_dim",
     kind=kind,

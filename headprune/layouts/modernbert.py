@@ -1,4 +1,4 @@
-"""ModernBERT: queries, keys and values fused in `Wqkv`, one after another; the output in `Wo`."""
+"""ModernBERT: queries, keys and values fused in `Wqkv`; output in `Wo`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = (
             intermediate_size=24,
             max_position_embeddings=32,
             layer_types=["full_attention", "sliding_attention", "full_attention"],
-            local_attention=4,
+            local_attention=4,  # shorter than the 7 tokens of a batch
             attention_bias=True,
             bos_token_id=1,
             eos_token_id=2,
@@ -31,6 +31,7 @@ LAYOUT = AttentionLayout(
     name="modernbert",
     gate="Wo",
     slabs=(
+        # All queries, then all keys, then all values.
         HeadSlab("Wqkv", "out", ("query", "key", "value")),
         HeadSlab("Wo", "in", "context"),
     ),

@@ -1,5 +1,4 @@
-"""MPNet: q, k, v and o; the encoder computes one bias of relative positions, for all heads, that
-every layer adds."""
+"""MPNet: `q`, `k`, `v`, `o`; every layer adds one position bias that the encoder computes."""
 
 from __future__ import annotations
 
@@ -11,9 +10,8 @@ from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder
 
 
-class PresentHeadsOfBias(Mixin):
-    """Put in front of a cut attention: takes its heads' part of the bias, which comes for all
-    heads."""
+class PresentHeadsOfPositionBias(Mixin):
+    """Put in front of a cut attention that gets a position bias of all heads."""
 
     def forward(
         self: Any,
@@ -25,13 +23,18 @@ class PresentHeadsOfBias(Mixin):
         from headprune.layouts._transformers import present_heads
 
         if position_bias is not None:
+            # [1, original heads, queries, keys]
             position_bias = present_heads(self, position_bias, 1)
         return super().forward(hidden_states, attention_mask, position_bias, **kwargs)  # type: ignore[misc]
 
 
+#: The class's former name, by which pickles of cut models import it.
+PresentHeadsOfBias = PresentHeadsOfPositionBias
+
+
 def _adapt(module: Any, model: Any) -> None:
-    """Takes its heads' part of the position bias, which the encoder keeps for all heads."""
-    mix_in(module, PresentHeadsOfBias)
+    """Take the kept heads' part of the position bias, which the encoder computes for all heads."""
+    mix_in(module, PresentHeadsOfPositionBias)
 
 
 FAMILIES = (

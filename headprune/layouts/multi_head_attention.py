@@ -1,8 +1,8 @@
-"""Our own MultiHeadAttention, in any model: W_q, W_k, W_v and W_o, grouped queries, separate value
-width.
+"""headprune's `MultiHeadAttention`: `W_q`, `W_k`, `W_v`, `W_o`, grouped queries, any value width.
 
-Its kind is what it was built with (``kind=``, by default ``self``), because causality and the cache
-are arguments of a call; so ``keep_kv`` counts the modules that were built as ``causal``.
+Its kind is the argument ``kind`` of its constructor, by default ``self``. Causality and the cache
+are arguments of a call, which no layout sees. So ``keep_kv`` counts the modules that were built as
+``causal``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def _kind(module: Any, name: str) -> Kind:
-    kind: Kind = getattr(module, "kind", "self")  # older ones have no such attribute
+    # Modules from older pickles have no such attribute.
+    kind: Kind = getattr(module, "kind", "self")
     return kind
 
 
 def tiny(seed: int) -> tuple[Any, Any]:
-    """Two layers of 4 query heads in 2 groups with value width 6 instead of 5, mean pooled, three
-    classes."""
+    """Make a tiny model and a batch; values are wider than queries."""
     import torch
     from torch import nn
 
@@ -36,12 +36,11 @@ def tiny(seed: int) -> tuple[Any, Any]:
             self.norm = nn.LayerNorm(16)
 
         def forward(self, x: torch.Tensor, valid_lens: torch.Tensor | None) -> torch.Tensor:
-            out: torch.Tensor = self.norm(
-                x + self.attention(x, valid_lens=valid_lens, causal=self.causal)
-            )
+            heads = self.attention(x, valid_lens=valid_lens, causal=self.causal)
+            out: torch.Tensor = self.norm(x + heads)
             return out
 
-    class Tiny(nn.Module):
+    class TwoLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList([Layer(causal=False), Layer(causal=True)])
@@ -50,12 +49,14 @@ def tiny(seed: int) -> tuple[Any, Any]:
         def forward(self, x: torch.Tensor, valid_lens: torch.Tensor | None = None) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x, valid_lens)
-            out: torch.Tensor = self.head(x.mean(1) if valid_lens is None else x[:, 0])
+            # The first token is never padding; a mean would include it.
+            pooled = x.mean(1) if valid_lens is None else x[:, 0]
+            out: torch.Tensor = self.head(pooled)
             return out
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Tiny(), {"x": torch.randn(3, 7, 16), "valid_lens": torch.tensor([7, 4, 2])}
+        return TwoLayers(), {"x": torch.randn(3, 7, 16), "valid_lens": torch.tensor([7, 4, 2])}
 
 
 LAYOUT = AttentionLayout(
@@ -71,7 +72,7 @@ LAYOUT = AttentionLayout(
     value_dim="value_dim",
     kind=_kind,
     requires=("n_heads", "n_kv_heads", "head_dim", "value_dim"),
-    untouched=("compatibility",),
+    untouched=("compatibility",),  # the score function, which all heads share
     policies=("group", "balanced", "free"),
     counts=(("n_heads", "n_query_heads"), ("n_kv_heads", "n_kv_heads")),
     families=(("multi_head_attention", tiny),),

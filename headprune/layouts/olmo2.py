@@ -1,5 +1,4 @@
-"""OLMo 2 and its likes: norms over all heads together, so queries and keys stay whole up to the
-norm."""
+"""OLMo 2, OLMoE: norms span all heads, so kept heads are picked after the norms."""
 
 from __future__ import annotations
 
@@ -20,26 +19,27 @@ from headprune.layouts._tiny import decoder
 
 
 def _head_dim(module: Any) -> int:
+    """Return the width of a head; refuse norms that do not span all heads."""
     for norm, projection in ((module.q_norm, module.q_proj), (module.k_norm, module.k_proj)):
-        shape, n_rows = tuple(norm.weight.shape), projection.weight.shape[0]
-        if shape != (n_rows,) or (norm is module.q_norm and n_rows == module.head_dim):
-            raise InvalidValue(
-                "its norms",
-                f"over all heads together, of width {n_rows}",
-                f"weights of shape {shape}",
-            )
+        shape = tuple(norm.weight.shape)
+        n_rows = projection.weight.shape[0]
+        # With a single query head, a norm per head has this shape too.
+        single_head = norm is module.q_norm and n_rows == module.head_dim
+        if shape != (n_rows,) or single_head:
+            must = f"over all heads together, of width {n_rows}"
+            raise InvalidValue("its norms", must, f"weights of shape {shape}")
     return int(module.head_dim)
 
 
 def _pick_after_norm(module: Any, model: Any) -> None:
-    """All queries and keys pass the norms, then those of the kept heads are taken; keys are
-    repeated as in Llama."""
+    """Take the kept heads' queries and keys after the norms; repeat keys as in Llama."""
     from headprune.layouts._olmo2 import pick_
 
     state = getattr(module, STATE_ATTRIBUTE)
     group = state.n_query_heads // state.n_kv_heads
+    kv_heads = sorted({head // group for head in state.heads})
     pick_(module.q_norm, state.heads, module.head_dim)
-    pick_(module.k_norm, tuple(sorted({h // group for h in state.heads})), module.head_dim)
+    pick_(module.k_norm, tuple(kv_heads), module.head_dim)
     repeat_keys(module, model)
 
 
@@ -51,6 +51,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="olmo2",
     gate="o_proj",
+    # The projections of queries and keys are not cut, because their norms need every head.
     slabs=(
         HeadSlab("v_proj", "out", "value"),
         HeadSlab("o_proj", "in", "context"),

@@ -14,6 +14,7 @@ from headprune.layouts._grouped import (
 )
 from headprune.layouts._tiny import decoder
 
+# With norms, which are off by default.
 FAMILIES = (("phi", decoder("PhiForCausalLM", **SIZES, qk_layernorm=True)),)
 
 LAYOUT = AttentionLayout(

@@ -1,5 +1,4 @@
-"""Phi-3: queries, keys and values fused in `qkv_proj`; it asks its configuration how many query
-heads it has."""
+"""Phi-3: `qkv_proj` is fused; the number of query heads comes from the configuration."""
 
 from __future__ import annotations
 
@@ -19,23 +18,25 @@ from headprune.layouts._tiny import decoder
 
 
 class LayerConfig:
-    """The model's configuration as one layer sees it: with a number of heads of its own, and else
-    as it is now."""
+    """The model's configuration for one layer, with that layer's number of query heads."""
 
     def __init__(self, shared: Any, num_attention_heads: int) -> None:
         self.shared = shared
         self.num_attention_heads = num_attention_heads
 
     def __getattr__(self, name: str) -> Any:
-        if name == "shared":  # a copy asks before it has one
+        # While it is copied or unpickled, it has no ``shared`` yet; this would never end.
+        if name == "shared":
             raise AttributeError(name)
         return getattr(self.shared, name)
 
 
 def _own_head_count(module: Any, model: Any) -> None:
-    """Each layer sees a configuration with its own number of query heads; keys are repeated as in
-    Llama."""
-    shared = module.config.shared if isinstance(module.config, LayerConfig) else module.config
+    """Give each layer a configuration with its own head count; repeat keys as in Llama."""
+    shared = module.config
+    # A module that was cut before has such a configuration already.
+    if isinstance(shared, LayerConfig):
+        shared = shared.shared
     module.config = LayerConfig(shared, len(getattr(module, STATE_ATTRIBUTE).heads))
     repeat_keys(module, model)
 
@@ -46,6 +47,7 @@ LAYOUT = AttentionLayout(
     name="phi3",
     gate="o_proj",
     slabs=(
+        # All queries, then all keys, then all values.
         HeadSlab("qkv_proj", "out", ("query", "key", "value")),
         HeadSlab("o_proj", "in", "context"),
     ),

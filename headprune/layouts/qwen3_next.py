@@ -1,5 +1,7 @@
-"""Qwen3-Next's full attention: `q_proj` holds a query and a gate for each head; its linear
-attention is no site."""
+"""Qwen3-Next's full attention: `q_proj` holds a query and a gate per head.
+
+Its layers with linear attention are not sites.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ FAMILIES = (
             linear_value_head_dim=4,
             linear_num_key_heads=2,
             linear_num_value_heads=2,
-            num_experts=0,
+            num_experts=0,  # a plain feed-forward layer
         ),
     ),
 )
@@ -36,6 +38,7 @@ LAYOUT = AttentionLayout(
     name="qwen3_next",
     gate="o_proj",
     slabs=(
+        # A query and a gate of head 0, then of head 1, ...
         HeadSlab("q_proj", "out", "gated_query"),
         HeadSlab("k_proj", "out", "key"),
         HeadSlab("v_proj", "out", "value"),

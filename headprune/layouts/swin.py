@@ -1,5 +1,4 @@
-"""Swin: q_proj, k_proj, v_proj, o_proj and a table of position biases; an image's windows are rows
-of their own."""
+"""Swin: `q_proj`, `k_proj`, `v_proj`, `o_proj`, a position-bias table; windows are batch rows."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ FAMILIES = (
             patch_size=2,
             embed_dim=12,
             depths=[2, 1],
-            num_heads=[3, 4],
+            num_heads=[3, 4],  # per stage; the width doubles between them
             window_size=2,
             mlp_ratio=1.5,
         ),
@@ -31,6 +30,7 @@ LAYOUT = AttentionLayout(
         HeadSlab("k_proj", "out", "key"),
         HeadSlab("v_proj", "out", "value"),
         HeadSlab("o_proj", "in", "context"),
+        # [distances, heads]
         HeadSlab("relative_position_bias.relative_position_bias_table", 1, "head"),
     ),
     head_dim="head_dim",

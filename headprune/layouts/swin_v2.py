@@ -1,7 +1,6 @@
-"""Swin v2, and Swin in Donut, CLAP, MaskFormer: windows as in Swin, the projections in `self`, the
-output in `output`.
+"""Swin v2, and Swin in Donut, CLAP, MaskFormer: windows; projections in `self` and `output`.
 
-Position biases are a table, or (v2) come from a small network whose last layer has a row a head.
+Position biases are a table, or (v2) come from a small network whose last layer has a row per head.
 """
 
 from __future__ import annotations
@@ -34,13 +33,16 @@ LAYOUT = AttentionLayout(
         HeadSlab("self.query", "out", "query"),
         HeadSlab("self.key", "out", "key"),
         HeadSlab("self.value", "out", "value"),
+        # Donut, CLAP, MaskFormer: a table, [distances, heads].
         HeadSlab("self.relative_position_bias_table", 1, "head", optional=True),
+        # Swin v2: a scale per head, and the last layer of the network.
         HeadSlab("self.logit_scale", 0, "head", optional=True),
         HeadSlab("self.continuous_position_bias_mlp.2", "out", "head", optional=True),
         HeadSlab("output.dense", "in", "context"),
     ),
     head_dim="self.attention_head_size",
     requires=("self.num_attention_heads", "self.window_size", "self.relative_position_index"),
+    # The network's first layer, which all heads share.
     untouched=("self.continuous_position_bias_mlp.0",),
     counts=(("self.num_attention_heads", "n_query_heads"), ("self.all_head_size", "query_width")),
     windows=True,

@@ -1,5 +1,4 @@
-"""T5 and its likes: `q`, `k`, `v`, `o` and a relative position bias that the first layer makes for
-all of them."""
+"""T5, mT5, Switch: `q`, `k`, `v`, `o`; all layers share one position bias."""
 
 from __future__ import annotations
 
@@ -15,14 +14,15 @@ if TYPE_CHECKING:
 
 
 def kind_of(module: Any, name: str) -> Kind:
+    """Return the kind of attention from the module's flags."""
     if module.is_causal:
         return "causal"
+    # In a decoder, attention that is not causal reads the encoder's output.
     return "cross" if module.is_decoder else "self"
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """The first layer's table stays whole; each layer takes its heads' part of the bias and passes
-    the whole on."""
+    """Take the kept heads' part of the position bias; pass all of it on."""
     from headprune.layouts._t5 import WithPositionBias
 
     mix_in(module, WithPositionBias)
@@ -49,7 +49,7 @@ FAMILIES = (
             num_sparse_encoder_layers=1,
             num_sparse_decoder_layers=1,
             num_experts=2,
-            expert_capacity=64,
+            expert_capacity=64,  # no expert drops a token
             **SIZES,
         ),
     ),
@@ -68,10 +68,10 @@ LAYOUT = AttentionLayout(
     kind=kind_of,
     requires=("compute_bias", "is_decoder"),
     absent=(
-        "_shape",  # UMT5, where every layer has a table of its own
+        "_shape",  # UMT5, where every layer has its own table
         "local_radius",  # LongT5's local attention works on blocks
     ),
-    untouched=("relative_attention_bias",),
+    untouched=("relative_attention_bias",),  # other layers need every head's bias
     counts=(("n_heads", "n_query_heads"), ("inner_dim", "query_width")),
     adapt=_adapt,
     empty=without_heads("o", kind="_t5.WithoutHeadsWithPositionBias", attends=kind_of),

@@ -1,9 +1,8 @@
-"""timm's `Attention` and `AttentionRope`: fused `qkv` or `q_proj`, `k_proj`, `v_proj`, an optional
-gate, and `proj`.
+"""timm's `Attention` and `AttentionRope`: `qkv`, or `q_proj`, `k_proj`, `v_proj`; `gate`; `proj`.
 
 Newer code takes the heads' total width from ``attn_dim``. Older code takes it from its input, which
-holds no longer after a cut: such a module goes on with a ``forward`` of ours, if its class computes
-timm's plain attention; any other (EVA's, BEiT's, Swin's) is refused, and so are norms across heads.
+is wrong after a cut. Such a module continues with headprune's ``forward``, if its class computes
+timm's plain attention. Other code (EVA's, BEiT's, Swin's) and norms across heads are refused.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from headprune.layouts._tiny import TinyModule
 
 
 def _head_dim(module: Any) -> int:
-    """The width of a head of a module whose code runs with any number of heads, or can be replaced
-    by ours."""
+    """Return the width of a head; refuse older code that ``Plain`` cannot replace."""
     from headprune.layouts._timm import is_plain
 
     if not _is_older(module):
@@ -29,18 +27,15 @@ def _head_dim(module: Any) -> int:
     arguments = set(inspect.signature(kind.forward).parameters) - usual
     if arguments or not hasattr(module, "qkv") or not is_plain(module):
         must = "timm's plain attention, because the heads' total width is no attribute 'attn_dim'"
-        got = (
-            f"one that takes {', '.join(sorted(arguments))}"
-            if arguments
-            else "one that computes something else"
-        )
+        got = "one that computes something else"
+        if arguments:
+            got = f"one that takes {', '.join(sorted(arguments))}"
         raise UnsupportedModel(f"{kind.__name__}.forward", must, got)
     return int(getattr(module.qkv, "out_features", 0)) // 3 // int(module.num_heads)
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Older code, which takes the heads' total width from its input, is replaced by ours, for any
-    number of heads."""
+    """Replace older code, which takes the heads' total width from its input."""
     from headprune.layouts._timm import Plain
 
     if _is_older(module):
@@ -59,7 +54,8 @@ LAYOUT = AttentionLayout(
         HeadSlab("q_proj", "out", "query", optional=True),
         HeadSlab("k_proj", "out", "key", optional=True),
         HeadSlab("v_proj", "out", "value", optional=True),
-        HeadSlab("gate", "out", "query", optional=True),  # multiplies the projection's input
+        # Multiplies the output projection's input.
+        HeadSlab("gate", "out", "query", optional=True),
         HeadSlab("proj", "in", "context"),
     ),
     head_dim=_head_dim,

@@ -1,5 +1,4 @@
-"""UMT5: T5's `q`, `k`, `v`, `o`, but every self-attention has a table of position biases, which is
-cut too."""
+"""UMT5: as T5, but every self-attention has its own table of position biases."""
 
 from __future__ import annotations
 
@@ -16,11 +15,12 @@ LAYOUT = AttentionLayout(
         HeadSlab("k", "out", "key"),
         HeadSlab("v", "out", "value"),
         HeadSlab("o", "in", "context"),
+        # [buckets, heads]; cut too, because no other layer reads it.
         HeadSlab("relative_attention_bias.weight", 1, "head", optional=True),
     ),
     head_dim="key_value_proj_dim",
     kind=kind_of,
-    requires=("compute_bias", "is_decoder", "_shape"),  # see t5.py
+    requires=("compute_bias", "is_decoder", "_shape"),  # T5 has no `_shape`
     counts=(
         ("n_heads", "n_query_heads"),
         ("inner_dim", "query_width"),

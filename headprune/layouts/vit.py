@@ -1,8 +1,7 @@
-"""Vision transformers of Transformers (ViT, DeiT, DINO, BEiT): q_proj, k_proj, v_proj, o_proj, no
-grouped queries.
+"""Vision transformers (ViT, DeiT, DINO, BEiT): `q_proj`, `k_proj`, `v_proj`, `o_proj`.
 
-BEiT's bias of relative positions is computed outside of the attention, by the layer or once for all
-layers, and comes as a mask with a row a head; its tables stay whole, and a cut attention takes its
+BEiT computes its position bias outside of the attention, per layer or once for all layers. It
+arrives as a mask with a row per head. The bias tables are not cut; a cut attention takes its kept
 heads' part of the mask.
 """
 
@@ -18,31 +17,34 @@ from headprune.layouts._tiny import images
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
 
-
+#: Settings with which BEiT computes a position bias.
 _BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
 
 
 class PresentHeadsOfMask(Mixin):
-    """Put in front of a cut attention whose mask comes for all heads."""
+    """Put in front of a cut attention that gets a mask of all heads."""
 
     def forward(self: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         from headprune.layouts._transformers import present_heads
 
+        # [batch or 1, original heads, queries, keys]; a mask of one head is for all of them.
         if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] != 1:
             attention_mask = present_heads(self, attention_mask, 1)
         return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[misc]
 
 
 def _kind(module: Any, name: str) -> Kind:
-    called = name.rpartition(".")[2]
-    return "cross" if "cross" in called or called == "encoder_attn" else "self"
+    attribute = name.rpartition(".")[2]
+    if "cross" in attribute or attribute == "encoder_attn":
+        return "cross"
+    return "self"
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Takes its heads' part of a position bias that the model keeps for all heads (BEiT)."""
-    # By the settings: the table itself may lie outside of ``model``, where that is a part of a
-    # larger one.
-    if any(getattr(getattr(module, "config", None), name, False) for name in _BIASES):
+    """Take the kept heads' part of the model's position bias (BEiT)."""
+    # The settings tell; the table may lie outside of ``model``, if that is part of a larger model.
+    config = getattr(module, "config", None)
+    if any(getattr(config, name, False) for name in _BIASES):
         mix_in(module, PresentHeadsOfMask)
 
 
@@ -78,6 +80,7 @@ LAYOUT = AttentionLayout(
     head_dim="head_dim",
     kind=_kind,
     requires=("head_dim", "scaling"),
+    # Grouped queries, decoders, and attention with an inner width have other layouts.
     absent=("num_key_value_groups", "layer_idx", "inner_dim"),
     untouched=("sequence_reduction",),  # SegFormer's, of the input of keys and values
     counts=(

@@ -1,9 +1,8 @@
-"""WavLM: its attention passes by its projections' code, and gates a position bias for all heads by
-parts of its input.
+"""WavLM: `q_proj`, `k_proj`, `v_proj`, `out_proj`, and gates of a position bias per head.
 
-The first layer makes the bias for all heads and every layer reuses it, so its table stays whole.
-The gate of head h reads the h-th part of the input: a cut attention goes on to read the parts of
-the heads that it has left.
+The first layer computes the bias for all heads and every layer reuses it, so its table is not cut.
+The gate of head h reads the h-th part of the input. A cut attention reads the parts of its kept
+heads. WavLM's code never calls its projections, so other code runs instead.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from headprune.layouts._tiny import speech
 
 
 class CalledProjections(Mixin):
-    """Computes what WavLM's attention computes, but calls its projections as modules; for any heads
-    that are left."""
+    """Put in front of WavLM's attention: the same for the kept heads, but calls its projections."""
 
     def forward(
         self: Any,
@@ -30,36 +28,34 @@ class CalledProjections(Mixin):
 
         from headprune.layouts._transformers import present_heads
 
-        size, length, _ = hidden_states.shape
+        # 1. The bias of all heads, [batch * original heads, queries, keys].
+        batch, length, _ = hidden_states.shape
         if position_bias is None:
-            position_bias = self.compute_bias(length, length).repeat(
-                size, 1, 1
-            )  # [batch * all heads, query, key]
+            position_bias = self.compute_bias(length, length).repeat(batch, 1, 1)
+        bias = present_heads(self, position_bias.unflatten(0, (batch, -1)), 1)
 
-        parts = present_heads(self, hidden_states.unflatten(-1, (-1, self.head_dim)), 2).transpose(
-            1, 2
-        )
-        gates = (
-            self.gru_rel_pos_linear(parts).unflatten(-1, (2, 4)).sum(-1).sigmoid()
-        )  # [batch, heads, query, 2]
+        # 2. Each kept head's gates of it, from that head's part of the input.
+        parts = hidden_states.unflatten(-1, (-1, self.head_dim))  # [batch, length, heads, head_dim]
+        parts = present_heads(self, parts, 2).transpose(1, 2)
+        gates = self.gru_rel_pos_linear(parts).unflatten(-1, (2, 4)).sum(-1).sigmoid()
+        # [batch, heads, queries, 2] -> [batch, heads, queries, 1]
         strength = gates[..., :1] * (gates[..., 1:] * self.gru_rel_pos_const - 1.0) + 2.0
-        scores = strength * present_heads(self, position_bias.unflatten(0, (size, -1)), 1)
+        scores = strength * bias
         if attention_mask is not None:
             scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], float("-inf"))
 
-        shape = (size, length, self.num_heads, self.head_dim)
+        # 3. Attention, [batch, heads, length, head_dim].
+        shape = (batch, length, self.num_heads, self.head_dim)
         query = self.q_proj(hidden_states).view(shape).transpose(1, 2) * self.scaling
-        key, value = (
-            p(hidden_states).view(shape).transpose(1, 2) for p in (self.k_proj, self.v_proj)
-        )
+        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         weights = (scores + query @ key.transpose(-1, -2)).softmax(-1)
         weights = dropout(weights, self.dropout, self.training)
         output = self.out_proj((weights @ value).transpose(1, 2).flatten(2))
-        return (
-            output,
-            weights.mean(1, keepdim=True).expand(size, self.num_heads, length, length),
-            position_bias,
-        )
+
+        # 4. WavLM returns the mean weights for every head.
+        mean = weights.mean(1, keepdim=True).expand(batch, self.num_heads, length, length)
+        return output, mean, position_bias
 
 
 FAMILIES = (
@@ -94,8 +90,8 @@ LAYOUT = AttentionLayout(
         HeadSlab("gru_rel_pos_const", 1, "head"),
     ),
     head_dim="head_dim",
-    untouched=("rel_attn_embed",),
-    per_head=("gru_rel_pos_linear",),
+    untouched=("rel_attn_embed",),  # the bias table: other layers need every head's bias
+    per_head=("gru_rel_pos_linear",),  # one layer that each head's part passes by itself
     counts=(("num_heads", "n_query_heads"), ("embed_dim", "query_width")),
     exposed=CalledProjections,
     families=FAMILIES,

@@ -1,13 +1,12 @@
-"""x-transformers' `Attention`: `to_q to_k to_v to_out`; query head h shares key/value head h mod
-kv_heads.
+"""x-transformers' `Attention`: `to_q`, `to_k`, `to_v`, `to_out`; interleaved key/value heads.
 
-Only the policy ``group`` is allowed: its code finds a query head's key/value head by the place the
-query head is in, h mod kv_heads, which goes on to hold only where whole groups leave.
+Query head h reads key/value head h mod kv_heads. That still holds after a cut only if whole groups
+are removed, so the only policy is ``group``.
 
-Its kind is ``causal`` by its own flag and ``self`` otherwise: cross-attention is the same module
-with a context. What passes from one layer's heads to another's (value residuals, residual
-attention) and biases for all heads that a parent hands out (ALiBi, relative positions) are refused,
-as are latents, talking heads and gates over several heads.
+The kind is ``causal`` by the module's flag and ``self`` otherwise: cross-attention is the same
+module with a context. Refused are values and scores that pass between layers (value residuals,
+residual attention), biases of all heads from a parent (ALiBi, relative positions), latents, talking
+heads and gates over several heads.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ if TYPE_CHECKING:
     from headprune.core.heads import Kind
 
 
+#: Options of a parent with which heads of several layers depend on each other.
+_SHARED = ("rel_pos", "residual_attn", "cross_residual_attn", "add_value_residual")
+
+
 def _head_dim(module: Any) -> int:
+    """Return the width of a head; refuse modules that rotate only the first heads."""
     if module.rotate_num_heads != module.heads:
-        raise UnsupportedModel(
-            type(module).__name__,
-            "one that rotates all heads",
-            f"{module.rotate_num_heads} of them",
-        )
+        got = f"{module.rotate_num_heads} of them"
+        raise UnsupportedModel(type(module).__name__, "one that rotates all heads", got)
     return int(module.to_q.weight.shape[0]) // int(module.heads)
 
 
@@ -37,26 +38,22 @@ def _kind(module: Any, name: str) -> Kind:
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Rebuilds the split into heads; refuses parents that hand scores, values or biases from heads
-    to heads."""
+    """Rebuild the split into heads; refuse parents that share scores, values or biases of heads."""
     for name, parent in model.named_modules():
-        shared = [
-            a
-            for a in ("rel_pos", "residual_attn", "cross_residual_attn", "add_value_residual")
-            if _on(parent, a)
-        ]
+        shared = [option for option in _SHARED if _is_on(parent, option)]
         if shared and any(part is module for part in parent.modules()):
             where = name or type(parent).__name__
-            raise UnsupportedModel(
-                where, "one whose layers share nothing between heads", f"{', '.join(shared)}"
-            )
+            must = "one whose layers share nothing between heads"
+            raise UnsupportedModel(where, must, ", ".join(shared))
+    # An einops layer with the number of heads in its pattern.
     old = module.split_q_heads
     module.split_q_heads = type(old)(old.pattern, **{**old.axes_lengths, "h": module.heads})
 
 
-def _on(parent: Any, attribute: str) -> bool:
-    found = getattr(parent, attribute, None)
-    return found is not None and found is not False
+def _is_on(parent: Any, option: str) -> bool:
+    """Return whether an option is set; a module counts as set."""
+    value = getattr(parent, option, None)
+    return value is not None and value is not False
 
 
 LAYOUT = AttentionLayout(
@@ -67,12 +64,14 @@ LAYOUT = AttentionLayout(
         HeadSlab("to_k", "out", "key"),
         HeadSlab("to_v", "out", "value"),
         HeadSlab("to_out", "in", "context"),
+        # Options with a row, an entry or an axis per head.
         HeadSlab("to_v_head_gate", "out", "head", optional=True),
         HeadSlab("head_scale_params", 1, "head", optional=True),
         HeadSlab("q_rmsnorm.gamma", 0, "head", optional=True),
         HeadSlab("k_rmsnorm.gamma", 0, "kv_head", optional=True),
         HeadSlab("value_rmsnorm.gamma", 0, "kv_head", optional=True),
         HeadSlab("attend.head_attn_sink", 0, "head", optional=True),
+        # Learned keys and values, [kv_heads, memories, width].
         HeadSlab("mem_k", 0, "kv_head", optional=True),
         HeadSlab("mem_v", 0, "kv_head", optional=True),
         HeadSlab("qk_norm_q_scale", 0, "head", optional=True),
@@ -90,6 +89,7 @@ LAYOUT = AttentionLayout(
         "attend",
     ),
     absent=(
+        # Latents, hybrid modules, and projections that mix several heads.
         "use_latent_q",
         "use_latent_kv",
         "attn_on_attn",

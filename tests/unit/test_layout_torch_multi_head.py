@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
 from headprune.core.mixin import mix_in
-from headprune.layouts._tiny_torch_multi_head import Encoder, Mixed
+from headprune.layouts._tiny_torch_multi_head import EncoderLayers, Mixed
 from headprune.layouts.torch_multi_head import LAYOUT, Exposed
 from headprune.model.sites import reason_against
 from tests.laws.support import CLOSE, shaken
@@ -134,7 +134,7 @@ def test_native_layers_on_nested_tensors(
         return operation(src, *args)
 
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
-    model, batch = shaken(Encoder(nested=True)).double().eval(), Encoder.tiny()[1]
+    model, batch = shaken(EncoderLayers(nested=True)).double().eval(), EncoderLayers.tiny()[1]
     batch["x"] = batch["x"].double()
     plan = hp.HeadMask.from_keep(
         {f"encoder.layers.{i}.self_attn": set(range(4)) - set(heads) for i, heads in gone.items()},
@@ -187,7 +187,7 @@ def test_nested_tensors_attend_to_themselves_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_gate_gradients_through_nested_tensors() -> None:
-    model, batch = shaken(Encoder(nested=True)).double().eval(), Encoder.tiny()[1]
+    model, batch = shaken(EncoderLayers(nested=True)).double().eval(), EncoderLayers.tiny()[1]
     batch["x"] = batch["x"].double()
     kept = ~batch["padding"]
     found = []
@@ -250,7 +250,7 @@ def test_another_forward_is_refused() -> None:
 
 
 def test_costs_count_the_fused_projection() -> None:
-    model, batch = Encoder(), Encoder.tiny()[1]
+    model, batch = EncoderLayers(), EncoderLayers.tiny()[1]
     sites = hp.find_sites(model)
     scores = hp.score(model.eval(), [batch], "magnitude")
     head = scores.costs.units[0][0]
