@@ -32,7 +32,7 @@ from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.version import __version__
 from headprune.model.classes import class_named
 from headprune.model.fingerprint import fingerprint
-from headprune.model.offloaded import Away, offloaded, tied
+from headprune.model.offloaded import OffloadedTensor, offloaded, tied
 from headprune.model.sites import BoundSite
 
 
@@ -41,7 +41,7 @@ def write(
     bound: list[BoundSite],
     folder: Path,
     max_shard_size: int | str,
-    elsewhere: Mapping[str, slices.Slice | Away] | None = None,
+    elsewhere: Mapping[str, slices.Slice | OffloadedTensor] | None = None,
 ) -> Manifest:
     """Writes weights, configuration and manifest; nothing of an earlier save is replaced before all
     went well.

@@ -21,7 +21,7 @@ from torch import Tensor
 from headprune.checkpoints.foreign import files_of
 from headprune.core.errors import CheckpointError
 from headprune.core.opening import check_file, opened, reason
-from headprune.model.offloaded import Away
+from headprune.model.offloaded import OffloadedTensor
 
 #: Bytes that are in memory at a time.
 PIECE = 16 << 20
@@ -160,7 +160,7 @@ def read(stored: Stored) -> Tensor:
     return torch.frombuffer(data, dtype=stored.dtype).reshape(stored.shape)
 
 
-def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
+def save(tensors: Mapping[str, Slice | OffloadedTensor | Tensor], path: Path) -> None:
     """Writes a safetensors file; tensors that are in memory, or offloaded, may be among the
     slices."""
     order = {dtype: place for place, dtype in enumerate(_TYPES.values())}
@@ -177,7 +177,7 @@ def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             tensor = tensors[name]
-            tensor = tensor.read() if isinstance(tensor, Away) else tensor
+            tensor = tensor.read() if isinstance(tensor, OffloadedTensor) else tensor
             if isinstance(tensor, Slice):
                 file.writelines(tensor.pieces())
             else:
@@ -192,7 +192,7 @@ def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
                 )
 
 
-def _dtype(tensor: Slice | Away | Tensor) -> torch.dtype:
+def _dtype(tensor: Slice | OffloadedTensor | Tensor) -> torch.dtype:
     return tensor.stored.dtype if isinstance(tensor, Slice) else tensor.dtype
 
 

@@ -1,5 +1,4 @@
-"""The user's batches, read pass by pass: no peek loses a batch, and what can be read only once is
-found out."""
+"""The user's batches, read pass by pass; the first can be looked at without losing it."""
 
 from __future__ import annotations
 
@@ -16,36 +15,34 @@ _HINT = "Pass list(batches), or a DataLoader of a dataset that can be read again
 
 
 class Batches:
-    """An iterable of batches that may be looked into before it is read.
+    """An iterable of batches whose first batch can be looked at before it is read.
 
     An iterable that can be read only once need not be an iterator: a tqdm of a generator or a
     DataLoader of a stream makes a new iterator at each call of ``iter``, and all of them read from
-    one source. So a look at the first batch begins a pass, and the next pass goes on with it. A
-    pass that finds nothing after one that did is refused.
+    one source. So a look at the first batch begins a pass, and the next pass continues it. A pass
+    without batches after one with batches is refused.
 
     Args:
         source: What the user gave.
+
+    Attributes:
+        now: The number and the batch that was handed out last; None between batches.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
         if isinstance(source, (Mapping, str)):
+            got = f"a single {type(source).__name__}"
             hint = "Wrap a single batch in a list: [batch]."
-            raise InvalidValue(
-                "batches", "an iterable of batches", f"a single {type(source).__name__}", hint
-            )
+            raise InvalidValue("batches", "an iterable of batches", got, hint)
         self.source = source
-        self.now: tuple[int, Any] | None = (
-            None  # the number and the batch that was handed out last, until another is
-        )
-        self._begun: tuple[Any, Iterator[Any]] | None = (
-            None  # the first batch of a pass, and the rest of it
-        )
-        self._seen = False  # whether any pass gave a batch
+        self.now: tuple[int, Any] | None = None
+        # The first batch of a pass that a look began, and the rest of it.
+        self._begun: tuple[Any, Iterator[Any]] | None = None
+        self._had_batches = False  # in any pass
 
     @classmethod
     def of(cls, batches: Iterable[Any]) -> Batches:
-        """The batches themselves where they are ``Batches``, which know what was read of them
-        before."""
+        """Wrap batches, unless they are ``Batches`` already and know what was read before."""
         return batches if isinstance(batches, cls) else cls(batches)
 
     @property
@@ -54,20 +51,20 @@ class Batches:
         return isinstance(self.source, Iterator)
 
     def keep(self) -> None:
-        """Puts the batches of an iterator into a list, so that they can be read more than once."""
+        """Put the batches of an iterator into a list, so that they can be read more than once."""
         if self.only_once:
             self.source, self._begun = list(self), None
 
     def restart(self) -> None:
-        """Forgets a pass that a look began, so that the next one draws its own order."""
-        self._seen = self._seen or self._begun is not None
+        """Forget a pass that a look began, so that the next one draws its own order."""
+        self._had_batches = self._had_batches or self._begun is not None
         self._begun = None
 
     def first(self) -> Any:
-        """The first batch of the next pass, which still gives it.
+        """Look at the first batch of the next pass, which will still return it.
 
         Raises:
-            InvalidValue: there is none, or there is none any more.
+            InvalidValue: there is none, or there are none left.
         """
         if self._begun is None:
             iterator = iter(self.source)
@@ -76,12 +73,14 @@ class Batches:
                 self._begun = batch, iterator
                 break
             else:
-                raise self._read_before() if self._seen else InvalidValue(*EMPTY)
-        self.now = 0, self._begun[0]
-        return self._begun[0]
+                raise self._read_before() if self._had_batches else InvalidValue(*EMPTY)
+        batch, _ = self._begun
+        self.now = 0, batch
+        return batch
 
     def again(self) -> bool:
         """Whether another pass has batches."""
+        # To look would start the only pass.
         if self.only_once and self._begun is None:
             return False
         try:
@@ -94,20 +93,23 @@ class Batches:
         """One pass; without batches it ends at once, unless an earlier one had some.
 
         Raises:
-            InvalidValue: an earlier pass had batches, and there are none any more.
+            InvalidValue: an earlier pass had batches, and there are none left.
         """
-        begun, self._begun = self._begun, None
-        self.now, number = None, -1
-        for number, batch in enumerate(
-            iter(self.source) if begun is None else chain([begun[0]], begun[1])
-        ):
-            self._seen = True
+        source: Iterable[Any] = self.source
+        if self._begun is not None:
+            first, rest = self._begun
+            source = chain([first], rest)
+        self._begun = None
+        self.now = None
+        number = -1
+        for number, batch in enumerate(iter(source)):
+            self._had_batches = True
             if number == 0:
                 check_examples(self.source, batch)
             self.now = number, batch
             yield batch
-            self.now = None  # an error while the next one is made is none of this one's
-        if number < 0 and self._seen:
+            self.now = None  # an error while the next batch is made is not about this one
+        if number < 0 and self._had_batches:
             raise self._read_before()
 
     def __len__(self) -> int:
@@ -125,30 +127,27 @@ class Batches:
 
 
 def check_examples(source: Any, first: Any) -> None:
-    """Refuses a dataset, which gives single examples, in the place of a loader, which gives
-    batches.
+    """Refuse a dataset, which gives single examples, in the place of a loader of batches.
 
     Raises:
         InvalidValue: the first batch is an example: it has a number without an axis, or tokens with
-            one alone.
+            a single axis.
     """
-    named = (
-        dict(first)
-        if isinstance(first, Mapping)
-        else dict(enumerate(first))
-        if type(first) in _ROWS
-        else {}
-    )
-    if named and _is_dataset(source) and any(_of_one(name, value) for name, value in named.items()):
+    values: dict[Any, Any] = {}
+    if isinstance(first, Mapping):
+        values = dict(first)
+    elif type(first) in (tuple, list):
+        values = dict(enumerate(first))
+    if not values or not _is_dataset(source):
+        return
+    if any(_is_of_one_example(name, value) for name, value in values.items()):
+        must = "a batch of examples, as a DataLoader gives them"
+        got = f"a single example of a {type(source).__name__}"
         hint = (
             "Pass torch.utils.data.DataLoader(dataset, batch_size=32); where examples differ in"
             " length, a collate_fn."
         )
-        got = f"a single example of a {type(source).__name__}"
-        raise InvalidValue("batch 0", "a batch of examples, as a DataLoader gives them", got, hint)
-
-
-_ROWS = (tuple, list)
+        raise InvalidValue("batch 0", must, got, hint)
 
 
 def _is_dataset(source: Any) -> bool:
@@ -157,15 +156,16 @@ def _is_dataset(source: Any) -> bool:
     return isinstance(source, Dataset) or type(source).__module__.partition(".")[0] == "datasets"
 
 
-def _of_one(name: Any, value: Any) -> bool:
+def _is_of_one_example(name: Any, value: Any) -> bool:
+    """Whether a value has no axis for the examples."""
     if isinstance(value, bool):  # a switch of the model's, such as use_cache
         return False
-    if not isinstance(value, Tensor):
-        return isinstance(value, (int, float, str)) or (
-            isinstance(value, list) and all(isinstance(x, int) for x in value)
-        )
-    return value.ndim == 0 or (value.ndim == 1 and str(name).endswith("input_ids"))
+    if isinstance(value, Tensor):
+        return value.ndim == 0 or (value.ndim == 1 and str(name).endswith("input_ids"))
+    if isinstance(value, list):
+        return all(isinstance(x, int) for x in value)
+    return isinstance(value, (int, float, str))
 
 
-#: Where, what must be and what was found where there is no batch at all.
+#: Arguments of the error for batches of which there are none.
 EMPTY = ("batches", "at least one batch", "an empty iterable")

@@ -10,32 +10,31 @@ OWN = {"TransformerForTranslation": "headprune.attention.transformer"}
 
 
 def class_named(name: str) -> type | None:
-    """The Transformers model class of this name, or ours; None where there is none.
+    """Find the model class of this name, Transformers' or ours; None where there is none.
 
     >>> class_named("TransformerForTranslation").__module__, class_named("Linear")
     ('headprune.attention.transformer', None)
     """
     import transformers
 
-    home = importlib.import_module(OWN[name]) if name in OWN else transformers
-    found = getattr(home, name, None)
-    return (
-        found
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-        else None
-    )
+    home = transformers
+    if name in OWN:
+        home = importlib.import_module(OWN[name])
+    value = getattr(home, name, None)
+    if isinstance(value, type) and issubclass(value, transformers.PreTrainedModel):
+        return value
+    return None
 
 
 def class_name_of(config: Any) -> str:
-    """The name of the model class that a configuration says it is of, or an empty one; a
-    configuration from a file may hold anything there.
+    """Read the name of the model class from a configuration; empty where there is none.
 
     >>> from types import SimpleNamespace
-    >>> (
-    ...     class_name_of(SimpleNamespace(architectures=["BertModel"])),
-    ...     class_name_of(SimpleNamespace(architectures=0.5)),
-    ... )
-    ('BertModel', '')
+    >>> class_name_of(SimpleNamespace(architectures=["BertModel"]))
+    'BertModel'
+    >>> class_name_of(SimpleNamespace(architectures=0.5))
+    ''
     """
-    named = config.architectures
-    return str(named[0]) if isinstance(named, list) and named else ""
+    # A configuration from a file may hold anything.
+    names = config.architectures
+    return str(names[0]) if isinstance(names, list) and names else ""

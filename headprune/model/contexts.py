@@ -1,10 +1,10 @@
-"""What every output projection reads, the heads' outputs side by side, and which of its tokens are
-no padding."""
+"""Contexts: the concatenated outputs of the heads, and which of their tokens are no padding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.model.exposed import exposed
-from headprune.model.padding import Told, inputs_of, query_mask
+from headprune.model.padding import PaddingInfo, inputs_of, query_mask
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
 
-#: ``take(number, contexts, counted)``: the number of the site, its contexts
-#: ``[rows, tokens, heads * width]``, and ``[rows, tokens]`` or None.
+#: ``take(number of the site, contexts [rows, tokens, heads * width], counted)``; ``counted`` is
+#: ``[rows, tokens]`` or None.
 Take: TypeAlias = Callable[[int, Tensor, Tensor | None], None]
 
 
@@ -26,8 +26,7 @@ Take: TypeAlias = Callable[[int, Tensor, Tensor | None], None]
 def reading(
     model: nn.Module, bound: Sequence[BoundSite], take: Take
 ) -> Iterator[Callable[[Any], None]]:
-    """For as long as the block lasts, ``take`` gets what a site's output projection reads whenever
-    it runs.
+    """Hand the contexts of every site to ``take`` inside the block, whenever it runs.
 
     Contexts are ``[rows, tokens, heads * width]`` of the present heads, batch first, without a
     graph. A row is an example; with windows it is a window, and those of an example follow one
@@ -35,17 +34,22 @@ def reading(
     that runs several times in a pass hands over each of its runs. A layout without an output
     projection is read at its output.
 
+    Args:
+        model: The model.
+        bound: The sites.
+        take: Gets the contexts.
+
     Yields:
-        A function that must be given each batch before the model runs on it: padding is told from
-        it.
+        A function that must be called with each batch before the model runs on it, because the
+        batch shows its padding.
     """
 
-    def seen(number: int, x: Tensor) -> None:
-        b, told = bound[number], inputs.now
-        x = rows_of(b, x.detach(), told.batch)
-        take(number, x, counted(model, b, x, told))
+    def hand_over(number: int, x: Tensor) -> None:
+        b, info = bound[number], inputs.now
+        rows = rows_of(b, x.detach(), info.batch)
+        take(number, rows, counted(model, b, rows, info))
 
-    with inputs_of(model, bound) as inputs, watched(bound, seen):
+    with inputs_of(model, bound) as inputs, watched(bound, hand_over):
         yield inputs.begin
 
 
@@ -53,39 +57,47 @@ def reading(
 def watched(
     bound: Sequence[BoundSite], see: Callable[[int, Tensor], Tensor | None]
 ) -> Iterator[None]:
-    """For as long as the block lasts, ``see(number of the site, x)`` gets what a site's output
-    projection is given whenever it runs, or what a module without one returns. A tensor that it
-    returns takes the place of x."""
+    """Call ``see(number of the site, x)`` inside the block whenever a site runs.
 
-    def hook(number: int, b: BoundSite) -> Any:
-        def given(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            x = see(number, args[0])
-            return None if x is None else (x, *args[1:])
+    Args:
+        bound: The sites; one without heads is not watched.
+        see: Gets the input of the output projection, or the output of a module without one. If it
+            returns a tensor, the model continues with that.
+    """
 
-        def returned(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-            x = see(number, out if isinstance(out, Tensor) else out[0])
-            return x if x is None or isinstance(out, Tensor) else (x, *out[1:])
+    def before_projection(number: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        x = see(number, args[0])
+        return None if x is None else (x, *args[1:])
 
-        if b.layout.gate:
-            return b.gate.register_forward_pre_hook(given)
-        return b.gate.register_forward_hook(returned)
+    def after_module(number: int, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        # Attention often returns (output, attention weights).
+        if isinstance(out, Tensor):
+            return see(number, out)
+        x = see(number, out[0])
+        return None if x is None else (x, *out[1:])
 
     with ExitStack() as stack:
         stack.enter_context(exposed(bound))
         for number, b in enumerate(bound):
-            if b.site.heads:
-                stack.callback(hook(number, b).remove)
+            if not b.site.heads:
+                continue
+            if b.layout.gate:
+                handle = b.gate.register_forward_pre_hook(partial(before_projection, number))
+            else:
+                handle = b.gate.register_forward_hook(partial(after_module, number))
+            stack.callback(handle.remove)
         yield
 
 
-def counted(model: nn.Module, b: BoundSite, rows: Tensor, told: Told) -> Tensor | None:
-    """``[rows, tokens]``: True where a token of ``rows_of`` is no padding; None where nothing is
-    known."""
-    return (
-        None
-        if b.layout.windows
-        else query_mask(model, b.site.kind, told, (rows.shape[0], rows.shape[1]))
-    )
+def counted(model: nn.Module, b: BoundSite, rows: Tensor, info: PaddingInfo) -> Tensor | None:
+    """Find the tokens of ``rows_of`` that are no padding.
+
+    Returns:
+        ``[rows, tokens]``: True where a token is no padding; None where nothing is known.
+    """
+    if b.layout.windows:  # windows of an image have no padding that a batch shows
+        return None
+    return query_mask(model, b.site.kind, info, (rows.shape[0], rows.shape[1]))
 
 
 def tokens_first(b: BoundSite) -> bool:
@@ -94,26 +106,35 @@ def tokens_first(b: BoundSite) -> bool:
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The type to add up in."""
-    return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
+    """The dtype for sums."""
+    if x.device.type == "mps":  # has no float64
+        return torch.float32
+    return torch.float64
 
 
 def rows_of(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
-    """What ``watched`` hands over as ``[rows, tokens, heads * width]`` of the present heads."""
-    x = x if b.layout.gate else _of_present_heads(b.module, x)
-    if x.ndim == 2:  # one token an example, or one example
-        return x.unsqueeze(1 if len(x) == batch_size(batch) else 0)
+    """Bring a tensor of ``watched`` to ``[rows, tokens, heads * width]`` of the present heads."""
+    if not b.layout.gate:
+        x = _of_present_heads(b.module, x)
+    if x.ndim == 2:
+        if len(x) == batch_size(batch):  # [batch, width]: one token per example
+            return x.unsqueeze(1)
+        return x.unsqueeze(0)  # [tokens, width]: one example
     if x.ndim == 3:
+        # [tokens, batch, width] or [batch, tokens, width]
         return x.transpose(0, 1) if b.layout.batch_axis == 1 else x
-    return x.flatten(1, -2)
+    return x.flatten(1, -2)  # several axes of tokens, as of images
 
 
 def _of_present_heads(module: nn.Module, out: Tensor) -> Tensor:
-    """Without an output projection a cut attention keeps its width: heads that have left put out
-    zeros."""
+    """The outputs of the present heads, from a module without an output projection.
+
+    After a cut it keeps its width: removed heads have outputs of 0.
+    """
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
     if state is None:
         return out
     index = sent(state.heads, out.device)
+    # [..., heads of the uncut module, width]
     by_head: Tensor = out.unflatten(-1, (state.n_query_heads, -1))
     return by_head.index_select(-2, index).flatten(-2)

@@ -1,5 +1,4 @@
-"""Layouts in words: where the gate is, which tensors are cut, what else a cut changes. For tables,
-not for code."""
+"""Layouts as text for tables: where the gate is, which tensors are cut, what else changes."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from typing import Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
 
+#: What a count attribute of a module counts.
 _COUNTS = {
     "n_query_heads": "query heads",
     "n_kv_heads": "key/value heads",
@@ -15,6 +15,7 @@ _COUNTS = {
     "query_width": "width of all queries",
     "value_width": "width of all values",
 }
+#: What is on the axis of a slab.
 _UNITS = {
     "query": "queries",
     "gated_query": "queries and their gates",
@@ -24,41 +25,52 @@ _UNITS = {
     "head": "one number a head",
     "kv_head": "one number a key/value head",
 }
+#: The axis of a slab; other axes are numbers.
+_AXES = {"out": "rows of ", "in": "columns of ", "list": "modules of "}
 
 
 def slab_words(slab: HeadSlab) -> str:
-    """One slab: what is cut, and what lies on it.
+    """Describe one slab: what is cut, and what is on its axis.
 
     >>> slab_words(HeadSlab("qkv", "out", ("query", "key"), "grouped"))
     'rows of `qkv` (queries, keys; head by head)'
     """
-    axis = {"out": "rows of ", "in": "columns of ", "list": "modules of "}.get(
-        str(slab.axis), f"axis {slab.axis} of "
-    )
+    axis = _AXES.get(str(slab.axis), f"axis {slab.axis} of ")
     packing = ""
-    if len(slab.units) > 1:
-        packing = "; head by head" if slab.packing == "grouped" else "; one after the other"
-    some = " where there is one" if slab.optional else ""
-    return f"{axis}`{slab.path}` ({', '.join(_UNITS[u] for u in slab.units)}{packing}){some}"
+    if len(slab.units) > 1:  # several kinds of units on one axis: in which order
+        packing = "; one after the other"
+        if slab.packing == "grouped":
+            packing = "; head by head"
+    units = ", ".join(_UNITS[unit] for unit in slab.units)
+    condition = " where there is one" if slab.optional else ""
+    return f"{axis}`{slab.path}` ({units}{packing}){condition}"
 
 
 def gate_words(layout: AttentionLayout) -> str:
-    """Where the gates are."""
+    """Describe where the gates are."""
     return f"input of `{layout.gate}`" if layout.gate else "output of the module"
 
 
 def patch_words(layout: AttentionLayout) -> list[str]:
-    """Everything a cut changes besides weights: attributes, and code through ``adapt`` and
-    ``exposed``."""
-    counts = [f"`{path}` ({_COUNTS[count]})" for path, count in layout.counts]
-    found = [f"kept true: {', '.join(counts)}"] if counts else []
-    found += [_first(layout.adapt)] if layout.adapt is not None else []
-    return found + ([_first(layout.exposed)] if layout.exposed is not None else [])
+    """Describe what a cut changes besides weights: attributes, and code.
+
+    Code changes through ``adapt`` and ``exposed``.
+    """
+    words = []
+    if layout.counts:
+        counts = [f"`{path}` ({_COUNTS[count]})" for path, count in layout.counts]
+        words.append(f"kept true: {', '.join(counts)}")
+    if layout.adapt is not None:
+        words.append(_first_paragraph(layout.adapt))
+    if layout.exposed is not None:
+        words.append(_first_paragraph(layout.exposed))
+    return words
 
 
-def _first(documented: Any) -> str:
-    """The first paragraph of a docstring, on one line."""
-    text = inspect.getdoc(getattr(documented, "func", documented)) or str(
-        getattr(documented, "__name__", "")
-    )
+def _first_paragraph(documented: Any) -> str:
+    """The first paragraph of a docstring, on one line; else the name."""
+    # The function inside a functools.partial has the docstring.
+    text = inspect.getdoc(getattr(documented, "func", documented))
+    if not text:
+        text = str(getattr(documented, "__name__", ""))
     return " ".join(text.partition("\n\n")[0].split())

@@ -1,4 +1,4 @@
-"""What a model puts out, read as distributions, and a seed for every example; needs no labels."""
+"""A model's output as distributions, and a seed for every example; needs no labels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Distributions:
-    """A model's output as ``positions`` distributions an example.
+    """A model's output as ``positions`` distributions per example.
 
     Args:
         kind: ``single_label_classification`` (a softmax over the last axis),
             ``multi_label_classification`` (a sigmoid each) or ``regression``.
         logits: ``[batch, positions, classes]``, with their graph.
         counted: ``[batch, positions]``, on the CPU: which positions the default loss averages over.
-        by_token: Whether there is one for every token, or end of an answer, and not one an example.
+        by_token: Whether there is one for every token, or end of an answer, and not one per
+            example.
     """
 
     kind: str
@@ -44,32 +45,34 @@ class Distributions:
     by_token: bool = True
 
     def numbers(self) -> Tensor:
-        """``[batch]``: a number an example that all of its counted logits are in, each with a
-        weight of its own."""
+        """A weighted sum ``[batch]`` of each example's counted logits, each weight different."""
+        # [batch, positions, 1]; cosines of different numbers are all different
         counted = sent(self.counted, self.logits.device).unsqueeze(-1)
         logits = self.logits.masked_fill(~counted, 0).flatten(1)
         weights = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).cos()
         return logits @ weights.to(logits.dtype)
 
     def logits_counted(self) -> Tensor:
-        """``[counted positions, classes]``: those that count, example after example."""
-        examples, positions = (
-            sent(index, self.logits.device) for index in self.counted.nonzero(as_tuple=True)
-        )
-        return self.logits[examples, positions]
+        """The logits ``[counted positions, classes]`` that count, example after example."""
+        # The mask is on the CPU, so nothing waits for the numbers of positions.
+        examples, positions = self.counted.nonzero(as_tuple=True)
+        device = self.logits.device
+        return self.logits[sent(examples, device), sent(positions, device)]
 
 
 def distributions(
     model: nn.Module, batch: Any, where: str, given: Any = None, shifted: bool | None = None
 ) -> Distributions:
-    """Runs a model and reads its output; labels, if there are any, only say which positions count.
+    """Run a model and read its output as distributions.
+
+    Labels, if there are any, only decide which positions count.
 
     Args:
         model: The model.
         batch: A batch on its device.
-        where: What the batch is called in messages.
-        given: The same batch as the user gave it; default ``batch``. A mask that is in main memory
-            there need not be copied from the device, for which Python would wait.
+        where: What messages call the batch.
+        given: The same batch as the user gave it; default ``batch``. If its mask is in main memory,
+            Python need not wait for a copy from the device.
         shifted: Whether labels of tokens are those of the next token; None goes by the model's
             class.
 
@@ -78,16 +81,14 @@ def distributions(
     """
     try:
         output = call(model, inputs_of(model, batch))
-    except (
-        TypeError
-    ) as error:  # a batch with targets in it that only a loss of the user's can take apart
+    except TypeError as error:  # a batch with targets, which only the user's loss can take apart
+        must = f"what {type(model).__name__} takes"
+        got = f"a batch that it refuses: {error}"
         hint = (
             "The model itself is called here, not your loss: give batches without targets, or"
             " another scorer."
         )
-        raise InvalidValue(
-            where, f"what {type(model).__name__} takes", f"a batch that it refuses: {error}", hint
-        ) from error
+        raise InvalidValue(where, must, got, hint) from error
     return distributions_of(model, batch, output, where, given, shifted)
 
 
@@ -99,98 +100,112 @@ def distributions_of(
     given: Any = None,
     shifted: bool | None = None,
 ) -> Distributions:
-    """Reads a model's output for a batch; see ``distributions``."""
+    """Read a model's output for a batch; see ``distributions``."""
     mapping = batch if isinstance(batch, Mapping) else {}
-    name = "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"
-    mask = mapping.get(name)
     if isinstance(output, Mapping) and "start_logits" in output:
-        return _ends(torch.stack([output["start_logits"], output["end_logits"]], 1), mask)
-    logits = output.get("logits") if isinstance(output, Mapping) else output
-    if (
-        not isinstance(logits, Tensor)
-        or logits.ndim not in (2, 3)
-        or not logits.is_floating_point()
-    ):
-        got = (
-            f"a {type(output).__name__}"
-            if not isinstance(logits, Tensor)
-            else f"a tensor {list(logits.shape)}"
-        )
-        hint = "Use fisher with a loss of your own, or a model with a head."
-        raise InvalidValue(
-            f"the model's output for {where}",
-            "logits [batch, classes] or [batch, tokens, ...]",
-            got,
-            hint,
-        )
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    if logits.ndim == 2:
-        labels = mapping.get("labels")
-        kind = problem_type(
-            model,
-            labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long),
-            logits,
-        )
-        return Distributions(
-            kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False
-        )
+        # Encoder-decoders search the answer in the decoder's tokens.
+        name = "attention_mask"
+        if is_encoder_decoder(model):
+            name = "decoder_attention_mask"
+        ends = torch.stack([output["start_logits"], output["end_logits"]], 1)
+        return _of_ends(ends, mapping.get(name))
+    logits = _logits_of(output, where)
+    if logits.ndim == 2:  # [batch, classes]
+        return _of_examples(model, logits, mapping.get("labels"))
     known = given if isinstance(given, Mapping) else mapping
-    by_next = reads_next(model) if shifted is None else shifted
-    by_next = by_next or (known.get("labels") is None and is_causal_lm(model))
-    return _tokens(model, logits, known, by_next)
+    if shifted is None:
+        shifted = reads_next(model)
+    shifted = shifted or (known.get("labels") is None and is_causal_lm(model))
+    return _of_tokens(model, logits, known, shifted)
 
 
-def _ends(logits: Tensor, mask: Any) -> Distributions:
-    """Where an answer begins and ends: padding takes no part, as in the default loss."""
-    here = token_mask({"attention_mask": mask}, (logits.shape[0], logits.shape[2]))
-    if here is not None:
-        logits = logits.masked_fill(~here.unsqueeze(1), float("-inf"))
+def _logits_of(output: Any, where: str) -> Tensor:
+    """The logits of an output, in fp32 where they are narrower."""
+    logits = output.get("logits") if isinstance(output, Mapping) else output
+    place = f"the model's output for {where}"
+    must = "logits [batch, classes] or [batch, tokens, ...]"
+    hint = "Use fisher with a loss of your own, or a model with a head."
+    if not isinstance(logits, Tensor):
+        raise InvalidValue(place, must, f"a {type(output).__name__}", hint)
+    if logits.ndim not in (2, 3) or not logits.is_floating_point():
+        raise InvalidValue(place, must, f"a tensor {list(logits.shape)}", hint)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return logits
+
+
+def _of_examples(model: nn.Module, logits: Tensor, labels: Any) -> Distributions:
+    """One distribution per example, from logits ``[batch, classes]``."""
+    if not isinstance(labels, Tensor):  # whole numbers: a single label if the model does not say
+        labels = torch.zeros(0, dtype=torch.long)
+    kind = problem_type(model, labels, logits)
+    counted = torch.ones(len(logits), 1, dtype=torch.bool)
+    return Distributions(kind, logits.unsqueeze(1), counted, by_token=False)
+
+
+def _of_ends(logits: Tensor, mask: Any) -> Distributions:
+    """Where an answer begins and ends; padding takes no part, as in the default loss.
+
+    Args:
+        logits: ``[batch, 2, tokens]``.
+        mask: The attention mask of the tokens, if there is one.
+    """
+    unpadded = token_mask({"attention_mask": mask}, (logits.shape[0], logits.shape[2]))
+    if unpadded is not None:
+        logits = logits.masked_fill(~unpadded.unsqueeze(1), float("-inf"))
     counted = torch.ones(logits.shape[:2], dtype=torch.bool)
     return Distributions("single_label_classification", logits, counted)
 
 
-def _tokens(
-    model: nn.Module, logits: Tensor, batch: Mapping[str, Any], by_next: bool
+def _of_tokens(
+    model: nn.Module, logits: Tensor, batch: Mapping[str, Any], shifted: bool
 ) -> Distributions:
-    """A distribution for every token; where it is that of the next token, the last one, and any
-    after padding, predicts nothing."""
+    """A distribution for every token, or for every next token if ``shifted``."""
     shape, labels = logits.shape[:2], batch.get("labels")
-    counted = torch.ones(shape, dtype=torch.bool)
-    found = output_mask(model, batch, (shape[0], shape[1]))
-    here = counted if found is None else found.cpu()
-    counted = counted & here
+    mask = output_mask(model, batch, (shape[0], shape[1]))
+    unpadded = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu()
+    counted = unpadded
     if isinstance(labels, Tensor) and labels.shape == shape:
         counted = counted & (labels.cpu() != _IGNORED)
-    if by_next:
-        logits, counted = logits[:, :-1], counted[:, 1:] & here[:, :-1]
+    if shifted:
+        # The last token, and padding, predict nothing.
+        logits, counted = logits[:, :-1], counted[:, 1:] & unpadded[:, :-1]
     return Distributions("single_label_classification", logits, counted)
 
 
 def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
-    """A seed an example from what it contains, padding left out: the model's main input, or all
-    tensors but answers.
+    """Compute a seed per example from what it contains, without padding.
 
-    Give the batch as the user gave it: one on an accelerator has to be copied back.
+    Args:
+        model: Names its main input; without it all tensors but answers count.
+        batch: The batch as the user gave it; one on an accelerator has to be copied back.
+        seed: Enters every seed.
     """
     mapping = batch if isinstance(batch, Mapping) else {}
-    main = mapping.get(getattr(model, "main_input_name", ""))
     mask = mapping.get("attention_mask")
-    size = batch_size(batch)
-    others = {k: v for k, v in mapping.items() if k not in ANSWERS} if mapping else batch
-    parts = (
-        [main]
-        if isinstance(main, Tensor)
-        else [t for t in tensors(others) if t.ndim and len(t) == size]
-    )
-    parts = [part.detach().cpu() for part in parts]
-    here = unmasked(mask.cpu()) if isinstance(mask, Tensor) else None
+    # Padding depends on the batch, and a seed must not.
+    unpadded = unmasked(mask.cpu()) if isinstance(mask, Tensor) else None
+    parts = [part.detach().cpu() for part in _contents(model, batch)]
     seeds = []
-    for example in range(size):
+    for example in range(batch_size(batch)):
         digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
         for part in parts:
             row = part[example]
-            if here is not None and part.shape[:2] == here.shape:
-                row = row[here[example]]
+            if unpadded is not None and part.shape[:2] == unpadded.shape:
+                row = row[unpadded[example]]
             digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        # Generators take seeds below 2 ** 63.
         seeds.append(int.from_bytes(digest.digest(), "little") % 2**63)
     return seeds
+
+
+def _contents(model: nn.Module, batch: Any) -> list[Tensor]:
+    """The model's main input, or all tensors by example that are no answers."""
+    inputs = batch
+    if isinstance(batch, Mapping):
+        main = batch.get(getattr(model, "main_input_name", ""))
+        if isinstance(main, Tensor):
+            return [main]
+        inputs = {name: value for name, value in batch.items() if name not in ANSWERS}
+    size = batch_size(batch)
+    return [tensor for tensor in tensors(inputs) if tensor.ndim and len(tensor) == size]

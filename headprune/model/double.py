@@ -1,5 +1,4 @@
-"""fp64 throughout: models take some steps in fp32 whatever their dtype, which would hide what a
-proof looks for."""
+"""fp64 throughout: steps that models take in fp32 would hide what a proof looks for."""
 
 from __future__ import annotations
 
@@ -11,19 +10,22 @@ from torch.overrides import TorchFunctionMode
 
 
 class Doubled(TorchFunctionMode):
-    """Every step that a model takes in fp32 whatever its dtype (norms, angles, softmax) is taken in
-    fp64."""
+    """Takes every step in fp64 that a model takes in fp32 (norms, angles, softmax)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         if func is Tensor.float:
             return args[0].double()
-        return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
+        kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widened, args), **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def double_(model: nn.Module) -> nn.Module:
-    """The model in fp64, to run in ``Doubled``; experts go one by one, for their grouped product
-    takes no fp64."""
+    """Convert a model to fp64, to run in ``Doubled``."""
+    # The grouped product of experts takes no fp64: they run one by one.
     if getattr(getattr(model, "config", None), "_experts_implementation", None) is not None:
         model.set_experts_implementation("eager")  # type: ignore[operator]
     return model.double()

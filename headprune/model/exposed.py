@@ -1,5 +1,4 @@
-"""Makes output projections callable where a module's own code passes by them
-(``torch.nn.MultiheadAttention``)."""
+"""Makes modules call their output projections (``torch.nn.MultiheadAttention`` does not)."""
 
 from __future__ import annotations
 
@@ -12,9 +11,11 @@ from headprune.model.sites import BoundSite
 
 @contextmanager
 def exposed(bound: Iterable[BoundSite]) -> Iterator[None]:
-    """For as long as the block lasts, every site's output projection is called as a module, so that
-    gates and hooks on it take effect. Costs nothing where that is so anyway; see
-    ``AttentionLayout.exposed``."""
+    """Make every site call its output projection as a module inside the block.
+
+    Gates and hooks on it take effect then. See ``AttentionLayout.exposed``; it costs nothing where
+    the module calls it anyway.
+    """
     with ExitStack() as stack:
         for b in bound:
             if b.layout.exposed is not None and mix_in(b.module, b.layout.exposed):

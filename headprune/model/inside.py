@@ -1,5 +1,4 @@
-"""The model inside what others wrap around it: torch.compile, several GPUs or processes, adapters
-of PEFT."""
+"""The model inside wrappers: torch.compile, several GPUs or processes, adapters of PEFT."""
 
 from __future__ import annotations
 
@@ -11,18 +10,18 @@ _AROUND = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model that says by its class and configuration what it computes."""
+    """Unwrap a model until its class and configuration are the model's own."""
     inner = _inside(model)
     return model if inner is None else bare(inner)
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    names = [kind.__name__ for kind in type(model).__mro__]
-    found = None
-    if "_orig_mod" in model._modules:
-        found = model._orig_mod
-    elif "PeftModel" in names or "PeftMixedModel" in names:
-        found = model.get_base_model()  # type: ignore[operator]
-    elif any(name in _AROUND for name in names):
-        found = model.module
-    return found if isinstance(found, nn.Module) else None
+    names = {kind.__name__ for kind in type(model).__mro__}
+    inner: object = None
+    if "_orig_mod" in model._modules:  # torch.compile
+        inner = model._orig_mod
+    elif names & {"PeftModel", "PeftMixedModel"}:
+        inner = model.get_base_model()  # type: ignore[operator]
+    elif not names.isdisjoint(_AROUND):
+        inner = model.module
+    return inner if isinstance(inner, nn.Module) else None

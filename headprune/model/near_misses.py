@@ -1,10 +1,10 @@
-"""Attention that no layout takes: which modules a person would call attention, and what each of
-them lacks."""
+"""Attention that matches no layout: which modules look like attention, and what each lacks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -14,154 +14,207 @@ from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout
 from headprune.model.matching import lookup, reason_against
 
+#: Modules that an error lists at most.
 _LISTED = 8
+#: Class names of attention.
 _KIND = re.compile(r"attention|attn|MHS?A(?![a-z])")
-_ROLES = tuple(
-    re.compile(rf"(^|_)w?({letter}|{word})(_|\d|$)", re.IGNORECASE)
-    for letter, word in (("q", "query|queries"), ("k", "keys?"), ("v", "values?"))
-)
+#: Names of projections of queries, of keys and of values.
+_QUERIES = re.compile(r"(^|_)w?(q|query|queries)(_|\d|$)", re.IGNORECASE)
+_KEYS = re.compile(r"(^|_)w?(k|keys?)(_|\d|$)", re.IGNORECASE)
+_VALUES = re.compile(r"(^|_)w?(v|values?)(_|\d|$)", re.IGNORECASE)
 #: One projection of keys and values, and one of all three.
 _KEYS_VALUES = re.compile(r"(^|_)w?(kv|vk|keys?_values?)(_|\d|$)", re.IGNORECASE)
 _ALL_THREE = re.compile(r"qkv|kqv|query_key_value", re.IGNORECASE)
 
 
 def attention_like(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that a person would call attention.
+    """List modules that a person would call attention.
 
     By their class name, with parameters; by parts or tensors that are named like queries, keys and
-    values; or by a projection of a width to three times as much beside one that keeps it, as
-    queries, keys and values in one and the output have them.
+    values; or by the sizes of their projections. The last are one from a width to three times as
+    much (queries, keys and values in one) and one that keeps the width (the output).
+
+    Yields:
+        Names and modules.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
         if _KIND.search(kind) or _KIND.search(kind.lower()):
-            if any(True for _ in module.parameters()):
+            if _has_parameters(module):
                 yield name, module
         elif _has_roles(module) or _has_sizes(module):
             yield name, module
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
 def _has_roles(module: nn.Module) -> bool:
-    names = [
-        name
-        for name, part in (*module._modules.items(), *module._parameters.items())
-        if _has_matrix(part)
-    ]
-    if any(_ALL_THREE.search(name) for name in names):
+    """Whether parts or tensors are named like queries, keys and values."""
+    names = []
+    for name, part in (*module._modules.items(), *module._parameters.items()):
+        if part is not None and _has_matrix(part):
+            names.append(name)
+    if _matching(names, _ALL_THREE):
         return True
-    queries, keys, values = ({name for name in names if role.search(name)} for role in _ROLES)
-    both = {name for name in names if _KEYS_VALUES.search(name)}
-    if queries and both - queries:
+    # Two projections, one of queries and one of keys and values together.
+    queries = _matching(names, _QUERIES)
+    if queries and _matching(names, _KEYS_VALUES) - queries:
         return True
-    return bool(queries and keys and values) and len(queries | keys | values) >= len(_ROLES)
+    keys, values = _matching(names, _KEYS), _matching(names, _VALUES)
+    # Three different parts: one name may match several patterns.
+    return bool(queries and keys and values) and len(queries | keys | values) >= 3
 
 
-def _has_matrix(part: nn.Module | Tensor | None) -> bool:
-    """Whether a part can be a projection: norms and biases bear the names of queries and keys,
-    too."""
-    tensors = part.parameters() if isinstance(part, nn.Module) else [] if part is None else [part]
+def _matching(names: Iterable[str], pattern: re.Pattern[str]) -> set[str]:
+    return {name for name in names if pattern.search(name)}
+
+
+def _has_matrix(part: nn.Module | Tensor) -> bool:
+    """Whether a part can be a projection.
+
+    Norms and biases may be named like queries and keys, too.
+    """
+    tensors = part.parameters() if isinstance(part, nn.Module) else [part]
     return any(tensor.ndim > 1 for tensor in tensors)
 
 
 def _has_sizes(module: nn.Module) -> bool:
-    """Whether a part maps some width to three times as much, another one keeps that width, and
-    nothing else is there that mixes features: no second half of a feed-forward layer, no
-    convolution."""
-    sizes = {_features(part) for part in module._modules.values() if _has_matrix(part)}
+    """Whether its projections have the sizes of attention's, and nothing else mixes features.
+
+    One maps some width to three times as much, another keeps that width. A second half of a
+    feed-forward layer or a convolution would be something else.
+    """
+    sizes = set()
+    for part in module._modules.values():
+        if part is not None and _has_matrix(part):
+            sizes.add(_features(part))
     return any(sizes == {(n, 3 * n), (n, n)} for n, _ in sizes if n)
 
 
-def _features(part: nn.Module | None) -> tuple[int, int]:
+def _features(part: nn.Module) -> tuple[int, int]:
     """Features in and out of a linear layer; zeros for everything else."""
     if is_conv1d(part):
-        return int(part.nx), int(part.nf)  # type: ignore[union-attr, arg-type]
+        return int(part.nx), int(part.nf)  # type: ignore[arg-type]
     return (part.in_features, part.out_features) if isinstance(part, nn.Linear) else (0, 0)
 
 
-def _parts(module: nn.Module) -> list[str]:
-    return [name for name, part in module.named_children() if any(True for _ in part.parameters())]
+# ---------------------------------------------------------------- the closest layout
+
+
+@dataclass(frozen=True)
+class _Match:
+    """How much of a layout a module has.
+
+    Args:
+        layout: The layout.
+        missing: Paths that the layout needs and the module has not.
+        slabs: Paths of the slabs that the layout needs.
+        n_slabs: How many of those the module has.
+        n_unwanted: Paths that the module has and the layout rules out.
+    """
+
+    layout: AttentionLayout
+    missing: list[str]
+    slabs: list[str]
+    n_slabs: int
+    n_unwanted: int
+
+    @property
+    def share(self) -> float:
+        """The part of the layout's needs that the module has."""
+        return 1 - len(self.missing) / len((*self.slabs, *self.layout.requires))
+
+    @property
+    def order(self) -> tuple[float, int, int, int]:
+        return self.share, self.n_slabs, -self.n_unwanted, -len(self.layout.requires)
+
+
+def _match(module: nn.Module, layout: AttentionLayout) -> _Match:
+    slabs = [slab.path for slab in layout.slabs if not slab.optional]
+    missing = [path for path in (*layout.requires, *slabs) if lookup(module, path) is None]
+    n_slabs = sum(path not in missing for path in slabs)
+    n_unwanted = 0
+    for path in layout.absent:
+        part = lookup(module, path)
+        n_unwanted += part is not None and part is not False  # a flag that is off counts as absent
+    return _Match(layout, missing, slabs, n_slabs, n_unwanted)
 
 
 def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str:
-    """What a module lacks for the layout that it is nearest to, if one finds most of what it needs
-    there.
+    """Explain what a module lacks for the closest layout, if it has most of what that needs.
 
-    Nearest is the layout with the largest share of its needs; of equals the one with most slabs,
-    then the one with least that must not be there.
+    The closest layout has the largest share of its needs fulfilled; of equals, the most slabs, then
+    the fewest parts that must be absent.
     """
-
-    def missing(layout: AttentionLayout) -> list[str]:
-        return [p for p in (*layout.requires, *_slabs(layout)) if lookup(module, p) is None]
-
-    def nearness(layout: AttentionLayout) -> tuple[float, int, int, int]:
-        slabs, without = _slabs(layout), missing(layout)
-        share = 1 - len(without) / len((*slabs, *layout.requires))
-        odd = sum(
-            lookup(module, path) is not None and lookup(module, path) is not False
-            for path in layout.absent
-        )
-        return share, sum(path not in without for path in slabs), -odd, -len(layout.requires)
-
-    best = max(layouts, key=nearness)
-    share, n_slabs, *_ = nearness(best)
-    if share <= 0.5 or n_slabs <= len(_slabs(best)) / 2:
-        return f"near to no layout, made of {', '.join(_parts(module)) or 'parameters alone'}"
-    lacks = missing(best)
-    reason = f"it has no {', '.join(map(repr, lacks))}" if lacks else reason_against(best, module)
-    return f"nearest layout {best.name!r}: {reason}"
+    best = max((_match(module, layout) for layout in layouts), key=lambda match: match.order)
+    # With less than half of it, to name the layout would mislead.
+    if best.share <= 0.5 or best.n_slabs <= len(best.slabs) / 2:
+        parts = [name for name, part in module.named_children() if _has_parameters(part)]
+        return f"near to no layout, made of {', '.join(parts) or 'parameters alone'}"
+    if best.missing:
+        reason: str | None = f"it has no {', '.join(map(repr, best.missing))}"
+    else:
+        reason = reason_against(best.layout, module)
+    return f"nearest layout {best.layout.name!r}: {reason}"
 
 
-def not_taken(
+def unmatched_attention(
     model: nn.Module, taken: Collection[str], layouts: Iterable[AttentionLayout]
 ) -> tuple[NotTaken, ...]:
-    """Attention-like modules apart from those at the names ``taken``, where no layout fits; alike
-    ones together.
+    """Group attention-like modules that no layout matches by class and reason.
 
-    What lies inside of a module that is taken, or around one, is none of its own.
+    Args:
+        model: The model.
+        taken: Names of its sites. Modules inside of one, or around one, are not listed.
+        layouts: All layouts.
     """
     layouts = list(layouts)
     inside = tuple(f"{name}." if name else "" for name in taken)
-    around = {name[:end] for name in taken for end in range(len(name)) if name[end] == "."} | (
-        {""} if taken else set()
-    )
-    found: dict[tuple[str, str], list[str]] = {}
+    around = {"", *_names_around(taken)} if taken else set()
+    groups: dict[tuple[str, str], list[str]] = {}
     for name, module in attention_like(model):
         if name in taken or name in around or name.startswith(inside):
             continue
-        if all(reason_against(layout, module) is not None for layout in layouts):
-            found.setdefault((type(module).__name__, closest_reason(module, layouts)), []).append(
-                name
-            )
-    return tuple(NotTaken(tuple(names), kind, reason) for (kind, reason), names in found.items())
+        # A layout takes it, so the caller left it out on purpose.
+        if any(reason_against(layout, module) is None for layout in layouts):
+            continue
+        reason = closest_reason(module, layouts)
+        groups.setdefault((type(module).__name__, reason), []).append(name)
+    return tuple(NotTaken(tuple(names), kind, reason) for (kind, reason), names in groups.items())
 
 
-def _slabs(layout: AttentionLayout) -> list[str]:
-    return [s.path for s in layout.slabs if not s.optional]
+def _names_around(names: Iterable[str]) -> Iterator[str]:
+    """Names of the modules that contain one of these: ``a`` and ``a.b`` for ``a.b.c``."""
+    for name in names:
+        parent = name.rpartition(".")[0]
+        while parent:
+            yield parent
+            parent = parent.rpartition(".")[0]
 
 
-def nothing_found(model: nn.Module, layouts: list[AttentionLayout]) -> UnsupportedModel:
-    """The error for a model without sites."""
-    seen = list(attention_like(model))
-    lines = [
-        f"{n or 'the model itself'} ({type(m).__name__}; {closest_reason(m, layouts)})"
-        for n, m in seen[:_LISTED]
-    ]
-    more = f" and {len(seen) - _LISTED} more" if len(seen) > _LISTED else ""
-    got = (
-        f"attention-like modules that fit no layout: {'; '.join(lines)}{more}"
-        if seen
-        else "no attention-like module"
-    )
+def no_sites_error(model: nn.Module, layouts: list[AttentionLayout]) -> UnsupportedModel:
+    """Make the error for a model without sites."""
+    modules = list(attention_like(model))
+    got = "no attention-like module"
+    if modules:
+        lines = []
+        for name, module in modules[:_LISTED]:
+            reason = closest_reason(module, layouts)
+            lines.append(f"{name or 'the model itself'} ({type(module).__name__}; {reason})")
+        n_more = len(modules) - _LISTED
+        more = f" and {n_more} more" if n_more > 0 else ""
+        got = f"attention-like modules that fit no layout: {'; '.join(lines)}{more}"
     hint = (
         "Let headprune.propose_layouts(model, example) look for a layout and prove it, or describe"
-        " your module with "
+        " your module with headprune.AttentionLayout; pass either as"
+        " find_sites(model, layouts=[...])."
     )
-    hint += "headprune.AttentionLayout; pass either as find_sites(model, layouts=[...])."
-    if any(isinstance(m, nn.MultiheadAttention) for _, m in seen):
+    if any(isinstance(module, nn.MultiheadAttention) for _, module in modules):
         hint += (
             " Or replace torch.nn.MultiheadAttention by"
             " headprune.MultiHeadAttention.from_torch(module)."
         )
-    return UnsupportedModel(
-        type(model).__name__, "a model with attention that headprune knows", got, hint
-    )
+    must = "a model with attention that headprune knows"
+    return UnsupportedModel(type(model).__name__, must, got, hint)

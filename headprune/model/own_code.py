@@ -1,9 +1,7 @@
-"""Code in an attention that its layout was not proven on: a ``forward`` of one's own, a hook, a
-patch.
+"""Finds code in an attention that its layout was not proven on: a forward, a hook, a patch.
 
-A layout is found by the parts of a module and their sizes. What the libraries' own classes do with
-them is run by the laws and the coverage record; what somebody else's code does with them shows on
-an example.
+A module matches a layout by its parts and their sizes. What the libraries' own classes do with them
+is tested. What other code does with them has to be proven on an example.
 """
 
 from __future__ import annotations
@@ -15,74 +13,96 @@ from typing import Any
 
 from torch import nn
 
+from headprune.core.layout import AttentionLayout
 from headprune.core.mixin import FORWARDS
 from headprune.layouts import registry
 from headprune.layouts._code import from_libraries, function_of, own_globals, own_methods
 from headprune.model.noting import only_notes
 from headprune.model.sites import BoundSite
 
+#: Attributes of a module that hold its hooks.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def own_code(bound: BoundSite) -> str | None:
-    """Where other code than a library's runs in a site, in words; None where there is none.
+    """Describe the first code in a site that is no library's; None where there is none.
 
-    Layouts that are not the package's own were written for such code, or have proven themselves on
-    it. Those that run a module's code before they take it (``AttentionLayout.proves``) know its
-    class, not its hooks and projections.
+    Layouts that are not the package's own were written for such code, or were proven on it. Layouts
+    that run a module's code before they take it (``AttentionLayout.proves``) know its class, not
+    its hooks and projections.
     """
     layout, module = bound.layout, bound.module
     if not registry.is_own(layout.name) or registry.get(layout.name) != layout:
         return None
-    proven = layout.proves(module) if callable(layout.proves) else layout.proves
-    lists = tuple(
-        f"{s.path}." for s in layout.slabs if s.axis == "list"
-    )  # whole modules leave with all their code
-    cut = {s.path for s in layout.slabs if s.axis in ("in", "out")}
+    proven = _is_proven(layout, module)
+    # Modules of a list are removed whole, with all their code.
+    lists = tuple(f"{slab.path}." for slab in layout.slabs if slab.axis == "list")
+    cut = {slab.path for slab in layout.slabs if slab.axis in ("in", "out")}
     for path, part in module.named_modules():
         if path.startswith(lists):
             continue
-        where = ".".join(filter(None, (bound.site.name, path))) or type(part).__name__
-        found = next(_on_instance(part), None)
-        if found is None and not (proven and path not in cut):
-            found = _of_class(type(part))
-        if found is not None:
-            return f"{found} at {where!r}"
-    return _kernel(module)
+        # A proven layout knows the code of classes, except that of the projections it cuts.
+        trusts_class = proven and path not in cut
+        code = _of_part(part, trusts_class)
+        if code is not None:
+            where = f"{bound.site.name}.{path}".strip(".") or type(part).__name__
+            return f"{code} at {where!r}"
+    return _attention_function(module)
+
+
+def _is_proven(layout: AttentionLayout, module: nn.Module) -> bool:
+    """Whether a layout runs a module's code before it takes the module."""
+    if callable(layout.proves):
+        return bool(layout.proves(module))
+    return bool(layout.proves)
+
+
+def _of_part(part: nn.Module, trusts_class: bool) -> str | None:
+    """The first code of a module that is no library's."""
+    code = next(_on_instance(part), None)
+    if code is not None:
+        return code
+    return None if trusts_class else _of_class(type(part))
 
 
 def _on_instance(part: nn.Module) -> Iterator[str]:
-    """Functions that an instance holds in place of its class's, and its hooks."""
+    """Functions that an instance has instead of its class's, and its hooks."""
     for name, value in part.__dict__.items():
-        in_place = name in FORWARDS or (
-            callable(value) and callable(getattr(type(part), name, None))
-        )
-        if in_place and not isinstance(value, (type, nn.Module)) and not from_libraries(value):
-            yield f"a {name.lstrip('_')} put on one module ({_told(value)})"
+        if isinstance(value, (type, nn.Module)):
+            continue
+        # An attribute hides the class's method of the same name.
+        replaces_method = callable(value) and callable(getattr(type(part), name, None))
+        if (name in FORWARDS or replaces_method) and not from_libraries(value):
+            yield f"a {name.lstrip('_')} put on one module ({_qualified_name(value)})"
     for hooks in _HOOKS:
         for hook in part.__dict__.get(hooks, {}).values():
             if not from_libraries(hook) and not only_notes(hook, part):
-                yield f"a forward hook ({_told(hook)})"
+                yield f"a forward hook ({_qualified_name(hook)})"
 
 
 def _of_class(kind: type) -> str | None:
-    """A method or a function of somebody's own that a class calls."""
-    found = next(chain(own_methods(kind), own_globals(kind)), None)
-    return None if found is None else f"{found[0]} ({_told(found[1])})"
+    """A method, or a function that a class calls, that is no library's."""
+    code = next(chain(own_methods(kind), own_globals(kind)), None)
+    if code is None:
+        return None
+    name, function = code
+    return f"{name} ({_qualified_name(function)})"
 
 
-def _kernel(module: Any) -> str | None:
-    """The function by which Transformers computes attention, where somebody registered another
-    one."""
+def _attention_function(module: Any) -> str | None:
+    """The function that computes attention, if another one is registered with Transformers."""
+    # Transformers chooses by a name in the configuration, from a table that users may extend.
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    # If nobody has imported Transformers, nothing is registered there.
     library: Any = sys.modules.get("transformers.modeling_utils")
     known: Callable[..., Any] | None = getattr(library, "ALL_ATTENTION_FUNCTIONS", {}).get(chosen)
     if known is None or from_libraries(known):
         return None
-    return f"the attention function {chosen!r} ({_told(known)})"
+    return f"the attention function {chosen!r} ({_qualified_name(known)})"
 
 
-def _told(value: Any) -> str:
+def _qualified_name(value: Any) -> str:
+    """Module and name of a function, or of the class of another callable."""
     function = function_of(value)
     if function is None:
         return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,9 +1,9 @@
-"""The default loss compared with the model's own ``loss``: it must judge what the model was trained
-to say."""
+"""The default loss compared with the model's own ``loss``, which it must agree with."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,25 +25,26 @@ from headprune.model.losses import (
     problem_type,
     reads_next,
 )
-from headprune.model.running import call, undisturbed
+from headprune.model.running import call, forward_parameters, undisturbed
 from headprune.model.transfers import in_main_memory
 
 _IGNORED = -100
 _HINT = "Pass loss=, a callable (model, batch) -> Tensor[batch] of per-example losses."
-#: How far two computations of one mean may be apart, relative; the other where a model computes its
-#: own in 16 bits.
-_CLOSE, _NARROW = 2e-4, 2e-2
+#: Relative difference that two computations of one mean may have.
+_CLOSE = 2e-4
+_CLOSE_IN_16_BITS = 2e-2
+#: Absolute difference that they may have.
 _ATOL = 2e-5
 _NARROW_TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The default loss of one call, with what the model's own loss has said on the first batch.
+    """The default loss of one call, after the comparison with the model's own loss.
 
     Args:
         shifted: Whether labels of tokens are those of the next token.
-        refusal: Raised where the loss is asked: the model's own is another one.
+        refusal: Raised when the loss is called: the model's own is another one.
         notes: What the user should know.
     """
 
@@ -57,7 +58,7 @@ class Reading:
         return losses_of(model, batch, predict(model, batch), self.shifted)
 
     def check(self) -> None:
-        """Raises what it refuses."""
+        """Raise the refusal, if there is one."""
         if self.refusal is not None:
             raise self.refusal
 
@@ -68,72 +69,63 @@ def is_default(loss: Any) -> bool:
 
 
 def shift_of(loss: Any) -> bool | None:
-    """How a loss reads labels of tokens, where that is known."""
+    """Whether a loss takes labels as those of the next token; None if unknown."""
     return loss.shifted if isinstance(loss, Reading) else None
 
 
 def reading_of(model: nn.Module, batch: Any) -> Reading:
-    """How a model reads the labels of tokens, by its own loss on a batch where it gives one; else
-    by its class.
+    """Find how a model reads the labels of tokens, by its own loss or else by its class.
 
     The model runs once, in evaluation mode, with the labels. What its loss has beyond the labels is
-    switched off for
-    that: weights of classes, smoothed labels, a router's share. One number is read from an
-        accelerator.
+    switched off for that: weights of classes, smoothed labels, a router's share. An accelerator is
+    waited for once.
 
     Args:
-        model: The model; left as it was found.
+        model: The model; its state is restored.
         batch: On the model's device.
 
     Returns:
-        A loss. It refuses to be asked where the model's own loss agrees with no reading of the
+        A loss. It refuses to be called where the model's own loss agrees with no reading of the
         labels.
     """
     by_class = Reading(reads_next(model))
     if not has_labels(batch) or not _takes_answers(model):
         return by_class
-    plain = _Plain()
-    # A count of items over several batches, which the Trainer gives, would make the own loss a part
-    # of another mean.
-    given = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
+
+    # 1. The model's own loss. Its forward may raise anything: what is wrong with the batch raises
+    # again where the loss is needed.
+    plain = _PlainLosses()
     try:
         with undisturbed(model, frozen=False), torch.no_grad(), plain:
-            output = call(model, {**given, **_without_router(model)})
-    # The forward is not ours. What is wrong with the batch shows again where it is needed.
+            output = call(model, _inputs_for_own_loss(model, batch))
     except Exception as error:
         return Reading(by_class.shifted, notes=(_not_compared(error),))
     own = output.get("loss") if isinstance(output, Mapping) else None
     if not isinstance(own, Tensor) or own.numel() != 1:
         return by_class
+
+    # 2. The default loss, by every reading of the labels.
     try:
         with torch.no_grad():
-            ours = _readings(model, batch, output)
-    except Exception:  # no output or labels that the default loss takes: it says so itself  # nosec B110
+            ours = _means_by_reading(model, batch, output)
+    except Exception:  # the default loss itself explains what it cannot take  # nosec B110
         return by_class
-    numbers = iter(
-        in_main_memory(
-            [own.detach().reshape(1).float(), *(torch.stack(means) for means in ours.values())]
-        )
-    )
-    theirs = float(next(numbers))
-    found = {shifted: next(numbers).tolist() for shifted in ours}
-    return _judged(
-        model,
-        by_class.shifted,
-        theirs,
-        found,
-        _NARROW if own.dtype in _NARROW_TYPES else _CLOSE,
-        plain,
-    )
+
+    # 3. Compare, with one copy from the accelerator.
+    stacked = map(torch.stack, ours.values())
+    theirs, *copied = in_main_memory([own.detach().reshape(1).float(), *stacked])
+    means = {shifted: row.tolist() for shifted, row in zip(ours, copied, strict=True)}
+    close = _CLOSE_IN_16_BITS if own.dtype in _NARROW_TYPES else _CLOSE
+    return _compared(model, by_class.shifted, float(theirs), means, close, plain)
 
 
-def _judged(
+def _compared(
     model: nn.Module,
     by_class: bool,
     own: float,
-    found: dict[bool, list[float]],
+    means: dict[bool, list[float]],
     close: float,
-    plain: _Plain,
+    plain: _PlainLosses,
 ) -> Reading:
     """The reading whose mean is the model's own loss.
 
@@ -141,23 +133,25 @@ def _judged(
         model: The model.
         by_class: The reading by its class, which is preferred.
         own: Its loss.
-        found: By reading the mean, taken in all the ways in which a model may take it.
-        close: How far apart they may be.
+        means: By reading the mean, taken in all the ways in which a model may take it.
+        close: The relative difference that they may have.
         plain: What was switched off in the model's loss.
     """
-    if not found or own != own or own in (float("inf"), float("-inf")):
+    if not means or not math.isfinite(own):
         return Reading(by_class)
-    for shifted in sorted(found, key=lambda x: x is not by_class):
-        if any(abs(mean - own) <= _ATOL + close * abs(own) for mean in found[shifted]):
+    # The reading by the class first: a batch may agree with both.
+    for shifted in sorted(means, key=lambda shifted: shifted is not by_class):
+        if any(abs(mean - own) <= _ATOL + close * abs(own) for mean in means[shifted]):
             return Reading(shifted, notes=plain.notes())
-    words = {False: "with the labels as they are", True: "with labels of the next token"}
-    means = [f"{values[0]:.6g} {words[shifted]}" for shifted, values in found.items()]
-    name = type(bare(model)).__name__
-    got = " and ".join(means if len(found) > 1 else [f"{found[by_class][0]:.6g}"])
-    refusal = InvalidValue(
-        "the default loss", f"the own loss of {name}, {own:.6g} on the first batch", got, _HINT
-    )
-    return Reading(by_class, refusal)
+
+    # No reading agrees: the first mean of each goes into the message.
+    if len(means) > 1:
+        unshifted = f"{means[False][0]:.6g} with the labels as they are"
+        got = f"{unshifted} and {means[True][0]:.6g} with labels of the next token"
+    else:
+        got = f"{means[by_class][0]:.6g}"
+    must = f"the own loss of {type(bare(model)).__name__}, {own:.6g} on the first batch"
+    return Reading(by_class, InvalidValue("the default loss", must, got, _HINT))
 
 
 def _not_compared(error: Exception) -> str:
@@ -169,52 +163,61 @@ def _not_compared(error: Exception) -> str:
 
 
 def _takes_answers(model: nn.Module) -> bool:
-    parameters = inspect.signature(bare(model).forward).parameters
-    return (
-        any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        or "labels" in parameters
-        or ("start_positions" in parameters)
-    )
+    """Whether the model's ``forward`` can be called with labels."""
+    parameters = forward_parameters(model)
+    return parameters is None or not parameters.isdisjoint({"labels", "start_positions"})
 
 
-def _without_router(model: nn.Module) -> dict[str, Any]:
-    """What has a mixture of experts leave the router's share out of its loss."""
-    name = "output_router_logits"
-    return {name: False} if name in inspect.signature(bare(model).forward).parameters else {}
+def _inputs_for_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch, without what would add to the model's own loss."""
+    inputs = dict(batch)
+    # The Trainer's count of items over several batches makes the loss a part of another mean.
+    inputs.pop("num_items_in_batch", None)
+    # A mixture of experts adds the router's share to its loss.
+    router = "output_router_logits"
+    if router in inspect.signature(bare(model).forward).parameters:
+        inputs[router] = False
+    return inputs
 
 
-# ---------------------------------------------------------------- ours
+# ---------------------------------------------------------------- the default loss
 
 
-def _readings(model: nn.Module, batch: Mapping[str, Any], output: Any) -> dict[bool, list[Tensor]]:
-    """By reading of the labels what the mean of the default loss comes to, in all the ways to take
-    it.
+def _means_by_reading(
+    model: nn.Module, batch: Mapping[str, Any], output: Any
+) -> dict[bool, list[Tensor]]:
+    """By reading of the labels, the mean of the default loss in all the ways to take it.
 
-    Padding counts here as its labels say: the default loss leaves it out, a model's own need not.
+    Padding counts here as its labels say: the default loss leaves it out, a model's own may not.
     """
     by_class = reads_next(model)
     if "start_positions" in batch:
-        return {by_class: [_ends(batch, output)]}
+        return {by_class: [_mean_of_ends(batch, output)]}
     logits = logits_of(output)
-    logits = logits.float() if logits.dtype in _NARROW_TYPES else logits
+    if logits.dtype in _NARROW_TYPES:
+        logits = logits.float()
     if logits.ndim == 2:
-        return {by_class: list(_of_examples(model, batch, logits))}
+        return {by_class: list(_example_means(model, batch, logits))}
     labels = batch["labels"]
+    if labels.shape != logits.shape[:2]:
+        return {}
     mask = None if is_encoder_decoder(model) else batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         mask = torch.ones_like(labels)
-    places = {False: (slice(None), slice(None)), True: (slice(None, -1), slice(1, None))}
-    if labels.shape != logits.shape[:2]:
-        return {}
     return {
-        shifted: list(_token_means(logits[:, read], labels[:, said], mask[:, said]))
-        for shifted, (read, said) in places.items()
+        False: list(_token_means(logits, labels, mask)),
+        True: list(_token_means(logits[:, :-1], labels[:, 1:], mask[:, 1:])),
     }
 
 
 def _token_means(logits: Tensor, labels: Tensor, mask: Tensor) -> Iterator[Tensor]:
-    """Means over tokens, over examples, and both without padding; sums, whose slopes are those of
-    means."""
+    """Means over tokens and over examples, and sums; each with and without padding.
+
+    Args:
+        logits: ``[batch, tokens, classes]``.
+        labels: ``[batch, tokens]``.
+        mask: ``[batch, tokens]``, 0 at padding.
+    """
     losses = functional.cross_entropy(
         logits.transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED
     )
@@ -226,7 +229,7 @@ def _token_means(logits: Tensor, labels: Tensor, mask: Tensor) -> Iterator[Tenso
         yield (sums / n.clamp(min=1)).mean()
 
 
-def _of_examples(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> Iterator[Tensor]:
+def _example_means(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> Iterator[Tensor]:
     """The mean over examples, and their sum."""
     labels = batch["labels"]
     losses = losses_of(model, batch, {"logits": logits})
@@ -237,8 +240,8 @@ def _of_examples(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> 
     yield losses.sum()
 
 
-def _ends(batch: Mapping[str, Any], output: Any) -> Tensor:
-    """As Transformers takes it, with padding in the softmax."""
+def _mean_of_ends(batch: Mapping[str, Any], output: Any) -> Tensor:
+    """The mean over both ends of the answers, with padding in the softmax as in Transformers."""
     means = []
     for name in ("start", "end"):
         logits = output[f"{name}_logits"].float()
@@ -248,11 +251,11 @@ def _ends(batch: Mapping[str, Any], output: Any) -> Tensor:
     return torch.stack(means).mean()
 
 
-# ---------------------------------------------------------------- theirs
+# ---------------------------------------------------------------- the model's own loss
 
 
-class _Plain(TorchFunctionMode):
-    """Losses of torch without weights of classes and smoothed labels, of logits in fp32."""
+class _PlainLosses(TorchFunctionMode):
+    """Computes torch's losses in fp32, without weights of classes and smoothed labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,19 +265,19 @@ class _Plain(TorchFunctionMode):
         if func not in _LOSSES:
             return func(*args, **(kwargs or {}))
         given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
-        for name, words in _EXTRAS.items():
+        for name, description in _EXTRAS.items():
             extra = given.get(name)
             if isinstance(extra, Tensor) and extra.ndim > 1:  # a weight for every number: a mask
                 continue
             given.pop(name, None)
             if isinstance(extra, Tensor) or extra:
-                self.switched_off.add(words)
+                self.switched_off.add(description)
         if given["input"].dtype in _NARROW_TYPES:
             given["input"] = given["input"].float()
         return func(**given)
 
     def notes(self) -> tuple[str, ...]:
-        """What the model's own loss has and the default loss has not."""
+        """A note on what only the model's own loss has, if there is anything."""
         if not self.switched_off:
             return ()
         extras = " and ".join(sorted(self.switched_off))
@@ -288,7 +291,7 @@ _LOSSES: tuple[Callable[..., Any], ...] = (
     functional.nll_loss,
     functional.binary_cross_entropy_with_logits,
 )
-#: By argument of a loss what it adds to the plain one.
+#: Arguments of torch's losses that the default loss does without.
 _EXTRAS = {
     "weight": "weights of classes",
     "pos_weight": "weights of classes",

@@ -1,9 +1,8 @@
-"""Which positions are no padding: by what a batch says, and by what attention itself hides where it
-runs.
+"""Which positions are no padding: what a batch says, and what attention hides when it runs.
 
 A batch's mask need not be that of the tokens that attention sees: it may count samples where the
 states of a speech model count frames, or be another tower's. So the scores that reach a softmax and
-the masks that reach a kernel are seen at every site. Nothing here waits for an accelerator.
+the masks that reach a kernel are read at every site. Nothing here waits for an accelerator.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ from headprune.model.running import tensors
 from headprune.model.sites import BoundSite, unwrap
 
 _MASK = "attention_mask"
-_KEPT = 4  # masks that are remembered: layers share one or two
+_IGNORED = -100
+_CACHED_MASKS = 4  # layers share one or two
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """What tells the padding of a call: the batch, and what attention hid.
+class PaddingInfo:
+    """What shows the padding of a call: the batch, and what attention hid.
 
     Args:
-        batch: The batch, or what a part of the model was given.
+        batch: The batch, or what a part of the model was called with.
         here: Whether the batch's ``attention_mask`` is for this part of the model.
         stream: What attention to its own sequence hid of it.
         keys: What the attention that ran last hid of its keys.
@@ -46,80 +46,99 @@ class Told:
     keys: tuple[Visible, ...] = ()
 
 
-def query_mask(model: nn.Module, kind: Kind, told: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, queries]``: True where a query is no padding; None where nothing tells, or nothing
-    is hidden.
+def query_mask(model: nn.Module, kind: Kind, info: Any, shape: tuple[int, int]) -> Tensor | None:
+    """Find the queries that are no padding.
 
     A query counts unless attention hides it, as a key, from all, and unless the batch says that it
-    is padding: the queries of an encoder-decoder's decoder (kinds ``causal`` and ``cross``) follow
+    is padding. The queries of an encoder-decoder's decoder (kinds ``causal`` and ``cross``) follow
     ``decoder_attention_mask``; without one, labels of -100 are padding; with neither and no inputs
     of its own, the decoder reads the encoder's. All other queries follow ``attention_mask``, if it
-    is for their part of the model. A mask of another shape tells nothing.
+    is for their part of the model. A mask of another shape is ignored.
 
     Args:
         model: Says whether there is a decoder.
         kind: What the queries are.
-        told: What was told, or the batch alone.
+        info: The padding information, or the batch alone.
         shape: ``(batch, queries)``.
+
+    Returns:
+        ``[batch, queries]``: True where a query is no padding; None where nothing shows it, or
+        nothing is hidden.
     """
-    told = told if isinstance(told, Told) else Told(told)
-    said, (_, seen) = _said(model, kind, told, shape), unhidden(told.stream, shape)
-    if said is None or seen is None:
-        return seen if said is None else said
-    return said & seen.to(said.device)
+    info = _as_info(info)
+    by_batch = _mask_of_batch(model, kind, info, shape)
+    _, by_attention = unhidden(info.stream, shape)
+    if by_batch is None:
+        return by_attention
+    if by_attention is None:
+        return by_batch
+    return by_batch & by_attention.to(by_batch.device)
 
 
-def _said(model: nn.Module, kind: Kind, told: Told, shape: tuple[int, int]) -> Tensor | None:
-    """What the batch says of queries."""
-    batch = told.batch
+def _as_info(info: Any) -> PaddingInfo:
+    return info if isinstance(info, PaddingInfo) else PaddingInfo(info)
+
+
+def _mask_of_batch(
+    model: nn.Module, kind: Kind, info: PaddingInfo, shape: tuple[int, int]
+) -> Tensor | None:
+    """The mask of queries ``[batch, queries]`` by the batch alone."""
+    batch = info.batch
     if not isinstance(batch, Mapping):
         return None
     if kind == "self" or not is_encoder_decoder(model):
-        return token_mask(batch, shape) if told.here else None
-    mask, labels, own = batch.get(_MASK), batch.get("labels"), batch.get("decoder_input_ids")
-    if isinstance(labels, Tensor) and labels.ndim == 2:
-        mask = labels != -100
-    elif own is not None or batch.get("decoder_inputs_embeds") is not None:
-        mask = None
-    mask = mask if batch.get("decoder_attention_mask") is None else batch["decoder_attention_mask"]
+        if not info.here:
+            return None
+        return token_mask(batch, shape)
+
+    # The decoder's queries: its own mask first, then the labels, then the encoder's mask.
+    mask = batch.get("decoder_attention_mask")
+    if mask is None:
+        labels = batch.get("labels")
+        ids, embeddings = batch.get("decoder_input_ids"), batch.get("decoder_inputs_embeds")
+        if isinstance(labels, Tensor) and labels.ndim == 2:
+            mask = labels != _IGNORED
+        elif ids is None and embeddings is None:
+            mask = batch.get(_MASK)
     return token_mask({_MASK: mask}, shape)
 
 
-def key_mask(told: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, keys]`` of another sequence: True where a key is no padding; None where nothing is
-    hidden.
+def key_mask(info: Any, shape: tuple[int, int]) -> Tensor | None:
+    """Find the keys of another sequence that are no padding.
 
-    By what attention hid, where it was seen to run; else by ``attention_mask``.
+    By what attention hid, where it ran; else by ``attention_mask``.
+
+    Returns:
+        ``[batch, keys]``: True where a key is no padding; None where nothing is hidden.
     """
-    told = told if isinstance(told, Told) else Told(told)
-    seen, mask = unhidden(told.keys, shape)
-    return mask if seen else token_mask(told.batch, shape)
+    info = _as_info(info)
+    seen, mask = unhidden(info.keys, shape)
+    return mask if seen else token_mask(info.batch, shape)
 
 
 def output_mask(model: nn.Module, batch: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, positions]``: True where an output is not of padding; None where the batch does not
-    tell.
+    """Find the outputs that are not of padding.
 
     Outputs of an encoder-decoder are its decoder's. Where a mask counts samples of sound and
-    outputs are frames, the model itself says which frames they come to.
+    outputs are frames, the model itself computes the mask of its frames.
+
+    Returns:
+        ``[batch, positions]``: True where an output is no padding; None where the batch does not
+        show it.
     """
+    by_batch = _mask_of_batch(model, "causal", PaddingInfo(batch), shape)
+    if by_batch is not None or is_encoder_decoder(model):
+        return by_batch
     mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
-    frames = getattr(unwrap(model), "_get_feature_vector_attention_mask", None)
-    found = _said(model, "causal", Told(batch), shape)
-    if (
-        found is not None
-        or frames is None
-        or is_encoder_decoder(model)
-        or not _is_mask(mask)
-        or len(mask) != shape[0]
-    ):
-        return found
-    in_frames: Tensor = frames(shape[1], mask)
-    return in_frames.bool()
+    to_frames = getattr(unwrap(model), "_get_feature_vector_attention_mask", None)
+    if to_frames is None or not _is_mask(mask) or len(mask) != shape[0]:
+        return None
+    frames: Tensor = to_frames(shape[1], mask)
+    return frames.bool()
 
 
 class Inputs:
-    """What tells the padding of the call that is running: ``now``.
+    """The padding information of the call that is running: ``now``.
 
     Args:
         model: The model.
@@ -128,52 +147,62 @@ class Inputs:
 
     def __init__(self, model: nn.Module, bound: Iterable[BoundSite]) -> None:
         bound = list(bound)
-        self._model, self._kinds = unwrap(model), {b.site.name: b.site.kind for b in bound}
-        self._watch = _Watch({b.site.name: b.layout.batch_axis for b in bound})
+        self._model = unwrap(model)
+        self._kinds = {b.site.name: b.site.kind for b in bound}
+        self._watcher = _MaskWatcher({b.site.name: b.layout.batch_axis for b in bound})
         self.begin(None)
 
     def begin(self, batch: Any) -> None:
-        """A pass on this batch follows."""
-        self._batch, self._here, self._last = batch, True, ""
-        self._tells = isinstance(batch, Mapping) and _MASK in batch
-        self._masks = [batch[_MASK]] if self._tells else []
+        """Start a pass on this batch."""
+        self._batch = batch
+        self._here = True
+        self._last = ""  # the site that runs, or ran last
+        self._has_mask = isinstance(batch, Mapping) and _MASK in batch
+        # Masks of this pass, to recognise them where a module is called with one.
+        self._masks = [batch[_MASK]] if self._has_mask else []
         self._called: set[str] = set()
         self._handed: set[str] = set()  # modules that were called with one of the masks
-        self._found: dict[
-            str, _Found
-        ] = {}  # by site of attention to its own sequence, the latest first
-        self._watch.forget()
+        # By site of attention to its own sequence, the latest first.
+        self._hidden: dict[str, _HiddenKeys] = {}
+        self._watcher.forget()
 
     @property
-    def now(self) -> Told:
+    def now(self) -> PaddingInfo:
         """As of the attention that runs, or ran last."""
-        same = _same_layer if self._kinds.get(self._last) == "cross" else _same_stack
-        streams = (found.visible for name, found in self._found.items() if same(name, self._last))
-        return Told(
-            self._batch, self._here, next(filter(None, streams), ()), self._watch.found.visible
-        )
+        # Queries of cross-attention are of the stream of the attention to itself next to it.
+        same = _same_stack
+        if self._kinds.get(self._last) == "cross":
+            same = _same_layer
+        stream: tuple[Visible, ...] = ()
+        for name, hidden in self._hidden.items():
+            if same(name, self._last) and hidden.visible:
+                stream = hidden.visible
+                break
+        return PaddingInfo(self._batch, self._here, stream, self._watcher.hidden.visible)
 
     def called(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A module around attention is called so, or attention itself."""
+        """Note the call of a module around attention, or of attention itself."""
         self._called.add(name)
-        if not name:
+        if not name:  # the whole model
             self._masks.append(_argument(module, args, kwargs, _MASK))
-        if any(t is mask for t in tensors((args, kwargs)) for mask in self._masks):
+        if any(map(self._is_known_mask, tensors((args, kwargs)))):
             self._handed.add(name)
-        inside = f"{name}." if name else ""
-        if name not in self._kinds:  # what its attentions hid was of its call before
-            self._found = {
-                site: found for site, found in self._found.items() if not site.startswith(inside)
-            }
+        if name not in self._kinds:
+            # What the attentions inside hid belongs to the module's call before.
+            inside = f"{name}." if name else ""
+            for site in [site for site in self._hidden if site.startswith(inside)]:
+                del self._hidden[site]
+
+    def _is_known_mask(self, tensor: Tensor) -> bool:
+        return any(tensor is mask for mask in self._masks)
 
     def see(self, kwargs: Mapping[str, Any]) -> None:
-        """A part of the model is called so: where the batch does not tell, that may."""
-        if self._tells:
+        """Take the mask that a part of the model is called with, if the batch has none."""
+        if self._has_mask:
             return
         mask, away = kwargs.get(_MASK), kwargs.get("src_key_padding_mask")
-        if (
-            _is_mask(mask) and not mask.is_floating_point()
-        ):  # one of floats is added to attention's scores
+        # A mask of floats is added to attention's scores: its numbers are no 0 and 1.
+        if _is_mask(mask) and not mask.is_floating_point():
             self._batch = dict(kwargs)
             self._masks.append(mask)
         elif _is_mask(away) and away.dtype == torch.bool:
@@ -181,152 +210,173 @@ class Inputs:
             self._masks.append(away)
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Attention begins to run."""
-        self._last, self._here = name, self._is_here(name)
-        found = self._watch.enter(name, unmasked(_argument(module, args, kwargs, _MASK)))
+        """Start to watch an attention, which begins to run."""
+        self._last = name
+        self._here = self._is_here(name)
+        hidden = self._watcher.enter(name, unmasked(_argument(module, args, kwargs, _MASK)))
+        # The keys of cross-attention are another sequence.
         if self._kinds[name] != "cross":
-            self._found.pop(name, None)
-            self._found = {name: found, **self._found}
+            self._hidden.pop(name, None)
+            self._hidden = {name: hidden, **self._hidden}
 
     def leave(self) -> None:
-        """Attention has run."""
-        self._watch.leave()
+        """Stop to watch an attention, which has run."""
+        self._watcher.leave()
 
     def _is_here(self, name: str) -> bool:
         """Whether the batch's mask is for a site.
 
-        It is not where the module that is the last one on the way to the site to be handed it has
-        another part that hands on masks, and calls the part with the site without it: a vision
-        tower beside a text tower.
+        Take the last module on the way to the site that was called with the mask. The mask is for
+        another part, such as a text tower next to a vision tower, if that module calls the part
+        with the site without it, and has another part that hands on masks.
         """
         parts = name.split(".") if name else []
+        # Names of the modules on the way: "", "encoder", "encoder.layer", ...
         path = [".".join(parts[:n]) for n in range(len(parts) + 1)]
         called = [n for n, part in enumerate(path) if part in self._called]
-        handed = [n for n in called if path[n] in self._handed]
-        start = handed[-1] if handed else max(0, called[0] - 1)
+        # From the last module with the mask, or the parent of the first called one ...
+        start = max(0, called[0] - 1)
+        for n in called:
+            if path[n] in self._handed:
+                start = n
+        # ... to the next module that is called.
         below = next((n for n in called if n > start), start)
         kind = type(self._model.get_submodule(path[below]))
         for n in range(start, below):
-            for child, other in self._model.get_submodule(path[n]).named_children():
-                if child != parts[n] and type(other) is not kind and _hands_on_masks(other):
-                    return False
+            parent = self._model.get_submodule(path[n])
+            if _hands_masks_elsewhere(parent, parts[n], kind):
+                return False
         return True
 
 
-class _Found:
-    """What was found out at one run of attention.
+class _HiddenKeys:
+    """Keys that one run of attention hid.
 
     Args:
-        given: By the mask that it was called with, for kernels that are not seen.
+        by_argument: By the mask that it was called with, for kernels that are not watched.
     """
 
-    def __init__(self, given: Visible | None = None) -> None:
-        self.given = given
+    def __init__(self, by_argument: Visible | None = None) -> None:
+        self.by_argument = by_argument
         self.seen: list[Visible] = []
 
     @property
     def visible(self) -> tuple[Visible, ...]:
-        """What it hid."""
-        return tuple(self.seen) if self.seen or self.given is None else (self.given,)
+        """Which keys it did not hide, per softmax or kernel."""
+        if self.seen or self.by_argument is None:
+            return tuple(self.seen)
+        return (self.by_argument,)
 
 
-class _Watch(TorchFunctionMode):
-    """Sees what attention hides while it runs: scores that reach a softmax, masks that reach a
-    kernel.
+class _MaskWatcher(TorchFunctionMode):
+    """Reads what a running attention hides: scores at a softmax, masks at a kernel.
 
     Args:
-        batch_axes: By site, where its contexts have the examples.
+        batch_axes: By site, the axis of its contexts that the examples are on.
     """
 
     def __init__(self, batch_axes: Mapping[str, int]) -> None:
         super().__init__()
-        self.found = _Found()
-        self._batch_axes, self._batch_axis, self._on = batch_axes, 0, False
-        self._known: dict[tuple[int, int], tuple[Tensor, Visible]] = {}
+        self.hidden = _HiddenKeys()
+        self._batch_axes = batch_axes
+        self._batch_axis = 0
+        self._is_on = False
+        # By id and version of a mask. The mask itself is kept so that no other one gets its id.
+        self._cache: dict[tuple[int, int], tuple[Tensor, Visible]] = {}
 
     def forget(self) -> None:
-        """A pass follows."""
+        """Start a new pass."""
         self.leave()
-        self.found, self._known = _Found(), {}
+        self.hidden = _HiddenKeys()
+        self._cache = {}
 
-    def enter(self, name: str, given: Visible | None) -> _Found:
-        """Attention begins to run."""
+    def enter(self, name: str, by_argument: Visible | None) -> _HiddenKeys:
+        """Start to watch the attention of a site."""
         self.leave()
-        self.found, self._batch_axis, self._on = _Found(given), self._batch_axes[name], True
+        self.hidden = _HiddenKeys(by_argument)
+        self._batch_axis = self._batch_axes[name]
+        self._is_on = True
+        # Entered by a hook and left by another one, so there is no block.
         self.__enter__()  # type: ignore[no-untyped-call]
-        return self.found
+        return self.hidden
 
     def leave(self) -> None:
-        """Attention has run, or an error ended it."""
-        if self._on:
-            self._on = False
+        """Stop; attention has run, or an error ended it."""
+        if self._is_on:
+            self._is_on = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        note = _NOTED.get(getattr(func, "__name__", ""))
-        if note is not None:
-            found = note(self, args, kwargs)
-            self.found.seen += [] if found is None else [found]
+        read = _READERS.get(getattr(func, "__name__", ""))
+        if read is not None:
+            keys = read(self, args, kwargs)
+            if keys is not None:
+                self.hidden.seen.append(keys)
         return func(*args, **kwargs)
 
-    def _scores(self, args: Any, kwargs: Mapping[str, Any]) -> Visible | None:
-        """What ``softmax(scores, dim)`` hides."""
-        scores, dim = _given(args, kwargs, 0, "input"), _given(args, kwargs, 1, "dim")
+    def _of_scores(self, args: Any, kwargs: Mapping[str, Any]) -> Visible | None:
+        """The keys that ``softmax(scores, dim)`` does not hide."""
+        scores = _call_argument(args, kwargs, 0, "input")
+        dim = _call_argument(args, kwargs, 1, "dim")
         if scores.is_nested or scores.ndim < 2 or not isinstance(dim, int):
             return None
         if dim not in (-1, scores.ndim - 1):
             if self._batch_axis != 1 or scores.ndim != 4:
                 return None
-            scores = (
-                scores.movedim(dim, -1).movedim(1, 0).movedim(1, -2)
-            )  # from [queries, batch, heads, keys]
+            # From [queries, batch, heads, keys] to [batch, heads, queries, keys].
+            scores = scores.movedim(dim, -1).movedim(1, 0).movedim(1, -2)
         return visible(scores > HIDDEN)
 
-    def _kernel(self, args: Any, kwargs: Mapping[str, Any]) -> Visible | None:
-        """What ``scaled_dot_product_attention(query, key, value, attn_mask)`` hides."""
-        query, key = (_given(args, kwargs, n, name) for n, name in enumerate(("query", "key")))
-        mask = _given(args, kwargs, 3, "attn_mask")
+    def _of_kernel(self, args: Any, kwargs: Mapping[str, Any]) -> Visible | None:
+        """The keys that ``scaled_dot_product_attention(query, key, value, attn_mask)`` sees."""
+        query = _call_argument(args, kwargs, 0, "query")
+        key = _call_argument(args, kwargs, 1, "key")
+        mask = _call_argument(args, kwargs, 3, "attn_mask")
         if mask is None:
             return None if key.is_nested else int(key.shape[-2])
-        known = id(mask), 0 if mask.is_inference() else mask._version
-        if known not in self._known:
-            pairs = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
-            pairs = pairs if pairs.dtype == torch.bool else pairs > HIDDEN
-            self._known = dict([*self._known.items()][1 - _KEPT :])
-            self._known[known] = mask, visible(pairs)
-        return self._known[known][1]
+        version = 0 if mask.is_inference() else mask._version  # inference tensors have none
+        known = id(mask), version
+        if known not in self._cache:
+            # [(batch,) (heads,) queries, keys], with ones for the axes that the mask lacks
+            pairs: Tensor = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
+            if pairs.dtype != torch.bool:
+                pairs = pairs > HIDDEN
+            while len(self._cache) >= _CACHED_MASKS:
+                del self._cache[next(iter(self._cache))]
+            self._cache[known] = mask, visible(pairs)
+        return self._cache[known][1]
 
-    def _module(self, args: Any, kwargs: Mapping[str, Any]) -> Visible | None:
-        """What PyTorch's ``multi_head_attention_forward`` hides."""
+    def _of_module(self, args: Any, kwargs: Mapping[str, Any]) -> Visible | None:
+        """The keys that PyTorch's ``multi_head_attention_forward`` sees."""
         mask = kwargs.get("key_padding_mask")
         if mask is None:
             return None
+        # Booleans are True at padding; floats are added to the scores.
         pairs = ~mask if mask.dtype == torch.bool else mask > HIDDEN
-        return visible(pairs.unsqueeze(-2))
+        return visible(pairs.unsqueeze(-2))  # [batch, 1, keys]
 
 
-_NOTED: dict[str, Callable[[_Watch, Any, Mapping[str, Any]], Visible | None]] = {
-    "softmax": _Watch._scores,
-    "scaled_dot_product_attention": _Watch._kernel,
-    "multi_head_attention_forward": _Watch._module,
+#: By name of a function of PyTorch's, how the keys that it hides are read.
+_READERS: dict[str, Callable[[_MaskWatcher, Any, Mapping[str, Any]], Visible | None]] = {
+    "softmax": _MaskWatcher._of_scores,
+    "scaled_dot_product_attention": _MaskWatcher._of_kernel,
+    "multi_head_attention_forward": _MaskWatcher._of_module,
 }
 
 
 @contextmanager
 def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
-    """Follows what tells the padding, for as long as the block lasts.
+    """Follow the padding of a model's calls inside the block.
 
-    A batch with an ``attention_mask`` tells it, in the parts of the model that it is for. Others
-    may hold the inputs of inner models, such as those of an encoder that runs once for each of two
-    sentences: there the last ``attention_mask`` ``[batch, tokens]`` counts, or PyTorch's
-    ``src_key_padding_mask``, by which a module around the attention was called. In all of them
-    attention tells what it hides.
+    A batch with an ``attention_mask`` shows it, in the parts of the model that it is for. Other
+    batches may hold the inputs of inner models, such as those of an encoder that runs once for each
+    of two sentences. There the last mask counts with which a module around the attention was
+    called: ``attention_mask`` ``[batch, tokens]``, or PyTorch's ``src_key_padding_mask``. In all of
+    them attention shows what it hides.
     """
     bound = list(bound)
     sites = {b.site.name: b.module for b in bound}
-    parts = [name.split(".") for name in sites]
-    around = {".".join(p[:n]) for p in parts for n in range(len(p))} - set(sites)
     inputs = Inputs(model, bound)
 
     def called(name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -339,12 +389,11 @@ def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
     def returned(module: nn.Module, args: Any, output: Any) -> None:
         inputs.leave()
 
+    watched = {name: model.get_submodule(name) for name in _names_around(sites)}
+    watched.update(sites)
     with ExitStack() as stack:
         stack.callback(inputs.leave)
-        for name, module in [
-            *((name, model.get_submodule(name)) for name in around),
-            *sites.items(),
-        ]:
+        for name, module in watched.items():
             hook = functools.partial(called, name)
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module in sites.values():
@@ -352,16 +401,29 @@ def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
         yield inputs
 
 
+def _names_around(sites: Mapping[str, nn.Module]) -> set[str]:
+    """Names of the modules that contain a site, without the sites themselves."""
+    around: set[str] = set()
+    for name in sites:
+        parts = name.split(".")
+        around.update(".".join(parts[:n]) for n in range(len(parts)))
+    return around - set(sites)
+
+
+# ---------------------------------------------------------------- arguments
+
+
 def _is_mask(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value may be a mask ``[batch, tokens]``."""
     return isinstance(value, Tensor) and value.ndim == 2
 
 
-def _given(args: Any, kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+def _call_argument(args: Any, kwargs: Mapping[str, Any], place: int, name: str) -> Any:
     return args[place] if len(args) > place else kwargs.get(name)
 
 
 def _argument(module: nn.Module, args: Any, kwargs: Mapping[str, Any], name: str) -> Any:
-    """What a module is given under a name; None where nothing is."""
+    """What a module is called with under a name; None where nothing is."""
     if not args or name in kwargs:
         return kwargs.get(name)
     names = _parameters(module)
@@ -374,29 +436,52 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 @functools.cache
 def _parameters_of(forward: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:] if inspect.isfunction(forward) else ()
+    """Names of a method's parameters, without ``self``."""
+    if not inspect.isfunction(forward):  # compiled code has no signature
+        return ()
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def _hands_masks_elsewhere(parent: nn.Module, part: str, kind: type) -> bool:
+    """Whether a module has a part besides this one, of another class, that hands on masks."""
+    for name, other in parent.named_children():
+        if name != part and type(other) is not kind and _hands_on_masks(other):
+            return True
+    return False
 
 
 def _hands_on_masks(module: nn.Module) -> bool:
     """Whether it takes an ``attention_mask``, and a part of it does."""
-    parts = (_parameters(m) for m in module.modules() if m is not module)
-    return _MASK in _parameters(module) and any(_MASK in names for names in parts)
+    if _MASK not in _parameters(module):
+        return False
+    return any(_MASK in _parameters(part) for part in module.modules() if part is not module)
+
+
+# ---------------------------------------------------------------- names of sites
 
 
 def _same_stack(name: str, other: str) -> bool:
-    """Whether two sites are one, or the same part of two layers of a list: one without heads hides
-    nothing itself."""
+    """Whether two sites are one, or the same part of two layers of a list.
+
+    A layer without heads hides nothing itself, so that its neighbours' masks are taken.
+    """
     a, b = name.split("."), other.split(".")
-    apart = [(x, y) for x, y in zip(a, b, strict=False) if x != y]
-    return len(a) == len(b) and (
-        not apart or (len(apart) == 1 and all(part.isdigit() for part in apart[0]))
-    )
+    if len(a) != len(b):
+        return False
+    differing = [(x, y) for x, y in zip(a, b, strict=True) if x != y]
+    if not differing:
+        return True
+    return len(differing) == 1 and all(part.isdigit() for part in differing[0])
 
 
 def _same_layer(name: str, other: str) -> bool:
-    """Whether two sites lie as deep in one layer, as a decoder's attention to itself and that to
-    the encoder."""
+    """Whether two sites lie as deep in one layer, as a decoder's two kinds of attention do."""
     a, b = name.split("."), other.split(".")
-    n_common = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    parent = n_common == len(a) - 1
-    return len(a) == len(b) and (parent or (n_common > 0 and a[n_common - 1].isdigit()))
+    if len(a) != len(b):
+        return False
+    n_common = 0
+    while n_common < len(a) and a[n_common] == b[n_common]:
+        n_common += 1
+    if n_common == len(a) - 1:
+        return True
+    return n_common > 0 and a[n_common - 1].isdigit()

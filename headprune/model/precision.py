@@ -1,5 +1,4 @@
-"""What TF32 and autocast do to products: how coarse they get, float32 throughout, no narrow copies
-of old weights."""
+"""Controls TF32 and autocast: the precision of products, and copies of weights."""
 
 from __future__ import annotations
 
@@ -9,13 +8,14 @@ from typing import Any
 
 import torch
 
-#: The relative step of what float32 products are computed in, by PyTorch's name for it.
+#: Relative precision of float32 products, by PyTorch's name for what they are computed in.
 _STEPS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
 
 
 def product_eps(dtype: torch.dtype, device: torch.device) -> float:
-    """The relative step of the numbers that are multiplied in products of matrices of a type: that
-    of the type, or a wider one where autocast or TF32 rounds them before.
+    """Compute the relative precision of the numbers that a product of matrices multiplies.
+
+    It is that of the dtype, or a coarser one where autocast or TF32 rounds them first.
 
     >>> product_eps(torch.float32, torch.device("cpu")) == 2**-23
     True
@@ -28,12 +28,13 @@ def product_eps(dtype: torch.dtype, device: torch.device) -> float:
         return eps
     if torch.is_autocast_enabled(device.type):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(device.type)).eps)
-    return max(eps, _STEPS.get(_float32_products(device), eps)) if dtype == torch.float32 else eps
+    if dtype == torch.float32:
+        eps = max(eps, _STEPS.get(_float32_products(device), eps))
+    return eps
 
 
 def _float32_products(device: torch.device) -> str:
-    """What a device takes float32 products in: ``tf32``, ``bf16``, or another name, which is
-    float32 itself."""
+    """What a device computes float32 products in: ``tf32``, ``bf16``, or another name."""
     backend: Any = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}.get(device.type)
     try:
         return str(backend.matmul.fp32_precision)
@@ -43,12 +44,11 @@ def _float32_products(device: torch.device) -> str:
 
 @contextmanager
 def weights_change() -> Iterator[None]:
-    """For as long as the block lasts, no narrow copies of weights are kept, and none from before
-    are used afterwards.
+    """Keep autocast from caching narrow copies of weights, which change inside the block.
 
-    ``torch.autocast`` copies a weight once and keeps the copy until the outermost block is left.
-    What changes a weight inside of a caller's block would go on with the old numbers, and so would
-    the caller.
+    ``torch.autocast`` copies a weight once and keeps the copy until its outermost block ends. Code
+    that changes a weight inside a caller's autocast block would continue with the old numbers, and
+    so would the caller. Copies from before the block are dropped after it.
 
     >>> layer, x = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
     >>> with torch.autocast("cpu", torch.bfloat16):
@@ -58,6 +58,7 @@ def weights_change() -> Iterator[None]:
     ...     bool(layer(x) == 2 * before)
     True
     """
+    # Only the nesting depth shows whether a caller's block is open.
     within = torch.autocast_increment_nesting() > 1
     torch.autocast_decrement_nesting()
     if not within:  # a block of autocast that is entered here takes its copies with it
@@ -74,12 +75,11 @@ def weights_change() -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """For as long as the block lasts, float32 matrix products and convolutions take no TF32 and no
-    bfloat16 inside.
+    """Compute float32 products and convolutions without TF32 and bfloat16 inside the block.
 
     TF32 rounds what is multiplied to 11 bits. Two sums of the same products in another order then
-    differ by 1e-3, not by 1e-6, and a proof of equality would refuse what is equal. The settings
-    are as before afterwards.
+    differ by 1e-3 instead of 1e-6, and a proof of equality would refuse what is equal. The settings
+    are restored afterwards.
 
     >>> torch.set_float32_matmul_precision("high")
     >>> with full_precision():
@@ -97,6 +97,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def _products() -> Iterator[None]:
+    """Matrix products in full precision."""
     backend = torch.backends.cuda.matmul
     try:
         before = torch.get_float32_matmul_precision()
@@ -117,10 +118,11 @@ def _products() -> Iterator[None]:
 
 @contextmanager
 def _convolutions() -> Iterator[None]:
+    """Convolutions in full precision."""
     backend = torch.backends.cudnn
     try:
         before = backend.allow_tf32
-    except RuntimeError:
+    except RuntimeError:  # as in _products
         with _ieee(backend.conv):  # type: ignore[attr-defined,unused-ignore]
             yield
         return

@@ -1,9 +1,7 @@
-"""The processes of ``torch.distributed``, which share work: each makes its part, and all get
-everybody's parts.
+"""Shares work among the processes of ``torch.distributed``: each makes a part, all get all parts.
 
-What is exchanged is tensors, over a gloo group that exists for this alone: it works beside every
-other backend, has a timeout of its own, and notices a process that is gone by its closed
-connection. Nothing is pickled.
+Tensors are exchanged over a gloo group of their own. It works next to every other backend, has its
+own timeout, and notices by the closed connection that a process has ended. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch import distributed as dist
 from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import InvalidValue, ProcessFailed
 
-#: The key of what a process says in place of tensors when it failed.
+#: The key of the message that a failed process sends instead of tensors.
 _FAILED = "failed"
 _HINT = (
     "Look for the first error among the processes' outputs; Processes(timeout=) is how long they"
@@ -35,26 +33,28 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of an initialised ``torch.distributed`` group share the batches of
-    ``hp.score``.
+    """Share the batches of ``hp.score`` among the processes of ``torch.distributed``.
 
-    Every process makes the same calls with the same model and the same, whole batches: batch i is
-    run by process ``i % processes``, the others only read it, so that every example counts once
-    whatever the number of batches, and every process returns what one process alone would have
-    (numbers a row to the last bit, sums to rounding). So do not let a loader deal out the data: no
-    ``DistributedSampler``, no ``accelerator.prepare(loader)``. Both repeat examples until all parts
-    are equally long. Batches or weights that differ between processes are refused.
+    Every process makes the same calls with the same model and the same, whole batches. Process
+    ``i % processes`` runs batch i, and the others only read it, so that every example counts once
+    whatever the number of batches. Every process returns what one process alone would return
+    (numbers per row to the last bit, sums to rounding).
+
+    So do not split the data among the processes: no ``DistributedSampler``, no
+    ``accelerator.prepare(loader)``. Both repeat examples until all parts are equally long. Batches
+    or weights that differ between processes are refused.
 
     Start the processes with ``torchrun`` or ``accelerate launch`` and call
     ``torch.distributed.init_process_group("gloo")`` (any backend will do). Without a group there is
     one process.
 
     Args:
-        timeout: Seconds that a process waits where all put together what they have; the slowest may
-            need so much longer than the fastest. One that is gone is noticed at once.
+        timeout: Seconds that a process waits for the others where all combine their results: how
+            much longer the slowest may take than the fastest. A process that has ended is noticed
+            at once.
 
     Raises:
-        InvalidValue: a timeout that is none.
+        InvalidValue: a timeout that is no positive number.
 
     >>> Processes(timeout=600)
     Processes(timeout=600)
@@ -63,35 +63,31 @@ class Processes:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.timeout, bool)
-            or not isinstance(self.timeout, (int, float))
-            or not self.timeout > 0
-        ):
-            raise InvalidValue(
-                "Processes.timeout", "a number of seconds above 0", repr(self.timeout)
-            )
+        number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+        if not number or not self.timeout > 0:  # NaN is not above 0 either
+            must = "a number of seconds above 0"
+            raise InvalidValue("Processes.timeout", must, repr(self.timeout))
 
     @contextmanager
     def together(self) -> Iterator[Workers]:
-        """For as long as the block lasts, a group of all processes; every process has to come here.
+        """Open a group of all processes for the block; every process has to come here.
 
         Raises:
-            InvalidValue: several processes were started and nobody has initialised
-                ``torch.distributed``.
+            InvalidValue: several processes were started, and ``torch.distributed`` is not
+                initialised.
             ProcessFailed: not all of them came in time.
         """
         if not (dist.is_available() and dist.is_initialized()):
             started = os.environ.get("WORLD_SIZE", "1")
+            # torchrun and accelerate set it, whether or not the program joins the group.
             if started != "1":
                 must = "an initialised torch.distributed where several processes were started"
                 hint = "Call torch.distributed.init_process_group('gloo') before."
-                raise InvalidValue(
-                    "processes", must, f"WORLD_SIZE={started} and no process group", hint
-                )
+                got = f"WORLD_SIZE={started} and no process group"
+                raise InvalidValue("processes", must, got, hint)
             yield Workers()
             return
-        with in_words(self.timeout, "the process group"):
+        with translated_errors(self.timeout, "the process group"):
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         try:
             yield Workers(dist.get_rank(), dist.get_world_size(), group, self.timeout)
@@ -101,13 +97,13 @@ class Processes:
 
 @dataclass(frozen=True)
 class Workers:
-    """One process among those that share work; by default the only one.
+    """This process among those that share work; by default the only one.
 
     Args:
-        rank: Which one, from 0.
-        size: How many there are.
-        group: What they talk through.
-        timeout: Of that, in seconds.
+        rank: Its number, from 0.
+        size: How many processes there are.
+        group: The process group.
+        timeout: Of the group, in seconds.
     """
 
     rank: int = 0
@@ -120,11 +116,13 @@ class Workers:
         return index % self.size == self.rank
 
     def exchanged(self, make: Callable[[], Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
-        """What ``make`` gives in every process, by rank, on the CPU; the only process's own as it
-        is.
+        """Exchange what ``make`` returns in every process.
+
+        Returns:
+            Tensors by rank, on the CPU; of a single process unchanged.
 
         Raises:
-            ProcessFailed: another process is gone, late, or raised an error, which the message
+            ProcessFailed: another process has ended, is late, or raised an error, which the message
                 quotes.
         """
         if self.size == 1:
@@ -132,86 +130,97 @@ class Workers:
         try:
             parts = make()
         except Exception as error:
-            with suppress(ProcessFailed):  # what happened here comes first
-                self._gathered({_FAILED: _letters(f"{type(error).__name__}: {error}")})
+            # Send the error to the others; it also comes before any failure of theirs.
+            with suppress(ProcessFailed):
+                self._gathered({_FAILED: _encoded(f"{type(error).__name__}: {error}")})
             raise
         return self._gathered(parts)
 
     def united(self, lines: Iterable[str]) -> tuple[str, ...]:
         """The lines of all processes, each once, in the order of the processes."""
-        own = "\0".join(lines)
-        found = [_words(part["lines"]) for part in self.exchanged(lambda: {"lines": _letters(own)})]
-        return tuple(dict.fromkeys(line for text in found for line in text.split("\0") if line))
+        own = {"lines": _encoded("\0".join(lines))}
+        every: dict[str, None] = {}  # keeps the order
+        for part in self.exchanged(lambda: own):
+            every.update(dict.fromkeys(_decoded(part["lines"]).split("\0")))
+        every.pop("", None)
+        return tuple(every)
 
-    def agree(self, where: str, must: str, said: str, hint: str = "") -> None:
-        """Refuses what must be the same in every process.
+    def agree(self, where: str, must: str, value: str, hint: str = "") -> None:
+        """Check that a text is the same in every process.
 
         Raises:
-            InvalidValue: another process says something else.
+            InvalidValue: another process has another text.
         """
         if self.size == 1:
             return
-        for rank, part in enumerate(self.exchanged(lambda: {"said": _letters(said)})):
-            if _words(part["said"]) != said:
-                raise InvalidValue(
-                    where, must, f"others in process {rank} than in process {self.rank}", hint
-                )
+        own = {"value": _encoded(value)}
+        for rank, part in enumerate(self.exchanged(lambda: own)):
+            if _decoded(part["value"]) != value:
+                got = f"others in process {rank} than in process {self.rank}"
+                raise InvalidValue(where, must, got, hint)
 
     def _gathered(self, parts: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """The tensors of every process, by rank."""
         flat = save({name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()})
         own = torch.frombuffer(bytearray(flat), dtype=torch.uint8)
-        with in_words(self.timeout, "the other processes"):
+        with translated_errors(self.timeout, "the other processes"):
+            # 1. How many bytes each process sends.
             sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
-            room = [own.new_empty(int(max(sizes))) for _ in sizes]
-            dist.all_gather(
-                room, torch.cat([own, own.new_zeros(len(room[0]) - len(own))]), group=self.group
-            )
-        found = [load(bytes(x[: int(n)].numpy())) for x, n in zip(room, sizes, strict=True)]
-        for rank, other in enumerate(found):
+            # 2. The bytes, all padded to one length.
+            length = int(max(sizes))
+            received = [own.new_empty(length) for _ in sizes]
+            padded = torch.cat([own, own.new_zeros(length - len(own))])
+            dist.all_gather(received, padded, group=self.group)
+        gathered = []
+        for size, data in zip(sizes, received, strict=True):
+            gathered.append(load(bytes(data[: int(size)].numpy())))
+        for rank, other in enumerate(gathered):
             if _FAILED in other and rank != self.rank:
-                must, got = "through with its share", _words(other[_FAILED])
-                raise ProcessFailed(f"process {rank}", must, got)
-        return found
+                got = _decoded(other[_FAILED])
+                raise ProcessFailed(f"process {rank}", "through with its share", got)
+        return gathered
 
 
-def _letters(text: str) -> Tensor:
+def _encoded(text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def _words(letters: Tensor) -> str:
+def _decoded(letters: Tensor) -> str:
     return bytes(letters.tolist()).decode()
 
 
 def copy_from_first_(model: nn.Module) -> None:
-    """Puts the tensors of process 0's model into those of all others, in place; over the default
-    group, by gloo.
+    """Copy the tensors of process 0's model to all others, in place; over the default gloo group.
 
     Raises:
-        ProcessFailed: another process is gone.
+        ProcessFailed: another process has ended.
     """
     for tensor in weights_of(model).values():
-        flat = (
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        )  # gloo knows not every type
-        with in_words(math.inf, "the other processes"):
+        # As bytes: gloo does not know every dtype.
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        with translated_errors(math.inf, "the other processes"):
             dist.broadcast(flat, 0)
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 @contextmanager
-def in_words(timeout: float, what: str, hint: str = _HINT) -> Iterator[None]:
-    """What ``torch.distributed`` raises is a RuntimeError in the words of its transport.
+def translated_errors(timeout: float, what: str, hint: str = _HINT) -> Iterator[None]:
+    """Replace the RuntimeErrors that ``torch.distributed`` raises inside the block.
+
+    Args:
+        timeout: Seconds that the call waits.
+        what: What it waits for.
+        hint: What to try.
 
     Raises:
-        ProcessFailed: that, in ours.
+        ProcessFailed: instead of such an error.
     """
     try:
         yield
     except RuntimeError as error:
-        said = (
-            re.sub(r"^(\[\S*\]\s*)+", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
-        )
-        raise ProcessFailed(
-            what, f"there, with an answer within {timeout:g} s", f"none ({said})", hint
-        ) from error
+        # The first sentence, without the transport's marks in brackets.
+        text = re.sub(r"^(\[\S*\]\s*)+", "", str(error).strip())
+        sentence = text.partition("\n")[0].partition(". ")[0]
+        must = f"there, with an answer within {timeout:g} s"
+        raise ProcessFailed(what, must, f"none ({sentence})", hint) from error

@@ -1,5 +1,4 @@
-"""Runs a model on batches without leaving a trace: calls, batch sizes, modes, gradients and random
-states."""
+"""Runs a model on batches: calls, batch sizes, devices, and blocks that restore a model's state."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,26 +18,38 @@ from headprune.model.inside import bare
 from headprune.model.offloaded import offloaders, sent_back
 from headprune.model.transfers import in_main_memory
 
-#: The keys of a batch that tell the answers.
+#: The keys of a batch that hold the answers.
 ANSWERS = ("labels", "start_positions", "end_positions")
 #: What to pass in place of batches ``(x, y)``.
 AS_MAPPING = (
     "Give mappings, such as {'input_ids': x, 'labels': y}, or pass loss=, a callable (model, batch)"
     " that reads x and y."
 )
+#: Parts of an output whose shapes a cut changes.
+_NOT_OUTPUTS = (
+    "past_key_values",
+    "attentions",
+    "cross_attentions",
+    "decoder_attentions",
+    "encoder_attentions",
+)
 #: The attribute by which PyTorch's encoder packs padded batches.
 _PACKS = "use_nested_tensor"
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """Calls a model with a batch: a mapping by keyword, a tuple or list by position, a tensor as it
-    is.
+# ---------------------------------------------------------------- calls
 
-    Answers that the model's ``forward`` has no parameter for are left out: a module of one's own
-    need not take them.
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch.
+
+    Args:
+        model: The model.
+        batch: A mapping is passed by keyword, a tuple or list by position, a tensor alone. Of a
+            mapping, answers that ``forward`` has no parameter for are not passed.
     """
     if isinstance(batch, Mapping):
-        return model(**_taken(model, batch))
+        return model(**_accepted(model, batch))
     if isinstance(batch, (tuple, list)):
         check_positions(model, batch)
         return model(*batch)
@@ -46,39 +57,51 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def check_positions(model: nn.Module, batch: tuple[Any, ...] | list[Any]) -> None:
-    """Refuses labels in the place of a Transformers model's mask, which would be read as one
-    without a word.
+    """Refuse labels in the place of a Transformers model's mask, which it would take silently.
 
     Raises:
-        InvalidValue: a tensor where the model expects a mask, and which is none.
+        InvalidValue: a tensor that is no mask where the model expects one.
     """
+    # Only models of Transformers have this name; their masks follow the first input.
     if not hasattr(model, "main_input_name") or len(batch) < 2:
         return
     for name, value in zip(inspect.signature(model.forward).parameters, batch, strict=False):
-        if (
-            "mask" not in name
-            or not isinstance(value, Tensor)
-            or value.is_floating_point()
-            or value.dtype == torch.bool
-        ):
-            continue
-        other = value.device.type == "cpu" and bool(((value != 0) & (value != 1)).any())
-        if value.ndim < 2 or other:
+        if "mask" in name and isinstance(value, Tensor) and not _may_be_mask(value):
+            must = f"what {type(model).__name__}.forward takes by position"
             got = f"{value.dtype} of shape {list(value.shape)} in the place of {name}"
-            raise InvalidValue(
-                "batch", f"what {type(model).__name__}.forward takes by position", got, AS_MAPPING
-            )
+            raise InvalidValue("batch", must, got, AS_MAPPING)
 
 
-def _taken(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def _may_be_mask(value: Tensor) -> bool:
+    """Whether a tensor can be a mask: floats or booleans, or several axes of 0 and 1."""
+    if value.is_floating_point() or value.dtype == torch.bool:
+        return True
+    if value.ndim < 2:
+        return False
+    # To read the numbers of an accelerator would wait for it.
+    return value.device.type != "cpu" or not bool(((value != 0) & (value != 1)).any())
+
+
+def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch without answers that ``forward`` has no parameter for."""
     if not any(name in batch for name in ANSWERS):
         return batch
+    parameters = forward_parameters(model)
+    if parameters is None:
+        return batch
+    refused = set(ANSWERS) - parameters
+    return {name: value for name, value in batch.items() if name not in refused}
+
+
+def forward_parameters(model: nn.Module) -> set[str] | None:
+    """Names of the parameters of a model's ``forward``; None if it takes any keyword."""
     parameters = inspect.signature(bare(model).forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return batch
-    return {
-        name: value for name, value in batch.items() if name not in ANSWERS or name in parameters
-    }
+        return None
+    return set(parameters)
+
+
+# ---------------------------------------------------------------- tensors of batches and outputs
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -94,102 +117,117 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def outputs(value: Any) -> list[Tensor]:
-    """The floating-point tensors of a model's output, without caches and attention maps, whose
-    shapes change."""
+    """The floating-point tensors of a model's output.
+
+    Caches and attention maps are not among them, for a cut changes their shapes.
+    """
     if isinstance(value, Mapping):
-        skipped = (
-            "past_key_values",
-            "attentions",
-            "cross_attentions",
-            "decoder_attentions",
-            "encoder_attentions",
-        )
-        value = [v for k, v in value.items() if k not in skipped]
-    return [t for t in tensors(value) if t.is_floating_point()]
+        value = [part for name, part in value.items() if name not in _NOT_OUTPUTS]
+    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model, or a module, takes its inputs; where its weights run, if accelerate offloads
-    them."""
+    """Where a model, or a module, takes its inputs.
+
+    If accelerate offloads its weights, that is where it runs.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    hook = (
-        next((h for m in model.modules() for h in offloaders(m)), None)
-        if device.type == "meta"
-        else None
-    )
-    return (
-        device
-        if hook is None or hook.execution_device is None
-        else torch.device(hook.execution_device)
-    )
+    # Offloaded weights are on the meta device between forwards.
+    if device.type != "meta":
+        return device
+    for module in model.modules():
+        for hook in offloaders(module):
+            # Only the first hook counts.
+            return device if hook.execution_device is None else torch.device(hook.execution_device)
+    return device
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; containers are copied, other values pass
-    through."""
+    """Copy a batch's tensors to a device; other values pass through."""
     return over_tensors(batch, lambda t: t.to(device, non_blocking=True))
 
 
 def over_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with ``function`` of every tensor; containers are copied, other values pass
-    through."""
+    """Apply a function to every tensor of a batch.
+
+    Containers are copied, and sequences become tuples; other values pass through.
+    """
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {k: over_tensors(v, function) for k, v in batch.items()}
+        return {name: over_tensors(value, function) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(over_tensors(v, function) for v in batch)
+        return tuple(over_tensors(value, function) for value in batch)
     return batch
 
 
 def batch_size(batch: Any, where: str = "batch") -> int:
-    """Examples in a batch: the first dimension of its first tensor that has one.
+    """Count the examples: the first dimension of the first tensor that has one.
 
     Raises:
         InvalidValue: no tensor, or no example.
     """
     first = next((t for t in tensors(batch) if t.ndim), None)
     if first is None:
+        must = "made of tensors with the examples first"
         hint = "Make tensors of it, as a DataLoader does."
-        raise InvalidValue(
-            where, "made of tensors with the examples first", type(batch).__name__, hint
-        )
+        raise InvalidValue(where, must, type(batch).__name__, hint)
     if not first.shape[0]:
         raise InvalidValue(where, "one with examples", "an empty batch", "Leave empty batches out.")
     return first.shape[0]
 
 
 def some_examples(batch: Any, places: Tensor | slice) -> Any:
-    """The batch of some of its examples: of everything with one entry per example those entries.
+    """Take some examples of a batch: of everything with one entry per example those entries.
 
-    That is of tensors and arrays their rows, and of lists and tuples of plain values (texts,
-    numbers) their items.
+    That is rows of tensors and arrays, and items of lists and tuples of plain values (texts,
+    numbers).
 
     >>> some_examples({"x": torch.arange(3), "texts": ["a", "b", "c"]}, slice(2))
     {'x': tensor([0, 1]), 'texts': ['a', 'b']}
     """
     size = batch_size(batch)
+    # Tensors take a mask, a slice or numbers; lists need numbers.
     numbers = list(range(size)[places]) if isinstance(places, slice) else places.tolist()
+    return _selected(batch, size, places, numbers)
 
-    def of(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return (
-                value[places]
-                if not value.is_nested and value.ndim and value.shape[0] == size
-                else value
-            )
-        if isinstance(value, np.ndarray):
-            return value[numbers] if value.ndim and len(value) == size else value
-        if isinstance(value, Mapping):
-            return {key: of(one) for key, one in value.items()}
-        if isinstance(value, (tuple, list)):
-            plain = all(one is None or isinstance(one, (str, bytes, int, float)) for one in value)
-            if plain and len(value) == size:
-                return [value[n] for n in numbers]
-            return tuple(map(of, value))
+
+def _selected(value: Any, size: int, places: Tensor | slice, numbers: list[int]) -> Any:
+    """The entries at some places of every part of a batch.
+
+    Args:
+        value: The batch, or a part of it.
+        size: Examples in the batch.
+        places: Which examples, to index tensors.
+        numbers: The same as numbers, to index arrays and lists.
+    """
+    if isinstance(value, Tensor):
+        return value[places] if _is_by_example(value, size) else value
+    if isinstance(value, np.ndarray):
+        return value[numbers] if _is_by_example(value, size) else value
+    if isinstance(value, Mapping):
+        return {name: _selected(part, size, places, numbers) for name, part in value.items()}
+    if not isinstance(value, (tuple, list)):
         return value
+    # One text per example, say; a tuple of tensors is searched.
+    if len(value) == size and _are_plain(value):
+        return [value[number] for number in numbers]
+    return tuple(_selected(part, size, places, numbers) for part in value)
 
-    return of(batch)
+
+def _is_by_example(value: Tensor | np.ndarray[Any, Any], size: int) -> bool:
+    """Whether the first axis is that of the examples."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return False
+    return value.ndim > 0 and value.shape[0] == size
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    """Whether all are texts, numbers or None."""
+    return all(value is None or isinstance(value, (str, bytes, int, float)) for value in values)
+
+
+# ---------------------------------------------------------------- digests
 
 
 class DataDigest:
@@ -200,6 +238,7 @@ class DataDigest:
 
     def add(self, batch: Any) -> None:
         for tensor in in_main_memory(tensor.detach() for tensor in tensors(batch)):
+            # Equal bytes of another dtype or shape are other data.
             self._digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             self._digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
@@ -207,7 +246,7 @@ class DataDigest:
         return self._digest.hexdigest()
 
     def short(self) -> bytes:
-        """Its first eight bytes, which tell data apart that nobody has made alike on purpose."""
+        """Its first eight bytes: enough to distinguish data that nobody made to collide."""
         return self._digest.digest()[:8]
 
 
@@ -218,9 +257,12 @@ def digest_of(batch: Any) -> str:
     return digest.hexdigest()
 
 
+# ---------------------------------------------------------------- settings inside a block
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """For as long as the block lasts, floats that are made without a type are of this one."""
+    """Make floats without a given type of this one inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -231,8 +273,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_fused_attention() -> Iterator[None]:
-    """PyTorch's encoders take no fused way: it reads weights past adapters, and packs sentences of
-    unlike lengths into nested tensors."""
+    """Keep PyTorch's encoders off their fused path inside the block.
+
+    It reads weights past adapters, and packs sentences of unlike lengths into nested tensors.
+    """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -242,18 +286,17 @@ def without_fused_attention() -> Iterator[None]:
 
 
 def packing(model: nn.Module) -> list[nn.Module]:
-    """Encoders of PyTorch's that pack padded batches into nested tensors, where they may."""
-    return [
-        m
-        for m in model.modules()
-        if isinstance(m, nn.TransformerEncoder) and m.__dict__.get(_PACKS)
-    ]
+    """Encoders of PyTorch's that may pack padded batches into nested tensors."""
+    return list(filter(_packs, model.modules()))
+
+
+def _packs(module: nn.Module) -> bool:
+    return isinstance(module, nn.TransformerEncoder) and bool(module.__dict__.get(_PACKS))
 
 
 @contextmanager
 def nested_tensors(encoders: Iterable[nn.Module], made: bool) -> Iterator[None]:
-    """For as long as the block lasts, encoders that are ``packing`` make nested tensors, or
-    none."""
+    """Switch nested tensors of ``packing`` encoders on or off inside the block."""
     encoders = list(encoders)
     before = [getattr(encoder, _PACKS) for encoder in encoders]
     try:
@@ -269,8 +312,8 @@ def nested_tensors(encoders: Iterable[nn.Module], made: bool) -> Iterator[None]:
 def other_forwards(
     instead: Iterable[tuple[nn.Module, Callable[[Callable[..., Any]], Any]]],
 ) -> Iterator[None]:
-    """For as long as the block lasts, modules of pairs (module, make) are called by
-    ``make(forward)``."""
+    """Replace forwards inside the block: those of pairs (module, make) by ``make(forward)``."""
+    # A forward that the module's class has is not in the module's own dictionary: None.
     before: list[tuple[nn.Module, Any]] = []
     try:
         for module, make in instead:
@@ -289,39 +332,53 @@ def other_forwards(
 def undisturbed(
     model: nn.Module, frozen: bool = True, compiled: bool = False, packed: bool = False
 ) -> Iterator[nn.Module]:
-    """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back
-    afterwards.
+    """Run a model in evaluation mode inside the block, and restore its state afterwards.
 
-    Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's
+    Restored: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's
     random state, what accelerate offloads, and the problem type that Transformers' classifiers
-    write into their configuration when they see labels. A model that
-    was compiled in place runs uncompiled, unless ``compiled``: compiled code ignores the hooks that
-    measurements hang on it. PyTorch's encoder makes no nested tensors of padded batches, whose
-    parts have no shape to be read, unless ``packed``.
+    write into their configuration when they see labels.
+
+    Args:
+        model: The model.
+        frozen: Whether weights need no gradient inside the block.
+        compiled: Whether a model that was compiled in place runs compiled. Compiled code ignores
+            the hooks of measurements.
+        packed: Whether PyTorch's encoder may make nested tensors of padded batches. Their parts
+            have no shape to be read.
     """
-    modes = [(m, m.training) for m in model.modules()]
-    grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     device = device_of(model)
     devices = [device.index or 0] if device.type == "cuda" else []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        # To set the stance imports dynamo, which takes a second; without it nothing is compiled.
+        if "torch._dynamo" in sys.modules and not compiled:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not packed:
+            stack.enter_context(nested_tensors(packing(model), made=False))
+        stack.enter_context(sent_back(model))
+        stack.enter_context(_restored(model))
+        model.eval()
+        if frozen:
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+        yield model
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore modes, gradients and the configured problem type after the block."""
+    # A forward may set a gradient or a problem type, and the caller changes modes.
+    modes = [(module, module.training) for module in model.modules()]
+    grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     config = getattr(bare(model), "config", None)
     problem_type = getattr(config, "problem_type", None)
-    # Setting the stance imports dynamo, which takes a second; nothing is compiled where nobody has
-    # imported it.
-    forced = "torch._dynamo" in sys.modules and not compiled
-    eager = torch.compiler.set_stance("force_eager") if forced else nullcontext()
-    plain = nested_tensors([] if packed else packing(model), made=False)
-    with torch.random.fork_rng(devices=devices), eager, plain, sent_back(model):
-        try:
-            model.eval()
-            if frozen:
-                for parameter, _, _ in grads:
-                    parameter.requires_grad_(False)
-            yield model
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for parameter, needed, grad in grads:
-                parameter.requires_grad_(needed)
-                parameter.grad = grad
-            if config is not None and hasattr(config, "problem_type"):
-                config.problem_type = problem_type
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, needed, grad in grads:
+            parameter.requires_grad_(needed)
+            parameter.grad = grad
+        if config is not None and hasattr(config, "problem_type"):
+            config.problem_type = problem_type

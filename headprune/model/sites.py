@@ -1,4 +1,4 @@
-"""Finds the attention modules of a model whose heads can be gated and cut, by structure alone."""
+"""Finds the attention modules whose heads can be gated and cut, by structure alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headprune.attention.kept_heads import KEPT_HEADS, check_stored
 from headprune.attention.sharded import check_no_tensor_parallel
@@ -17,11 +17,19 @@ from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, He
 from headprune.core.slabs import HeadGeometry
 from headprune.layouts import registry
 from headprune.model import near_misses
-from headprune.model.matching import fitted, geometry, lookup, reason_against, slab_length, slabs_of
-from headprune.model.near_misses import attention_like, closest_reason, nothing_found
+from headprune.model.matching import (
+    geometry,
+    lookup,
+    matched_geometry,
+    reason_against,
+    slab_length,
+    slabs_of,
+)
+from headprune.model.near_misses import attention_like, closest_reason, no_sites_error
 from headprune.model.transfers import in_main_memory
 
-__all__ = [  # what is asked of sites elsewhere, wherever it is written
+# Other rooms import all of these from here, wherever they are defined.
+__all__ = [
     "BoundSite",
     "Sites",
     "attention_like",
@@ -44,8 +52,7 @@ class Sites(tuple[AttentionSite, ...]):
 
     Attributes:
         layouts: The layouts that located them, by name.
-        not_taken: The model's attention that no layout takes, and why; empty where all of it is
-            taken.
+        not_taken: The model's attention that no layout takes, and why.
     """
 
     layouts: dict[str, AttentionLayout]
@@ -63,23 +70,24 @@ class Sites(tuple[AttentionSite, ...]):
         return self
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return (
-            Sites(found, self.layouts.values(), self.not_taken)
-            if isinstance(index, slice)
-            else found
-        )
+        sites = super().__getitem__(index)
+        if isinstance(index, slice):
+            return Sites(sites, self.layouts.values(), self.not_taken)
+        return sites
 
     def __reduce__(self) -> Any:
         return Sites, (tuple(self), tuple(self.layouts.values()), self.not_taken)
 
     def __repr__(self) -> str:
         plain = super().__repr__()
-        return f"Sites({plain}, not_taken={self.not_taken!r})" if self.not_taken else plain
+        if not self.not_taken:
+            return plain
+        return f"Sites({plain}, not_taken={self.not_taken!r})"
 
     def __str__(self) -> str:
-        missing = [f"not taken: {group}" for group in self.not_taken]
-        return "\n".join([*map(str, self), *missing]) or "no sites"
+        lines = [*map(str, self)]
+        lines += [f"not taken: {group}" for group in self.not_taken]
+        return "\n".join(lines) or "no sites"
 
 
 @dataclass(frozen=True)
@@ -110,14 +118,25 @@ def sites_of(bound: Iterable[BoundSite]) -> Sites:
 def not_taken(
     model: nn.Module, sites: Iterable[AttentionSite], layouts: Iterable[AttentionLayout] = ()
 ) -> tuple[NotTaken, ...]:
-    """The attention of a model that none of these sites is at, and that neither these layouts nor
-    registered ones take.
+    """List the attention that is no site and that no layout takes.
 
-    Sites that layouts would take, and that are not among these, are nobody's oversight.
+    Attention that a layout takes is not listed, even if it is not among the sites: the caller left
+    it out on purpose.
+
+    Args:
+        model: The model.
+        sites: Its sites.
+        layouts: Layouts besides those of the sites and the registered ones.
     """
-    own = sites.layouts.values() if isinstance(sites, Sites) else ()
-    known = [*layouts, *own, *(registry.get(name) for name in registry)]
-    return near_misses.not_taken(unwrap(model), [site.name for site in sites], known)
+    known = list(layouts)
+    if isinstance(sites, Sites):
+        known += sites.layouts.values()
+    known += _registered()
+    return near_misses.unmatched_attention(unwrap(model), [site.name for site in sites], known)
+
+
+def _registered() -> list[AttentionLayout]:
+    return [registry.get(name) for name in registry]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -129,28 +148,28 @@ def unwrap(model: nn.Module) -> nn.Module:
 def find_sites(
     model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group"
 ) -> Sites:
-    """Finds every attention module whose heads can be pruned.
+    """Find every attention module whose heads can be pruned.
 
     A module matches a layout when every slab of the layout is there, every length is explained by
     whole heads and every parameter is accounted for. Layouts given here are tried before the
     registered ones.
 
     Args:
-        model: Any module; one wrapped by ``torch.compile`` is looked at from inside.
+        model: Any module; one wrapped by ``torch.compile`` is unwrapped.
         layouts: Layouts for your own attention modules.
-        policy: What may leave where query heads share a key/value head: ``group`` whole groups, so
-            that the KV cache shrinks; ``balanced`` the same number of query heads in every group
-            that stays; ``free`` any query heads. A single key/value head of all query heads (MQA)
-            stays as long as one of them does, also with ``group``.
+        policy: What may be removed where query heads share a key/value head: ``group`` whole
+            groups, so that the KV cache shrinks; ``balanced`` the same number of query heads from
+            every kept group; ``free`` any query heads. With a single key/value head for all query
+            heads (MQA), ``group`` acts as ``balanced``.
 
     Returns:
         The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of
-        your own. Their ``not_taken`` says which other modules look like attention, and why no
+        your own. Their ``not_taken`` lists other modules that look like attention, and why no
         layout takes them.
 
     Raises:
-        UnsupportedModel: nothing was found; the message lists the attention-like modules and what
-            each lacks. Or a site whose layout does not allow ``policy``.
+        UnsupportedModel: no site; the message lists the attention-like modules and what each lacks.
+            Or a site whose layout does not allow ``policy``.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -162,43 +181,50 @@ def find_sites(
     if policy not in POLICIES:
         raise InvalidValue("policy", f"one of {', '.join(POLICIES)}", repr(policy))
     layouts = tuple(layouts)
-    found = sites_of(_located(model, layouts, policy))
-    return Sites(found, found.layouts.values(), not_taken(model, found, layouts))
+    sites = sites_of(_located(model, layouts, policy))
+    return Sites(sites, sites.layouts.values(), not_taken(model, sites, layouts))
 
 
 def _located(
     model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group"
 ) -> list[BoundSite]:
-    candidates = [*layouts, *(registry.get(name) for name in registry)]
+    """Bind every module that matches a layout; raise if there is none."""
+    model = unwrap(model)
+    candidates = [*layouts, *_registered()]
+    # A module may be in several places (ALBERT's layers): its first name counts.
     names: dict[int, list[str]] = {}
-    for name, module in unwrap(model).named_modules(remove_duplicate=False):
+    for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
-    found: list[BoundSite] = []
-    inside: tuple[str, ...] = ()
-    for name, module in unwrap(model).named_modules():
+    bound: list[BoundSite] = []
+    inside: tuple[str, ...] = ()  # prefixes of modules that are sites already
+    for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
         for layout in candidates:
-            now = fitted(layout, module)
-            if not isinstance(now, str):
-                check_no_tensor_parallel(unwrap(model), name, module)
-                found.append(
-                    _bound(layout, module, now, name, tuple(names[id(module)][1:]), policy)
-                )
-                inside = (*inside, f"{name}." if name else "")
-                break
-    if not found:
-        raise nothing_found(unwrap(model), candidates)
-    _check_stored(found)
-    return found
+            now = matched_geometry(layout, module)
+            if isinstance(now, str):
+                continue
+            check_no_tensor_parallel(model, name, module)
+            shared = tuple(names[id(module)][1:])
+            bound.append(_bound(layout, module, now, name, shared, policy))
+            inside = (*inside, f"{name}." if name else "")
+            break
+    if not bound:
+        raise no_sites_error(model, candidates)
+    _check_stored(bound)
+    return bound
 
 
 def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list[BoundSite]:
-    """Ties sites to the live modules of ``model``, with the heads that are present now.
+    """Tie sites to the live modules of a model, with the heads that are present now.
+
+    Args:
+        model: The model.
+        sites: Its sites; by default those that ``find_sites`` finds.
 
     Raises:
         UnknownName: the model has no module of a site's name.
-        UnsupportedModel: the module there does not fit the site's layout.
+        UnsupportedModel: the module there does not match the site's layout.
     """
     if sites is None:
         return _located(model)
@@ -207,35 +233,37 @@ def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list
     bound = []
     for site in sites:
         if site.name not in modules:
-            hint = did_you_mean(site.name, modules)
-            raise UnknownName(
-                "sites", f"modules of {type(unwrap(model)).__name__}", repr(site.name), hint
-            )
+            must = f"modules of {type(unwrap(model)).__name__}"
+            raise UnknownName("sites", must, repr(site.name), did_you_mean(site.name, modules))
+        module = modules[site.name]
         layout = own.get(site.layout) or registry.get(site.layout)
-        now = fitted(layout, modules[site.name])
+        now = matched_geometry(layout, module)
         if isinstance(now, str):
             must = f"an attention module of layout {site.layout!r}"
-            raise UnsupportedModel(site.name, must, type(modules[site.name]).__name__, now)
-        check_no_tensor_parallel(unwrap(model), site.name, modules[site.name])
-        bound.append(
-            _bound(layout, modules[site.name], now, site.name, site.shared_with, site.policy)
-        )
+            raise UnsupportedModel(site.name, must, type(module).__name__, now)
+        check_no_tensor_parallel(unwrap(model), site.name, module)
+        bound.append(_bound(layout, module, now, site.name, site.shared_with, site.policy))
     _check_stored(bound)
     return bound
 
 
 def _check_stored(bound: Iterable[BoundSite]) -> None:
-    """Checks that nobody put weights of other heads into cut modules past ``load_state_dict``, as
-    accelerate does.
+    """Check that no weights of other heads were put into cut modules past ``load_state_dict``.
+
+    Accelerate does so.
 
     Raises:
         InvalidValue: the heads that came with the weights are not those of the module.
     """
-    cut = [b for b in bound if b.module._buffers.get(KEPT_HEADS) is not None]
-    buffers = [b.module._buffers[KEPT_HEADS] for b in cut]
-    here = [(b, x) for b, x in zip(cut, buffers, strict=True) if x is not None and not x.is_meta]
-    for (b, _), stored in zip(here, in_main_memory([x for _, x in here]), strict=True):
-        check_stored(b.module, stored, f"the heads that came with the weights of {b.site.name}")
+    stored: list[tuple[BoundSite, Tensor]] = []
+    for b in bound:
+        kept_heads = b.module._buffers.get(KEPT_HEADS)
+        if kept_heads is not None and not kept_heads.is_meta:
+            stored.append((b, kept_heads))
+    # One copy from the accelerator for all sites.
+    copied = in_main_memory([kept_heads for _, kept_heads in stored])
+    for (b, _), kept_heads in zip(stored, copied, strict=True):
+        check_stored(b.module, kept_heads, f"the heads that came with the weights of {b.site.name}")
 
 
 def _bound(
@@ -246,21 +274,32 @@ def _bound(
     shared: tuple[str, ...],
     policy: Policy,
 ) -> BoundSite:
+    """The site of a module, with the heads that it has.
+
+    Args:
+        layout: The module's layout.
+        module: The module.
+        now: Its geometry.
+        name: Its name.
+        shared: Other names of the same module.
+        policy: What may be removed where query heads share a key/value head.
+    """
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
-    if state is None:
+    if state is None:  # not cut yet: all heads are present
         state = HeadState(now.n_query_heads, now.n_kv_heads, tuple(range(now.n_query_heads)))
     where = f"{name} ({type(module).__name__})"
+    # Someone else has cut the weights, or replaced them by those of another cut.
     if len(state.heads) != now.n_query_heads:
         must = f"cut only through headprune ({len(state.heads)} heads on record)"
         raise UnsupportedModel(where, must, f"{now.n_query_heads} heads in the weights")
+    # MHA has groups of one head, MQA a single group; only GQA leaves a choice.
     if state.n_query_heads == state.n_kv_heads:
         policy = "group"  # all policies are the same then
     elif state.n_kv_heads == 1 and policy == "group" and "balanced" in layout.policies:
         policy = "balanced"  # the one group is the whole layer
     elif policy not in layout.policies:
-        must = (
-            f"found with a policy that layout {layout.name!r} allows: {', '.join(layout.policies)}"
-        )
+        allowed = ", ".join(layout.policies)
+        must = f"found with a policy that layout {layout.name!r} allows: {allowed}"
         raise UnsupportedModel(where, must, repr(policy))
     site = AttentionSite(
         name=name,

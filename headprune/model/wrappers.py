@@ -1,9 +1,8 @@
-"""Wrappers that keep a list of a model's parameters of their own, as those do that average
-gradients over processes.
+"""Wrappers with their own list of a model's parameters, such as ``DistributedDataParallel``.
 
-A cut replaces parameters. ``DistributedDataParallel`` goes on to average the old ones, so every
-process would train the new ones by itself, without a word. ``torch.compile`` and ``DataParallel``
-look at what is there in every call.
+A cut replaces parameters. Such a wrapper would continue to average the old ones, so every process
+would silently train the new ones alone. ``torch.compile`` and ``DataParallel`` use the parameters
+that are there in every call.
 """
 
 from __future__ import annotations
@@ -27,75 +26,69 @@ _ORDER = (
 
 
 def check_unwrapped(model: nn.Module, parts: Iterable[str], must: str) -> None:
-    """Refuses to replace parameters inside of such a wrapper.
+    """Refuse to replace parameters inside of such a wrapper.
 
     Args:
         model: The model as the caller has it.
         parts: Qualified names of the modules that get other parameters.
-        must: What the model must be.
+        must: What the model must be, for the message.
 
     Raises:
         UnsupportedModel: one of the modules lies in a wrapper.
     """
-    wrappers = {
-        name: type(m).__name__
-        for name, m in unwrap(model).named_modules()
-        if _keeps_parameters(type(m))
-    }
-    for part in parts if wrappers else ():
-        kind = next(
-            (
-                kind
-                for name, kind in wrappers.items()
-                if not name or f"{part}.".startswith(f"{name}.")
-            ),
-            None,
-        )
-        if kind is not None:
-            got = f"{part or 'it'} inside of {kind}, which would go on with the old parameters"
-            raise UnsupportedModel("the model", must, got, _ORDER)
+    wrappers = {}
+    for name, module in unwrap(model).named_modules():
+        if _keeps_parameters(type(module)):
+            wrappers[name] = type(module).__name__
+    # A wrapper keeps the parameters of everything inside it.
+    for part in parts:
+        for name, kind in wrappers.items():
+            if not name or f"{part}.".startswith(f"{name}."):
+                got = f"{part or 'it'} inside of {kind}, which would go on with the old parameters"
+                raise UnsupportedModel("the model", must, got, _ORDER)
 
 
 def retire_wrappers(changed: Iterable[nn.Module]) -> int:
-    """Makes every living wrapper around modules that were changed refuse to train; returns how many
-    there are.
+    """Make every existing wrapper around changed modules refuse to train.
 
-    Who cuts ``wrapper.module`` does it in the right order and wraps it anew; the old wrapper must
-    not be used again.
+    To cut ``wrapper.module`` and wrap it anew is the right order; the old wrapper must not be used
+    again.
+
+    Returns:
+        How many wrappers there are.
     """
+    # Such wrappers need a process group.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     changed_ids = {id(module) for module in changed}
-    living = (
-        [found for found in gc.get_objects() if _keeps_parameters(type(found))]
-        if changed_ids
-        else []
-    )
-    retired = [w for w in living if not changed_ids.isdisjoint(map(id, w.modules()))]
+    if not changed_ids:
+        return 0
+    # Only the garbage collector knows every object.
+    wrappers = [x for x in gc.get_objects() if _keeps_parameters(type(x))]
+    retired = [w for w in wrappers if not changed_ids.isdisjoint(map(id, w.modules()))]
     for wrapper in retired:
         wrapper.register_forward_pre_hook(_refuse, prepend=True)
     return len(retired)
 
 
 def _keeps_parameters(kind: type) -> bool:
-    """Known by name: a model need not have any of these packages."""
+    """Whether a class is such a wrapper, by name: the packages need not be installed."""
     if not issubclass(kind, nn.Module):
         return False
-    return any(
-        c.__name__ in _NAMES or str(c.__module__).startswith("deepspeed.") for c in kind.__mro__
-    )
+    for base in kind.__mro__:
+        if base.__name__ in _NAMES or str(base.__module__).startswith("deepspeed."):
+            return True
+    return False
 
 
 def _refuse(wrapper: nn.Module, arguments: Any) -> None:
-    """Raises:
-    UnsupportedModel: the wrapper is about to train.
+    """Refuse to train, as a forward pre-hook.
+
+    Raises:
+        UnsupportedModel: the wrapper is about to train.
     """
     if wrapper.training and torch.is_grad_enabled():
         must = "made after the model inside of it was cut"
         got = "one that would average the parameters from before the cut"
-        raise UnsupportedModel(
-            type(wrapper).__name__,
-            must,
-            got,
-            "Wrap the cut model anew, and make its optimizer then.",
-        )
+        hint = "Wrap the cut model anew, and make its optimizer then."
+        raise UnsupportedModel(type(wrapper).__name__, must, got, hint)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.model.masks import token_mask
-from headprune.model.padding import Told, inputs_of, output_mask, query_mask
+from headprune.model.padding import PaddingInfo, inputs_of, output_mask, query_mask
 from headprune.model.running import device_of, to_device
 from headprune.model.sites import bind
 from headprune.recovery._blocks import Block, blocks_of
@@ -60,7 +60,7 @@ class Comparison:
             )
         self.calls: list[tuple[Any, Any, Any]] = []
         self.states: list[tuple[int, Tensor]] = []
-        self.inputs: list[Told] = []  # what told each state's padding
+        self.inputs: list[PaddingInfo] = []  # what told each state's padding
         self.bound = bind(model, sites) if hidden else []
 
     @contextmanager
@@ -108,7 +108,7 @@ def hidden_gap(
     blocks: Sequence[Block],
     ours: Sequence[tuple[int, Tensor]],
     theirs: Sequence[tuple[int, Tensor]],
-    inputs: Sequence[Told],
+    inputs: Sequence[PaddingInfo],
     which: str,
 ) -> Tensor:
     """Mean over layers of ``mean (h - h_teacher)² / var(h_teacher)``, over tokens that are no
@@ -147,7 +147,7 @@ def hidden_gap(
 
 
 def _share_missed(
-    model: nn.Module, block: Block, student: Tensor, teacher: Tensor, inputs: Told
+    model: nn.Module, block: Block, student: Tensor, teacher: Tensor, inputs: PaddingInfo
 ) -> Tensor:
     kind = torch.promote_types(student.dtype, torch.float32)
     student, teacher = student.to(kind), teacher.to(kind)

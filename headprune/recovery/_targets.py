@@ -15,7 +15,7 @@ from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.heads import Kind
 from headprune.core.slabs import rows_of as columns_of
 from headprune.model.contexts import counted, rows_of, tokens_first
-from headprune.model.padding import Told, query_mask
+from headprune.model.padding import PaddingInfo, query_mask
 from headprune.model.refusals import check_unshared
 from headprune.model.running import batch_size, device_of, to_device
 from headprune.model.sites import BoundSite
@@ -90,7 +90,7 @@ class Target:
             rows, each = (x.shape[0], x.shape[1]) if x.ndim == 3 else (x.shape[:-1].numel(), 1)
         return _spread(rows, size).repeat_interleave(each)
 
-    def counted(self, model: nn.Module, x: Tensor, told: Told) -> Tensor | None:
+    def counted(self, model: nn.Module, x: Tensor, told: PaddingInfo) -> Tensor | None:
         """``[tokens]``: True where a token is no padding; None where nothing is known."""
         if self.bound is not None:
             mask = counted(model, self.bound, rows_of(self.bound, x, told.batch), told)

@@ -11,7 +11,7 @@ from torch import Tensor
 from headprune.model.masks import Visible
 from headprune.model.running import digest_of
 
-#: ``Told.stream`` of a call.
+#: ``PaddingInfo.stream`` of a call.
 Hidden: TypeAlias = tuple[Visible, ...]
 
 

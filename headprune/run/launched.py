@@ -72,16 +72,16 @@ class Launch:
         import torch
         from torch import distributed
 
-        from headprune.model.processes import in_words
+        from headprune.model.processes import translated_errors
 
         with (
             _with_variables(self.environment),
-            in_words(_PATIENCE.total_seconds(), "the other processes", _HINT),
+            translated_errors(_PATIENCE.total_seconds(), "the other processes", _HINT),
         ):
             distributed.init_process_group("gloo", timeout=_PATIENCE)
         try:
             said = torch.tensor(wanted)
-            with in_words(_PATIENCE.total_seconds(), "the first process", _HINT):
+            with translated_errors(_PATIENCE.total_seconds(), "the first process", _HINT):
                 distributed.broadcast(said, 0)
             yield bool(said)
         finally:

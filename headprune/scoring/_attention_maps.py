@@ -14,7 +14,7 @@ from headprune.maps.attention_maps import AttentionMaps, SiteMaps
 from headprune.model.inside import bare
 from headprune.model.losses import default_loss, is_encoder_decoder
 from headprune.model.mistakes import explained_one
-from headprune.model.padding import Told
+from headprune.model.padding import PaddingInfo
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring._activations import run
@@ -90,7 +90,7 @@ def attention_maps(
 
 
 def _site(
-    model: nn.Module, b: BoundSite, runs: list[Tensor], given: list[Told], size: int
+    model: nn.Module, b: BoundSite, runs: list[Tensor], given: list[PaddingInfo], size: int
 ) -> SiteMaps:
     """The maps of a site's first run, with zeros at padding."""
     # [examples, heads, queries, keys]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headprune.attention.multi_head import MultiHeadAttention
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.double import Doubled
-from headprune.model.padding import Told, inputs_of, key_mask, query_mask
+from headprune.model.padding import PaddingInfo, inputs_of, key_mask, query_mask
 from headprune.model.running import batch_size, device_of, tensors
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_fp64, in_main_memory
@@ -308,7 +308,7 @@ def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
 
 
 def visible(
-    model: nn.Module, b: BoundSite, given: Told, shape: tuple[int, int, int]
+    model: nn.Module, b: BoundSite, given: PaddingInfo, shape: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor]:
     """``[examples, queries]`` and ``[examples, keys]``: which queries and keys are no padding.
 
@@ -336,11 +336,11 @@ def visible(
 @contextmanager
 def padding_info(
     model: nn.Module, bound: Iterable[BoundSite], batch: Any
-) -> Iterator[dict[int, list[Told]]]:
+) -> Iterator[dict[int, list[PaddingInfo]]]:
     """Note the padding of each run that the block makes on a batch, by site number; see
     ``inputs_of``."""
     bound = list(bound)
-    given: dict[int, list[Told]] = {number: [] for number in range(len(bound))}
+    given: dict[int, list[PaddingInfo]] = {number: [] for number in range(len(bound))}
 
     def noting(number: int) -> Callable[..., None]:
         return lambda *_: given[number].append(inputs.now)
@@ -363,7 +363,7 @@ class MapScorer(Scorer):
         """From ``[..., keys]`` in fp64, 0 where a key does not count, to ``[...]``."""
 
     def kept(
-        self, problem: ScoringProblem, b: BoundSite, given: Told, shape: tuple[int, int, int]
+        self, problem: ScoringProblem, b: BoundSite, given: PaddingInfo, shape: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
         """Which queries and keys count."""
         return visible(problem.model, b, given, shape)
@@ -396,7 +396,7 @@ class MapScorer(Scorer):
         problem: ScoringProblem,
         b: BoundSite,
         runs: list[Tensor],
-        given: list[Told],
+        given: list[PaddingInfo],
         size: int,
     ) -> Tensor:
         """``[examples, units]``, means over the queries of all runs."""

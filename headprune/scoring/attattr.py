@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.gating.context import gated
-from headprune.model.padding import Told
+from headprune.model.padding import PaddingInfo
 from headprune.model.precision import product_eps
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
@@ -133,7 +133,7 @@ class Attattr(Scorer):
         batch: Any,
         scale: float,
         places: Places,
-    ) -> tuple[list[Tensor], list[Tensor], list[Told]]:
+    ) -> tuple[list[Tensor], list[Tensor], list[PaddingInfo]]:
         """The maps of a site's runs, the gradients of F with respect to the maps times ``scale``,
         in fp64, and what tells the padding of each run.
         """

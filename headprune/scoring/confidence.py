@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.model.losses import is_encoder_decoder
-from headprune.model.padding import Told
+from headprune.model.padding import PaddingInfo
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
 from headprune.scoring._base import ScoringProblem
@@ -37,7 +37,7 @@ class Confidence(MapScorer):
 
     Args:
         exclude: Ids of the tokens to leave out; None is the model's ``eos_token_id``, where its
-            configuration has one (BERT's has none: give those of [CLS] and [SEP]). Told from
+            configuration has one (BERT's has none: give those of [CLS] and [SEP]). PaddingInfo from
             ``input_ids`` and ``decoder_input_ids`` (or ``labels``); where a batch has no ids
             nothing is left out.
     """
@@ -48,7 +48,7 @@ class Confidence(MapScorer):
         return probabilities.amax(-1)
 
     def kept(
-        self, problem: ScoringProblem, b: BoundSite, given: Told, shape: tuple[int, int, int]
+        self, problem: ScoringProblem, b: BoundSite, given: PaddingInfo, shape: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
         queries, keys = visible(problem.model, b, given, shape)
         batch = given.batch

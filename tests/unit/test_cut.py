@@ -52,7 +52,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, subject: Subject, mask: hp.HeadMask, 
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("name", ["_install", "_mark"])
+@pytest.mark.parametrize("name", ["_install", "_record"])
 def test_an_error_at_any_step_leaves_the_model_as_it_was(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, name: str, after: bool
 ) -> None:

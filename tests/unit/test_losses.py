@@ -350,7 +350,7 @@ def test_what_is_checked_of_a_loss() -> None:
         (1.0, "float"),
         ([1.0] * 3, "list"),
     ):
-        with pytest.raises(InvalidValue, match=rf"of shape \[3\], one loss an example, got {got}"):
+        with pytest.raises(InvalidValue, match=rf"of shape \[3\], one loss per example, got {got}"):
             checked_losses(lambda m, b, w=wrong: w, model, batch, 0)
     bad = torch.tensor([0.0, float("-inf"), float("nan")], requires_grad=True)
     with pytest.raises(

@@ -154,7 +154,7 @@ def test_scores_and_plans_know_a_model_that_was_cut(
 
 
 STEPS = [
-    (offloaded_cut._Made, "maps"),
+    (offloaded_cut._NewWeights, "maps"),
     (cut, "_install"),
     (cut, "check_fetched"),
     (prune, "compare"),
@@ -413,7 +413,7 @@ def test_a_cut_that_makes_a_parameter_anew_is_refused() -> None:
     sites = hp.find_sites(model, layouts=[replace(ODD, adapt=adapt)])
     before = picture(model)
     words = (
-        r"0\.norm\.weight: must be one whose cut leaves rows and columns away, .* got one that is"
+        r"0\.norm\.weight: must be one whose cut only removes rows and columns, .* got one that is"
         r" made anew"
     )
     with pytest.raises(UnsupportedModel, match=words):

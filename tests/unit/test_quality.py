@@ -204,7 +204,7 @@ def test_what_it_refuses() -> None:
     bad["pixel_values"][1] = float("nan")
     with pytest.raises(InvalidValue, match="batch 1, example 1: must be finite"):
         evaluate(subject.model, [subject.batch, bad])
-    with pytest.raises(InvalidValue, match="one loss an example"):
+    with pytest.raises(InvalidValue, match="one loss per example"):
         evaluate(subject.model, [subject.batch], lambda m, b: m(**b).loss)
 
 

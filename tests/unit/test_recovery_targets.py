@@ -16,7 +16,7 @@ import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.layouts._tiny_textbook import SideBySide
 from headprune.model.cut import Undo
-from headprune.model.padding import Told
+from headprune.model.padding import PaddingInfo
 from headprune.recovery import Lstsq
 from headprune.recovery._replaced import Replaced
 from headprune.recovery._targets import Target
@@ -201,7 +201,7 @@ def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
 
 def test_tokens_of_a_feed_forward_in_any_shape() -> None:
     linear, mask = nn.Linear(4, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    target, batch = Target("down", linear, linear), Told({"attention_mask": mask})
+    target, batch = Target("down", linear, linear), PaddingInfo({"attention_mask": mask})
     for shape in ((2, 3, 4), (6, 4), (2, 3, 1, 4)):
         counted = target.counted(linear, torch.zeros(shape), batch)
         assert counted is not None

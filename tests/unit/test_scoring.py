@@ -699,7 +699,7 @@ def test_a_batch_that_is_no_mapping_needs_a_loss() -> None:
 def test_a_loss_of_the_wrong_shape(bert: Subject, loss: Any, got: str) -> None:
     for scorer in ("taylor", "leave_one_out"):
         with pytest.raises(
-            InvalidValue, match=rf"\[3\], one loss an example, {got}.*reduction='none'"
+            InvalidValue, match=rf"\[3\], one loss per example, {got}.*reduction='none'"
         ):
             hp.score(bert.model, [bert.batch], scorer, loss=loss, progress=False)
 
