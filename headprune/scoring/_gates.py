@@ -12,7 +12,7 @@ from headprune.core.errors import InvalidValue
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
-from headprune.scoring._base import ScoringProblem
+from headprune.scoring._base import ScoringProblem, units_per_site
 
 #: ``weights [examples] -> [[examples, ...]]``: gradients of the weighted sum of the examples'
 #: numbers, one tensor per site.
@@ -28,7 +28,7 @@ class _UnitIndex:
 
 def n_units(problem: ScoringProblem) -> int:
     """Units of all sites."""
-    return sum(len(b.site.units) for b in problem.bound)
+    return sum(units_per_site(problem.bound))
 
 
 def gate_shapes(problem: ScoringProblem, batch: Any) -> list[tuple[int, ...]]:

@@ -26,7 +26,7 @@ from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_fp64, in_main_memory
 from headprune.scoring._activations import run
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, with_heads
 
 #: For every site by number, the maps of its runs in the last forward pass.
 Maps: TypeAlias = dict[int, list[Tensor]]
@@ -369,7 +369,7 @@ class MapScorer(Scorer):
         return visible(problem.model, b, given, shape)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        bound = [b for b in problem.bound if b.site.heads]
+        bound = with_heads(problem.bound)
         device = device_of(problem.model)
 
         def of_batch(number: int, batch: Any) -> Tensor:
