@@ -101,6 +101,7 @@ def held_out_losses(
         mine = range(problem.workers.rank, len(plans), problem.workers.size)
         bar = tqdm(mine, desc="cut and refit", disable=disable, leave=False)
         try:
+            # Each plan is judged by one process.
             return {str(i): losses(plans[i]) for i in bar}
         except UnsupportedModel as error:
             if refit is None:

@@ -130,7 +130,7 @@ class Auto(Scorer):
         """Refuse a refit that trains, and settings that it does not have."""
         if method.trains:
             must = "a recovery that does not train"
-            hint = "Let lstsq stand in for the training."
+            hint = "Take lstsq in place of the training."
             raise InvalidValue("Auto.refit", must, repr(self.refit), hint)
         _check_settings("Auto.refit_settings", str(self.refit), method, self.refit_settings or {})
 
@@ -411,12 +411,14 @@ def _finite(asked: Sequence[Asked], losses: torch.Tensor) -> tuple[list[int], tu
     """
     finite: list[int] = []
     others: list[str] = []
+    any_scorer = False
     for place, is_finite in enumerate(losses.isfinite().all(1).tolist()):
         if is_finite:
             finite.append(place)
+            any_scorer |= asked[place][0] != RANDOM
         else:
             others.append(candidate_name(*asked[place]))
-    if all(asked[i][0] == RANDOM for i in finite):
+    if not any_scorer:
         must, got = "finite for one candidate at least", "NaN or infinite"
         hint = "Look for NaN or infinite values in the batches; try a larger budget, or float32."
         raise InvalidValue("losses of cut models", must, got, hint)
@@ -439,7 +441,8 @@ def _draws_as_one(
     asked: list[Asked], losses: Floats, same: list[int]
 ) -> tuple[list[Asked], Floats, list[int]]:
     """Merge the random draws into one last candidate, whose loss ``[rows]`` is their mean."""
-    n_scorers = sum(name != RANDOM for name, _, _ in asked)
+    names = [name for name, _, _ in asked]
+    n_scorers = len(names) - names.count(RANDOM)  # the draws come last
     if n_scorers == len(asked):
         return asked, losses, same
     mean = losses[n_scorers:].mean(0, keepdims=True)

@@ -246,11 +246,11 @@ class _MapHooks:
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         """Note what a part of the module returned."""
-        self.parts += [t for t in tensors(out) if self._may_be_map(t)]
+        self.parts += filter(self._may_be_map, tensors(out))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         """Note what the module returned, and end the run."""
-        shown = [t for t in tensors(out) if self._may_be_map(t)] + self.parts
+        shown = [*filter(self._may_be_map, tensors(out)), *self.parts]
         self.parts = []
         place = self.places.known.get(self.bound.site.name)
         if place is not None:

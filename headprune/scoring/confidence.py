@@ -32,7 +32,7 @@ class Confidence(MapScorer):
     maps: Transformers' models run eagerly for the pass, our own attention shows its weights, a
     fused kernel is refused.
 
-    When: to look at heads, or to repeat what papers did; not to choose which heads stay.
+    When: to study heads, or to repeat results of papers; not to choose which heads to keep.
 
     Args:
         exclude: Ids of the tokens to leave out; None is the model's ``eos_token_id``, where its

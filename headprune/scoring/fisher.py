@@ -52,8 +52,8 @@ class Fisher(GradientScorer):
     def estimate(self, problem: ScoringProblem) -> Estimate:
         row = "example" if self.block == 1 else "block of examples"
         of_data = gathered(problem, self)
-        found = noted(problem, averaged(of_data.rows, of_data.n_examples, row=row))
-        return with_curvature(found, len(found.values), of_data.products)
+        estimate = noted(problem, averaged(of_data.rows, of_data.n_examples, row=row))
+        return with_curvature(estimate, len(estimate.values), of_data.products)
 
     @property
     def block_size(self) -> int:

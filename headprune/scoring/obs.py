@@ -56,8 +56,8 @@ class Obs(ActivationScorer, ConstantWork):
     def gathers(self) -> Gathers:
         return Products, self.blocks
 
-    def only_passes(self) -> _OnlyPasses:
-        return _OnlyPasses(self.ridge, self.blocks)
+    def only_passes(self) -> _ObsPasses:
+        return _ObsPasses(self.ridge, self.blocks)
 
     def site_values(self, statistic: Products, weights: Tensor) -> Tensor:
         products = statistic.mean(weights)  # [width, width], X'X / N
@@ -86,8 +86,8 @@ class Obs(ActivationScorer, ConstantWork):
         )
 
 
-class _OnlyPasses(Obs):
-    """Inverts nothing."""
+class _ObsPasses(Obs):
+    """The passes of ``Obs`` without its inverses."""
 
     def site_values(self, statistic: Products, weights: Tensor) -> Tensor:
         return torch.ones(len(statistic.bound.site.units), dtype=torch.float64)

@@ -12,7 +12,7 @@ from headprune.scoring._base import Estimate, Scorer, ScoringProblem, units_per_
 
 @dataclass(frozen=True)
 class Random(Scorer):
-    """``I_h`` uniform in [0, 1), drawn from its own generator: torch's random state stays.
+    """``I_h`` uniform in [0, 1), drawn from its own generator: torch's random state is kept.
 
     When: as the baseline that every other scorer must beat.
 

@@ -111,8 +111,8 @@ class Surgeon(ConstantWork):
     def by_example(self) -> bool:
         return False
 
-    def only_passes(self) -> _OnlyPasses:
-        return _OnlyPasses(self.curvature, self.ridge, self.draws, self.blocks, self.seed)
+    def only_passes(self) -> _SurgeonPasses:
+        return _SurgeonPasses(self.curvature, self.ridge, self.draws, self.blocks, self.seed)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         curvature: str | None = self.curvature
@@ -261,8 +261,8 @@ class Surgeon(ConstantWork):
         return torch.stack([_rising(of_sites) for of_sites in by_run])
 
 
-class _OnlyPasses(Surgeon):
-    """Removes nothing."""
+class _SurgeonPasses(Surgeon):
+    """The passes of ``Surgeon`` without its removals."""
 
     def _prices(self, factors: Sequence[Factors], examples: Tensor, weights: Tensor) -> Tensor:
         n_units = sum(len(f.bound.site.units) for f in factors)
