@@ -1,5 +1,4 @@
-"""Losses of rows that a refit has not seen: each plan is cut into a copy, refitted on the other
-rows, and run."""
+"""Losses of held-out rows: each plan is cut into a copy, which is refitted on the other rows."""
 
 from __future__ import annotations
 
@@ -41,37 +40,40 @@ class Folds:
 
     def __init__(self, problem: ScoringProblem, count: int) -> None:
         self.count = count
-        self.rows: list[Tensor] = [torch.empty(0, dtype=torch.int64) for _ in range(count)]
+        #: By fold, the numbers of its rows, and its part of each batch, in main memory.
+        self.rows: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * count
         self.batches: list[list[Any]] = [[] for _ in range(count)]
-        first = 0
+        first = 0  # the number of the batch's first row
         for _, batch in problem.passes("rows of folds"):
-            size, own = batch_size(batch), to_device(problem.given, torch.device("cpu"))
+            size = batch_size(batch)
+            given = to_device(problem.given, torch.device("cpu"))
             for fold in range(count):
                 places = torch.arange((fold - first) % count, size, count)
                 if len(places):
-                    self.batches[fold].append(some_examples(own, places))
+                    self.batches[fold].append(some_examples(given, places))
                     self.rows[fold] = torch.cat([self.rows[fold], first + places])
             first += size
         self.size = first
-        if first < 2 * count:
+        if self.size < 2 * count:
+            must = f"with at least {2 * count} examples for {count} folds"
             hint = "Give more examples, or name a scorer that holds none out: taylor, for example."
-            raise InvalidValue(
-                "batches", f"with at least {2 * count} examples for {count} folds", first, hint
-            )
+            raise InvalidValue("batches", must, self.size, hint)
 
     def others(self, fold: int) -> list[Any]:
         """The batches of all folds but one."""
-        return [
-            batch for other in range(self.count) if other != fold for batch in self.batches[other]
-        ]
+        batches = []
+        for other in range(self.count):
+            if other != fold:
+                batches += self.batches[other]
+        return batches
 
 
 def whole_losses(problem: ScoringProblem, folds: Folds) -> Tensor:
     """``[rows]``, fp64 on the CPU: the losses of the uncut model."""
-    found = torch.zeros(folds.size, dtype=torch.float64)
+    losses = torch.zeros(folds.size, dtype=torch.float64)
     for fold in range(folds.count):
-        found[folds.rows[fold]] = _losses(problem, problem.model, folds.batches[fold])
-    return found
+        losses[folds.rows[fold]] = _losses(problem, problem.model, folds.batches[fold])
+    return losses
 
 
 def held_out_losses(
@@ -88,17 +90,18 @@ def held_out_losses(
     disable = None if problem.progress is None else not problem.progress
 
     def losses(mask: HeadMask) -> Tensor:
-        found = torch.zeros(folds.size, dtype=torch.float64)
+        of_rows = torch.zeros(folds.size, dtype=torch.float64)
         for fold in range(folds.count):
-            found[folds.rows[fold]] = losses_of_fold(problem, folds, fold, mask, refit)
-        return found
+            of_rows[folds.rows[fold]] = losses_of_fold(problem, folds, fold, mask, refit)
+        return of_rows
 
     refusals: list[str] = []
 
-    def own() -> dict[str, Tensor]:
+    def own_share() -> dict[str, Tensor]:
         mine = range(problem.workers.rank, len(plans), problem.workers.size)
         bar = tqdm(mine, desc="cut and refit", disable=disable, leave=False)
         try:
+            # Each plan is judged by one process.
             return {str(i): losses(plans[i]) for i in bar}
         except UnsupportedModel as error:
             if refit is None:
@@ -106,13 +109,15 @@ def held_out_losses(
             refusals.append(str(error))
             return {}
 
-    parts = problem.gathered("held-out losses", own)
+    parts = problem.gathered("held-out losses", own_share)
     # A process without a plan learns of a refusal here, so that all of them go on alike.
     refused = problem.workers.united(refusals)
     if refused:
         raise RefitRefused(refused[0])
-    by_plan = {int(i): row for part in parts for i, row in part.items()}
-    return torch.stack([by_plan[i] for i in range(len(plans))])
+    by_plan: dict[str, Tensor] = {}
+    for part in parts:
+        by_plan.update(part)
+    return torch.stack([by_plan[str(i)] for i in range(len(plans))])
 
 
 def losses_of_fold(
@@ -120,6 +125,7 @@ def losses_of_fold(
 ) -> Tensor:
     """``[rows of the fold]``, fp64 on the CPU: their losses under a plan, cut and refitted on the
     other rows."""
+    # The problem's model is needed for the other plans.
     try:
         small = copy.deepcopy(problem.model)
     except (RuntimeError, TypeError) as error:
@@ -132,8 +138,10 @@ def losses_of_fold(
 
 
 def _losses(problem: ScoringProblem, model: nn.Module, batches: Sequence[Any]) -> Tensor:
-    device, found = device_of(problem.model), []
+    """``[rows]``, fp64 on the CPU: a model's losses of some batches."""
+    device = device_of(problem.model)
+    losses = []
     with undisturbed(model), torch.no_grad():
         for number, batch in enumerate(batches):
-            found.append(shaped_losses(problem.loss, model, to_device(batch, device), number))
-    return torch.cat(found).double().cpu()
+            losses.append(shaped_losses(problem.loss, model, to_device(batch, device), number))
+    return torch.cat(losses).double().cpu()

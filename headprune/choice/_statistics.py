@@ -25,16 +25,10 @@ def ranked(
 ) -> tuple[tuple[Candidate, ...], str]:
     """Rank the candidates by their loss, and compare each with the one that is taken.
 
-    The rule of one standard error (Breiman et al. 1984, section 3.4.3) takes the candidate: the
-    first in the order given whose loss is within one standard error of the lowest loss. Losses of
-    few rows differ by chance, so a candidate that is usually good keeps its place until another
-    one is better by more than that.
-
-    The interval of a difference is Student's, of the paired differences per row. Rows of one fold
-    share a refit, so the variance is larger than that of independent rows: as in Nadeau and Bengio
-    2003 ("Inference for the generalization error", section 3), rows judged per row fitted are
-    added to 1/folds. Intervals are widened for as many comparisons as there are other candidates
-    (Bonferroni), because any of them may be the best one.
+    The first candidate is taken whose loss is within one standard error of the lowest loss (Breiman
+    et al. 1984, section 3.4.3). A difference has Student's interval of the paired differences per
+    row (Nadeau and Bengio 2003), for as many comparisons as there are other candidates
+    (Bonferroni).
 
     Args:
         asked: Scorer, its settings and whether by kind, per candidate, the preferred one first.
@@ -51,14 +45,15 @@ def ranked(
     """
     means = losses.mean(1)
     chosen = _taken(asked, losses, folds)
+    # Any of the others may be the best one.
     comparisons = max(1, len(asked) - 1)
 
-    found = []
+    candidates = []
     for i, (scorer, settings, by_kind) in enumerate(asked):
         difference = losses[i] - losses[chosen]  # [rows]
         low, high = interval(difference, folds, confidence, comparisons)
         other = candidate_name(*asked[same[i]]) if same[i] != i else ""
-        found.append(
+        candidates.append(
             Candidate(
                 scorer=scorer,
                 settings=settings,
@@ -72,7 +67,7 @@ def ranked(
         )
     # Among equal losses the one that is taken comes first.
     order = sorted(range(len(asked)), key=lambda i: (means[i], i != chosen, i))
-    return tuple(found[i] for i in order), found[chosen].name
+    return tuple(candidates[i] for i in order), candidates[chosen].name
 
 
 def interval(
@@ -95,6 +90,8 @@ def interval(
 
 def _taken(asked: Sequence[Asked], losses: Floats, folds: int | None) -> int:
     """Return the place of the first candidate within one standard error of the lowest loss."""
+    # Losses of few rows differ by chance. So a candidate that is usually good, and comes first,
+    # keeps its place until another one is better by more than that.
     scorers = [i for i, (scorer, _, _) in enumerate(asked) if scorer != RANDOM]
     means = losses.mean(1)
     lowest = min(scorers, key=lambda i: means[i])
@@ -107,6 +104,9 @@ def _taken(asked: Sequence[Asked], losses: Floats, folds: int | None) -> int:
 
 def _paired(difference: Floats, folds: int | None) -> tuple[float, float]:
     """Return the mean of paired differences ``[rows]`` and its standard error."""
+    # Rows of one fold share a refit, so the variance is larger than that of independent rows. As in
+    # Nadeau and Bengio 2003 ("Inference for the generalization error", section 3), rows judged per
+    # row fitted, 1 / (folds - 1), are added to 1 / folds.
     stretch = 1.0 if folds is None else np.sqrt(1 + folds / (folds - 1))
     error = difference.std(ddof=1) / np.sqrt(len(difference)) * stretch
     return float(difference.mean()), float(error)

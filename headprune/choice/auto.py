@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import starmap
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,11 +27,12 @@ from headprune.model.own_loss import is_default
 from headprune.model.sites import sites_of
 from headprune.recovery._api import recover_
 from headprune.recovery._base import Recovery
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, units_per_site
 from headprune.scoring._coupling import losses_are_coupled, refuse_coupled
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
 
+_T = TypeVar("_T")
 #: Name and settings of a candidate.
 Named = tuple[str, FrozenDict]
 #: The candidates, unless others are requested: cheap, each the best on some of the tasks of
@@ -50,27 +52,22 @@ _FIRST_DRAW = 2000
 class Auto(Scorer):
     """Try several scorers: cut and refit each one's plan, and compare their held-out losses.
 
-    No scorer is best on every task. Each candidate scores all rows, and heads are selected by the
-    budget. A copy of the model is cut, refitted on one half of the rows, and judged by its loss on
-    the other half; then the halves change places. The first candidate whose loss is within one
-    standard error of the lowest is taken. The scores are that candidate's, under its own name;
-    ``scores.choice`` holds the table, the interval of each difference, ties, and random heads
-    refitted alike. Where a model has several kinds of attention, each candidate is also judged
-    with the budget met by each kind alone, and ``hp.select`` then selects so.
+    Each candidate scores all rows, and heads are selected by the budget. A copy of the model is
+    cut, refitted on one half of the rows, and judged by its loss on the other, and the other way
+    round. The first candidate within one standard error of the lowest loss is taken. The scores
+    have its name; ``scores.choice`` holds the table. Where a model has several kinds of attention,
+    each candidate is also judged with the budget met by each kind alone.
 
     When: always, unless you know which scorer fits your model, data and budget.
     Cost: all candidates' passes (they share them), then one cut and refit per distinct plan and
-    fold.
-    Memory: that of its most expensive candidate, and a copy of the model.
+    fold. Memory: that of its most expensive candidate, and a copy of the model.
 
     Args:
-        keep: Heads to keep when candidates are judged, as ``Budget(keep_heads=)``: give the budget
-            that you will use.
-        candidates: Registered scorers, the preferred one first: by name, or with settings as
-            ``{name: settings}``.
-        refit: A recovery that does not train, or None for a cut that will not be refitted.
-        refit_settings: Its settings; None is ``feed_forward=True`` for ``lstsq``, and the defaults
-            for others.
+        keep: Heads to keep, as ``Budget(keep_heads=)``.
+        candidates: Registered scorers, the preferred one first: names, or ``{name: settings}``.
+        refit: A recovery that does not train, or None.
+        refit_settings: Its settings; None is ``feed_forward=True`` for ``lstsq``, else the
+            defaults.
         folds: Parts that the rows are dealt to.
         random_draws: Random plans to compare with.
         confidence: Of the margin.
@@ -87,24 +84,14 @@ class Auto(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = tuple(c if isinstance(c, str) else FrozenDict(c) for c in self.candidates)
-        object.__setattr__(self, "candidates", given)
-        usual = {"feed_forward": True} if self.refit == "lstsq" else {}
-        given_settings = usual if self.refit_settings is None else self.refit_settings
-        object.__setattr__(self, "refit_settings", FrozenDict(given_settings))
-        Budget(keep_heads=self.keep)
-        for name, settings in self.asked:
-            if name in ("auto", RANDOM) or not scoring.registry.get(name).needs_data:
-                hint = "random is judged anyway: see random_draws."
-                raise InvalidValue(
-                    "Auto.candidates",
-                    "scorers that read data, auto not among them",
-                    repr(name),
-                    hint,
-                )
-            _configured(name, settings)
-        if not self.candidates:
-            raise InvalidValue("Auto.candidates", "one scorer at least", "none")
+        candidates = tuple(c if isinstance(c, str) else FrozenDict(c) for c in self.candidates)
+        object.__setattr__(self, "candidates", candidates)
+        refit_settings = self.refit_settings
+        if refit_settings is None:
+            refit_settings = {"feed_forward": True} if self.refit == "lstsq" else {}
+        object.__setattr__(self, "refit_settings", FrozenDict(refit_settings))
+        Budget(keep_heads=self.keep)  # refuses what is no budget
+        self._check_candidates()
         if self.folds < 2:
             raise InvalidValue("Auto.folds", "a count >= 2", self.folds)
         if self.random_draws < 0:
@@ -115,39 +102,42 @@ class Auto(Scorer):
             self._check_refit(recovery.registry.get(self.refit))
 
     @property
-    def asked(self) -> list[tuple[str, FrozenDict]]:
+    def asked(self) -> list[Named]:
         """Name and settings of every candidate.
 
         Raises:
             InvalidValue: a mapping that is not of one name to its settings.
         """
-        found = []
-        for one in self.candidates:
-            pairs = [(one, EMPTY)] if isinstance(one, str) else list(one.items())
-            if len(pairs) != 1 or not isinstance(pairs[0][1], Mapping):
-                raise InvalidValue(
-                    "Auto.candidates", "names, or mappings of one name to its settings", repr(one)
-                )
-            found.append((pairs[0][0], FrozenDict(pairs[0][1])))
-        return found
+        return list(map(_named, self.candidates))
 
     @property
     def scorers(self) -> list[Scorer]:
         """Every candidate, configured."""
-        return [_configured(name, settings) for name, settings in self.asked]
+        return list(starmap(_configured, self.asked))
+
+    def _check_candidates(self) -> None:
+        """Refuse scorers that cannot be candidates, and settings that they do not have."""
+        for name, settings in self.asked:
+            if name in ("auto", RANDOM) or not scoring.registry.get(name).needs_data:
+                must = "scorers that read data, auto not among them"
+                hint = "random is judged anyway: see random_draws."
+                raise InvalidValue("Auto.candidates", must, repr(name), hint)
+            _configured(name, settings)
+        if not self.candidates:
+            raise InvalidValue("Auto.candidates", "one scorer at least", "none")
 
     def _check_refit(self, method: type[Recovery]) -> None:
+        """Refuse a refit that trains, and settings that it does not have."""
         if method.trains:
-            hint = "Let lstsq stand in for the training."
-            raise InvalidValue(
-                "Auto.refit", "a recovery that does not train", repr(self.refit), hint
-            )
+            must = "a recovery that does not train"
+            hint = "Take lstsq in place of the training."
+            raise InvalidValue("Auto.refit", must, repr(self.refit), hint)
         _check_settings("Auto.refit_settings", str(self.refit), method, self.refit_settings or {})
 
     @property
     def settings(self) -> FrozenDict:
-        names = [f.name for f in dataclasses.fields(Auto)]
-        return FrozenDict({name: getattr(self, name) for name in names})
+        # Auto's own fields: a subclass has more, which are no settings.
+        return FrozenDict({f.name: getattr(self, f.name) for f in dataclasses.fields(Auto)})
 
     @property
     def by_example(self) -> bool:
@@ -155,18 +145,19 @@ class Auto(Scorer):
 
     @torch.inference_mode(False)
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        """Scores all candidates, judges their plans, and gives the estimate of the best.
+        """Score with all candidates, judge their plans, and return the estimate of the best.
 
         Raises:
             InvalidValue: fewer rows than two per fold, losses that depend on other examples of a
                 batch, or what a candidate refuses.
             InfeasibleBudget: no plan meets the budget.
         """
-        check_whole(
-            problem.model, "one whose weights are whole in this process, to be copied and cut"
-        )
+        must = "one whose weights are whole in this process, to be copied and cut"
+        check_whole(problem.model, must)
         problem.keep()
         folds = Folds(problem, self.folds)
+
+        # 1. Score with every candidate, and select heads by each one's scores.
         candidates = self._usable(problem)
         estimates = self._estimates(problem, candidates)
         if losses_are_coupled(problem):
@@ -176,54 +167,57 @@ class Auto(Scorer):
         # Before the copies: a model may keep what it computed last, and a tensor with a graph
         # cannot be copied.
         whole = float(whole_losses(problem, folds).mean())
-        distinct = list(dict.fromkeys(plan.mask for plan in plans))
-        problem.workers.agree(
-            "the plans of auto",
-            "the same in every process",
-            repr([[row.kept for row in mask.rows] for mask in distinct]),
-            "With a budget of speed, each process measures its own: name a scorer for that.",
-        )
-        losses, refit, notes = self._losses(problem, folds, distinct)
-        rows = losses[[distinct.index(plan.mask) for plan in plans]]  # [plans, rows]
-        kept, more = _finite(asked, rows)
-        masks = [plans[i].mask for i in kept]
-        same = [masks.index(mask) for mask in masks]
-        merged = _draws_as_one([asked[i] for i in kept], rows[kept].numpy(), same)
-        folds_of_refits = self.folds if refit else None
-        found, chosen = ranked(*merged, folds_of_refits, self.confidence)
-        taken = next(i for i in kept if candidate_name(*asked[i]) == chosen)
+
+        # 2. Judge every plan by the losses of held-out rows, equal plans once.
+        masks = [plan.mask for plan in plans]
+        distinct = list(dict.fromkeys(masks))
+        _check_equal_plans(problem, distinct)
+        of_distinct, refit, notes = self._losses(problem, folds, distinct)
+        losses = of_distinct[_first_places(masks, distinct)]  # [plans, rows]
+        finite, note = _finite(asked, losses)
+
+        # 3. Take a candidate.
+        asked, masks, losses = _at(asked, finite), _at(masks, finite), losses[finite]
+        merged = _draws_as_one(asked, losses.numpy(), _first_places(masks, masks))
+        table, chosen = ranked(*merged, self.folds if refit else None, self.confidence)
+
+        # 4. Compare its plan with the same plan without a refit.
         refitting = None
         if refit and not self.stands_in:
-            refitting = self._refitting(
-                problem, folds, plans[taken].mask, rows[taken], len(distinct)
-            )
+            names = list(starmap(candidate_name, asked))
+            taken = names.index(chosen)
+            refitting = self._refitting(problem, folds, masks[taken], losses[taken], len(distinct))
         choice = Choice(
-            candidates=found,
+            candidates=table,
             chosen=chosen,
             budget=plans[0].wanted,
             refit=refit,
             n_examples=folds.size,
             whole=whole,
             confidence=self.confidence,
-            notes=(*notes, *more),
+            notes=(*notes, *note),
             refitting=refitting,
         )
         scorer = candidates.index((choice.best.scorer, choice.best.settings))
-        return self._of(estimates[scorer], choice)
+        return _with_choice(estimates[scorer], choice)
 
     def plan(self, scores: HeadScores, alone: bool) -> PruningPlan | None:
-        """The plan that a candidate's scores are judged by.
+        """Select the plan that a candidate's scores are judged by.
 
         Args:
             scores: Of a candidate.
-            alone: Whether each kind of attention meets the budget by itself; None is returned where
-                that is no other plan, or none can be had.
+            alone: Whether each kind of attention meets the budget by itself.
+
+        Returns:
+            The plan. With ``alone`` None where that is no other plan, or where none meets the
+            budget.
         """
         if not alone:
             return self.selected(scores, None)
         groups = self.groups(scores)
         if groups is None:
             return None
+        # A budget that all heads meet together may be too small for one kind.
         try:
             return self.selected(scores, groups)
         except InfeasibleBudget:
@@ -234,36 +228,36 @@ class Auto(Scorer):
         return by_kind(scores.sites, Budget(keep_heads=self.keep))
 
     def selected(self, scores: HeadScores, groups: Mapping[str, Budget] | None) -> PruningPlan:
-        """The plan under these budgets, or under one for all heads."""
+        """Select the plan under these budgets, or under one for all heads."""
         return select(scores, groups or Budget(keep_heads=self.keep))
 
     def refit_(self, problem: ScoringProblem, small: nn.Module, batches: list[Any]) -> object:
-        """Refits a cut model in place, as it will be after the cut."""
+        """Refit a cut model in place, as it will be after the cut."""
         loss = None if is_default(problem.loss) else problem.loss
-        return recover_(
-            small, batches, self._method(), problem.model, loss, sites_of(problem.bound)
-        )
+        sites = sites_of(problem.bound)
+        return recover_(small, batches, self._method(), problem.model, loss, sites)
 
     @property
     def refit_name(self) -> str:
-        """What cut models are refitted by, in words; empty for nothing."""
+        """The recovery of cut models, in words; empty where there is none."""
         return self.refit or ""
 
     @property
     def stands_in(self) -> bool:
-        """Whether the refit stands in for a training, so that nobody asked for it."""
+        """Whether the refit replaces a training, so that the user did not ask for it."""
         return False
 
     def _method(self) -> Recovery:
+        """The refit, configured."""
         assert self.refit is not None
         method: Recovery = recovery.registry.get(self.refit)(**(self.refit_settings or {}))
         return method
 
     def _usable(self, problem: ScoringProblem) -> list[Named]:
-        """The candidates; of the default ones none that calls the model itself, where the loss is
-        the user's own.
+        """The candidates that can score with the problem's loss.
 
-        Such a loss may take apart batches that the model itself does not take.
+        With the user's own loss, default candidates that call the model themselves are left out:
+        the loss may take batches that the model does not take.
         """
         if self.candidates != DEFAULT or is_default(problem.loss):
             return self.asked
@@ -271,37 +265,39 @@ class Auto(Scorer):
 
     def _estimates(self, problem: ScoringProblem, candidates: Sequence[Named]) -> list[Estimate]:
         """Every candidate's estimate; candidates share their passes."""
-        scorers = [_configured(name, settings) for name, settings in candidates]
+        scorers = list(starmap(_configured, candidates))
+        # Scorers that are registered here gather what they read in one pass.
         problem.scorers = (*problem.scorers, *scorers)
         return [scorer.estimate(problem) for scorer in scorers]
 
     def _plans(
         self, problem: ScoringProblem, candidates: Sequence[Named], estimates: Sequence[Estimate]
     ) -> tuple[list[Asked], list[PruningPlan]]:
-        """What is asked, and its plan, of every candidate and random draw."""
-        seeds = [self.seed + _FIRST_DRAW + i for i in range(self.random_draws)]
-        draws = [
-            _configured(RANDOM, FrozenDict({"seed": seed})).estimate(problem) for seed in seeds
-        ]
-        scored = [
-            *zip(candidates, estimates, strict=True),
-            *(((RANDOM, EMPTY), draw) for draw in draws),
-        ]
-        asked, plans = [], []
-        for (name, settings), estimate in scored:
-            scores = _scores(problem, name, estimate)
-            for alone in (False,) if name == RANDOM else (False, True):
-                plan = self.plan(scores, alone)
-                if plan is not None:
-                    asked.append((name, settings, alone))
-                    plans.append(plan)
+        """Every candidate with its plan, and after them every random draw with its plan."""
+        asked: list[Asked] = []
+        plans: list[PruningPlan] = []
+
+        def add(named: Named, estimate: Estimate, alone: bool) -> None:
+            plan = self.plan(_scores(problem, named[0], estimate), alone)
+            if plan is not None:
+                asked.append((*named, alone))
+                plans.append(plan)
+
+        for named, estimate in zip(candidates, estimates, strict=True):
+            add(named, estimate, alone=False)
+            add(named, estimate, alone=True)
+        for number in range(self.random_draws):
+            seed = self.seed + _FIRST_DRAW + number
+            draw = _configured(RANDOM, {"seed": seed})
+            add((RANDOM, EMPTY), draw.estimate(problem), alone=False)
         return asked, plans
 
     def _losses(
         self, problem: ScoringProblem, folds: Folds, masks: Sequence[HeadMask]
     ) -> tuple[torch.Tensor, str, tuple[str, ...]]:
-        """``[masks, rows]``, what refitted the cut models, and notes."""
+        """``[masks, rows]``, the name of the refit that was used, and notes."""
         refit: Refit | None = partial(self.refit_, problem) if self.refit_name else None
+        # A model that cannot be refitted is judged by the cut alone, in every process.
         try:
             return held_out_losses(problem, folds, masks, refit), self.refit_name, ()
         except RefitRefused as error:
@@ -328,44 +324,76 @@ class Auto(Scorer):
         low, high = interval(difference, self.folds, self.confidence, n_plans)
         return Refitting(float(alone.mean()), low, high)
 
-    def _of(self, estimate: Estimate, choice: Choice) -> Estimate:
-        """The estimate of the chosen candidate, with the choice and what there is to say about
-        it."""
-        said = [*choice.notes]
-        if choice.ties:
-            names = " and ".join([choice.chosen, *(c.name for c in choice.ties)])
-            said.append(
-                f"On these rows {names} are equally good, though they keep different heads."
-            )
-        said += filter(None, (choice.doubt, choice.refit_doubt))
-        notes = [*estimate.notes, *(f"auto: {note}" for note in said)]
-        return replace(estimate, notes=tuple(notes), choice=choice)
+
+def _named(candidate: str | Mapping[str, Mapping[str, Any]]) -> Named:
+    """Name and settings of a candidate, as the user gave it."""
+    if isinstance(candidate, str):
+        return candidate, EMPTY
+    pairs = list(candidate.items())
+    if len(pairs) != 1 or not isinstance(pairs[0][1], Mapping):
+        must = "names, or mappings of one name to its settings"
+        raise InvalidValue("Auto.candidates", must, repr(candidate))
+    name, settings = pairs[0]
+    return name, FrozenDict(settings)
+
+
+def _check_equal_plans(problem: ScoringProblem, masks: Sequence[HeadMask]) -> None:
+    """Refuse plans that differ between the processes, which share the work on them.
+
+    Raises:
+        InvalidValue: in every process, where the plans differ.
+    """
+    problem.workers.agree(
+        "the plans of auto",
+        "the same in every process",
+        repr([mask.rows for mask in masks]),
+        "With a budget of speed, each process measures its own: name a scorer for that.",
+    )
+
+
+def _with_choice(estimate: Estimate, choice: Choice) -> Estimate:
+    """The estimate of the chosen candidate, with the choice and notes about it."""
+    notes = [*choice.notes]
+    if choice.ties:
+        names = " and ".join([choice.chosen, *(c.name for c in choice.ties)])
+        notes.append(f"On these rows {names} are equally good, though they keep different heads.")
+    # Each is empty where there is none.
+    notes += [choice.doubt, choice.refit_doubt]
+    of_auto = [f"auto: {note}" for note in notes if note]
+    return replace(estimate, notes=(*estimate.notes, *of_auto), choice=choice)
 
 
 def _scores(problem: ScoringProblem, name: str, estimate: Estimate) -> HeadScores:
     """An estimate as a selector takes it."""
     sites = tuple(b.site for b in problem.bound)
-    rows = estimate.values.split([len(site.units) for site in sites])
-    values = tuple(tuple(map(float, row)) for row in rows)
-    n_examples, nothing = estimate.n_examples, ModelFingerprint("", "")
-    return HeadScores(sites, values, None, name, EMPTY, n_examples, nothing, costs=problem.costs)
+    by_site = estimate.values.split(units_per_site(problem.bound))
+    return HeadScores(
+        sites=sites,
+        values=tuple(tuple(row.tolist()) for row in by_site),
+        standard_errors=None,
+        scorer=name,
+        settings=EMPTY,
+        n_examples=estimate.n_examples,
+        model=ModelFingerprint("", ""),  # these scores are never compared with a model
+        costs=problem.costs,
+    )
 
 
 def _configured(name: str, settings: Mapping[str, Any]) -> Scorer:
-    """A candidate's scorer.
+    """Make a candidate's scorer.
 
     Raises:
         UnknownName: no such scorer.
-        InvalidValue: a setting that it lacks, or that cannot be.
+        InvalidValue: a setting that it does not have, or a value that it refuses.
     """
     cls = scoring.registry.get(name)
     _check_settings("Auto.candidates", name, cls, settings)
-    found: Scorer = cls(**settings)
-    return found
+    scorer: Scorer = cls(**settings)
+    return scorer
 
 
 def _check_settings(where: str, name: str, method: Any, settings: Mapping[str, Any]) -> None:
-    """Refuses settings that a registered method, a dataclass, does not have."""
+    """Refuse settings that a registered method, a dataclass, does not have."""
     known = [f.name for f in dataclasses.fields(method)]
     for key in settings:
         if key not in known:
@@ -373,35 +401,51 @@ def _check_settings(where: str, name: str, method: Any, settings: Mapping[str, A
 
 
 def _finite(asked: Sequence[Asked], losses: torch.Tensor) -> tuple[list[int], tuple[str, ...]]:
-    """Places of those whose cut models have finite losses ``[plans, rows]``, and a note about the
-    others.
+    """Find the plans whose cut models have finite losses ``[plans, rows]``.
+
+    Returns:
+        Their places, and a note about the others.
 
     Raises:
-        InvalidValue: no scorer's has.
+        InvalidValue: no scorer's plan has finite losses.
     """
-    finite = losses.isfinite().all(1).tolist()
-    kept = [i for i, fine in enumerate(finite) if fine]
-    if not any(asked[i][0] != RANDOM for i in kept):
+    finite: list[int] = []
+    others: list[str] = []
+    any_scorer = False
+    for place, is_finite in enumerate(losses.isfinite().all(1).tolist()):
+        if is_finite:
+            finite.append(place)
+            any_scorer |= asked[place][0] != RANDOM
+        else:
+            others.append(candidate_name(*asked[place]))
+    if not any_scorer:
+        must, got = "finite for one candidate at least", "NaN or infinite"
         hint = "Look for NaN or infinite values in the batches; try a larger budget, or float32."
-        raise InvalidValue(
-            "losses of cut models", "finite for one candidate at least", "NaN or infinite", hint
-        )
-    lost = [candidate_name(*one) for one, fine in zip(asked, finite, strict=True) if not fine]
-    notes = (
-        (f"Not judged, for losses of the cut model are NaN or infinite: {', '.join(lost)}.",)
-        if lost
-        else ()
-    )
-    return kept, notes
+        raise InvalidValue("losses of cut models", must, got, hint)
+    if not others:
+        return finite, ()
+    names = ", ".join(others)
+    return finite, (f"Not judged, for losses of the cut model are NaN or infinite: {names}.",)
+
+
+def _at(items: Sequence[_T], places: Sequence[int]) -> list[_T]:
+    return [items[i] for i in places]
+
+
+def _first_places(items: Sequence[HeadMask], among: Sequence[HeadMask]) -> list[int]:
+    """Of every item, the first place where it is among others."""
+    return [among.index(item) for item in items]
 
 
 def _draws_as_one(
     asked: list[Asked], losses: Floats, same: list[int]
 ) -> tuple[list[Asked], Floats, list[int]]:
-    """The random draws as one candidate, whose loss is their mean; it comes last, and keeps no
-    plan's heads."""
-    n_scorers = sum(name != RANDOM for name, _, _ in asked)
+    """Merge the random draws into one last candidate, whose loss ``[rows]`` is their mean."""
+    names = [name for name, _, _ in asked]
+    n_scorers = len(names) - names.count(RANDOM)  # the draws come last
     if n_scorers == len(asked):
         return asked, losses, same
-    rows = np.concatenate([losses[:n_scorers], losses[n_scorers:].mean(0, keepdims=True)])
+    mean = losses[n_scorers:].mean(0, keepdims=True)
+    rows = np.concatenate([losses[:n_scorers], mean])
+    # It has no plan of its own, so it is the first of its kind.
     return [*asked[:n_scorers], (RANDOM, EMPTY, False)], rows, [*same[:n_scorers], n_scorers]

@@ -16,7 +16,7 @@ from headprune.gating.projections import Stand
 from headprune.model.contexts import reading
 from headprune.model.processes import Workers
 from headprune.model.transfers import in_fp64, in_main_memory, sent
-from headprune.scoring._base import Estimate, ScoringProblem
+from headprune.scoring._base import Estimate, ScoringProblem, units_per_site
 from headprune.scoring._contexts import mean_contexts, read_contexts
 from headprune.scoring._distributions import content_seeds
 
@@ -118,7 +118,7 @@ class Replay:
 
 def idle(estimate: Estimate, problem: ScoringProblem) -> Estimate:
     """The estimate with a note about sites whose heads change no loss."""
-    sizes = [len(b.site.units) for b in problem.bound]
+    sizes = units_per_site(problem.bound)
     names = []
     for b, values in zip(problem.bound, estimate.values.split(sizes), strict=True):
         if len(values) and not bool(values.any()):

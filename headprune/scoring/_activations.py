@@ -26,7 +26,7 @@ from headprune.model.running import batch_size, call, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, with_heads
 from headprune.scoring._contexts import by_example
 from headprune.scoring._sharing import summed
 
@@ -391,7 +391,7 @@ def _gathered(problem: ScoringProblem, scorer: ActivationScorer) -> tuple[list[A
         for other in problem.scorers:
             if isinstance(other, ActivationScorer) and other.gathers not in shared.of_kind:
                 kinds[other.gathers] = None
-        bound = [b for b in problem.bound if b.site.heads]
+        bound = with_heads(problem.bound)
         new = {kind: _made(kind, bound) for kind in kinds}
         shared.n_examples = _gather(problem, bound, list(new.values()))
         shared.of_kind.update(new)

@@ -26,7 +26,7 @@ from headprune.model.processes import Processes, Workers
 from headprune.model.running import device_of, nested_tensors, packing, undisturbed
 from headprune.model.sites import BoundSite, Sites, bind, not_taken, sites_of, unwrap
 from headprune.scoring import registry
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, units_per_site
 from headprune.scoring._resume_cache import ResumeCache, opened
 from headprune.scoring._stopping import Stable, read_until
 
@@ -370,7 +370,7 @@ def _check_alike(workers: Workers, mark: str, batches: Any, *asked: Any) -> None
 
 def _by_site(bound: list[BoundSite], flat: Tensor) -> tuple[tuple[float, ...], ...]:
     """One tuple of numbers per site, from ``[units]``."""
-    sizes = [len(b.site.units) for b in bound]
+    sizes = units_per_site(bound)
     return tuple(tuple(row.tolist()) for row in flat.split(sizes))
 
 

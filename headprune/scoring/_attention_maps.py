@@ -18,6 +18,7 @@ from headprune.model.padding import PaddingInfo
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring._activations import run
+from headprune.scoring._base import with_heads
 from headprune.scoring._maps import (
     Places,
     by_example,
@@ -66,7 +67,7 @@ def attention_maps(
     (AttentionMaps of 2 heads at 1 sites, 3 examples, (3, 5, 5))
     """
     model = unwrap(model)
-    bound = [b for b in bind(model, sites) if b.site.heads]
+    bound = with_heads(bind(model, sites))
     if not bound:
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
     batch = to_device(batch, device_of(model))

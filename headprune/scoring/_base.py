@@ -338,6 +338,16 @@ class ScoringProblem:
         return None if self.batches is None else Batches.of(self.batches)
 
 
+def units_per_site(bound: Iterable[BoundSite]) -> list[int]:
+    """The number of units of every site."""
+    return [len(b.site.units) for b in bound]
+
+
+def with_heads(bound: Iterable[BoundSite]) -> list[BoundSite]:
+    """The sites that have heads: cuts may have removed all of a site's."""
+    return [b for b in bound if b.site.heads]
+
+
 def one_of(where: str, value: str, allowed: tuple[str, ...]) -> None:
     """Refuse a setting that is not one of the allowed words."""
     if value not in allowed:

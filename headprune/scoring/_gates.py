@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from headprune.core.errors import InvalidValue
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
-from headprune.scoring._base import ScoringProblem
+from headprune.scoring._base import ScoringProblem, units_per_site
 
 #: ``weights [examples] -> [[examples, ...]]``: gradients of the weighted sum of the examples'
 #: numbers, one tensor per site.
@@ -28,7 +29,7 @@ class _UnitIndex:
 
 def n_units(problem: ScoringProblem) -> int:
     """Units of all sites."""
-    return sum(len(b.site.units) for b in problem.bound)
+    return sum(units_per_site(problem.bound))
 
 
 def gate_shapes(problem: ScoringProblem, batch: Any) -> list[tuple[int, ...]]:
@@ -115,12 +116,12 @@ def gradients_of(
     if not total.requires_grad:
         must = "connected to the model's output (not detached, not under no_grad)"
         raise InvalidValue("loss(model, batch)", must, "a tensor without a graph")
-    flat = [x for of_site in inputs for x in of_site]
+    flat = list(chain.from_iterable(inputs))
     # One backward pass for the tensors of all sites.
     remaining = iter(torch.autograd.grad(total, flat, allow_unused=True, retain_graph=keep_graph))
     gradients = []
     for b, of_site in zip(problem.bound, inputs, strict=True):
-        of_inputs = [next(remaining) for _ in of_site]
+        of_inputs = list(islice(remaining, len(of_site)))
         # A site without heads has no gate on the way to the loss.
         if b.site.heads and all(gradient is None for gradient in of_inputs):
             must = f"one that depends on {b.site.name}"

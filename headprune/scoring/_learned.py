@@ -18,7 +18,7 @@ from headprune.model.recompute import recomputed
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import sites_of
 from headprune.model.transfers import in_main_memory, sent
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, units_per_site
 from headprune.scoring._gates import by_unit, gate_dtype, gate_slopes
 from headprune.scoring.magnitude import Magnitude
 
@@ -87,7 +87,7 @@ class _GateTraining:
         self.distribution = settings.distribution()
 
         # Units per site, and [units] how many heads each has.
-        self.counts = [len(b.site.units) for b in problem.bound]
+        self.counts = units_per_site(problem.bound)
         sizes = [len(unit) for b in problem.bound for unit in b.site.units]
         self.sizes = torch.tensor(sizes, dtype=torch.float64)
 

@@ -26,7 +26,7 @@ from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_fp64, in_main_memory
 from headprune.scoring._activations import run
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, with_heads
 
 #: For every site by number, the maps of its runs in the last forward pass.
 Maps: TypeAlias = dict[int, list[Tensor]]
@@ -246,11 +246,11 @@ class _MapHooks:
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         """Note what a part of the module returned."""
-        self.parts += [t for t in tensors(out) if self._may_be_map(t)]
+        self.parts += filter(self._may_be_map, tensors(out))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         """Note what the module returned, and end the run."""
-        shown = [t for t in tensors(out) if self._may_be_map(t)] + self.parts
+        shown = [*filter(self._may_be_map, tensors(out)), *self.parts]
         self.parts = []
         place = self.places.known.get(self.bound.site.name)
         if place is not None:
@@ -369,7 +369,7 @@ class MapScorer(Scorer):
         return visible(problem.model, b, given, shape)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        bound = [b for b in problem.bound if b.site.heads]
+        bound = with_heads(problem.bound)
         device = device_of(problem.model)
 
         def of_batch(number: int, batch: Any) -> Tensor:

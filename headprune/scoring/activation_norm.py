@@ -1,5 +1,4 @@
-"""Size of a head's activations: what it hands to the output projection, or what that makes of
-it."""
+"""Size of a head's activations: the input of the output projection, or the part of its output."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ class ActivationNorm(ActivationScorer):
     factor that all heads share) and leave padding out. The standard error is a jackknife over 20
     blocks of examples.
 
-    When: no labels, and one forward pass is all that can be paid; it does not see what the loss
-    makes of a head.
+    When: no labels, and one forward pass is all that can be paid; it does not see how a head
+    changes the loss.
 
     Args:
         of: ``channels`` (the paper) or ``output``.
@@ -44,7 +43,7 @@ class ActivationNorm(ActivationScorer):
         return Magnitudes, self.of
 
     def site_values(self, statistic: Magnitudes, weights: Tensor) -> Tensor:
-        size = statistic.size(weights)
+        size = statistic.size(weights)  # of channels, or of units
         if self.of == "output":
             return size
         return torch.stack([size[unit].norm() for unit in unit_columns(statistic.bound)])

@@ -15,14 +15,14 @@ class AddOneIn(Scorer):
 
     The first marginal of the heads' Shapley value (Held & Yang 2022, "Shapley Head Pruning"), as
     ``leave_one_out`` is the last. High for a head that needs no other one; a head that reads what
-    others wrote scores nothing here. Cost and settings are those of ``leave_one_out``.
+    others wrote scores about 0 here. Cost and settings are those of ``leave_one_out``.
 
     When: to see what each head can do alone; heads that work together are underrated.
 
     Args:
-        max_bytes: Bound on the memory for what is kept of a pass and for heads that run at once,
-            about.
-        replay: False runs a whole pass a head.
+        max_bytes: Approximate bound on the memory for what is kept of a pass and for heads that run
+            at once.
+        replay: False runs a whole pass per head.
     """
 
     max_bytes: int = 2**30
@@ -32,8 +32,8 @@ class AddOneIn(Scorer):
         byte_count("AddOneIn.max_bytes", self.max_bytes)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        rows, replay = unit_rows(problem), Replay(self.max_bytes, self.replay)
-        samples = -differences(
-            problem, "add one in", rows, rows.new_zeros(rows.shape[1]), replay, nothing
-        )
+        rows = unit_rows(problem)  # [units, heads], 1 at the unit's heads
+        replay = Replay(self.max_bytes, self.replay)
+        none = rows.new_zeros(rows.shape[1])
+        samples = -differences(problem, "add one in", rows, none, replay, nothing)
         return replay.noted(averaged(samples))

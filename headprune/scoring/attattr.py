@@ -1,5 +1,4 @@
-"""Attention attribution: integrated gradients of the answer over a layer's attention maps (Hao et
-al. 2021)."""
+"""Attention attribution: integrated gradients of the answer over a layer's attention maps."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from headprune.model.precision import product_eps
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
 from headprune.scoring._activations import run
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of, with_heads
+from headprune.scoring._gates import gate_dtype
 from headprune.scoring._gradients import refuse_coupled_losses
 from headprune.scoring._maps import (
     Places,
@@ -37,25 +37,20 @@ class Attattr(Scorer):
     """``I_h = mean_i max_qk Attr_h[q, k]``, ``Attr_h = A_h * 1/m sum_{s=1..m} dF(s/m A) / dA_h``;
     labels.
 
-    A are the maps of all heads of one site; the layers below are as they are, those above follow. F
-    is the probability of the label, ``exp(-loss)``. Higher is more important; a head that only
-    speaks against the label can come out below 0. Scaling a map is gating its head,
-    ``(aA)V = a(AV)``, so every step runs with gates of s/m.
+    A are the maps of all heads of one site; the layers below keep theirs, those above follow. F is
+    the probability of the label, ``exp(-loss)``. Higher is more important; a head that only speaks
+    against the label can come out below 0.
 
     Source: Hao et al. 2021, "Self-Attention Attribution: Interpreting Information Interactions
-    Inside Transformer", equations (3) and (4) for Attr, section 5.1 for I. Differences: the label's
-    probability is that of the per-example loss, so that language models have one too (that of a
-    token, in the geometric mean); padding takes no part in the maximum; a unit of several heads is
-    the sum of theirs; a module that runs several times in a pass is scaled in all its runs, and the
-    maximum is over all of them.
+    Inside Transformer", equations (3), (4), and section 5.1. Differences: a per-example loss in
+    place of the label's probability, so that language models have one (the geometric mean over
+    tokens); no padding in the maximum; a unit of several heads is the sum of theirs; the maximum is
+    over all runs of a module.
 
     When: few examples are there, and many passes can be paid: with 32 it did about as well as
     ``taylor`` with 512.
-    Cost: ``steps`` forward passes and backward passes a site, those backward only from the loss to
-    the site. Needs maps that the values are multiplied with: Transformers' models run eagerly for
-    the pass, our own attention shows its weights. That a map is the one in use is proven in every
-    pass: ``sum_qk A dF/dA`` is the gradient of the head's gate. What fails is refused, as is a
-        fused kernel.
+    Cost: ``steps`` forward and backward passes per site; a backward pass ends at the site. Needs
+    attention maps: Transformers' models run eagerly for the pass, fused kernels are refused.
 
     Args:
         steps: m, of the sum that stands for the integral; the paper's is 20.
@@ -71,14 +66,15 @@ class Attattr(Scorer):
         one_of("Attattr.of", self.of, ("probability", "loss"))
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        bound = [b for b in problem.bound if b.site.heads]
-        device, places = device_of(problem.model), Places(problem)
+        bound = with_heads(problem.bound)
+        device = device_of(problem.model)
+        places = Places(problem)
 
         def of_batch(number: int, batch: Any) -> Tensor:
-            batch = taken(batch)
-            if not places.knows(
-                bound
-            ):  # of all sites in one pass, so that they are looked at together
+            batch = for_eager(batch)
+            if not places.knows(bound):
+                # The places of all sites in one pass, because reading them waits for an
+                # accelerator.
                 with torch.no_grad(), mapping(bound, places) as maps:
                     run(problem.model, batch, problem.loss)
                     maps()
@@ -89,7 +85,7 @@ class Attattr(Scorer):
                 problem.run_checks()
             return torch.cat([of_site.to(device) for of_site in rows], 1)
 
-        with eager(problem.model) as taken:
+        with eager(problem.model) as for_eager:
             rows = problem.rows("attention attribution", of_batch)
         return mean_over_examples(rows)
 
@@ -98,30 +94,30 @@ class Attattr(Scorer):
     ) -> Tensor:
         """``[examples, units]``."""
         size = batch_size(batch)
+        # 1. Sum the gradients over all steps, per run of the site.
         total: list[Tensor] = []
         for step in range(1, self.steps + 1):
-            maps, gradients, given = self._step(
+            maps, gradients, paddings = self._step(
                 problem, b, number, batch, step / self.steps, places
             )
-            total = (
-                gradients if not total else [t + g for t, g in zip(total, gradients, strict=True)]
-            )
-        only_padding = InvalidValue(
-            "batches", "with a token that is no padding", f"only padding at {b.site.name}"
-        )
-        best = []
-        for whole, summed, inputs in zip(
-            maps, total, given, strict=True
-        ):  # of the last step: its maps are whole
-            found = by_example(b, whole.double() * summed / self.steps, size)
-            queries, keys = visible(problem.model, b, inputs, (size, *found.shape[2:]))
+            if total:
+                gradients = [t + g for t, g in zip(total, gradients, strict=True)]
+            total = gradients
+
+        # 2. Multiply them with the maps of the last step, which are whole.
+        must, got = "with a token that is no padding", f"only padding at {b.site.name}"
+        only_padding = InvalidValue("batches", must, got)
+        largest = []  # per run [examples, heads]
+        for whole, summed, padding in zip(maps, total, paddings, strict=True):
+            attribution = by_example(b, whole.double() * summed / self.steps, size)
+            queries, keys = visible(problem.model, b, padding, (size, *attribution.shape[2:]))
             counted = queries[:, None, :, None] & keys[:, None, None, :]
             nothing = ~counted.flatten(1).any(1)
             problem.refuse_later(
                 ("a token that is no padding", b.site.name), nothing, lambda _: only_padding
             )
-            best.append(found.masked_fill(~counted, -torch.inf).amax((2, 3)))
-        return unit_sums(b, torch.stack(best).amax(0))
+            largest.append(attribution.masked_fill(~counted, -torch.inf).amax((2, 3)))
+        return unit_sums(b, torch.stack(largest).amax(0))
 
     @torch.inference_mode(False)
     @torch.enable_grad()  # whatever the caller has set
@@ -134,47 +130,49 @@ class Attattr(Scorer):
         scale: float,
         places: Places,
     ) -> tuple[list[Tensor], list[Tensor], list[PaddingInfo]]:
-        """The maps of a site's runs, the gradients of F with respect to the maps times ``scale``,
-        in fp64, and what tells the padding of each run.
-        """
-        weight = next(b.module.parameters())
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        """The maps of a site's runs, the gradients of F at the maps times ``scale`` in fp64, and
+        the padding of each run."""
+        # 1. Run the model. A gate scales the map of its head, because (aA)V = a(AV).
         shape = (batch_size(batch), len(b.site.heads))
-        gate = torch.full(shape, scale, device=device_of(b.module), dtype=wide, requires_grad=True)
+        gate = torch.full(shape, scale, device=device_of(b.module), dtype=gate_dtype(b))
+        gate.requires_grad_()
         with ExitStack() as stack:
             shown = stack.enter_context(mapping([b], places, graph=True))
             stack.enter_context(gated(problem.model, {b.site.name: gate}, sites_of(problem.bound)))
-            given = stack.enter_context(padding_info(problem.model, [b], batch))
+            paddings = stack.enter_context(padding_info(problem.model, [b], batch))
             losses = problem.losses(number, batch)
             maps = checked_runs(b, shown()[0])
-        answer = (torch.exp(-losses) if self.of == "probability" else -losses).sum()
-        if not answer.requires_grad:
+
+        # 2. Take the gradients with respect to the gate and the maps.
+        answer = -losses
+        if self.of == "probability":
+            answer = torch.exp(answer)
+        total = answer.sum()
+        if not total.requires_grad:
+            must, got = f"one that depends on {b.site.name}", "no dependence on it"
             hint = "Leave this site out with sites=, or use a loss that depends on it."
-            raise InvalidValue(
-                "the loss", f"one that depends on {b.site.name}", "no dependence on it", hint
-            )
-        of_gate, *gradients = torch.autograd.grad(answer, [gate, *maps], allow_unused=True)
-        pairs = [
-            (m.detach().double(), g.double())
-            for m, g in zip(maps, gradients, strict=True)
-            if g is not None
-        ]
-        if of_gate is None or len(pairs) < len(maps):
+            raise InvalidValue("the loss", must, got, hint)
+        of_gate, *of_maps = torch.autograd.grad(total, [gate, *maps], allow_unused=True)
+        gradients = [g.double() for g in of_maps if g is not None]
+        if of_gate is None or len(gradients) < len(maps):
             raise _unused(b)
-        inner = [by_example(b, m * g, len(of_gate)).nan_to_num(0).sum((2, 3)) for m, g in pairs]
-        expected = of_gate.double() * scale
-        slack = min(0.1, 64 * product_eps(weight.dtype, weight.device) ** 0.75) * (
-            expected.abs().max() + 1e-6
-        )
+
+        # 3. Prove that the maps are those in use: sum_qk A dF/dA is the gradient of the gate.
+        maps = [m.detach().double() for m in maps]
+        inner = []
+        for m, g in zip(maps, gradients, strict=True):
+            inner.append(by_example(b, m * g, len(of_gate)).nan_to_num(0).sum((2, 3)))
+        expected = of_gate.double() * scale  # [examples, heads]
+        weight = next(b.module.parameters())
+        tolerance = min(0.1, 64 * product_eps(weight.dtype, weight.device) ** 0.75)
+        slack = tolerance * (expected.abs().max() + 1e-6)
         apart = (torch.stack(inner).sum(0) - expected).abs() > slack
         problem.refuse_later(("a map in use", b.site.name), apart, lambda _: _unused(b))
-        return [m for m, _ in pairs], [g / scale for _, g in pairs], given[0]
+        return maps, [g / scale for g in gradients], paddings[0]
 
 
 def _unused(b: BoundSite) -> UnsupportedModel:
+    must = "what the values are multiplied with (eager attention)"
+    got = "others: their gradient is not the gate's"
     hint = "Leave this site out with sites=, or take another scorer, such as integrated_gradients."
-    must, got = (
-        "what the values are multiplied with (eager attention)",
-        "others: their gradient is not the gate's",
-    )
     return UnsupportedModel(f"the attention map of {b.site.name}", must, got, hint)

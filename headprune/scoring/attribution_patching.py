@@ -1,9 +1,10 @@
-"""First-order estimate of what the loss becomes when a head's output is replaced by another one."""
+"""First-order estimate of how the loss changes when a head's output is replaced by another one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
@@ -31,27 +32,25 @@ class AttributionPatching(GradientScorer):
     """``I_h = mean_i sum_t <base_th - ctx_ith, dl_i/dctx_ith>``: at most two forward and one
     backward pass, labels.
 
-    The first-order estimate of how much the loss rises when the head's output ``ctx``, the output
-    projection's input, is replaced at every token. Signed; higher is more important.
+    It estimates how much the loss rises when the head's output ``ctx``, the output projection's
+    input, is replaced at every token. Signed; higher is more important.
 
     Source: Nanda 2023, "Attribution Patching: Activation Patching At Industrial Scale", and Syed,
-    Rager, Conmy 2023, "Attribution Patching Outperforms Automated Circuit Discovery". There the
-    base is a corrupted input and the metric a difference of logits; here the metric is the loss,
-    and the base may be what ablations use.
+    Rager, Conmy 2023, "Attribution Patching Outperforms Automated Circuit Discovery". Their base is
+    a corrupted input and their metric a difference of logits; ours is the loss.
 
     When: the question is what a head passes on about its input (``corrupt``); to choose heads, take
     ``taylor``.
 
     Args:
         base: ``zero``, which is ``Taylor(reduce="signed")`` and shares its pass; ``mean``, the
-            head's mean output over all tokens that are no padding, in all examples; ``corrupt``,
-            its output at the same place when the model runs on a corrupted batch.
-        corrupt: For ``corrupt``: ``batch -> corrupted batch``, with the same examples and tokens
-            and whatever the loss takes. It is given each batch on the model's device and must give
-            the same for the same batch. For prepared pairs let batches carry both, and pass a loss
-            that runs the model on the clean part.
+            head's mean output over all tokens that are no padding; ``corrupt``, its output at the
+            same place on a corrupted batch.
+        corrupt: For ``corrupt``: ``batch -> corrupted batch``, with the same examples and tokens.
+            It must be deterministic. For prepared pairs
+            let batches carry both, and pass a loss that runs the clean part.
 
-    The standard error is that of the mean over examples; the mean output is taken as known.
+    The standard error is over examples; the mean output is taken as known.
 
     >>> AttributionPatching(
     ...     base="corrupt", corrupt=lambda batch: {**batch, "input_ids": batch["input_ids"].flip(0)}
@@ -78,15 +77,14 @@ class AttributionPatching(GradientScorer):
     def estimate(self, problem: ScoringProblem) -> Estimate:
         if self.base == "zero":
             return noted(problem, averaged(gathered(problem, self).rows))
-        means = mean_contexts(problem) if self.base == "mean" else {}
+        means: dict[int, Tensor] = {}
+        if self.base == "mean":
+            means = mean_contexts(problem)
 
         def of_batch(number: int, batch: Any) -> Tensor:
-            bases = (
-                self._corrupted(problem, batch)
-                if self.corrupt
-                else {site: [m] for site, m in means.items()}
-            )
-            return _effects(problem, number, batch, bases)
+            if self.base == "corrupt":
+                return _effects(problem, number, batch, self._corrupted(problem, batch))
+            return _effects(problem, number, batch, {site: [m] for site, m in means.items()})
 
         rows = problem.rows("attribution patching", of_batch)
         refuse_flat(problem, rows.abs().max())
@@ -100,17 +98,18 @@ class AttributionPatching(GradientScorer):
         return -gradients
 
     def _corrupted(self, problem: ScoringProblem, batch: Any) -> Contexts:
+        """The heads' outputs on the corrupted batch."""
         assert self.corrupt is not None
-        found: Contexts = {}
+        outputs: Contexts = {}
         corrupted = self.corrupt(batch)
 
         def take(site: int, x: Tensor, counted: Tensor | None) -> None:
-            found.setdefault(site, []).append(x)
+            outputs.setdefault(site, []).append(x)
 
         with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
             begin(corrupted)
             problem.loss(problem.model, corrupted)
-        return found
+        return outputs
 
 
 @torch.inference_mode(False)
@@ -121,24 +120,24 @@ def _effects(problem: ScoringProblem, number: int, batch: Any, bases: Contexts) 
     with leaves(problem) as contexts:
         losses = problem.losses(number, batch)
         asked = asks(problem, len(losses), losses.device)  # whether gradients of other sums follow
-        found = gradients_of(problem, losses.sum(), contexts, keep_graph=asked)
-    sizes = [len(xs) for xs in contexts]
-    of_sums = slopes_of(losses, [x for xs in contexts for x in xs])
+        gradients_of_sum = gradients_of(problem, losses.sum(), contexts, keep_graph=asked)
+    of_sums = slopes_of(losses, list(chain.from_iterable(contexts)))
 
     def effects(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        sites = zip(range(len(sizes)), contexts, gradients, strict=True)
-        return [
-            _effect(problem.bound[site], batch, losses, xs, bases[site], g) for site, xs, g in sites
-        ]
+        of_sites = []
+        for site, (xs, of_site) in enumerate(zip(contexts, gradients, strict=True)):
+            b = problem.bound[site]
+            of_sites.append(_effect(b, batch, losses, xs, bases[site], of_site))
+        return of_sites
 
     def slopes(weights: Tensor) -> list[Tensor]:
         flat = iter(of_sums(weights))
-        return effects([[next(flat) for _ in range(size)] for size in sizes])
+        return effects([list(islice(flat, len(xs))) for xs in contexts])
 
-    together = effects(found)
-    return by_unit(
-        problem, alone(losses, slopes) if coupled(problem, losses, slopes, together) else together
-    )
+    of_heads = effects(gradients_of_sum)  # per site [examples, heads]
+    if coupled(problem, losses, slopes, of_heads):
+        of_heads = alone(losses, slopes)
+    return by_unit(problem, of_heads)
 
 
 def _effect(
@@ -150,15 +149,16 @@ def _effect(
     gradients: Sequence[Tensor],
 ) -> Tensor:
     """``[examples, heads]`` of a site, in all its runs."""
-    effect = losses.new_zeros(len(losses), len(b.site.heads)).detach()
+    n_examples, n_heads = len(losses), len(b.site.heads)
+    effect = losses.new_zeros(n_examples, n_heads).detach()
     for run, (x, gradient) in enumerate(zip(contexts, gradients, strict=True)):
+        # One base may stand for all runs.
         base = bases[min(run, len(bases) - 1)].to(x.dtype)
         x = rows_of(b, x.detach(), batch)
         if base.ndim > 1 and base.shape != x.shape:
             where = f"the corrupted batch at {b.site.name}, rows x tokens x width"
-            raise InvalidValue(
-                where, f"as long as the clean one, {list(x.shape)}", list(base.shape)
-            )
-        products = (base - x) * rows_of(b, gradient, batch)
-        effect += products.reshape(len(losses), -1, len(b.site.heads), b.site.value_dim).sum((1, 3))
+            must = f"as long as the clean one, {list(x.shape)}"
+            raise InvalidValue(where, must, list(base.shape))
+        products = (base - x) * rows_of(b, gradient, batch)  # [rows, tokens, heads * width]
+        effect += products.reshape(n_examples, -1, n_heads, b.site.value_dim).sum((1, 3))
     return effect

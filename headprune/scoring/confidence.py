@@ -1,5 +1,4 @@
-"""How sure a head is where to look: the mean of its largest attention weight (Voita et al.
-2019)."""
+"""How sure a head is where to look: the mean of its largest attention weight."""
 
 from __future__ import annotations
 
@@ -24,21 +23,21 @@ class Confidence(MapScorer):
     no labels.
 
     A is the head's attention map; q and k run over the tokens that are neither padding nor
-    excluded. Higher is more confident, which the paper finds to go with importance. **A statistic
-    of the map, not importance.**
+    excluded. Higher is more confident, which the paper finds to correlate with importance.
+    **A statistic of the map, not importance.**
 
     Source: Voita et al. 2019, "Analyzing Multi-Head Self-Attention", section 4. There the end of
-    the sentence is left out; here also other tokens of your choice, both as what looks and as what
-    is looked at. Every example counts the same, whatever its length; a unit of several heads is
-    their mean. Needs maps: Transformers' models run eagerly for the pass, our own attention shows
-    its weights, a fused kernel is refused.
+    the sentence is left out; here also other tokens of your choice, both as queries and as keys.
+    Every example counts the same, whatever its length; a unit of several heads is their mean. Needs
+    maps: Transformers' models run eagerly for the pass, our own attention shows its weights, a
+    fused kernel is refused.
 
-    When: to look at heads, or to repeat what papers did; not to choose which heads stay.
+    When: to study heads, or to repeat results of papers; not to choose which heads to keep.
 
     Args:
         exclude: Ids of the tokens to leave out; None is the model's ``eos_token_id``, where its
-            configuration has one (BERT's has none: give those of [CLS] and [SEP]). PaddingInfo from
-            ``input_ids`` and ``decoder_input_ids`` (or ``labels``); where a batch has no ids
+            configuration has one (BERT's has none: give those of [CLS] and [SEP]). They are looked
+            up in ``input_ids`` and ``decoder_input_ids`` (or ``labels``); where a batch has no ids
             nothing is left out.
     """
 
@@ -52,34 +51,41 @@ class Confidence(MapScorer):
     ) -> tuple[Tensor, Tensor]:
         queries, keys = visible(problem.model, b, given, shape)
         batch = given.batch
-        excluded = _end_tokens(problem.model) if self.exclude is None else self.exclude
+        excluded = self.exclude
+        if excluded is None:
+            excluded = _end_tokens(problem.model)
         if not excluded or not isinstance(batch, Mapping):
             return queries, keys
-        decoder = b.site.kind != "self" and is_encoder_decoder(problem.model)
-        reads = _decoder_ids(problem.model, batch) if decoder else batch.get("input_ids")
-        seen = batch.get("input_ids") if b.site.kind == "cross" else reads
-        return _without(queries, reads, excluded), _without(keys, seen, excluded)
+        ids = batch.get("input_ids")
+        query_ids = key_ids = ids
+        if b.site.kind != "self" and is_encoder_decoder(problem.model):
+            query_ids = _decoder_ids(problem.model, batch)
+            # Cross-attention takes its keys from the encoder.
+            key_ids = ids if b.site.kind == "cross" else query_ids
+        return _without(queries, query_ids, excluded), _without(keys, key_ids, excluded)
 
 
 def _without(counted: Tensor, ids: Any, excluded: tuple[int, ...]) -> Tensor:
+    """The tokens that count, ``[examples, tokens]``, less those with excluded ids."""
     if not isinstance(ids, Tensor) or ids.shape != counted.shape:
         return counted
     return counted & ~torch.isin(ids, sent(excluded, ids.device)).to(counted.device)
 
 
 def _end_tokens(model: nn.Module) -> tuple[int, ...]:
-    found = getattr(getattr(model, "config", None), "eos_token_id", None)
-    return (
-        () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
-    )
+    """The ids of the model's end of a sequence: none, one or several."""
+    ids = getattr(getattr(model, "config", None), "eos_token_id", None)
+    if ids is None:
+        return ()
+    if isinstance(ids, (list, tuple)):
+        return tuple(ids)
+    return (int(ids),)
 
 
 def _decoder_ids(model: Any, batch: Mapping[str, Any]) -> Any:
-    """What the decoder reads: its own inputs, or those that the model makes from the labels."""
-    labels, make = (
-        batch.get("labels"),
-        getattr(model, "prepare_decoder_input_ids_from_labels", None),
-    )
-    if batch.get("decoder_input_ids") is not None or make is None or not isinstance(labels, Tensor):
-        return batch.get("decoder_input_ids")
+    """The ids that the decoder reads: given, or made by the model from the labels."""
+    given, labels = batch.get("decoder_input_ids"), batch.get("labels")
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if given is not None or make is None or not isinstance(labels, Tensor):
+        return given
     return make(labels)

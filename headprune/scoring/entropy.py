@@ -16,16 +16,16 @@ class Entropy(MapScorer):
     pass, no labels.
 
     A is the head's attention map, q runs over the queries that are no padding. Higher is more
-    focused, and that is taken for more important here, the same way round as for ``confidence``.
-    **A statistic of the map, not importance**: a head may be sharp and of no use (many look at a
+    focused, and counts as more important here, as for ``confidence``.
+    **A statistic of the map, not importance**: a head may be sharp and of no use (many attend to a
     separator only) or diffuse and needed.
 
     Source: entropies of heads as in Clark et al. 2019, "What Does BERT Look At?", section 3.4.
     Every example counts the same, whatever its length; a unit of several heads is their mean. Needs
     maps: Transformers' models run eagerly for the pass, our own attention shows its weights, a
-        fused kernel is refused.
+    fused kernel is refused.
 
-    When: to look at heads, or to repeat what papers did; not to choose which heads stay.
+    When: to study heads, or to repeat results of papers; not to choose which heads to keep.
     """
 
     def of_rows(self, probabilities: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from headprune.core.heads import AttentionSite
 from headprune.model.losses import Loss, default_loss
 from headprune.model.sites import bind, unwrap
 from headprune.scoring._averages import averaged, in_blocks, with_curvature
-from headprune.scoring._base import Estimate, ScoringProblem, one_of
+from headprune.scoring._base import Estimate, ScoringProblem, one_of, units_per_site
 from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gate_gradients, gathered
 
@@ -24,8 +24,8 @@ class Fisher(GradientScorer):
     """``I_h = 1/2 mean_i (dl_i/dm_h)^2`` at gates m = 1: one forward and one backward pass with
     frozen weights, labels.
 
-    Half the diagonal of the Fisher matrix ``G'G/N``: the rise of the loss when the head goes, to
-    second order, with the Fisher matrix for the Hessian and without the slope (``taylor2`` adds
+    Half the diagonal of the Fisher matrix ``G'G/N``: the rise of the loss when the head is removed,
+    to second order, with the Fisher matrix for the Hessian and without the slope (``taylor2`` adds
     it). Never negative; it vanishes on examples that the model has fitted, where ``ggn`` does not.
     The scores carry the whole matrix (``curvature``) for the selector ``quadratic``;
     ``fisher_matrix`` gives it as a tensor.
@@ -52,8 +52,8 @@ class Fisher(GradientScorer):
     def estimate(self, problem: ScoringProblem) -> Estimate:
         row = "example" if self.block == 1 else "block of examples"
         of_data = gathered(problem, self)
-        found = noted(problem, averaged(of_data.rows, of_data.n_examples, row=row))
-        return with_curvature(found, len(found.values), of_data.products)
+        estimate = noted(problem, averaged(of_data.rows, of_data.n_examples, row=row))
+        return with_curvature(estimate, len(estimate.values), of_data.products)
 
     @property
     def block_size(self) -> int:
@@ -72,11 +72,12 @@ def fisher_matrix(
     structure: str = "full",
     block: int = 1,
 ) -> Tensor:
-    """The Fisher matrix of the gates, ``G'G/N``, ``[units, units]`` in fp64: the loss rises by
-    ``1/2 (1-m)' I (1-m)``.
+    """Compute the Fisher matrix of the gates, ``G'G/N``, ``[units, units]`` in fp64.
+
+    With gates m the loss rises by ``1/2 (1-m)' I (1-m)``.
 
     Args:
-        model: The model; left as it was found.
+        model: The model; it does not change.
         batches: Batches with labels.
         loss: Per-example loss.
         sites: Default ``find_sites(model)``; units are in their order.
@@ -89,17 +90,19 @@ def fisher_matrix(
     """
     one_of("fisher_matrix(structure=)", structure, ("full", "block", "diag"))
     _check_block("fisher_matrix(block=)", block)
-    rows = in_blocks(gate_gradients(model, batches, loss, sites), block)
-    return structured(
-        rows.T @ rows / len(rows),
-        [len(b.site.units) for b in bind(unwrap(model), sites)],
-        structure,
-    )
+    rows = in_blocks(gate_gradients(model, batches, loss, sites), block)  # [blocks, units]
+    sizes = units_per_site(bind(unwrap(model), sites))
+    return structured(rows.T @ rows / len(rows), sizes, structure)
 
 
 def structured(matrix: Tensor, sizes: list[int], structure: str) -> Tensor:
-    """The part of ``[units, units]`` that a structure keeps, 0 elsewhere; ``sizes`` are the units
-    of each site."""
+    """The part of ``[units, units]`` that a structure keeps, and 0 elsewhere.
+
+    Args:
+        matrix: The whole matrix.
+        sizes: Units per site.
+        structure: As in ``fisher_matrix``.
+    """
     if structure == "full":
         return matrix
     if structure == "diag":

@@ -1,5 +1,4 @@
-"""How much a head's channels vary over tokens, weighed by what reads them: what their mean cannot
-stand in for."""
+"""How much a head's channels vary over tokens, weighted by the output projection."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ class Fluctuation(ActivationScorer):
     forward pass, no labels.
 
     x_j is channel j of the output projection's input over all tokens, W the projection. A channel
-    that does not vary can be replaced by its mean, a bias, at no loss: goes with recovery by
-    ``mean_fold``.
+    that does not vary can be replaced by its mean, a bias, at no loss: made for recovery
+    by ``mean_fold``.
 
     Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning" (FLAP), section 3.2
     (WIFV) and 3.3 (standardisation, so that layers can be ranked together). Their running variance
@@ -51,20 +50,25 @@ class Fluctuation(ActivationScorer):
         return (ChannelMoments,)
 
     def site_values(self, statistic: ChannelMoments, weights: Tensor) -> Tensor:
-        variance = statistic.variance(weights)
+        variance = statistic.variance(weights)  # [heads * width]
         channels = variance * output_weight(statistic.bound).to(variance).square().sum(0)
         if self.normalize == "zscore":
             centred = channels - channels.mean()
-            spread = channels.std() if len(channels) > 1 else channels.new_zeros(())
+            spread = channels.new_zeros(())
+            if len(channels) > 1:
+                spread = channels.std()
+            # Chosen on the device, so that nothing waits for it.
             channels = torch.where(spread > 0, centred / spread, 0)
         return torch.stack([channels[unit].mean() for unit in unit_columns(statistic.bound)])
 
     def notes(self, statistics: Iterable[ChannelMoments]) -> tuple[str, ...]:
-        given = list(statistics)
-        varies = in_main_memory(s.variance(torch.ones_like(s.count)).any() for s in given)
-        still = [s.bound.site.name for s, some in zip(given, varies, strict=True) if not bool(some)]
-        return (
-            (f"Nothing varies over the tokens at {', '.join(still)}: all scores there are 0.",)
-            if still
-            else ()
-        )
+        of_sites = list(statistics)
+        varies = in_main_memory(s.variance(torch.ones_like(s.count)).any() for s in of_sites)
+        constant = []
+        for statistic, any_varies in zip(of_sites, varies, strict=True):
+            if not bool(any_varies):
+                constant.append(statistic.bound.site.name)
+        if not constant:
+            return ()
+        names = ", ".join(constant)
+        return (f"Nothing varies over the tokens at {names}: all scores there are 0.",)

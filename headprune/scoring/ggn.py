@@ -27,7 +27,7 @@ from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
 from headprune.model.transfers import in_fp64, sent
 from headprune.scoring._averages import averaged, with_curvature
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of, units_per_site
 from headprune.scoring._coupling import OUTPUTS, coupled, refuse_coupled
 from headprune.scoring._distributions import (
     Distributions,
@@ -50,43 +50,33 @@ from headprune.scoring.fisher import structured
 
 @dataclass(frozen=True)
 class Ggn(Scorer):
-    """``I_h = 1/2 mean_i [J_i' (diag p_i - p_i p_i') J_i]_hh``, ``J = dlogits/dm``: no labels, C -
-    1 backward passes.
+    """``I_h = 1/2 mean_i [J_i' (diag p_i - p_i p_i') J_i]_hh``, ``J = dlogits/dm``: no labels,
+    C - 1 backward passes.
 
     Half the diagonal of the Hessian of ``KL(p_full || p_m)`` at gates m = 1: how far the prediction
-    moves when the head goes, to second order. It does not vanish on examples that the model has
-    fitted. The scores carry the whole matrix (``curvature``) for the selector ``quadratic``. What
-    takes the place of the softmax's ``diag p - p p'`` is the second derivative of the default loss
-    with respect to the output:
+    moves when the head is removed, to second order. The scores carry the whole matrix
+    (``curvature``) for the selector ``quadratic``.
 
-    - one distribution of C classes an example: exact with C - 1 backward passes of one forward
-      graph, because logits may be shifted until one of them does not move;
-    - regression with K outputs: ``2/K J'J``; several labels: ``1/K J' diag(p (1 - p)) J``; K
-      backward passes;
-    - a distribution for every token (language models, token classification), or for both ends of an
-      answer: the mean over those that the default loss would count, estimated with labels drawn
-      from the model's own predictions, one backward pass a draw: ``E_y[g g'] / T`` for ``g`` the
-      gradient of the T drawn labels' summed loss. Cross terms vanish in expectation, so that one
-      draw is unbiased.
+    Other outputs take the second derivative of their default loss: ``2/K J'J`` for regression,
+    ``1/K J' diag(p (1 - p)) J`` for several labels. A distribution per token is estimated with
+    drawn labels: the mean of ``g g' / T``, one backward pass per draw.
 
-    Source: Martens 2020, "New Insights and Perspectives on the Natural Gradient Method" (JMLR 21,
-    146), for the matrix and its equality with the Fisher matrix under the model's own distribution;
-    here in the gates, not the weights. Labels in a batch only say which positions count; a loss of
-    your own is not asked.
+    Source: Martens 2020, "New Insights and Perspectives on the Natural Gradient Method"; here in
+    the gates. Labels only say which positions count; a loss of your own is not asked.
 
     When: no labels and few classes, above all where the model has fitted its examples; with
     ``quadratic``.
 
     Args:
-        draws: Labels drawn for every distribution; None is exact where an example has one, and 1
-            elsewhere. Give a number where C is large.
-        seed: Of the draws. They are seeded by what an example contains, so that neither batches nor
-            padding nor the order of the data change them; examples that are equal draw equal
-            labels.
+        draws: Labels drawn per distribution. None is exact for one distribution per example, else
+            1. Give a number where C is large.
+        seed: Of the draws, which also depend on what an example contains.
 
-    The standard error is that of the mean over examples; it contains the noise of the draws.
+    The standard error is over examples, with the noise of the draws.
     """
 
+    # Exact with C - 1 passes of one forward graph, because logits may be shifted until one of them
+    # does not move.
     draws: int | None = None
     seed: int = 0
 
@@ -96,31 +86,31 @@ class Ggn(Scorer):
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         n = n_units(problem)
-        kept, drawn = not Curvature.too_large(n), False
-        total = (
-            torch.zeros(n, n, dtype=torch.float64) if kept else torch.empty(0)
-        )  # where the rows are
+        keeps_matrix = not Curvature.too_large(n)
+        drawn = False
+        total = torch.empty(0)  # [units, units], where the rows are
+        if keeps_matrix:
+            total = torch.zeros(n, n, dtype=torch.float64)
 
         def halves(number: int, batch: Any) -> Tensor:
             nonlocal drawn, total
-            rows, sampled = self.rows(problem, number, batch)
-            drawn |= sampled
-            if kept:
+            rows, drew = self.rows(problem, number, batch)
+            drawn |= drew
+            if keeps_matrix:
                 total = sent(total, rows.device) + _outer(rows)
             return rows.square().sum(1) / 2
 
         samples = collected(problem.pieces("ggn", halves, n, keep=False))
         parts = problem.gathered("ggn", lambda: {"total": total, "drawn": torch.tensor(drawn)})
-        found = averaged(
-            samples, seed=self.seed if any(bool(part["drawn"]) for part in parts) else None
-        )
-        found = with_curvature(found, n, lambda: summed(parts, "total").cpu() / found.n_examples)
-        ignored = (
-            ()
-            if is_default(problem.loss)
-            else ("loss= was not asked: ggn reads the output alone.",)
-        )
-        return replace(found, notes=(*found.notes, *ignored))
+        estimate = averaged(samples)
+        if any(bool(part["drawn"]) for part in parts):
+            estimate = replace(estimate, seed=self.seed)
+        n_examples = estimate.n_examples
+        estimate = with_curvature(estimate, n, lambda: summed(parts, "total").cpu() / n_examples)
+        if is_default(problem.loss):
+            return estimate
+        note = "loss= was not asked: ggn reads the output alone."
+        return replace(estimate, notes=(*estimate.notes, note))
 
     @torch.inference_mode(False)
     @torch.enable_grad()
@@ -129,60 +119,68 @@ class Ggn(Scorer):
         labels were drawn."""
         gates = open_gates(problem, gate_shapes(problem, batch))
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
-            found = distributions(
+            # 1. Run the model.
+            predicted = distributions(
                 problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss)
             )
-            numbers = found.numbers()
+            numbers = predicted.numbers()  # [examples]
             if coupled(problem, numbers, slopes_of(numbers, list(gates.values())), numbers=OUTPUTS):
                 refuse_coupled(problem, "ggn", OUTPUTS)
-            softmax = found.kind == "single_label_classification"
-            drawn = softmax and (self.draws is not None or found.by_token)
+            # 2. Choose the numbers to differentiate.
+            is_softmax = predicted.kind == "single_label_classification"
+            drawn = is_softmax and (self.draws is not None or predicted.by_token)
             if drawn:
                 seeds = content_seeds(problem.model, problem.given, self.seed)
-                targets = _drawn_losses(found, seeds, self.draws or 1)
+                targets = _drawn_losses(predicted, seeds, self.draws or 1)
             else:
-                output = found.logits[:, 0]
-                targets = [
-                    o.sum()
-                    for o in ((output[:, :-1] - output[:, -1:]) if softmax else output).unbind(1)
-                ]
-            slopes = []
+                targets = _summed_outputs(predicted.logits[:, 0], is_softmax)
+            # 3. Take their slopes in the gates.
+            slopes = []  # per target [examples, units]
             for target in targets:
                 keep = target is not targets[-1]
                 gradients = gate_slopes(problem, target, gates, "the model's output", keep)
                 slopes.append(in_fp64(by_unit(problem, gradients)))
-        return _weighted(torch.stack(slopes, 1), found, drawn), drawn
+        return _weighted(torch.stack(slopes, 1), predicted, drawn), drawn
 
 
 def _outer(rows: Tensor) -> Tensor:
-    """The sum of the outer products of all rows of all examples, ``[units, units]``."""
+    """``[units, units]``: the sum of the outer products of all rows of all examples."""
     return torch.einsum("irh,irk->hk", rows, rows)
 
 
-def _drawn_losses(found: Distributions, seeds: list[int], draws: int) -> list[Tensor]:
-    logits = found.logits_counted()
-    return [
-        functional.cross_entropy(logits, y, reduction="sum")
-        for y in drawn_labels(found, seeds, draws)
-    ]
+def _drawn_losses(predicted: Distributions, seeds: list[int], draws: int) -> list[Tensor]:
+    """The summed loss of every draw of labels."""
+    logits = predicted.logits_counted()
+    draws_of_labels = drawn_labels(predicted, seeds, draws)
+    return [functional.cross_entropy(logits, y, reduction="sum") for y in draws_of_labels]
 
 
-def _weighted(slopes: Tensor, found: Distributions, drawn: bool) -> Tensor:
+def _summed_outputs(output: Tensor, is_softmax: bool) -> list[Tensor]:
+    """Every column of the output ``[examples, outputs]``, summed over the examples.
+
+    Of a softmax the last logit is subtracted from the others, which leaves it no slope of its own.
+    """
+    if is_softmax:
+        output = output[:, :-1] - output[:, -1:]
+    return [column.sum() for column in output.unbind(1)]
+
+
+def _weighted(slopes: Tensor, predicted: Distributions, drawn: bool) -> Tensor:
     """Rows ``[examples, rows, units]`` from the targets' slopes, by the second derivative of the
     loss."""
     if drawn:
-        positions = sent(found.counted.sum(1).clamp(min=1).double(), slopes.device)
+        # The mean over an example's counted positions, and over draws.
+        positions = sent(predicted.counted.sum(1).clamp(min=1).double(), slopes.device)
         return slopes / (positions * slopes.shape[1]).sqrt()[:, None, None]
-    output = in_fp64(found.logits[:, 0].detach())
-    if found.kind == "regression":
+    output = in_fp64(predicted.logits[:, 0].detach())  # [examples, outputs]
+    if predicted.kind == "regression":
         root: float = (2 / output.shape[1]) ** 0.5
         return slopes * root
-    if found.kind == "multi_label_classification":
+    if predicted.kind == "multi_label_classification":
         p = output.sigmoid()
         return slopes * (p * (1 - p) / output.shape[1]).sqrt().unsqueeze(-1)
-    slopes = torch.cat(
-        [slopes, torch.zeros_like(slopes[:, :1])], 1
-    )  # the last logit, against itself
+    # The last logit, against itself, has no slope.
+    slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)
     p = output.softmax(-1).unsqueeze(-1)
     return p.sqrt() * (slopes - (p * slopes).sum(1, keepdim=True))
 
@@ -196,10 +194,10 @@ def ggn_matrix(
     draws: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """The generalised Gauss-Newton matrix of the gates, ``[units, units]`` in fp64; see ``Ggn``.
+    """Compute the generalised Gauss-Newton matrix of the gates, ``[units, units]`` in fp64.
 
     Args:
-        model: The model; left as it was found.
+        model: The model; it does not change.
         batches: Batches; labels are not needed.
         sites: Default ``find_sites(model)``; units are in their order.
         structure: ``full``, ``block`` (pairs of units of different sites are 0) or ``diag``.
@@ -209,14 +207,15 @@ def ggn_matrix(
     one_of("ggn_matrix(structure=)", structure, ("full", "block", "diag"))
     model = unwrap(model)
     bound = bind(model, sites)
-    scorer, n_examples = Ggn(draws, seed), 0
-    n_units = sum(len(b.site.units) for b in bound)
-    total = torch.zeros(n_units, n_units, dtype=torch.float64)
+    scorer = Ggn(draws, seed)
+    sizes = units_per_site(bound)
+    n_examples = 0
+    total = torch.zeros(sum(sizes), sum(sizes), dtype=torch.float64)
     problem = ScoringProblem(model, bound, batches, default_loss, progress=False)
     with undisturbed(model), problem.explained():
         problem.judge()
         for number, batch in problem.passes("ggn"):
-            rows = scorer.rows(problem, number, batch)[0]
+            rows, _ = scorer.rows(problem, number, batch)
             total = sent(total, rows.device) + _outer(rows)
             n_examples += len(rows)
-    return structured(total.cpu() / n_examples, [len(b.site.units) for b in bound], structure)
+    return structured(total.cpu() / n_examples, sizes, structure)

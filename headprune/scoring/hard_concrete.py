@@ -1,5 +1,4 @@
-"""Learned gates that close under a penalty on open ones: how open each is after all were trained
-together."""
+"""Learned gates that close under a penalty on open ones: how open each is after training."""
 
 from __future__ import annotations
 
@@ -16,17 +15,18 @@ class HardConcrete(LearnedScorer):
     and backward, labels.
 
     g_h is a hard concrete gate, whose log-odds of being open grow with log a_h; the model's weights
-    are frozen. The scores tell best at about the wanted number of heads: far below it, heads that
-    closed first are hardly told apart.
+    are frozen. The scores rank best at about the wanted number of heads: heads that closed early
+    differ little.
 
     Source: Louizos et al. 2018; Voita et al. 2019, who train the weights as well: for that see
-    ``hp.learned_gates``, which has the formula, both penalties and where we differ. Draws are one a
-    block, for all of its examples.
+    ``hp.learned_gates``, which has the formula and both penalties. There is one draw per block of
+    examples.
 
-    When: many heads go, and some hundred training steps can be paid: heads are judged together.
+    When: many heads are removed, and some hundred training steps can be paid: heads are judged
+    together.
 
     Args:
-        keep: Heads that stay in expectation: a share, or a count.
+        keep: Heads to keep in expectation: a share, or a count.
         price: What an open head costs, in units of the loss; then ``keep`` is None.
         warmup: Updates in which the target, or the price, is approached.
         temperature: Of the concrete distribution.

@@ -1,5 +1,4 @@
-"""Ablation: how much the loss rises when one head alone is switched off; exact, at a fraction of a
-pass a head."""
+"""Ablation: how much the loss rises when one head alone is switched off; exact."""
 
 from __future__ import annotations
 
@@ -29,23 +28,20 @@ class LeaveOneOut(Scorer):
     Source: Michel, Levy, Neubig 2019, section 3.2 (there on accuracy and BLEU; here on the loss,
     which is finer).
 
-    When: few heads go, and the exact answer for each alone is worth its passes.
-    Cost: a head's pass begins at its own output projection, ``about n / 2`` passes for n heads,
-    several heads at once; the numbers are those of whole passes, which a proof on two examples
-    checks. Models that cannot be played back, for example those whose examples see each other, have
-    n whole passes, and a note says so.
+    When: few heads are removed, and the exact answer for each alone is worth its passes.
+    Cost: about ``n / 2`` passes for n heads: each head's pass begins at its own output projection.
+    Two examples prove that the numbers are those of whole passes. Models that cannot be replayed,
+    for example those whose examples see each other, take n whole passes, and a note says so.
 
     Args:
-        replacement: What a head that is gone leaves: ``zero``; ``mean``, its mean output over the
-            tokens of the data (so that its bias stays, one pass more; what `mean_fold` recovers);
-            ``resample``, its output on another example (Chan et al. 2022, "Causal Scrubbing"),
-            which keeps everything but the information.
-        pool: With ``resample``, so many examples are those that others are drawn from.
-        seed: Of those draws, which go by what examples contain: the order of the data plays no
-            part.
-        max_bytes: Bound on the memory for what is kept of a pass and for heads that run at once,
-            about.
-        replay: False runs a whole pass a head.
+        replacement: The output of a removed head: ``zero``; ``mean``, its mean output over the
+            tokens of the data (one pass more; what `mean_fold` recovers); ``resample``, its output
+            on another example (Chan et al. 2022, "Causal Scrubbing").
+        pool: With ``resample``, the number of examples to draw from.
+        seed: Of those draws, which also depend on what examples contain.
+        max_bytes: Approximate bound on the memory for what is kept of a pass and for heads that run
+            at once.
+        replay: False runs a whole pass per head.
 
     The standard error is that of the mean over examples.
     """
@@ -59,30 +55,28 @@ class LeaveOneOut(Scorer):
     def __post_init__(self) -> None:
         one_of("LeaveOneOut.replacement", self.replacement, ("zero", "mean", "resample"))
         if self.pool < 2 or (self.pool != 16 and self.replacement != "resample"):
-            raise InvalidValue(
-                "LeaveOneOut.pool", "a count of examples >= 2, with 'resample' only", self.pool
-            )
+            must = "a count of examples >= 2, with 'resample' only"
+            raise InvalidValue("LeaveOneOut.pool", must, self.pool)
         byte_count("LeaveOneOut.max_bytes", self.max_bytes)
 
     @property
     def by_example(self) -> bool:
-        return self.replacement == "zero"  # what others put out stands in otherwise
+        return self.replacement == "zero"  # otherwise outputs on other examples are read
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        rows, replay = unit_rows(problem), Replay(self.max_bytes, self.replay)
-        base = rows.new_ones(rows.shape[1])
-        samples = differences(
-            problem, "leave one out", base - rows, base, replay, self._fill(problem)
-        )
+        rows = unit_rows(problem)  # [units, heads], 1 at the unit's heads
+        replay = Replay(self.max_bytes, self.replay)
+        every = rows.new_ones(rows.shape[1])
+        fill = self._fill(problem)
+        samples = differences(problem, "leave one out", every - rows, every, replay, fill)
         seed = self.seed if self.replacement == "resample" else None
         return idle(replay.noted(averaged(samples, seed=seed)), problem)
 
     def _fill(self, problem: ScoringProblem) -> Fill:
+        """The outputs that replace those of removed heads."""
         if self.replacement == "zero":
             return nothing
-        problem.keep()
-        return (
-            means(problem)
-            if self.replacement == "mean"
-            else other_contexts(problem, self.pool, self.seed)
-        )
+        problem.keep()  # they take a pass of their own
+        if self.replacement == "mean":
+            return means(problem)
+        return other_contexts(problem, self.pool, self.seed)

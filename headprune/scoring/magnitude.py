@@ -1,17 +1,18 @@
-"""Size of a head's weights: norm of its value rows times norm of its output columns; needs no
-data."""
+"""Size of a head's weights: norm of its value rows times norm of its output columns."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from headprune.attention.linear import effective_weight
 from headprune.attention.sharded import whole
-from headprune.core.slabs import rows_of, used_groups
+from headprune.core.layout import HeadSlab
+from headprune.core.slabs import HeadGeometry, rows_of, used_groups
 from headprune.model.offloaded import fetched
 from headprune.model.sites import BoundSite, lookup
 from headprune.model.transfers import in_main_memory, sent
@@ -23,8 +24,8 @@ class Magnitude(Scorer):
     """``I_h = |W_V,h| |W_O,h|`` (Frobenius norms), a bound on what the head can write for a unit
     input; no data.
 
-    A baseline that every report shows. Where a layout has no value slab the output columns stand
-    alone.
+    A baseline that every report shows. Where a layout has no value slab, the norm of the output
+    columns is the whole score.
 
     When: there are no data at all, or as a baseline; it can be worse than chance.
     """
@@ -40,31 +41,48 @@ class Magnitude(Scorer):
 
 
 def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
+    """The product of the norms of a unit's weights in all slabs."""
     site = bound.site
     positions = [site.heads.index(h) for h in unit]
     groups = used_groups(site.geometry, positions)
+    # Whether the values have a slab of their own.
+    has_values = any("value" in slab.units for slab in bound.slabs)
     size = torch.ones((), dtype=torch.float64)
-    apart = any("value" in slab.units for slab in bound.slabs)
     for slab in bound.slabs:
         target = lookup(bound.module, slab.path)
-        if isinstance(
-            target, nn.ModuleList
-        ):  # one module a head: its value's weights are among its own
-            if apart and "value" not in slab.units:
-                continue
-            heads = groups if apart else positions
-            weights = [
-                whole(p.detach()).double().flatten() for h in heads for p in target[h].parameters()
-            ]
-            size = size * torch.cat(weights).norm()
-            continue
-        weight = whole(target) if isinstance(target, Tensor) else effective_weight(target)
-        if weight.ndim != 2:  # a bias
-            continue
-        dimension = ("out", "in").index(slab.axis) if isinstance(slab.axis, str) else slab.axis
-        for kind, heads in (("value", groups), ("context", positions)):
-            if kind in slab.units:
-                rows = rows_of(site.geometry, slab.units, slab.packing, kind, heads)
-                index = sent(rows, weight.device, torch.long)
-                size = size * weight.detach().index_select(dimension, index).double().norm()
+        if not isinstance(target, nn.ModuleList):
+            for norm in _norms(site.geometry, slab, target, groups, positions):
+                size = size * norm
+        elif not has_values:
+            # One module per head, with the value's weights among its own.
+            size = size * _norm_of_modules(target, positions)
+        elif "value" in slab.units:
+            size = size * _norm_of_modules(target, groups)
     return size
+
+
+def _norms(
+    geometry: HeadGeometry, slab: HeadSlab, target: Any, groups: list[int], positions: list[int]
+) -> Iterator[Tensor]:
+    """The norms of a unit's value rows and of its context columns, as far as a slab has them."""
+    weight = whole(target) if isinstance(target, Tensor) else effective_weight(target)
+    if weight.ndim != 2:  # a bias
+        return
+    dimension = slab.axis
+    if isinstance(dimension, str):
+        dimension = ("out", "in").index(dimension)
+    for kind, heads in (("value", groups), ("context", positions)):
+        if kind in slab.units:
+            rows = rows_of(geometry, slab.units, slab.packing, kind, heads)
+            index = sent(rows, weight.device, torch.long)
+            yield weight.detach().index_select(dimension, index).double().norm()
+
+
+def _norm_of_modules(modules: nn.ModuleList, heads: list[int]) -> Tensor:
+    """The norm of all parameters of some heads' modules."""
+    weights = []
+    for head in heads:
+        parameters = modules[head].parameters()
+        weights += [whole(p.detach()).double().flatten() for p in parameters]
+    norm: Tensor = torch.cat(weights).norm()
+    return norm

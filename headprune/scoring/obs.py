@@ -1,5 +1,4 @@
-"""Block optimal brain surgeon: how much worse a layer's output can be reconstructed without a
-head."""
+"""Block optimal brain surgeon: the error of a layer's best reconstruction without a head."""
 
 from __future__ import annotations
 
@@ -31,13 +30,12 @@ class Obs(ActivationScorer, ConstantWork):
     price of a head after the others have been refitted (recovery by least squares).
 
     Source: Hassibi, Stork 1992, equation (5), for single weights; in blocks Kurtic et al. 2023
-    (ZipLM), section 3.1, and Ling et al. 2024 (SlimGPT). We take the mean over tokens, so that
-    scores do not grow with the data; the ranking within a layer is the same. One unit alone is
-    judged: two that stand in for each other both score low.
+    (ZipLM), section 3.1. We take the mean over tokens, so that scores do not grow with the data.
+    Each unit is judged alone: two that can replace each other both score low.
 
-    When: no labels, few heads go, and the rest is refitted (recovery by ``lstsq``).
-    Cost: one forward pass, ``width ** 2`` multiply-adds a token and ``blocks + 1`` inversions a
-    site; memory ``blocks * width ** 2`` fp64 numbers a site.
+    When: no labels, few heads are removed, and the rest is refitted (recovery by ``lstsq``).
+    Cost: one forward pass, ``width^2`` multiply-adds per token, ``blocks + 1`` inversions per site;
+    ``blocks width^2`` fp64 numbers per site.
 
     Args:
         ridge: lambda as a share of the mean of the diagonal of ``X'X / N``.
@@ -58,23 +56,24 @@ class Obs(ActivationScorer, ConstantWork):
     def gathers(self) -> Gathers:
         return Products, self.blocks
 
-    def only_passes(self) -> _OnlyPasses:
-        return _OnlyPasses(self.ridge, self.blocks)
+    def only_passes(self) -> _ObsPasses:
+        return _ObsPasses(self.ridge, self.blocks)
 
     def site_values(self, statistic: Products, weights: Tensor) -> Tensor:
-        products = statistic.mean(weights)
+        products = statistic.mean(weights)  # [width, width], X'X / N
+        # Not 0, even where all contexts are.
         added = (self.ridge * products.diagonal().mean()).clamp(min=1e-30)
         identity = torch.eye(len(products), dtype=products.dtype, device=products.device)
         inverse, failed = inverted(products + added * identity)
         weight = output_weight(statistic.bound).to(products)
         values = []
+        # Failures are collected without reading them, which would wait for an accelerator: a number
+        # is missing then, and ``refused`` says why.
         for unit in unit_columns(statistic.bound):
             columns = weight[:, unit]
             block, code = torch.linalg.inv_ex(inverse[unit][:, unit])
             values.append((columns @ block * columns).sum())
             failed = failed | (code != 0)
-        # Nobody looks here, for that would wait for an accelerator: ``refused`` says why a number
-        # is missing.
         return torch.stack(values).masked_fill(failed, torch.nan)
 
     def refused(self, statistic: Products) -> InvalidValue:
@@ -87,8 +86,8 @@ class Obs(ActivationScorer, ConstantWork):
         )
 
 
-class _OnlyPasses(Obs):
-    """Inverts nothing."""
+class _ObsPasses(Obs):
+    """The passes of ``Obs`` without its inverses."""
 
     def site_values(self, statistic: Products, weights: Tensor) -> Tensor:
         return torch.ones(len(statistic.bound.site.units), dtype=torch.float64)

@@ -7,13 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, units_per_site
 
 
 @dataclass(frozen=True)
 class Random(Scorer):
-    """``I_h`` uniform in [0, 1), drawn from a generator of its own; torch's random state is left
-    alone.
+    """``I_h`` uniform in [0, 1), drawn from its own generator: torch's random state is kept.
 
     When: as the baseline that every other scorer must beat.
 
@@ -26,7 +25,6 @@ class Random(Scorer):
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         generator = torch.Generator().manual_seed(self.seed)
-        n_units = sum(len(b.site.units) for b in problem.bound)
-        return Estimate(
-            torch.rand(n_units, generator=generator, dtype=torch.float64), seed=self.seed
-        )
+        n_units = sum(units_per_site(problem.bound))
+        values = torch.rand(n_units, generator=generator, dtype=torch.float64)
+        return Estimate(values, seed=self.seed)

@@ -1,5 +1,4 @@
-"""Each head's fair share of what all heads achieve together, whatever the order in which they
-come."""
+"""Each head's fair share of what all heads achieve together, averaged over orders of heads."""
 
 from __future__ import annotations
 
@@ -22,22 +21,20 @@ class Shapley(Scorer):
     Source: Shapley 1953; for heads Held & Yang 2022, "Shapley Head Pruning". The shares add up to
     ``v(all heads) - v(no head)`` exactly, for any number of orders.
 
-    When: what each head contributes is to be explained, with shares that add up to the whole, and
+    When: each head's contribution is to be explained, with shares that add up to the whole, and
     passes are no matter.
 
     Args:
-        method: ``permutation``: drawn orders (Castro et al. 2009), each together with its reverse
-            (antithetic; Mitchell et al. 2022), up to n forward passes an order. ``two_sided``: the
-            mean of ``leave_one_out`` and ``add_one_in``, 2n settings; the Shapley value itself
-            where v has no interactions of three heads or more, an estimate without its sum
-            otherwise.
+        method: ``permutation``: drawn orders (Castro et al. 2009), each with its reverse (Mitchell
+            et al. 2022), up to n forward passes per order. ``two_sided``: the mean of
+            ``leave_one_out`` and ``add_one_in``, exact where v has no interactions of three heads.
         orders: Pairs of an order and its reverse.
-        truncation: An order ends early once v is within this part of ``v(all) - v(none)`` from
-            v(all), and its last heads share the rest evenly (Ghorbani & Zou 2019, "Data Shapley",
-            who give them nothing, which loses the sum); 0 never ends early.
-        step: Heads of an order that are evaluated before that is looked at.
+        truncation: An order ends once v is within this part of ``v(all) - v(none)`` from v(all),
+            and its last heads share the rest evenly (Ghorbani & Zou 2019, "Data Shapley"); 0 never
+            ends early.
+        step: Heads of an order between two tests of that.
         seed: Of the orders.
-        max_bytes: Bound on the memory for settings that run at once, about.
+        max_bytes: Approximate bound on the memory for settings that run at once.
 
     The standard error has two parts, added as squares: over examples (the rows of
     `Estimate.samples`), and over orders.
@@ -57,45 +54,40 @@ class Shapley(Scorer):
         if self.step < 1:
             raise InvalidValue("Shapley.step", "a count >= 1", self.step)
         if not 0 <= self.truncation < 1:
-            raise InvalidValue(
-                "Shapley.truncation", "a part of the whole, 0 <= truncation < 1", self.truncation
-            )
+            must = "a part of the whole, 0 <= truncation < 1"
+            raise InvalidValue("Shapley.truncation", must, self.truncation)
         byte_count("Shapley.max_bytes", self.max_bytes)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         problem.keep()
-        rows, replay = unit_rows(problem), Replay(self.max_bytes)
+        rows = unit_rows(problem)  # [units, heads], 1 at the unit's heads
+        replay = Replay(self.max_bytes)
         every, none = rows.new_ones(rows.shape[1]), rows.new_zeros(rows.shape[1])
         if self.method == "two_sided":
-            first = -differences(problem, "shapley, heads alone", rows, none, replay, nothing)
-            last = differences(
-                problem, "shapley, heads left out", every - rows, every, replay, nothing
-            )
-            samples = (first + last) / 2
-            return replay.noted(averaged(samples))
+            what = "shapley, heads alone"
+            first = -differences(problem, what, rows, none, replay, nothing)
+            what = "shapley, heads left out"
+            last = differences(problem, what, every - rows, every, replay, nothing)
+            return replay.noted(averaged((first + last) / 2))
+
+        # 1. How much each example's loss rises without any head.
+        what = "shapley, no head"
+        whole = differences(problem, what, none[None], every, replay, nothing)[:, 0]
+
+        # 2. The mean of the shares over pairs of an order and its reverse.
         generator = torch.Generator().manual_seed(self.seed)
-        whole = differences(problem, "shapley, no head", none[None], every, replay, nothing)[:, 0]
-        samples, pairs = 0.0 * whole[:, None].expand(-1, len(rows)), []
+        samples = 0.0 * whole[:, None].expand(-1, len(rows))  # [examples, units]
+        pairs = []
         for _ in range(self.orders):
             order = torch.randperm(len(rows), generator=generator)
-            both = [self._shares(problem, rows, o, whole, replay) for o in (order, order.flip(0))]
-            pair = (both[0] + both[1]) / 2
+            forwards = self._shares(problem, rows, order, whole, replay)
+            backwards = self._shares(problem, rows, order.flip(0), whole, replay)
+            pair = (forwards + backwards) / 2
             samples = samples + pair / self.orders
             pairs.append(pair.mean(0))
-        found = replay.noted(averaged(samples, seed=self.seed))
-        _, drawn = mean_and_error(torch.stack(pairs))
-        if drawn is None:
-            note = (
-                "One pair of orders: the standard error is that over examples alone, not over"
-                " orders."
-            )
-            return replace(found, notes=(*found.notes, note))
-        if found.standard_errors is None:
-            note = "The standard error is that over orders alone."
-            return replace(found, standard_errors=drawn, notes=(*found.notes, note))
-        return replace(
-            found, standard_errors=(found.standard_errors.square() + drawn.square()).sqrt()
-        )
+
+        estimate = replay.noted(averaged(samples, seed=self.seed))
+        return _with_error_of_orders(estimate, torch.stack(pairs))
 
     def _shares(
         self, problem: ScoringProblem, rows: Tensor, order: Tensor, whole: Tensor, replay: Replay
@@ -106,18 +98,39 @@ class Shapley(Scorer):
         """
         every, none = rows.new_ones(rows.shape[1]), rows.new_zeros(rows.shape[1])
         shares = whole.new_zeros(len(whole), len(rows))
-        before, done = (
-            whole,
-            0,
-        )  # each example's loss minus that with all heads; no head is open yet
+        # Each example's loss minus that with all heads; no head is open yet.
+        before = whole
+        done = 0
         while done < len(order) - 1:
-            some = order[done : min(done + self.step, len(order) - 1)]
-            open_ = (rows[order[:done]].sum(0) if done else none) + rows[some].cumsum(0)
-            losses = differences(problem, "shapley", open_, every, replay, nothing)
-            shares[:, some] = torch.cat([before[:, None], losses[:, :-1]], 1) - losses
-            before, done = losses[:, -1], done + len(some)
+            # 1. Open the next units one by one.
+            units = order[done : min(done + self.step, len(order) - 1)]
+            opened = rows[order[:done]].sum(0) if done else none
+            settings = opened + rows[units].cumsum(0)
+            losses = differences(problem, "shapley", settings, every, replay, nothing)
+            # 2. Each gets the fall of the loss since the unit before it.
+            shares[:, units] = torch.cat([before[:, None], losses[:, :-1]], 1) - losses
+            before = losses[:, -1]
+            done += len(units)
             if abs(before.mean()) <= self.truncation * abs(whole.mean()):
                 break
-        left = order[done:]
-        shares[:, left] = before[:, None] / len(left)  # loss with all heads: 0 above itself
+        # 3. The last units share what remains: the loss with all heads is 0 above itself.
+        # Data Shapley gives them 0, so that the shares do not add up.
+        last = order[done:]
+        shares[:, last] = before[:, None] / len(last)
         return shares
+
+
+def _with_error_of_orders(estimate: Estimate, pairs: Tensor) -> Estimate:
+    """Add the variance over pairs of orders, ``[pairs, units]``, to that over examples."""
+    _, of_orders = mean_and_error(pairs)
+    of_examples = estimate.standard_errors
+    if of_orders is None:
+        note = (
+            "One pair of orders: the standard error is that over examples alone, not over orders."
+        )
+        return replace(estimate, notes=(*estimate.notes, note))
+    if of_examples is None:
+        note = "The standard error is that over orders alone."
+        return replace(estimate, standard_errors=of_orders, notes=(*estimate.notes, note))
+    both = (of_examples.square() + of_orders.square()).sqrt()
+    return replace(estimate, standard_errors=both)

@@ -1,5 +1,4 @@
-"""Learned gates of which exactly k are open: the weights by which a soft subset of heads was
-found."""
+"""Learned gates of which exactly k are open: the weights that chose a soft subset of heads."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ class SubsetTopk(LearnedScorer):
     quarters of the steps; the model's weights are frozen.
 
     Source: Li et al. 2021, who train the weights as well: for that see ``hp.learned_gates``, which
-    has the formula and where we differ. Draws are one a block, for all of its examples.
+    has the formula. There is one draw per block of examples.
 
-    When: how many heads stay is fixed, and some hundred training steps can be paid.
+    When: the number of heads to keep is fixed, and some hundred training steps can be paid.
 
     Args:
-        keep: Heads that stay, k: a share, or a count.
+        keep: Heads to keep, k: a share, or a count.
         start: T to begin with.
         end: T in the end.
         gumbel: Whether there is noise.

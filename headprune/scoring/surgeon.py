@@ -1,11 +1,10 @@
-"""In which order heads should go when the rest is refitted: what each removal adds to the loss, by
-K-FAC."""
+"""What each removal adds to the loss when the rest is refitted, head after head (K-FAC)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,60 +43,49 @@ CURVATURES = ("output", "logits", "loss")
 #: A price that would be below the one before it is above it by this share, so that the order can be
 #: read off.
 _APART = 1e-9
+#: By site number and run: a tensor, or None where there is none.
+_PerRun: TypeAlias = list[list[Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Surgeon(ConstantWork):
-    """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` when unit u is the cheapest still kept: 4 backward passes a
+    """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` of the cheapest unit u still kept: 4 backward passes per
     batch, no labels.
 
-    Of one site, x is what its output projection reads at a token and g the slope of the loss there.
-    With ``A = sum |g|^2 (x - x_mean)(x - x_mean)' / sum |g|^2`` and ``C = sum g g' / examples``,
-    ``A ⊗ C`` stands for the curvature of the loss in the projection's weights, and the expression
-    is the least that the loss rises, to second order, when unit u may no longer be read and the
-    rest of the projection is refitted. The cheapest unit of all sites goes, A and C become those of
-    the refitted projection, and so on until nothing is left. So two heads that stand in for each
-    other cost little once and much the second time, and prices of all sites are in the loss's unit.
-    They add up to the rise of the whole, but that a price that falls is raised to the one before
-    it: the k lowest are the first k that went.
+    x is what a site's output projection reads at a token, g the loss's slope there. A is the
+    covariance of x, weighted by ``|g|^2``, and ``C = sum g g' / examples``. A price is how much the
+    loss rises, to second order, when the unit is removed and the projection refitted. The cheapest
+    unit of all sites is removed, A and C updated, and so on.
 
-    Made for recovery by ``lstsq``, whose intercept is why A is centred. Slopes are those of the
-    model's own predictions (no labels, as ``ggn``), or of a loss.
+    Source: van der Ouderaa et al. 2024 (The LLM Surgeon), section 3.
 
-    Sources: Hassibi, Stork 1992, for the refit; Martens, Grosse 2015, for the factors; van der
-    Ouderaa et al. 2024 (The LLM Surgeon), section 3, for both together, rows and columns, with
-    refits on the way. Ours are the units of attention under one projection; tokens weigh in A by
-    their slopes, one step towards the nearest product; and C is taken where the projection reads,
-    ``W'(.)W``, so that layouts without a projection have it too.
-
-    When: many heads go, and the rest is refitted (recovery by ``lstsq``): each price counts what
-    went before.
-    Cost: a forward pass, and a backward pass for each class up to 4, or ``draws`` of them; then,
-    once and once more a block, an inverse of ``width ** 2`` numbers a site and ``width ** 2``
-    multiply-adds a removed channel.
-    Memory: ``2 * blocks * width ** 2`` fp64 numbers a site; a batch's contexts and their slopes of
-    one backward pass; and for removals that go together at most 256 MiB, or ``5 * width ** 2``
-    numbers where that is more.
-    Error: with 64 classes a price is off by 5 % in the median (11, 9, 2 % for ``draws`` 1, 2, 8),
-    and ranks correlate by 0.98 with the exact ones (0.97, 0.96, 0.98), where a price's standard
-    error over examples is 22 %; 8 seeds, 256 rows of HWU64, MiniLM fine-tuned, 72 heads. C has no
-    bias.
+    When: many heads are removed, and the rest is refitted (recovery by ``lstsq``): each price
+    counts the removals before it.
+    Cost: the passes, and ``blocks + 1`` inverses of ``width^2`` numbers per site; ``2 blocks
+    width^2`` fp64 numbers.
 
     Args:
-        curvature: Slopes of ``output``, the model's own predictions; of ``logits``, all classes
-            alike, whatever their probabilities, so that examples which the model is sure of count
-            as well; or of the ``loss``. None is the loss where one of yours is given, and else the
-            output.
+        curvature: Slopes of the predictions (``output``), of all classes alike (``logits``), or of
+            the ``loss``. None: ``loss`` where you give one, else ``output``.
         ridge: Added to A's diagonal, as a share of its mean.
-        draws: Backward passes for C. Where an example has more classes (or outputs), they are dealt
-            at random into so many groups, and each group's slopes are added up with random signs;
-            None is 4. Where every token has a
-            distribution: labels drawn for each; None is 1.
-        blocks: Blocks of examples for the standard error (a jackknife); 1 gives none and saves
-            memory. Where leaving out a block changes the order in which units go, the error is a
-            rough one.
-        seed: Of the draws; see ``Ggn``.
+        draws: Backward passes: groups of classes (None: 4), or labels per token (None: 1).
+        blocks: Blocks of examples for the standard error (a jackknife); 1 gives none.
+        seed: See ``Ggn``.
     """
+
+    # After Hassibi, Stork 1992 (the refit) and Martens, Grosse 2015 (the factors).
+    # - A is centred because recovery by lstsq fits an intercept.
+    # - A ⊗ C stands for the curvature in the projection's weights. Tokens weigh in A by their
+    #   slopes, which is one step towards the nearest product of this form.
+    # - The Surgeon takes C at the projection's output. Here it is W'(.)W, where the projection
+    #   reads, so that layouts without a projection have it too. It has no bias from the draws.
+    # - Two heads that do the same cost little once and much the second time. Prices of all sites
+    #   are in the loss's unit and add up to the rise of the whole, except where a falling price was
+    #   raised to the one before it.
+    # - Where leaving out a block changes the order of removal, the standard error is a rough one.
+    # Measured with 64 classes (8 seeds, 256 rows of HWU64, MiniLM fine-tuned, 72 heads): a price is
+    # off by 5 % in the median (11, 9, 2 % for draws 1, 2, 8), its standard error over examples is
+    # 22 %, and ranks correlate by 0.98 with the exact ones.
 
     curvature: Literal["output", "logits", "loss"] | None = None
     ridge: float = 1e-2
@@ -107,19 +95,15 @@ class Surgeon(ConstantWork):
 
     def __post_init__(self) -> None:
         if self.curvature is not None and self.curvature not in CURVATURES:
-            raise InvalidValue(
-                "Surgeon.curvature",
-                f"one of {', '.join(CURVATURES)}, or None",
-                repr(self.curvature),
-            )
+            must = f"one of {', '.join(CURVATURES)}, or None"
+            raise InvalidValue("Surgeon.curvature", must, repr(self.curvature))
         if not self.ridge > 0:
             raise InvalidValue("Surgeon.ridge", "a share > 0", self.ridge)
         if self.draws is not None and self.draws < 1:
             raise InvalidValue("Surgeon.draws", "at least 1, or None", self.draws)
         if self.draws is not None and self.curvature == "loss":
-            raise InvalidValue(
-                "Surgeon.draws", "None with curvature='loss', which draws nothing", self.draws
-            )
+            must = "None with curvature='loss', which draws nothing"
+            raise InvalidValue("Surgeon.draws", must, self.draws)
         if self.blocks < 1:
             raise InvalidValue("Surgeon.blocks", "a count >= 1", self.blocks)
 
@@ -127,220 +111,274 @@ class Surgeon(ConstantWork):
     def by_example(self) -> bool:
         return False
 
-    def only_passes(self) -> _OnlyPasses:
-        return _OnlyPasses(self.curvature, self.ridge, self.draws, self.blocks, self.seed)
+    def only_passes(self) -> _SurgeonPasses:
+        return _SurgeonPasses(self.curvature, self.ridge, self.draws, self.blocks, self.seed)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        own = self.curvature or ("output" if is_default(problem.loss) else "loss")
-        factors = {
-            site: Factors(b, self.blocks) for site, b in enumerate(problem.bound) if b.site.heads
-        }
+        curvature: str | None = self.curvature
+        if curvature is None:
+            curvature = "output" if is_default(problem.loss) else "loss"
 
-        seen = _Seen()
+        # 1. Gather both factors of all sites in one pass.
+        flags, of_site = self._gathered(problem, curvature)
+        factors = list(of_site.values())
+        _check(factors)
 
-        def of_share() -> dict[str, Tensor]:
-            into = problem.added(
-                seen=seen, **{str(site): factor for site, factor in factors.items()}
-            )
-            for number, first, batch in problem.share("slopes of contexts", into):
-                seen.drawn |= self._slopes(problem, number, batch, own, factors, first)
-                seen.coupled |= losses_are_coupled(problem)
-            return seen.parts()
-
-        seen.join(problem.gathered("slopes of contexts", of_share))
-        if seen.coupled:
-            remember_coupled_losses(problem)
-        for f in factors.values():
-            if problem.workers.size > 1:
-                f.join(problem.workers.exchanged(f.parts))  # one at a time: they may be large
-        _check(list(factors.values()))
-        first = problem.examples
-        examples = torch.tensor(
-            [len(range(g, first, self.blocks)) for g in range(self.blocks)], dtype=torch.float64
-        )
-        sizes = examples.int().tolist()
-        runs = torch.stack(runs_of(examples, sizes))
-        rows = pseudo_values(self._prices(list(factors.values()), examples, runs), sizes)
-        if own == "loss":
+        # 2. Price the units: with all examples, and without each block of them.
+        n_examples = problem.examples
+        sizes = [len(range(block, n_examples, self.blocks)) for block in range(self.blocks)]
+        examples = torch.tensor(sizes, dtype=torch.float64)  # [blocks]
+        runs = torch.stack(runs_of(examples, sizes))  # [runs, blocks]
+        rows = pseudo_values(self._prices(factors, examples, runs), sizes)
+        if curvature == "loss":
             refuse_flat(problem, (2 * rows.abs().max()).sqrt())  # a price is half a squared slope
-        found = averaged(rows, first, row="example" if first == 1 else "block of examples")
-        unasked = own != "loss" and not is_default(problem.loss)
-        notes = (
-            (f"loss= was not asked: curvature={own!r} reads the output alone.",) if unasked else ()
-        )
-        found = replace(found, seed=self.seed if seen.drawn else None, notes=(*found.notes, *notes))
-        return noted(problem, found) if own == "loss" else found
+
+        # 3. Average, and note what the user should know.
+        row = "example" if n_examples == 1 else "block of examples"
+        estimate = averaged(rows, n_examples, row=row)
+        if flags.drawn:
+            estimate = replace(estimate, seed=self.seed)
+        if curvature == "loss":
+            return noted(problem, estimate)
+        if is_default(problem.loss):
+            return estimate
+        note = f"loss= was not asked: curvature={curvature!r} reads the output alone."
+        return replace(estimate, notes=(*estimate.notes, note))
+
+    def _gathered(
+        self, problem: ScoringProblem, curvature: str
+    ) -> tuple[_Flags, dict[int, Factors]]:
+        """The factors of every site with heads, by its number, over the data of all processes."""
+        what = "slopes of contexts"
+        flags = _Flags()
+        factors = {}
+        for site, b in enumerate(problem.bound):
+            if b.site.heads:
+                factors[site] = Factors(b, self.blocks)
+        by_name = {str(site): factor for site, factor in factors.items()}
+
+        def add_share() -> dict[str, Tensor]:
+            into = problem.added(seen=flags, **by_name)
+            for number, first, batch in problem.share(what, into):
+                examples = range(first, first + batch_size(batch))
+                flags.drawn |= self._add_batch(problem, number, batch, curvature, factors, examples)
+                flags.coupled |= losses_are_coupled(problem)
+            return flags.parts()
+
+        flags.join(problem.gathered(what, add_share))
+        if flags.coupled:
+            remember_coupled_losses(problem)
+        if problem.workers.size > 1:
+            for factor in factors.values():
+                # One at a time, because they may be large.
+                factor.join(problem.workers.exchanged(factor.parts))
+        return flags, factors
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    def _slopes(
+    def _add_batch(
         self,
         problem: ScoringProblem,
         number: int,
         batch: Any,
-        own: str,
+        curvature: str,
         factors: Mapping[int, Factors],
-        first: int,
+        examples: range,
     ) -> bool:
-        """Adds a batch's tokens to the factors; whether labels were drawn."""
-        drawn = False
-        told: list[list[Tensor | None]] = [[] for _ in problem.bound]
+        """Add a batch's tokens to the factors, and return whether labels were drawn."""
+        # By site and run, [rows, tokens]: which tokens are no padding; None where all count.
+        tokens: _PerRun = [[] for _ in problem.bound]
 
-        def see(site: int, x: Tensor) -> None:
-            b = problem.bound[site]
-            now = inputs.now
-            told[site].append(counted(problem.model, b, rows_of(b, x.detach(), now.batch), now))
+        def note_tokens(site: int, x: Tensor) -> None:
+            b, run = problem.bound[site], inputs.now
+            rows = rows_of(b, x.detach(), run.batch)
+            tokens[site].append(counted(problem.model, b, rows, run))
 
-        with inputs_of(problem.model, problem.bound) as inputs, leaves(problem, see) as contexts:
+        with (
+            inputs_of(problem.model, problem.bound) as inputs,
+            leaves(problem, note_tokens) as contexts,
+        ):
             inputs.begin(batch)
-            if own == "loss":
-                losses = problem.losses(number, batch)
-                each = coupled(problem, losses, self._by_example(problem, batch, losses, contexts))
-                targets = list(losses.unbind()) if each else [losses.sum()]
+            # 1. Run the model, and choose the numbers to differentiate.
+            drawn = False
+            if curvature == "loss":
+                targets = _losses(problem, number, batch, contexts)
             else:
-                found = distributions(
-                    problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss)
-                )
-                numbers = found.numbers()
-                if coupled(
-                    problem,
-                    numbers,
-                    self._by_example(problem, batch, numbers, contexts),
-                    numbers=OUTPUTS,
-                ):
-                    refuse_coupled(problem, f"surgeon with curvature={own!r}", OUTPUTS)
-                seeds = content_seeds(problem.model, problem.given, self.seed)
-                of = fisher_targets if own == "output" else logit_targets
-                targets, drawn = of(found, seeds, self.draws)
-            what = "the loss" if own == "loss" else "the model's output"
-            examples = range(first, first + batch_size(batch))
-            weights: list[list[Tensor | None]] = [[None] * len(runs) for runs in contexts]
-            for number, target in enumerate(
-                targets
-            ):  # one at a time: a class's slopes are as large as the contexts
-                slopes = gradients_of(problem, target, contexts, what, number < len(targets) - 1)
-                for site, factor in factors.items():
-                    for run, g in enumerate(slopes[site]):
-                        more = factor.add_slopes(examples, g, batch, told[site][run])
-                        before = weights[site][run]
-                        weights[site][run] = more if before is None else before + more
+                targets, drawn = self._outputs(problem, number, batch, curvature, contexts)
+            # 2. Add their slopes to C.
+            what = "the loss" if curvature == "loss" else "the model's output"
+            weights: _PerRun = [[None] * len(runs) for runs in contexts]
+            # One target at a time: the slopes of one are as large as the contexts.
+            for i, target in enumerate(targets):
+                is_last = i == len(targets) - 1
+                slopes = gradients_of(problem, target, contexts, what, not is_last)
+                _add_slopes(factors, examples, batch, slopes, tokens, weights)
+        # 3. Add the contexts, weighted by the slopes of all targets, to A.
         for site, factor in factors.items():
-            for run, x in enumerate(contexts[site]):
-                weight = weights[site][run]
+            for x, weight in zip(contexts[site], weights[site], strict=True):
                 assert weight is not None  # there is a target
                 factor.add_tokens(examples, x.detach(), weight, batch)
         return drawn
 
-    def _by_example(
-        self, problem: ScoringProblem, batch: Any, numbers: Tensor, contexts: list[list[Tensor]]
-    ) -> Slopes:
-        """Slopes of numbers ``[examples]`` in all that the sites have read."""
-        runs = [(b, x) for b, xs in zip(problem.bound, contexts, strict=True) for x in xs]
-        of_sums = slopes_of(numbers, [x for _, x in runs])
-
-        def slopes(weights: Tensor) -> list[Tensor]:
-            pairs = zip(runs, of_sums(weights), strict=True)
-            rows = [
-                by_example(b, rows_of(b, g, batch), len(numbers)).flatten(1) for (b, _), g in pairs
-            ]
-            return [x.nan_to_num(0) for x in rows]  # attention may leave NaN at padding
-
-        return slopes
+    def _outputs(
+        self,
+        problem: ScoringProblem,
+        number: int,
+        batch: Any,
+        curvature: str,
+        contexts: list[list[Tensor]],
+    ) -> tuple[list[Tensor], bool]:
+        """Numbers to differentiate made of the model's output, and whether any were drawn."""
+        predicted = distributions(
+            problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss)
+        )
+        numbers = predicted.numbers()  # [examples]
+        slopes = _slopes_by_example(problem, batch, numbers, contexts)
+        if coupled(problem, numbers, slopes, numbers=OUTPUTS):
+            refuse_coupled(problem, f"surgeon with curvature={curvature!r}", OUTPUTS)
+        seeds = content_seeds(problem.model, problem.given, self.seed)
+        if curvature == "output":
+            return fisher_targets(predicted, seeds, self.draws)
+        return logit_targets(predicted, seeds, self.draws)
 
     def _prices(self, factors: Sequence[Factors], examples: Tensor, weights: Tensor) -> Tensor:
         """``[runs, units]`` from the blocks that count in each run, on the CPU.
-
-        What goes at one site changes nothing at another. So each site's order is found where its
-        sums are, without a look, all of them are brought to the CPU in one copy, and only there
-        they are merged.
 
         Args:
             factors: The sums of every site.
             examples: ``[blocks]``, how many are in each.
             weights: ``[runs, blocks]`` of 0 and 1.
         """
+        # A removal at one site changes nothing at another. So each site's order is found on its own
+        # device, without waiting for it. One copy brings all of them to the CPU, to be merged.
         removals = in_main_memory(removed(factors, weights, weights @ examples, self.ridge))
         for f, of_site in zip(factors, removals, strict=True):
             if bool(of_site[:, 1].isnan().any()):
+                must = "large enough to invert A"
                 got = f"{self.ridge} at {f.bound.site.name}, whose channels depend on each other"
-                raise InvalidValue(
-                    "Surgeon.ridge", "large enough to invert A", got, "Use 1e-2, or more data."
-                )
-        return torch.stack(
-            [_in_place([of_site[run] for of_site in removals]) for run in range(len(weights))]
-        )
+                raise InvalidValue("Surgeon.ridge", must, got, "Use 1e-2, or more data.")
+        by_run = zip(*removals, strict=True)  # of each run, [2, units] per site
+        return torch.stack([_rising(of_sites) for of_sites in by_run])
 
 
-def _in_place(removals: Sequence[Tensor]) -> Tensor:
-    """``[units]``: the prices of all sites' units in one run, none below the one before it.
-
-    Args:
-        removals: Of every site ``[2, units]``: its units in the order in which they go there, and
-            their prices.
-    """
-    orders = [
-        list(zip(map(int, units), map(float, prices), strict=True)) for units, prices in removals
-    ]
-    found: dict[tuple[int, int], float] = {}
-    highest = 0.0
-    for site, unit, price in _merged(orders):
-        highest = max(price, highest * (1 + _APART))
-        found[site, unit] = highest
-    return torch.tensor([found[place] for place in sorted(found)], dtype=torch.float64)
-
-
-class _OnlyPasses(Surgeon):
-    """Removes nothing."""
+class _SurgeonPasses(Surgeon):
+    """The passes of ``Surgeon`` without its removals."""
 
     def _prices(self, factors: Sequence[Factors], examples: Tensor, weights: Tensor) -> Tensor:
         n_units = sum(len(f.bound.site.units) for f in factors)
         return torch.ones(*weights.shape[:-1], n_units, dtype=torch.float64)
 
 
-def _merged(orders: Sequence[list[tuple[int, float]]]) -> Iterator[tuple[int, int, float]]:
-    """``(site, unit, price)`` in the order in which units go when the cheapest of all sites does;
-    of equals, the first.
+def _losses(
+    problem: ScoringProblem, number: int, batch: Any, contexts: list[list[Tensor]]
+) -> list[Tensor]:
+    """The summed loss of a batch; each example's own where losses depend on other examples."""
+    losses = problem.losses(number, batch)
+    slopes = _slopes_by_example(problem, batch, losses, contexts)
+    if coupled(problem, losses, slopes):
+        return list(losses.unbind())
+    return [losses.sum()]
+
+
+def _slopes_by_example(
+    problem: ScoringProblem, batch: Any, numbers: Tensor, contexts: list[list[Tensor]]
+) -> Slopes:
+    """Slopes of numbers ``[examples]`` in everything that the sites have read."""
+    runs = [(b, x) for b, xs in zip(problem.bound, contexts, strict=True) for x in xs]
+    of_sums = slopes_of(numbers, [x for _, x in runs])
+
+    def slopes(weights: Tensor) -> list[Tensor]:
+        of_runs = []
+        for (b, _), g in zip(runs, of_sums(weights), strict=True):
+            rows = by_example(b, rows_of(b, g, batch), len(numbers)).flatten(1)
+            of_runs.append(rows.nan_to_num(0))  # attention may leave NaN at padding
+        return of_runs
+
+    return slopes
+
+
+def _add_slopes(
+    factors: Mapping[int, Factors],
+    examples: range,
+    batch: Any,
+    slopes: Sequence[Sequence[Tensor]],
+    tokens: _PerRun,
+    weights: _PerRun,
+) -> None:
+    """Add one target's slopes to the factors, and to the ``weights`` of the tokens."""
+    for site, factor in factors.items():
+        for run, g in enumerate(slopes[site]):
+            weight = factor.add_slopes(examples, g, batch, tokens[site][run])
+            before = weights[site][run]
+            weights[site][run] = weight if before is None else before + weight
+
+
+def _rising(removals: Sequence[Tensor]) -> Tensor:
+    """``[units]``: the prices of all sites' units in one run, none below the one before it.
 
     Args:
-        orders: For every site its units and their prices, in the order in which they go there.
+        removals: Of every site ``[2, units]``: its units in their order of removal there, and their
+            prices.
+    """
+    orders = []
+    for units, prices in removals:
+        orders.append(list(zip(map(int, units), map(float, prices), strict=True)))
+    risen: dict[tuple[int, int], float] = {}
+    highest = 0.0
+    for site, unit, price in _merged(orders):
+        highest = max(price, highest * (1 + _APART))
+        risen[site, unit] = highest
+    return torch.tensor([risen[place] for place in sorted(risen)], dtype=torch.float64)
+
+
+def _merged(orders: Sequence[list[tuple[int, float]]]) -> Iterator[tuple[int, int, float]]:
+    """Yield ``(site, unit, price)`` in the order of removal, always the cheapest of all sites.
+
+    Of equal prices the first site comes first.
+
+    Args:
+        orders: For every site its units and their prices, in their order of removal there.
     """
     places = [0] * len(orders)
     for _ in range(sum(map(len, orders))):
         waiting = [site for site, order in enumerate(orders) if places[site] < len(order)]
-        site = min(waiting, key=lambda s: (orders[s][places[s]][1], s))
+        site = min(waiting, key=lambda s: orders[s][places[s]][1])
         yield site, *orders[site][places[site]]
         places[site] += 1
 
 
-class _Seen:
+class _Flags:
     """Whether labels were drawn, and whether the loss couples examples."""
 
-    drawn = coupled = False
+    drawn = False
+    coupled = False
 
     def parts(self) -> dict[str, Tensor]:
+        """Both, for the other processes."""
         return {"drawn": torch.tensor(self.drawn), "coupled": torch.tensor(self.coupled)}
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
+        """Replace both by whether they hold in any process."""
         self.drawn = any(bool(part["drawn"]) for part in parts)
         self.coupled = any(bool(part["coupled"]) for part in parts)
 
 
 def _check(factors: Sequence[Factors]) -> None:
-    """Looks at all sites at once.
+    """Check the sums of all sites, with one copy from the device.
 
     Raises:
         InvalidValue: nothing but padding reached a site, or numbers that are not finite.
     """
-    seen = in_main_memory(
-        torch.stack([f.tokens > 0, f.xx.isfinite().all() & f.gg.isfinite().all()]) for f in factors
-    )
-    for f, flags in zip(factors, seen, strict=True):
+    flags = []
+    for f in factors:
+        is_finite = f.xx.isfinite().all() & f.gg.isfinite().all()
+        flags.append(torch.stack([f.tokens > 0, is_finite]))
+    for f, of_site in zip(factors, in_main_memory(flags), strict=True):
         name = f.bound.site.name
-        reached, finite = flags.tolist()
-        if not reached:
-            raise InvalidValue(
-                "batches", "with a token that is no padding", f"only padding at {name}"
-            )
-        if not finite:
+        has_tokens, is_finite = of_site.tolist()
+        if not has_tokens:
+            got = f"only padding at {name}"
+            raise InvalidValue("batches", "with a token that is no padding", got)
+        if not is_finite:
             hint = "Look for NaN or infinite values in the batches."
             raise InvalidValue(f"what {name} gives Surgeon", "finite", "NaN or infinite", hint)

@@ -1,5 +1,4 @@
-"""First-order importance: the size of the loss's gradient with respect to a head's gate (Michel et
-al. 2019)."""
+"""First-order importance: the size of the loss's gradient with respect to a head's gate."""
 
 from __future__ import annotations
 
@@ -10,9 +9,10 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, ScoringProblem, one_of
+from headprune.scoring._base import Estimate, ScoringProblem, one_of, units_per_site
 from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gathered, token_gradients
+from headprune.scoring._rows import SummarizedRows
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Taylor(GradientScorer):
     average over examples everywhere; the authors' code counts padding and divides the last layer
     differently.
 
-    When: labels, and nothing speaks for another one: cheap, and among the best on the encoders that
-    were measured.
+    When: labels, and no reason for another one: cheap, and among the best on the encoders that were
+    measured.
 
     Args:
         reduce: ``example`` (the formula); ``token``, absolute gradients of single tokens summed
             over an example, as in the authors' code (one forward pass more); ``batch``, absolute
             mean gradients of blocks of examples in data order, as in Transformers' bertology;
             ``signed``, ``-mean_i dl_i/dm_h``, the first-order estimate of the loss's increase when
-            the head goes.
+            the head is removed.
         normalize: ``none``, or ``l2``: divide by the l2 norm of the layer's scores, as the authors
             do. It changes how the removed heads spread over layers.
-        block: Examples a block, for ``batch``.
+        block: Examples per block, for ``batch``.
 
     The standard error is that of the mean over examples (blocks); with ``l2`` the norm is taken as
     known.
@@ -50,21 +50,18 @@ class Taylor(GradientScorer):
         one_of("Taylor.reduce", self.reduce, ("example", "token", "batch", "signed"))
         one_of("Taylor.normalize", self.normalize, ("none", "l2"))
         if self.block < 1 or (self.block != 32 and self.reduce != "batch"):
-            raise InvalidValue(
-                "Taylor.block", "a count of examples, with reduce='batch' only", self.block
-            )
+            must = "a count of examples, with reduce='batch' only"
+            raise InvalidValue("Taylor.block", must, self.block)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         if self.reads_gradients:
-            found = gathered(problem, self)
-            rows, n_examples = found.rows, found.n_examples
+            of_data = gathered(problem, self)
+            rows, n_examples = of_data.rows, of_data.n_examples
         else:
             rows = token_gradients(problem)
             n_examples = len(rows) if isinstance(rows, Tensor) else rows.count
         if self.normalize == "l2":
-            mean = rows.mean(0) if isinstance(rows, Tensor) else rows.mean_and_error[0]
-            norms = _layer_norms(mean, [len(b.site.units) for b in problem.bound])
-            rows = rows / norms if isinstance(rows, Tensor) else rows.divided(norms)
+            rows = _normalized(rows, units_per_site(problem.bound))
         row = "block of examples" if self.reduce == "batch" else "example"
         return noted(problem, averaged(rows, n_examples, row=row))
 
@@ -77,9 +74,21 @@ class Taylor(GradientScorer):
         return self.block if self.reduce == "batch" else 1
 
     def of_gradients(self, gradients: Tensor) -> Tensor:
-        return -gradients if self.reduce == "signed" else gradients.abs()
+        if self.reduce == "signed":
+            return -gradients
+        return gradients.abs()
+
+
+def _normalized(rows: Tensor | SummarizedRows, sizes: list[int]) -> Tensor | SummarizedRows:
+    """The rows divided by the norm of each layer's scores; ``sizes`` are the units per layer."""
+    if isinstance(rows, Tensor):
+        return rows / _layer_norms(rows.mean(0), sizes)
+    means, _ = rows.mean_and_error
+    return rows.divided(_layer_norms(means, sizes))
 
 
 def _layer_norms(values: Tensor, sizes: list[int]) -> Tensor:
+    """``[units]``: the norm of the scores of each unit's layer."""
+    # Avoids a division by zero where all scores of a layer are 0.
     tiny = torch.finfo(values.dtype).tiny
     return torch.cat([row.norm().clamp(min=tiny).expand(len(row)) for row in values.split(sizes)])

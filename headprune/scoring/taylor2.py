@@ -1,4 +1,4 @@
-"""Slope and curvature together: the loss's rise when a head goes, to second order."""
+"""Slope and curvature together: the loss's rise when a head is removed, to second order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Taylor2(GradientScorer):
     who drop the slope because they prune at a minimum; a fine-tuned model's gates are at none. The
     Fisher matrix is per example, as in ``fisher``.
 
-    When: labels, and it matters without which heads the model is expected to do better.
+    When: labels, and the heads are of interest without which the model should do better.
 
     The standard error is that of the mean over examples.
     """

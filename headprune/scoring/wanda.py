@@ -1,4 +1,4 @@
-"""Size of the output projection's weights times the size of what they read, summed over a head."""
+"""Size of the output projection's weights times the size of their inputs, summed over a head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Wanda(ActivationScorer):
     tokens, so that scores do not grow with the data, and leave padding out. The standard error is a
     jackknife over 20 blocks of examples.
 
-    When: no labels, and a simple baseline among those that go by activations is wanted.
+    When: no labels, as a simple baseline that reads activations.
     """
 
     @property
@@ -37,6 +37,6 @@ class Wanda(ActivationScorer):
         return (ChannelMoments,)
 
     def site_values(self, statistic: ChannelMoments, weights: Tensor) -> Tensor:
-        size = statistic.mean_square(weights).sqrt()
+        size = statistic.mean_square(weights).sqrt()  # [heads * width]
         channels = size * output_weight(statistic.bound).to(size).abs().mean(0)
         return torch.stack([channels[unit].sum() for unit in unit_columns(statistic.bound)])

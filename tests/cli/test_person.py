@@ -411,9 +411,9 @@ def test_a_dry_run_judges_one_plan_of_auto_once_in_small(monkeypatch: pytest.Mon
     assert scored[:2] == [("Taylor", 1), ("Taylor", 2)]
     assert sorted(scored[2:]) == [
         ("Surgeon", 1),
-        ("_OnlyPasses", 1),
-        ("_OnlyPasses", 1),
-        ("_OnlyPasses", 2),
+        ("_SurgeonPasses", 1),
+        ("_SurgeonPasses", 1),
+        ("_SurgeonPasses", 2),
     ]
     assert judged == [8, 16]
     stages = {stage.stage: stage.basis for stage in found.stages}
