@@ -59,7 +59,7 @@ def _sides(
 ) -> tuple[list[_Unit], list[_Unit]]:
     """What stays, lowest first, and what goes, highest first, without what was told to."""
     scales = [selector.scale(row) for row in problem.scores.values]
-    settled = problem.stay | problem.go
+    settled = problem.must_keep | problem.must_remove
     units: tuple[list[_Unit], list[_Unit]] = ([], [])
     for unit in problem.scores.ranked():
         position, (shift, divisor) = (unit.site, unit.unit), scales[unit.site]

@@ -55,7 +55,8 @@ class FeasibleMoves:
         self.problem = problem
         self.places: list[Position] = list(problem.positions())
         self.free = np.array(
-            [p not in problem.stay and p not in problem.go for p in self.places], dtype=bool
+            [p not in problem.must_keep and p not in problem.must_remove for p in self.places],
+            dtype=bool,
         )
         self._site = np.array([site for site, _ in self.places], dtype=np.int64)
         self._heads = np.array([len(sites[s].units[u]) for s, u in self.places], dtype=np.int64)
@@ -123,7 +124,9 @@ class FeasibleMoves:
     def _choices(self, site: int, block: Floats) -> Choices:
         span = self.spans[site]
         free = np.flatnonzero(self.free[span])
-        forced = np.array([self.places[i] in self.problem.go for i in span], dtype=np.float64)
+        forced = np.array(
+            [self.places[i] in self.problem.must_remove for i in span], dtype=np.float64
+        )
         if len(free) <= ENUMERATED:
             rows = np.tile(forced, (2 ** len(free), 1))
             rows[:, free] = np.array(list(product((0.0, 1.0), repeat=len(free)))).reshape(

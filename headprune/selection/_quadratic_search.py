@@ -88,7 +88,7 @@ class QuadraticSearch:
     def backward_elimination(self) -> Flags | None:
         """From all heads on, out goes what raises the objective least for its cost, until the
         budget is met."""
-        gone = np.array([place in self.problem.go for place in self.on.places], dtype=bool)
+        gone = np.array([place in self.problem.must_remove for place in self.on.places], dtype=bool)
         while not self.allowed(gone):
             slope = self.matrix @ gone
             out = np.flatnonzero(self.on.free & ~gone)

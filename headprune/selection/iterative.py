@@ -64,13 +64,13 @@ class Iterative(Selector):
         inner = inner_selector(self, self.inner, self.inner_settings)
         everything = frozenset(problem.positions())
         inner.keep(problem)  # raises now, before any work, where the budget cannot be met
-        left, scores = everything - problem.go, problem.scores
+        left, scores = everything - problem.must_remove, problem.scores
         start, seen = problem.cost(left), [(left, scores)]
         for step in range(1, self.steps + 1):
             limit = self._limit(start, problem.limit, step)
             try:
                 kept = inner.keep(
-                    replace(problem, scores=scores, limit=limit, go=everything - left)
+                    replace(problem, scores=scores, limit=limit, must_remove=everything - left)
                 )
             except InfeasibleBudget:
                 return self._at_once(problem, inner, seen, step)
@@ -95,7 +95,7 @@ class Iterative(Selector):
         everything = frozenset(problem.positions())
         for back, (left, scores) in enumerate(reversed(seen)):
             try:
-                kept = inner.keep(replace(problem, scores=scores, go=everything - left))
+                kept = inner.keep(replace(problem, scores=scores, must_remove=everything - left))
             except InfeasibleBudget:
                 continue
             said = (

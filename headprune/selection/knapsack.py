@@ -82,7 +82,9 @@ def _options(
 ) -> list[tuple[Option, tuple[int, ...]]]:
     """What may stay of one site, most heads first, without what another set of its units beats."""
     free = [
-        u for u in range(len(problem.costs[site])) if (site, u) not in problem.stay | problem.go
+        u
+        for u in range(len(problem.costs[site]))
+        if (site, u) not in problem.must_keep | problem.must_remove
     ]
     alike = {(problem.costs[site][u], problem.heads(site, [u])) for u in free}
     if len(alike) < 2:
@@ -101,7 +103,7 @@ def _options(
 def _sets(problem: Problem, site: int, free: list[int], worth: _Worth) -> list[tuple[int, ...]]:
     """Sets of unlike units, at every number of heads those that no other set of as many heads
     beats."""
-    forced = tuple(u for s, u in sorted(problem.stay) if s == site)
+    forced = tuple(u for s, u in sorted(problem.must_keep) if s == site)
     fronts = {
         problem.heads(site, forced): [
             (Option(sum(problem.costs[site][u] for u in forced), 0), forced)

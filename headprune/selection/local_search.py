@@ -117,8 +117,8 @@ class LocalSearch(Selector):
 def _swaps(problem: Problem, keep: frozenset[Position]) -> Iterator[frozenset[Position]]:
     """Plans that a swap makes, the lowest kept score against the highest removed one first."""
     values = {(unit.site, unit.unit): unit.value for unit in problem.scores.units()}
-    out = keep - problem.stay
-    back = values.keys() - keep - problem.go
+    out = keep - problem.must_keep
+    back = values.keys() - keep - problem.must_remove
     pairs = sorted((values[a] - values[b], a, b) for a in out for b in back)
     for _, a, b in pairs:
         swapped = keep - {a} | {b}

@@ -30,7 +30,9 @@ class Uniform(Selector):
         rows = problem.states(places(best_first(problem.scores)))
         sizes = [len(site.units) for site in problem.scores.sites]
         shares = [Fraction(0), *sorted({Fraction(k, n) for n in sizes for k in range(1, n + 1)})]
-        some = problem.beside is None and any(units for row in rows for units in row.values())
+        some = problem.kept_elsewhere is None and any(
+            units for row in rows for units in row.values()
+        )
         best: frozenset[Position] | None = None
         least: int | None = None
         for share in shares:

@@ -58,7 +58,7 @@ RULES: tuple[dict[str, Any], ...] = (
     {},
     {"min_heads": 2},
     {"multiple_of": 2, "min_heads": 2},
-    {"stay": frozenset({(0, 0)}), "go": frozenset({(1, 1)})},
+    {"must_keep": frozenset({(0, 0)}), "must_remove": frozenset({(1, 1)})},
 )
 
 
@@ -75,7 +75,7 @@ def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
 ) -> None:
     descent = descent_of(seed, (6, 5, 4), 6 + seed % 3, dear=seed % 2 == 1, **rules)
     problem, places = descent.problem, descent.on.places
-    gone: Units = frozenset(i for i, p in enumerate(places) if p in problem.go)
+    gone: Units = frozenset(i for i, p in enumerate(places) if p in problem.must_remove)
     while not allowed(problem, descent, gone):
         rates = []
         for i in range(len(places)):
@@ -88,7 +88,7 @@ def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
             lawful = (
                 problem.heads(places[i][0], {u for _, u in here}) in problem.counts[places[i][0]]
             )
-            if i not in gone and places[i] not in problem.stay and lawful and saved > 0:
+            if i not in gone and places[i] not in problem.must_keep and lawful and saved > 0:
                 rates.append(
                     ((objective(descent, gone | {i}) - objective(descent, gone)) / saved, i)
                 )
@@ -115,7 +115,9 @@ def test_a_large_site_has_a_choice_for_every_number_of_heads(
         free = [int(i) for i in span if descent.on.free[i]]
         if len(free) <= 3:
             continue
-        gone = frozenset(int(i) for i in span if descent.on.places[i] in descent.problem.go)
+        gone = frozenset(
+            int(i) for i in span if descent.on.places[i] in descent.problem.must_remove
+        )
         expected = {gone}
         while left := [i for i in free if i not in gone]:
             gone |= {min(left, key=lambda i: (objective(descent, gone | {i}), i))}

@@ -115,7 +115,7 @@ def test_every_currency_and_rule_against_all_choices(kind: str) -> None:
         table = {"latency": random_table(scores, seed, noise=seed % 2)} if kind == "speedup" else {}
         selector = Quadratic(min_heads=seed % 3, multiple_of=1 + (seed % 4 == 3))
         rules = (
-            {"stay": frozenset({(0, seed % 4)}), "go": frozenset({(1, seed % 3)})}
+            {"must_keep": frozenset({(0, seed % 4)}), "must_remove": frozenset({(1, seed % 3)})}
             if seed % 5
             else {}
         )
@@ -240,14 +240,18 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
         scores = curved(seed, None, 9, dear=kind != "speedup", sites=shapes)
         table = random_table(scores, seed, noise=1.0) if kind == "speedup" else None
         selector = Quadratic(min_heads=seed % 3, multiple_of=1 + (seed % 3 == 2))
-        rules = {"stay": frozenset({(0, 3)}), "go": frozenset({(1, 2)})} if seed % 2 else {}
+        rules = (
+            {"must_keep": frozenset({(0, 3)}), "must_remove": frozenset({(1, 2)})}
+            if seed % 2
+            else {}
+        )
         problem = problem_of(scores, asked(kind, 0.8), selector, latency=table, **rules)
         assert scores.curvature is not None
         moves = _feasible_moves.FeasibleMoves(problem, scores.curvature.matrix)
         gone = np.random.default_rng(seed).uniform(size=len(moves.places)) < 0.4
         gone = np.array(
             [
-                p in problem.go or (g and p not in problem.stay)
+                p in problem.must_remove or (g and p not in problem.must_keep)
                 for p, g in zip(moves.places, gone, strict=True)
             ]
         )
