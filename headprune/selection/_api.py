@@ -42,32 +42,30 @@ def select(
 ) -> PruningPlan:
     """Choose the heads to keep: the most important ones that the budget allows.
 
-    A budget is an upper bound: a plan may keep less. Of equal scores the later site and the later
-    head are removed first. Notes of the plan name close calls.
+    A plan may keep less than the budget. Of equal scores, the later head is removed first.
 
     Args:
-        scores: From `hp.score`; with costs, unless the budget counts heads.
-        budget: An upper bound. Or budgets by kind of attention (``self``, ``causal``, ``cross``)
-            or by pattern over sites' names (``"*decoder*"``); other sites keep every head.
-        selector: A name of ``hp.selection.registry.names()`` or a configured selector. Default
-            ``global_topk``; ``knapsack`` for a budget of speed.
+        scores: With costs, unless the budget counts heads.
+        budget: An upper bound. Or budgets by kind of attention or by pattern over sites' names
+            (``"*decoder*"``); other sites keep every head.
+        selector: A registered name or a configured selector. Default ``global_topk``; ``knapsack``
+            for a budget of speed.
         must_keep: Original indices by site's name.
         must_remove: The same.
-        loss: For selectors that measure masks: the rise of each example's loss, ``[masks,
-            examples]``.
-        rescore: For selectors that work in steps: the scores of a mask's heads without the others.
-        latency: For ``Budget(speedup=)``, from `headprune.bench.latency_table`.
+        loss: The rise of each example's loss, ``[masks, examples]``, for selectors that measure.
+        rescore: For selectors in steps: scores of a mask's heads alone.
+        latency: For speed, from `headprune.bench.latency_table`.
 
     Raises:
-        InfeasibleBudget: names the nearest budget that can be met.
-        InvalidValue, UnknownName: an argument that does not fit the others or the scores.
+        InfeasibleBudget: names the nearest possible budget.
+        InvalidValue, UnknownName: an argument that does not fit the others.
 
     >>> from headprune.core.codec import EMPTY
     >>> from headprune.core.heads import AttentionSite
     >>> from headprune.core.scores import ModelFingerprint
     >>> site = AttentionSite("layer", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3))
-    >>> model = ModelFingerprint("s", "w")
-    >>> scores = HeadScores((site,), ((0.1, 0.9, 0.8, 0.2),), None, "taylor", EMPTY, 32, model)
+    >>> values, model = ((0.1, 0.9, 0.8, 0.2),), ModelFingerprint("s", "w")
+    >>> scores = HeadScores((site,), values, None, "taylor", EMPTY, 32, model)
     >>> print(select(scores, Budget(keep_heads=0.5)))
     PruningPlan: 2 of 4 heads stay (global_topk, by taylor, keep 50 % of the heads)
       layer  · ■ ■ ·
@@ -101,6 +99,7 @@ def select(
     _check_latency(latency, timed)
     # 2. Choose the units to keep.
     task = SelectionTask.of(scores, must_keep, must_remove, loss, rescore, latency)
+    # A budget per group of sites is met group by group.
     groups: tuple[SiteBudget, ...] = ()
     if isinstance(budget, Budget):
         keep = _kept(task.problem(budget, chosen), chosen, name)
@@ -213,6 +212,7 @@ def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position
     known = frozenset(problem.positions())
     if not keep <= known:
         raise InvalidValue(where, "units of the problem", sorted(keep - known))
+    # The rules before the budget: a plan that breaks both is told of the rule.
     broken = problem.broken(keep)
     if broken:
         raise InvalidValue(where, "lawful", broken)
@@ -254,8 +254,10 @@ def _kept_there(
         problem = task.problem_of_sites(group.budget, places, selector, keep)
         there = _kept(problem, selector, name)
     except HeadPruneError as error:
+        # The same error, with the key of the group.
         where = error.where.replace("Budget", f"{WHERE}[{group.sites!r}]", 1)
         raise type(error)(where, error.must, error.got, error.hint) from None
+    # The problem counts the sites of the group from 0.
     elsewhere = frozenset(position for position in keep if position[0] not in places)
     return elsewhere | {(places[site], unit) for site, unit in there}
 

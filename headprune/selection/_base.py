@@ -29,29 +29,24 @@ Rescore = Callable[[HeadMask], HeadScores]
 class Problem:
     """A budget over scores, in whole numbers of one currency, with the rules of every answer.
 
-    The currency is heads, parameters, MACs, KV bytes per token, or nanoseconds. `cost`, `fits` and
-    `lawful` are all that a selector needs to know of it.
+    The currency is heads, parameters, MACs, KV bytes per token, or nanoseconds.
 
     Args:
         scores: The scored units.
         budget: The user's budget.
         costs: Per site, the cost of each of its units; zeros where `steps` are given.
         fixed: The cost of the part of the model that no selector can remove.
-        limit: The most that the kept units may cost, without `fixed`; negative where nothing can
-            be kept.
+        limit: The most that the kept units may cost, without `fixed`; it may be negative.
         steps: Per site, its cost with 0, 1, 2... heads, where costs of units do not add up
             (latency); None at a number of heads that it cannot have.
         must_keep: Units that every answer keeps.
         must_remove: Units that every answer removes.
-        min_heads: A site keeps at least this many heads, or all that it may keep; one if it cannot
-            run without.
-        multiple_of: A site keeps a multiple of this many heads, or all that are present.
+        min_heads: The fewest heads of a site, unless it may keep fewer; 1 if it cannot run without.
+        multiple_of: A site keeps a multiple of this, or all that are present.
         loss: Measures masks, for selectors that need it.
-        rescore: Scores the heads of a mask anew, in the units of `scores`, for selectors that need
-            it.
-        kept_elsewhere: The kept heads of a model of which this problem holds only some sites; a
-            `mask` has all rows.
-        notes: A selector adds here what the plan should say.
+        rescore: Scores the heads of a mask anew, for selectors that need it.
+        kept_elsewhere: Kept heads of the whole model, where this problem is about some sites only.
+        notes: What a selector adds to the plan's notes.
     """
 
     scores: HeadScores
@@ -64,6 +59,7 @@ class Problem:
     must_remove: frozenset[Position] = frozenset()
     min_heads: int = 1
     multiple_of: int = 1
+    # What some selectors need besides scores.
     loss: Loss | None = None
     rescore: Rescore | None = None
     kept_elsewhere: HeadMask | None = None
@@ -147,27 +143,32 @@ class Problem:
         return tuple(self._site_states(site, units) for site, units in enumerate(ranked))
 
     def _site_states(self, site: int, ranked: list[int]) -> dict[int, tuple[int, ...]]:
-        # 1. Add unit after unit: the first set that reaches a number of heads is its state.
-        forced = tuple(u for u in ranked if (site, u) in self.must_keep)
-        reached = {self.heads(site, forced): forced}
-        for unit in ranked:
-            if (site, unit) in self.must_keep or (site, unit) in self.must_remove:
-                continue
-            size = self._sizes[site][unit]
-            for count, units in list(reached.items()):
-                if count + size not in reached:
-                    reached[count + size] = (*units, unit)
-        # 2. Leave out the numbers of heads that a rule forbids.
+        reached = self._reached(site, ranked)
         present = self.heads(site, ranked)
         most = max(reached)
         least = max(min(self.min_heads, most), self.scores.sites[site].least)
         states = {}
         for count in sorted(reached):
             whole = count % self.multiple_of == 0 or count == present
+            # A latency table may lack a number of heads that the layout cannot have.
             possible = self.steps is None or self.steps[site][count] is not None
             if count >= least and whole and possible:
                 states[count] = reached[count]
         return states
+
+    def _reached(self, site: int, ranked: list[int]) -> dict[int, tuple[int, ...]]:
+        """The first set of units that holds so many heads, whatever `min_heads` and the like."""
+        forced = tuple(u for u in ranked if (site, u) in self.must_keep)
+        reached = {self.heads(site, forced): forced}
+        for unit in ranked:
+            if (site, unit) in self.must_keep or (site, unit) in self.must_remove:
+                continue
+            size = self._sizes[site][unit]
+            # A copy of the items: units that hold unlike numbers of heads add entries.
+            for count, units in list(reached.items()):
+                if count + size not in reached:
+                    reached[count + size] = (*units, unit)
+        return reached
 
     def positions(self) -> Iterator[Position]:
         """Every unit, in model order."""
@@ -176,6 +177,7 @@ class Problem:
     def mask(self, keep: Iterable[Position]) -> HeadMask:
         """These units as a mask of the model, with the heads that are `kept_elsewhere`."""
         here = mask_of(self.scores.sites, keep)
+        # `loss` and `rescore` take masks of the whole model.
         if self.kept_elsewhere is None:
             return here
         rows = {row.site: row for row in here.rows}
@@ -203,7 +205,9 @@ def mask_of(sites: Sequence[AttentionSite], keep: Iterable[Position]) -> HeadMas
 
 def _alternatives(counts: frozenset[int]) -> str:
     """``1, 2 or 3``."""
-    *others, last = [str(count) for count in sorted(counts)] or ["no number"]
+    if not counts:
+        return "no number"
+    *others, last = map(str, sorted(counts))
     if not others:
         return last
     return f"{', '.join(others)} or {last}"

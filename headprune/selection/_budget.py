@@ -34,6 +34,7 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
         costs, total = _prices(scores, budget)
     if total == 0 or (budget.kind == "keep_kv" and not any(map(any, costs))):
         raise _nothing_to_keep(budget)
+    # The parts that no selector can remove: their cost is taken off the limit.
     fixed = total - sum(map(sum, costs))
     return Problem(scores, budget, costs, fixed, allowance(budget.amount, total) - fixed)
 
@@ -48,6 +49,7 @@ def _prices(scores: HeadScores, budget: Budget) -> tuple[tuple[tuple[int, ...], 
         raise InvalidValue(
             f"Budget.{budget.kind}", "used with scores that carry costs", "scores without", hint
         )
+    # Attention's MACs depend on the number of tokens: by default that of the measured batch.
     length = budget.length or scores.costs.length
 
     def price(cost: Cost) -> int:
@@ -119,6 +121,7 @@ def check_leaves_a_head(problem: Problem) -> None:
         site, unit = position
         return problem.costs[site][unit], position
 
+    # 1. The cheapest answer of every site, and the cheapest head on top of it.
     cheap = sorted(problem.positions(), key=price)
     least = 0
     extra: list[int] = []  # what keeping some heads of one site adds to the least cost
@@ -129,6 +132,7 @@ def check_leaves_a_head(problem: Problem) -> None:
             return  # by this latency table the site is faster with heads, so it keeps them
         least += lowest
         extra.extend(cost - lowest for count, cost in costs.items() if count)
+    # 2. Whether the budget holds it.
     if extra and problem.limit < least + min(extra):
         raise infeasible(problem, least + min(extra), "Less would not leave one head. ")
 

@@ -38,9 +38,9 @@ class Option:
 class _Options:
     """The options of one class as arrays, [options] each, or the states of some classes."""
 
-    cost: Integers
+    cost: Integers  # whole multiples of a common divisor, from 0
     value: Integers
-    second: Integers
+    second: Integers  # decides between equal values
 
     def __getitem__(self, index: Integers) -> _Options:
         return _Options(self.cost[index], self.value[index], self.second[index])
@@ -112,12 +112,13 @@ def _solve(classes: list[_Options], room: int) -> list[int]:
             states.value[before] + options.value[chosen],
             states.second[before] + options.second[chosen],
         )
+        # Drop states that do not fit, that cannot become the best, or that another one beats.
         live = np.flatnonzero(states.cost <= room)
         live = live[_hopeful(states[live], hulls[:place], room)]
         rest = states[live]
         live = live[undominated(rest.cost, rest.value, rest.second, chosen[live])]
         states = states[live]
-        steps.append((before[live], chosen[live]))
+        steps.append((before[live], chosen[live]))  # to follow the best state back
     # Costs and values of the states rise, so the last one is the best. Follow it back.
     state = len(states.cost) - 1
     answer = []
@@ -157,6 +158,7 @@ def _hopeful(states: _Options, rest: list[_Corners], room: int) -> NDArray[np.bo
     """
     costs, values = _relaxed(rest)
     left = room - states.cost
+    # The best corner that fits is a real choice; the line to the next corner is a bound.
     known = states.value + values[np.searchsorted(costs, left, side="right") - 1]
     bound = states.value + np.interp(left * _WIDER, costs, values)
     hopeful: NDArray[np.bool_] = bound + _SLACK >= known.max(initial=0)
@@ -190,7 +192,7 @@ def _hull(options: _Options) -> _Corners:
         options.cost[order].tolist(), options.value[order].tolist(), strict=True
     ):
         if corners and value <= corners[-1][1]:
-            continue
+            continue  # costs more for no more value
         while len(corners) > 1 and _below(corners[-2], corners[-1], (cost, value)):
             corners.pop()
         corners.append((cost, value))

@@ -49,7 +49,8 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
     close_kept = swaps.close(kept, removed)
     close_removed = swaps.close(removed, kept)
     if not close_kept:
-        return ()
+        return ()  # then the other side has none either
+    # The note in words.
     stay = "stay" if len(close_kept) > 1 else "stays"
     go = "go" if len(close_removed) > 1 else "goes"
     if any(unit.error for unit in (*close_kept, *close_removed)):
@@ -174,8 +175,9 @@ class _Swaps:
         self._problem = problem
         self._across = selector.across
         rows = problem.by_site(keep)
+        # The number of kept heads of every site.
         self._heads = [problem.heads(site, units) for site, units in enumerate(rows)]
-        self._room = problem.limit - problem.cost(keep)
+        self._room = problem.limit - problem.cost(keep)  # budget that the plan does not use
         self._keep = keep
 
     def close(self, units: list[_Unit], others: list[_Unit]) -> list[_Unit]:
@@ -185,6 +187,7 @@ class _Swaps:
 
     def _side(self, units: list[_Unit]) -> _Side:
         leaves = []
+        # Site, number of heads and cost: units that are alike in these obey the same rule.
         kinds: dict[tuple[int, int, int], list[_Unit]] = {}
         for unit in units:
             price = self._price(unit)
@@ -256,15 +259,10 @@ class _Swaps:
     def _is_close_call(self, unit: _Unit, other: _Unit, reach: float) -> bool:
         if abs(other.level - unit.level) > math.hypot(unit.error, other.error):
             return False
-        if not self._within(unit, other, reach):
+        # Both sums are rounded: a pair at the very edge of the reach is no close call.
+        if not unit.level - reach <= other.level <= unit.level + reach:
             return False
         return self._possible(*self._pair(unit, other))
-
-    def _within(self, unit: _Unit, other: _Unit, reach: float) -> bool:
-        """Whether a level is at most ``reach`` from a unit's, as both sums are rounded."""
-        sign = -1.0 if unit.position in self._keep else 1.0
-        level = sign * unit.level
-        return level - reach <= sign * other.level <= level + reach
 
     def _pair(self, unit: _Unit, other: _Unit) -> tuple[_Unit, _Unit]:
         """The kept one of two units, then the removed one."""

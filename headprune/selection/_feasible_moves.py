@@ -46,7 +46,8 @@ class FeasibleMoves:
     Attributes:
         positions: All units.
         spans: Per site, the numbers of its units.
-        free: Units that may be kept or removed, [units].
+        must_remove: Units that every plan removes, [units].
+        free: Units that a plan may keep or remove, [units].
         choices: Per site, what it may lose: all lawful subsets where it has at most 12 free units;
             else one for each number of heads, by the order in which the site misses units least.
     """
@@ -55,12 +56,13 @@ class FeasibleMoves:
         sites = problem.scores.sites
         self.problem = problem
         self.positions: list[Position] = list(problem.positions())
-        settled = problem.must_keep | problem.must_remove
-        self.free = np.array([p not in settled for p in self.positions], dtype=bool)
-        # Site, heads and cost of every unit.
-        self._site = np.array([site for site, _ in self.positions], dtype=np.int64)
-        self._heads = np.array([len(sites[s].units[u]) for s, u in self.positions], dtype=np.int64)
-        self._price = np.array([problem.costs[s][u] for s, u in self.positions], dtype=np.int64)
+        must_keep = np.array([p in problem.must_keep for p in self.positions], dtype=bool)
+        self.must_remove = np.array([p in problem.must_remove for p in self.positions], dtype=bool)
+        self.free = ~must_keep & ~self.must_remove
+        # Site, number of heads and cost of every unit: three arrays, [units] each.
+        rows = [(s, len(sites[s].units[u]), problem.costs[s][u]) for s, u in self.positions]
+        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
+        self._site, self._heads, self._price = np.ascontiguousarray(columns)
         self.spans = [np.flatnonzero(self._site == site) for site in range(len(sites))]
         # [sites, heads + 1]: lawful numbers of heads, and the cost of a site by their number.
         most = max((len(site.heads) for site in sites), default=0)
@@ -135,8 +137,7 @@ class FeasibleMoves:
         """What a site may lose, by its block of the matrix."""
         span = self.spans[site]
         free = np.flatnonzero(self.free[span])
-        must_remove = self.problem.must_remove
-        forced = np.array([self.positions[i] in must_remove for i in span], dtype=np.float64)
+        forced = self.must_remove[span].astype(np.float64)
         if len(free) <= ENUMERATED:
             subsets = list(product((0.0, 1.0), repeat=len(free)))
             rows = np.tile(forced, (len(subsets), 1))
@@ -165,8 +166,8 @@ class FeasibleMoves:
             removed[unit] = True
             candidates = candidates[candidates != unit]
         # What is removed last ranks first, after the units that no move touches.
-        settled = [unit for unit in range(len(span)) if unit not in order]
-        ranking = [(site, unit) for unit in [*settled, *reversed(order)]]
+        settled = np.flatnonzero(~self.free[span]).tolist()
+        ranking = [(site, unit) for unit in settled + order[::-1]]
         states = self.problem.states(ranking)[site]
         rows = np.ones((len(states), len(span)))
         for row, kept in zip(rows, states.values(), strict=True):

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import KINDS, AttentionSite
 from headprune.core.plan import Budget, SiteBudget, allowance
 from headprune.core.samples import if_there
 from headprune.core.scores import Cost, HeadScores
+
+_T = TypeVar("_T")
 
 WHERE = "select(budget=)"
 
@@ -28,7 +31,7 @@ def divided(
     if not budgets:
         raise InvalidValue(WHERE, "a Budget, or a mapping of at least one", "an empty mapping")
     groups: list[tuple[SiteBudget, tuple[int, ...]]] = []
-    key_of: dict[int, str] = {}  # by site
+    key_of: dict[int, str] = {}  # by site: one that two keys name has two budgets
     for key, budget in budgets.items():
         if not isinstance(key, str) or not isinstance(budget, Budget):
             must = (
@@ -79,6 +82,7 @@ def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget]
     for site in sites:
         if site.heads:
             heads[site.kind] = heads.get(site.kind, 0) + len(site.heads)
+    # One kind alone needs no budget of its own.
     if len(heads) < 2 or budget.keep_heads is None:
         return None
     total = sum(heads.values())
@@ -96,13 +100,13 @@ def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget]
 def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
     """The scores of some sites, as if nothing else had a cost."""
     places = list(places)
-
     errors = scores.standard_errors
     if errors is not None:
-        errors = tuple(errors[i] for i in places)
+        errors = _chosen(errors, places)
     costs = scores.costs
     if costs is not None:
-        units = tuple(costs.units[i] for i in places)
+        units = _chosen(costs.units, places)
+        # A fraction of this budget is one of the cost of these sites.
         costs = replace(costs, total=Cost.sum(chain.from_iterable(units)), units=units)
     curvature, notes = None, scores.notes
     if scores.curvature is not None:
@@ -111,14 +115,18 @@ def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
         notes = (*notes, *lost)
     return replace(
         scores,
-        sites=tuple(scores.sites[i] for i in places),
-        values=tuple(scores.values[i] for i in places),
+        sites=_chosen(scores.sites, places),
+        values=_chosen(scores.values, places),
         standard_errors=errors,
         costs=costs,
         samples=None,  # samples are of the whole model
         notes=notes,
         curvature=curvature,
     )
+
+
+def _chosen(rows: Sequence[_T], places: Iterable[int]) -> tuple[_T, ...]:
+    return tuple(rows[place] for place in places)
 
 
 def _flat_units(scores: HeadScores, places: Iterable[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
@@ -34,7 +35,7 @@ def check_cache_budget(sites: Sequence[AttentionSite], budget: Budget) -> None:
 
 def _shares(site: AttentionSite) -> bool:
     """Whether several query heads share a key/value head."""
-    return any(len(group) > 1 for group in site.groups)
+    return max(map(len, site.groups), default=0) > 1
 
 
 def cache_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[str, ...]:
@@ -43,51 +44,66 @@ def cache_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[str, ..
     One line for layers with a single key/value head (MQA), whatever their policy, and one for each
     policy other than ``group``.
     """
-    shared = [site for site in sites if _shares(site)]
+    single: list[AttentionSite] = []
+    grouped: dict[str, list[AttentionSite]] = {"balanced": [], "free": []}
+    for site in sites:
+        if _shares(site) and site.n_kv_heads == 1:
+            single.append(site)
+        elif _shares(site) and site.policy in grouped:
+            grouped[site.policy].append(site)
     notes = []
-    single = [site for site in shared if site.n_kv_heads == 1]
     if single:
-        read, cache, _ = _cache_of(single, mask)
+        cache = _CacheUse.of(single, mask)
         notes.append(
             "MQA: the one key/value head of a layer stays as long as one of its query heads does,"
-            f" {read} of {len(single)}; a cache of them {cache}."
+            f" {cache.read} of {cache.present}; a cache of them {cache.change}."
         )
-    several = [site for site in shared if site.n_kv_heads > 1]
-    for policy in ("balanced", "free"):
-        grouped = [site for site in several if site.policy == policy]
-        if not grouped:
-            continue
-        read, cache, uneven = _cache_of(grouped, mask)
-        present = sum(len(site.groups) for site in grouped)
-        note = (
-            f"{policy}: {read} of {present} shared key/value heads stay, those that a kept head"
-            f" reads; a cache that holds each of them once {cache}."
-        )
-        if uneven:
-            note += (
-                " Where groups are of unlike size, every step repeats keys and values for each"
-                " query head."
+    for policy, there in grouped.items():
+        if there:
+            cache = _CacheUse.of(there, mask)
+            notes.append(
+                f"{policy}: {cache.read} of {cache.present} shared key/value heads stay, those that"
+                f" a kept head reads; a cache that holds each of them once {cache.change}."
             )
-        notes.append(note)
+            if cache.uneven:
+                notes[-1] += (
+                    " Where groups are of unlike size, every step repeats keys and values for each"
+                    " query head."
+                )
     return tuple(notes)
 
 
-def _cache_of(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[int, str, bool]:
-    """Key/value heads that kept heads read, what becomes of a cache, and whether groups differ.
+@dataclass(frozen=True)
+class _CacheUse:
+    """The key/value heads that kept query heads read.
 
-    Groups differ where some kept heads share a key/value head with more others than some do.
+    Args:
+        read: Their number.
+        present: The number of key/value heads before.
+        change: What becomes of a cache, in words.
+        uneven: Whether some of them are read by more kept query heads than others.
     """
-    read = before = after = 0
-    uneven = False
-    for site in sites:
-        kept = set(mask.kept(site.name))
-        sizes = [len(kept.intersection(group)) for group in site.groups]
-        sizes_of_read = [size for size in sizes if size]
-        width = site.head_dim + site.value_dim  # numbers per token of one key/value head
-        read += len(sizes_of_read)
-        before += width * len(sizes)
-        after += width * len(sizes_of_read)
-        uneven = uneven or len(set(sizes_of_read)) > 1
-    if after == before:
-        return read, "stays as it is", uneven
-    return read, f"shrinks to {100 * after / before:.0f} %", uneven
+
+    read: int
+    present: int
+    change: str
+    uneven: bool
+
+    @classmethod
+    def of(cls, sites: Sequence[AttentionSite], mask: HeadMask) -> _CacheUse:
+        read = present = before = after = 0
+        uneven = False
+        for site in sites:
+            kept = set(mask.kept(site.name))
+            sizes = [len(kept.intersection(group)) for group in site.groups]
+            n_read = len(sizes) - sizes.count(0)
+            width = site.head_dim + site.value_dim  # numbers per token of one key/value head
+            read += n_read
+            present += len(sizes)
+            before += width * len(sizes)
+            after += width * n_read
+            uneven = uneven or len(set(sizes) - {0}) > 1
+        change = "stays as it is"
+        if after != before:
+            change = f"shrinks to {100 * after / before:.0f} %"
+        return cls(read, present, change, uneven)

@@ -107,8 +107,7 @@ class QuadraticSearch:
 
         None where no unit can be removed before the budget is met.
         """
-        must_remove = self.problem.must_remove
-        removed = np.array([p in must_remove for p in self.moves.positions], dtype=bool)
+        removed: Flags = self.moves.must_remove.copy()
         while not self.allowed(removed):
             out = np.flatnonzero(self.moves.free & ~removed)
             lawful, price = self.moves.single(out, removed, -1)
@@ -209,14 +208,16 @@ class QuadraticSearch:
 
     def _best_by_site(self, removed: Flags) -> Flags:
         """The best choice of every site in turn, the rest of the model held."""
-        removed = removed.copy()
+        removed = removed.copy()  # earlier plans are still compared with it
         for site, (span, choices) in enumerate(
             zip(self.moves.spans, self.moves.choices, strict=True)
         ):
+            # The budget without the other sites, and the objective of each choice, [choices].
             costs = self.moves.costs(removed)
             room = self.problem.limit - int(costs.sum() - costs[site])
             outside = self._outside(site, removed)
             values = np.where(choices.costs <= room, choices.own + choices.rows @ outside, np.inf)
+            # Ties keep the present choice, so the search ends.
             now = removed[span].astype(np.float64)
             value_now = now @ self.matrix[np.ix_(span, span)] @ now / 2 + now @ outside
             best = int(np.argmin(values))
@@ -242,7 +243,7 @@ class QuadraticSearch:
         and Lin 1970).
         """
         best = removed
-        free = self.moves.free.copy()
+        free = self.moves.free.copy()  # units that have not moved yet
         for _ in range(min(int(free.sum()), _CHAIN)):
             rise, out, back = self._best_move(removed, free, _SHORT)
             if not np.isfinite(rise):

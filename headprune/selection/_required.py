@@ -28,6 +28,7 @@ def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> fr
     ids: set[HeadId] = set()
     for name, listed in heads.items():
         if name not in by_name:
+            # A typing error would silently protect nothing.
             hint = did_you_mean(str(name), by_name)
             raise UnknownName(where, "by names of scored sites", repr(name), hint)
         site = by_name[name]

@@ -98,6 +98,7 @@ class SelectionTask:
             selector: Whose rules hold.
             keep: The kept units of all sites; those of the other sites stay fixed.
         """
+        # The sites of the part are counted from 0.
         numbers = {place: number for number, place in enumerate(places)}
         latency = self.latency
         if latency is not None:
@@ -159,7 +160,7 @@ def check_possible(
     values = tuple((0.0,) * len(site.units) for site in sites)
     scores = HeadScores(tuple(sites), values, None, "none", EMPTY, 0, ModelFingerprint("", ""))
     task = SelectionTask.of(scores, must_keep, must_remove, None, None, latency)
-    task.problem(Budget(keep_heads=1.0), selector)
+    task.problem(Budget(keep_heads=1.0), selector)  # refuses sites without a lawful number
     known = ("keep_heads", "speedup")
     if isinstance(budgets, Budget) and budgets.kind in known:
         problem = task.problem(budgets, selector)
@@ -175,6 +176,7 @@ def _in_units(rescore: Rescore, scores: HeadScores, units: HeadScores) -> Rescor
     """``rescore`` with its scores checked and brought into the units of the call."""
 
     def rescored(mask: HeadMask) -> HeadScores:
+        # What the user's callable returns is checked before a selector relies on it.
         new = rescore(mask)
         if not isinstance(new, HeadScores) or new.sites != scores.sites:
             got = "those of other sites" if isinstance(new, HeadScores) else type(new).__name__

@@ -40,7 +40,7 @@ def bundled(
     Raises:
         InvalidValue: groups of unlike size, which ``balanced`` cannot keep as they are.
     """
-    if not any(_has_bundles(site) for site in scores.sites):
+    if not any(map(_has_bundles, scores.sites)):
         return scores
     # 1. The bundles of every site, and the units that they are made of.
     sites: list[AttentionSite] = []
@@ -54,7 +54,7 @@ def bundled(
             new = replace(site, bundles=bundles)
         sites.append(new)
         members.append(_members(site, new))
-    # 2. Scores, errors and costs of a bundle out of those of its members.
+    # 2. Scores, standard errors (of independent heads) and costs of every bundle.
     errors = scores.standard_errors
     if errors is not None:
         errors = _combined(errors, members, _root_of_squares)
@@ -118,7 +118,7 @@ def _root_of_squares(errors: list[float]) -> float:
 def _flat(members: Sequence[_Members], rows: Sequence[Sequence[float]]) -> _Members:
     """The members of all bundles, counted over the units of all sites."""
     flat = []
-    first = 0
+    first = 0  # the number of units at the sites before
     for bundles, row in zip(members, rows, strict=True):
         for bundle in bundles:
             units = [first + unit for unit in bundle]
@@ -134,7 +134,7 @@ def _bundles(
     must_remove: frozenset[HeadId],
 ) -> tuple[tuple[int, ...], ...]:
     """Heads of equal rank within their groups, best first."""
-    if len({len(group) for group in site.groups}) > 1:
+    if len(set(map(len, site.groups))) > 1:
         hint = "Find the sites with policy='free' or 'group'."
         raise InvalidValue(
             f"{site.name} with policy 'balanced'", "of groups of one size", site.groups, hint
@@ -143,7 +143,9 @@ def _bundles(
 
     def rank(head: int) -> tuple[bool, bool, float, int]:
         name = HeadId(site.name, head)
+        # False sorts before True, and equal scores keep the order of the heads.
         return name not in must_keep, name in must_remove, -value[head], head
 
+    # One row per group; the columns are the bundles.
     ranked = [sorted(group, key=rank) for group in site.groups]
     return tuple(tuple(sorted(heads)) for heads in zip(*ranked, strict=True))

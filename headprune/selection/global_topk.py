@@ -63,7 +63,7 @@ class GlobalTopk(Selector):
         # The sort is stable: equal levels keep the order of the scores.
         ranking = sorted(best_first(problem.scores), key=lambda u: -levels[u.site][u.unit])
         keep = problem.by_site(minimum(problem, ranking))
-        room = problem.limit
+        room = problem.limit  # what the budget still allows
         for site, units in enumerate(keep):
             room -= problem.site_cost(site, units)
         for site, block in _blocks(problem, ranking, keep, levels):

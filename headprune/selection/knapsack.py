@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -77,8 +78,9 @@ def _options(sets: Sequence[_Set]) -> list[Option]:
 
 def _worth(scores: HeadScores) -> _Worth:
     units = list(scores.units())
-    values = _integers([max(unit.value, 0.0) for unit in units], _VALUE_BITS)
-    deficits = _integers([max(-unit.value, 0.0) for unit in units], _DEFICIT_BITS)
+    scored = np.array([unit.value for unit in units], np.float64)
+    values = _integers(np.maximum(scored, 0).tolist(), _VALUE_BITS)
+    deficits = _integers(np.maximum(-scored, 0).tolist(), _DEFICIT_BITS)
     worth = {}
     for unit, value, deficit in zip(units, values, deficits, strict=True):
         # More heads first, then less negative scores: a deficit stays below one head.
@@ -104,14 +106,16 @@ def _possible_sets(
     free = [unit for unit in range(len(problem.costs[site])) if (site, unit) not in settled]
     alike = {(problem.costs[site][unit], problem.heads(site, [unit])) for unit in free}
     if len(alike) < 2:
-        # Units of equal cost: of each number of heads, the best ones.
+        # Free units of equal cost: of each number of heads, the best ones.
         candidates = list(states.values())
     else:
         candidates = _unlike_sets(problem, site, free, worth)
     sets = []
     for units in candidates:
-        value = sum(worth[site, unit][0] for unit in units)
-        second = sum(worth[site, unit][1] for unit in units)
+        value = second = 0
+        for unit in units:
+            value += worth[site, unit][0]
+            second += worth[site, unit][1]
         sets.append(_Set(Option(problem.site_cost(site, units), value, second), units))
     # Ties go to what comes first; the sort is stable.
     sets.sort(key=lambda one: -problem.heads(site, one.units))
@@ -123,6 +127,7 @@ def _unlike_sets(
 ) -> list[tuple[int, ...]]:
     """Sets of units of unlike cost that no other set of as many heads beats."""
     costs = problem.costs[site]
+    # The value of forced units is the same in every set, so it decides nothing.
     forced = tuple(sorted(problem.by_site(problem.must_keep)[site]))
     start = _Set(Option(sum(costs[unit] for unit in forced), 0), forced)
     fronts = {problem.heads(site, forced): [start]}  # by number of heads
@@ -131,7 +136,7 @@ def _unlike_sets(
         size = problem.heads(site, [unit])
         value, second = worth[site, unit]
         grown: dict[int, list[_Set]] = {}
-        for count, front in fronts.items():
+        for heads, front in fronts.items():
             larger = []
             for one in front:
                 option = Option(
@@ -141,14 +146,15 @@ def _unlike_sets(
                 )
                 larger.append(_Set(option, (unit, *one.units)))
             # Sets with the unit before sets without it.
-            grown[count + size] = larger + grown.get(count + size, [])
-            grown[count] = grown.get(count, []) + front
+            grown[heads + size] = larger + grown.get(heads + size, [])
+            grown[heads] = grown.get(heads, []) + front
+        # Of each number of heads, only sets that none beats can end in the best choice.
         fronts = {}
-        for count, sets in grown.items():
-            fronts[count] = [sets[i] for i in _undominated(sets)]
+        for heads, sets in grown.items():
+            fronts[heads] = [sets[i] for i in _undominated(sets)]
     lawful: list[tuple[int, ...]] = []
-    for count, front in fronts.items():
-        if count in problem.counts[site]:
+    for heads, front in fronts.items():
+        if heads in problem.counts[site]:
             lawful.extend(one.units for one in front)
     return lawful
 
@@ -158,11 +164,8 @@ def _undominated(sets: Sequence[_Set]) -> list[int]:
     options = _options(sets)
     # Ranks in place of costs, which may exceed 64 bits.
     costs = sorted({option.cost for option in options})
-    rank = {cost: number for number, cost in enumerate(costs)}
-    live = undominated(
-        np.array([rank[option.cost] for option in options], np.int64),
-        np.array([option.value for option in options], np.int64),
-        np.array([option.second for option in options], np.int64),
-        np.arange(len(options)),
-    )
-    return [int(i) for i in live]
+    rank = dict(zip(costs, count(), strict=False))
+    table = np.array([(rank[o.cost], o.value, o.second) for o in options], np.int64)  # [sets, 3]
+    ranks, values, seconds = table.T
+    live: list[int] = undominated(ranks, values, seconds, np.arange(len(options))).tolist()
+    return live

@@ -27,22 +27,22 @@ _SAME = 1e-6
 class LocalSearch(Selector):
     """Swap heads of another selector's plan as long as the measured loss falls.
 
-    A swap removes one head and restores another, anywhere in the model, within the budget and the
-    rules (under ``multiple_of`` mostly inside one layer). Swaps are measured (``loss`` of
-    ``hp.select``) some at a time, the lowest kept scores with the highest removed ones first. Of
-    each lot, the swap of the lowest mean loss is made if it is below the present plan's loss by
-    ``margin`` standard errors of the differences of single examples; then the order starts again.
+    A swap removes one head and restores another, within the budget and the rules. Swaps are
+    measured (``loss`` of ``hp.select``) some at a time, the lowest kept scores with the highest
+    removed ones first. Of each lot, the swap of the lowest mean loss is made if it is below the
+    present plan's by ``margin`` standard errors of the differences of single examples; then the
+    order starts again.
     It ends when every swap was measured, or after ``max_losses`` measurements.
 
-    The plan's notes give the loss before and after on the examples that decided. For other examples
-    the latter is too low, the more so the smaller ``margin`` and the more swaps were measured.
+    The plan's notes give the loss before and after on the examples that decided; for other examples
+    the latter is too low.
 
-    When: the loss itself is to decide, and enough labelled examples show small differences.
+    When: the loss itself is to decide, and labelled examples are many.
     Cost: up to ``max_losses`` measurements, each a part of a pass over the data.
 
     Args:
         max_losses: The most plans that are measured, see ``mask_losses``.
-        at_once: Swaps that are measured together, of which at most one is made.
+        at_once: Swaps per lot.
         margin: How far below zero a swap's mean difference must be, in its standard errors.
         inner: The selector that makes the first plan, by name; one that needs scores alone.
         inner_settings: Its settings, without ``min_heads`` and ``multiple_of``, which are those

@@ -26,9 +26,9 @@ class Quadratic(Selector):
 
     Source: Kwon et al. 2022, "A Fast Post-Training Pruning Framework for Transformers": their mask
     search, which takes the diagonal, and mask rearrangement, which swaps greedily inside each
-    layer. Here a local search starts from these plans and from three others, so the plan is never
-    worse than theirs by this objective; it need not be the best possible. It may keep less than the
-    budget allows where that lowers the objective.
+    layer. Here a local search starts from these plans and from others, so the plan is never worse
+    than theirs by this objective. It may keep less than the budget allows where that lowers the
+    objective.
 
     When: scores of ``fisher`` or ``ggn``, and many heads are removed: some replace each other,
     which single scores miss.

@@ -30,6 +30,7 @@ class Uniform(Selector):
     across: ClassVar[bool] = False
 
     def keep(self, problem: Problem) -> frozenset[Position]:
+        # Of each site, the best units by number of heads.
         rows = problem.states(places(best_first(problem.scores)))
         sizes = [len(site.units) for site in problem.scores.sites]
         # An answer without any head counts only where there is no other.

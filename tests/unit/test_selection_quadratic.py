@@ -248,24 +248,24 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
         problem = problem_of(scores, asked(kind, 0.8), selector, latency=table, **rules)
         assert scores.curvature is not None
         moves = _feasible_moves.FeasibleMoves(problem, scores.curvature.matrix)
-        gone = np.random.default_rng(seed).uniform(size=len(moves.places)) < 0.4
+        gone = np.random.default_rng(seed).uniform(size=len(moves.positions)) < 0.4
         gone = np.array(
             [
                 p in problem.must_remove or (g and p not in problem.must_keep)
-                for p, g in zip(moves.places, gone, strict=True)
+                for p, g in zip(moves.positions, gone, strict=True)
             ]
         )
-        keep = frozenset(itertools.compress(moves.places, ~gone))
+        keep = frozenset(itertools.compress(moves.positions, ~gone))
         if not problem.lawful(keep):
             continue
         assert moves.costs(gone).tolist() == [
             problem.site_cost(i, u) for i, u in enumerate(problem.by_site(keep))
         ]
         out, back = np.flatnonzero(moves.free & ~gone), np.flatnonzero(moves.free & gone)
-        found = moves.moves(out, back, gone)
+        found = moves.pairs(out, back, gone)
         for (i, a), (j, b) in itertools.product(enumerate([*out, None]), enumerate([*back, None])):
-            new = keep - ({moves.places[a]} if a is not None else set())
-            new |= {moves.places[b]} if b is not None else set()
+            new = keep - ({moves.positions[a]} if a is not None else set())
+            new |= {moves.positions[b]} if b is not None else set()
             assert found[i, j] == (problem.lawful(new) and problem.fits(new)), (a, b)
             allowed, refused = allowed + found[i, j], refused + (not found[i, j])
         for place, choices in enumerate(moves.choices):
