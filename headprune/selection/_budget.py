@@ -1,4 +1,4 @@
-"""Budgets in whole numbers: a Problem of scores and a Budget, and the least that can be kept."""
+"""Budgets in whole numbers: a Problem out of scores and a Budget."""
 
 from __future__ import annotations
 
