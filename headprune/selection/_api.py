@@ -48,7 +48,7 @@ def select(
         scores: With costs, unless the budget counts heads.
         budget: An upper bound. Or budgets by kind of attention or by pattern over sites' names
             (``"*decoder*"``); other sites keep every head.
-        selector: A registered name or a configured selector. Default ``global_topk``; ``knapsack``
+        selector: Its name, or a configured one. Default ``global_topk``; ``knapsack``
             for a budget of speed.
         must_keep: Original indices by site's name.
         must_remove: The same.

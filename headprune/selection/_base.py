@@ -194,6 +194,14 @@ class Problem:
         return total
 
 
+def positions_of(rows: Iterable[Iterable[int]]) -> frozenset[Position]:
+    """Units by site as positions; the reverse of `Problem.by_site`."""
+    positions: set[Position] = set()
+    for site, units in enumerate(rows):
+        positions.update((site, unit) for unit in units)
+    return frozenset(positions)
+
+
 def mask_of(sites: Sequence[AttentionSite], keep: Iterable[Position]) -> HeadMask:
     """Kept units as a mask of these sites."""
     kept: list[list[int]] = [[] for _ in sites]

@@ -9,7 +9,7 @@ from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, allowance
 from headprune.core.scores import Cost, HeadScores, ScoredUnit
-from headprune.selection._base import Position, Problem
+from headprune.selection._base import Position, Problem, positions_of
 from headprune.selection._policies import check_cache_budget
 
 _NANO = 10**9  # nanoseconds per second: latencies become whole numbers
@@ -205,11 +205,11 @@ def minimum(problem: Problem, ranking: Sequence[ScoredUnit]) -> frozenset[Positi
             the nearest budget.
     """
     check_leaves_a_head(problem)
-    keep: set[Position] = set()
+    rows: list[tuple[int, ...]] = []
     for site, states in enumerate(problem.states(places(ranking))):
         # States come with the fewest heads first, so of equal costs `min` takes the fewest.
-        cheapest = min(states.values(), key=partial(problem.site_cost, site))
-        keep.update((site, unit) for unit in cheapest)
+        rows.append(min(states.values(), key=partial(problem.site_cost, site)))
+    keep = positions_of(rows)
     if problem.fits(keep):
-        return frozenset(keep)
+        return keep
     raise infeasible(problem, problem.cost(keep))

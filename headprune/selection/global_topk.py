@@ -9,7 +9,7 @@ from typing import Literal
 
 from headprune.core.errors import InvalidValue
 from headprune.core.scores import ScoredUnit
-from headprune.selection._base import Position, Problem, Selector
+from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, minimum, places
 
 Normalise = Literal["none", "l2", "zscore"]
@@ -59,7 +59,10 @@ class GlobalTopk(Selector):
         # Removing from the bottom up to the budget and then adding back is the same as filling up
         # from the top onto the minimum: as long a top of the ranking as fits, then whatever else
         # fits.
-        levels = [_comparable(row, *self.scale(row)) for row in problem.scores.values]
+        levels = []  # scores on a scale that is comparable between sites
+        for row in problem.scores.values:
+            shift, divisor = self.scale(row)
+            levels.append([(value - shift) / divisor for value in row])
         # The sort is stable: equal levels keep the order of the scores.
         ranking = sorted(best_first(problem.scores), key=lambda u: -levels[u.site][u.unit])
         keep = problem.by_site(minimum(problem, ranking))
@@ -72,7 +75,7 @@ class GlobalTopk(Selector):
             if cost <= room and problem.heads(site, more) in problem.counts[site]:
                 keep[site] = more
                 room -= cost
-        return frozenset((site, unit) for site, units in enumerate(keep) for unit in units)
+        return positions_of(keep)
 
 
 def _blocks(
@@ -102,11 +105,6 @@ def _blocks(
 
 def _mean(row: Sequence[float], units: set[int]) -> float:
     return math.fsum(row[u] for u in units) / len(units)
-
-
-def _comparable(row: Sequence[float], shift: float, divisor: float) -> Sequence[float]:
-    """The scores of one site on a scale that is comparable between sites."""
-    return [(v - shift) / divisor for v in row]
 
 
 def _norm(row: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 
 from headprune.core.scores import HeadScores
-from headprune.selection._base import Position, Problem, Selector
+from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, check_leaves_a_head, infeasible, places
 from headprune.selection._choice import Option, best_choice, undominated
 
@@ -54,10 +54,8 @@ class Knapsack(Selector):
                 least += min(option.cost for option in options)
             raise infeasible(problem, least)
         # 3. Its units.
-        keep: set[Position] = set()
-        for site, (site_sets, number) in enumerate(zip(sets, chosen, strict=True)):
-            keep.update((site, unit) for unit in site_sets[number].units)
-        return frozenset(keep)
+        pairs = zip(sets, chosen, strict=True)
+        return positions_of(site_sets[number].units for site_sets, number in pairs)
 
 
 #: A unit's worth in whole numbers: its score, and a second value for choices of equal score.

@@ -77,7 +77,7 @@ class LocalSearch(Selector):
         first: float | None = None  # the loss of the inner selector's plan
         now = 0.0
         while measured + 1 < self.max_losses:
-            # 1. Measure the present plan and the next swaps, each time on the same examples.
+            # 1. Measure the present plan together with the next swaps.
             room = self.max_losses - measured - 1
             new = (swap for swap in _swaps(problem, keep) if swap not in seen)
             candidates = list(islice(new, min(self.at_once, room)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from headprune.selection._base import Position, Problem, Selector
+from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, infeasible, places
 
 #: The lawful units of one site by their number of heads, as `Problem.states` gives them.
@@ -67,11 +67,8 @@ def _with_share(
     rows: tuple[_States, ...], sizes: list[int], share: Fraction
 ) -> frozenset[Position]:
     """The kept units when every site keeps this share of its units."""
-    keep: set[Position] = set()
-    for site, (states, size) in enumerate(zip(rows, sizes, strict=True)):
-        units = _at_most(states, int(share * size))
-        keep.update((site, unit) for unit in units)
-    return frozenset(keep)
+    sites = zip(rows, sizes, strict=True)
+    return positions_of(_at_most(states, int(share * size)) for states, size in sites)
 
 
 def _at_most(states: _States, units: int) -> tuple[int, ...]:
