@@ -237,8 +237,10 @@ def _new_masks(b: BoundSite, given: _ModuleCall) -> Iterator[tuple[str, Tensor]]
             n_keys = other.shape[1]
             break
     padding = torch.ones(x.shape[0], 1, n_queries, n_keys, dtype=torch.bool, device=x.device)
+    # The last example is padded; one key alone must be visible.
     if n_keys > 1:
         padding[-1, ..., -max(1, n_keys // 3) :] = False
+    # The last query sees all keys, as it does after a cache.
     causal = padding & torch.ones_like(padding).tril(max(0, n_keys - n_queries))
     for what, seen in (("padding", padding), ("what comes later", causal)):
         yield what, x.new_zeros(seen.shape).masked_fill(~seen, _HIDDEN)

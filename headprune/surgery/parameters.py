@@ -244,6 +244,7 @@ def _unwrapped(optimizer: Any) -> Any:
     """The optimizer inside accelerate's wrapper, which is an optimizer, too."""
     if not isinstance(optimizer, torch.optim.Optimizer) or _is_spread(optimizer):
         return optimizer
+    # Wrappers may be nested.
     inner = getattr(optimizer, "optimizer", None)
     return optimizer if inner is None else _unwrapped(inner)
 

@@ -113,6 +113,7 @@ def prune_(
     policy = plan.policy if isinstance(plan, PruningPlan) else "group"
     if sites is None:
         sites = find_sites(model, policy=policy)
+    # Sites from elsewhere come without layouts of their own.
     located = sites if isinstance(sites, Sites) else Sites(sites, ())
     plan = _as_plan(plan, located)
     bound = bind(model, located)
@@ -206,6 +207,7 @@ def _changes(
         if not heads:
             continue
         removed.append((b.site.name, heads))
+        # Sites that lose nothing are not cut, so their code does not matter.
         code = own_code(b)
         if code is not None:
             own[b] = code

@@ -84,7 +84,7 @@ def compare(expected: list[Tensor], got: list[Tensor]) -> Difference:
         return Difference(math.inf, scale, tolerance)
     worst = 0.0
     for one, other in zip(expected, got, strict=True):
-        if one.numel():
+        if one.numel():  # an empty tensor has no maximum
             gap = _gap(one, other)
             if math.isnan(gap):
                 return Difference(math.nan, scale, tolerance)
