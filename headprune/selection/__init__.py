@@ -1,6 +1,6 @@
-"""Selectors: which heads stay under a budget. One file is one selector; its name is the registered
-name.
+"""Selectors: which heads are kept under a budget.
 
+One file is one selector; the file's name is the registered name.
 ``hp.selection.registry.names()`` lists them, ``hp.selection.GlobalTopk`` is the class of
 ``global_topk.py``. Another package adds one by deriving from `Selector` and naming it under the
 entry point ``headprune.selectors``.

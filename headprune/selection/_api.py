@@ -1,15 +1,15 @@
-"""The verb: scores and a budget in, a plan out."""
+"""``select``: a plan of the heads to keep, from scores and a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
 
 from headprune.core.coverage import coverage_notes
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
-from headprune.core.heads import HeadMask
+from headprune.core.heads import HeadMask, Policy
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.scores import HeadScores
@@ -19,7 +19,7 @@ from headprune.selection._close import close_calls
 from headprune.selection._groups import WHERE, by_kind, divided
 from headprune.selection._policies import cache_notes
 from headprune.selection._required import Heads
-from headprune.selection._task import Task
+from headprune.selection._task import SelectionTask
 from headprune.selection.global_topk import GlobalTopk
 
 _NOT_BY_KIND = (
@@ -40,63 +40,37 @@ def select(
     rescore: Rescore | None = None,
     latency: LatencyTable | None = None,
 ) -> PruningPlan:
-    """Decides which heads stay: as many as the budget allows, the most important ones.
+    """Choose the heads to keep: the most important ones that the budget allows.
 
-    A budget is an upper bound: a plan may keep less where whole KV groups, or heads of unlike cost,
-    do not add up to it. Equal scores are decided by place: the later site and the later head go
-    first. Heads on either side of the cut that could change places, and whose scores differ by no
-    more than the standard error of the difference, are close
-    calls: the plan's notes name them. With ``min_heads=0`` a layer,
-    or a group with a budget of its own, may lose its last head, which the plan's notes say; the
-    model keeps one, unless all must go.
+    A plan may keep less than the budget. Of equal scores, the later head is removed first.
 
     Args:
-        scores: From `hp.score`; with costs, unless the budget counts heads.
-        budget: What may stay. Or a mapping to budgets from kinds of attention (``self``,
-            ``causal``, ``cross``) or patterns over sites' names (``"*decoder*"``): each group of
-            sites meets its budget by itself, a fraction being one of what its own heads cost, and
-            sites that no key names keep every head that may stay. Scores of ``auto`` that chose so
-            (``scores.choice.by_kind``) turn one budget of heads into one per kind.
-        selector: A registered name, see ``hp.selection.registry.names()``, or a configured
-            selector. Default ``global_topk``, and ``knapsack`` where a budget is one of speed:
-            there the price of a head depends on how many stay beside it, and it is exact all the
-            same.
-        must_keep: Heads that must stay: a site's name to their original indices. Heads that go
-            together stay together.
-        must_remove: Heads that must go.
-        loss: For selectors that measure what they choose: how much the loss of each example rises
-            under each of some masks, ``[masks, examples]``.
-        rescore: For selectors that go in steps: the scores of the heads of a mask once only those
-            are left.
-        latency: For ``Budget(speedup=)``: what the model takes by the heads of each site, from
-            `headprune.bench.latency_table`.
+        scores: With costs, unless the budget counts heads.
+        budget: An upper bound. Or budgets by kind of attention or by pattern over sites' names
+            (``"*decoder*"``); other sites keep every head.
+        selector: Its name, or a configured one. Default ``global_topk``; ``knapsack``
+            for a budget of speed.
+        must_keep: Original indices by site's name.
+        must_remove: The same.
+        loss: The rise of each example's loss, ``[masks, examples]``, for selectors that measure.
+        rescore: For selectors in steps: scores of a mask's heads alone.
+        latency: For speed, from `headprune.bench.latency_table`.
 
     Raises:
-        InfeasibleBudget: no choice that the selector may make meets the budget; the message names
-            the nearest budget that can be met.
-        InvalidValue: an argument of another type, or a budget in a currency that the scores carry
-            no costs in. Or keys that name one site twice. Or heads that must both stay and go, or
-            that leave a site no number of heads that the selector allows. Or policy ``balanced``
-            where groups are of unlike size. Or one of ``loss``, ``rescore`` and ``latency`` that is
-            missing, or that neither selector nor budget needs. Or a selector that keeps not one
-            head.
-        UnknownName: no selector of this name, a key of a mapping that names no site, or no such
-            head.
+        InfeasibleBudget: names the nearest possible budget.
+        InvalidValue, UnknownName: an argument that does not fit the others.
 
     >>> from headprune.core.codec import EMPTY
     >>> from headprune.core.heads import AttentionSite
     >>> from headprune.core.scores import ModelFingerprint
-    >>> sites = tuple(
-    ...     AttentionSite(name, "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3))
-    ...     for name in ("lower", "upper")
-    ... )
-    >>> values = ((0.1, 0.9, 0.8, 0.2), (0.3, 0.7, 0.4, 0.6))
-    >>> scores = HeadScores(sites, values, None, "taylor", EMPTY, 32, ModelFingerprint("s", "w"))
+    >>> site = AttentionSite("layer", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3))
+    >>> values, model = ((0.1, 0.9, 0.8, 0.2),), ModelFingerprint("s", "w")
+    >>> scores = HeadScores((site,), values, None, "taylor", EMPTY, 32, model)
     >>> print(select(scores, Budget(keep_heads=0.5)))
-    PruningPlan: 4 of 8 heads stay (global_topk, by taylor, keep 50 % of the heads)
-      lower  · ■ ■ ·
-      upper  · ■ · ■
+    PruningPlan: 2 of 4 heads stay (global_topk, by taylor, keep 50 % of the heads)
+      layer  · ■ ■ ·
     """
+    # 1. Check the arguments against each other.
     if not isinstance(scores, HeadScores):
         raise InvalidValue(
             "select(scores=)", "HeadScores, such as hp.score returns", type(scores).__name__
@@ -105,39 +79,36 @@ def select(
         hint = "Write hp.Budget(keep_heads=0.5), for example."
         raise InvalidValue(WHERE, "a Budget, or a mapping to Budgets", repr(budget), hint)
     if isinstance(budget, Budget) and scores.choice is not None and scores.choice.by_kind:
-        given: dict[str, Any] = {
-            "must_keep": must_keep,
-            "must_remove": must_remove,
-            "loss": loss,
-            "rescore": rescore,
-        }
-        return _in_every_kind(
-            scores, budget, partial(select, selector=selector, latency=latency, **given)
+        # Scores of ``auto`` that chose so turn one budget of heads into one per kind.
+        again = partial(
+            select,
+            selector=selector,
+            must_keep=must_keep,
+            must_remove=must_remove,
+            loss=loss,
+            rescore=rescore,
+            latency=latency,
         )
-    timed = _timed([budget] if isinstance(budget, Budget) else budget.values())
-    usual = "knapsack" if timed else "global_topk"
-    name, chosen = registry.resolve(
-        usual if selector is None else selector, Selector, "select(selector=)"
-    )
+        return _in_every_kind(scores, budget, again)
+    timed = _timed(budget)
+    if selector is None:
+        # The cost of a head in time depends on how many others its site keeps; knapsack is exact.
+        selector = "knapsack" if timed else "global_topk"
+    name, chosen = registry.resolve(selector, Selector, "select(selector=)")
     _check_given(chosen, name, loss=loss, rescore=rescore)
     _check_latency(latency, timed)
-    task = Task.of(scores, must_keep, must_remove, loss, rescore, latency)
-    keep = task.positions
+    # 2. Choose the units to keep.
+    task = SelectionTask.of(scores, must_keep, must_remove, loss, rescore, latency)
+    # A budget per group of sites is met group by group.
     groups: tuple[SiteBudget, ...] = ()
     if isinstance(budget, Budget):
-        keep = _kept(task.posed(budget, chosen), chosen, name)
+        keep = _kept(task.problem(budget, chosen), chosen, name)
     else:
-        found = divided(scores.sites, budget)
-        groups = tuple(group for group, _ in found)
-        rules = GlobalTopk(min_heads=chosen.min_heads, multiple_of=chosen.multiple_of)
-        if left := task.unnamed(p for _, places in found for p in places):
-            rest = SiteBudget("other sites", Budget(keep_heads=1.0))
-            keep = _kept_there(task, rest, left, keep, rules, "global_topk")
-        for group, places in found:
-            keep = _kept_there(task, group, places, keep, chosen, name)
-    if not keep and task.positions - task.go:
+        keep, groups = _kept_by_group(task, budget, chosen, name)
+    if not keep and task.positions - task.must_remove:
         hint = "Raise the budget, or let every layer keep one: min_heads=1."
         raise InvalidValue(f"what selector {name!r} keeps", "a head at least", "none", hint)
+    # 3. Write the plan.
     mask = task.mask(keep)
     return PruningPlan(
         mask=mask,
@@ -149,17 +120,24 @@ def select(
         scores=scores.digest,
         model=scores.model,
         notes=(*_notes(task, scores, mask), *_chosen_for(scores, budget)),
-        policy=next(
-            (s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group"
-        ),
+        policy=_policy(scores),
     )
+
+
+def _policy(scores: HeadScores) -> Policy:
+    """The policy of the sites: that of the first which shares key/value heads and has another."""
+    for site in scores.sites:
+        if site.policy != "group" and site.n_kv_heads > 1:
+            return site.policy
+    return "group"
 
 
 def _in_every_kind(
     scores: HeadScores, budget: Budget, plan_of: Callable[..., PruningPlan]
 ) -> PruningPlan:
-    """The plan that meets a budget in each kind of attention; over all kinds, with a note, where
-    that cannot be.
+    """The plan that meets a budget in each kind of attention.
+
+    Where that cannot be, the plan over all kinds, with a note.
 
     Args:
         scores: Of ``auto``, which chose so.
@@ -173,35 +151,31 @@ def _in_every_kind(
         except InfeasibleBudget:
             pass  # a layer of one kind may need more heads than its kind's share
     plan = plan_of(replace(scores, choice=None), budget)
-    return replace(
-        plan, scores=scores.digest, notes=(*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget))
-    )
+    notes = (*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget))
+    return replace(plan, scores=scores.digest, notes=notes)
 
 
 def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tuple[str, ...]:
-    """A note where ``auto`` chose the scorer for another budget than the one that the plan
-    meets."""
-    if scores.choice is None:
+    """A note where ``auto`` chose the scorer for another budget than this one."""
+    choice = scores.choice
+    if choice is None:
         return ()
-    if (
-        scores.choice.by_kind
-        and isinstance(asked, Mapping)
-        and set(asked) == {site.kind for site in scores.sites}
-    ):
+    if isinstance(asked, Budget):
+        wanted = str(asked)
+    else:
+        if choice.by_kind and set(asked) == {site.kind for site in scores.sites}:
+            return ()  # `_in_every_kind` made these budgets of the one that `auto` chose for
+        wanted = ", ".join(str(SiteBudget(key, budget)) for key, budget in asked.items())
+    if choice.budget == wanted:
         return ()
-    groups = (
-        [asked]
-        if isinstance(asked, Budget)
-        else [SiteBudget(key, one) for key, one in asked.items()]
+    return (
+        f"auto chose {choice.chosen} for another budget: {choice.budget}."
+        " hp.scoring.Auto(keep=...) chooses for yours.",
     )
-    if scores.choice.budget == ", ".join(map(str, groups)):
-        return ()
-    note = f"auto chose {scores.choice.chosen} for another budget: {scores.choice.budget}."
-    return (f"{note} hp.scoring.Auto(keep=...) chooses for yours.",)
 
 
 def _check_given(selector: Selector, name: str, **given: object) -> None:
-    """Refuses a callable that the selector lacks, and one that it would ignore."""
+    """Refuse a callable that the selector lacks, and one that it would ignore."""
     for argument, value in given.items():
         where = f"select({argument}=)"
         if argument in selector.needs and value is None:
@@ -215,9 +189,11 @@ def _check_given(selector: Selector, name: str, **given: object) -> None:
             raise InvalidValue(where, "callable", type(value).__name__)
 
 
-def _timed(budgets: Iterable[object]) -> bool:
+def _timed(budget: Budget | Mapping[str, Budget]) -> bool:
     """Whether a budget is one of speed."""
-    return any(isinstance(b, Budget) and b.kind == "speedup" for b in budgets)
+    budgets = [budget] if isinstance(budget, Budget) else budget.values()
+    # Values of a mapping that are no budgets are refused later, by `divided`.
+    return any(isinstance(one, Budget) and one.kind == "speedup" for one in budgets)
 
 
 def _check_latency(latency: LatencyTable | None, timed: bool) -> None:
@@ -230,13 +206,15 @@ def _check_latency(latency: LatencyTable | None, timed: bool) -> None:
 
 
 def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position]:
-    """What a selector keeps, if it is an answer, so that no faulty selector can end in a wrong
-    plan."""
-    keep, where = selector.keep(problem), f"what selector {name!r} keeps"
+    """A selector's answer, checked, so that no faulty selector can end in a wrong plan."""
+    keep = selector.keep(problem)
+    where = f"what selector {name!r} keeps"
     known = frozenset(problem.positions())
     if not keep <= known:
         raise InvalidValue(where, "units of the problem", sorted(keep - known))
-    if broken := problem.broken(keep):
+    # The rules before the budget: a plan that breaks both is told of the rule.
+    broken = problem.broken(keep)
+    if broken:
         raise InvalidValue(where, "lawful", broken)
     if not problem.fits(keep):
         must = f"within the budget's limit of {problem.limit}"
@@ -245,8 +223,26 @@ def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position
     return keep
 
 
+def _kept_by_group(
+    task: SelectionTask, budgets: Mapping[str, Budget], selector: Selector, name: str
+) -> tuple[frozenset[Position], tuple[SiteBudget, ...]]:
+    """The kept units where groups of sites have budgets of their own, and these groups."""
+    groups = divided(task.scores.sites, budgets)
+    budgeted = chain.from_iterable(places for _, places in groups)
+    keep = task.positions
+    # Sites without a budget keep every head that the rules allow.
+    others = task.sites_without_budget(budgeted)
+    if others:
+        rules = GlobalTopk(min_heads=selector.min_heads, multiple_of=selector.multiple_of)
+        everything = SiteBudget("other sites", Budget(keep_heads=1.0))
+        keep = _kept_there(task, everything, others, keep, rules, "global_topk")
+    for group, places in groups:
+        keep = _kept_there(task, group, places, keep, selector, name)
+    return keep, tuple(group for group, _ in groups)
+
+
 def _kept_there(
-    task: Task,
+    task: SelectionTask,
     group: SiteBudget,
     places: tuple[int, ...],
     keep: frozenset[Position],
@@ -255,36 +251,51 @@ def _kept_there(
 ) -> frozenset[Position]:
     """``keep`` with another choice at the sites of a group."""
     try:
-        there = _kept(task.posed_there(group.budget, places, selector, keep), selector, name)
+        problem = task.problem_of_sites(group.budget, places, selector, keep)
+        there = _kept(problem, selector, name)
     except HeadPruneError as error:
+        # The same error, with the key of the group.
         where = error.where.replace("Budget", f"{WHERE}[{group.sites!r}]", 1)
         raise type(error)(where, error.must, error.got, error.hint) from None
-    return frozenset(p for p in keep if p[0] not in places) | {
-        (places[site], unit) for site, unit in there
-    }
+    # The problem counts the sites of the group from 0.
+    elsewhere = frozenset(position for position in keep if position[0] not in places)
+    return elsewhere | {(places[site], unit) for site, unit in there}
 
 
-def _notes(task: Task, scores: HeadScores, mask: HeadMask) -> tuple[str, ...]:
+def _notes(task: SelectionTask, scores: HeadScores, mask: HeadMask) -> tuple[str, ...]:
+    """What a plan says of its mask, of the selection, and of the scores."""
+    notes: list[str] = []
     removed = sum(len(site.heads) for site in scores.sites) - mask.n_kept
-    notes = cache_notes(scores.sites, mask) if removed else (_NOTHING,)
+    if removed:
+        notes.extend(cache_notes(scores.sites, mask))
+    else:
+        notes.append(_NOTHING)
     emptied = [site.name for site in scores.sites if site.heads and not mask.kept(site.name)]
     if emptied:
-        notes += (f"Without a head: {', '.join(emptied)}.",)
-    for verb, positions in (("stay", task.stay), ("go", task.go)):
+        notes.append(f"Without a head: {', '.join(emptied)}.")
+    for verb, positions in (("stay", task.must_keep), ("go", task.must_remove)):
         if positions:
-            named = ((task.scores.sites[s], u) for s, u in sorted(positions))
-            notes += (
-                (
-                    f"Told to {verb}:"
-                    f" {', '.join(f'{site.name}{list(site.units[u])}' for site, u in named)}."
-                ),
-            )
-    if (table := task.latency) is not None:
-        after = table.predict(mask)
-        note = f"Predicted: {1000 * after:.4g} ms in place of {1000 * table.whole:.4g} ms, "
-        note += (
-            f"{table.whole / max(after, 1e-9):.3f} times as fast, at batch {table.batch_size} of"
-            f" {table.length} "
-        )
-        notes += (f"{note}tokens ({table.dtype}, {table.device}).",)
+            notes.append(f"Told to {verb}: {_labels(task.scores, positions)}.")
+    if task.latency is not None:
+        notes.append(_predicted(task.latency, mask))
     return (*notes, *task.notes, *coverage_notes(scores.notes))
+
+
+def _labels(scores: HeadScores, positions: frozenset[Position]) -> str:
+    """Units by the name of their site and their heads, in model order."""
+    labels = []
+    for place, unit in sorted(positions):
+        site = scores.sites[place]
+        labels.append(f"{site.name}{list(site.units[unit])}")
+    return ", ".join(labels)
+
+
+def _predicted(table: LatencyTable, mask: HeadMask) -> str:
+    """The latency that a table predicts for a mask."""
+    after = table.predict(mask)
+    factor = table.whole / max(after, 1e-9)  # a table may predict no time at all
+    return (
+        f"Predicted: {1000 * after:.4g} ms in place of {1000 * table.whole:.4g} ms,"
+        f" {factor:.3f} times as fast, at batch {table.batch_size} of {table.length} tokens"
+        f" ({table.dtype}, {table.device})."
+    )

@@ -1,4 +1,4 @@
-"""What every selector is asked (Problem) and what it is (Selector)."""
+"""The problem that a selector solves (Problem), and the base class of selectors (Selector)."""
 
 from __future__ import annotations
 
@@ -11,48 +11,42 @@ from typing import Any, ClassVar
 
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
-from headprune.core.heads import HeadMask, SiteKeep
+from headprune.core.heads import AttentionSite, HeadMask, SiteKeep
 from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores
 
-#: One prune unit: its site's place in ``HeadScores.sites`` and its own in ``AttentionSite.units``.
+#: One prune unit: indices of its site in ``HeadScores.sites`` and of itself in ``site.units``.
 Position = tuple[int, int]
 
-#: How much the loss of each example rises under each of some masks: ``[masks, examples]``.
+#: The rise of the loss of each example under each of several masks: ``[masks, examples]``.
 Loss = Callable[[Sequence[HeadMask]], Any]
 
-#: The scores that heads have once only those of a mask are left; values of units that are gone say
-#: nothing.
+#: Scores of the heads once only those of a mask are kept; values of removed units mean nothing.
 Rescore = Callable[[HeadMask], HeadScores]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A budget laid over scores, in whole numbers of one currency, and the rules that every answer
-    keeps.
+    """A budget over scores, in whole numbers of one currency, with the rules of every answer.
 
-    The currency is heads, parameters, MACs, KV bytes a token, or nanoseconds. `cost`, `fits` and
-    `lawful` are all that a selector needs to know of it.
+    The currency is heads, parameters, MACs, KV bytes per token, or nanoseconds.
 
     Args:
         scores: The scored units.
-        budget: What the user asked for.
-        costs: For every site, what each of its units costs; zeros where `steps` are given.
-        fixed: What the part of the model that no selector can remove costs.
-        limit: The most that the kept units may cost, `fixed` taken off; negative where nothing can
-            be kept.
-        steps: For every site, what it costs with 0, 1, 2... heads, where cost does not add up unit
-            by unit (latency); None at a number of heads that it cannot have.
-        stay: Units that must stay.
-        go: Units that must go.
-        min_heads: A site keeps at least this many heads, or all that it may keep; one if it cannot
-            run without.
-        multiple_of: A site keeps a multiple of this many heads, or all that are present.
+        budget: The user's budget.
+        costs: Per site, the cost of each of its units; zeros where `steps` are given.
+        fixed: The cost of the part of the model that no selector can remove.
+        limit: The most that the kept units may cost, without `fixed`; it may be negative.
+        steps: Per site, its cost with 0, 1, 2... heads, where costs of units do not add up
+            (latency); None at a number of heads that it cannot have.
+        must_keep: Units that every answer keeps.
+        must_remove: Units that every answer removes.
+        min_heads: The fewest heads of a site, unless it may keep fewer; 1 if it cannot run without.
+        multiple_of: A site keeps a multiple of this, or all that are present.
         loss: Measures masks, for selectors that need it.
-        rescore: Scores the heads of a mask anew, in the units of `scores`, for selectors that need
-            it.
-        beside: What is kept at sites that this problem is not about; a `mask` has their rows too.
-        notes: What the selector wants the plan to say is added here.
+        rescore: Scores the heads of a mask anew, for selectors that need it.
+        kept_elsewhere: Kept heads of the whole model, where this problem is about some sites only.
+        notes: What a selector adds to the plan's notes.
     """
 
     scores: HeadScores
@@ -61,40 +55,47 @@ class Problem:
     fixed: int
     limit: int
     steps: tuple[tuple[int | None, ...], ...] | None = None
-    stay: frozenset[Position] = frozenset()
-    go: frozenset[Position] = frozenset()
+    must_keep: frozenset[Position] = frozenset()
+    must_remove: frozenset[Position] = frozenset()
     min_heads: int = 1
     multiple_of: int = 1
+    # What some selectors need besides scores.
     loss: Loss | None = None
     rescore: Rescore | None = None
-    beside: HeadMask | None = None
+    kept_elsewhere: HeadMask | None = None
     notes: list[str] = field(default_factory=list, compare=False)
 
     def cost(self, keep: Iterable[Position]) -> int:
-        """What these units cost together."""
+        """The cost of these units together."""
         return sum(self.site_cost(site, units) for site, units in enumerate(self.by_site(keep)))
 
     def fits(self, keep: Iterable[Position]) -> bool:
-        """Whether these units may all stay, as far as the budget goes."""
+        """Whether the budget allows these units."""
         return self.cost(keep) <= self.limit
 
     def lawful(self, keep: Iterable[Position]) -> bool:
-        """Whether an answer respects what must stay and go, ``min_heads`` and ``multiple_of``,
-        whatever it costs."""
+        """Whether an answer keeps all rules but the budget: named heads, minimum and multiples."""
         return not self.broken(keep)
 
     def broken(self, keep: Iterable[Position]) -> str:
         """The first rule that an answer breaks, in words; empty where it is lawful."""
-        rows, stay, go = self.by_site(keep), self.by_site(self.stay), self.by_site(self.go)
-        for site, units in enumerate(rows):
-            here = self.scores.sites[site]
-            if lost := stay[site] - units:
-                return f"{here.name} without heads {list(here.units[min(lost)])}, which must stay"
-            if wrong := go[site] & units:
-                return f"{here.name} with heads {list(here.units[min(wrong)])}, which must go"
-            if (count := self.heads(site, units)) not in self.counts[site]:
-                heads = f"{count} head{'' if count == 1 else 's'}"
-                return f"{heads} at {here.name}, which may have {_words(self.counts[site])}"
+        must_keep = self.by_site(self.must_keep)
+        must_remove = self.by_site(self.must_remove)
+        for place, units in enumerate(self.by_site(keep)):
+            site = self.scores.sites[place]
+            missing = must_keep[place] - units
+            if missing:
+                heads = list(site.units[min(missing)])
+                return f"{site.name} without heads {heads}, which must stay"
+            unwanted = must_remove[place] & units
+            if unwanted:
+                heads = list(site.units[min(unwanted)])
+                return f"{site.name} with heads {heads}, which must go"
+            count = self.heads(place, units)
+            if count not in self.counts[place]:
+                plural = "" if count == 1 else "s"
+                allowed = _alternatives(self.counts[place])
+                return f"{count} head{plural} at {site.name}, which may have {allowed}"
         return ""
 
     def by_site(self, keep: Iterable[Position]) -> list[set[int]]:
@@ -105,110 +106,137 @@ class Problem:
         return rows
 
     def heads(self, site: int, units: Iterable[int]) -> int:
-        """How many heads some units of one site hold."""
+        """The number of heads in some units of one site."""
         sizes = self._sizes[site]
         return sum(sizes[u] for u in units)
 
     @cached_property
     def _sizes(self) -> tuple[tuple[int, ...], ...]:
-        """For every site, how many heads each of its units holds."""
+        """Per site, the number of heads in each of its units."""
         return tuple(tuple(map(len, site.units)) for site in self.scores.sites)
 
     def site_cost(self, site: int, units: Iterable[int]) -> int:
-        """What one site costs with these units."""
+        """The cost of one site with these units."""
         if self.steps is None:
             return sum(self.costs[site][u] for u in units)
         cost = self.steps[site][self.heads(site, units)]
-        return (
-            max(self.whole, self.limit) + 1 if cost is None else cost
-        )  # what cannot be never fits
+        if cost is None:
+            # A number of heads that the site cannot have never fits, whatever the budget.
+            return max(self.whole, self.limit) + 1
+        return cost
 
     @cached_property
     def counts(self) -> tuple[frozenset[int], ...]:
-        """For every site, the numbers of heads that the rules allow."""
+        """Per site, the numbers of heads that the rules allow."""
         return tuple(frozenset(states) for states in self.states(tuple(self.positions())))
 
     def states(self, ranking: Sequence[Position]) -> tuple[dict[int, tuple[int, ...]], ...]:
-        """For every site, by number of heads, units that hold so many and break no rule; fewest
-        heads first.
+        """Per site, one lawful set of units for each number of heads, fewest heads first.
 
-        What must stay comes first, then the units in the order of ``ranking``. Where the units of a
-        site hold equally many heads, these are the first ones of the ranking, so each state is a
-        part of the next.
+        Units that must be kept come first, then the others in the order of ``ranking``. Where the
+        units of a site hold equally many heads, a state holds the first units of the ranking, so
+        each state is a part of the next.
         """
         ranked: list[list[int]] = [[] for _ in self.costs]
         for site, unit in ranking:
             ranked[site].append(unit)
-        return tuple(self._states(site, units) for site, units in enumerate(ranked))
+        return tuple(self._site_states(site, units) for site, units in enumerate(ranked))
 
-    def _states(self, site: int, ranked: list[int]) -> dict[int, tuple[int, ...]]:
-        forced = tuple(u for u in ranked if (site, u) in self.stay)
-        found = {self.heads(site, forced): forced}
-        for unit in ranked:
-            if (site, unit) not in self.stay and (site, unit) not in self.go:
-                size = self.heads(site, [unit])
-                for held, units in list(found.items()):
-                    if held + size not in found:
-                        found[held + size] = (*units, unit)
-        present, most = self.heads(site, ranked), max(found)
+    def _site_states(self, site: int, ranked: list[int]) -> dict[int, tuple[int, ...]]:
+        reached = self._reached(site, ranked)
+        present = self.heads(site, ranked)
+        most = max(reached)
         least = max(min(self.min_heads, most), self.scores.sites[site].least)
-        return {
-            n: found[n]
-            for n in sorted(found)
-            if n >= least
-            and (n % self.multiple_of == 0 or n == present)
-            and (self.steps is None or self.steps[site][n] is not None)
-        }
+        states = {}
+        for count in sorted(reached):
+            whole = count % self.multiple_of == 0 or count == present
+            # A latency table may lack a number of heads that the layout cannot have.
+            possible = self.steps is None or self.steps[site][count] is not None
+            if count >= least and whole and possible:
+                states[count] = reached[count]
+        return states
+
+    def _reached(self, site: int, ranked: list[int]) -> dict[int, tuple[int, ...]]:
+        """The first set of units that holds so many heads, whatever `min_heads` and the like."""
+        forced = tuple(u for u in ranked if (site, u) in self.must_keep)
+        reached = {self.heads(site, forced): forced}
+        for unit in ranked:
+            if (site, unit) in self.must_keep or (site, unit) in self.must_remove:
+                continue
+            size = self._sizes[site][unit]
+            # A copy of the items: units that hold unlike numbers of heads add entries.
+            for count, units in list(reached.items()):
+                if count + size not in reached:
+                    reached[count + size] = (*units, unit)
+        return reached
 
     def positions(self) -> Iterator[Position]:
         """Every unit, in model order."""
         return ((unit.site, unit.unit) for unit in self.scores.units())
 
     def mask(self, keep: Iterable[Position]) -> HeadMask:
-        """These units as a mask of the model, with what is kept `beside` them."""
-        mine = {}
-        for site, units in zip(self.scores.sites, self.by_site(keep), strict=True):
-            kept = tuple(sorted(h for u in units for h in site.units[u]))
-            mine[site.name] = SiteKeep(site.name, site.n_query_heads, kept)
-        if self.beside is None:
-            return HeadMask(tuple(mine.values()))
-        return HeadMask(tuple(mine.get(row.site, row) for row in self.beside.rows))
+        """These units as a mask of the model, with the heads that are `kept_elsewhere`."""
+        here = mask_of(self.scores.sites, keep)
+        # `loss` and `rescore` take masks of the whole model.
+        if self.kept_elsewhere is None:
+            return here
+        rows = {row.site: row for row in here.rows}
+        return HeadMask(tuple(rows.get(row.site, row) for row in self.kept_elsewhere.rows))
 
     @property
     def whole(self) -> int:
-        """What the model costs now; fractions in a budget are fractions of this."""
+        """The cost of the model as it is now; fractions in a budget are fractions of this."""
         if self.steps is None:
             return self.fixed + sum(map(sum, self.costs))
-        return self.fixed + sum(
-            row[len(s.heads)] or 0 for s, row in zip(self.scores.sites, self.steps, strict=True)
-        )
+        total = self.fixed
+        for site, row in zip(self.scores.sites, self.steps, strict=True):
+            total += row[len(site.heads)] or 0
+        return total
 
 
-def _words(counts: frozenset[int]) -> str:
-    numbers = [str(n) for n in sorted(counts)]
-    return (
-        " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers)
-        or "no number"
-    )
+def positions_of(rows: Iterable[Iterable[int]]) -> frozenset[Position]:
+    """Units by site as positions; the reverse of `Problem.by_site`."""
+    positions: set[Position] = set()
+    for site, units in enumerate(rows):
+        positions.update((site, unit) for unit in units)
+    return frozenset(positions)
+
+
+def mask_of(sites: Sequence[AttentionSite], keep: Iterable[Position]) -> HeadMask:
+    """Kept units as a mask of these sites."""
+    kept: list[list[int]] = [[] for _ in sites]
+    for place, unit in keep:
+        kept[place].extend(sites[place].units[unit])
+    rows = zip(sites, kept, strict=True)
+    return HeadMask(tuple(SiteKeep(s.name, s.n_query_heads, tuple(sorted(h))) for s, h in rows))
+
+
+def _alternatives(counts: frozenset[int]) -> str:
+    """``1, 2 or 3``."""
+    if not counts:
+        return "no number"
+    *others, last = map(str, sorted(counts))
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(abc.ABC):
-    """Chooses the units that stay. A concrete selector is a frozen dataclass of its settings, which
-    are JSON data.
+    """Choose the units that are kept; a subclass is a frozen dataclass of JSON settings.
 
     Args:
-        min_heads: No site goes below this many heads, rounded up to whole units; one that has fewer
-            keeps those. With 0 a layer may lose its attention, if its module runs without:
+        min_heads: No site keeps fewer heads than this, rounded up to whole units; one that has
+            fewer keeps those. With 0 a layer may lose its attention, if its module runs without:
             docs/pipelines.md has what that risks.
         multiple_of: Every site keeps a multiple of this many heads, or all it has, or none where
             ``min_heads`` is 0.
     """
 
-    #: What the selector goes by beside the scores' values: ``loss``, ``rescore``, an argument of
-    #: `hp.select` each, or the ``curvature`` of the scores.
+    #: Its inputs besides the scores' values: ``loss`` or ``rescore`` (arguments of `hp.select`), or
+    #: the ``curvature`` of the scores.
     needs: ClassVar[frozenset[str]] = frozenset()
-    #: Whether units of different sites compete for their places.
+    #: Whether units of different sites compete with each other.
     across: ClassVar[bool] = True
 
     min_heads: int = 1
@@ -223,18 +251,20 @@ class Selector(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, problem: Problem) -> frozenset[Position]:
-        """The units that stay; `Problem.fits` and `Problem.lawful` hold for them.
+        """The kept units, for which `Problem.fits` and `Problem.lawful` hold.
 
         Raises:
-            InfeasibleBudget: none of the choices that the settings allow fits.
+            InfeasibleBudget: no choice that the settings allow fits.
         """
 
     def scale(self, row: Sequence[float]) -> tuple[float, float]:
-        """What is taken off the scores of one site, and what divides them then, before sites are
-        compared."""
+        """Shift and divisor of one site's scores before sites are compared.
+
+        A score counts as ``(score - shift) / divisor``.
+        """
         return 0.0, 1.0
 
     @property
     def settings(self) -> FrozenDict:
-        """The settings as they are written into the plan."""
+        """The settings, as a plan records them."""
         return FrozenDict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})

@@ -1,18 +1,19 @@
-"""Budgets in numbers: a Problem out of scores and a Budget, and the units that must stay whatever
-the budget."""
+"""Budgets in whole numbers: a Problem out of scores and a Budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, allowance
 from headprune.core.scores import Cost, HeadScores, ScoredUnit
-from headprune.selection._base import Position, Problem
+from headprune.selection._base import Position, Problem, positions_of
 from headprune.selection._policies import check_cache_budget
 
-_NANO = 10**9
+_NANO = 10**9  # nanoseconds per second: latencies become whole numbers
+_MILLION = 10**6  # the nearest budgets are named with six decimals
 
 
 def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None) -> Problem:
@@ -27,47 +28,56 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
     if budget.kind == "speedup":
         return _timed(scores, budget, latency)
     if budget.kind == "keep_heads":
-        costs = tuple(tuple(len(heads) for heads in site.units) for site in scores.sites)
+        costs = tuple(tuple(map(len, site.units)) for site in scores.sites)
         total = scores.n_heads
     else:
-        if scores.costs is None:
-            hint = (
-                "Give batches to hp.score: the model's cost is measured on one of them. Or budget"
-                " by keep_heads."
-            )
-            raise InvalidValue(
-                f"Budget.{budget.kind}", "used with scores that carry costs", "scores without", hint
-            )
-        length = budget.length or scores.costs.length
-        costs = tuple(
-            tuple(_price(c, budget.kind, length) for c in row) for row in scores.costs.units
-        )
-        total = _price(scores.costs.total, budget.kind, length)
+        costs, total = _prices(scores, budget)
     if total == 0 or (budget.kind == "keep_kv" and not any(map(any, costs))):
-        lacks = {
-            "keep_heads": "no attention heads left",
-            "keep_kv": "no KV cache that shrinks with its heads",
-        }
-        hint = "Budget by keep_heads, keep_params or keep_macs." if budget.kind == "keep_kv" else ""
-        raise InvalidValue(
-            f"Budget.{budget.kind}",
-            "over what the model has",
-            f"a model with {lacks.get(budget.kind, 'no such cost')}",
-            hint,
-        )
+        raise _nothing_to_keep(budget)
+    # The parts that no selector can remove: their cost is taken off the limit.
     fixed = total - sum(map(sum, costs))
     return Problem(scores, budget, costs, fixed, allowance(budget.amount, total) - fixed)
 
 
-def _price(cost: Cost, kind: str, length: int) -> int:
-    return {"keep_params": cost.params, "keep_macs": cost.macs(length), "keep_kv": cost.kv_bytes}[
-        kind
-    ]
+def _prices(scores: HeadScores, budget: Budget) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The costs of the units of every site, and that of the whole model, in a budget's currency."""
+    if scores.costs is None:
+        hint = (
+            "Give batches to hp.score: the model's cost is measured on one of them. Or budget"
+            " by keep_heads."
+        )
+        raise InvalidValue(
+            f"Budget.{budget.kind}", "used with scores that carry costs", "scores without", hint
+        )
+    # Attention's MACs depend on the number of tokens: by default that of the measured batch.
+    length = budget.length or scores.costs.length
+
+    def price(cost: Cost) -> int:
+        if budget.kind == "keep_params":
+            return cost.params
+        if budget.kind == "keep_macs":
+            return cost.macs(length)
+        return cost.kv_bytes
+
+    costs = tuple(tuple(map(price, row)) for row in scores.costs.units)
+    return costs, price(scores.costs.total)
+
+
+def _nothing_to_keep(budget: Budget) -> InvalidValue:
+    """The error of a budget over something that the model has none of."""
+    lacks, hint = "no such cost", ""
+    if budget.kind == "keep_heads":
+        lacks = "no attention heads left"
+    if budget.kind == "keep_kv":
+        lacks = "no KV cache that shrinks with its heads"
+        hint = "Budget by keep_heads, keep_params or keep_macs."
+    return InvalidValue(
+        f"Budget.{budget.kind}", "over what the model has", f"a model with {lacks}", hint
+    )
 
 
 def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> Problem:
-    """A budget of time, in nanoseconds: a site costs what it takes with as many heads as it
-    keeps."""
+    """A budget of time, in nanoseconds: a site's cost depends on how many heads it keeps."""
     if latency is None:
         hint = (
             "Measure one: hp.bench.latency_table(model, batch). In a recipe, select.speedup does"
@@ -77,78 +87,102 @@ def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> 
             "select(latency=)", "a LatencyTable, with Budget(speedup=)", "none", hint
         )
     latency.check(scores.sites)
-    rows = [latency.row(site.name) for site in scores.sites]
-    steps = tuple(tuple(None if s is None else round(s * _NANO) for s in row) for row in rows)
     whole = round(latency.whole * _NANO)
-    fixed = whole - sum(row[-1] or 0 for row in steps)
+    fixed = whole
+    steps = []
+    for site in scores.sites:
+        row = tuple(map(_nanoseconds, latency.row(site.name)))
+        steps.append(row)
+        fixed -= row[-1] or 0
+    # No unit has a cost of its own here: `steps` has the costs.
     costs = tuple((0,) * len(site.units) for site in scores.sites)
-    return Problem(scores, budget, costs, fixed, allowance(1 / budget.amount, whole) - fixed, steps)
+    limit = allowance(1 / budget.amount, whole) - fixed
+    return Problem(scores, budget, costs, fixed, limit, tuple(steps))
+
+
+def _nanoseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * _NANO)
 
 
 def check_leaves_a_head(problem: Problem) -> None:
-    """Refuses a budget under which not one head could stay, though some need not go and no rule
-    asks for any.
+    """Refuse a budget under which no head at all could be kept.
 
-    Of a group of sites nothing is refused: the rest of the model has heads.
+    Nothing is refused where all heads must be removed, where a rule asks for heads anyway, or for a
+    group of sites: the rest of the model has heads.
 
     Raises:
-        InfeasibleBudget: with the nearest budget that leaves one.
+        InfeasibleBudget: with the nearest budget that keeps one.
     """
-    if problem.beside is not None or any(0 not in counts for counts in problem.counts):
-        return  # and where a rule keeps heads, every selector says what that takes
-    cheap = sorted(problem.positions(), key=lambda p: (problem.costs[p[0]][p[1]], p))
-    least, more = 0, []
+    # Where a rule asks for heads, every selector names what that costs.
+    if problem.kept_elsewhere is not None or any(0 not in counts for counts in problem.counts):
+        return
+
+    def price(position: Position) -> tuple[int, Position]:
+        site, unit = position
+        return problem.costs[site][unit], position
+
+    # 1. The cheapest answer of every site, and the cheapest head on top of it.
+    cheap = sorted(problem.positions(), key=price)
+    least = 0
+    extra: list[int] = []  # what keeping some heads of one site adds to the least cost
     for site, states in enumerate(problem.states(cheap)):
-        prices = {n: problem.site_cost(site, units) for n, units in states.items()}
-        cheapest = min(prices, key=lambda n: (prices[n], n))
-        if cheapest:
-            return  # by this latency table, heads stay because that is faster
-        least += prices[cheapest]
-        more += [price - prices[cheapest] for n, price in prices.items() if n]
-    if more and problem.limit < least + min(more):
-        raise infeasible(problem, least + min(more), "Less would not leave one head. ")
+        costs = {count: problem.site_cost(site, units) for count, units in states.items()}
+        lowest = min(costs.values())
+        if costs[0] > lowest:
+            return  # by this latency table the site is faster with heads, so it keeps them
+        least += lowest
+        extra.extend(cost - lowest for count, cost in costs.items() if count)
+    # 2. Whether the budget holds it.
+    if extra and problem.limit < least + min(extra):
+        raise infeasible(problem, least + min(extra), "Less would not leave one head. ")
 
 
 def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
     """The error of a budget that cannot be met, naming the nearest that can.
 
     Args:
-        problem: What was asked.
-        least: The least that the selector's choices cost, without what is fixed.
-        why: What asks for so much, where it is not the rules of the problem.
+        problem: The problem without an answer.
+        least: The least that the selector's choices cost, without `Problem.fixed`.
+        why: The reason, where it is not the rules of the problem.
     """
-    budget, needed = problem.budget, problem.fixed + least
-    nearest: int | float = needed
-    if (
-        budget.kind == "speedup"
-    ):  # six decimals, rounded so that the number in the message can be used
-        nearest = problem.whole * 10**6 // needed / 10**6
-    elif isinstance(budget.amount, float):
-        nearest = -(-needed * 10**6 // problem.whole) / 10**6
-    where, hint = f"Budget.{budget.kind}", why or f"That is what {_rules(problem)}. "
+    budget = problem.budget
+    needed = problem.fixed + least
+    where = f"Budget.{budget.kind}"
+    hint = why or f"That is what {_rules(problem)}. "
     lower = " or lower min_heads." if problem.min_heads else "."
-    if budget.kind != "speedup":
-        return InfeasibleBudget(
-            where, f"at least {nearest}", budget.amount, f"{hint}Raise the budget{lower}"
-        )
-    hint += (
-        f"Ask for less{lower}" if nearest > 1 else "By this table no cut makes the model faster."
+    # Rounded to the safe side, so that the number in the message can be used as a budget.
+    if budget.kind == "speedup":
+        speedup = problem.whole * _MILLION // needed / _MILLION
+        if speedup > 1:
+            hint += f"Ask for less{lower}"
+        else:
+            hint += "By this table no cut makes the model faster."
+        return InfeasibleBudget(where, f"at most {speedup}", budget.amount, hint)
+    nearest: int | float = needed
+    if isinstance(budget.amount, float):
+        nearest = -(-needed * _MILLION // problem.whole) / _MILLION
+    return InfeasibleBudget(
+        where, f"at least {nearest}", budget.amount, f"{hint}Raise the budget{lower}"
     )
-    return InfeasibleBudget(where, f"at most {nearest}", budget.amount, hint)
 
 
 def _rules(problem: Problem) -> str:
+    """The rules that ask for heads, and where."""
     sites = problem.scores.sites
     rules = [f"min_heads={problem.min_heads}"]
-    rules += [f"multiple_of={problem.multiple_of}"] if problem.multiple_of > 1 else []
-    rules += ["the heads that must stay"] if problem.stay else []
-    said = (
-        f"{' and '.join(rules)} {'take' if len(rules) > 1 else 'takes'} at {len(sites)}"
-        f" site{'s' * (len(sites) > 1)}"
-    )
-    lonely = sum(site.least > problem.min_heads for site in sites)
-    said += f", {lonely} of which cannot run without a head" if lonely else ""
-    return said + (" beside the parts that have no heads" if problem.fixed else "")
+    if problem.multiple_of > 1:
+        rules.append(f"multiple_of={problem.multiple_of}")
+    if problem.must_keep:
+        rules.append("the heads that must stay")
+    verb = "take" if len(rules) > 1 else "takes"
+    plural = "s" if len(sites) > 1 else ""
+    text = f"{' and '.join(rules)} {verb} at {len(sites)} site{plural}"
+    needy = sum(site.least > problem.min_heads for site in sites)
+    if needy:
+        text += f", {needy} of which cannot run without a head"
+    if problem.fixed:
+        text += " beside the parts that have no heads"
+    return text
 
 
 def best_first(scores: HeadScores) -> list[ScoredUnit]:
@@ -162,21 +196,20 @@ def places(ranking: Sequence[ScoredUnit]) -> list[Position]:
 
 
 def minimum(problem: Problem, ranking: Sequence[ScoredUnit]) -> frozenset[Position]:
-    """The cheapest of the lawful states of every site that ``Problem.states`` finds: its least
-    heads, the best ones.
+    """The cheapest lawful state of every site: its fewest heads, the best ones.
 
-    (A measured latency may fall where a head is added, so the least heads need not be the
-    cheapest.)
+    A measured latency may fall where a head is added, so the fewest heads need not be the cheapest.
 
     Raises:
-        InfeasibleBudget: they cost more than the budget allows, or it leaves not one head; names
+        InfeasibleBudget: they cost more than the budget allows, or it allows no head at all; names
             the nearest budget.
     """
     check_leaves_a_head(problem)
-    keep: set[Position] = set()
+    rows: list[tuple[int, ...]] = []
     for site, states in enumerate(problem.states(places(ranking))):
-        cheapest = min(states, key=lambda n: (problem.site_cost(site, states[n]), n))
-        keep.update((site, unit) for unit in states[cheapest])
+        # States come with the fewest heads first, so of equal costs `min` takes the fewest.
+        rows.append(min(states.values(), key=partial(problem.site_cost, site)))
+    keep = positions_of(rows)
     if problem.fits(keep):
-        return frozenset(keep)
+        return keep
     raise infeasible(problem, problem.cost(keep))

@@ -1,18 +1,18 @@
-"""One option from every class, the most valuable that fits a budget: the multiple-choice knapsack,
-solved exactly.
+"""The multiple-choice knapsack, solved exactly: one option of every class within a budget.
 
-A dynamic programme over the classes, whose states are (cost, value) of what was chosen so far. A
-state goes when another one costs no more and is worth no less, or when even the linear relaxation
-of the classes that are left cannot lift it to what is known to be possible (Dyer, Kayal, Walsh
-1984; Pisinger 1995, "A minimal algorithm for the multiple-choice knapsack problem", section 3). So
-the size of the costs does not matter, as it would for a table.
+A dynamic programme over the classes. A state is (cost, value) of the options chosen so far. A state
+is dropped when another one costs no more and is worth no less. It is also dropped when the linear
+relaxation of the remaining classes cannot lift it to a value that is known to be possible (Dyer,
+Kayal, Walsh 1984; Pisinger 1995, "A minimal algorithm for the multiple-choice knapsack problem",
+section 3). So the size of the costs does not matter, as it would for a table over costs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,25 +20,38 @@ from numpy.typing import NDArray
 from headprune.core.errors import InvalidValue
 
 Integers = NDArray[np.int64]
+_Corners = tuple[Integers, Integers]  # costs and values at the corners of a concave function
 _SLACK = 64.0  # of values up to 2^53: more than the rounding of the bound
+_WIDER = 1 + 1e-12  # costs beyond 2^53 are rounded, so bounds are read a little further on
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one choice of a class costs and is worth; the second value decides where the first is
-    equal."""
+    """Cost and value of one option; the second value decides between equal values."""
 
     cost: int
     value: int
     second: int = 0
 
 
-def best_choice(classes: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
-    """The place of the chosen option in every class; None where no choice fits.
+@dataclass(frozen=True)
+class _Options:
+    """The options of one class as arrays, [options] each, or the states of some classes."""
 
-    The sum of the values is the highest that fits, then that of the second values, then the cost is
-    the lowest; what is left equal is decided for the option that stands first in its class, in the
-    first class that differs.
+    cost: Integers  # whole multiples of a common divisor, from 0
+    value: Integers
+    second: Integers  # decides between equal values
+
+    def __getitem__(self, index: Integers) -> _Options:
+        return _Options(self.cost[index], self.value[index], self.second[index])
+
+
+def best_choice(classes: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
+    """The index of the chosen option in every class; None where no choice fits.
+
+    The chosen options have the highest sum of values that fits, then the highest sum of second
+    values, then the lowest cost. Ties go to the option that comes first in its class, in the first
+    class that differs.
 
     Args:
         classes: Options to choose one of, in whole numbers; the values of all classes sum to less
@@ -51,123 +64,140 @@ def best_choice(classes: Sequence[Sequence[Option]], limit: int) -> list[int] | 
     >>> best_choice([[Option(0, 0), Option(5, 9)], [Option(0, 0), Option(4, 5), Option(6, 8)]], 9)
     [1, 1]
     """
-    least = [min(option.cost for option in row) for row in classes]
-    rows = [[option.cost - low for option in row] for row, low in zip(classes, least, strict=True)]
-    room = limit - sum(least)
+    # 1. Count costs above the cheapest option of each class.
+    extras: list[list[int]] = []
+    room = limit
+    for options in classes:
+        lowest = min(option.cost for option in options)
+        extras.append([option.cost - lowest for option in options])
+        room -= lowest
     if room < 0:
         return None
-    unit = (
-        math.gcd(*(cost for row in rows for cost in row)) or 1
-    )  # also keeps the sums within 64 bits
-    span = sum(max(row) for row in rows) // unit
+    # 2. Count them in their greatest common divisor, which keeps the sums within 64 bits.
+    unit = math.gcd(*chain.from_iterable(extras)) or 1
+    span = sum(map(max, extras)) // unit
     if span >= 2**62:
         raise InvalidValue(
             "the costs of a knapsack", "below 2^62 together", span, "Use a budget in a larger unit."
         )
-    room = min(room // unit, span)
-    arrays = [
-        (
-            np.array([cost // unit for cost in costs], np.int64),
-            np.array([option.value for option in row], np.int64),
-            np.array([option.second for option in row], np.int64),
+    arrays = []
+    for options, costs in zip(classes, extras, strict=True):
+        arrays.append(
+            _Options(
+                _integers(cost // unit for cost in costs),
+                _integers(option.value for option in options),
+                _integers(option.second for option in options),
+            )
         )
-        for costs, row in zip(rows, classes, strict=True)
-    ]
-    return _solve(arrays, room)
+    return _solve(arrays, min(room // unit, span))
 
 
-def _solve(classes: list[tuple[Integers, Integers, Integers]], room: int) -> list[int]:
-    """The last class first, so that ties are decided by the first."""
-    cost, value, second = (np.zeros(1, np.int64) for _ in range(3))
+def _integers(numbers: Iterable[int]) -> Integers:
+    return np.array(list(numbers), np.int64)
+
+
+def _solve(classes: list[_Options], room: int) -> list[int]:
+    """Extend the states by one class at a time: the last class first, so that the first decides."""
+    hulls = [_hull(options) for options in classes]
+    nothing = np.zeros(1, np.int64)
+    states = _Options(nothing, nothing, nothing)
     steps: list[tuple[Integers, Integers]] = []
     for place in reversed(range(len(classes))):
-        costs, values, seconds = classes[place]
-        came, chose = (
-            grid.ravel() for grid in np.divmod(np.arange(len(cost) * len(costs)), len(costs))
+        options = classes[place]
+        n_options = len(options.cost)
+        # Every state with every option: the indices of both, [states * options].
+        before, chosen = np.divmod(np.arange(len(states.cost) * n_options), n_options)
+        states = _Options(
+            states.cost[before] + options.cost[chosen],
+            states.value[before] + options.value[chosen],
+            states.second[before] + options.second[chosen],
         )
-        cost, value, second = (
-            cost[came] + costs[chose],
-            value[came] + values[chose],
-            second[came] + seconds[chose],
-        )
-        live = np.flatnonzero(cost <= room)
-        live = live[_hopeful(cost[live], value[live], classes[:place], room)]
-        live = live[undominated(cost[live], value[live], second[live], chose[live])]
-        cost, value, second = cost[live], value[live], second[live]
-        steps.append((came[live], chose[live]))
-    state, chosen = (
-        len(cost) - 1,
-        [],
-    )  # states rise in cost and in worth, so the last one is the best
-    for came, chose in reversed(steps):
-        chosen.append(int(chose[state]))
-        state = int(came[state])
-    return chosen
+        # Drop states that do not fit, that cannot become the best, or that another one beats.
+        live = np.flatnonzero(states.cost <= room)
+        live = live[_hopeful(states[live], hulls[:place], room)]
+        rest = states[live]
+        live = live[undominated(rest.cost, rest.value, rest.second, chosen[live])]
+        states = states[live]
+        steps.append((before[live], chosen[live]))  # to follow the best state back
+    # Costs and values of the states rise, so the last one is the best. Follow it back.
+    state = len(states.cost) - 1
+    answer = []
+    for before, chosen in reversed(steps):
+        answer.append(int(chosen[state]))
+        state = int(before[state])
+    return answer
 
 
 def undominated(cost: Integers, value: Integers, second: Integers, place: Integers) -> Integers:
-    """Indices of the states that no other beats at no higher cost, by rising cost; of equals the
-    lowest ``place``."""
-    worth = np.empty(len(cost), np.int64)  # ranks of (value, second), equals alike
+    """Indices of the states that no other beats at no higher cost, by rising cost.
+
+    Of equal states the one with the lowest ``place``.
+    """
+    # 1. Ranks of (value, second), the same for equal pairs.
+    worth = np.empty(len(cost), np.int64)
     order = np.lexsort((second, value))
     rises = np.diff(value[order], prepend=-1) != 0
     rises |= np.diff(second[order], prepend=0) != 0
     worth[order] = np.cumsum(rises)
+    # 2. By rising cost, a state counts only if it is worth more than all before it.
     order = np.lexsort((place, -worth, cost))
     worth = worth[order]
-    before = np.concatenate([[-1], np.maximum.accumulate(worth)[:-1]]) if len(worth) else worth
+    if not len(worth):
+        return order
+    before = np.concatenate([[-1], np.maximum.accumulate(worth)[:-1]])
     return order[worth > before]
 
 
-def _hopeful(
-    cost: Integers, value: Integers, rest: list[tuple[Integers, Integers, Integers]], room: int
-) -> NDArray[np.bool_]:
-    """Which states may still become the best: their bound reaches what some state is known to
-    reach."""
+def _hopeful(states: _Options, rest: list[_Corners], room: int) -> NDArray[np.bool_]:
+    """Which states may become the best: their bound reaches a value that is known to be possible.
+
+    Args:
+        states: Of the classes so far.
+        rest: The hulls of the classes that follow.
+        room: The most that a state may cost.
+    """
     costs, values = _relaxed(rest)
-    left = room - cost
-    known = value + values[np.searchsorted(costs, left, side="right") - 1]
-    bound = value + np.interp(
-        left * (1 + 1e-12), costs, values
-    )  # costs beyond 2^53 are rounded, so a bit further on
+    left = room - states.cost
+    # The best corner that fits is a real choice; the line to the next corner is a bound.
+    known = states.value + values[np.searchsorted(costs, left, side="right") - 1]
+    bound = states.value + np.interp(left * _WIDER, costs, values)
     hopeful: NDArray[np.bool_] = bound + _SLACK >= known.max(initial=0)
     return hopeful
 
 
-def _relaxed(classes: list[tuple[Integers, Integers, Integers]]) -> tuple[Integers, Integers]:
-    """What the classes are worth at most by what they cost together, at the corners of that concave
-    function.
+def _relaxed(hulls: list[_Corners]) -> _Corners:
+    """The highest value of classes by their cost, at the corners of that concave function.
 
-    Every corner is a real choice, one option a class; between two of them only the relaxation gets.
+    Every corner is a real choice of one option per class; between two corners the value is that of
+    the linear relaxation.
     """
-    corners = [_hull(costs, values) for costs, values, _ in classes]
-    start = sum(int(values[0]) for _, values in corners)
-    gains = [
-        pair
-        for costs, values in corners
-        for pair in zip(np.diff(costs), np.diff(values), strict=True)
-    ]
+    gains: list[tuple[int, int]] = []
+    start = 0
+    for costs, values in hulls:
+        start += int(values[0])
+        gains.extend(zip(np.diff(costs), np.diff(values), strict=True))
+    # The steepest gains come first: this order makes the sum concave.
     gains.sort(key=lambda gain: -gain[1] / gain[0])
-    steps = np.array(gains, np.int64).reshape(-1, 2)
-    return np.concatenate([[0], np.cumsum(steps[:, 0])]), start + np.concatenate(
-        [[0], np.cumsum(steps[:, 1])]
-    )
+    steps = np.array([(0, 0), *gains], np.int64)
+    costs, values = np.cumsum(steps, axis=0).T
+    return costs, start + values
 
 
-def _hull(costs: Integers, values: Integers) -> tuple[Integers, Integers]:
-    """The corners of the least concave function above one class's options, from the cheapest, as
-    far as it rises."""
+def _hull(options: _Options) -> _Corners:
+    """The corners of the least concave function above one class's options, as far as it rises."""
+    # By rising cost, of equal costs the highest value first: `lexsort` sorts by its last key.
+    order = np.lexsort((-options.value, options.cost))
     corners: list[tuple[int, int]] = []
-    for cost, value in sorted(
-        zip(costs.tolist(), values.tolist(), strict=True), key=lambda o: (o[0], -o[1])
+    for cost, value in zip(
+        options.cost[order].tolist(), options.value[order].tolist(), strict=True
     ):
         if corners and value <= corners[-1][1]:
-            continue
+            continue  # costs more for no more value
         while len(corners) > 1 and _below(corners[-2], corners[-1], (cost, value)):
             corners.pop()
         corners.append((cost, value))
-    found = np.array(corners, np.int64)
-    return found[:, 0], found[:, 1]
+    costs, values = np.array(corners, np.int64).T
+    return costs, values
 
 
 def _below(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:

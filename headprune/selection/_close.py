@@ -1,21 +1,31 @@
-"""Close calls: units on either side of the cut whose scores do not say which of them should
-stay."""
+"""Close calls: units on either side of the cut whose scores do not decide which to keep."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headprune.selection._base import Position, Problem, Selector
 
-#: So many units are named on each side.
+#: The most units that are named on each side.
 _NAMED = 3
+
+#: Bounds of tree nodes are widened by this factor: single units decide about the last digit.
+_ROUNDING = 1 + 1e-12
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit that might change places, its score as the selector compares it, and what changing
-    places turns on."""
+    """A unit that might change sides.
+
+    Args:
+        position: Its place.
+        level: Its score as the selector compares it.
+        error: The standard error of the level.
+        heads: The number of its heads.
+        cost: Its cost.
+    """
 
     position: Position
     level: float
@@ -25,63 +35,70 @@ class _Unit:
 
 
 def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position]) -> tuple[str, ...]:
-    """A note where other examples might as well have chosen otherwise; empty where none could, or
-    none is known to.
+    """A note on units that other examples might have ordered otherwise; empty without any.
 
-    A unit that stays and one that goes are a close call if they could change places (the budget and
-    every rule hold afterwards, too) and their scores differ by no more than the standard error of
-    the difference, the root of the sum of both squares. Without standard errors that are equal
-    scores, which place decides. A selector that goes by more than scores has none.
+    A kept and a removed unit are a close call if they could change sides (the budget and every rule
+    hold afterwards, too) and their scores differ by at most the standard error of the difference,
+    the root of the sum of both squares. Without standard errors only equal scores are a close call:
+    their place decided. A selector that needs more than scores has none.
     """
     if selector.needs:
         return ()
-    stay, go = _sides(problem, selector, keep)
+    kept, removed = _sides(problem, selector, keep)
     swaps = _Swaps(problem, selector, keep)
-    close = [swaps.close(stay, go), swaps.close(go, stay)]
-    if not close[0]:
-        return ()
-    verbs = ("stays", "stay"), ("goes", "go")
-    sides = [
-        f"{_names(problem, units)} {verb[len(units) > 1]}"
-        for units, verb in zip(close, verbs, strict=True)
-    ]
-    equal = not any(unit.error for units in close for unit in units)
-    why = (
-        "their scores are equal, so place decides"
-        if equal
-        else "their scores differ by no more than standard errors"
+    close_kept = swaps.close(kept, removed)
+    close_removed = swaps.close(removed, kept)
+    if not close_kept:
+        return ()  # then the other side has none either
+    # The note in words.
+    stay = "stay" if len(close_kept) > 1 else "stays"
+    go = "go" if len(close_removed) > 1 else "goes"
+    if any(unit.error for unit in (*close_kept, *close_removed)):
+        why = "their scores differ by no more than standard errors"
+    else:
+        why = "their scores are equal, so place decides"
+    return (
+        f"Close call: {_names(problem, close_kept)} {stay}"
+        f" and {_names(problem, close_removed)} {go}; {why}.",
     )
-    return (f"Close call: {sides[0]} and {sides[1]}; {why}.",)
 
 
 def _sides(
     problem: Problem, selector: Selector, keep: frozenset[Position]
 ) -> tuple[list[_Unit], list[_Unit]]:
-    """What stays, lowest first, and what goes, highest first, without what was told to."""
+    """Kept units, lowest first, and removed ones, highest first, without those a rule decided."""
     scales = [selector.scale(row) for row in problem.scores.values]
-    settled = problem.stay | problem.go
-    units: tuple[list[_Unit], list[_Unit]] = ([], [])
-    for unit in problem.scores.ranked():
-        position, (shift, divisor) = (unit.site, unit.unit), scales[unit.site]
-        if position not in settled:
-            level, error = (unit.value - shift) / divisor, (unit.standard_error or 0.0) / divisor
-            cost = problem.costs[unit.site][unit.unit]
-            units[position not in keep].append(_Unit(position, level, error, len(unit.heads), cost))
-    stay, go = (
-        sorted(side, key=lambda u: u.level) for side in units
-    )  # stable: ties as they are ranked
-    return stay, go[::-1]
+    settled = problem.must_keep | problem.must_remove
+    kept: list[_Unit] = []
+    removed: list[_Unit] = []
+    for scored in problem.scores.ranked():
+        position = (scored.site, scored.unit)
+        if position in settled:
+            continue
+        shift, divisor = scales[scored.site]
+        unit = _Unit(
+            position=position,
+            level=(scored.value - shift) / divisor,
+            error=(scored.standard_error or 0.0) / divisor,
+            heads=len(scored.heads),
+            cost=problem.costs[scored.site][scored.unit],
+        )
+        side = kept if position in keep else removed
+        side.append(unit)
+    # Stable: units of equal level stay in the order of their scores.
+    kept.sort(key=lambda unit: unit.level)
+    removed.sort(key=lambda unit: unit.level)
+    return kept, removed[::-1]
 
 
 @dataclass(frozen=True)
 class _Node:
-    """Some units that lie next to each other in the order of their levels, and bounds for all of
-    them.
+    """Units that are neighbours in the order of their levels, with bounds for all of them.
 
     Args:
         low, high: The lowest and the highest level.
         error: The largest error.
-        price: The least that one of them adds to the cost when it changes places with a unit of
+        price: The least that one of them adds to the cost when it changes sides with a unit of
             another site.
         site: Their site; None where there are several.
         parts: Two nodes that make up this one; none of a single unit.
@@ -96,6 +113,14 @@ class _Node:
     parts: tuple[_Node, ...] = ()
     unit: _Unit | None = None
 
+    def distance(self, level: float) -> float:
+        """How far a level lies outside the levels of the node; negative inside."""
+        return max(self.low - level, level - self.high)
+
+
+def _leaf(unit: _Unit, price: int | None) -> _Node:
+    return _Node(unit.level, unit.level, unit.error, price or 0, unit.position[0], unit=unit)
+
 
 def _joined(first: _Node, second: _Node) -> _Node:
     return _Node(
@@ -109,59 +134,92 @@ def _joined(first: _Node, second: _Node) -> _Node:
 
 
 def _tree(nodes: list[_Node]) -> _Node | None:
-    """One node over all, in as many steps as the number of units has binary digits; None over
-    none."""
+    """One node over all, of logarithmic depth; None over none."""
     while len(nodes) > 1:
         pairs = [_joined(nodes[i], nodes[i + 1]) for i in range(0, len(nodes) - 1, 2)]
         nodes = pairs + nodes[2 * len(pairs) :]
     return nodes[0] if nodes else None
 
 
-class _Swaps:
-    """Which units could change places, found without looking at every pair.
+@dataclass(frozen=True)
+class _Alike:
+    """Units of one site and one side with as many heads and of equal cost, as a tree."""
 
-    Units of the other side lie in a tree; what no unit of a part of it can fulfil is seen at that
-    part. Units of the same site, which another rule holds for, lie in trees of those with as many
-    heads and of equal cost.
+    example: _Unit
+    tree: _Node | None
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The units of one side, as trees that are searched for a close call.
+
+    Args:
+        widest: The largest error.
+        everywhere: Units that a rule allows to change sides with a unit of another site.
+        by_site: Units of one site, which change sides under another rule, in groups of like ones.
+    """
+
+    widest: float
+    everywhere: _Node | None
+    by_site: dict[int, list[_Alike]]
+
+
+class _Swaps:
+    """Units that could change sides, without a look at every pair.
+
+    Units of the other side lie in a tree. A part of the tree is skipped where its bounds show that
+    none of its units can be a close call.
     """
 
     def __init__(self, problem: Problem, selector: Selector, keep: frozenset[Position]) -> None:
         self._problem = problem
         self._across = selector.across
-        self._heads = [
-            problem.heads(site, units) for site, units in enumerate(problem.by_site(keep))
-        ]
-        self._left = problem.limit - problem.cost(keep)
+        rows = problem.by_site(keep)
+        # The number of kept heads of every site.
+        self._heads = [problem.heads(site, units) for site, units in enumerate(rows)]
+        self._room = problem.limit - problem.cost(keep)  # budget that the plan does not use
         self._keep = keep
 
     def close(self, units: list[_Unit], others: list[_Unit]) -> list[_Unit]:
-        """The units that are a close call with one of the others, which lie on the other side."""
-        widest = max((other.error for other in others), default=0.0)
-        prices = {unit.position: self._price(unit) for unit in (*units, *others)}
-        able = [other for other in others if self._across and prices[other.position] is not None]
-        everywhere = _tree([_leaf(other, prices[other.position]) for other in able])
+        """The units that are a close call with one of the others, which are on the other side."""
+        side = self._side(others)
+        return [unit for unit in units if self._is_close(unit, side)]
+
+    def _side(self, units: list[_Unit]) -> _Side:
+        leaves = []
+        # Site, number of heads and cost: units that are alike in these obey the same rule.
         kinds: dict[tuple[int, int, int], list[_Unit]] = {}
-        for other in others:
-            kinds.setdefault((other.position[0], other.heads, other.cost), []).append(other)
-        here: dict[int, list[tuple[_Unit, _Node | None]]] = {}
+        for unit in units:
+            price = self._price(unit)
+            if self._across and price is not None:
+                leaves.append(_leaf(unit, price))
+            kind = (unit.position[0], unit.heads, unit.cost)
+            kinds.setdefault(kind, []).append(unit)
+        by_site: dict[int, list[_Alike]] = {}
         for (site, _, _), alike in kinds.items():
-            here.setdefault(site, []).append(
-                (alike[0], _tree([_leaf(other, 0) for other in alike]))
-            )
+            # Within a site the price is checked once, for the whole group.
+            tree = _tree([_leaf(unit, 0) for unit in alike])
+            by_site.setdefault(site, []).append(_Alike(alike[0], tree))
+        widest = max((unit.error for unit in units), default=0.0)
+        return _Side(widest, _tree(leaves), by_site)
 
-        def is_close(unit: _Unit) -> bool:
-            site, price = unit.position[0], prices[unit.position]
-            room = None if price is None else self._left - price
-            if room is not None and self._any(unit, everywhere, widest, room, site):
+    def _is_close(self, unit: _Unit, side: _Side) -> bool:
+        """Whether a unit is a close call with one of the other side."""
+        site = unit.position[0]
+        # 1. With a unit of another site.
+        price = self._price(unit)
+        if price is not None:
+            room = self._room - price
+            if self._any_close(unit, side.everywhere, side.widest, room, site):
                 return True
-            possible = (
-                tree for one, tree in here.get(site, ()) if self._possible(*self._pair(unit, one))
-            )
-            return any(self._any(unit, tree, widest) for tree in possible)
+        # 2. With a unit of its own site: the rule depends on heads and cost alone.
+        for alike in side.by_site.get(site, ()):
+            possible = self._possible(*self._pair(unit, alike.example))
+            if possible and self._any_close(unit, alike.tree, side.widest):
+                return True
+        return False
 
-        return [unit for unit in units if is_close(unit)]
-
-    def _any(
+    def _any_close(
         self,
         unit: _Unit,
         tree: _Node | None,
@@ -169,85 +227,92 @@ class _Swaps:
         room: int | None = None,
         site: int | None = None,
     ) -> bool:
-        """Whether one in a tree is a close call with a unit: outside of ``site``, within ``room``,
-        if given."""
-        level, reach = unit.level, math.hypot(unit.error, widest)
+        """Whether a unit is a close call with one in a tree.
+
+        Args:
+            unit: The unit.
+            tree: Units of the other side.
+            widest: The largest error of that side.
+            room: The most that the other unit may add to the cost, if given.
+            site: A site whose units do not count, if given.
+        """
+        level = unit.level
+        reach = math.hypot(unit.error, widest)
         waiting = [tree] if tree is not None else []
         while waiting:
             node = waiting.pop()
-            if (site is not None and node.site == site) or (room is not None and node.price > room):
+            # 1. Skip what cannot hold a close call.
+            if site is not None and node.site == site:
                 continue
-            apart = max(node.low - level, level - node.high, 0.0)
-            if apart > math.hypot(unit.error, node.error) * (
-                1 + 1e-12
-            ):  # the last digit is left to the units
+            if room is not None and node.price > room:
                 continue
+            if node.distance(level) > math.hypot(unit.error, node.error) * _ROUNDING:
+                continue
+            # 2. The nearer part goes last onto the stack, so it is searched first.
             if node.unit is None:
-                waiting.extend(
-                    sorted(node.parts, key=lambda part: -max(part.low - level, level - part.high))
-                )
-                continue
-            other = node.unit
-            near = abs(other.level - level) <= math.hypot(unit.error, other.error)
-            if (
-                near
-                and self._within(unit, other, reach)
-                and self._possible(*self._pair(unit, other))
-            ):
+                near = sorted(node.parts, key=lambda part: -part.distance(level))
+                waiting.extend(near)
+            elif self._is_close_call(unit, node.unit, reach):
                 return True
         return False
 
-    def _within(self, unit: _Unit, other: _Unit, reach: float) -> bool:
-        """Whether a level is between those that lie ``reach`` from a unit's, as they are
-        rounded."""
-        sign = 1.0 if unit.position not in self._keep else -1.0
-        level = sign * unit.level
-        return level - reach <= sign * other.level <= level + reach
+    def _is_close_call(self, unit: _Unit, other: _Unit, reach: float) -> bool:
+        if abs(other.level - unit.level) > math.hypot(unit.error, other.error):
+            return False
+        # Both sums are rounded: a pair at the very edge of the reach is no close call.
+        if not unit.level - reach <= other.level <= unit.level + reach:
+            return False
+        return self._possible(*self._pair(unit, other))
 
     def _pair(self, unit: _Unit, other: _Unit) -> tuple[_Unit, _Unit]:
         """The kept one of two units, then the removed one."""
         return (unit, other) if unit.position in self._keep else (other, unit)
 
     def _price(self, unit: _Unit) -> int | None:
-        """What the cost of its site gains when a unit changes places with one of another site; None
-        where no rule allows that."""
-        site, kept = unit.position[0], unit.position in self._keep
-        heads = self._heads[site] + (-unit.heads if kept else unit.heads)
+        """What a unit adds to the cost of its site when it changes sides alone.
+
+        None where no rule allows that.
+        """
+        site = unit.position[0]
+        sign = -1 if unit.position in self._keep else 1
+        heads = self._heads[site] + sign * unit.heads
         if heads not in self._problem.counts[site]:
             return None
         if self._problem.steps is None:
-            return -unit.cost if kept else unit.cost
+            return sign * unit.cost
+        return self._step(site, heads)
+
+    def _step(self, site: int, heads: int) -> int:
+        """What another number of heads adds to the cost of a site, by ``Problem.steps``."""
+        assert self._problem.steps is not None
         steps = self._problem.steps[site]
         return (steps[heads] or 0) - (steps[self._heads[site]] or 0)
 
-    def _possible(self, out: _Unit, back: _Unit) -> bool:
-        """Whether budget and rules allow one kept unit to go and one removed unit to come back."""
-        (site, _), (other, _) = out.position, back.position
-        heads = {site: self._heads[site] - out.heads}
-        heads[other] = heads.get(other, self._heads[other]) + back.heads
-        if site != other and not self._across:
+    def _possible(self, kept: _Unit, removed: _Unit) -> bool:
+        """Whether budget and rules allow a kept and a removed unit to change sides."""
+        old, new = kept.position[0], removed.position[0]
+        if old != new and not self._across:
             return False
-        if any(n not in self._problem.counts[s] for s, n in heads.items()):
-            return False
+        # The heads of the sites afterwards: one site, or two.
+        heads = {old: self._heads[old] - kept.heads}
+        heads[new] = heads.get(new, self._heads[new]) + removed.heads
+        for site, count in heads.items():
+            if count not in self._problem.counts[site]:
+                return False
         if self._problem.steps is None:
-            return back.cost - out.cost <= self._left
-        steps = self._problem.steps
-        return (
-            sum((steps[s][n] or 0) - (steps[s][self._heads[s]] or 0) for s, n in heads.items())
-            <= self._left
-        )
+            return removed.cost - kept.cost <= self._room
+        return sum(self._step(site, count) for site, count in heads.items()) <= self._room
 
 
-def _leaf(unit: _Unit, price: int | None) -> _Node:
-    return _Node(unit.level, unit.level, unit.error, price or 0, unit.position[0], unit=unit)
-
-
-def _names(problem: Problem, units: list[_Unit]) -> str:
+def _names(problem: Problem, units: Sequence[_Unit]) -> str:
     """The first few by name, the rest by number."""
-    sites = problem.scores.sites
-    named = [
-        f"{sites[s].name}{list(sites[s].units[u])}"
-        for s, u in (unit.position for unit in units[:_NAMED])
-    ]
+    names = []
+    for unit in units[:_NAMED]:
+        place, number = unit.position
+        site = problem.scores.sites[place]
+        names.append(f"{site.name}{list(site.units[number])}")
+    text = ", ".join(names)
     more = len(units) - _NAMED
-    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    if more > 0:
+        text += f" and {more} more"
+    return text

@@ -1,5 +1,8 @@
-"""Which sets of units may go, in arrays: what ``Problem.cost`` and ``Problem.lawful`` say, for many
-sets at once."""
+"""Feasible moves: which units may be removed or restored, for many moves at once in arrays.
+
+They say the same as ``Problem.cost`` and ``Problem.lawful``. Units are counted over all sites in
+model order; a plan is an array ``removed``, [units], True where a unit is removed.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,18 @@ if TYPE_CHECKING:
     Flags = NDArray[np.bool_]
     Counts = NDArray[np.int64]
 
-#: Sites with at most so many units to decide on have all their subsets tried: 4096.
+#: A site with at most this many free units has all their subsets tried: 4096.
 ENUMERATED = 12
 
 
 @dataclass(frozen=True)
-class Choices:
-    """What one site may lose.
+class SiteChoices:
+    """Sets of units that one site may lose.
 
     Args:
-        rows: ``[choices, units of the site]``, 1 where a unit goes.
-        costs: What the site costs after each.
-        own: ``1/2 r' I r`` within the site.
+        rows: ``[choices, units of the site]``, 1 where a unit is removed.
+        costs: The cost of the site after each choice.
+        own: ``1/2 r' I r`` within the site, of each choice r.
     """
 
     rows: Floats
@@ -38,125 +41,146 @@ class Choices:
 
 
 class FeasibleMoves:
-    """The rules of a problem over sets of units that go, given as flags over all units in model
-    order.
+    """The rules and the budget of a problem, for moves between plans.
 
     Attributes:
-        places: The units.
-        spans: For every site, where its units are among them.
-        free: Units that may both stay and go.
-        choices: For every site, what it may lose: all lawful subsets where it has at most 12 free
-            units; else one for every number of heads, the units in the order in which the site
-            misses them least.
+        positions: All units.
+        spans: Per site, the numbers of its units.
+        must_remove: Units that every plan removes, [units].
+        free: Units that a plan may keep or remove, [units].
+        choices: Per site, what it may lose: all lawful subsets where it has at most 12 free units;
+            else one for each number of heads, by the order in which the site misses units least.
     """
 
     def __init__(self, problem: Problem, matrix: Floats) -> None:
         sites = problem.scores.sites
         self.problem = problem
-        self.places: list[Position] = list(problem.positions())
-        self.free = np.array(
-            [p not in problem.stay and p not in problem.go for p in self.places], dtype=bool
-        )
-        self._site = np.array([site for site, _ in self.places], dtype=np.int64)
-        self._heads = np.array([len(sites[s].units[u]) for s, u in self.places], dtype=np.int64)
-        self._price = np.array([problem.costs[s][u] for s, u in self.places], dtype=np.int64)
+        self.positions: list[Position] = list(problem.positions())
+        must_keep = np.array([p in problem.must_keep for p in self.positions], dtype=bool)
+        self.must_remove = np.array([p in problem.must_remove for p in self.positions], dtype=bool)
+        self.free = ~must_keep & ~self.must_remove
+        # Site, number of heads and cost of every unit: three arrays, [units] each.
+        rows = [(s, len(sites[s].units[u]), problem.costs[s][u]) for s, u in self.positions]
+        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
+        self._site, self._heads, self._price = np.ascontiguousarray(columns)
         self.spans = [np.flatnonzero(self._site == site) for site in range(len(sites))]
+        # [sites, heads + 1]: lawful numbers of heads, and the cost of a site by their number.
         most = max((len(site.heads) for site in sites), default=0)
         self._lawful = np.zeros((len(sites), most + 1), dtype=bool)
-        self._step = np.zeros(
-            (len(sites), most + 1), dtype=np.int64
-        )  # what a site costs by its number of heads
-        for site, counts in enumerate(problem.counts):
-            self._lawful[site, list(counts)] = True
-            if problem.steps is not None:
-                self._step[site, list(counts)] = [problem.steps[site][n] or 0 for n in counts]
-        self.choices = [
-            self._choices(site, matrix[np.ix_(span, span)]) for site, span in enumerate(self.spans)
-        ]
+        self._step = np.zeros((len(sites), most + 1), dtype=np.int64)
+        for place, counts in enumerate(problem.counts):
+            for count in counts:
+                self._lawful[place, count] = True
+                if problem.steps is not None:
+                    self._step[place, count] = problem.steps[place][count] or 0
+        self.choices: list[SiteChoices] = []
+        for place, span in enumerate(self.spans):
+            self.choices.append(self._choices(place, matrix[np.ix_(span, span)]))
 
-    def costs(self, gone: Flags) -> Counts:
-        """What every site costs."""
-        units = np.bincount(self._site, np.where(gone, 0, self._price), len(self.spans)).astype(
-            np.int64
-        )
-        found: Counts = units + self._step[np.arange(len(self.spans)), self._held(gone)]
-        return found
+    def costs(self, removed: Flags) -> Counts:
+        """The cost of every site."""
+        units = np.bincount(self._site, np.where(removed, 0, self._price), len(self.spans))
+        steps = self._step[np.arange(len(self.spans)), self._kept_heads(removed)]
+        costs: Counts = units.astype(np.int64) + steps
+        return costs
 
-    def toggled(self, units: Counts, gone: Flags, sign: int) -> tuple[Flags, Counts]:
-        """Whether each unit may go (``sign`` -1) or come back (1) alone, and by how much that
-        raises the cost."""
-        site, held = self._site[units], self._held(gone)
-        after = held[site] + sign * self._heads[units]
-        price = sign * self._price[units] + self._step[site, after] - self._step[site, held[site]]
+    def single(self, units: Counts, removed: Flags, sign: int) -> tuple[Flags, Counts]:
+        """Whether each unit may be removed or restored alone, and what that adds to the cost.
+
+        Args:
+            units: Their numbers.
+            removed: The plan.
+            sign: -1 to remove units, 1 to restore them.
+        """
+        site = self._site[units]
+        before = self._kept_heads(removed)[site]
+        after = before + sign * self._heads[units]
+        price = sign * self._price[units] + self._step[site, after] - self._step[site, before]
         return self._lawful[site, after], price
 
-    def moves(self, out: Counts, back: Counts, gone: Flags) -> Flags:
-        """``[out + 1, back + 1]``: where one unit may go while another comes back; the last ones
-        stand for nobody."""
-        (ok_out, price_out), (ok_back, price_back) = (
-            self.toggled(out, gone, -1),
-            self.toggled(back, gone, 1),
-        )
-        ok = np.logical_and.outer(np.append(ok_out, True), np.append(ok_back, True))
+    def pairs(self, out: Counts, back: Counts, removed: Flags) -> Flags:
+        """Whether one unit may be removed while another is restored, ``[out + 1, back + 1]``.
+
+        The last row and column stand for no unit: moves of a single unit.
+
+        Args:
+            out: Units to remove.
+            back: Units to restore.
+            removed: The plan.
+        """
+        # 1. Units of two sites: both rules hold, and costs add up.
+        lawful_out, price_out = self.single(out, removed, -1)
+        lawful_back, price_back = self.single(back, removed, 1)
+        lawful = np.logical_and.outer(np.append(lawful_out, True), np.append(lawful_back, True))
         price = np.add.outer(np.append(price_out, 0), np.append(price_back, 0))
-        site, held = self._site[out][:, None], self._held(gone)
-        same = site == self._site[back]  # there the two changes are one
-        after = held[site] - self._heads[out][:, None] + self._heads[back]
-        after = np.clip(after, 0, self._lawful.shape[1] - 1)
-        together = (
-            self._price[back]
-            - self._price[out][:, None]
-            + self._step[site, after]
-            - self._step[site, held[site]]
-        )
-        ok[:-1, :-1] = np.where(same, self._lawful[site, after], ok[:-1, :-1])
+        # 2. Units of one site: the rule is about both changes together.
+        site = self._site[out][:, None]
+        same = site == self._site[back]
+        before = self._kept_heads(removed)[site]
+        after = before - self._heads[out][:, None] + self._heads[back]
+        after = np.clip(after, 0, self._lawful.shape[1] - 1)  # entries of other sites mean nothing
+        of_units = self._price[back] - self._price[out][:, None]
+        together = of_units + self._step[site, after] - self._step[site, before]
+        lawful[:-1, :-1] = np.where(same, self._lawful[site, after], lawful[:-1, :-1])
         price[:-1, :-1] = np.where(same, together, price[:-1, :-1])
-        found: Flags = ok & (price <= self.problem.limit - int(self.costs(gone).sum()))
-        return found
+        # 3. The budget.
+        room = self.problem.limit - int(self.costs(removed).sum())
+        feasible: Flags = lawful & (price <= room)
+        return feasible
 
-    def _held(self, gone: Flags) -> Counts:
-        """Heads that each site keeps."""
-        return np.bincount(self._site, np.where(gone, 0, self._heads), len(self.spans)).astype(
-            np.int64
-        )
+    def _kept_heads(self, removed: Flags) -> Counts:
+        """The number of heads that each site keeps."""
+        heads = np.bincount(self._site, np.where(removed, 0, self._heads), len(self.spans))
+        return heads.astype(np.int64)
 
-    def _choices(self, site: int, block: Floats) -> Choices:
+    def _choices(self, site: int, block: Floats) -> SiteChoices:
+        """What a site may lose, by its block of the matrix."""
         span = self.spans[site]
         free = np.flatnonzero(self.free[span])
-        forced = np.array([self.places[i] in self.problem.go for i in span], dtype=np.float64)
+        forced = self.must_remove[span].astype(np.float64)
         if len(free) <= ENUMERATED:
-            rows = np.tile(forced, (2 ** len(free), 1))
-            rows[:, free] = np.array(list(product((0.0, 1.0), repeat=len(free)))).reshape(
-                len(rows), len(free)
-            )
+            subsets = list(product((0.0, 1.0), repeat=len(free)))
+            rows = np.tile(forced, (len(subsets), 1))
+            # The shape is given because without free units there is one subset: the empty one.
+            rows[:, free] = np.array(subsets).reshape(len(subsets), len(free))
         else:
-            rows = self._nested(site, block, forced)
-        held = (1 - rows) @ self._heads[span]
-        lawful = self._lawful[site, held.astype(np.int64)]
-        rows, held = rows[lawful], held[lawful].astype(np.int64)
-        costs = ((1 - rows) @ self._price[span]).astype(np.int64) + self._step[site, held]
-        return Choices(rows, costs, np.einsum("ij,jk,ik->i", rows, block, rows) / 2)
+            rows = self._by_elimination(site, block, forced)
+        heads = ((1 - rows) @ self._heads[span]).astype(np.int64)
+        lawful = self._lawful[site, heads]
+        rows = rows[lawful]
+        costs = ((1 - rows) @ self._price[span]).astype(np.int64)
+        costs += self._step[site, heads[lawful]]
+        return SiteChoices(rows, costs, np.einsum("ij,jk,ik->i", rows, block, rows) / 2)
 
-    def _nested(self, site: int, block: Floats, forced: Floats) -> Floats:
-        """One choice for every number of heads: unit after unit goes, always the one that is missed
-        least."""
-        span, gone, order = self.spans[site], forced > 0, []
-        while len(left := np.flatnonzero(self.free[span] & ~gone)):
-            order.append(int(left[np.argmin((block @ gone + np.diag(block) / 2)[left])]))
-            gone[order[-1]] = True
-        ranking = [
-            (site, unit)
-            for unit in [*(u for u in range(len(span)) if u not in order), *order[::-1]]
-        ]
-        states = self.problem.states([*ranking, *(p for p in self.places if p[0] != site)])[site]
-        return np.array(
-            [[float(unit not in kept) for unit in range(len(span))] for kept in states.values()]
-        )
+    def _by_elimination(self, site: int, block: Floats, forced: Floats) -> Floats:
+        """One choice for each number of heads: always the unit that is missed least is removed."""
+        span = self.spans[site]
+        removed = forced > 0
+        half = np.diag(block) / 2
+        order: list[int] = []
+        candidates = np.flatnonzero(self.free[span])
+        while len(candidates):
+            rise = block @ removed + half
+            unit = int(candidates[np.argmin(rise[candidates])])
+            order.append(unit)
+            removed[unit] = True
+            candidates = candidates[candidates != unit]
+        # What is removed last ranks first, after the units that no move touches.
+        settled = np.flatnonzero(~self.free[span]).tolist()
+        ranking = [(site, unit) for unit in settled + order[::-1]]
+        states = self.problem.states(ranking)[site]
+        rows = np.ones((len(states), len(span)))
+        for row, kept in zip(rows, states.values(), strict=True):
+            row[list(kept)] = 0
+        return rows
 
 
-def cheapest(costs: Counts, values: Floats) -> Counts:
-    """Points that nothing beats in both cost and value, in rising cost; of equals the first."""
+def undominated_points(costs: Counts, values: Floats) -> Counts:
+    """Indices of points that none beats in both cost and value, by rising cost.
+
+    Of equal points the first.
+    """
     order = np.lexsort((values, costs))
     values = values[order]
-    before = np.append(np.inf, np.minimum.accumulate(values)[:-1])
-    return order[values < before]
+    lowest_before = np.append(np.inf, np.minimum.accumulate(values)[:-1])
+    return order[values < lowest_before]

@@ -1,5 +1,4 @@
-"""A selector inside another one: named, with settings of its own, and under the outer one's
-rules."""
+"""Another selector inside a selector: its name and settings, under the outer one's rules."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ CALLABLES = frozenset({"loss", "rescore"})
 
 
 def inner_selector(outer: Selector, name: str, settings: Mapping[str, Any]) -> Selector:
-    """The configured inner selector; ``min_heads`` and ``multiple_of`` are the outer one's.
+    """The configured inner selector, with ``min_heads`` and ``multiple_of`` of the outer one.
 
     Raises:
         UnknownName: no such selector.
@@ -28,28 +27,31 @@ def inner_selector(outer: Selector, name: str, settings: Mapping[str, Any]) -> S
     if kind is None or kind.needs & CALLABLES:
         must = "the name of a selector that needs scores alone"
         raise InvalidValue(f"{where}.inner", must, repr(name), did_you_mean("", _alone()))
-    own = {field.name for field in dataclasses.fields(kind)} - {
-        field.name for field in dataclasses.fields(Selector)
-    }
+    own = _field_names(kind) - _field_names(Selector)
     for key in settings:
         if key not in own:
-            hint = (
-                f"Give {key} to {where} itself." if hasattr(outer, key) else did_you_mean(key, own)
-            )
+            if hasattr(outer, key):
+                hint = f"Give {key} to {where} itself."
+            else:
+                hint = did_you_mean(key, own)
             raise InvalidValue(f"{where}.inner_settings", f"settings of {name!r}", repr(key), hint)
-    chosen = kind(**settings, min_heads=outer.min_heads, multiple_of=outer.multiple_of)
-    assert isinstance(chosen, Selector)
-    return chosen
+    inner = kind(**settings, min_heads=outer.min_heads, multiple_of=outer.multiple_of)
+    assert isinstance(inner, Selector)
+    return inner
 
 
 def frozen(settings: object, outer: Selector) -> FrozenDict:
     """Settings as immutable JSON data."""
     if not isinstance(settings, Mapping):
-        raise InvalidValue(
-            f"{type(outer).__name__}.inner_settings", "a mapping of settings", repr(settings)
-        )
+        where = f"{type(outer).__name__}.inner_settings"
+        raise InvalidValue(where, "a mapping of settings", repr(settings))
     return FrozenDict(settings)
 
 
+def _field_names(kind: type[Any]) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
 def _alone() -> list[str]:
+    """Names of the selectors that need scores alone."""
     return [name for name in registry if not registry.get(name).needs & CALLABLES]

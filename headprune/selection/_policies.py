@@ -1,9 +1,9 @@
-"""What the policies of shared key/value heads mean for a cache: which budgets work, and what a plan
-says of it."""
+"""What policies of shared key/value heads mean for a KV cache: possible budgets, and notes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
@@ -11,27 +11,21 @@ from headprune.core.plan import Budget
 
 
 def check_cache_budget(sites: Sequence[AttentionSite], budget: Budget) -> None:
-    """Refuses ``keep_kv`` where no unit alone frees a key/value head, so that a unit has no share
-    of the cache.
+    """Refuse ``keep_kv`` where no unit alone frees a key/value head.
+
+    There a unit has no share of the cache.
 
     Raises:
-        InvalidValue: a causal site with a group of several heads of which single ones may leave.
+        InvalidValue: a causal site with a group of several heads that are removed one by one.
     """
     if budget.kind != "keep_kv":
         return
     for site in sites:
-        if (
-            site.kind == "causal"
-            and site.policy != "group"
-            and any(len(group) > 1 for group in site.groups)
-        ):
+        if site.kind == "causal" and site.policy != "group" and _shares(site):
             hint = (
                 "There the cache shrinks only by key/value heads that no kept head reads. Budget by"
-                " keep_heads, "
-            )
-            hint += (
-                "keep_params or keep_macs, find the sites with policy='group', or leave this one"
-                " out."
+                " keep_heads, keep_params or keep_macs, find the sites with policy='group', or"
+                " leave this one out."
             )
             must = "used where heads that share a key/value head leave together"
             raise InvalidValue(
@@ -39,48 +33,77 @@ def check_cache_budget(sites: Sequence[AttentionSite], budget: Budget) -> None:
             )
 
 
+def _shares(site: AttentionSite) -> bool:
+    """Whether several query heads share a key/value head."""
+    return max(map(len, site.groups), default=0) > 1
+
+
 def cache_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[str, ...]:
-    """What a cache keeps where single query heads may leave: a line for each policy other than
-    ``group``, and one for layers with one key/value head in all (MQA), whatever their policy."""
-    shared = [s for s in sites if any(len(g) > 1 for g in s.groups)]
+    """What a KV cache keeps where query heads are removed one by one.
+
+    One line for layers with a single key/value head (MQA), whatever their policy, and one for each
+    policy other than ``group``.
+    """
+    single: list[AttentionSite] = []
+    grouped: dict[str, list[AttentionSite]] = {"balanced": [], "free": []}
+    for site in sites:
+        if _shares(site) and site.n_kv_heads == 1:
+            single.append(site)
+        elif _shares(site) and site.policy in grouped:
+            grouped[site.policy].append(site)
     notes = []
-    if single := [s for s in shared if s.n_kv_heads == 1]:
-        stay, cache, _ = _left(single, mask)
-        note = (
-            "MQA: the one key/value head of a layer stays as long as one of its query heads does, "
+    if single:
+        cache = _CacheUse.of(single, mask)
+        notes.append(
+            "MQA: the one key/value head of a layer stays as long as one of its query heads does,"
+            f" {cache.read} of {cache.present}; a cache of them {cache.change}."
         )
-        notes.append(f"{note}{stay} of {len(single)}; a cache of them {cache}.")
-    for policy in ("balanced", "free"):
-        grouped = [s for s in shared if s.policy == policy and s.n_kv_heads > 1]
-        if not grouped:
-            continue
-        stay, cache, uneven = _left(grouped, mask)
-        note = (
-            f"{policy}: {stay} of {sum(len(s.groups) for s in grouped)} shared key/value heads"
-            " stay, those that a "
-        )
-        note += f"kept head reads; a cache that holds each of them once {cache}."
-        if uneven:
-            note += (
-                " Where groups are of unlike size, every step repeats keys and values for each"
-                " query head."
+    for policy, there in grouped.items():
+        if there:
+            cache = _CacheUse.of(there, mask)
+            notes.append(
+                f"{policy}: {cache.read} of {cache.present} shared key/value heads stay, those that"
+                f" a kept head reads; a cache that holds each of them once {cache.change}."
             )
-        notes.append(note)
+            if cache.uneven:
+                notes[-1] += (
+                    " Where groups are of unlike size, every step repeats keys and values for each"
+                    " query head."
+                )
     return tuple(notes)
 
 
-def _left(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[int, str, bool]:
-    """Key/value heads that are still read, what that makes of a cache, and whether groups become
-    unlike in size."""
-    stay = whole = left = 0
-    uneven = False
-    for site in sites:
-        counts = [sum(h in mask.kept(site.name) for h in group) for group in site.groups]
-        width, read = site.head_dim + site.value_dim, sum(n > 0 for n in counts)
-        stay, whole, left = stay + read, whole + width * len(counts), left + width * read
-        uneven = uneven or len({n for n in counts if n}) > 1
-    return (
-        stay,
-        "stays as it is" if left == whole else f"shrinks to {100 * left / whole:.0f} %",
-        uneven,
-    )
+@dataclass(frozen=True)
+class _CacheUse:
+    """The key/value heads that kept query heads read.
+
+    Args:
+        read: Their number.
+        present: The number of key/value heads before.
+        change: What becomes of a cache, in words.
+        uneven: Whether some of them are read by more kept query heads than others.
+    """
+
+    read: int
+    present: int
+    change: str
+    uneven: bool
+
+    @classmethod
+    def of(cls, sites: Sequence[AttentionSite], mask: HeadMask) -> _CacheUse:
+        read = present = before = after = 0
+        uneven = False
+        for site in sites:
+            kept = set(mask.kept(site.name))
+            sizes = [len(kept.intersection(group)) for group in site.groups]
+            n_read = len(sizes) - sizes.count(0)
+            width = site.head_dim + site.value_dim  # numbers per token of one key/value head
+            read += n_read
+            present += len(sizes)
+            before += width * len(sizes)
+            after += width * n_read
+            uneven = uneven or len(set(sizes) - {0}) > 1
+        change = "stays as it is"
+        if after != before:
+            change = f"shrinks to {100 * after / before:.0f} %"
+        return cls(read, present, change, uneven)

@@ -1,5 +1,13 @@
-"""Minimises ``1/2 r' I r`` over the units r that go, under a budget: starts and moves of the
-selector ``quadratic``."""
+"""Local search of the selector ``quadratic``: minimise ``1/2 r' I r`` over the removed units r.
+
+Starts are plans of simple rules. Each is lowered as long as one of these moves does it:
+
+- the best subset of a site, the rest of the model held (all subsets where it has at most 12 units);
+- a unit that is removed, restored, or exchanged with another one anywhere in the model;
+- a knapsack over all sites, around the plan so far.
+
+The best plan is also improved by chains of moves, some of which may raise the objective.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +18,25 @@ import numpy as np
 
 from headprune.selection._base import Position, Problem
 from headprune.selection._choice import Option, best_choice
-from headprune.selection._feasible_moves import FeasibleMoves, cheapest
+from headprune.selection._feasible_moves import FeasibleMoves, undominated_points
 
 if TYPE_CHECKING:
-    from headprune.selection._feasible_moves import Flags, Floats
+    from headprune.selection._feasible_moves import Counts, Flags, Floats
 
-#: The objective in whole numbers of 2^-50 of its range, for the knapsack.
+#: The knapsack takes the objective in whole numbers of 2^-50 of its range.
 _BITS = 50
 
-#: Moves of a chain, at most.
+#: The most moves of a chain.
 _CHAIN = 200
 
-#: Units of each side that a move is first looked for among.
+#: Of each side, a move is first looked for among this many units.
 _SHORT = 64
 
 
 class QuadraticSearch:
-    """The objective, where to start, and the moves that lower it.
+    """The objective, plans to start from, and moves that lower it.
 
-    A set of units that go is an array of flags over all units in model order.
+    A plan is an array ``removed``, [units], True where a unit is removed, in model order.
 
     Args:
         problem: The budget and the rules.
@@ -37,203 +45,242 @@ class QuadraticSearch:
 
     def __init__(self, problem: Problem, matrix: Floats) -> None:
         self.problem, self.matrix = problem, matrix
-        self.on = FeasibleMoves(problem, matrix)
+        self.moves = FeasibleMoves(problem, matrix)
+        self._half = np.diag(matrix) / 2
+        # Differences below this are rounding.
         self.tolerance = 1e-12 * float(np.abs(matrix).max(initial=0)) * max(1, len(matrix))
 
-    def gone(self, keep: Iterable[Position]) -> Flags:
-        """The flags of everything that is not kept."""
+    def removed(self, keep: Iterable[Position]) -> Flags:
+        """The plan of these kept units."""
         keep = set(keep)
-        return np.array([place not in keep for place in self.on.places], dtype=bool)
+        return np.array([position not in keep for position in self.moves.positions], dtype=bool)
 
-    def kept(self, gone: Flags) -> frozenset[Position]:
-        """The units that stay."""
-        return frozenset(place for place, out in zip(self.on.places, gone, strict=True) if not out)
+    def kept(self, removed: Flags) -> frozenset[Position]:
+        """The kept units of a plan."""
+        positions = zip(self.moves.positions, removed, strict=True)
+        return frozenset(position for position, out in positions if not out)
 
-    def value(self, gone: Flags) -> float:
+    def value(self, removed: Flags) -> float:
         """The objective."""
-        r = gone.astype(np.float64)
+        r = removed.astype(np.float64)
         return float(r @ self.matrix @ r / 2)
 
-    def allowed(self, gone: Flags) -> bool:
-        """Whether such a plan is lawful and within the budget."""
-        keep = self.kept(gone)
+    def allowed(self, removed: Flags) -> bool:
+        """Whether a plan is lawful and within the budget."""
+        keep = self.kept(removed)
         return self.problem.lawful(keep) and self.problem.fits(keep)
 
     # ------------------------------------------------------------- starts
 
-    def rearranged(self, gone: Flags) -> Flags:
-        """The greedy rearrangement of Kwon et al. (2022), site after site, with the curvature
-        inside each site alone.
+    def rearranged(self, removed: Flags) -> Flags:
+        """The greedy rearrangement of Kwon et al. (2022), site after site.
 
-        Every unit that stays is put to those that go, and whichever of them is then missed least is
-        let back in.
+        Every kept unit is removed in turn; of the removed units of its site, the one that then
+        lowers the objective most is restored. Only the curvature inside a site counts.
         """
-        found: Flags = gone.copy()
-        for span in self.on.spans:
-            block, free = self.matrix[np.ix_(span, span)], self.on.free[span]
-            out = found[span] & free
-            order = [
-                int(u) for u in np.argsort(np.diag(block), kind="stable") if free[u] and not out[u]
-            ]
-            for unit in order if out.any() else []:
-                out[unit] = True
-                without = np.where(out, np.diag(block) - 2 * block @ out, np.inf)
-                out[int(np.argmin(without))] = False
-            new: Flags = found.copy()
-            new[span] = np.where(free, out, found[span])
+        best: Flags = removed.copy()
+        for span in self.moves.spans:
+            new: Flags = best.copy()
+            free = self.moves.free[span]
+            new[span] = self._rearranged_site(span, best[span] & free) | best[span] & ~free
             if self.allowed(new):
-                found = new
-        return found
+                best = new
+        return best
+
+    def _rearranged_site(self, span: Counts, removed: Flags) -> Flags:
+        """The rearrangement of the free units of one site."""
+        if not removed.any():
+            return removed
+        block = self.matrix[np.ix_(span, span)]
+        diagonal = np.diag(block)
+        candidates = self.moves.free[span] & ~removed
+        for unit in np.argsort(diagonal, kind="stable"):
+            if candidates[unit]:
+                removed[unit] = True
+                # Twice the change of the objective when a removed unit is restored.
+                change = np.where(removed, diagonal - 2 * block @ removed, np.inf)
+                removed[int(np.argmin(change))] = False
+        return removed
 
     def backward_elimination(self) -> Flags | None:
-        """From all heads on, out goes what raises the objective least for its cost, until the
-        budget is met."""
-        gone = np.array([place in self.problem.go for place in self.on.places], dtype=bool)
-        while not self.allowed(gone):
-            slope = self.matrix @ gone
-            out = np.flatnonzero(self.on.free & ~gone)
-            lawful, price = self.on.toggled(out, gone, -1)
-            rise = slope[out] + np.diag(self.matrix)[out] / 2
-            rise = np.where(lawful & (price < 0), rise / np.maximum(-price, 1), np.inf)
-            if not np.isfinite(rise).any():
-                return None
-            gone[out[int(np.argmin(rise))]] = True
-        return gone
+        """Remove unit after unit, the least rise of the objective per cost first.
 
-    def allotted(self, around: Flags, share: float) -> Flags | None:
-        """The best choice of every site under the budget, all sites at once: a multiple-choice
-        knapsack.
-
-        Terms between sites are taken at ``around``, times ``share``; with 0 this is exact for a
-        block-diagonal matrix, up to 2^-50 of the objective.
+        None where no unit can be removed before the budget is met.
         """
-        own = [
-            c.own + share * c.rows @ self._outside(site, around)
-            for site, c in enumerate(self.on.choices)
-        ]
-        best = [cheapest(c.costs, values) for c, values in zip(self.on.choices, own, strict=True)]
-        scale = 2.0**_BITS / (sum(float(np.ptp(values)) for values in own) or 1.0)
-        chosen = best_choice(
-            [
-                [Option(int(c.costs[i]), round((values.max() - values[i]) * scale)) for i in some]
-                for c, values, some in zip(self.on.choices, own, best, strict=True)
-            ],
-            self.problem.limit,
-        )
+        removed: Flags = self.moves.must_remove.copy()
+        while not self.allowed(removed):
+            out = np.flatnonzero(self.moves.free & ~removed)
+            lawful, price = self.moves.single(out, removed, -1)
+            rise = (self.matrix @ removed + self._half)[out]
+            # The price is negative where a removal saves something.
+            rate = np.where(lawful & (price < 0), rise / np.maximum(-price, 1), np.inf)
+            if not np.isfinite(rate).any():
+                return None
+            removed[out[int(np.argmin(rate))]] = True
+        return removed
+
+    def knapsack_over_sites(self, around: Flags, share: float) -> Flags | None:
+        """The best choice of every site, all sites at once: a multiple-choice knapsack.
+
+        Args:
+            around: The plan at which terms between sites are taken.
+            share: The factor of these terms. With 0 the answer is exact for a block-diagonal
+                matrix, up to 2^-50 of the objective.
+        """
+        # 1. The objective of every choice of every site, and the choices that none beats.
+        values: list[Floats] = []
+        points = []
+        for site, choices in enumerate(self.moves.choices):
+            own = choices.own + share * choices.rows @ self._outside(site, around)
+            values.append(own)
+            points.append(undominated_points(choices.costs, own))
+        # 2. The knapsack maximises whole numbers: how far a choice is below the worst one.
+        scale = 2.0**_BITS / (sum(float(np.ptp(own)) for own in values) or 1.0)
+        classes = []
+        for choices, own, some in zip(self.moves.choices, values, points, strict=True):
+            worst = own.max()
+            options = [Option(int(choices.costs[i]), round((worst - own[i]) * scale)) for i in some]
+            classes.append(options)
+        chosen = best_choice(classes, self.problem.limit)
         if chosen is None:
             return None
-        gone = np.zeros(len(self.on.places), dtype=bool)
-        for span, choices, some, at in zip(
-            self.on.spans, self.on.choices, best, chosen, strict=True
+        # 3. The plan.
+        removed = np.zeros(len(self.moves.positions), dtype=bool)
+        for site, (span, choices) in enumerate(
+            zip(self.moves.spans, self.moves.choices, strict=True)
         ):
-            gone[span] = choices.rows[some[at]] > 0
-        return gone
+            removed[span] = choices.rows[points[site][chosen[site]]] > 0
+        return removed
 
     # ------------------------------------------------------------- moves
 
-    def descend(self, gone: Flags) -> Flags:
-        """Lowers the objective until no move does: a site anew, two units changing places, all
-        sites anew."""
-        while True:
-            new = self._exchanged(self._by_site(gone))
-            other = self.allotted(new, 1.0)
-            if other is not None:
-                other = self._exchanged(self._by_site(other))
-                new = other if self._lower(other, new) else new
-            if not self._lower(new, gone):
-                return gone
-            gone = new
-
-    def lowest(self, starts: Iterable[Flags | None]) -> Flags:
-        """The best of what the allowed starts lead to; chains and moves go on from there as long as
-        they help."""
-        different = {
-            start.tobytes(): start for start in starts if start is not None and self.allowed(start)
-        }
-        ends = {end.tobytes(): end for end in map(self.descend, different.values())}
-        best, *others = ends.values()
-        for end in others:
-            best = end if self._lower(end, best) else best
-        while self._lower(new := self._chained(best), best):
-            best = self.descend(new)
+    def best_from(self, starts: Iterable[Flags | None]) -> Flags:
+        """The best plan that the search reaches from the allowed starts."""
+        # 1. A local optimum from each different start.
+        plans: dict[bytes, Flags] = {}
+        for start in starts:
+            if start is not None and self.allowed(start):
+                plans[start.tobytes()] = start
+        best, *others = [self.local_optimum(start) for start in plans.values()]
+        for plan in others:
+            if self._is_lower(plan, best):
+                best = plan
+        # 2. Chains of moves from the best one, as long as they help.
+        new = self._best_of_chain(best)
+        while self._is_lower(new, best):
+            best = self.local_optimum(new)
+            new = self._best_of_chain(best)
         return best
 
-    def filled(self, gone: Flags) -> Flags:
-        """Lets back in what costs the objective nothing and has room, earlier units first."""
-        gone = gone.copy()
-        for unit in np.flatnonzero(gone & self.on.free):
-            new = gone.copy()
-            new[unit] = False
-            if not self._lower(gone, new) and self.allowed(new):
-                gone = new
-        return gone
+    def local_optimum(self, removed: Flags) -> Flags:
+        """Lower the objective until no move does."""
+        while True:
+            new = self._best_exchanges(self._best_by_site(removed))
+            other = self.knapsack_over_sites(new, 1.0)
+            if other is not None:
+                other = self._best_exchanges(self._best_by_site(other))
+                if self._is_lower(other, new):
+                    new = other
+            if not self._is_lower(new, removed):
+                return removed
+            removed = new
 
-    def _lower(self, one: Flags, other: Flags) -> bool:
+    def restored_for_free(self, removed: Flags) -> Flags:
+        """Restore what has room and does not raise the objective, earlier units first."""
+        removed = removed.copy()
+        for unit in np.flatnonzero(removed & self.moves.free):
+            new = removed.copy()
+            new[unit] = False
+            if not self._is_lower(removed, new) and self.allowed(new):
+                removed = new
+        return removed
+
+    def _is_lower(self, one: Flags, other: Flags) -> bool:
         """Whether the objective is lower by more than rounding."""
         return self.value(one) < self.value(other) - self.tolerance
 
-    def _outside(self, site: int, gone: Flags) -> Floats:
-        """What each unit of a site adds to the objective through the units that go elsewhere."""
-        span = self.on.spans[site]
-        found: Floats = self.matrix[span] @ gone - self.matrix[np.ix_(span, span)] @ gone[span]
-        return found
+    def _outside(self, site: int, removed: Flags) -> Floats:
+        """What each unit of a site adds to the objective through removed units of other sites."""
+        span = self.moves.spans[site]
+        everywhere: Floats = self.matrix[span] @ removed
+        inside: Floats = self.matrix[np.ix_(span, span)] @ removed[span]
+        return everywhere - inside
 
-    def _by_site(self, gone: Flags) -> Flags:
+    def _best_by_site(self, removed: Flags) -> Flags:
         """The best choice of every site in turn, the rest of the model held."""
-        gone = gone.copy()
-        for site, (span, choices) in enumerate(zip(self.on.spans, self.on.choices, strict=True)):
-            costs = self.on.costs(gone)
+        removed = removed.copy()  # earlier plans are still compared with it
+        for site, (span, choices) in enumerate(
+            zip(self.moves.spans, self.moves.choices, strict=True)
+        ):
+            # The budget without the other sites, and the objective of each choice, [choices].
+            costs = self.moves.costs(removed)
             room = self.problem.limit - int(costs.sum() - costs[site])
-            outside, now = self._outside(site, gone), gone[span].astype(np.float64)
+            outside = self._outside(site, removed)
             values = np.where(choices.costs <= room, choices.own + choices.rows @ outside, np.inf)
-            here = now @ self.matrix[np.ix_(span, span)] @ now / 2 + now @ outside
+            # Ties keep the present choice, so the search ends.
+            now = removed[span].astype(np.float64)
+            value_now = now @ self.matrix[np.ix_(span, span)] @ now / 2 + now @ outside
             best = int(np.argmin(values))
-            if values[best] < here - self.tolerance:
-                gone[span] = choices.rows[best] > 0
-        return gone
+            if values[best] < value_now - self.tolerance:
+                removed[span] = choices.rows[best] > 0
+        return removed
 
-    def _exchanged(self, gone: Flags) -> Flags:
+    def _best_exchanges(self, removed: Flags) -> Flags:
         """Moves of one or two units, the best first, as long as they lower the objective."""
         while True:
-            rise, out, back = self._best_move(gone, self.on.free, _SHORT)
-            if rise >= -self.tolerance:  # none among those that look best one by one: look at all
-                rise, out, back = self._best_move(gone, self.on.free, len(gone))
+            rise, out, back = self._best_move(removed, self.moves.free, _SHORT)
             if rise >= -self.tolerance:
-                return gone
-            gone = (gone | out) & ~back
+                # No move among units that look best one by one: look at all units.
+                rise, out, back = self._best_move(removed, self.moves.free, len(removed))
+            if rise >= -self.tolerance:
+                return removed
+            removed = (removed | out) & ~back
 
-    def _chained(self, gone: Flags) -> Flags:
-        """The best point of a chain of moves that may also raise the objective, each unit moved
-        once at most.
+    def _best_of_chain(self, removed: Flags) -> Flags:
+        """The best plan of a chain of moves that may also raise the objective.
 
-        It leaves optima that no single move leaves (Kernighan and Lin 1970).
+        Each unit moves at most once. A chain leaves optima that no single move leaves (Kernighan
+        and Lin 1970).
         """
-        best, free = gone, self.on.free.copy()
+        best = removed
+        free = self.moves.free.copy()  # units that have not moved yet
         for _ in range(min(int(free.sum()), _CHAIN)):
-            rise, out, back = self._best_move(gone, free, _SHORT)
+            rise, out, back = self._best_move(removed, free, _SHORT)
             if not np.isfinite(rise):
                 break
-            gone, free = (gone | out) & ~back, free & ~out & ~back
-            best = gone if self._lower(gone, best) else best
+            removed = (removed | out) & ~back
+            free = free & ~out & ~back
+            if self._is_lower(removed, best):
+                best = removed
         return best
 
-    def _best_move(self, gone: Flags, free: Flags, most: int) -> tuple[float, Flags, Flags]:
-        """The unit that goes and the one that comes back, one of them perhaps nobody, that lower
-        the objective most.
+    def _best_move(self, removed: Flags, free: Flags, most: int) -> tuple[float, Flags, Flags]:
+        """The move of one or two units that lowers the objective most.
 
-        Of each side the ``most`` units are looked at that lower it most, or raise it least, by
-        themselves.
+        Args:
+            removed: The plan.
+            free: Units that may move.
+            most: Of each side, only this many units are looked at: those which alone lower the
+                objective most, or raise it least.
+
+        Returns:
+            The rise of the objective (infinite without a feasible move), the unit to remove and the
+            unit to restore, as flags over all units; one of the two may be empty.
         """
-        slope, half = self.matrix @ gone, np.diag(self.matrix) / 2
-        out, back = np.flatnonzero(free & ~gone), np.flatnonzero(free & gone)
-        out = np.sort(out[np.argsort((slope + half)[out], kind="stable")[:most]])
-        back = np.sort(back[np.argsort((half - slope)[back], kind="stable")[:most]])
-        # The last row and the last column stand for nobody: moves of a single unit.
-        rise = np.add.outer(np.append((slope + half)[out], 0), np.append((half - slope)[back], 0))
+        slope = self.matrix @ removed
+        # The rise by each unit alone: [units].
+        rise_out, rise_back = slope + self._half, self._half - slope
+        out, back = np.flatnonzero(free & ~removed), np.flatnonzero(free & removed)
+        out = np.sort(out[np.argsort(rise_out[out], kind="stable")[:most]])
+        back = np.sort(back[np.argsort(rise_back[back], kind="stable")[:most]])
+        # [out + 1, back + 1]: the last row and the last column stand for no unit.
+        rise = np.add.outer(np.append(rise_out[out], 0), np.append(rise_back[back], 0))
         rise[:-1, :-1] -= self.matrix[np.ix_(out, back)]
-        rise[~self.on.moves(out, back, gone)] = np.inf
-        rise[-1, -1] = np.inf
+        rise[~self.moves.pairs(out, back, removed)] = np.inf
+        rise[-1, -1] = np.inf  # no unit at all is no move
         a, b = np.unravel_index(int(np.argmin(rise)), rise.shape)
-        goes, comes = np.zeros_like(gone), np.zeros_like(gone)
-        goes[out[a : a + 1]] = comes[back[b : b + 1]] = True
-        return float(rise[a, b]), goes, comes
+        remove, restore = np.zeros_like(removed), np.zeros_like(removed)
+        # Slices, because the last index has no unit.
+        remove[out[a : a + 1]] = True
+        restore[back[b : b + 1]] = True
+        return float(rise[a, b]), remove, restore

@@ -1,4 +1,4 @@
-"""Heads that must stay or must go: what the user names, checked, and as units."""
+"""Heads that must be kept or removed: checks of the named heads, and their units."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from headprune.core.heads import AttentionSite, HeadId
 from headprune.core.indices import indices
 from headprune.selection._base import Position
 
-#: Heads by site: names to original indices.
+#: Original head indices by name of their site.
 Heads = Mapping[str, Iterable[int]]
 
 
 def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> frozenset[HeadId]:
-    """The heads that a mapping from names of sites to original indices names.
+    """The heads of a mapping from names of sites to original indices.
 
     Raises:
         InvalidValue: not such a mapping, or no collection of indices for a site.
@@ -24,46 +24,52 @@ def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> fr
         return frozenset()
     if not isinstance(heads, Mapping):
         raise InvalidValue(where, "a mapping from sites' names to lists of heads", repr(heads))
-    found, by_name = set(), {site.name: site for site in sites}
+    by_name = {site.name: site for site in sites}
+    ids: set[HeadId] = set()
     for name, listed in heads.items():
         if name not in by_name:
-            raise UnknownName(
-                where, "by names of scored sites", repr(name), did_you_mean(str(name), by_name)
-            )
-        site, place = by_name[name], f"{where}[{name!r}]"
-        for head in indices(listed, place, site.n_query_heads):
+            # A typing error would silently protect nothing.
+            hint = did_you_mean(str(name), by_name)
+            raise UnknownName(where, "by names of scored sites", repr(name), hint)
+        site = by_name[name]
+        there = f"{where}[{name!r}]"
+        for head in indices(listed, there, site.n_query_heads):
             if head not in site.heads:
-                raise UnknownName(place, f"one of the present heads {list(site.heads)}", head)
-            found.add(HeadId(name, head))
-    return frozenset(found)
+                raise UnknownName(there, f"one of the present heads {list(site.heads)}", head)
+            ids.add(HeadId(name, head))
+    return frozenset(ids)
 
 
 def as_units(
     sites: Sequence[AttentionSite], keep: frozenset[HeadId], remove: frozenset[HeadId]
 ) -> tuple[frozenset[Position], frozenset[Position]]:
-    """The units that hold any of these heads: those that must stay, and those that must go.
+    """The units that hold any of these heads: units to keep, and units to remove.
 
     Raises:
-        InvalidValue: one unit would have to do both.
+        InvalidValue: a unit that would be in both.
     """
-    stay, go = (_units(sites, heads) for heads in (keep, remove))
-    if both := sorted(stay & go):
-        site, unit = both[0]
-        heads = list(sites[site].units[unit])
-        hint = "" if len(heads) == 1 else f"Heads {heads} stay or go together."
-        got = (
-            f"{sites[site].name}[{heads[0]}] in both"
-            if len(heads) == 1
-            else f"{sites[site].name}{heads} in both"
+    must_keep = _units(sites, keep)
+    must_remove = _units(sites, remove)
+    both = sorted(must_keep & must_remove)
+    if both:
+        place, unit = both[0]
+        site = sites[place]
+        heads = list(site.units[unit])
+        hint = f"Heads {heads} stay or go together." if len(heads) > 1 else ""
+        raise InvalidValue(
+            "select(must_keep=, must_remove=)",
+            "about different heads",
+            f"{site.name}{heads} in both",
+            hint,
         )
-        raise InvalidValue("select(must_keep=, must_remove=)", "about different heads", got, hint)
-    return stay, go
+    return must_keep, must_remove
 
 
 def _units(sites: Sequence[AttentionSite], heads: frozenset[HeadId]) -> frozenset[Position]:
-    return frozenset(
-        (s, u)
-        for s, site in enumerate(sites)
-        for u, unit in enumerate(site.units)
-        if any(HeadId(site.name, head) in heads for head in unit)
-    )
+    positions: set[Position] = set()
+    for place, site in enumerate(sites):
+        wanted = {head.head for head in heads if head.site == site.name}
+        for number, unit in enumerate(site.units):
+            if not wanted.isdisjoint(unit):
+                positions.add((place, number))
+    return frozenset(positions)

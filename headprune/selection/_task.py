@@ -1,5 +1,4 @@
-"""One call of ``select``: scores in units that stay or go together, what is asked of them, and
-problems out of that."""
+"""One call of ``select``: its scores in prune units, its rules, and problems made of them."""
 
 from __future__ import annotations
 
@@ -8,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from headprune.core.codec import EMPTY
 from headprune.core.errors import InvalidValue
-from headprune.core.heads import AttentionSite, HeadMask, SiteKeep
+from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores, ModelFingerprint
-from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
+from headprune.selection._base import Loss, Position, Problem, Rescore, Selector, mask_of
 from headprune.selection._budget import best_first, minimum, pose
 from headprune.selection._groups import divided, part
 from headprune.selection._required import Heads, as_units, named
@@ -20,13 +19,12 @@ from headprune.selection._units import bundled
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a call of ``select`` is about, before a budget is laid over it; the fields are those of
-    `Problem`."""
+class SelectionTask:
+    """A call of ``select`` before a budget is laid over it; its fields are those of `Problem`."""
 
     scores: HeadScores
-    stay: frozenset[Position]
-    go: frozenset[Position]
+    must_keep: frozenset[Position]
+    must_remove: frozenset[Position]
     loss: Loss | None
     rescore: Rescore | None
     latency: LatencyTable | None
@@ -41,98 +39,106 @@ class Task:
         loss: Loss | None,
         rescore: Rescore | None,
         latency: LatencyTable | None,
-    ) -> Task:
-        """Checks the heads that are named and brings everything into units.
+    ) -> SelectionTask:
+        """Check the named heads and bring everything into prune units.
 
         Raises:
             UnknownName: a site or a head that is not scored, or a site that the latency table
                 lacks.
-            InvalidValue: heads that must both stay and go, or a latency table that is not for these
-                sites.
+            InvalidValue: heads that must be both kept and removed, or a latency table that is not
+                for these sites.
         """
         keep = named(scores.sites, must_keep, "select(must_keep=)")
         remove = named(scores.sites, must_remove, "select(must_remove=)")
         if latency is not None:
             latency.check(scores.sites)
+        # Heads of a policy such as ``balanced`` are removed together: from here on, a unit is the
+        # smallest thing that a selector decides on.
         units = bundled(scores, keep, remove)
-        stay, go = as_units(units.sites, keep, remove)
-        return cls(
-            units,
-            stay,
-            go,
-            loss,
-            None if rescore is None else _in_units(rescore, scores, units),
-            latency,
-        )
+        kept_units, removed_units = as_units(units.sites, keep, remove)
+        if rescore is not None:
+            rescore = _in_units(rescore, scores, units)
+        return cls(units, kept_units, removed_units, loss, rescore, latency)
 
     @property
     def positions(self) -> frozenset[Position]:
         """Every unit."""
         return frozenset((unit.site, unit.unit) for unit in self.scores.units())
 
-    def posed(self, budget: Budget, selector: Selector) -> Problem:
+    def problem(self, budget: Budget, selector: Selector) -> Problem:
         """The problem of all sites under one budget.
 
         Raises:
-            InvalidValue: a site is left no lawful number of heads; or see `pose`.
+            InvalidValue: no number of heads at a site is lawful; or see `pose`.
         """
+        latency = self.latency if budget.kind == "speedup" else None
         problem = replace(
-            pose(self.scores, budget, self.latency if budget.kind == "speedup" else None),
-            stay=self.stay,
-            go=self.go,
+            pose(self.scores, budget, latency),
+            must_keep=self.must_keep,
+            must_remove=self.must_remove,
             min_heads=selector.min_heads,
             multiple_of=selector.multiple_of,
             loss=self.loss,
             rescore=self.rescore,
             notes=self.notes,
         )
-        for place, (site, counts) in enumerate(zip(self.scores.sites, problem.counts, strict=True)):
+        for place, counts in enumerate(problem.counts):
             if not counts:
-                least = sum(len(site.units[u]) for s, u in self.stay if s == place)
-                most = len(site.heads) - sum(len(site.units[u]) for s, u in self.go if s == place)
-                must = (
-                    f"lawful with min_heads={selector.min_heads} and"
-                    f" multiple_of={selector.multiple_of}"
-                )
-                got = f"{least} to {most} heads that may stay there, and no such number among them"
-                hint = "Change must_keep, must_remove or these settings"
-                hint += "; the latency table may lack the number." if problem.steps else "."
-                raise InvalidValue(f"what stays of {site.name}", must, got, hint)
+                raise _no_lawful_count(problem, place)
         return problem
 
-    def posed_there(
+    def problem_of_sites(
         self, budget: Budget, places: Sequence[int], selector: Selector, keep: Iterable[Position]
     ) -> Problem:
-        """The problem of some sites under their own budget, where ``keep`` is what stays of the
-        others."""
-        back = {place: i for i, place in enumerate(places)}
-        there = Task(
-            part(self.scores, places),
-            frozenset((back[s], u) for s, u in self.stay if s in back),
-            frozenset((back[s], u) for s, u in self.go if s in back),
-            self.loss,
-            _of_places(self.rescore, places) if self.rescore else None,
-            self.latency.alone(self.scores.sites[p].name for p in places) if self.latency else None,
-            self.notes,
+        """The problem of some sites under their own budget.
+
+        Args:
+            budget: For these sites together.
+            places: Their indices, in the order in which the problem counts them.
+            selector: Whose rules hold.
+            keep: The kept units of all sites; those of the other sites stay fixed.
+        """
+        # The sites of the part are counted from 0.
+        numbers = {place: number for number, place in enumerate(places)}
+        latency = self.latency
+        if latency is not None:
+            latency = latency.alone(self.scores.sites[place].name for place in places)
+        task = SelectionTask(
+            scores=part(self.scores, places),
+            must_keep=_renumbered(self.must_keep, numbers),
+            must_remove=_renumbered(self.must_remove, numbers),
+            loss=self.loss,
+            rescore=_of_places(self.rescore, places) if self.rescore else None,
+            latency=latency,
+            notes=self.notes,
         )
-        return replace(there.posed(budget, selector), beside=self.mask(keep))
+        return replace(task.problem(budget, selector), kept_elsewhere=self.mask(keep))
 
     def mask(self, keep: Iterable[Position]) -> HeadMask:
         """Kept units as a mask of all sites."""
-        kept: list[list[int]] = [[] for _ in self.scores.sites]
-        for site, unit in keep:
-            kept[site].extend(self.scores.sites[site].units[unit])
-        rows = zip(self.scores.sites, kept, strict=True)
-        return HeadMask(
-            tuple(
-                SiteKeep(site.name, site.n_query_heads, tuple(sorted(heads)))
-                for site, heads in rows
-            )
-        )
+        return mask_of(self.scores.sites, keep)
 
-    def unnamed(self, taken: Iterable[int]) -> tuple[int, ...]:
-        """Sites that no budget is for and that lose heads all the same."""
-        return tuple(sorted({site for site, _ in self.go} - set(taken)))
+    def sites_without_budget(self, budgeted: Iterable[int]) -> tuple[int, ...]:
+        """Sites that no budget is for but that lose heads by ``must_remove``."""
+        losing = {site for site, _ in self.must_remove}
+        return tuple(sorted(losing - set(budgeted)))
+
+
+def _renumbered(positions: frozenset[Position], numbers: Mapping[int, int]) -> frozenset[Position]:
+    """The positions at the sites of a part, with the site's number there."""
+    return frozenset((numbers[site], unit) for site, unit in positions if site in numbers)
+
+
+def _no_lawful_count(problem: Problem, place: int) -> InvalidValue:
+    """The error of a site where no number of heads keeps the rules."""
+    site = problem.scores.sites[place]
+    least = problem.heads(place, problem.by_site(problem.must_keep)[place])
+    most = len(site.heads) - problem.heads(place, problem.by_site(problem.must_remove)[place])
+    must = f"lawful with min_heads={problem.min_heads} and multiple_of={problem.multiple_of}"
+    got = f"{least} to {most} heads that may stay there, and no such number among them"
+    hint = "Change must_keep, must_remove or these settings"
+    hint += "; the latency table may lack the number." if problem.steps else "."
+    return InvalidValue(f"what stays of {site.name}", must, got, hint)
 
 
 def check_possible(
@@ -143,41 +149,49 @@ def check_possible(
     budgets: Budget | Mapping[str, Budget] | None = None,
     latency: LatencyTable | None = None,
 ) -> None:
-    """Refuses what ``select`` would refuse whatever the scores are, before there are any.
+    """Refuse, before there are scores, what ``select`` would refuse whatever they are.
 
-    Budgets are checked as far as the sites tell, of heads and of speed; others need the costs that
-    scores carry.
+    Budgets of heads and of speed are checked; others need the costs that scores carry.
 
     Raises:
         InvalidValue, UnknownName, InfeasibleBudget: as ``select`` does.
     """
+    # Scores of zero stand for the scores that are not there yet.
     values = tuple((0.0,) * len(site.units) for site in sites)
     scores = HeadScores(tuple(sites), values, None, "none", EMPTY, 0, ModelFingerprint("", ""))
-    task = Task.of(scores, must_keep, must_remove, None, None, latency)
-    task.posed(Budget(keep_heads=1.0), selector)
+    task = SelectionTask.of(scores, must_keep, must_remove, None, None, latency)
+    task.problem(Budget(keep_heads=1.0), selector)  # refuses sites without a lawful number
     known = ("keep_heads", "speedup")
     if isinstance(budgets, Budget) and budgets.kind in known:
-        problem = task.posed(budgets, selector)
+        problem = task.problem(budgets, selector)
         minimum(problem, best_first(problem.scores))
     elif isinstance(budgets, Mapping):
-        for group, there in divided(sites, budgets):
+        for group, places in divided(sites, budgets):
             if group.budget.kind in known:
-                problem = task.posed_there(group.budget, there, selector, task.positions)
+                problem = task.problem_of_sites(group.budget, places, selector, task.positions)
                 minimum(problem, best_first(problem.scores))
 
 
 def _in_units(rescore: Rescore, scores: HeadScores, units: HeadScores) -> Rescore:
+    """``rescore`` with its scores checked and brought into the units of the call."""
+
     def rescored(mask: HeadMask) -> HeadScores:
-        found = rescore(mask)
-        if not isinstance(found, HeadScores) or found.sites != scores.sites:
-            got = "those of other sites" if isinstance(found, HeadScores) else type(found).__name__
+        # What the user's callable returns is checked before a selector relies on it.
+        new = rescore(mask)
+        if not isinstance(new, HeadScores) or new.sites != scores.sites:
+            got = "those of other sites" if isinstance(new, HeadScores) else type(new).__name__
             raise InvalidValue(
                 "what select(rescore=) returns", "HeadScores of the same sites and heads", got
             )
-        return bundled(found, like=units.sites)
+        return bundled(new, like=units.sites)
 
     return rescored
 
 
 def _of_places(rescore: Rescore, places: Sequence[int]) -> Callable[[HeadMask], HeadScores]:
-    return lambda mask: part(rescore(mask), places)
+    """``rescore`` with the scores of some sites alone."""
+
+    def rescored(mask: HeadMask) -> HeadScores:
+        return part(rescore(mask), places)
+
+    return rescored

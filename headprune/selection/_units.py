@@ -1,94 +1,151 @@
-"""Units that keep groups balanced: the best head of every KV group together, then the second best,
-and so on."""
+"""Prune units of the policy ``balanced``: bundles of one head from every key/value group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadId
 from headprune.core.samples import if_there
 from headprune.core.scores import Cost, HeadScores
 
+_T = TypeVar("_T")
+
+#: Per bundle of one site, the indices of the units that it is made of.
+_Members = list[list[int]]
+
 
 def bundled(
     scores: HeadScores,
-    stay: frozenset[HeadId] = frozenset(),
-    go: frozenset[HeadId] = frozenset(),
+    must_keep: frozenset[HeadId] = frozenset(),
+    must_remove: frozenset[HeadId] = frozenset(),
     like: Sequence[AttentionSite] | None = None,
 ) -> HeadScores:
-    """The scores with one unit for one head of every group, at sites of the policy ``balanced``.
+    """Bundle one head of every group into one unit, at sites of the policy ``balanced``.
 
-    A bundle's score and cost are the sums of its heads', its curvature that of its heads together
-    (the units of a group of grouped queries add up in the same way), and heads are bundled by rank
-    within their group. So a better bundle goes before a worse one, and whatever number of bundles a
-    selector keeps, every group keeps as many heads.
+    Heads are bundled by rank within their group: the best of every group, then the second best, and
+    so on. So whatever number of bundles a selector keeps, every group keeps as many heads. A
+    bundle's score and cost are the sums of its heads'; its curvature is that of its heads together.
 
     Args:
         scores: Of single heads at such sites.
-        stay: Heads that rank first in their group, so that those of several groups share bundles.
-        go: Heads that rank last in their group.
-        like: Sites whose bundles to take over, in place of new ones by rank.
+        must_keep: Heads that rank first in their group, so that those of several groups share
+            bundles.
+        must_remove: Heads that rank last in their group.
+        like: Sites with bundles that replace new ones by rank.
 
     Raises:
-        InvalidValue: groups of unlike size, which ``balanced`` cannot leave as they are.
+        InvalidValue: groups of unlike size, which ``balanced`` cannot keep as they are.
     """
-    if all(s.policy != "balanced" or len(s.groups) < 2 for s in scores.sites):
+    if not any(map(_has_bundles, scores.sites)):
         return scores
-    sites, values, errors, costs = [], [], [], []
-    merged: list[list[int]] = []  # the units, flat, that make each bundle
-    start = 0
-    for index, site in enumerate(scores.sites):
-        row = dict(zip((u[0] for u in site.units), range(len(site.units)), strict=True))
-        if site.policy == "balanced" and len(site.groups) > 1:
-            value = {h: scores.values[index][u] for h, u in row.items()}
-            site = replace(
-                site, bundles=like[index].bundles if like else _bundles(site, value, stay, go)
+    # 1. The bundles of every site, and the units that they are made of.
+    sites: list[AttentionSite] = []
+    members: list[_Members] = []
+    for place, (site, values) in enumerate(zip(scores.sites, scores.values, strict=True)):
+        new = site
+        if _has_bundles(site):
+            bundles = (
+                like[place].bundles if like else _bundles(site, values, must_keep, must_remove)
             )
-        members = [[row[h] for h in unit if h in row] for unit in site.units]
-        sites.append(site)
-        merged += [[start + u for u in unit] for unit in members]
-        start += len(row)
-        values.append(tuple(sum(scores.values[index][u] for u in unit) for unit in members))
-        if scores.standard_errors is not None:
-            squares = [[scores.standard_errors[index][u] ** 2 for u in unit] for unit in members]
-            errors.append(tuple(sum(unit) ** 0.5 for unit in squares))
-        if scores.costs is not None:
-            costs.append(
-                tuple(Cost.sum(scores.costs.units[index][u] for u in unit) for unit in members)
-            )
-    curvature, lost = (
-        (None, ())
-        if scores.curvature is None
-        else if_there(partial(scores.curvature.merged, merged))
-    )
+            new = replace(site, bundles=bundles)
+        sites.append(new)
+        members.append(_members(site, new))
+    # 2. Scores, standard errors (of independent heads) and costs of every bundle.
+    errors = scores.standard_errors
+    if errors is not None:
+        errors = _combined(errors, members, _root_of_squares)
+    costs = scores.costs
+    if costs is not None:
+        costs = replace(costs, units=_combined(costs.units, members, Cost.sum))
+    curvature, notes = None, scores.notes
+    if scores.curvature is not None:
+        rows = _flat(members, scores.values)
+        curvature, lost = if_there(partial(scores.curvature.merged, rows))
+        notes = (*notes, *lost)
     return replace(
         scores,
         sites=tuple(sites),
-        values=tuple(values),
-        standard_errors=tuple(errors) if scores.standard_errors is not None else None,
-        costs=replace(scores.costs, units=tuple(costs)) if scores.costs is not None else None,
-        samples=None,
-        notes=(*scores.notes, *lost),
+        values=_combined(scores.values, members, sum),
+        standard_errors=errors,
+        costs=costs,
+        samples=None,  # samples are of single heads
+        notes=notes,
         curvature=curvature,
     )
 
 
+def _has_bundles(site: AttentionSite) -> bool:
+    return site.policy == "balanced" and len(site.groups) > 1
+
+
+def _members(old: AttentionSite, new: AttentionSite) -> _Members:
+    """For every unit of ``new``, the indices of the units of ``old`` that it is made of."""
+    # A unit of several heads is the same in both; its first head stands for it.
+    index = {unit[0]: number for number, unit in enumerate(old.units)}
+    members = []
+    for unit in new.units:
+        known = [index[head] for head in unit if head in index]
+        members.append(known)
+    return members
+
+
+def _combined(
+    rows: Sequence[Sequence[_T]],
+    members: Sequence[_Members],
+    combine: Callable[[list[_T]], _T],
+) -> tuple[tuple[_T, ...], ...]:
+    """One value for every bundle of every site, out of the values of its members."""
+    combined = []
+    for row, bundles in zip(rows, members, strict=True):
+        values = []
+        for bundle in bundles:
+            parts = [row[unit] for unit in bundle]
+            values.append(combine(parts))
+        combined.append(tuple(values))
+    return tuple(combined)
+
+
+def _root_of_squares(errors: list[float]) -> float:
+    """The standard error of a sum of independent values."""
+    total: float = sum(error**2 for error in errors) ** 0.5
+    return total
+
+
+def _flat(members: Sequence[_Members], rows: Sequence[Sequence[float]]) -> _Members:
+    """The members of all bundles, counted over the units of all sites."""
+    flat = []
+    first = 0  # the number of units at the sites before
+    for bundles, row in zip(members, rows, strict=True):
+        for bundle in bundles:
+            units = [first + unit for unit in bundle]
+            flat.append(units)
+        first += len(row)
+    return flat
+
+
 def _bundles(
-    site: AttentionSite, values: dict[int, float], stay: frozenset[HeadId], go: frozenset[HeadId]
+    site: AttentionSite,
+    values: Sequence[float],
+    must_keep: frozenset[HeadId],
+    must_remove: frozenset[HeadId],
 ) -> tuple[tuple[int, ...], ...]:
     """Heads of equal rank within their groups, best first."""
-    if len({len(group) for group in site.groups}) > 1:
+    if len(set(map(len, site.groups))) > 1:
         hint = "Find the sites with policy='free' or 'group'."
         raise InvalidValue(
             f"{site.name} with policy 'balanced'", "of groups of one size", site.groups, hint
         )
+    value = {unit[0]: score for unit, score in zip(site.units, values, strict=True)}
 
     def rank(head: int) -> tuple[bool, bool, float, int]:
         name = HeadId(site.name, head)
-        return name not in stay, name in go, -values[head], head
+        # False sorts before True, and equal scores keep the order of the heads.
+        return name not in must_keep, name in must_remove, -value[head], head
 
+    # One row per group; the columns are the bundles.
     ranked = [sorted(group, key=rank) for group in site.groups]
-    return tuple(tuple(sorted(row)) for row in zip(*ranked, strict=True))
+    return tuple(tuple(sorted(heads)) for heads in zip(*ranked, strict=True))

@@ -1,4 +1,4 @@
-"""Removes the least important heads of the whole model first, until the budget is met."""
+"""Remove the least important heads of the whole model first, until the budget is met."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from headprune.core.errors import InvalidValue
 from headprune.core.scores import ScoredUnit
-from headprune.selection._base import Position, Problem, Selector
+from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, minimum, places
 
 Normalise = Literal["none", "l2", "zscore"]
@@ -17,13 +17,13 @@ Normalise = Literal["none", "l2", "zscore"]
 
 @dataclass(frozen=True)
 class GlobalTopk(Selector):
-    """Removes the least important heads of the whole model first, until the budget is met.
+    """Remove the least important heads of the whole model first, until the budget is met.
 
-    Then what was removed comes back, most important first, where the budget still has room for it
-    (units of unlike cost): nothing that is gone could have stayed beside what is kept. The order is
-    that of Michel et al. (2019, "Are Sixteen Heads Really Better than One?", section 4), whose
-    paper sets no minimum a layer. With ``multiple_of``, as many heads of one site as that takes go
-    or stay together, as important as they are on average.
+    Then removed units come back, most important first, where the budget still has room (units of
+    unlike cost): no removed unit could be kept in addition. The order is that of Michel et al.
+    (2019, "Are Sixteen Heads Really Better than One?", section 4), whose paper sets no minimum per
+    layer. With ``multiple_of``, that many heads of one site are kept or removed together, by their
+    mean importance.
 
     When: the default, for scores that mean the same at every site, such as a rise of the loss.
     Cost: no pass over data; a sort.
@@ -31,8 +31,8 @@ class GlobalTopk(Selector):
     Args:
         normalise: Makes the scores of different sites comparable first. ``l2`` divides a site's
             scores by their l2 norm (Molchanov et al. 2017; Michel et al. 2019 do it for gradient
-            scores), ``zscore`` subtracts their mean and divides by their standard deviation. It
-            changes a lot which layers lose heads.
+            scores), ``zscore`` subtracts their mean and divides by their standard deviation. Which
+            layers lose heads depends a lot on it.
     """
 
     normalise: Normalise = "none"
@@ -49,60 +49,68 @@ class GlobalTopk(Selector):
             return 0.0, 1.0
         if self.normalise == "l2":
             return 0.0, _norm(row) or 1.0
-        if min(row) == max(row):  # the rounding of the mean is no spread
+        if min(row) == max(row):
+            # The rounding of their mean would count as a spread.
             return row[0], 1.0
         mean = math.fsum(row) / len(row)
         return mean, _norm([v - mean for v in row]) / math.sqrt(len(row))
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         # Removing from the bottom up to the budget and then adding back is the same as filling up
-        # from the top
-        # onto the minimum: as long a top of the ranking as fits, then whatever else fits.
-        level = [_comparable(row, *self.scale(row)) for row in problem.scores.values]
-        ranking = sorted(
-            best_first(problem.scores), key=lambda u: -level[u.site][u.unit]
-        )  # stable: ties stay
+        # from the top onto the minimum: as long a top of the ranking as fits, then whatever else
+        # fits.
+        levels = []  # scores on a scale that is comparable between sites
+        for row in problem.scores.values:
+            shift, divisor = self.scale(row)
+            levels.append([(value - shift) / divisor for value in row])
+        # The sort is stable: equal levels keep the order of the scores.
+        ranking = sorted(best_first(problem.scores), key=lambda u: -levels[u.site][u.unit])
         keep = problem.by_site(minimum(problem, ranking))
-        left = problem.limit - sum(
-            problem.site_cost(site, units) for site, units in enumerate(keep)
-        )
-        for site, block in _blocks(problem, ranking, keep, level):
+        room = problem.limit  # what the budget still allows
+        for site, units in enumerate(keep):
+            room -= problem.site_cost(site, units)
+        for site, block in _blocks(problem, ranking, keep, levels):
             more = keep[site] | block
             cost = problem.site_cost(site, more) - problem.site_cost(site, keep[site])
-            if cost <= left and problem.heads(site, more) in problem.counts[site]:
-                keep[site], left = more, left - cost
-        return frozenset((site, unit) for site, units in enumerate(keep) for unit in units)
+            if cost <= room and problem.heads(site, more) in problem.counts[site]:
+                keep[site] = more
+                room -= cost
+        return positions_of(keep)
 
 
 def _blocks(
     problem: Problem,
     ranking: Sequence[ScoredUnit],
     start: Sequence[set[int]],
-    level: Sequence[Sequence[float]],
+    levels: Sequence[Sequence[float]],
 ) -> list[tuple[int, set[int]]]:
-    """What each site may gain, unit by unit or as ``multiple_of`` has it, the most important
-    first."""
+    """The steps by which each site may grow, the most important first.
+
+    A step is a unit, or as many as ``multiple_of`` asks for.
+    """
     blocks: list[tuple[float, float, int, int, set[int]]] = []
     for site, states in enumerate(problem.states(places(ranking))):
-        held = set(start[site])
+        kept = set(start[site])
         for state in states.values():
-            if held < set(state):
-                block = set(state) - held
-                held = set(state)
-                first, second = (
-                    -math.fsum(row[site][u] for u in block) / len(block)
-                    for row in (level, problem.scores.values)
-                )
-                blocks.append((first, second, site, min(block), block))
-    return [(site, block) for _, _, site, _, block in sorted(blocks, key=lambda b: b[:-1])]
+            if kept < set(state):
+                block = set(state) - kept
+                kept = set(state)
+                # By comparable scores; of equals by the scores themselves, then by place.
+                level = -_mean(levels[site], block)
+                score = -_mean(problem.scores.values[site], block)
+                blocks.append((level, score, site, min(block), block))
+    blocks.sort(key=lambda block: block[:-1])
+    return [(site, block) for _, _, site, _, block in blocks]
 
 
-def _comparable(row: Sequence[float], shift: float, divisor: float) -> Sequence[float]:
-    """The scores of one site on a scale that is comparable between sites."""
-    return [(v - shift) / divisor for v in row]
+def _mean(row: Sequence[float], units: set[int]) -> float:
+    return math.fsum(row[u] for u in units) / len(units)
 
 
 def _norm(row: Sequence[float]) -> float:
-    """Euclidean norm; fsum, so that the order of the heads does not show in the last digit."""
-    scale = max(map(abs, row))
-    return scale * math.sqrt(math.fsum((v / scale) ** 2 for v in row)) if scale else 0.0
+    """Euclidean norm; by `fsum`, the order of the heads does not change its last digit."""
+    largest = max(map(abs, row))
+    if not largest:
+        return 0.0
+    # Scaled by the largest value, so that squares neither overflow nor vanish.
+    return largest * math.sqrt(math.fsum((v / largest) ** 2 for v in row))

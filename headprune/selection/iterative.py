@@ -1,5 +1,4 @@
-"""Removes heads in steps and scores what is left anew before each: a head's worth changes when
-others have gone."""
+"""Remove heads in steps and score the kept heads anew before each step."""
 
 from __future__ import annotations
 
@@ -16,28 +15,25 @@ from headprune.selection._inner import frozen, inner_selector
 
 @dataclass(frozen=True)
 class Iterative(Selector):
-    """Removes heads in steps and scores what is left anew before each: a head's worth changes when
-    others have gone.
+    """Remove heads in steps and score the kept heads anew before each step.
 
-    The budget tightens over ``steps`` steps from what the model costs now to what may stay; at
-    each, another selector chooses by the scores of the model without the heads that are gone
-    (``rescore`` of ``hp.select``), and those heads never come back. The last step meets the budget
-    as that selector does. One step is that selector on the scores as they are, and nothing is
-    scored anew.
+    The importance of a head changes when others are removed. The budget falls over ``steps`` steps
+    from the cost of the model now to the limit. At each step another selector chooses by the scores
+    of the model without the removed heads (``rescore`` of ``hp.select``); these never come back.
+    With one step, nothing is scored anew.
 
     Source: Molchanov et al. 2017, "Pruning Convolutional Neural Networks for Resource Efficient
-    Inference", who remove one unit a step; Yang et al. 2022, "TextPruner", for heads in steps. A
+    Inference", who remove one unit per step; Yang et al. 2022, "TextPruner", for heads in steps. A
     recovery between the steps, which is their fine-tuning, belongs into ``rescore``: see
     ``hp.scoring.rescorer(after_cut=)``.
 
-    When: most heads go, so that scores of the whole model no longer say what is missed.
-    Cost: one scoring of a cut copy for every step but the last, and a recovery of it where one is
-    asked for.
+    When: most heads are removed, so that scores of the whole model no longer tell their importance.
+    Cost: one scoring of a cut copy for every step but the last, and a recovery of it where asked.
 
     Args:
-        steps: How often heads are removed.
-        schedule: ``linear`` takes away the same cost at every step, ``geometric`` the same share of
-            what is left.
+        steps: The number of steps.
+        schedule: ``linear`` removes the same cost at every step, ``geometric`` the same share of
+            the remaining cost.
         inner: The selector of every step, by name; one that needs scores alone.
         inner_settings: Its settings, without ``min_heads`` and ``multiple_of``, which are those
             given here.
@@ -62,61 +58,62 @@ class Iterative(Selector):
     def keep(self, problem: Problem) -> frozenset[Position]:
         assert problem.rescore is not None
         inner = inner_selector(self, self.inner, self.inner_settings)
-        everything = frozenset(problem.positions())
         inner.keep(problem)  # raises now, before any work, where the budget cannot be met
-        left, scores = everything - problem.go, problem.scores
-        start, seen = problem.cost(left), [(left, scores)]
+        everything = frozenset(problem.positions())
+        keep = everything - problem.must_remove
+        scores = problem.scores
+        cost = problem.cost(keep)
+        plans = [(keep, scores)]  # the kept units so far, with their scores
         for step in range(1, self.steps + 1):
-            limit = self._limit(start, problem.limit, step)
+            limit = self._limit(cost, problem.limit, step)
+            removed = everything - keep
+            tighter = replace(problem, scores=scores, limit=limit, must_remove=removed)
             try:
-                kept = inner.keep(
-                    replace(problem, scores=scores, limit=limit, go=everything - left)
-                )
+                fewer = inner.keep(tighter)
             except InfeasibleBudget:
-                return self._at_once(problem, inner, seen, step)
-            if kept != left and step < self.steps:
-                scores = problem.rescore(problem.mask(kept))
-                seen.append((kept, scores))
-            left = kept
+                return self._at_once(problem, inner, plans, step)
+            if fewer != keep and step < self.steps:
+                scores = problem.rescore(problem.mask(fewer))
+                plans.append((fewer, scores))
+            keep = fewer
         problem.notes.append(
-            f"{self.inner} in {self.steps} steps; scored anew {len(seen) - 1} times."
+            f"{self.inner} in {self.steps} steps; scored anew {len(plans) - 1} times."
         )
-        return left
+        return keep
 
     def _at_once(
         self,
         problem: Problem,
         inner: Selector,
-        seen: list[tuple[frozenset[Position], HeadScores]],
+        plans: list[tuple[frozenset[Position], HeadScores]],
         step: int,
     ) -> frozenset[Position]:
-        """The last step from the latest plan that allows it, where units cost differently and the
-        cheap ones went."""
+        """Meet the budget in one step from the latest plan that allows it.
+
+        Needed where units cost differently: earlier steps may have removed the cheap ones.
+        """
         everything = frozenset(problem.positions())
-        for back, (left, scores) in enumerate(reversed(seen)):
+        for back, (keep, scores) in enumerate(reversed(plans)):
+            last = replace(problem, scores=scores, must_remove=everything - keep)
             try:
-                kept = inner.keep(replace(problem, scores=scores, go=everything - left))
+                fewer = inner.keep(last)
             except InfeasibleBudget:
                 continue
-            said = (
+            problem.notes.append(
                 f"{self.inner} in steps, of which step {step} of {self.steps} could not meet the"
-                " budget with what "
+                f" budget with what was left: the rest was chosen at once, {back} plans back;"
+                f" scored anew {len(plans) - 1} times."
             )
-            said += (
-                f"was left: the rest was chosen at once, {back} plans back; scored anew"
-                f" {len(seen) - 1} times."
-            )
-            problem.notes.append(said)
-            return kept
-        raise AssertionError("the first plan allows it: that was looked at before any work")
+            return fewer
+        raise AssertionError("the first plan allows it, as `keep` checked before any work")
 
     def _limit(self, start: int, end: int, step: int) -> int:
-        """What may stay after a step."""
+        """The limit of a step, between the cost at the start and the limit at the end."""
         if step == self.steps or start <= end:
             return end
         share = step / self.steps
         if self.schedule == "linear":
             return round(start + (end - start) * share)
-        # Both are whole numbers and the share is below 1, which a power's type does not say.
-        left: float = (max(end, 1) / start) ** share
-        return max(end, round(start * left))
+        # At least 1: a limit of zero or less has no logarithm.
+        factor: float = (max(end, 1) / start) ** share
+        return max(end, round(start * factor))

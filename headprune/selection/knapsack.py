@@ -1,16 +1,16 @@
-"""Keeps the heads of the highest total score that the budget can hold, exactly, in whatever
-currency it counts."""
+"""Keep the heads of the highest total score that a budget can hold, exactly."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
 from headprune.core.scores import HeadScores
-from headprune.selection._base import Position, Problem, Selector
+from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, check_leaves_a_head, infeasible, places
 from headprune.selection._choice import Option, best_choice, undominated
 
@@ -19,22 +19,19 @@ _VALUE_BITS, _DEFICIT_BITS = 52, 40
 
 @dataclass(frozen=True)
 class Knapsack(Selector):
-    """Keeps the heads of the highest total score that the budget can hold, exactly, in whatever
-    currency it counts.
+    """Keep the heads of the highest total score that the budget can hold, exactly.
 
-    Maximises the sum of the kept units' scores subject to the budget: a multiple-choice knapsack,
-    whose classes are the sites and whose options are how many heads stay there, the best ones. A
-    site's cost may be any function of that number, so this is the selector for measured latency
-    (``Budget(speedup=)``), where heads have no price of their own (ZipLM does the same for whole
-    layers' speed: Kurtic, Frantar, Alistarh 2023, section 3.2). Where the units of one site cost
-    differently, its options are all sets of units that no other set beats.
+    A multiple-choice knapsack: the classes are the sites, the options are how many heads a site
+    keeps, the best ones. A site's cost may be any function of that number, so this is the selector
+    for measured latency (``Budget(speedup=)``), where a single head has no cost of its own (ZipLM
+    does the same for the speed of layers: Kurtic, Frantar, Alistarh 2023, section 3.2). Where units
+    of one site differ in cost, its options are all sets of units that no other set beats.
 
-    A sum of scores is what removal costs only as far as heads do not depend on one another. A
-    negative score counts as
-    nothing: such a head is never kept at another's expense, but stays where there is room, because
-    a budget says what may stay. Of choices of equal score that which keeps more heads wins, then
-    that which keeps less negative scores, then the cheaper one, then that which keeps more at
-    earlier sites. Scores are exact to 2^-52 of their sum.
+    A sum of scores is the cost of removal only as far as heads do not depend on each other. A
+    negative score counts as zero: such a head never replaces another, but is kept where there is
+    room. Of equal scores the choice with more heads wins, then that with less negative scores, then
+    the cheaper one, then that with more heads at earlier sites. Scores are exact to 2^-52 of their
+    sum.
 
     When: heads cost differently, or the budget is one of speed, where it is the default.
     Cost: no pass over data; below a second for a thousand heads.
@@ -44,93 +41,129 @@ class Knapsack(Selector):
         check_leaves_a_head(problem)
         worth = _worth(problem.scores)
         best = problem.states(places(best_first(problem.scores)))
-        sites = [_options(problem, site, states, worth) for site, states in enumerate(best)]
-        classes = [[option for option, _ in site] for site in sites]
+        # 1. One class per site, one option for each set of units that it may keep.
+        sets: list[list[_Set]] = []
+        for site, states in enumerate(best):
+            sets.append(_possible_sets(problem, site, states, worth))
+        classes = [_options(site_sets) for site_sets in sets]
+        # 2. One option of every class.
         chosen = best_choice(classes, problem.limit)
         if chosen is None:
-            raise infeasible(problem, sum(min(option.cost for option in row) for row in classes))
-        return frozenset(
-            (s, u)
-            for s, (row, place) in enumerate(zip(sites, chosen, strict=True))
-            for u in row[place][1]
-        )
+            least = 0
+            for options in classes:
+                least += min(option.cost for option in options)
+            raise infeasible(problem, least)
+        # 3. Its units.
+        pairs = zip(sets, chosen, strict=True)
+        return positions_of(site_sets[number].units for site_sets, number in pairs)
 
 
-#: A unit's worth in whole numbers: its score, and what decides between choices of equal score.
+#: A unit's worth in whole numbers: its score, and a second value for choices of equal score.
 _Worth = dict[Position, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _Set:
+    """Units of one site that may be kept together, with their cost and value."""
+
+    option: Option
+    units: tuple[int, ...]
+
+
+def _options(sets: Sequence[_Set]) -> list[Option]:
+    return [one.option for one in sets]
 
 
 def _worth(scores: HeadScores) -> _Worth:
     units = list(scores.units())
-    values = _whole([max(unit.value, 0.0) for unit in units], _VALUE_BITS)
-    deficits = _whole([max(-unit.value, 0.0) for unit in units], _DEFICIT_BITS)
-    return {
-        (unit.site, unit.unit): (value, (len(unit.heads) << _DEFICIT_BITS) - deficit)
-        for unit, value, deficit in zip(units, values, deficits, strict=True)
-    }
+    scored = np.array([unit.value for unit in units], np.float64)
+    values = _integers(np.maximum(scored, 0).tolist(), _VALUE_BITS)
+    deficits = _integers(np.maximum(-scored, 0).tolist(), _DEFICIT_BITS)
+    worth = {}
+    for unit, value, deficit in zip(units, values, deficits, strict=True):
+        # More heads first, then less negative scores: a deficit stays below one head.
+        second = (len(unit.heads) << _DEFICIT_BITS) - deficit
+        worth[unit.site, unit.unit] = value, second
+    return worth
 
 
-def _whole(values: list[float], bits: int) -> list[int]:
-    """Values as whole numbers that sum to less than 2^bits, scaled by a power of two: equal sums
-    stay equal."""
+def _integers(values: list[float], bits: int) -> list[int]:
+    """Values as integers that sum to less than 2^bits.
+
+    Their scale is a power of two, so that equal sums stay equal.
+    """
     exponent = math.frexp(max(values, default=0.0))[1] + len(values).bit_length()
     return [round(math.ldexp(value, bits - exponent)) for value in values]
 
 
-def _options(
+def _possible_sets(
     problem: Problem, site: int, states: dict[int, tuple[int, ...]], worth: _Worth
-) -> list[tuple[Option, tuple[int, ...]]]:
-    """What may stay of one site, most heads first, without what another set of its units beats."""
-    free = [
-        u for u in range(len(problem.costs[site])) if (site, u) not in problem.stay | problem.go
-    ]
-    alike = {(problem.costs[site][u], problem.heads(site, [u])) for u in free}
+) -> list[_Set]:
+    """What one site may keep, most heads first, without sets that another one beats."""
+    settled = problem.must_keep | problem.must_remove
+    free = [unit for unit in range(len(problem.costs[site])) if (site, unit) not in settled]
+    alike = {(problem.costs[site][unit], problem.heads(site, [unit])) for unit in free}
     if len(alike) < 2:
-        sets: Iterable[tuple[int, ...]] = states.values()
+        # Free units of equal cost: of each number of heads, the best ones.
+        candidates = list(states.values())
     else:
-        sets = _sets(problem, site, free, worth)
-    found = []
-    for units in sets:
-        value, second = map(sum, zip((0, 0), *(worth[site, u] for u in units), strict=True))
-        found.append((Option(problem.site_cost(site, units), value, second), units))
-    found.sort(key=lambda o: -problem.heads(site, o[1]))  # stable
-    live = _undominated([option for option, _ in found])
-    return [found[i] for i in sorted(live)]
+        candidates = _unlike_sets(problem, site, free, worth)
+    sets = []
+    for units in candidates:
+        value = second = 0
+        for unit in units:
+            value += worth[site, unit][0]
+            second += worth[site, unit][1]
+        sets.append(_Set(Option(problem.site_cost(site, units), value, second), units))
+    # Ties go to what comes first; the sort is stable.
+    sets.sort(key=lambda one: -problem.heads(site, one.units))
+    return [sets[i] for i in sorted(_undominated(sets))]
 
 
-def _sets(problem: Problem, site: int, free: list[int], worth: _Worth) -> list[tuple[int, ...]]:
-    """Sets of unlike units, at every number of heads those that no other set of as many heads
-    beats."""
-    forced = tuple(u for s, u in sorted(problem.stay) if s == site)
-    fronts = {
-        problem.heads(site, forced): [
-            (Option(sum(problem.costs[site][u] for u in forced), 0), forced)
-        ]
-    }
-    for unit in reversed(free):  # the earlier unit wins a tie, so it is asked last and put first
-        size, cost, (value, second) = (
-            problem.heads(site, [unit]),
-            problem.costs[site][unit],
-            worth[site, unit],
-        )
-        grown: dict[int, list[tuple[Option, tuple[int, ...]]]] = {}
-        for held, front in fronts.items():
-            more = [
-                (Option(o.cost + cost, o.value + value, o.second + second), (unit, *units))
-                for o, units in front
-            ]
-            grown.setdefault(held + size, [])[:0] = more
-            grown.setdefault(held, []).extend(front)
-        fronts = {
-            n: [row[i] for i in _undominated([o for o, _ in row])] for n, row in grown.items()
-        }
-    return [units for n, front in fronts.items() if n in problem.counts[site] for _, units in front]
+def _unlike_sets(
+    problem: Problem, site: int, free: list[int], worth: _Worth
+) -> list[tuple[int, ...]]:
+    """Sets of units of unlike cost that no other set of as many heads beats."""
+    costs = problem.costs[site]
+    # The value of forced units is the same in every set, so it decides nothing.
+    forced = tuple(sorted(problem.by_site(problem.must_keep)[site]))
+    start = _Set(Option(sum(costs[unit] for unit in forced), 0), forced)
+    fronts = {problem.heads(site, forced): [start]}  # by number of heads
+    # The earlier unit wins a tie, so it is added last and comes first.
+    for unit in reversed(free):
+        size = problem.heads(site, [unit])
+        value, second = worth[site, unit]
+        grown: dict[int, list[_Set]] = {}
+        for heads, front in fronts.items():
+            larger = []
+            for one in front:
+                option = Option(
+                    one.option.cost + costs[unit],
+                    one.option.value + value,
+                    one.option.second + second,
+                )
+                larger.append(_Set(option, (unit, *one.units)))
+            # Sets with the unit before sets without it.
+            grown[heads + size] = larger + grown.get(heads + size, [])
+            grown[heads] = grown.get(heads, []) + front
+        # Of each number of heads, only sets that none beats can end in the best choice.
+        fronts = {}
+        for heads, sets in grown.items():
+            fronts[heads] = [sets[i] for i in _undominated(sets)]
+    lawful: list[tuple[int, ...]] = []
+    for heads, front in fronts.items():
+        if heads in problem.counts[site]:
+            lawful.extend(one.units for one in front)
+    return lawful
 
 
-def _undominated(options: list[Option]) -> list[int]:
-    order = {cost: rank for rank, cost in enumerate(sorted({option.cost for option in options}))}
-    rows = [
-        (order[option.cost], option.value, option.second, place)
-        for place, option in enumerate(options)
-    ]
-    return [int(i) for i in undominated(*np.array(rows, np.int64).T)]
+def _undominated(sets: Sequence[_Set]) -> list[int]:
+    """Indices of the sets that no other beats; of equals the first."""
+    options = _options(sets)
+    # Ranks in place of costs, which may exceed 64 bits.
+    costs = sorted({option.cost for option in options})
+    rank = dict(zip(costs, count(), strict=False))
+    table = np.array([(rank[o.cost], o.value, o.second) for o in options], np.int64)  # [sets, 3]
+    ranks, values, seconds = table.T
+    live: list[int] = undominated(ranks, values, seconds, np.arange(len(options))).tolist()
+    return live

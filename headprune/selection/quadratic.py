@@ -1,5 +1,4 @@
-"""Keeps the heads whose absence together raises the loss least, by its curvature: it sees which
-heads can stand in."""
+"""Remove the heads that together raise the loss least, by its curvature."""
 
 from __future__ import annotations
 
@@ -18,28 +17,21 @@ from headprune.selection.global_topk import GlobalTopk
 
 @dataclass(frozen=True)
 class Quadratic(Selector):
-    """Keeps what makes ``1/2 (1-m)' I (1-m)`` least, m 1 for heads that stay and 0 for others,
-    within the budget.
+    """Remove the heads that together raise the loss least, by its curvature.
 
-    ``I`` is the curvature of the scores, of ``fisher`` or ``ggn``. Half its diagonal are the
-    scores; the rest knows that two heads which do the same are not missed as long as one of them
-    stays, or that two which cancel each other had better leave together. Terms of heads that must
-    go count as well; between groups of sites with budgets of their own there are none.
+    Minimises ``1/2 (1-m)' I (1-m)`` within the budget; m is 1 for kept and 0 for removed heads.
+    ``I`` is the curvature of the scores of ``fisher`` or ``ggn``. Half its diagonal are the scores.
+    The other terms tell that two heads which do the same are not missed as long as one is kept, or
+    that two which cancel each other are better removed together.
 
-    Source: Kwon et al. 2022, "A Fast Post-Training Pruning Framework for Transformers", their mask
+    Source: Kwon et al. 2022, "A Fast Post-Training Pruning Framework for Transformers": their mask
     search, which takes the diagonal, and mask rearrangement, which swaps greedily inside each
-    layer. Here the starts are ``global_topk``, their rearrangement of it, wearing down one by one,
-    the fewest heads allowed, and a knapsack over layers with the curvature inside each. Each is
-    lowered as long as one of these moves does it: the best subset of a layer with the rest of the
-    model held (all subsets are tried where a layer has at most 12 units), a head that goes, comes
-    back or changes places with another anywhere, and a knapsack over all layers around the plan so
-    far; the best also by chains of such moves. So the plan is never worse than any of the starts by
-    this objective; it need not be the best there is.
+    layer. Here a local search starts from these plans and from others, so the plan is never worse
+    than theirs by this objective. It may keep less than the budget allows where that lowers the
+    objective.
 
-    The plan may keep less than the budget allows where that lowers the objective.
-
-    When: scores of ``fisher`` or ``ggn``, and many heads go: some stand in for each other, which
-    single scores miss.
+    When: scores of ``fisher`` or ``ggn``, and many heads are removed: some replace each other,
+    which single scores miss.
     Cost: no pass beyond the scorer's; about a second for 144 heads, some seconds for a thousand.
 
     Args:
@@ -59,28 +51,32 @@ class Quadratic(Selector):
     def keep(self, problem: Problem) -> frozenset[Position]:
         search = QuadraticSearch(problem, _matrix(problem.scores))
         greedy = GlobalTopk(min_heads=self.min_heads, multiple_of=self.multiple_of)
-        first = search.gone(greedy.keep(problem))
+        top = search.removed(greedy.keep(problem))
         if self.search == "kwon":
-            return search.kept(search.rearranged(first))
-        fewest = search.gone(minimum(problem, best_first(problem.scores)))
-        starts = [first, search.rearranged(first), fewest, search.backward_elimination()]
-        starts += [search.allotted(first, share) for share in (0.0, 0.5)]
-        return search.kept(search.filled(search.lowest(starts)))
+            return search.kept(search.rearranged(top))
+        fewest = search.removed(minimum(problem, best_first(problem.scores)))
+        starts = [
+            top,
+            search.rearranged(top),
+            fewest,
+            search.backward_elimination(),
+            search.knapsack_over_sites(top, 0.0),  # terms between sites left out
+            search.knapsack_over_sites(top, 0.5),  # and at half their size
+        ]
+        return search.kept(search.restored_for_free(search.best_from(starts)))
 
 
 def _matrix(scores: HeadScores) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """The curvature of scores.
+    """The curvature of scores, ``[units, units]``.
 
     Raises:
         InvalidValue: they carry none, or its file is gone.
     """
     if scores.curvature is None:
-        why = [note for note in scores.notes if "curvature" in note]
-        hint = (
-            why[-1]
-            if why
-            else "hp.score(model, batches, 'fisher') gives it, or 'ggn', which needs no labels."
-        )
+        hint = "hp.score(model, batches, 'fisher') gives it, or 'ggn', which needs no labels."
+        for note in scores.notes:
+            if "curvature" in note:
+                hint = note  # why it is not there
         must = "scores that carry their curvature, for the selector 'quadratic'"
         raise InvalidValue("select(scores=)", must, f"those of {scores.scorer!r} without", hint)
     return scores.curvature.matrix

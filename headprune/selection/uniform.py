@@ -1,4 +1,4 @@
-"""Keeps the same number of heads at every site, the best of each, as many as the budget allows."""
+"""Keep the same number of heads at every site, as many as the budget allows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from headprune.selection._base import Position, Problem, Selector
+from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, infeasible, places
+
+#: The lawful units of one site by their number of heads, as `Problem.states` gives them.
+_States = dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Uniform(Selector):
-    """Keeps the same number of heads at every site, the best of each, as many as the budget allows.
+    """Keep the same number of heads at every site, as many as the budget allows.
 
-    Sites of unlike size keep the same share instead: of n units, the whole part of share * n, for
-    the largest share that fits and leaves a head; where that is no number of heads that a site may
-    have, the next lower one, or else the lowest that it may have. No site is filled up with what
-    one more unit everywhere would overspend.
+    The best heads of each site are kept. Sites of unlike size keep the same share instead: of n
+    units, the whole part of share * n, for the largest share that fits and keeps a head. Where a
+    site may not have that number, it keeps the next lower one, or else the lowest that it may have.
+    Budget that cannot pay for one more unit at every site is not used.
 
     When: all layers must keep one shape, for example for a checkpoint that loads without headprune;
     or as a baseline.
@@ -27,28 +30,50 @@ class Uniform(Selector):
     across: ClassVar[bool] = False
 
     def keep(self, problem: Problem) -> frozenset[Position]:
+        # Of each site, the best units by number of heads.
         rows = problem.states(places(best_first(problem.scores)))
         sizes = [len(site.units) for site in problem.scores.sites]
-        shares = [Fraction(0), *sorted({Fraction(k, n) for n in sizes for k in range(1, n + 1)})]
-        some = problem.beside is None and any(units for row in rows for units in row.values())
+        # An answer without any head counts only where there is no other.
+        may_be_empty = problem.kept_elsewhere is not None or not any(map(_has_heads, rows))
         best: frozenset[Position] | None = None
-        least: int | None = None
-        for share in shares:
-            keep = frozenset(
-                (s, u) for s, row in enumerate(rows) for u in _at_most(row, int(share * sizes[s]))
-            )
-            if not keep and some:
+        costs = []
+        for share in _shares(sizes):
+            keep = _with_share(rows, sizes, share)
+            if not keep and not may_be_empty:
                 continue
             cost = problem.cost(keep)
-            least = cost if least is None else min(least, cost)
+            costs.append(cost)
+            # No break: a measured latency may fall where heads are added.
             if cost <= problem.limit:
                 best = keep
         if best is None:
-            raise infeasible(problem, least or 0)
+            raise infeasible(problem, min(costs, default=0))
         return best
 
 
-def _at_most(states: dict[int, tuple[int, ...]], units: int) -> tuple[int, ...]:
-    """The largest state of so many units, or the smallest of all."""
+def _has_heads(states: _States) -> bool:
+    return any(states.values())
+
+
+def _shares(sizes: list[int]) -> list[Fraction]:
+    """Every share at which some site keeps a unit more, rising."""
+    shares = {Fraction(0)}
+    for size in set(sizes):
+        shares.update(Fraction(units, size) for units in range(1, size + 1))
+    return sorted(shares)
+
+
+def _with_share(
+    rows: tuple[_States, ...], sizes: list[int], share: Fraction
+) -> frozenset[Position]:
+    """The kept units when every site keeps this share of its units."""
+    sites = zip(rows, sizes, strict=True)
+    return positions_of(_at_most(states, int(share * size)) for states, size in sites)
+
+
+def _at_most(states: _States, units: int) -> tuple[int, ...]:
+    """The largest state of at most so many units, or the smallest of all."""
     fitting = [state for state in states.values() if len(state) <= units]
-    return fitting[-1] if fitting else next(iter(states.values()))
+    if not fitting:
+        return next(iter(states.values()))
+    return fitting[-1]

@@ -1,5 +1,4 @@
-"""``prune_``: heads leave for good; W_q, W_k, W_v and W_o shrink, and the result is proven equal to
-the gated model."""
+"""``prune_``: remove heads from the weights, and compare the result with the gated model."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ from headprune.model.wrappers import check_unwrapped, retire_wrappers
 from headprune.surgery.masked import MaskedCalls
 from headprune.surgery.parameters import (
     CutParameter,
-    Left,
     Optimizers,
+    Replaced,
     carry_,
     checked,
     successions,
@@ -45,13 +44,13 @@ class PruneReport:
     """What ``prune_`` did.
 
     Args:
-        removed: Original indices of the heads that left, by site.
-        sites: The sites as they are now.
-        params_before, params_after: Parameters of the whole model.
+        removed: Original indices of the removed heads, by site.
+        sites: The sites after the cut.
+        params_before, params_after: Numbers of parameters of the whole model.
         proof: The comparison with the gated model; None where no example was given.
-        warnings: What a user should know.
-        parameters: What became of each parameter that is not as it was; a shared one stands under
-            each of its names.
+        warnings: Notes for the user.
+        parameters: What became of each parameter that changed; a shared one under each of its
+            names.
     """
 
     removed: tuple[tuple[str, tuple[int, ...]], ...]
@@ -67,8 +66,8 @@ class PruneReport:
         return sum(len(heads) for _, heads in self.removed)
 
     def __str__(self) -> str:
-        share = 100 * (1 - self.params_after / self.params_before)
-        sizes = f"{self.params_before:,} -> {self.params_after:,} parameters (-{share:.1f} %)"
+        percent = 100 * (1 - self.params_after / self.params_before)
+        sizes = f"{self.params_before:,} -> {self.params_after:,} parameters (-{percent:.1f} %)"
         text = f"removed {self.n_removed} heads, {sizes}"
         if self.proof is None:
             return f"{text}, not compared with the gated model (no example given)"
@@ -86,18 +85,18 @@ def prune_(
     *,
     optimizer: Optimizers | None = None,
 ) -> PruneReport:
-    """Removes from ``model``, in place, every head that ``plan`` does not keep.
+    """Remove from ``model``, in place, every head that ``plan`` does not keep.
 
-    dtype, device, ``requires_grad``, tied weights, module hooks and training mode stay. Parameters
-    are replaced: make optimizers afterwards, or pass them; one that goes on without warns. Hooks
-    that were registered on a parameter itself stay with the old one. A second plan composes with
-    the first; a layer may lose all its heads.
+    dtype, device, ``requires_grad``, tied weights, module hooks and training mode do not change.
+    Parameters are replaced: make optimizers afterwards, or pass them. Hooks on a parameter itself
+    stay with the old one. A second plan composes with the first; a layer may lose all its heads.
+    After any error the model is as before.
 
     Args:
         model: A model with the plan's sites.
         plan: Kept heads in original indices; or an array ``[layers, heads]`` of 1 (kept) and 0
             (removed).
-        example: A batch the model takes. With it the pruned model is compared with the gated one.
+        example: A batch of the model. With it the pruned model is compared with the gated one.
             Needed where an attention runs code of your own (a subclass's ``forward``, a hook),
             which is tried under other masks too.
         sites: Default ``find_sites(model, policy=...)`` with the plan's policy.
@@ -107,28 +106,30 @@ def prune_(
     Raises:
         InvalidValue: no example where one is needed.
         PlanMismatch: the plan is for a model of another structure.
-        VerificationFailed: pruned and gated differ by more than rounding; the model is as it was.
-        UnsupportedModel: a projection that cannot be cut, or a wrapper that would go on with the
-            old parameters (``DistributedDataParallel``); the model is as it was, here and after any
-            other error.
+        VerificationFailed: the two differ by more than rounding.
+        UnsupportedModel: a projection that cannot be cut, or a wrapper that would keep the old
+            parameters (``DistributedDataParallel``).
     """
     policy = plan.policy if isinstance(plan, PruningPlan) else "group"
     if sites is None:
         sites = find_sites(model, policy=policy)
+    # Sites from elsewhere come without layouts of their own.
     located = sites if isinstance(sites, Sites) else Sites(sites, ())
-    plan = _decided(plan, located)
+    plan = _as_plan(plan, located)
     bound = bind(model, located)
     notes = check_plan(model, [b.site for b in bound], plan)
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
-    report, replaced = _cut_and_proven(model, bound, mask, example, located, optimizer, notes)
-    retire_wrappers(b.module for b in bound if b.site.name in dict(report.removed))
+    report, replaced = _cut_and_compared(model, bound, mask, example, located, optimizer, notes)
+    # What still holds old parameters would train them in vain: it warns, or refuses to run.
+    changed = dict(report.removed)
+    retire_wrappers(b.module for b in bound if b.site.name in changed)
     watch_optimizers(replaced)
     return report
 
 
-def _cut_and_proven(
+def _cut_and_compared(
     model: nn.Module,
     bound: list[BoundSite],
     mask: HeadMask,
@@ -136,47 +137,53 @@ def _cut_and_proven(
     located: Sites,
     optimizer: Optimizers | None,
     notes: list[str],
-) -> tuple[PruneReport, list[Left]]:
-    """The work of ``prune_``; also the parameters that are in the model no more, held by nothing
-    here."""
+) -> tuple[PruneReport, list[Replaced]]:
+    """The work of ``prune_``, with weak references to the replaced parameters."""
+    # 1. Whatever refuses the cut before anything is changed.
     beyond = not_taken(model, located)
-    expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
-    own = {b: what for b in bound if (what := _own_code_of_change(b, mask)) is not None}
+    removed, own = _changes(bound, mask)
     masked = MaskedCalls(list(own))
     before = count_parameters(model)
-    removed = tuple((b.site.name, heads) for b in bound if (heads := _removed(b.site, mask)))
     check_unwrapped(model, [name for name, _ in removed], "cut before it is wrapped")
     optimizers = checked(optimizer, unwrap(model))
     old = dict(unwrap(model).named_parameters(remove_duplicate=False))
+    # Two, because `cut_` returns its own only when it succeeds.
     undo, done = Undo(), Undo()
     try:
         undo.remember(unwrap(model))
+        # 2. Outputs of the gated model.
+        expected = None
         if example is not None:
             with gated(model, mask, located):
                 with masked.watched():
                     expected = sample_outputs(model, example)
                 masked.expect(model)
+        # 3. The cut, compared with them.
         done = cut_(model, bound, mask)
+        proof = None
         if expected is None:
             _check_no_own_code(own)
-        proof = None if expected is None else _prove(model, example, expected, n_examples)
+        else:
+            proof = _prove(model, example, expected, n_examples)
         masked.check(model)
+        # 4. The model as it is now, and its optimizers.
         after = count_parameters(model)
         now = Sites((b.site for b in bind(model, located)), located.layouts.values(), beyond)
         changes = successions(old, unwrap(model), done.shortened)
-        told = (*notes, *carry_(optimizers, changes))
+        warned = (*notes, *carry_(optimizers, changes), *coverage_note(beyond))
     except BaseException:
         done.restore()
         undo.restore()
         raise
-    said = (*told, *coverage_note(beyond))
-    report = PruneReport(removed, now, before, after, proof, said, tuple(c.cut for c in changes))
-    return report, [weakref.ref(c.old) for c in changes if c.new is not c.old]
+    cuts = tuple(change.cut for change in changes)
+    report = PruneReport(removed, now, before, after, proof, warned, cuts)
+    # Weak, so that nothing here keeps the old parameters alive.
+    return report, [weakref.ref(change.old) for change in changes if change.new is not change.old]
 
 
-def _decided(plan: Any, sites: Sites) -> PruningPlan | HeadMask:
-    """A plan or a mask as it is, an array ``[layers, heads]`` as a mask."""
+def _as_plan(plan: Any, sites: Sites) -> PruningPlan | HeadMask:
+    """A plan or a mask unchanged, an array ``[layers, heads]`` as a mask."""
     if isinstance(plan, (PruningPlan, HeadMask)):
         return plan
     if not hasattr(plan, "tolist") and not isinstance(plan, (list, tuple)):
@@ -185,24 +192,35 @@ def _decided(plan: Any, sites: Sites) -> PruningPlan | HeadMask:
     return HeadMask.from_array(plan, sites)
 
 
-def _removed(site: AttentionSite, mask: HeadMask) -> tuple[int, ...]:
-    """The present heads of a site that a mask removes."""
-    kept = mask.kept(site.name)
-    return tuple(head for head in site.heads if head not in kept)
+def _changes(
+    bound: list[BoundSite], mask: HeadMask
+) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], dict[BoundSite, str]]:
+    """The heads that each site loses, and the user's own code at sites that lose some.
 
-
-def _own_code_of_change(b: BoundSite, mask: HeadMask) -> str | None:
-    """Code that the layout of a site that loses heads was not proven on, in words."""
-    return own_code(b) if _removed(b.site, mask) else None
+    No layout was proven on such code, so the cut of these sites is compared under masks.
+    """
+    removed: list[tuple[str, tuple[int, ...]]] = []
+    own: dict[BoundSite, str] = {}
+    for b in bound:
+        kept = mask.kept(b.site.name)
+        heads = tuple(head for head in b.site.heads if head not in kept)
+        if not heads:
+            continue
+        removed.append((b.site.name, heads))
+        # Sites that lose nothing are not cut, so their code does not matter.
+        code = own_code(b)
+        if code is not None:
+            own[b] = code
+    return tuple(removed), own
 
 
 def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
-    """Refuses a cut that nothing compares, after whatever else refuses it.
+    """Refuse a cut of the user's own code that nothing is compared with.
 
     Raises:
-        InvalidValue: sites with code of somebody's own.
+        InvalidValue: names the first such code.
     """
-    for b, what in own.items():
+    for b, code in own.items():
         must = (
             f"a batch that the model takes, for layout {b.layout.name!r} was not proven on code of"
             " your own"
@@ -211,7 +229,7 @@ def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
             "Pass example=batch: the cut model is compared with the gated one on it, and under"
             " other masks."
         )
-        raise InvalidValue("prune_(example=)", must, f"None, and {what}", hint)
+        raise InvalidValue("prune_(example=)", must, f"None, and {code}", hint)
 
 
 def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: int) -> Proof:
@@ -237,36 +255,29 @@ def prune_heads_(
     *,
     optimizer: Optimizers | None = None,
 ) -> PruneReport:
-    """The Transformers 4 call: removes heads ``{layer: [heads]}``, layers counted over the sites in
-    model order.
+    """Remove heads ``{layer: [heads]}``, as the call of Transformers 4 does.
 
-    Heads are original indices; one that is gone already may be named again, as in Transformers 4. A
-    negative layer counts from the last. Heads may be a list, a set, a NumPy array or a tensor.
+    Layers are counted over the sites in model order; a negative layer counts from the last. Heads
+    are original indices: a list, a set, a NumPy array or a tensor. A head that is already removed
+    may be named again, as in Transformers 4.
 
     Raises:
         UnknownName: a layer or a head that does not exist.
         InvalidValue: no collection of indices.
     """
-    located = (
-        sites
-        if isinstance(sites, Sites)
-        else find_sites(model)
-        if sites is None
-        else Sites(sites, ())
-    )
+    if sites is None:
+        sites = find_sites(model)
+    located = sites if isinstance(sites, Sites) else Sites(sites, ())
     removed: dict[str, set[int]] = {}
-    for layer, gone in heads.items():
-        if (
-            isinstance(layer, bool)
-            or not isinstance(layer, Integral)
-            or not -len(located) <= layer < len(located)
-        ):
+    for layer, listed in heads.items():
+        # A bool is an integer in Python, but no index.
+        number = isinstance(layer, Integral) and not isinstance(layer, bool)
+        if not number or not -len(located) <= layer < len(located):
             raise UnknownName("layer", f"an index below {len(located)}", repr(layer))
         site = located[int(layer)]
-        for head in indices(gone, f"heads of layer {layer}", site.n_query_heads):
+        for head in indices(listed, f"heads of layer {layer}", site.n_query_heads):
             if not 0 <= head < site.n_query_heads:
-                raise UnknownName(
-                    f"head of layer {layer}", f"an index below {site.n_query_heads}", head
-                )
+                must = f"an index below {site.n_query_heads}"
+                raise UnknownName(f"head of layer {layer}", must, head)
             removed.setdefault(site.name, set()).add(head)
     return prune_(model, without(located, removed), example, located, optimizer=optimizer)

@@ -1,7 +1,8 @@
-"""The proof: outputs of the gated model before the cut against outputs of the cut model."""
+"""The comparison of a cut model's outputs with those of the gated model before the cut."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,18 @@ from headprune.model.running import call, device_of, outputs, to_device, undistu
 #: and no more. In fp64 it is that of fp32 norms and angles, which many models compute inside
 #: whatever their dtype.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+_OTHER_DTYPES = 1e-5
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest absolute difference, the largest output it is to be seen against, and what was
-    allowed."""
+    """Largest absolute difference of outputs.
+
+    Args:
+        maximum: The difference.
+        scale: The largest finite output, which gives the difference its size.
+        tolerance: The allowed difference.
+    """
 
     maximum: float
     scale: float
@@ -49,37 +56,46 @@ def sample_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
         torch.no_grad(),
         explained_one(model, batch, "example"),
     ):
-        found = [
-            t.detach().clone() for t in outputs(call(model, to_device(batch, device_of(model))))
-        ]
-    if not found:
-        raise InvalidValue(
-            "example", "a batch on which the model returns floating-point tensors", "no such output"
-        )
-    if not any(bool(t.isfinite().any()) for t in found):
+        returned = call(model, to_device(batch, device_of(model)))
+        # Copies: a later call may write into the same memory.
+        tensors = [tensor.detach().clone() for tensor in outputs(returned)]
+    if not tensors:
+        must = "a batch on which the model returns floating-point tensors"
+        raise InvalidValue("example", must, "no such output")
+    if not any(bool(tensor.isfinite().any()) for tensor in tensors):
+        must = "a batch on which the model's outputs are finite"
         hint = "Look for NaN or infinite values in its inputs."
-        raise InvalidValue(
-            "example", "a batch on which the model's outputs are finite", "none that is", hint
-        )
-    return found
+        raise InvalidValue("example", must, "none that is", hint)
+    return tensors
 
 
 def compare(expected: list[Tensor], got: list[Tensor]) -> Difference:
     """Largest difference over all outputs; infinite when their number or shapes differ."""
-    dtype = max((t.dtype for t in expected), key=lambda d: TOLERANCE.get(d, 0.0))
-    scale = max(
-        (float(t[t.isfinite()].abs().max()) for t in expected if t.isfinite().any()), default=0.0
-    )
-    tolerance = TOLERANCE.get(dtype, 1e-5) * max(1.0, scale)
-    if [t.shape for t in expected] != [t.shape for t in got]:
-        return Difference(float("inf"), scale, tolerance)
-    gaps = [_gap(a, b) for a, b in zip(expected, got, strict=True) if a.numel()]
-    worst = float("nan") if any(g != g for g in gaps) else max(gaps, default=0.0)
+    # 1. The allowed difference: that of the least precise output.
+    tolerance = scale = 0.0
+    for tensor in expected:
+        tolerance = max(tolerance, TOLERANCE.get(tensor.dtype, 0.0))
+        finite = tensor[tensor.isfinite()]
+        if finite.numel():
+            scale = max(scale, float(finite.abs().max()))
+    tolerance = (tolerance or _OTHER_DTYPES) * max(1.0, scale)
+    # 2. The difference.
+    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in got]:
+        return Difference(math.inf, scale, tolerance)
+    worst = 0.0
+    for one, other in zip(expected, got, strict=True):
+        if one.numel():  # an empty tensor has no maximum
+            gap = _gap(one, other)
+            if math.isnan(gap):
+                return Difference(math.nan, scale, tolerance)
+            worst = max(worst, gap)
     return Difference(worst, scale, tolerance)
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
-    """Largest difference; where both are the same infinity or both NaN, as at padding, there is
-    none."""
-    same = (a == b) | (a.isnan() & b.isnan())
-    return float((a.double() - b.double()).abs().masked_fill(same, 0.0).max())
+def _gap(one: Tensor, other: Tensor) -> float:
+    """Largest difference of two tensors.
+
+    Where both have the same infinity or both NaN, as at padding, there is none.
+    """
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((one.double() - other.double()).abs().masked_fill(same, 0.0).max())

@@ -14,7 +14,7 @@ from headprune.core.plan import Budget
 from headprune.selection import registry
 from headprune.selection._api import select
 from headprune.selection._close import close_calls
-from headprune.selection._task import Task
+from headprune.selection._task import SelectionTask
 from headprune.selection.global_topk import GlobalTopk
 from headprune.selection.uniform import Uniform
 from tests.selection_problems import (
@@ -161,9 +161,9 @@ def test_close_calls_are_those_that_trying_every_swap_finds(name, kind):
         selector = configured(name, **rules, **normalise)
         told = {scores.sites[0].name: [scores.sites[0].heads[0]]} if seed % 3 == 0 else None
         table = random_table(scores, seed) if kind == "speedup" else None
-        task = Task.of(scores, told, None, None, None, table)
+        task = SelectionTask.of(scores, told, None, None, None, table)
         try:
-            problem = task.posed(asked(kind, rng.uniform(0.6, 0.95)), selector)
+            problem = task.problem(asked(kind, rng.uniform(0.6, 0.95)), selector)
             keep = selector.keep(problem)
         except (InfeasibleBudget, ValueError):
             continue
@@ -190,7 +190,7 @@ def slow(problem, selector, keep):
         unit, (shift, divisor) = units[position], selector.scale(problem.scores.values[position[0]])
         return (unit.value - shift) / divisor, (unit.standard_error or 0.0) / divisor
 
-    told = problem.stay | problem.go
+    told = problem.must_keep | problem.must_remove
     for a in keep - told:
         for b in units.keys() - keep - told:
             (mine, error), (theirs, other) = scaled(a), scaled(b)

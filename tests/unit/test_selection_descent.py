@@ -21,7 +21,7 @@ from tests.selection_problems import make, site, unit_cost
 Units = frozenset[int]
 
 
-def descent_of(
+def search_of(
     seed: int, sizes: Any, keep_heads: int, dear: bool = False, ties: bool = False, **rules: Any
 ) -> QuadraticSearch:
     """Of random scores whose heads are tied to each other; with ``ties`` of small whole numbers."""
@@ -37,20 +37,20 @@ def descent_of(
     return QuadraticSearch(replace(pose(scores, budget, None), **rules), matrix)
 
 
-def objective(descent: QuadraticSearch, gone: Units) -> float:
-    return sum(descent.matrix[i, j] for i in gone for j in gone) / 2
+def objective(search: QuadraticSearch, gone: Units) -> float:
+    return sum(search.matrix[i, j] for i in gone for j in gone) / 2
 
 
-def flags(descent: QuadraticSearch, gone: Units) -> Any:
-    return np.array([i in gone for i in range(len(descent.on.places))])
+def flags(search: QuadraticSearch, gone: Units) -> Any:
+    return np.array([i in gone for i in range(len(search.moves.positions))])
 
 
 def units(gone: Any) -> Units:
     return frozenset(map(int, np.flatnonzero(gone)))
 
 
-def allowed(problem: Problem, descent: QuadraticSearch, gone: Units) -> bool:
-    keep = frozenset(p for i, p in enumerate(descent.on.places) if i not in gone)
+def allowed(problem: Problem, search: QuadraticSearch, gone: Units) -> bool:
+    keep = frozenset(p for i, p in enumerate(search.moves.positions) if i not in gone)
     return problem.lawful(keep) and problem.fits(keep)
 
 
@@ -58,14 +58,14 @@ RULES: tuple[dict[str, Any], ...] = (
     {},
     {"min_heads": 2},
     {"multiple_of": 2, "min_heads": 2},
-    {"stay": frozenset({(0, 0)}), "go": frozenset({(1, 1)})},
+    {"must_keep": frozenset({(0, 0)}), "must_remove": frozenset({(1, 1)})},
 )
 
 
 def test_the_value_is_half_of_the_quadratic_form() -> None:
-    descent = descent_of(0, (4, 3), 3)
+    search = search_of(0, (4, 3), 3)
     for gone in map(frozenset, itertools.combinations(range(7), 3)):
-        assert descent.value(flags(descent, gone)) == pytest.approx(objective(descent, gone))
+        assert search.value(flags(search, gone)) == pytest.approx(objective(search, gone))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -73,10 +73,10 @@ def test_the_value_is_half_of_the_quadratic_form() -> None:
 def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
     seed: int, rules: Any
 ) -> None:
-    descent = descent_of(seed, (6, 5, 4), 6 + seed % 3, dear=seed % 2 == 1, **rules)
-    problem, places = descent.problem, descent.on.places
-    gone: Units = frozenset(i for i, p in enumerate(places) if p in problem.go)
-    while not allowed(problem, descent, gone):
+    search = search_of(seed, (6, 5, 4), 6 + seed % 3, dear=seed % 2 == 1, **rules)
+    problem, places = search.problem, search.moves.positions
+    gone: Units = frozenset(i for i, p in enumerate(places) if p in problem.must_remove)
+    while not allowed(problem, search, gone):
         rates = []
         for i in range(len(places)):
             kept, fewer = (
@@ -88,15 +88,13 @@ def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
             lawful = (
                 problem.heads(places[i][0], {u for _, u in here}) in problem.counts[places[i][0]]
             )
-            if i not in gone and places[i] not in problem.stay and lawful and saved > 0:
-                rates.append(
-                    ((objective(descent, gone | {i}) - objective(descent, gone)) / saved, i)
-                )
+            if i not in gone and places[i] not in problem.must_keep and lawful and saved > 0:
+                rates.append(((objective(search, gone | {i}) - objective(search, gone)) / saved, i))
         if not rates:
-            assert descent.backward_elimination() is None
+            assert search.backward_elimination() is None
             return
         gone |= {min(rates)[1]}
-    found = descent.backward_elimination()
+    found = search.backward_elimination()
     assert found is not None
     assert units(found) == gone
 
@@ -108,41 +106,43 @@ def test_a_large_site_has_a_choice_for_every_number_of_heads(
     """Unit after unit goes, always the one that is missed least beside those that are gone."""
     monkeypatch.setattr(_feasible_moves, "ENUMERATED", 3)
     rules = RULES[seed % 4]
-    descent = descent_of(seed, (7, 6, 3), 6, **rules)
+    search = search_of(seed, (7, 6, 3), 6, **rules)
     for number, (span, choices) in enumerate(
-        zip(descent.on.spans, descent.on.choices, strict=True)
+        zip(search.moves.spans, search.moves.choices, strict=True)
     ):
-        free = [int(i) for i in span if descent.on.free[i]]
+        free = [int(i) for i in span if search.moves.free[i]]
         if len(free) <= 3:
             continue
-        gone = frozenset(int(i) for i in span if descent.on.places[i] in descent.problem.go)
+        gone = frozenset(
+            int(i) for i in span if search.moves.positions[i] in search.problem.must_remove
+        )
         expected = {gone}
         while left := [i for i in free if i not in gone]:
-            gone |= {min(left, key=lambda i: (objective(descent, gone | {i}), i))}
+            gone |= {min(left, key=lambda i: (objective(search, gone | {i}), i))}
             expected.add(gone)
-        counts = descent.problem.counts[number]
+        counts = search.problem.counts[number]
         expected = {out for out in expected if len(span) - len(out) in counts}
         found = [frozenset(int(span[u]) for u in np.flatnonzero(row)) for row in choices.rows]
         assert set(found) == expected
-        assert choices.own.tolist() == pytest.approx([objective(descent, out) for out in found])
+        assert choices.own.tolist() == pytest.approx([objective(search, out) for out in found])
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("most", [1, 2, 40])
 def test_the_best_move_is_the_best_of_the_shortlist(seed: int, most: int) -> None:
-    descent = descent_of(seed, (20, 20), 20, ties=seed % 2 == 1)
+    search = search_of(seed, (20, 20), 20, ties=seed % 2 == 1)
     rng = np.random.default_rng(seed)
     gone = units(rng.permutation(40) < 22)
-    now = objective(descent, gone)
-    outs = sorted(set(range(40)) - gone, key=lambda i: (objective(descent, gone | {i}), i))[:most]
-    backs = sorted(gone, key=lambda i: (objective(descent, gone - {i}), i))[:most]
+    now = objective(search, gone)
+    outs = sorted(set(range(40)) - gone, key=lambda i: (objective(search, gone | {i}), i))[:most]
+    backs = sorted(gone, key=lambda i: (objective(search, gone - {i}), i))[:most]
     moves = [
-        (objective(descent, (gone | {a}) - {b}) - now, (a, b))
+        (objective(search, (gone | {a}) - {b}) - now, (a, b))
         for a in [*sorted(outs), -1]
         for b in [*sorted(backs), -1]
-        if (a, b) != (-1, -1) and allowed(descent.problem, descent, (gone | {a}) - {b} - {-1})
+        if (a, b) != (-1, -1) and allowed(search.problem, search, (gone | {a}) - {b} - {-1})
     ]
-    rise, out, back = descent._best_move(flags(descent, gone), descent.on.free, most)
+    rise, out, back = search._best_move(flags(search, gone), search.moves.free, most)
     best = min(r for r, _ in moves)
     assert rise == pytest.approx(best)
     first = next(m for r, m in moves if r <= best + 1e-9)
@@ -152,19 +152,19 @@ def test_the_best_move_is_the_best_of_the_shortlist(seed: int, most: int) -> Non
 @pytest.mark.parametrize("seed", range(6))
 def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(seed: int) -> None:
     """Sites wide enough that an unstable sort shows; Kwon's order written out."""
-    descent = descent_of(seed, (40, 36), 38, ties=True)
+    search = search_of(seed, (40, 36), 38, ties=True)
     gone = units(np.random.default_rng(seed).permutation(76) < 38)
     expected = gone
-    for span in descent.on.spans:
+    for span in search.moves.spans:
         out = [int(i) for i in span if i in gone]
         for unit in sorted(
-            (int(i) for i in span if i not in gone), key=lambda i: (descent.matrix[i, i], i)
+            (int(i) for i in span if i not in gone), key=lambda i: (search.matrix[i, i], i)
         ):
             out = sorted([*out, unit])
-            least = min(out, key=lambda i: (objective(descent, frozenset(out) - {i}), i))
+            least = min(out, key=lambda i: (objective(search, frozenset(out) - {i}), i))
             out.remove(least)
         expected = expected - {int(i) for i in span} | set(out)
-    assert units(descent.rearranged(flags(descent, gone))) == expected
+    assert units(search.rearranged(flags(search, gone))) == expected
 
 
 @pytest.mark.parametrize(
@@ -179,4 +179,4 @@ def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(
 def test_the_cheapest_points_are_beaten_by_none(
     costs: list[int], values: list[float], kept: list[int]
 ) -> None:
-    assert _feasible_moves.cheapest(np.array(costs), np.array(values)).tolist() == kept
+    assert _feasible_moves.undominated_points(np.array(costs), np.array(values)).tolist() == kept

@@ -17,7 +17,7 @@ from headprune.core.scores import Cost, HeadScores
 from headprune.selection import Knapsack
 from headprune.selection._base import Problem
 from headprune.selection._choice import Option, best_choice
-from headprune.selection._task import Task
+from headprune.selection._task import SelectionTask
 from tests.selection_problems import (
     CURRENCIES,
     asked,
@@ -77,7 +77,7 @@ def test_it_is_the_best_of_all_subsets(kind: str, dear: bool) -> None:
         selector = Knapsack(min_heads=rng.randint(0, 2), multiple_of=rng.choice([1, 1, 2]))
         budget = asked(kind, rng.uniform(0.5, 0.95))
         stay = {scores.sites[0].name: scores.sites[0].units[-1][:1]} if seed % 3 == 0 else None
-        problem = Task.of(scores, stay, None, None, None, table).posed(budget, selector)
+        problem = SelectionTask.of(scores, stay, None, None, None, table).problem(budget, selector)
         places = list(problem.positions())
         subsets = (
             frozenset(c) for n in range(len(places) + 1) for c in itertools.combinations(places, n)

@@ -115,7 +115,7 @@ def test_every_currency_and_rule_against_all_choices(kind: str) -> None:
         table = {"latency": random_table(scores, seed, noise=seed % 2)} if kind == "speedup" else {}
         selector = Quadratic(min_heads=seed % 3, multiple_of=1 + (seed % 4 == 3))
         rules = (
-            {"stay": frozenset({(0, seed % 4)}), "go": frozenset({(1, seed % 3)})}
+            {"must_keep": frozenset({(0, seed % 4)}), "must_remove": frozenset({(1, seed % 3)})}
             if seed % 5
             else {}
         )
@@ -240,28 +240,32 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
         scores = curved(seed, None, 9, dear=kind != "speedup", sites=shapes)
         table = random_table(scores, seed, noise=1.0) if kind == "speedup" else None
         selector = Quadratic(min_heads=seed % 3, multiple_of=1 + (seed % 3 == 2))
-        rules = {"stay": frozenset({(0, 3)}), "go": frozenset({(1, 2)})} if seed % 2 else {}
+        rules = (
+            {"must_keep": frozenset({(0, 3)}), "must_remove": frozenset({(1, 2)})}
+            if seed % 2
+            else {}
+        )
         problem = problem_of(scores, asked(kind, 0.8), selector, latency=table, **rules)
         assert scores.curvature is not None
         moves = _feasible_moves.FeasibleMoves(problem, scores.curvature.matrix)
-        gone = np.random.default_rng(seed).uniform(size=len(moves.places)) < 0.4
+        gone = np.random.default_rng(seed).uniform(size=len(moves.positions)) < 0.4
         gone = np.array(
             [
-                p in problem.go or (g and p not in problem.stay)
-                for p, g in zip(moves.places, gone, strict=True)
+                p in problem.must_remove or (g and p not in problem.must_keep)
+                for p, g in zip(moves.positions, gone, strict=True)
             ]
         )
-        keep = frozenset(itertools.compress(moves.places, ~gone))
+        keep = frozenset(itertools.compress(moves.positions, ~gone))
         if not problem.lawful(keep):
             continue
         assert moves.costs(gone).tolist() == [
             problem.site_cost(i, u) for i, u in enumerate(problem.by_site(keep))
         ]
         out, back = np.flatnonzero(moves.free & ~gone), np.flatnonzero(moves.free & gone)
-        found = moves.moves(out, back, gone)
+        found = moves.pairs(out, back, gone)
         for (i, a), (j, b) in itertools.product(enumerate([*out, None]), enumerate([*back, None])):
-            new = keep - ({moves.places[a]} if a is not None else set())
-            new |= {moves.places[b]} if b is not None else set()
+            new = keep - ({moves.positions[a]} if a is not None else set())
+            new |= {moves.positions[b]} if b is not None else set()
             assert found[i, j] == (problem.lawful(new) and problem.fits(new)), (a, b)
             allowed, refused = allowed + found[i, j], refused + (not found[i, j])
         for place, choices in enumerate(moves.choices):
