@@ -58,10 +58,10 @@ class _Differences:
         return in_fp64((found - start).T)
 
     def told(self, batch: Any) -> list[str]:
-        return self.losses.told(batch)
+        return self.losses.replay_state(batch)
 
     def catch_up(self, number: int, batch: Any, told: Sequence[str]) -> None:
-        self.losses.catch_up(batch, told, self.base, self.fill(batch), number)
+        self.losses.restore_replay(batch, told, self.base, self.fill(batch), number)
 
 
 class Replay:

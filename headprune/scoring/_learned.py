@@ -213,7 +213,7 @@ class _Training:
 
     def estimate(self) -> Estimate:
         weights = self.weights.detach()
-        told = self.distribution.told(weights, self.sizes, self.step)
+        told = self.distribution.notes(weights, self.sizes, self.step)
         note = "No standard error: the gates were trained together, not averaged over examples."
         return Estimate(
             weights,
