@@ -116,15 +116,18 @@ def _with_weights(
     shape = (*query.shape[:3], key.shape[2])
     _check_scores(scores, shape)
     allowed = mask.tensor(shape[2], shape[3], query.device)
+    # Every row of `allowed` has a True, so no row of the softmax is NaN.
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     weights = scores.softmax(dim=-1)
+    # Rows that may see no key saw every key until here.
     if mask.empty is not None:
         weights = weights.masked_fill(mask.empty, 0)
     return F.dropout(weights, dropout, training=dropout > 0) @ value, weights
 
 
 def _check_scores(scores: object, shape: tuple[int, ...]) -> None:
+    """Check the result of a compatibility function, which may be the user's."""
     got: object = type(scores).__name__
     if isinstance(scores, Tensor):
         if torch.jit.is_tracing() or tuple(scores.shape) == shape:

@@ -59,6 +59,10 @@ class KVCache:
             held = f"of the cached batch size and key/value heads {tuple(self.keys.shape[:2])}"
             hint = "Start a new KVCache for new examples and after heads were pruned."
             raise InvalidValue("the step", held, tuple(keys.shape[:2]), hint)
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
-        self.values = values if self.values is None else torch.cat([self.values, values], dim=2)
-        return self.keys, self.values
+        if self.keys is not None and self.values is not None:
+            # [batch, kv_heads, keys, width]: positions are appended.
+            keys = torch.cat([self.keys, keys], dim=2)
+            values = torch.cat([self.values, values], dim=2)
+        self.keys = keys
+        self.values = values
+        return keys, values

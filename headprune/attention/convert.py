@@ -185,6 +185,7 @@ def from_torch(kind: type[_M], module: nn.MultiheadAttention) -> _M:
         batch_first=module.batch_first,
         device="meta",  # no random numbers are drawn for weights that are given
     )
+    # W_q, W_k and W_v lie in one packed tensor, or in three if their input widths differ.
     for i, name in enumerate(_PROJECTIONS):
         rows = slice(i * size, (i + 1) * size)  # of the packed tensors
         if packed:
@@ -213,6 +214,7 @@ def _check_torch(module: nn.MultiheadAttention) -> None:
             got,
             "MultiHeadAttention attends to its input only.",
         )
+    # Any other parameter would be lost, for example of a quantised projection.
     names = {n for n, _ in module.named_parameters()}
     weights = {"q_proj_weight", "k_proj_weight", "v_proj_weight"}
     if module._qkv_same_embed_dim:

@@ -29,6 +29,7 @@ _SPREAD = 16
 
 def store_heads_(module: nn.Module, in_buffer: bool) -> None:
     """Add the buffer of kept heads to a cut module, or remove it."""
+    # Removed first, because the number of heads may have changed.
     module._buffers.pop(KEPT_HEADS, None)
     if in_buffer:
         module.register_buffer(KEPT_HEADS, _stored(_state_of(module), _device_of(module)))
@@ -76,6 +77,7 @@ def check_heads(
     """
     key = prefix + KEPT_HEADS
     where = f"the heads of {prefix.removesuffix('.') or type(module).__name__} in the state dict"
+    # The buffer, else the metadata.
     stored = state_dict.get(key, (metadata or {}).get(KEPT_HEADS))
     if stored is not None and not getattr(stored, "is_meta", False):
         check_stored(module, stored, where)

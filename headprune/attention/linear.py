@@ -19,6 +19,7 @@ from headprune.attention.sharded import whole
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.mixin import Mixin, mix_in
 
+# Features of a projection's input or of its output.
 Axis = Literal["in", "out"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -119,6 +120,7 @@ def projections(module: nn.Module, axis: Axis, where: str = "projection") -> lis
             ``in`` features.
     """
     base = base_of(module)
+    # A reads the projection's input, B writes to its output.
     adapters = getattr(module, "lora_A" if axis == "in" else "lora_B", None)
     if base is module or not isinstance(base, nn.Module):
         return [module]
@@ -271,6 +273,7 @@ def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple
     """
     _check(module, "in", "projection")
     linear = isinstance(module, nn.Linear)
+    # 1. Parameters.
     for name, tensor in tensors.items():
         old = module._parameters.get(name)
         if old is None:
@@ -284,11 +287,13 @@ def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple
             # Libraries set flags on parameters, as Transformers' loader does.
             new.__dict__.update(old.__dict__)
         setattr(module, name, new)
+    # 2. Feature counts, by the names of the module's class.
     shape = module._parameters["weight"].shape  # type: ignore[union-attr]
     counts = (shape[_weight_axis(module, "in")], shape[_weight_axis(module, "out")])
     names = ("in_features", "out_features") if linear else ("nx", "nf")
     for name, count in zip(names, counts, strict=True):
         setattr(module, name, count)
+    # 3. An empty projection is hidden from quantisers.
     if linear and not min(counts):
         mix_in(module, WithoutFeatures)
     return counts

@@ -18,6 +18,7 @@ from headprune.core.errors import InvalidValue
 #: batch, heads, queries, keys
 Shape = tuple[int, int, int, int]
 
+# Dtypes of lengths.
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -90,6 +91,7 @@ def join_masks(
     if causal:
         parts.append(_before(queries, keys, device))
     if hide_self:
+        # [queries, 1], the position of each query among the keys
         own = torch.arange(queries, device=device)[:, None] + (keys - queries)
         parts.append((torch.arange(keys, device=device) != own)[None, None])
     return _joined(parts, queries, keys)
@@ -115,6 +117,7 @@ def _joined(parts: list[Tensor], queries: int, keys: int) -> KeyMask:
     for part in parts[1:]:
         allowed = allowed & part
     allowed = allowed.expand(*allowed.shape[:2], queries, keys)
+    # Rows without a key see every key, and their result is set to zero afterwards.
     empty = ~allowed.any(dim=-1, keepdim=True)
     return KeyMask(allowed | empty, empty)
 
@@ -178,6 +181,7 @@ def _checked(mask: Tensor, shape: Shape) -> Tensor:
         got = getattr(mask, "dtype", type(mask).__name__)
         hint = "True may be seen; for a mask of 0 and -inf pass `mask == 0`."
         raise InvalidValue("mask", "a boolean tensor", got, hint)
+    # Missing dimensions are the first ones, as in broadcasting.
     full = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     fits = len(full) == 4
     # In a trace sizes are tensors, which cannot be compared.

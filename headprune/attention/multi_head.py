@@ -138,6 +138,7 @@ class MultiHeadAttention(nn.Module):
         state = getattr(self, STATE_ATTRIBUTE, None)
         if state is None or state.n_query_heads == state.n_kv_heads:
             return HeadGeometry(self.n_heads, self.n_kv_heads, self.head_dim, self.value_dim)
+        # Grouped heads: the groups follow from the original indices.
         whole = HeadGeometry(state.n_query_heads, state.n_kv_heads, self.head_dim, self.value_dim)
         return whole.keep(state.heads)
 
@@ -357,6 +358,7 @@ class MultiHeadAttention(nn.Module):
     def _cuts(self, positions: Sequence[int], kv: Sequence[int]) -> dict[str, dict[str, Tensor]]:
         """Compute the new tensors of each projection for the kept query and key/value heads."""
         geometry = self.geometry
+        # W_q, W_k and W_v write head features; W_o reads them.
         parts: tuple[tuple[str, Axis, Any], ...] = (
             ("W_q", "out", "query"),
             ("W_k", "out", "key"),

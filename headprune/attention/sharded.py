@@ -29,6 +29,7 @@ def whole(tensor: Any) -> Tensor:
 def own_class(model: nn.Module) -> type:
     """Return a model's class without the subclass that FSDP2 makes."""
     kind = type(model)
+    # The subclass has the bases (FSDPModule, own class).
     if kind.__bases__[0].__name__ == "FSDPModule":
         return kind.__bases__[1]
     return kind

@@ -45,6 +45,7 @@ class TransformerConfig(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "headprune_transformer"
+    # Names that Transformers reads in any configuration, for caches among others.
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_hidden_layers": "decoder_layers",
@@ -193,6 +194,7 @@ class TransformerStack(nn.Module):
                 caches[i] = (own, across)
             if self.layers:
                 past = _Cached(cache.self_attention_cache, 0).length
+        # Embeddings are scaled as in Vaswani et al. 2017, section 3.4.
         width = self.embedding.embedding_dim
         x = self.embedding(input_ids) * math.sqrt(width)
         x = self.dropout(x + positions(past, input_ids.shape[1], width, x))
@@ -271,6 +273,7 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
+        # One matrix is embedding and output layer, so both get the embedding's distribution.
         if isinstance(module, nn.Embedding) or module is self.lm_head:
             init.normal_(module.weight, std=self.config.d_model**-0.5)
         elif isinstance(module, nn.Linear):
@@ -352,5 +355,6 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
         return torch.cat([start, earlier], 1)
 
 
+# So that `from_pretrained` of Transformers' Auto classes knows the model.
 AutoConfig.register(TransformerConfig.model_type, TransformerConfig)
 AutoModelForSeq2SeqLM.register(TransformerConfig, TransformerForTranslation)

@@ -96,8 +96,8 @@ class HardConcrete(GateDistribution):
     ``keep`` is the Lagrangian ``l1 (s - t) + l2 (s - t)^2``: s is the expected fraction of closed
     heads, t the wanted one; l1 and l2 are learned by gradient ascent.
 
-    Source: Louizos et al. 2018, section 2.2; for heads Voita et al. 2019, section 5; the Lagrangian
-    is CoFi's (Xia et al. 2022, section 3.2).
+    Source: Louizos et al. 2018, section 2.2; for heads Voita et al. 2019, section 5; Lagrangian:
+    Xia et al. 2022 (CoFi), section 3.2.
 
     Args:
         keep: Expected heads kept: a fraction, or a count.
