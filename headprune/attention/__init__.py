@@ -1,7 +1,6 @@
-"""Our own multi-head attention, with a gate on every head, and the tensor primitive that cuts
-projections.
+"""Our own multi-head attention with a gate on every head, and functions that cut projections.
 
-Every name loads when it is first used; importing this package imports no torch.
+Every name loads when it is first used; importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Attention pooling of all heads side by side: the fast path, and the one that shows its
-weights."""
+"""Attention of all heads at once: a fast path, and one that returns its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def attend(
     need_weights: bool = False,
     group: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """``softmax(a(q, k)) v`` for every head, zeros for a query that sees no key.
+    """Compute ``softmax(a(q, k)) v`` for every head; zeros for a query that sees no key.
 
     Args:
         query: ``[batch, heads, queries, head_dim]``.
@@ -35,7 +34,7 @@ def attend(
         mask: Which keys may be seen.
         heads: Original indices of the heads.
         dropout: Probability that a weight is dropped.
-        need_weights: Return the weights too, as they are before dropout.
+        need_weights: Return the weights before dropout too.
         group: Query heads per key/value head.
 
     Returns:
@@ -45,29 +44,29 @@ def attend(
     Raises:
         InvalidValue: the compatibility function returned another shape.
     """
-    # Nothing to see for anyone; the kernels have no common answer to it. In a trace sizes are
-    # tensors.
+    # Without keys the kernels disagree. In a trace sizes are tensors, which cannot be compared.
     if not torch.jit.is_tracing() and key.shape[2] == 0:
-        nothing = query.new_zeros(*query.shape[:3], value.shape[-1])
-        return nothing, query.new_zeros(*query.shape[:3], 0) if need_weights else None
-    if isinstance(compatibility, ScaledDotProduct) and not need_weights:
+        context = query.new_zeros(*query.shape[:3], value.shape[-1])
+        weights = query.new_zeros(*query.shape[:3], 0)
+    elif isinstance(compatibility, ScaledDotProduct) and not need_weights:
         return _fast(query, key, value, compatibility, mask, dropout, group), None
-    context, weights = _shown(
-        query, _repeat(key, group), _repeat(value, group), compatibility, mask, heads, dropout
-    )
+    else:
+        # One key per query head, because the function takes all heads in one call.
+        key = _repeat(key, group)
+        value = _repeat(value, group)
+        context, weights = _with_weights(query, key, value, compatibility, mask, heads, dropout)
     return context, weights if need_weights else None
 
 
 def repeated(x: Tensor, repeats: Sequence[int]) -> Tensor:
-    """``[batch, key/value heads, length, width]`` with every head as often as query heads read it.
+    """Repeat every head of ``[batch, kv_heads, length, width]`` once per query head that reads it.
 
     >>> repeated(torch.arange(2.0).reshape(1, 2, 1, 1), (1, 2)).flatten().tolist()
     [0.0, 1.0, 1.0]
     """
+    # Slices, because an index would be copied to the GPU in every call, which waits for the GPU.
     heads = [x[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(repeats)]
-    return torch.cat(
-        heads, 1
-    )  # slices: an index would have to be copied to a GPU in every call, which waits for it
+    return torch.cat(heads, 1)
 
 
 def _repeat(x: Tensor, group: int) -> Tensor:
@@ -83,11 +82,12 @@ def _fast(
     dropout: float,
     group: int,
 ) -> Tensor:
-    # On a GPU the kernels that take a mask do not take grouped heads; asked for both, PyTorch falls
-    # back to a slow one.
+    # On a GPU the kernels that take a mask do not take grouped heads. With both, PyTorch falls back
+    # to a slow one.
     grouped = group > 1 and mask.allowed is None
     if not grouped:
-        key, value = _repeat(key, group), _repeat(value, group)
+        key = _repeat(key, group)
+        value = _repeat(value, group)
     context = F.scaled_dot_product_attention(
         query,
         key,
@@ -98,10 +98,12 @@ def _fast(
         scale=compatibility.scale,
         enable_gqa=grouped,
     )
-    return context if mask.empty is None else context.masked_fill(mask.empty, 0)
+    if mask.empty is None:
+        return context
+    return context.masked_fill(mask.empty, 0)
 
 
-def _shown(
+def _with_weights(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -110,16 +112,26 @@ def _shown(
     heads: tuple[int, ...],
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    fit = compatibility(query, key, heads)
+    scores = compatibility(query, key, heads)  # [batch, heads, queries, keys]
     shape = (*query.shape[:3], key.shape[2])
-    if not isinstance(fit, Tensor) or (not torch.jit.is_tracing() and tuple(fit.shape) != shape):
-        got = list(fit.shape) if isinstance(fit, Tensor) else type(fit).__name__
-        must = f"a tensor [batch, heads, queries, keys] = {list(shape)}"
-        raise InvalidValue("what the compatibility function returns", must, got)
+    _check_scores(scores, shape)
     allowed = mask.tensor(shape[2], shape[3], query.device)
+    # Every row of `allowed` has a True, so no row of the softmax is NaN.
     if allowed is not None:
-        fit = fit.masked_fill(~allowed, -torch.inf)
-    weights = fit.softmax(dim=-1)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    weights = scores.softmax(dim=-1)
+    # Rows that may see no key saw every key until here.
     if mask.empty is not None:
         weights = weights.masked_fill(mask.empty, 0)
     return F.dropout(weights, dropout, training=dropout > 0) @ value, weights
+
+
+def _check_scores(scores: object, shape: tuple[int, ...]) -> None:
+    """Check the result of a compatibility function, which may be the user's."""
+    got: object = type(scores).__name__
+    if isinstance(scores, Tensor):
+        if torch.jit.is_tracing() or tuple(scores.shape) == shape:
+            return
+        got = list(scores.shape)
+    must = f"a tensor [batch, heads, queries, keys] = {list(shape)}"
+    raise InvalidValue("what the compatibility function returns", must, got)

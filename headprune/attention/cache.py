@@ -11,7 +11,7 @@ from headprune.core.errors import InvalidValue
 
 
 class Cache(Protocol):
-    """What ``MultiHeadAttention`` asks of a cache; see ``KVCache``."""
+    """The methods of a cache that ``MultiHeadAttention`` uses; see ``KVCache``."""
 
     @property
     def length(self) -> int:
@@ -19,7 +19,7 @@ class Cache(Protocol):
         ...
 
     def append_(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds one step and returns all keys and values so far."""
+        """Add one step and return all keys and values so far."""
         ...
 
 
@@ -46,11 +46,11 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """How many positions are held; they are counted also where the module has no head left."""
+        """Number of positions; they are counted even if the module has no heads."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def append_(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds one step and returns all keys and values so far.
+        """Add one step and return all keys and values so far.
 
         Raises:
             InvalidValue: another batch size or number of heads.
@@ -59,6 +59,10 @@ class KVCache:
             held = f"of the cached batch size and key/value heads {tuple(self.keys.shape[:2])}"
             hint = "Start a new KVCache for new examples and after heads were pruned."
             raise InvalidValue("the step", held, tuple(keys.shape[:2]), hint)
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
-        self.values = values if self.values is None else torch.cat([self.values, values], dim=2)
-        return self.keys, self.values
+        if self.keys is not None and self.values is not None:
+            # [batch, kv_heads, keys, width]: positions are appended.
+            keys = torch.cat([self.keys, keys], dim=2)
+            values = torch.cat([self.values, values], dim=2)
+        self.keys = keys
+        self.values = values
+        return keys, values

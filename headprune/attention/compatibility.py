@@ -17,16 +17,15 @@ from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 
 
 class Compatibility(Protocol):
-    """Anything that can be called as ``compatibility(query, key, heads)`` and returns one number a
-    pair.
+    """A callable ``compatibility(query, key, heads)`` that returns one number per pair.
 
-    It is called once a forward pass with all present heads side by side; masks, softmax and dropout
-    follow. An ``nn.Module`` becomes a submodule, so its parameters train and are saved.
+    It is called once per forward pass with all present heads; masks, softmax and dropout follow. An
+    ``nn.Module`` becomes a submodule, so its parameters train and are saved.
 
     Shapes: ``query [batch, heads, queries, head_dim]``, ``key [batch, heads, keys, head_dim]``
     (already repeated for grouped queries) to finite numbers ``[batch, heads, queries, keys]``.
-    ``heads`` are the ORIGINAL indices of the present heads: a table with one row a head, indexed
-    with them, stays right after heads are pruned. With a KV cache there are more keys than queries;
+    ``heads`` are the ORIGINAL indices of the present heads, so a table with one row per head,
+    indexed with them, stays right after pruning. With a KV cache there are more keys than queries;
     query ``i`` has the position ``keys - queries + i``.
 
     >>> def nearer_is_better(query, key, heads):
@@ -61,8 +60,8 @@ class ScaledDotProduct:
 class Additive(nn.Module):
     """``a(q, k) = wᵀ tanh(q + k)``, one ``w`` for all heads; Bahdanau et al. 2015, appendix A.1.2.
 
-    The paper's two matrices before the tanh are the heads' own W_q and W_k. Because w belongs to f
-    and not to a head, pruning leaves it whole. Needs memory for
+    The paper's two matrices before the tanh are the heads' own W_q and W_k. Pruning does not change
+    w, because it belongs to no head. Needs memory for
     ``[batch, heads, queries, keys, head_dim]``.
 
     Args:
@@ -77,12 +76,13 @@ class Additive(nn.Module):
     ) -> None:
         super().__init__()
         bound = 1 / math.sqrt(head_dim)
-        self.weight = nn.Parameter(
-            torch.empty(head_dim, device=device, dtype=dtype).uniform_(-bound, bound)
-        )
+        weight = torch.empty(head_dim, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight.uniform_(-bound, bound))
 
     def forward(self, query: Tensor, key: Tensor, heads: tuple[int, ...]) -> Tensor:
-        return torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ self.weight
+        # [batch, heads, queries, keys, head_dim]
+        pairs = query.unsqueeze(-2) + key.unsqueeze(-3)
+        return torch.tanh(pairs) @ self.weight
 
 
 _NAMES = ("scaled_dot_product", "additive")
@@ -94,7 +94,7 @@ def resolve_compatibility(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[..., Tensor]:
-    """A compatibility function by name, or the callable that was given.
+    """Return a compatibility function by its name, or the given callable.
 
     Raises:
         UnknownName: a name that is not known.
@@ -104,21 +104,16 @@ def resolve_compatibility(
     ScaledDotProduct(scale=None)
     """
     if isinstance(value, str):
-        if value not in _NAMES:
-            raise UnknownName(
-                "compatibility",
-                "a known name or a callable",
-                repr(value),
-                did_you_mean(value, _NAMES),
-            )
-        return (
-            ScaledDotProduct()
-            if value == "scaled_dot_product"
-            else Additive(head_dim, device, dtype)
-        )
+        if value == "scaled_dot_product":
+            return ScaledDotProduct()
+        if value == "additive":
+            return Additive(head_dim, device, dtype)
+        must = "a known name or a callable"
+        hint = did_you_mean(value, _NAMES)
+        raise UnknownName("compatibility", must, repr(value), hint)
+    # A class is callable too, but its instances are meant.
     if not callable(value) or isinstance(value, type):
-        hint = "See headprune.attention.Compatibility for what is called with what."
-        raise InvalidValue(
-            "compatibility", "a name or a callable (query, key, heads) -> Tensor", repr(value), hint
-        )
+        must = "a name or a callable (query, key, heads) -> Tensor"
+        hint = "See headprune.attention.Compatibility for its arguments."
+        raise InvalidValue("compatibility", must, repr(value), hint)
     return value

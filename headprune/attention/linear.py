@@ -1,8 +1,8 @@
-"""Cutting features out of one projection: the tensor primitive under every physical removal of
-heads.
+"""Cutting features out of one projection: the tensor operation behind every removal of heads.
 
-Two steps, so that a caller can compute every cut of a model before it changes anything:
-``cut_features`` is pure and refuses what it cannot cut; ``replace_features_`` installs its result.
+There are two steps, so that a caller can compute every cut of a model before it changes anything.
+``cut_features`` is pure and refuses projections that it cannot cut; ``replace_features_`` installs
+its result.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from headprune.attention.sharded import whole
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.mixin import Mixin, mix_in
 
+# Features of a projection's input or of its output.
 Axis = Literal["in", "out"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -29,38 +30,38 @@ _HINT = (
 
 
 class WithoutFeatures(Mixin, nn.modules.linear.NonDynamicallyQuantizableLinear):
-    """Put in front of an ``nn.Linear`` that has no inputs or no outputs, so that quantisers pass it
-    by.
+    """Mixed into an ``nn.Linear`` without inputs or outputs, so that quantisers skip it.
 
-    There is nothing to quantise, and their kernels read past an empty weight or fail. They take the
-    class ``nn.Linear`` itself; ``torchao`` takes its subclasses too, but this one of PyTorch's.
+    Their kernels read past an empty weight or fail. Quantisers change the class ``nn.Linear``
+    itself; ``torchao`` changes its subclasses too, except this base class of PyTorch's.
     """
 
 
 def is_conv1d(module: Any) -> bool:
-    """Whether a module is a Transformers ``Conv1D`` (GPT-2), whose weight is ``[in, out]``.
-
-    It is known by its attributes: this room does not import transformers.
-    """
-    weight = module._parameters.get("weight") if isinstance(module, nn.Module) else None
+    """Whether a module is a Transformers ``Conv1D`` (GPT-2), whose weight is ``[in, out]``."""
+    # By its attributes, because importing transformers is slow.
+    if not isinstance(module, nn.Module):
+        return False
+    weight = module._parameters.get("weight")
     counts = (getattr(module, "nx", None), getattr(module, "nf", None))
-    return (
-        weight is not None and all(type(n) is int for n in counts) and tuple(weight.shape) == counts
-    )
+    if weight is None or type(counts[0]) is not int or type(counts[1]) is not int:
+        return False
+    return tuple(weight.shape) == counts
 
 
 def base_of(projection: Any) -> Any:
-    """The projection that adapters (PEFT) were put around; itself where it has none."""
+    """Return the projection inside adapters (PEFT), or the projection itself."""
     return getattr(projection, "base_layer", projection)
 
 
 def _weight_axis(module: nn.Module, axis: Axis) -> int:
-    """The dimension of the weight that holds the features: nn.Linear is ``[out, in]``, Conv1D is
-    ``[in, out]``."""
+    """Return the dimension of the weight that holds the features of an axis."""
+    # nn.Linear is [out, in], Conv1D is [in, out].
     return int((axis == "out") != isinstance(module, nn.Linear))
 
 
 def _check(module: nn.Module, axis: str, where: str) -> None:
+    """Refuse everything but a plain floating-point projection."""
     if axis not in ("in", "out"):
         raise InvalidValue("axis", "'in' or 'out'", repr(axis))
     if not isinstance(module, nn.Module):
@@ -68,23 +69,34 @@ def _check(module: nn.Module, axis: str, where: str) -> None:
     kind = type(module).__name__
     if not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise UnsupportedModel(where, "an nn.Linear or a Conv1D", kind, _HINT)
-    extra = [n for n, _ in module.named_parameters() if n not in ("weight", "bias")]
-    extra += [n for n, _ in module.named_buffers()] + [n for n, _ in module.named_children()]
+    extra = _extra_parts(module)
     if extra:
         must = "a projection of a weight and a bias only"
-        raise UnsupportedModel(where, must, f"{kind} with {', '.join(dict.fromkeys(extra))}", _HINT)
+        raise UnsupportedModel(where, must, f"{kind} with {', '.join(extra)}", _HINT)
     for name in ("weight", "bias"):
         tensor = module._parameters.get(name)
+        # A parametrised or quantised bias is an attribute but no parameter.
         if tensor is None and name == "bias" and getattr(module, "bias", None) is None:
             continue
         check_plain(tensor, f"{where}.{name}", f" in {kind}")
 
 
+def _extra_parts(module: nn.Module) -> list[str]:
+    """Return the names of all parts that are no weight and no bias, without repeats."""
+    extra = dict.fromkeys(name for name, _ in module.named_parameters())
+    for name in ("weight", "bias"):
+        extra.pop(name, None)
+    for name, _ in [*module.named_buffers(), *module.named_children()]:
+        extra[name] = None
+    return list(extra)
+
+
 def check_plain(
     tensor: Any, where: str, place: str = "", kind: type[Tensor] = nn.Parameter
 ) -> None:
-    """Checks that a tensor holds its own numbers: quantised, sharded and lazy ones are subclasses
-    of ``kind``, or no parameters of their module at all.
+    """Check that a tensor is a plain floating-point one of exactly the class ``kind``.
+
+    Quantised, sharded and lazy tensors are subclasses, or no parameters of their module at all.
 
     Raises:
         UnsupportedModel: another kind of tensor, or one that is not floating-point.
@@ -96,59 +108,66 @@ def check_plain(
 
 
 def projections(module: nn.Module, axis: Axis, where: str = "projection") -> list[nn.Module]:
-    """The plain projections that have a projection's features on ``axis``: itself, unless it has
-    adapters.
+    """Return the plain projections to cut for a cut of a projection's features on ``axis``.
 
-    One with LoRA adapters (PEFT) computes ``base(x) + sum_a scale_a * B_a(A_a(x))`` over its
-    adapters: its ``in`` features are those of the base and of every A, its ``out`` features those
-    of the base and of every B. Cutting all of them is exact, before a merge and after it.
+    Without adapters that is the projection itself. With LoRA adapters (PEFT) it computes
+    ``base(x) + sum_a scale_a * B_a(A_a(x))`` over its adapters. Its ``in`` features are those of
+    the base and of every A; its ``out`` features are those of the base and of every B. Cutting all
+    of them is exact, before a merge and after it.
 
     Raises:
         UnsupportedModel: adapters of another kind, for example DoRA, whose scale is a norm over all
             ``in`` features.
     """
     base = base_of(module)
+    # A reads the projection's input, B writes to its output.
     adapters = getattr(module, "lora_A" if axis == "in" else "lora_B", None)
     if base is module or not isinstance(base, nn.Module):
         return [module]
-    known = ("base_layer.weight", "base_layer.bias")
-    lora = {
-        f"lora_{side}.{name}.weight"
-        for side in "AB"
-        for name in getattr(module, f"lora_{side}", ())
-    }
-    extra = [n for n, _ in module.named_parameters() if n not in known and n not in lora]
-    extra += [n for n, _ in module.named_buffers()]
-    extra += [f"{type(v).__name__} {n!r}" for n, v in getattr(module, "lora_variant", {}).items()]
-    if extra or not lora or not isinstance(adapters, nn.ModuleDict):
+    names = _lora_names(module)
+    extra = _not_plain_lora(module, names)
+    if extra or not names or not isinstance(adapters, nn.ModuleDict):
         must = "a projection, or one with plain LoRA adapters"
-        got = f"{type(module).__module__}.{type(module).__name__}" + (
-            f" with {', '.join(extra)}" if extra else ""
-        )
+        got = f"{type(module).__module__}.{type(module).__name__}"
+        if extra:
+            got += f" with {', '.join(extra)}"
         raise UnsupportedModel(where, must, got, _HINT)
     return [base, *adapters.values()]
 
 
+def _lora_names(module: nn.Module) -> set[str]:
+    """Return the names of the parameters of plain LoRA adapters."""
+    names = set()
+    for side in ("lora_A", "lora_B"):
+        for adapter in getattr(module, side, ()):
+            names.add(f"{side}.{adapter}.weight")
+    return names
+
+
+def _not_plain_lora(module: nn.Module, lora: set[str]) -> list[str]:
+    """Return, for a message, the parts of adapters that are not plain LoRA."""
+    known = {"base_layer.weight", "base_layer.bias", *lora}
+    extra = [name for name, _ in module.named_parameters() if name not in known]
+    extra += [name for name, _ in module.named_buffers()]
+    for name, variant in getattr(module, "lora_variant", {}).items():
+        extra.append(f"{type(variant).__name__} {name!r}")
+    return extra
+
+
 def effective_weight(module: Any) -> Tensor:
-    """What a projection multiplies by, ``[out, in]``: its weight and what its active adapters add
-    to it."""
+    """Return the weight of a projection with its active adapters added, ``[out, in]``."""
     base = base_of(module)
     weight: Tensor = whole(base.weight)
-    if (
-        base is not module
-        and hasattr(module, "lora_A")
-        and not (module.merged or module.disable_adapters)
-    ):
-        weight = weight + sum(
-            module.get_delta_weight(name)
-            for name in module.active_adapters
-            if name in module.lora_A
-        )
+    has_lora = base is not module and hasattr(module, "lora_A")
+    # Merged adapters are in the base's weight already.
+    if has_lora and not module.merged and not module.disable_adapters:
+        active = [name for name in module.active_adapters if name in module.lora_A]
+        weight = weight + sum(module.get_delta_weight(name) for name in active)
     return weight.T if is_conv1d(base) else weight
 
 
 def recount_(module: nn.Module) -> None:
-    """Makes the feature counts of a projection with adapters those of its base again."""
+    """Set the feature counts of a projection with adapters to those of its base."""
     base = base_of(module)
     for axis in ("in", "out"):
         if base is not module and hasattr(module, f"{axis}_features"):
@@ -156,7 +175,7 @@ def recount_(module: nn.Module) -> None:
 
 
 def feature_count(module: nn.Module, axis: Axis, where: str = "projection") -> int:
-    """How many features a projection has on ``axis``.
+    """Count the features of a projection on ``axis``.
 
     Args:
         module: An ``nn.Linear`` or a Transformers ``Conv1D``, or a subclass that adds no tensors.
@@ -176,22 +195,21 @@ def feature_count(module: nn.Module, axis: Axis, where: str = "projection") -> i
 def cut_features(
     module: nn.Module, axis: Axis, index: Sequence[int], where: str = "projection"
 ) -> dict[str, Tensor]:
-    """The tensors a projection has once only the features ``index`` are left; the module is not
-    changed.
+    """Compute a projection's tensors with only the features ``index``; change nothing.
 
     A cut of ``out`` features cuts the bias with the weight; a cut of ``in`` features keeps the
-    bias. The result has the dtype and the device of what it was cut from, shares no memory with it
-    and carries no graph.
+    bias. The new tensors have the old dtype and device, share no memory with the old ones and carry
+    no graph.
 
     Args:
         module: An ``nn.Linear`` (weight ``[out, in]``) or a Transformers ``Conv1D`` (weight
             ``[in, out]``).
         axis: ``in`` or ``out``.
-        index: Positions that stay, strictly ascending; may be empty.
+        index: Kept positions, strictly ascending; may be empty.
         where: The projection's name in errors.
 
     Returns:
-        ``{"weight": ..., "bias": ...}``, without what does not change.
+        ``{"weight": ..., "bias": ...}``, without tensors that do not change.
 
     Raises:
         UnsupportedModel: anything else than a plain floating-point projection (quantised,
@@ -206,35 +224,36 @@ def cut_features(
     """
     size = feature_count(module, axis, where)
     index = [operator.index(i) for i in index]
-    if any(not 0 <= i < size for i in index) or any(a >= b for a, b in pairwise(index)):
+    in_range = all(0 <= i < size for i in index)
+    if not in_range or any(a >= b for a, b in pairwise(index)):
         raise InvalidValue(f"index of {where}", f"strictly ascending positions below {size}", index)
     tensors = {}
     for name, dimension in feature_dimensions(module, axis).items():
         old: Any = module._parameters[name]
-        rows = torch.tensor(index, dtype=torch.long).to(
-            old.device, non_blocking=True
-        )  # no wait for the device
+        # Python does not wait for the device.
+        rows = torch.tensor(index, dtype=torch.long).to(old.device, non_blocking=True)
         tensors[name] = old.detach().index_select(dimension, rows)
     return tensors
 
 
 def feature_dimensions(module: nn.Module, axis: Axis) -> dict[str, int]:
-    """The dimension that holds the features of an axis, by name of a projection's parameter;
-    without those that do not.
+    """Return the dimension of an axis's features, by name of each parameter that has them.
 
     >>> feature_dimensions(nn.Linear(4, 6), "out"), feature_dimensions(nn.Linear(4, 6), "in")
     ({'weight': 0, 'bias': 0}, {'weight': 1})
     """
-    biased = axis == "out" and module._parameters.get("bias") is not None
-    return {"weight": _weight_axis(module, axis), **({"bias": 0} if biased else {})}
+    dimensions = {"weight": _weight_axis(module, axis)}
+    if axis == "out" and module._parameters.get("bias") is not None:
+        dimensions["bias"] = 0
+    return dimensions
 
 
 def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Installs what ``cut_features`` computed and keeps the module's feature counts true.
+    """Install the tensors of ``cut_features`` and update the module's feature counts.
 
-    The module stays the same object, with its hooks and its training mode; each parameter becomes a
-    new one that requires a gradient where the old one did. An ``nn.Parameter`` among ``tensors`` is
-    installed as it is, which is how a caller keeps tied projections tied.
+    The module stays the same object, with its hooks and its training mode. Each new parameter has
+    the ``requires_grad`` of the old one. An ``nn.Parameter`` among ``tensors`` is installed without
+    a copy, so that a caller can keep tied projections tied.
 
     Args:
         module: The projection.
@@ -254,6 +273,7 @@ def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple
     """
     _check(module, "in", "projection")
     linear = isinstance(module, nn.Linear)
+    # 1. Parameters.
     for name, tensor in tensors.items():
         old = module._parameters.get(name)
         if old is None:
@@ -264,16 +284,16 @@ def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple
             new = tensor
         else:
             new = nn.Parameter(tensor, requires_grad=old.requires_grad)
-            new.__dict__.update(
-                old.__dict__
-            )  # flags that libraries set on parameters, as Transformers' loader does
+            # Libraries set flags on parameters, as Transformers' loader does.
+            new.__dict__.update(old.__dict__)
         setattr(module, name, new)
+    # 2. Feature counts, by the names of the module's class.
     shape = module._parameters["weight"].shape  # type: ignore[union-attr]
-    counts = shape[_weight_axis(module, "in")], shape[_weight_axis(module, "out")]
-    for name, count in zip(
-        ("in_features", "out_features") if linear else ("nx", "nf"), counts, strict=True
-    ):
+    counts = (shape[_weight_axis(module, "in")], shape[_weight_axis(module, "out")])
+    names = ("in_features", "out_features") if linear else ("nx", "nf")
+    for name, count in zip(names, counts, strict=True):
         setattr(module, name, count)
+    # 3. An empty projection is hidden from quantisers.
     if linear and not min(counts):
         mix_in(module, WithoutFeatures)
     return counts

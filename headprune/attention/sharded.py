@@ -1,10 +1,7 @@
-"""Weights that lie in pieces on several processes: PyTorch's DTensor, as FSDP2 and tensor
-parallelism make it.
+"""Weights that are sharded over several processes: DTensors of FSDP2 and of tensor parallelism.
 
-FSDP2 brings a module's weights together for as long as it runs, so that models run with gates as
-they are; only who reads a weight itself has to ask for all of it. Tensor parallelism lets each
-process run some of the heads. A DTensor is known by its attributes: nothing is imported for models
-that have none.
+FSDP2 gathers a module's weights while it runs, so gates work without changes; only code that reads
+a weight itself has to gather it. Tensor parallelism lets each process run some of the heads.
 """
 
 from __future__ import annotations
@@ -18,47 +15,46 @@ from headprune.core.errors import UnsupportedModel
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor lies in pieces on several processes."""
+    """Whether a tensor is sharded over several processes."""
+    # By its attribute, so that nothing is imported for models without DTensors.
     return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a tensor; of a sharded one every process gets it, and every process has to ask."""
-    found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return found
+    """Return the whole tensor; for a sharded one every process has to call this."""
+    gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return gathered
 
 
 def own_class(model: nn.Module) -> type:
-    """A model's class before FSDP2 put its own in front of it."""
+    """Return a model's class without the subclass that FSDP2 makes."""
     kind = type(model)
-    return kind.__bases__[1] if kind.__bases__[0].__name__ == "FSDPModule" else kind
+    # The subclass has the bases (FSDPModule, own class).
+    if kind.__bases__[0].__name__ == "FSDPModule":
+        return kind.__bases__[1]
+    return kind
 
 
 def check_whole(model: nn.Module, must: str) -> None:
-    """Refuses sharded models where weights are written, or where processes share batches: all would
-    run each.
+    """Refuse sharded models, for verbs that write weights or that split batches over processes.
 
     Raises:
-        UnsupportedModel: a weight that lies in pieces on several processes.
+        UnsupportedModel: a weight that is sharded over several processes.
     """
-    name = next(
-        (name for name, parameter in model.named_parameters() if is_sharded(parameter)), None
-    )
-    if name is not None:
+    for name, parameter in model.named_parameters():
+        if not is_sharded(parameter):
+            continue
         hint = (
             "Do it before fully_shard; or gather the weights with"
             " torch.distributed.checkpoint.state_dict."
-        )
-        hint += (
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) in every"
-            " process, and load"
+            " process, and load them into a model that is not sharded, in one."
         )
-        hint += " them into a model that is not sharded, in one."
         raise UnsupportedModel("the model", must, f"{name} sharded over several processes", hint)
 
 
 def check_no_tensor_parallel(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Refuses an attention whose heads are dealt out to several processes.
+    """Refuse an attention whose heads are split over several processes.
 
     Args:
         model: The whole model.
@@ -74,20 +70,20 @@ def check_no_tensor_parallel(model: nn.Module, name: str, module: nn.Module) -> 
         " works with gates."
     )
     must = "run whole by every process"
+    # Split by Transformers.
     degree = getattr(model, "_tp_size", None)
     if isinstance(degree, int) and degree > 1:
-        raise UnsupportedModel(
-            name, must, f"an attention split by tensor parallelism over {degree} processes", hint
-        )
+        got = f"an attention split by tensor parallelism over {degree} processes"
+        raise UnsupportedModel(name, must, got, hint)
+    # Split by parallelize_module.
     named: Iterator[tuple[str, Any]] = module.named_parameters()
     for path, parameter in named:
         if not is_sharded(parameter):
             continue
         owner = module.get_submodule(path.rpartition(".")[0])
-        by_fsdp = bool(
-            getattr(owner, "_is_fsdp_managed_module", False)
-        )  # FSDP2 splits along one axis of its mesh
-        if sum(not placement.is_replicate() for placement in parameter.placements) > by_fsdp:
-            raise UnsupportedModel(
-                f"{name}.{path}", must, "a weight split by tensor parallelism", hint
-            )
+        # FSDP2 splits along one axis of the mesh.
+        by_fsdp = 1 if getattr(owner, "_is_fsdp_managed_module", False) else 0
+        n_split = sum(not placement.is_replicate() for placement in parameter.placements)
+        if n_split > by_fsdp:
+            got = "a weight split by tensor parallelism"
+            raise UnsupportedModel(f"{name}.{path}", must, got, hint)

@@ -1,6 +1,6 @@
-"""Whether a forward pass is recorded, so that sizes are symbols and numbers cannot be looked at.
+"""Whether a forward pass is being recorded: then sizes are symbols and numbers cannot be read.
 
-A recorded pass has no branch: what is decided in it, is decided for every later input.
+A recorded pass has no branches: a decision in it holds for every later input.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_recorded() -> bool:
-    """Whether ``torch.jit.trace``, ``torch.export`` or an ONNX export records the pass, for sizes
-    other than these."""
+    """Whether ``torch.jit.trace``, ``torch.export`` or an ONNX export records the pass."""
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 def has_numbers(x: Tensor) -> bool:
-    """Whether a tensor's numbers can be read: nothing records, compiles or vectorises the pass, and
-    it has some."""
+    """Whether a tensor's numbers exist and can be read."""
     if is_recorded() or torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor):
         return False
-    return torch._C._functorch.peek_interpreter_stack() is None  # torch.func: vmap, grad, ...
+    # torch.func (vmap, grad, ...) runs the pass on wrapped tensors.
+    return torch._C._functorch.peek_interpreter_stack() is None

@@ -1,9 +1,8 @@
-"""An encoder-decoder Transformer for translation, built on ``MultiHeadAttention`` and called like
-Transformers' own.
+"""An encoder-decoder Transformer for translation, built on ``MultiHeadAttention``.
 
-It is a ``PreTrainedModel``: ``generate`` decodes it greedily or with beams and a KV cache, folders
-hold it like any other, and every verb takes it. The three kinds of attention are told apart:
-``self`` in the encoder, ``causal`` and ``cross`` in the decoder.
+It is a ``PreTrainedModel``: ``generate``, ``save_pretrained`` and every verb of this package work
+on it. Its attentions have the three kinds: ``self`` in the encoder, ``causal`` and ``cross`` in the
+decoder.
 """
 
 from __future__ import annotations
@@ -41,11 +40,12 @@ class TransformerConfig(PreTrainedConfig):
         ffn_dim: Width inside the feed-forward layers.
         encoder_layers, decoder_layers: Layers.
         num_attention_heads: Heads of every attention.
-        dropout: Of embeddings, of what each sub-layer adds, and inside the feed-forward layers.
+        dropout: Of embeddings, of each sub-layer's output, and inside the feed-forward layers.
         attention_dropout: Of attention weights.
     """
 
     model_type: ClassVar[str] = "headprune_transformer"
+    # Names that Transformers reads in any configuration, for caches among others.
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_hidden_layers": "decoder_layers",
@@ -68,30 +68,31 @@ class TransformerConfig(PreTrainedConfig):
 
 
 class _Cached:
-    """One layer of a Transformers cache, as ``MultiHeadAttention`` takes it."""
+    """One layer of a Transformers cache, with the methods that ``MultiHeadAttention`` uses."""
 
     def __init__(self, cache: Any, layer: int) -> None:
-        self.cache, self.layer = cache, layer
+        self.cache = cache
+        self.layer = layer
 
     @property
     def length(self) -> int:
-        """Positions held; the shape tells, because Transformers takes keys of no head for no
-        keys."""
+        """Positions held."""
+        # From the shape, because Transformers counts no positions for keys without heads.
         layers = self.cache.layers
-        keys = layers[self.layer].keys if self.layer < len(layers) else None
-        return 0 if keys is None else int(keys.shape[-2])
+        if self.layer >= len(layers) or layers[self.layer].keys is None:
+            return 0
+        return int(layers[self.layer].keys.shape[-2])
 
     def append_(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.layer)
-        return found
+        held: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.layer)
+        return held
 
 
 class TransformerLayer(nn.Module):
-    """``x + f(norm(x))`` for each sub-layer f: self-attention, in a decoder cross-attention, and
-    feed-forward.
+    """Self-attention, in a decoder cross-attention, and feed-forward: each adds ``f(norm(x))``.
 
-    The norm comes first (Xiong et al. 2020, section 3.3), where Vaswani et al. 2017 have it last:
-    such a model trains without a long warm-up. ``GELU`` in place of ``ReLU``.
+    The norm comes first (Xiong et al. 2020, section 3.3), not last as in Vaswani et al. 2017, so
+    that the model trains without a long warm-up. ``GELU`` replaces ``ReLU``.
     """
 
     def __init__(self, config: TransformerConfig, decodes: bool) -> None:
@@ -104,8 +105,12 @@ class TransformerLayer(nn.Module):
             self.cross_norm = nn.LayerNorm(width)
             self.cross_attention = _attention(config, "cross")
         self.feed_forward_norm = nn.LayerNorm(width)
-        inside = (nn.Linear(width, config.ffn_dim), nn.GELU(), nn.Dropout(config.dropout))
-        self.feed_forward = nn.Sequential(*inside, nn.Linear(config.ffn_dim, width))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, config.ffn_dim),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.ffn_dim, width),
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -116,26 +121,36 @@ class TransformerLayer(nn.Module):
         memory_mask: Tensor | None = None,
         caches: tuple[_Cached, _Cached] | None = None,
     ) -> Tensor:
-        """One layer.
+        """Run one layer.
 
         Args:
             x: ``[batch, tokens, width]``.
             mask: Boolean ``[batch, 1, 1, tokens]``, the keys that are no padding; with a cache, of
                 all tokens so far.
-            memory: ``[batch, source tokens, width]``, what the encoder returned; for a decoder.
+            memory: ``[batch, source tokens, width]``, the encoder's output; for a decoder.
             memory_mask: Its mask.
             caches: Of self-attention and of cross-attention. The latter is filled at the first step
                 and then read.
+
+        Returns:
+            ``[batch, tokens, width]``.
         """
         own, across = caches or (None, None)
+
+        # 1. Self-attention.
         y = self.self_norm(x)
         x = x + self.dropout(self.self_attention(y, mask=mask, causal=self.decodes, cache=own))
+
+        # 2. Cross-attention.
         if self.decodes:
             assert memory is not None
-            # Keys of earlier steps are all that there are: nothing is left to project.
-            keys = memory[:, :0] if across is not None and across.length else memory
+            keys = memory
+            if across is not None and across.length:
+                keys = memory[:, :0]  # the cache has all keys, so none is projected
             y = self.cross_norm(x)
             x = x + self.dropout(self.cross_attention(y, keys, mask=memory_mask, cache=across))
+
+        # 3. Feed-forward.
         out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 
@@ -147,8 +162,7 @@ def _attention(config: TransformerConfig, kind: Kind) -> MultiHeadAttention:
 
 
 class TransformerStack(nn.Module):
-    """Tokens in, a normed stream out: embeddings, sinusoidal positions (Vaswani et al. 2017,
-    section 3.5), layers."""
+    """Embeddings, sinusoidal positions (Vaswani et al. 2017, section 3.5), layers and a norm."""
 
     main_input_name = "input_ids"
 
@@ -169,59 +183,65 @@ class TransformerStack(nn.Module):
         cache: EncoderDecoderCache | None = None,
         **options: Any,
     ) -> BaseModelOutput:
-        """The last hidden state, ``[batch, tokens, width]``."""
+        """Return the last hidden state, ``[batch, tokens, width]``."""
         _check_options(options)
-        pair = (
-            (cache.self_attention_cache, cache.cross_attention_cache) if cache is not None else None
-        )
-        caches = [
-            (_Cached(pair[0], i), _Cached(pair[1], i)) if pair else None
-            for i in range(len(self.layers))
-        ]
-        past = caches[0][0].length if caches and caches[0] else 0
+        caches: list[tuple[_Cached, _Cached] | None] = [None] * len(self.layers)
+        past = 0  # tokens in the cache
+        if cache is not None:
+            for i in range(len(self.layers)):
+                own = _Cached(cache.self_attention_cache, i)
+                across = _Cached(cache.cross_attention_cache, i)
+                caches[i] = (own, across)
+            if self.layers:
+                past = _Cached(cache.self_attention_cache, 0).length
+        # Embeddings are scaled as in Vaswani et al. 2017, section 3.4.
         width = self.embedding.embedding_dim
         x = self.embedding(input_ids) * math.sqrt(width)
         x = self.dropout(x + positions(past, input_ids.shape[1], width, x))
-        mask, memory_mask = _keys(attention_mask), _keys(memory_mask)
-        for layer, held in zip(self.layers, caches, strict=True):
-            x = layer(x, mask, memory, memory_mask, held)
+        mask = _keys(attention_mask)
+        memory_mask = _keys(memory_mask)
+        for layer, pair in zip(self.layers, caches, strict=True):
+            x = layer(x, mask, memory, memory_mask, pair)
         return BaseModelOutput(last_hidden_state=self.norm(x))
 
 
 def positions(start: int, length: int, width: int, like: Tensor) -> Tensor:
-    """``[length, width]``: sines and, behind them, cosines of position / 10000^(2i / width), from
-    ``start`` on."""
+    """Return position codes ``[length, width]`` from position ``start`` on.
+
+    Sines of ``position / 10000^(2i / width)``, then their cosines.
+    """
     half = (width + 1) // 2
-    place = torch.arange(start, start + length, device=like.device, dtype=torch.float32)[:, None]
-    rate = torch.exp(
-        torch.arange(half, device=like.device, dtype=torch.float32) * (-math.log(10000.0) / half)
-    )
-    return torch.cat([(place * rate).sin(), (place * rate).cos()], 1)[:, :width].to(like.dtype)
+    options: Any = {"device": like.device, "dtype": torch.float32}
+    place = torch.arange(start, start + length, **options)[:, None]  # [length, 1]
+    rate = torch.exp(torch.arange(half, **options) * (-math.log(10000.0) / half))  # [half]
+    angle = place * rate
+    # An odd width drops the last cosine.
+    return torch.cat([angle.sin(), angle.cos()], 1)[:, :width].to(like.dtype)
 
 
 def _keys(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask[:, None, None, :].bool()
+    """Turn a padding mask ``[batch, keys]`` into ``[batch, 1, 1, keys]``, True where visible."""
+    if mask is None:
+        return None
+    return mask[:, None, None, :].bool()
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Transformers passes what it was asked for; what is not there is refused and not left out."""
+    """Refuse options of Transformers that this model does not have."""
     for name, value in options.items():
         if value is not None and value is not False and name not in ("return_dict", "use_cache"):
-            hint = (
-                "Attention weights come from MultiHeadAttention(need_weights=True)."
-                if "attent" in name
-                else ""
-            )
+            hint = ""
+            if "attent" in name:
+                hint = "Attention weights come from MultiHeadAttention(need_weights=True)."
             raise InvalidValue(f"TransformerForTranslation: {name}", "left out", repr(value), hint)
 
 
 class TransformerForTranslation(PreTrainedModel, GenerationMixin):
-    """An encoder-decoder whose source, target and output embeddings are one matrix (Vaswani et al.
-    2017, section 3.4).
+    """An encoder-decoder with one matrix for source, target and output embeddings.
 
-    Called with a source and labels it makes the decoder's inputs from the labels, as Transformers'
-    own do. It returns logits and no loss: ``headprune.model.losses.default_loss`` has one an
-    example.
+    See Vaswani et al. 2017, section 3.4. Called with a source and labels it makes the decoder's
+    inputs from the labels, as models of Transformers do. It returns logits and no loss:
+    ``headprune.model.losses.default_loss`` computes one per example.
 
     >>> sizes = {
     ...     "vocab_size": 20,
@@ -253,6 +273,7 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
+        # One matrix is embedding and output layer, so both get the embedding's distribution.
         if isinstance(module, nn.Embedding) or module is self.lm_head:
             init.normal_(module.weight, std=self.config.d_model**-0.5)
         elif isinstance(module, nn.Linear):
@@ -274,7 +295,7 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
         use_cache: bool = False,
         **options: Any,
     ) -> Seq2SeqLMOutput:
-        """Logits ``[batch, target tokens, vocabulary]`` of every next token.
+        """Compute the logits ``[batch, target tokens, vocabulary]`` of every next token.
 
         Args:
             input_ids: Source tokens ``[batch, source tokens]``; not needed with
@@ -283,15 +304,16 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
             decoder_input_ids: Target tokens, one to the right; made from ``labels`` where left out.
             decoder_attention_mask: 0 where they are padding; with a cache, of all tokens so far.
             labels: Target tokens, -100 at padding.
-            encoder_outputs: What ``encoder`` returned, to use it again.
-            past_key_values: Keys and values of the tokens before these.
+            encoder_outputs: The output of ``encoder``, to use it again.
+            past_key_values: Keys and values of earlier tokens.
             use_cache: Begin a cache where none is given.
-            options: What Transformers hands on; attention weights and hidden states are not
-                returned.
+            options: Other options of Transformers; asking for attention weights or hidden states is
+                refused.
 
         Raises:
-            InvalidValue: no source, no target, a static cache, or an option that is not there.
+            InvalidValue: no source, no target, a static cache, or an unknown option.
         """
+        # 1. Inputs of the decoder and output of the encoder.
         _check_options(options)
         if decoder_input_ids is None:
             decoder_input_ids = self._shifted(labels)
@@ -301,7 +323,9 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
                     "TransformerForTranslation", "given input_ids or encoder_outputs", "neither"
                 )
             encoder_outputs = self.encoder(input_ids, attention_mask)
-        memory = encoder_outputs[0]
+        memory = encoder_outputs[0]  # [batch, source tokens, width]
+
+        # 2. The cache.
         if past_key_values is None and use_cache:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         if past_key_values is not None and past_key_values.self_attention_cache.is_compileable:
@@ -309,23 +333,28 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
             raise InvalidValue(
                 "past_key_values", "a cache that grows with the tokens", "a static one", hint
             )
-        asked = (decoder_input_ids, decoder_attention_mask, memory, attention_mask, past_key_values)
-        logits = self.lm_head(self.decoder(*asked).last_hidden_state)
+
+        # 3. Decode.
+        decoded = self.decoder(
+            decoder_input_ids, decoder_attention_mask, memory, attention_mask, past_key_values
+        )
+        logits = self.lm_head(decoded.last_hidden_state)
         return Seq2SeqLMOutput(
             logits=logits, past_key_values=past_key_values, encoder_last_hidden_state=memory
         )
 
     def _shifted(self, labels: Tensor | None) -> Tensor:
-        """The decoder's inputs: the start token, then the labels but for the last."""
+        """Return the decoder's inputs: the start token, then all labels but the last."""
         if labels is None:
             raise InvalidValue(
                 "TransformerForTranslation", "given decoder_input_ids or labels", "neither"
             )
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
-        return torch.cat(
-            [start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], 1
-        )
+        earlier = labels[:, :-1]
+        earlier = earlier.masked_fill(earlier == -100, self.config.pad_token_id)
+        return torch.cat([start, earlier], 1)
 
 
+# So that `from_pretrained` of Transformers' Auto classes knows the model.
 AutoConfig.register(TransformerConfig.model_type, TransformerConfig)
 AutoModelForSeq2SeqLM.register(TransformerConfig, TransformerForTranslation)

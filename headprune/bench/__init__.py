@@ -1,4 +1,4 @@
-"""Measurements: what a cut model costs and how fast it is, beside the original."""
+"""Measurements: size, speed and quality of a pruned model and of the original."""
 
 from __future__ import annotations
 

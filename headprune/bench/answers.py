@@ -1,9 +1,8 @@
-"""Answers of a model that points into a text, and how good they are: F1 and exact match as SQuAD
-defines them."""
+"""Extractive question answering: a model's answers, with F1 and exact match as in SQuAD."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -18,21 +17,20 @@ from headprune.model.batches import Batches
 from headprune.model.losses import inputs_of
 from headprune.model.running import call, device_of, to_device, undisturbed
 
-#: Tokens of an answer at most, as the usual evaluations of SQuAD have it.
+#: Most tokens of an answer, as in the usual evaluations of SQuAD.
 LONGEST = 30
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is known of one question beside the model's inputs.
+    """One question: its text and true answers, which the model's inputs do not have.
 
     Args:
         context: The text that the answer is in.
         answers: The true answers; none where the context has no answer.
-        spans: For every token of the inputs its first character in the context and the one after
-            its last; None for tokens that are not of the context.
-        nothing: The token at which a model points to say that there is no answer; None where it
-            always has to give one.
+        spans: For every input token its first character in the context and the one after its last;
+            None for tokens outside the context.
+        nothing: The token that means "no answer"; None where every question has one.
     """
 
     context: str
@@ -48,45 +46,50 @@ def answer(
     *,
     longest: int = LONGEST,
 ) -> list[str]:
-    """The model's answer to every question, in the order of the batches: the piece of the context
-    with the highest sum of the logits of its first and its last token; empty where pointing at
-    ``Question.nothing`` twice has a higher one.
+    """Answer every question, in the order of the batches.
+
+    An answer is the span of the context whose first and last token have the highest sum of logits.
+    It is empty where ``Question.nothing`` as both tokens has a higher one.
 
     Args:
-        model: A Transformers model with a head for extractive question answering; left as it was
-            found.
-        batches: What the model takes; answers that they hold are not read.
+        model: A Transformers model for extractive question answering; it does not change.
+        batches: The model's inputs; answers in them are not read.
         questions: In the order of the batches.
-        longest: Tokens of an answer at most.
+        longest: Most tokens of an answer.
     """
-    asked, found = iter(questions), []
+    upcoming = iter(questions)  # one per row of the batches
+    answers: list[str] = []
     device = device_of(model)
     with undisturbed(model, packed=True), torch.no_grad():
         for batch in batches:
             output = call(model, to_device(inputs_of(model, batch), device))
-            starts, ends = (output[f"{name}_logits"].float().cpu() for name in ("start", "end"))
-            found += list(_pointed_at(starts, ends, asked, longest))
-    return found
+            starts = output["start_logits"].float().cpu()  # [batch, tokens]
+            ends = output["end_logits"].float().cpu()
+            of_batch = islice(upcoming, len(starts))
+            for start, end, question in zip(starts, ends, of_batch, strict=True):
+                answers.append(_best_span(start, end, question, longest))
+    return answers
 
 
-def _pointed_at(
-    starts: Tensor, ends: Tensor, asked: Iterator[Question], longest: int
-) -> Iterator[str]:
-    for start, end, question in zip(starts, ends, islice(asked, len(starts)), strict=True):
-        places = [i for i, span in enumerate(question.spans) if span is not None]
-        if not places:  # nothing of the context was left
-            yield ""
-            continue
-        sums = start[places][:, None] + end[places][None, :]
-        lawful = torch.ones_like(sums, dtype=torch.bool).triu().tril(longest - 1)
-        sums = sums.masked_fill(~lawful, float("-inf"))
-        best = int(sums.argmax())
-        first, last = (question.spans[places[i]] for i in divmod(best, len(places)))
-        assert first is not None
-        assert last is not None
-        none = question.nothing
-        silent = none is not None and float(start[none] + end[none]) > float(sums.flatten()[best])
-        yield "" if silent else question.context[first[0] : last[1]]
+def _best_span(start: Tensor, end: Tensor, question: Question, longest: int) -> str:
+    """Return the answer with the highest logits ``[tokens]`` of first and last token."""
+    places = [i for i, span in enumerate(question.spans) if span is not None]
+    if not places:  # the context was cut off
+        return ""
+    sums = start[places][:, None] + end[places][None, :]  # [first, last]
+    # The last token is not before the first, and not too far behind it.
+    allowed = torch.ones_like(sums, dtype=torch.bool).triu().tril(longest - 1)
+    sums = sums.masked_fill(~allowed, float("-inf"))
+    best = int(sums.argmax())
+    none = question.nothing
+    if none is not None and float(start[none] + end[none]) > float(sums.flatten()[best]):
+        return ""
+    row, column = divmod(best, len(places))  # of the matrix `sums`
+    first = question.spans[places[row]]
+    last = question.spans[places[column]]
+    assert first is not None
+    assert last is not None
+    return question.context[first[0] : last[1]]
 
 
 def evaluate_answers(
@@ -96,34 +99,37 @@ def evaluate_answers(
     *,
     longest: int = LONGEST,
 ) -> Quality:
-    """Mean F1 of a model's answers (``Quality.more`` has the share of exact matches), and its
-    losses on the true ones.
+    """Compute the mean F1 of a model's answers, and its losses on the true answers.
 
     Args:
         model: See ``answer``.
-        batches: With ``start_positions`` and ``end_positions``, too.
+        batches: As for ``answer``, with ``start_positions`` and ``end_positions``.
         questions: See ``answer``.
         longest: See ``answer``.
 
+    Returns:
+        The quality; ``more`` has the fraction of exact matches.
+
     Raises:
-        InvalidValue: there is not one question an example.
+        InvalidValue: not one question per example.
     """
-    read = Batches.of(batches)  # twice
-    quality = evaluate(model, read)
+    # `evaluate` and `answer` both read all batches.
+    reread = Batches.of(batches)
+    quality = evaluate(model, reread)
     if len(questions) != quality.n_examples:
-        raise InvalidValue(
-            "questions", f"one for each of {quality.n_examples} examples", len(questions)
-        )
-    said = answer(model, read, questions, longest=longest)
-    amounts = tuple(f1(text, q.answers) for text, q in zip(said, questions, strict=True))
-    exact = [exact_match(text, q.answers) for text, q in zip(said, questions, strict=True)]
-    counts = (1.0,) * len(said)
-    more = {"exact_match": sum(exact) / len(exact)}
+        must = f"one for each of {quality.n_examples} examples"
+        raise InvalidValue("questions", must, len(questions))
+    amounts = []
+    exact = []
+    texts = answer(model, reread, questions, longest=longest)
+    for text, question in zip(texts, questions, strict=True):
+        amounts.append(f1(text, question.answers))
+        exact.append(exact_match(text, question.answers))
     return replace(
         quality,
         metric="f1",
         value=sum(amounts) / len(amounts),
-        amounts=amounts,
-        counts=counts,
-        more=more,
+        amounts=tuple(amounts),
+        counts=(1.0,) * len(amounts),
+        more={"exact_match": sum(exact) / len(exact)},
     )

@@ -1,5 +1,4 @@
-"""Generation before and after a cut: the time of the prompt, the time of the tokens after it, and
-the cache's bytes."""
+"""Generation before and after a cut: times of prefill and decode, and the bytes of the cache."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from headprune.model.sites import unwrap
 
 @dataclass(frozen=True)
 class DecodingRow:
-    """One batch size and prompt length.
+    """The measurements of one batch size and prompt length.
 
     Args:
         new_tokens: Tokens after the prompt.
         prefill: Seconds of the prompt's pass.
         decode: Seconds of all steps after it, one token each.
-        original_bytes, pruned_bytes: Of the keys and values that the cache holds in the end.
+        original_bytes, pruned_bytes: Of the keys and values in the final cache.
     """
 
     new_tokens: int
@@ -39,16 +38,17 @@ class DecodingRow:
     pruned_bytes: int
 
     def tokens_per_second(self) -> dict[str, float]:
-        """Of both models, in prefill and in decode: tokens of all examples, by the median time."""
+        """Return tokens of all examples per median second, by model and phase."""
         phases = (
             ("prefill", self.prefill, self.prefill.length),
             ("decode", self.decode, self.new_tokens),
         )
-        return {
-            f"{which}_{phase}": row.batch * count / getattr(row, f"{which}_p50")
-            for phase, row, count in phases
-            for which in ("original", "pruned")
-        }
+        speeds = {}
+        for phase, row, count in phases:
+            n_tokens = row.batch * count
+            speeds[f"original_{phase}"] = n_tokens / row.original_p50
+            speeds[f"pruned_{phase}"] = n_tokens / row.pruned_p50
+        return speeds
 
 
 def compare_decoding(
@@ -64,19 +64,19 @@ def compare_decoding(
     max_rounds: int = 100,
     seed: int = 0,
 ) -> tuple[DecodingRow, ...]:
-    """Times two causal language models with their KV cache, in turn, as ``compare_latency`` does.
+    """Time two causal language models with their KV cache, alternately as ``compare_latency``.
 
-    The tokens are drawn and given, not chosen: both models read the same, and no choice is timed.
-    Of the logits only the last position's are made, where the model's ``forward`` knows
-    ``logits_to_keep``, as in generation. A compiled model runs compiled.
+    Both models read the same random tokens; no sampling is timed. Only the last position's logits
+    are computed, as in generation, where the model's ``forward`` has ``logits_to_keep``. A compiled
+    model runs compiled.
 
     Args:
         original: The model before the cut.
         pruned: The model after it, on the same device.
-        batch_sizes: Examples a call.
+        batch_sizes: Examples per call.
         prompts: Tokens of a prompt.
         new_tokens: Tokens after it.
-        seconds: Rounds of one cell end when their calls have taken this long together.
+        seconds: Rounds of one cell end when their calls have taken this long in total.
         warmup: Rounds before a cell is timed.
         min_rounds: Rounds of a cell, however long they take.
         max_rounds: Rounds of a cell at most.
@@ -89,64 +89,67 @@ def compare_decoding(
         InvalidValue: sizes below 1, a model that is no causal language model, models on two
             devices.
     """
+    # 1. Check everything.
     effort = Effort(seconds, warmup, min_rounds, max_rounds)
     check_count("new_tokens", new_tokens, 1)
     device = device_of(original)
     for name, model in (("original", original), ("pruned", pruned)):
         if not is_causal_lm(model):
-            raise InvalidValue(
-                name, "a causal language model of Transformers", type(model).__name__
-            )
+            must = "a causal language model of Transformers"
+            raise InvalidValue(name, must, type(model).__name__)
         if device_of(model) != device:
-            raise InvalidValue(
-                name, f"on {device}, where the original is", device_of(model), "Move it there."
-            )
+            must = f"on {device}, where the original is"
+            raise InvalidValue(name, must, device_of(model), "Move it there.")
+
+    # 2. Time every cell.
     vocabulary = int(original.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    models = (original, pruned)
+    models = (original, pruned)  # `timed` takes their index
     options = [_last_logits(model) for model in models]
-    draw, rows = torch.Generator().manual_seed(seed), []
+    draw = torch.Generator().manual_seed(seed)
+    rows = []
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(undisturbed(model, compiled=True, packed=True))
         stack.enter_context(torch.inference_mode())
+        # Each cell has its own tokens, equal for both models.
         for prompt in sizes_of("prompts", prompts):
             for batch in sizes_of("batch_sizes", batch_sizes):
-                ids = torch.randint(vocabulary, (batch, prompt + new_tokens), generator=draw).to(
-                    device
-                )
-                held = [0, 0]
+                size = (batch, prompt + new_tokens)
+                ids = torch.randint(vocabulary, size, generator=draw).to(device)
+                n_bytes = [0, 0]  # of the caches of the two models
 
+                # The defaults bind this cell's values.
                 def timed(
-                    which: int, ids: Tensor = ids, prompt: int = prompt, held: list[int] = held
+                    which: int, ids: Tensor = ids, prompt: int = prompt, held: list[int] = n_bytes
                 ) -> Any:
                     took, held[which] = _timed(models[which], ids, prompt, options[which])
                     return took
 
-                times = rounds(timed, effort)
-                prefill, decode = (
-                    speed_row(batch, prompt, times[:, :, phase], seed) for phase in (0, 1)
-                )
-                rows.append(DecodingRow(new_tokens, prefill, decode, *held))
+                times = rounds(timed, effort)  # [rounds, models, 2 phases]
+                prefill = speed_row(batch, prompt, times[:, :, 0], seed)
+                decode = speed_row(batch, prompt, times[:, :, 1], seed)
+                rows.append(DecodingRow(new_tokens, prefill, decode, *n_bytes))
     return tuple(rows)
 
 
 def _last_logits(model: nn.Module) -> dict[str, Any]:
-    """The argument by which a model makes the last position's logits alone, where it knows one."""
-    return (
-        {"logits_to_keep": 1}
-        if "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters
-        else {}
-    )
+    """Return the option that limits logits to the last position, if the model has it."""
+    if "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters:
+        return {"logits_to_keep": 1}
+    return {}
 
 
 def _timed(
     model: nn.Module, ids: Tensor, prompt: int, options: dict[str, Any]
 ) -> tuple[tuple[float, float], int]:
-    """Seconds of the prompt and of the steps after it, and the bytes that the cache holds then."""
+    """Return the seconds of the prompt and of the steps after it, and the cache's bytes."""
+    # 1. Prefill.
     synchronize(ids.device)
     start = perf_counter()
     cache = model(input_ids=ids[:, :prompt], use_cache=True, **options).past_key_values
     synchronize(ids.device)
+
+    # 2. Decode, one token per step.
     begun = perf_counter()
     for place in range(prompt, ids.shape[1]):
         step = ids[:, place : place + 1]
@@ -158,11 +161,10 @@ def _timed(
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values in a Transformers cache, measured on its tensors."""
-    held = (
-        tensor
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values)
-        if tensor is not None
-    )
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+    """Count the bytes of the keys and values in a Transformers cache."""
+    n_bytes = 0
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            if tensor is not None:  # a layer that never ran
+                n_bytes += tensor.numel() * tensor.element_size()
+    return n_bytes

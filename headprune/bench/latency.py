@@ -1,4 +1,4 @@
-"""Latency of a model before and after a cut, timed in turn in one process."""
+"""Latency of a model before and after a cut, timed alternately in one process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,24 @@ from headprune.core.errors import InvalidValue
 from headprune.core.record import SpeedRow
 from headprune.model.running import call, device_of, to_device, undisturbed
 
-_RESAMPLES = 2000
+_RESAMPLES = 2000  # of the bootstrap
+# Inputs that only the loss reads.
 _LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions")
+# Inputs whose second axis is the tokens of an example.
 TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long one cell may take."""
+    """Limits on the time of one cell.
+
+    Args:
+        seconds: Rounds end when their calls have taken this long in total.
+        warmup: Calls of each model before timing.
+        min_rounds: Rounds, however long they take.
+        max_rounds: Rounds at most.
+    """
 
     seconds: float
     warmup: int
@@ -35,18 +44,13 @@ class Effort:
     max_rounds: int
 
     def __post_init__(self) -> None:
-        for name in ("warmup", "min_rounds", "max_rounds"):
-            check_count(name, getattr(self, name), least=0 if name == "warmup" else 1)
-        if (
-            isinstance(self.seconds, bool)
-            or not isinstance(self.seconds, (int, float))
-            or not self.seconds >= 0
-        ):
-            raise InvalidValue("seconds", "a number >= 0", repr(self.seconds))
+        check_count("warmup", self.warmup, least=0)
+        check_count("min_rounds", self.min_rounds, least=1)
+        check_count("max_rounds", self.max_rounds, least=1)
+        check_seconds("seconds", self.seconds)
         if self.max_rounds < self.min_rounds:
-            raise InvalidValue(
-                "max_rounds", f"at least min_rounds, {self.min_rounds}", self.max_rounds
-            )
+            must = f"at least min_rounds, {self.min_rounds}"
+            raise InvalidValue("max_rounds", must, self.max_rounds)
 
 
 def compare_latency(
@@ -63,32 +67,30 @@ def compare_latency(
     seed: int = 0,
     progress: bool = False,
 ) -> tuple[SpeedRow, ...]:
-    """Times two models on every batch size and length.
+    """Time two models on every batch size and length (a cell).
 
-    A round is one call of each, right after the other; which one goes first alternates, so that
-    drift of the machine and the state of its caches weigh on both alike. The ratio is the median
-    over the rounds of original / pruned, with a 95 % percentile bootstrap interval over the rounds.
-    Both run in evaluation and inference mode, and are left as they were; on an accelerator the
-    clock stops when its work is done. A compiled model runs compiled.
+    A round calls each model once; the one that goes first alternates, so that drift of the machine
+    affects both equally. The ratio is the median of original / pruned over the rounds, with a 95 %
+    percentile bootstrap interval. A compiled model runs compiled.
 
     Args:
         original: The model before the cut.
         pruned: The model after it, on the same device.
-        make_batch: ``make_batch(batch, length)`` gives what both models take; see ``shaped_batch``.
-        batch_sizes: Examples a call.
-        lengths: Tokens an example.
-        seconds: Rounds of one cell end when their calls have taken this long together.
-        warmup: Calls of each model before a cell is timed.
+        make_batch: ``make_batch(batch, length)`` makes the input of both; see ``shaped_batch``.
+        batch_sizes: Examples per call.
+        lengths: Tokens per example.
+        seconds: Rounds of a cell end when their calls have taken this long in total.
+        warmup: Calls of each model before timing.
         min_rounds: Rounds of a cell, however long they take.
         max_rounds: Rounds of a cell at most.
         seed: Of the bootstrap.
         progress: Show a progress bar.
 
     Returns:
-        One row for each length and, within it, each batch size.
+        One row per length and batch size.
 
     Raises:
-        InvalidValue: no sizes, sizes below 1, models on two devices.
+        InvalidValue: wrong sizes, or models on two devices.
 
     >>> from headprune import MultiHeadAttention
     >>> models = MultiHeadAttention(8, 4), MultiHeadAttention(8, 2)
@@ -99,16 +101,13 @@ def compare_latency(
     [(1, 5, 2), (2, 5, 2)]
     """
     effort = Effort(seconds, warmup, min_rounds, max_rounds)
-    cells = [
-        (batch, length)
-        for length in sizes_of("lengths", lengths)
-        for batch in sizes_of("batch_sizes", batch_sizes)
-    ]
+    lengths = sizes_of("lengths", lengths)
+    batch_sizes = sizes_of("batch_sizes", batch_sizes)
+    cells = [(batch, length) for length in lengths for batch in batch_sizes]
     device = device_of(original)
     if device_of(pruned) != device:
-        raise InvalidValue(
-            "pruned", f"on {device}, where the original is", device_of(pruned), "Move it there."
-        )
+        must = f"on {device}, where the original is"
+        raise InvalidValue("pruned", must, device_of(pruned), "Move it there.")
     rows = []
     with ExitStack() as stack:
         stack.enter_context(undisturbed(original, compiled=True, packed=True))
@@ -116,7 +115,7 @@ def compare_latency(
         stack.enter_context(torch.inference_mode())
         for batch, length in tqdm(cells, desc="latency", disable=not progress, leave=False):
             inputs = to_device(make_batch(batch, length), device)
-            runs = [partial(call, model, inputs) for model in (original, pruned)]
+            runs = [partial(call, original, inputs), partial(call, pruned, inputs)]
             rows.append(speed_row(batch, length, in_turn(runs, device, effort), seed))
     return tuple(rows)
 
@@ -124,21 +123,28 @@ def compare_latency(
 def rounds(
     timed: Callable[[int], tuple[float, ...]], effort: Effort, models: int = 2
 ) -> np.ndarray:
-    """Seconds ``[rounds, models, ...]``, one call of each model a round; ``timed(i)`` takes those
-    of model ``i``.
+    """Time rounds of one call per model; each model goes first equally often.
 
-    Which one goes first changes from round to round, and each is first equally often.
+    Args:
+        timed: ``timed(i)`` calls model i and returns its seconds.
+        effort: The limits.
+        models: How many models.
+
+    Returns:
+        Seconds, ``[rounds, models, ...]``.
     """
+    # Warm-up compiles kernels and fills caches.
     for _ in range(effort.warmup):
         for which in range(models):
             timed(which)
     times: list[list[tuple[float, ...]]] = []
     spent = 0.0
     with no_collection():
-        # After another number of rounds one model would have gone first more often.
-        while len(times) < effort.max_rounds and (
-            len(times) < effort.min_rounds or len(times) % models or spent < effort.seconds
-        ):
+        while len(times) < effort.max_rounds:
+            enough = len(times) >= effort.min_rounds and spent >= effort.seconds
+            # Only at a multiple of the models has each gone first equally often.
+            if enough and len(times) % models == 0:
+                break
             took: list[tuple[float, ...]] = [()] * models
             for turn in range(models):
                 which = (turn + len(times)) % models
@@ -149,9 +155,10 @@ def rounds(
 
 
 def in_turn(runs: Sequence[Callable[[], Any]], device: torch.device, effort: Effort) -> np.ndarray:
-    """Seconds ``[rounds, runs]``, as ``rounds`` has it."""
+    """Time functions in rounds; return seconds, ``[rounds, runs]``."""
 
     def timed(which: int) -> tuple[float]:
+        # An accelerator returns from a call before its work is done.
         synchronize(device)
         start = perf_counter()
         runs[which]()
@@ -162,7 +169,7 @@ def in_turn(runs: Sequence[Callable[[], Any]], device: torch.device, effort: Eff
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for an accelerator; a CPU has nothing to wait for."""
+    """Wait until an accelerator has done its work; a CPU needs no wait."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -173,8 +180,9 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector out of the timings."""
+    """Keep the garbage collector out of the timings."""
     running = gc.isenabled()
+    # Now, because garbage from before would fill the memory while it is off.
     gc.collect()
     gc.disable()
     try:
@@ -185,10 +193,13 @@ def no_collection() -> Iterator[None]:
 
 
 def speed_row(batch: int, length: int, times: np.ndarray, seed: int) -> SpeedRow:
-    ratios = times[:, 0] / times[:, 1]
+    """Summarise the seconds ``[rounds, 2]`` of one cell."""
+    ratios = times[:, 0] / times[:, 1]  # [rounds], paired within a round
+    # 95 % percentile bootstrap interval of the median.
     draws = np.random.default_rng(seed).integers(0, len(ratios), (_RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(ratios[draws], axis=1), (2.5, 97.5))
-    p50, p90 = np.percentile(times, 50, axis=0), np.percentile(times, 90, axis=0)
+    p50 = np.percentile(times, 50, axis=0)
+    p90 = np.percentile(times, 90, axis=0)
     return SpeedRow(
         batch=batch,
         length=length,
@@ -206,19 +217,19 @@ def speed_row(batch: int, length: int, times: np.ndarray, seed: int) -> SpeedRow
 def shaped_batch(
     example: Mapping[str, Any], batch: int, length: int | None = None
 ) -> dict[str, Any]:
-    """Inputs of a wanted size out of an example: rows and tokens are repeated or cut off, labels
-    left out.
+    """Repeat or cut the rows and tokens of an example to a given size; drop labels.
 
-    ``input_ids`` and what else is ``[batch, tokens]`` like them (``inputs_embeds`` too; the same
-    for a decoder's) get ``length`` tokens, attention masks are all ones and ``position_ids`` count
-    up. Other tensors, images for example, only get ``batch`` rows; without any tokens, ``length``
-    changes nothing.
+    ``input_ids``, ``inputs_embeds`` and every other ``[batch, tokens]`` get ``length`` tokens; so
+    do a decoder's. Attention masks are all ones and ``position_ids`` count up. Other tensors,
+    images for example, only get ``batch`` rows.
 
     Args:
-        example: What a model takes; tensors have the examples first.
-        batch: Rows wanted.
-        length: Tokens wanted; where left out, as many as the example has, and the decoder's as many
-            as it has.
+        example: A model's inputs; tensors have the examples first.
+        batch: New number of rows.
+        length: New number of tokens; default unchanged.
+
+    Returns:
+        The new inputs.
 
     Raises:
         InvalidValue: no mapping, no tensor in it, or sizes below 1.
@@ -235,43 +246,49 @@ def shaped_batch(
     check_count("batch", batch, 1)
     if length is not None:
         check_count("length", length, 1)
-    kept = (
-        {k: v for k, v in example.items() if k not in _LABELS}
-        if isinstance(example, Mapping)
-        else {}
-    )
-    if not any(isinstance(v, Tensor) and v.ndim and len(v) for v in kept.values()):
-        must = "a mapping of tensors with the examples first"
-        raise InvalidValue(
-            "example",
-            must,
-            sorted(kept) if isinstance(example, Mapping) else type(example).__name__,
-        )
-    return {name: _shaped(name, value, kept, batch, length) for name, value in kept.items()}
+    must = "a mapping of tensors with the examples first"
+    if not isinstance(example, Mapping):
+        raise InvalidValue("example", must, type(example).__name__)
+    inputs = {name: value for name, value in example.items() if name not in _LABELS}
+    if not any(isinstance(v, Tensor) and v.ndim and len(v) for v in inputs.values()):
+        raise InvalidValue("example", must, sorted(inputs))
+    return {name: _shaped(name, value, inputs, batch, length) for name, value in inputs.items()}
 
 
 def _shaped(
-    name: str, value: Any, example: Mapping[str, Any], batch: int, length: int | None
+    name: str, value: Any, inputs: Mapping[str, Any], batch: int, length: int | None
 ) -> Any:
+    """Bring one input to the given rows and, if it has tokens, to the given length."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
+    # Rows and tokens start again from the first where there are too few.
     rows = value.index_select(0, torch.arange(batch, device=value.device) % len(value))
-    decoder = name.startswith("decoder_")
-    tokens = next(
-        (example[k] for k in TOKENS if k in example and k.startswith("decoder_") == decoder), None
-    )
-    of_tokens = value.ndim == 2 or name in TOKENS
-    if tokens is None or not of_tokens or value.shape[1] != tokens.shape[1]:
+    if not _has_tokens(name, value, inputs):
         return rows
-    length = value.shape[1] if length is None else length
+    if length is None:
+        length = value.shape[1]
     places = torch.arange(length, device=value.device)
     if name.endswith("position_ids"):
         return places.to(value.dtype).expand(batch, length).contiguous()
     rows = rows.index_select(1, places % value.shape[1])
+    # No padding: all tokens count.
     return torch.ones_like(rows) if name in _MASKS else rows
 
 
+def _has_tokens(name: str, value: Tensor, inputs: Mapping[str, Any]) -> bool:
+    """Whether the second axis of an input is the tokens of the encoder or of the decoder."""
+    if value.ndim != 2 and name not in TOKENS:
+        return False
+    decoder = name.startswith("decoder_")
+    for other in TOKENS:
+        if other in inputs and other.startswith("decoder_") == decoder:
+            n_tokens: int = inputs[other].shape[1]
+            return value.shape[1] == n_tokens
+    return False
+
+
 def sizes_of(name: str, sizes: Sequence[int]) -> list[int]:
+    """Check a list of counts >= 1 and return a copy."""
     if isinstance(sizes, (str, int)) or not len(sizes):
         raise InvalidValue(name, "a list of counts, at least one", repr(sizes))
     for size in sizes:
@@ -279,6 +296,14 @@ def sizes_of(name: str, sizes: Sequence[int]) -> list[int]:
     return list(sizes)
 
 
+def check_seconds(where: str, value: Any) -> None:
+    """Refuse everything but a number >= 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not value >= 0:  # NaN is not >= 0
+        raise InvalidValue(where, "a number >= 0", repr(value))
+
+
 def check_count(where: str, value: Any, least: int) -> None:
+    """Refuse everything but a whole number >= ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidValue(where, f"a whole number >= {least}", repr(value))

@@ -1,5 +1,4 @@
-"""How good a model is on given batches: accuracy, perplexity or error, and the mean per-example
-loss."""
+"""Quality of a model on given batches: accuracy, perplexity or error, and per-example losses."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ class Quality:
         loss: Mean per-example loss.
         n_examples: Examples.
         losses: Per-example losses, in data order, for paired comparisons.
-        amounts, counts: What the metric adds up and divides by, example by example: ``value`` is
-            ``sum(amounts) / sum(counts)``, and its exponential for perplexity; for BLEU and
+        amounts, counts: Numerators and denominators of the metric, per example. ``value`` is
+            ``sum(amounts) / sum(counts)``, and its exponential for perplexity. For BLEU and
             Matthews correlation see ``headprune.core.bleu`` and ``headprune.core.matthews``.
         more: Other metrics of the same answers, by name.
     """
@@ -67,29 +66,37 @@ class Quality:
 
 
 @dataclass
-class _Totals:
-    """What the metric adds up and what it is divided by, for every example."""
+class _MetricSums:
+    """Numerators and denominators of the metric, for every example.
+
+    Args:
+        metric: Its name.
+        amounts: Numerators, numbers or tuples of numbers.
+        counts: Denominators.
+        unread: ``[examples, amounts and a count]`` per batch, on the model's device.
+    """
 
     metric: str = "loss"
     amounts: list[Any] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
-    unread: list[Tensor] = field(
-        default_factory=list
-    )  # [examples, amounts and a count] of a batch, where they are
+    unread: list[Tensor] = field(default_factory=list)
 
     def add(self, metric: str, amounts: Tensor, counts: Tensor | None = None) -> None:
+        """Add a batch: amounts ``[examples]`` or ``[examples, several]``, counts ``[examples]``."""
         self.metric = metric
-        rows = in_fp64(amounts if amounts.ndim == 2 else amounts[:, None])
+        if amounts.ndim == 1:
+            amounts = amounts[:, None]
+        rows = in_fp64(amounts)
         counts = torch.ones_like(rows[:, 0]) if counts is None else in_fp64(counts)
         self.unread.append(torch.cat([rows, counts[:, None]], 1))
 
     def read(self) -> None:
-        """Reads the numbers of all batches at once."""
-        unread, self.unread = self.unread, []
-        for rows in in_main_memory(unread):
-            amounts = rows[:, :-1].tolist()
-            self.amounts += [tuple(row) if len(row) > 1 else row[0] for row in amounts]
-            self.counts += rows[:, -1].tolist()
+        """Read the numbers of all batches at once, because a read waits for an accelerator."""
+        for rows in in_main_memory(self.unread):
+            for *amounts, count in rows.tolist():
+                self.amounts.append(tuple(amounts) if len(amounts) > 1 else amounts[0])
+                self.counts.append(count)
+        self.unread = []
 
     @property
     def value(self) -> float:
@@ -97,7 +104,9 @@ class _Totals:
         if self.metric == MATTHEWS:
             return float(matthews(np.array(self.amounts).sum(0), math.fsum(self.counts)))
         value = math.fsum(self.amounts) / math.fsum(self.counts)
-        return math.exp(min(value, 700.0)) if self.metric == "perplexity" else value
+        if self.metric == "perplexity":
+            return math.exp(min(value, 700.0))  # exp overflows above 709
+        return value
 
 
 def evaluate(
@@ -108,71 +117,89 @@ def evaluate(
     bits: bool = False,
     metric: ClassMetric | None = None,
 ) -> Quality:
-    """Evaluates a model; it is left as it was found.
+    """Evaluate a model on batches; the model does not change.
 
     Args:
         model: The model.
         batches: Batches with labels.
-        loss: Your own per-example loss; the metric is then the mean loss. The default one is
+        loss: Your own per-example loss; the metric is then the mean loss. The default loss is
             compared with the model's own on the first batch.
-        bits: For causal language models whose tokens are characters: bits per character in place of
-            perplexity.
+        bits: Report bits per character instead of perplexity, for causal language models whose
+            tokens are characters.
         metric: Of single-label classification: ``accuracy``, the default, or ``matthews`` for
             Matthews correlation; ``Quality.more`` has the accuracy then.
 
     Raises:
         InvalidValue: no batch, no labels, a loss that is not finite; a default loss that is not the
-            model's own; a metric of classification where the model does something else.
+            model's own; a metric of classification for another kind of model.
     """
     _check_metric(metric, loss)
-    totals, losses = _Totals(), []
+    totals = _MetricSums()
+    losses = []
     reading: Reading | None = None
-    device, batches = device_of(model), Batches.of(batches)
+    device = device_of(model)
+    batches = Batches.of(batches)
+
+    # 1. Losses and metric of every batch, on the model's device.
     with undisturbed(model, packed=True), torch.no_grad(), explained(model, batches):
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
+            # For another loss the mean loss is the metric.
             if loss is not None and not is_default(loss):
                 losses.append(shaped_losses(loss, model, batch, number))
                 continue
+            # On the first batch: does the model shift labels, and is its loss the default one?
             if reading is None:
                 reading = reading_of(model, batch)
                 reading.check()
-            of_batch = _Answered(predict(model, batch), reading.shifted)
-            losses.append(shaped_losses(of_batch.losses, model, batch, number))
-            _count(totals, model, batch, of_batch, bits, metric)
+            prediction = _Prediction(predict(model, batch), reading.shifted)
+            losses.append(shaped_losses(prediction.losses, model, batch, number))
+            _count(totals, model, batch, prediction, bits, metric)
             if metric is not None and totals.metric != metric:
                 must = "left out for a model that gives no single class to an example or a token"
-                raise InvalidValue(
-                    "evaluate(metric=)", must, f"{metric!r} for {type(model).__name__}"
-                )
+                got = f"{metric!r} for {type(model).__name__}"
+                raise InvalidValue("evaluate(metric=)", must, got)
     if not losses:
         raise InvalidValue(*EMPTY)
-    losses = in_main_memory(losses)  # once, at the end: every copy waits for an accelerator
+
+    # 2. Copy once, at the end, because every copy waits for an accelerator.
+    losses = in_main_memory(losses)
     check_finite(enumerate(losses))
-    flat = torch.cat(losses).double()
-    mean = float(flat.mean())
+    flat = torch.cat(losses).double()  # [examples]
     totals.read()
+
+    # 3. The metric; the mean loss where no label counts for another.
     if not sum(totals.counts):
-        totals = _Totals("loss", flat.tolist(), [1.0] * len(flat))
-    per_example = (tuple(flat.tolist()), tuple(totals.amounts), tuple(totals.counts))
+        totals = _MetricSums("loss", flat.tolist(), [1.0] * len(flat))
     more = {}
     if totals.metric == MATTHEWS:
-        more = {"accuracy": math.fsum(row[0] for row in totals.amounts) / math.fsum(totals.counts)}
-    return Quality(totals.metric, totals.value, mean, len(flat), *per_example, more)
+        n_right = math.fsum(row[0] for row in totals.amounts)
+        more["accuracy"] = n_right / math.fsum(totals.counts)
+    return Quality(
+        metric=totals.metric,
+        value=totals.value,
+        loss=float(flat.mean()),
+        n_examples=len(flat),
+        losses=tuple(flat.tolist()),
+        amounts=tuple(totals.amounts),
+        counts=tuple(totals.counts),
+        more=more,
+    )
 
 
 def _check_metric(metric: Any, loss: Loss | None) -> None:
-    if metric is not None and metric not in CLASS_METRICS:
-        raise InvalidValue(
-            "evaluate(metric=)", f"one of {', '.join(CLASS_METRICS)}, or None", repr(metric)
-        )
-    if metric is not None and loss is not None and not is_default(loss):
+    if metric is None:
+        return
+    if metric not in CLASS_METRICS:
+        must = f"one of {', '.join(CLASS_METRICS)}, or None"
+        raise InvalidValue("evaluate(metric=)", must, repr(metric))
+    if loss is not None and not is_default(loss):
         must = "left out with a loss of your own, whose mean is the metric"
         raise InvalidValue("evaluate(metric=)", must, repr(metric))
 
 
 @dataclass(frozen=True)
-class _Answered:
+class _Prediction:
     """A model's output, and whether labels of tokens are those of the next token."""
 
     output: Any
@@ -183,56 +210,78 @@ class _Answered:
 
 
 def _count(
-    totals: _Totals,
+    totals: _MetricSums,
     model: nn.Module,
     batch: Mapping[str, Any],
-    found: _Answered,
+    prediction: _Prediction,
     bits: bool,
     metric: str | None,
 ) -> None:
-    """Adds a batch to the metric that fits the model; leaves the metric at the loss where none
-    does."""
+    """Add a batch to the metric that fits the model; without one the metric is the loss."""
+    # Answers to questions need the texts, see `evaluate_answers`.
     if "start_positions" in batch:
         return
-    logits = logits_of(found.output)
+    logits = logits_of(prediction.output)
     if logits.ndim == 3:
-        losses, counted = token_losses(model, batch, logits, found.shifted)
-        if found.shifted or is_causal_lm(model):
-            name, unit = ("bits_per_character", math.log(2)) if bits else ("perplexity", 1.0)
-            totals.add(name, (losses.double() * counted).sum(1) / unit, counted.sum(1))
-        else:
-            _count_classes(totals, logits, batch["labels"], counted.bool(), metric)
+        _count_tokens(totals, model, batch, logits, prediction.shifted, bits, metric)
         return
     labels = batch["labels"]
     kind = problem_type(model, labels, logits)
     if kind == "single_label_classification":
-        labels = labels.reshape(-1, 1)
-        _count_classes(
-            totals, logits[:, None], labels, torch.ones_like(labels, dtype=torch.bool), metric
-        )
+        labels = labels.reshape(-1, 1)  # [examples, 1]
+        counted = torch.ones_like(labels, dtype=torch.bool)
+        # One place per example: logits [examples, 1, classes].
+        _count_classes(totals, logits[:, None], labels, counted, metric)
     elif kind == "regression":
-        totals.add("mse", found.losses(model, batch))
+        totals.add("mse", prediction.losses(model, batch))
+
+
+def _count_tokens(
+    totals: _MetricSums,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    logits: Tensor,
+    shifted: bool,
+    bits: bool,
+    metric: str | None,
+) -> None:
+    """Add a batch of labelled tokens: a language model's losses, or right predictions."""
+    losses, counted = token_losses(model, batch, logits, shifted)  # [examples, tokens]
+    if not shifted and not is_causal_lm(model):
+        _count_classes(totals, logits, batch["labels"], counted.bool(), metric)
+        return
+    name = "perplexity"
+    unit = 1.0
+    if bits:
+        name = "bits_per_character"
+        unit = math.log(2)
+    totals.add(name, (losses.double() * counted).sum(1) / unit, counted.sum(1))
 
 
 def _count_classes(
-    totals: _Totals, logits: Tensor, labels: Tensor, counted: Tensor, metric: str | None
+    totals: _MetricSums, logits: Tensor, labels: Tensor, counted: Tensor, metric: str | None
 ) -> None:
-    """Adds the right predictions and, for Matthews correlation, how often each class is a label and
-    is predicted.
+    """Add right predictions and, for Matthews correlation, the counts of each class.
 
     Args:
-        totals: What they are added to.
+        totals: The sums to add to.
         logits: ``[examples, places, classes]``.
         labels: ``[examples, places]``.
-        counted: The same: True where a label counts.
-        metric: The one that is asked for.
+        counted: ``[examples, places]``, True where a label counts.
+        metric: The wanted metric.
     """
-    predicted = logits.argmax(-1)
+    predicted = logits.argmax(-1)  # [examples, places]
     amounts = ((predicted == labels) & counted).sum(1)
     if metric == MATTHEWS:
-        classes = torch.arange(logits.shape[-1], device=logits.device)
-        of_labels, of_predictions = (
-            ((x[..., None] == classes) & counted[..., None]).sum(1) for x in (labels, predicted)
-        )
-        amounts = torch.cat([amounts[:, None], of_labels, of_predictions], 1)
+        # [examples, 1 + classes + classes]: right, per label, per prediction
+        n_classes = logits.shape[-1]
+        per_label = _count_each(labels, counted, n_classes)
+        per_prediction = _count_each(predicted, counted, n_classes)
+        amounts = torch.cat([amounts[:, None], per_label, per_prediction], 1)
     totals.add(metric or "accuracy", amounts, counted.sum(1))
+
+
+def _count_each(x: Tensor, counted: Tensor, n_classes: int) -> Tensor:
+    """Count each class in ``x [examples, places]``: ``[examples, classes]``."""
+    classes = torch.arange(n_classes, device=x.device)
+    return ((x[..., None] == classes) & counted[..., None]).sum(1)

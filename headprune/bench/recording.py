@@ -1,5 +1,4 @@
-"""What goes into every attention module in one pass of a model, kept so that the modules can be run
-again alone."""
+"""Recorded inputs of every attention module in one pass, so that modules can run again alone."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ from headprune.core.errors import UnsupportedModel
 from headprune.model.running import call, tensors
 from headprune.model.sites import BoundSite
 
+# Types of settings that are equal or not, and that a call cannot change.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
-class Run:
-    """One call of an attention module in a pass of the model."""
+class RecordedCall:
+    """One call of an attention module in a pass of the model, with copies of its arguments."""
 
     bound: BoundSite
     args: tuple[Any, ...]
@@ -30,57 +30,59 @@ class Run:
 
 def recorded(
     model: nn.Module, bound: list[BoundSite], inputs: Any
-) -> dict[str, list[tuple[Any, Run]]]:
-    """For every site the runs of its module in one pass, each with what tells kinds of runs apart;
-    one run a kind keeps its inputs."""
-    seen: dict[str, list[tuple[Any, Run]]] = {b.site.name: [] for b in bound}
-    kept: dict[Any, Run] = {}
+) -> dict[str, list[tuple[Any, RecordedCall]]]:
+    """Run a model once and return the calls of each site's module, each with its kind.
+
+    Calls of one kind take the same time. The first of each kind is recorded; the others refer to
+    it.
+
+    Raises:
+        UnsupportedModel: an attention that this batch does not run.
+    """
+    calls: dict[str, list[tuple[Any, RecordedCall]]] = {b.site.name: [] for b in bound}
+    firsts: dict[Any, RecordedCall] = {}  # by kind
 
     def hook(b: BoundSite) -> Callable[..., None]:
-        def given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            key = (_build(b), _shape((args, kwargs)))
-            if key not in kept:
-                kept[key] = Run(b, *fresh((args, kwargs), _cloned))
-            seen[b.site.name].append((key, kept[key]))
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kind = (_build(b), _shape((args, kwargs)))
+            if kind not in firsts:
+                own_args, own_kwargs = fresh((args, kwargs), _cloned)
+                firsts[kind] = RecordedCall(b, own_args, own_kwargs)
+            calls[b.site.name].append((kind, firsts[kind]))
 
-        return given
+        return record
 
     with ExitStack() as stack:
         for b in bound:
             stack.callback(b.module.register_forward_pre_hook(hook(b), with_kwargs=True).remove)
         call(model, inputs)
-    if idle := [name for name, runs in seen.items() if not runs]:
-        hint = "Give a batch that uses it, or leave it out of sites=."
-        raise UnsupportedModel(
-            idle[0],
-            "run by the batch that latency is measured on",
-            "an attention that is not",
-            hint,
-        )
-    return seen
+    for name, of_site in calls.items():
+        if not of_site:
+            must = "run by the batch that latency is measured on"
+            hint = "Give a batch that uses it, or leave it out of sites=."
+            raise UnsupportedModel(name, must, "an attention that is not", hint)
+    return calls
 
 
 def _build(b: BoundSite) -> Any:
-    """Equal for modules that are built alike: class, heads, shapes, and settings other than a
-    layer's number."""
+    """Return a key that is equal for modules of equal class, heads, shapes and settings."""
     site = b.site
     heads = (site.layout, site.kind, site.geometry, site.policy, site.grouping, site.heads)
-    shapes = tuple(
-        (name, p.shape, p.dtype)
-        for name, p in [*b.module.named_parameters(), *b.module.named_buffers()]
-    )
-    plain = tuple(
-        (name, value)
-        for name, value in sorted(vars(b.module).items())
-        if isinstance(value, (bool, int, str, type(None)))
-        and not (type(value) is int and ("layer" in name or "idx" in name))
-    )
-    return type(b.module), heads, shapes, plain
+    weights = [*b.module.named_parameters(), *b.module.named_buffers()]
+    shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in weights)
+    settings = []
+    for name, value in sorted(vars(b.module).items()):
+        # The number of a layer makes no difference.
+        is_index = type(value) is int and ("layer" in name or "idx" in name)
+        if isinstance(value, (bool, int, str, type(None))) and not is_index:
+            settings.append((name, value))
+    return type(b.module), heads, shapes, tuple(settings)
 
 
 def _shape(value: Any) -> Any:
-    """Equal for inputs that take a module the same work."""
+    """Return a key that is equal for inputs on which a module does the same work."""
     if isinstance(value, Tensor):
+        # Kernels differ by stride too.
         return value.shape, value.dtype, value.stride()
     if isinstance(value, Mapping):
         return tuple((k, _shape(v)) for k, v in value.items())
@@ -89,14 +91,19 @@ def _shape(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else type(value)
 
 
-def tokens_of(run: Run) -> int:
-    first = next((t for t in tensors((run.args, run.kwargs)) if t.ndim > 2), None)
-    return 1 if first is None else first.shape[1 - run.bound.layout.batch_axis]
+def tokens_of(one: RecordedCall) -> int:
+    """Return the tokens per example in the first input that has any."""
+    for tensor in tensors((one.args, one.kwargs)):
+        if tensor.ndim > 2:
+            return tensor.shape[1 - one.bound.layout.batch_axis]
+    return 1
 
 
 def fresh(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """The value with ``of_tensor`` of its tensors and copies of what is no plain data: a cache that
-    is filled would be longer in the next call."""
+    """Copy inputs for one call: ``of_tensor`` of tensors, deep copies of other objects.
+
+    A cache, for example, grows in a call and would be longer in the next one.
+    """
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, Mapping):
@@ -107,5 +114,5 @@ def fresh(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda t: t) -> An
 
 
 def _cloned(tensor: Tensor) -> Tensor:
-    """A copy that no later call changes."""
+    """Copy a tensor so that no later call changes it."""
     return tensor.clone(memory_format=torch.preserve_format)

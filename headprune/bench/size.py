@@ -9,7 +9,7 @@ from torch import nn
 from headprune.core.record import SizeRow
 from headprune.model.costs import measure_costs
 from headprune.model.losses import Loss
-from headprune.model.sites import Sites, bind, find_sites
+from headprune.model.sites import BoundSite, Sites, bind, find_sites
 
 
 def sizes(
@@ -19,26 +19,39 @@ def sizes(
     sites: Sites | None = None,
     loss: Loss | None = None,
 ) -> tuple[SizeRow, ...]:
-    """Counts both models on one batch.
+    """Count the sizes of both models on one batch.
 
     Args:
         original: The model before the cut.
         pruned: The model after it.
-        batch: Any batch that both take; multiply-adds are for one example of its length.
+        batch: Any batch for both; multiply-adds are for one example of its length.
         sites: Default ``find_sites(original)``.
-        loss: How the models are called, where a batch is not simply their arguments.
+        loss: Calls the models, where a batch is not simply their arguments.
 
     Returns:
-        Rows for heads, parameters, multiply-adds and, where there is a cache, its bytes a token.
+        Rows for heads, parameters, multiply-adds and, where there is a cache, its bytes per token.
     """
-    located = sites if sites is not None else find_sites(original)
-    before, after = bind(original, located), bind(pruned, located)
-    a, b = measure_costs(original, before, batch, loss), measure_costs(pruned, after, batch, loss)
+    if sites is None:
+        sites = find_sites(original)
+    bound_before = bind(original, sites)
+    bound_after = bind(pruned, sites)
+    costs = measure_costs(original, bound_before, batch, loss)
+    before = costs.total
+    after = measure_costs(pruned, bound_after, batch, loss).total
+    length = costs.length
     rows = [
-        ("heads", sum(len(s.site.heads) for s in before), sum(len(s.site.heads) for s in after)),
-        ("parameters", a.total.params, b.total.params),
-        (f"MACs an example of {a.length} tokens", a.total.macs(a.length), b.total.macs(a.length)),
+        _row("heads", _n_heads(bound_before), _n_heads(bound_after)),
+        _row("parameters", before.params, after.params),
+        _row(f"MACs an example of {length} tokens", before.macs(length), after.macs(length)),
     ]
-    if a.total.kv_bytes:
-        rows.append(("KV-cache bytes a token", a.total.kv_bytes, b.total.kv_bytes))
-    return tuple(SizeRow(name, float(x), float(y)) for name, x, y in rows)
+    if before.kv_bytes:
+        rows.append(_row("KV-cache bytes a token", before.kv_bytes, after.kv_bytes))
+    return tuple(rows)
+
+
+def _row(name: str, original: float, pruned: float) -> SizeRow:
+    return SizeRow(name, float(original), float(pruned))
+
+
+def _n_heads(bound: list[BoundSite]) -> int:
+    return sum(len(b.site.heads) for b in bound)

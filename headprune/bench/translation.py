@@ -1,4 +1,4 @@
-"""Translations of an encoder-decoder, and how good they are: BLEU by sacrebleu."""
+"""Translations of an encoder-decoder, and their BLEU by sacrebleu."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headprune.model.running import device_of, to_device, undisturbed
 
 
 def check_sacrebleu(where: str) -> None:
-    """Refuses to go on without the package that counts n-grams.
+    """Check that the package that counts n-grams is installed.
 
     Raises:
         InvalidValue: sacrebleu is not installed.
@@ -39,19 +39,19 @@ def translate(
     beams: int = 1,
     max_length: int = 64,
 ) -> list[str]:
-    """One translation a source sentence, in the order of the batches.
+    """Translate every source sentence, in the order of the batches.
 
     Args:
-        model: A Transformers encoder-decoder that generates, or ``TransformerForTranslation``; left
-            as it was found.
-        batches: With ``input_ids`` and ``attention_mask``; what else they hold is not read.
+        model: A Transformers encoder-decoder that generates, or ``TransformerForTranslation``; it
+            does not change.
+        batches: With ``input_ids`` and ``attention_mask``; nothing else is read.
         tokenizer: Turns tokens into text.
-        beams: 1 takes the likeliest token every time; more search so many translations at once.
-        max_length: Tokens of a translation at most.
+        beams: Width of the beam search; 1 is greedy.
+        max_length: Most tokens of a translation.
     """
-    found: list[str] = []
+    translations: list[str] = []
     generate: Any = model.generate
-    wanted = {
+    options = {
         "num_beams": beams,
         "do_sample": False,
         "max_new_tokens": max_length,
@@ -61,9 +61,9 @@ def translate(
     with undisturbed(model, packed=True), torch.no_grad():
         for batch in batches:
             sources = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            tokens = generate(**to_device(sources, device), **wanted)
-            found += tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return found
+            tokens = generate(**to_device(sources, device), **options)  # [batch, target tokens]
+            translations += tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return translations
 
 
 def evaluate_translation(
@@ -75,41 +75,43 @@ def evaluate_translation(
     beams: int = 1,
     max_length: int = 64,
 ) -> Quality:
-    """BLEU (as a fraction of 1) of a model's own translations, and its losses on the references.
+    """Compute BLEU of a model's translations, from 0 to 1, and its losses on the references.
 
-    BLEU is sacrebleu's with its defaults (tokenizer ``13a``, case counts, smoothing ``exp``),
-    divided by 100; it is taken of the sums of ``Quality.amounts``, whose rows are those of
-    ``headprune.core.bleu.bleu``.
+    BLEU is sacrebleu's with its defaults (tokenizer ``13a``, case-sensitive, smoothing ``exp``),
+    divided by 100. It is computed from the sums of ``Quality.amounts``, see
+    ``headprune.core.bleu``.
 
     Args:
         model: See ``translate``.
-        batches: With labels, too.
+        batches: As for ``translate``, with labels.
         references: The true translations, in the order of the batches.
         tokenizer: See ``translate``.
         beams: See ``translate``.
         max_length: See ``translate``.
 
     Raises:
-        InvalidValue: sacrebleu is missing, or there is not one reference a sentence.
+        InvalidValue: sacrebleu is missing, or not one reference per sentence.
     """
     check_sacrebleu("evaluate_translation")
     from sacrebleu.metrics import BLEU
 
-    read = Batches.of(batches)  # twice
-    quality = evaluate(model, read)
+    # `evaluate` and `translate` both read all batches.
+    reread = Batches.of(batches)
+    quality = evaluate(model, reread)
     if len(references) != quality.n_examples:
-        raise InvalidValue(
-            "references", f"one for each of {quality.n_examples} sentences", len(references)
-        )
-    translations = translate(model, read, tokenizer, beams=beams, max_length=max_length)
-    scorer = BLEU(
-        effective_order=True
-    )  # it is the counts that are taken; the order matters to one sentence's score
-    scores = [
-        scorer.sentence_score(said, [true])
-        for said, true in zip(translations, references, strict=True)
-    ]
-    amounts = tuple((*map(float, s.counts), *map(float, s.totals)) for s in scores)
-    counts = tuple(float(s.ref_len) for s in scores)
+        must = f"one for each of {quality.n_examples} sentences"
+        raise InvalidValue("references", must, len(references))
+    translations = translate(model, reread, tokenizer, beams=beams, max_length=max_length)
+
+    # Only the n-gram counts are used; effective_order avoids a warning about single sentences.
+    scorer = BLEU(effective_order=True)
+    amounts = []  # per sentence: matched n-grams, then all n-grams, by order
+    counts = []  # lengths of the references
+    for translation, reference in zip(translations, references, strict=True):
+        score = scorer.sentence_score(translation, [reference])
+        amounts.append(tuple(map(float, [*score.counts, *score.totals])))
+        counts.append(float(score.ref_len))
     value = float(bleu(np.array(amounts).sum(0), np.array(counts).sum()))
-    return replace(quality, metric="bleu", value=value, amounts=amounts, counts=counts)
+    return replace(
+        quality, metric="bleu", value=value, amounts=tuple(amounts), counts=tuple(counts)
+    )

@@ -1,8 +1,7 @@
-"""Gates on heads: the same model with a multiplier on every head, for as long as a ``with`` block
-lasts.
+"""Gates on heads: a multiplier on every head of a model inside a ``with`` block.
 
-``hp.gated`` takes the gates as they are; ``hp.learned_gates`` trains them: ``HardConcrete`` and
-``SubsetTopk`` say how.
+``hp.gated`` sets given gates. ``hp.learned_gates`` trains them; ``HardConcrete`` and ``SubsetTopk``
+are their distributions.
 """
 
 import importlib

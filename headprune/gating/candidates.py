@@ -1,9 +1,11 @@
-"""Losses of many gate settings, exactly as from a pass for each, at a fraction of the cost.
+"""Losses of many gate settings, as exact as one pass per setting but much cheaper.
 
-Three savings: what comes before the first gate that differs is played back from a tape of one pass
-(``tape``); that site's output projection is corrected by what the changed heads wrote, instead of
-computed again; several settings run as one batch. Where a model cannot be played back, or the proof
-on two examples fails, every setting has a pass of its own, and ``notes`` says so.
+Three savings. (1) Everything before the first gate that differs is played back from the tape of one
+pass (module ``tape``). (2) That site's output projection is corrected by what the changed heads
+add, instead of computed again. (3) Several settings run as one batch.
+
+A proof on two examples comes first. Where a model cannot be played back, or where the proof fails,
+every setting gets a whole pass of its own, and ``notes`` says why.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.gating.changes import Known, batch_axis, by_site, crowded, first_sites, on_cpu, worst
+from headprune.gating.changes import (
+    ReplayFacts,
+    batch_axis,
+    by_site,
+    crowded,
+    first_sites,
+    on_cpu,
+    worst,
+)
 from headprune.gating.context import multiplied, spread
 from headprune.gating.projections import Stand, output_gated, plain_weight
 from headprune.gating.rows import form, largest_row, over_rows, repeated_along, with_rows
@@ -34,30 +44,35 @@ _T = TypeVar("_T")
 #: ``see(number of the batch, losses [batch])``
 See: TypeAlias = Callable[[int, Tensor], None]
 
-#: Tokens that a pass should have at least, to keep all arithmetic units busy, by device.
+# Tokens that a pass should have at least, to keep all arithmetic units busy, by device.
 _TOKENS = {"cpu": 1024}
 _TOKENS_ELSEWHERE = 32768
-_EXAMPLES = 2  # that the proof runs on
-_AT_WORK = 8  # tensors of the largest recorded size that a pass holds at once, about
+# Examples that the proof runs on.
+_EXAMPLES = 2
+# A pass holds about so many tensors of the largest recorded size at once.
+_AT_WORK = 8
+# The mark in a saved replay state for a batch whose form is not played back. It is on disk.
 _INEXACT = "inexact"
+# Largest gap between two losses that count as equal; other dtypes: 1e-2.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
-_WIDER = 10.0  # times that, for the largest gap of many examples
+# Factor on the tolerance for the largest gap of many examples.
+_WIDER = 10.0
 
 
 class CandidateLosses:
     """Losses of gate settings of one model.
 
+    ``notes`` says why passes are not played back, where they are not.
+
     Args:
         model: The model, in evaluation mode.
         bound: Its sites.
         loss: Per-example loss.
-        max_bytes: Bound on what is kept of a pass and on what several settings need at once, as far
-            as the outputs of modules tell. A batch that needs more is cut into smaller ones.
+        max_bytes: Bound on the bytes of the tape and on the bytes that several settings need at
+            once, estimated from the outputs of modules. A batch that needs more is split.
         replay: False runs a pass for every setting.
-        see: Takes the number of a batch and losses ``[batch]`` that must be finite, and refuses
-            them; default at once, which waits for an accelerator.
-
-    ``notes`` says why passes are not played back, where they are not.
+        see: Takes the number of a batch and losses ``[batch]`` and must refuse losses that are not
+            finite. The default checks at once, which waits for an accelerator.
     """
 
     def __init__(
@@ -69,13 +84,16 @@ class CandidateLosses:
         replay: bool = True,
         see: See | None = None,
     ) -> None:
-        self.model, self.bound, self.loss, self.max_bytes = model, list(bound), loss, max_bytes
+        self.model = model
+        self.bound = list(bound)
+        self.loss = loss
+        self.max_bytes = max_bytes
         self.sizes = [len(b.site.heads) for b in bound]
         self.notes: tuple[str, ...] = ()
         self.tape = Tape(model, self.bound)
         self.replay = replay
-        self.see = see or (lambda number, losses: check_finite([(number, losses)]))
-        self._known: dict[Any, Known] = {}
+        self.see = see or _check_now
+        self._facts: dict[Any, ReplayFacts] = {}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -87,15 +105,15 @@ class CandidateLosses:
         fill: Mapping[int, Stand] | None = None,
         number: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Losses of every setting and of the base.
+        """Compute the losses of every setting and of the base.
 
         Args:
             batch: A batch on the model's device.
-            settings: ``[settings, heads]``, gates of all present heads, site after site. What is
-                run is decided by them, so that they should be on the CPU.
+            settings: ``[settings, heads]``, gates of all present heads, site after site. They
+                decide which passes run, so they should be on the CPU.
             base: ``[heads]``, gates that most settings differ from at few sites; default ones.
-            fill: By site number, what a closed gate lets through instead of nothing: a gate g gives
-                ``g * context + (1 - g) * fill``. ``[heads * width]``; or for each example
+            fill: By site number, the values that replace the output of a closed gate. A gate g
+                gives ``g * context + (1 - g) * fill``. ``[heads * width]``; or per example
                 ``[tokens, heads * width]``.
             number: The batch's number, for messages.
 
@@ -104,70 +122,77 @@ class CandidateLosses:
         """
         settings, base = on_cpu(settings, base)
         with exposed(self.bound):
-            whole = self._proven(batch, base, fill, number)
-            found = None
-            if self.replay and whole.known.exact:
-                found = self._guarded(whole, functools.partial(whole.checked, settings))
-            found = whole.naive(settings) if found is None else found
-        self.see(number, worst(*found))
-        return found
+            passes = self._proven(batch, base, fill, number)
+            losses = None
+            if self.replay and passes.facts.exact:
+                losses = self._guarded(passes, functools.partial(passes.checked, settings))
+            if losses is None:
+                losses = passes.naive(settings)
+        self.see(number, worst(*losses))
+        return losses
 
-    def told(self, batch: Any) -> list[str]:
-        """What a batch that is through leaves for later ones, in words; see ``catch_up``."""
-        return [*([] if self._known[form(batch)].exact else [_INEXACT]), *self.notes]
+    def replay_state(self, batch: Any) -> list[str]:
+        """Return, after a batch, what later batches depend on; ``restore_replay`` takes it."""
+        marks = [] if self._facts[form(batch)].exact else [_INEXACT]
+        return [*marks, *self.notes]
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def catch_up(
+    def restore_replay(
         self,
         batch: Any,
-        told: Sequence[str],
+        state: Sequence[str],
         base: Tensor,
         fill: Mapping[int, Stand] | None = None,
         number: int = 0,
     ) -> None:
-        """Takes a batch for one that is through, without running its settings; how later ones run
-        depends on it.
+        """Treat a batch as done without running its settings, so that later batches run alike.
 
         Args:
-            told: What ``told`` gave after the batch.
+            batch: The batch, as in a call.
+            state: The ``replay_state`` after the batch.
+            base: As in a call.
+            fill: As in a call.
+            number: As in a call.
         """
         base = in_main_memory([base])[0]
         with exposed(self.bound):
-            whole = self._proven(batch, base, fill, number)
-        whole.known.exact = _INEXACT not in told
-        self.notes = tuple(note for note in told if note != _INEXACT)
+            passes = self._proven(batch, base, fill, number)
+        passes.facts.exact = _INEXACT not in state
+        self.notes = tuple(note for note in state if note != _INEXACT)
 
     def _proven(
         self, batch: Any, base: Tensor, fill: Mapping[int, Stand] | None, number: int
     ) -> _Pass:
-        """A pass of the batch, after the proof where its form is a new one."""
-        size, kind = batch_size(batch), form(batch)
-        rows, examples = with_rows(batch, size), min(_EXAMPLES, size)
-        known = self._known.get(kind)
-        new = known is None or not known.rows <= rows or known.examples < examples
-        if known is None or new:
-            known = self._known[kind] = Known(
-                rows if known is None else rows & known.rows, examples
-            )
-        whole = _Pass(self, batch, size, known, base, dict(fill or {}), number)
-        if new and self.replay:
-            self._guarded(whole, whole.prove)
-        return whole
+        """Return the passes of a batch; prove first that its form can be played back, if new."""
+        size = batch_size(batch)
+        kind = form(batch)
+        rows = with_rows(batch, size)
+        examples = min(_EXAMPLES, size)
+        facts = self._facts.get(kind)
+        is_new = facts is None or not facts.rows <= rows or facts.examples < examples
+        if facts is None or is_new:
+            # A tensor can be as long as one batch by chance. Only what has rows in every batch of
+            # this form counts.
+            common = rows if facts is None else rows & facts.rows
+            facts = ReplayFacts(common, examples)
+            self._facts[kind] = facts
+        passes = _Pass(self, batch, size, facts, base, dict(fill or {}), number)
+        if is_new and self.replay:
+            self._guarded(passes, passes.prove)
+        return passes
 
-    def _guarded(self, whole: _Pass, run: Callable[[], _T]) -> _T | None:
-        """Runs what goes back to whole passes, with a note, where it fails."""
+    def _guarded(self, passes: _Pass, run: Callable[[], _T]) -> _T | None:
+        """Run a replay; if it fails, note why, fall back to whole passes and return None."""
         try:
             return run()
-        except (
-            Exception
-        ) as error:  # a model that is not made for parts or copies of a batch may raise anything
-            if (
-                isinstance(error, InvalidValue) and error.must == "finite"
-            ):  # of a loss: no way to run it would help
+        # A model that is not made for parts or copies of a batch may raise anything.
+        except Exception as error:
+            # A loss that is not finite is so in every kind of pass.
+            if isinstance(error, InvalidValue) and error.must == "finite":
                 raise
-            whole.known.exact = False
-            since = f" from batch {whole.number} on" if whole.number else ""
+            passes.facts.exact = False
+            since = f" from batch {passes.number} on" if passes.number else ""
             why = str(error) or type(error).__name__
             note = (
                 f"Every setting had a whole pass of its own{since}, as passes could not be played"
@@ -177,235 +202,288 @@ class CandidateLosses:
             return None
 
 
+def _check_now(number: int, losses: Tensor) -> None:
+    check_finite([(number, losses)])
+
+
 class _Pass:
-    """One batch under gates."""
+    """Passes of one batch under gates."""
 
     def __init__(
         self,
         of: CandidateLosses,
         batch: Any,
         size: int,
-        known: Known,
+        facts: ReplayFacts,
         base: Tensor,
         fill: dict[int, Stand],
         number: int,
     ) -> None:
-        self.of, self.batch, self.size, self.known = of, batch, size, known
-        self.base, self.fill, self.number = base, fill, number
+        self.of = of
+        self.batch = batch
+        self.size = size
+        self.facts = facts
+        self.base = base  # [heads]
+        self.fill = fill
+        self.number = number
+
+    # ------------------------------------------------------------- parts and copies of the batch
 
     def part(self, start: int, stop: int) -> _Pass:
         """Some of its examples."""
         if (start, stop) == (0, self.size):
             return self
-        batch = over_rows(self.batch, self.known.rows, lambda t: t[start:stop])
-        fill = {
-            site: f if isinstance(f, Tensor) else f[start:stop] for site, f in self.fill.items()
-        }
-        return _Pass(self.of, batch, stop - start, self.known, self.base, fill, self.number)
+        batch = over_rows(self.batch, self.facts.rows, lambda t: t[start:stop])
+        fill = dict(self.fill)
+        for site, values in self.fill.items():
+            if not isinstance(values, Tensor):  # one tensor per example
+                fill[site] = values[start:stop]
+        return _Pass(self.of, batch, stop - start, self.facts, self.base, fill, self.number)
 
     def twice(self) -> _Pass:
         """All of its examples, and all again."""
-        fill = {site: f if isinstance(f, Tensor) else f * 2 for site, f in self.fill.items()}
-        return _Pass(
-            self.of, self._copied(2), 2 * self.size, self.known, self.base, fill, self.number
-        )
+        fill = dict(self.fill)
+        for site, values in self.fill.items():
+            if not isinstance(values, Tensor):
+                fill[site] = values * 2
+        batch = self._copied(2)
+        return _Pass(self.of, batch, 2 * self.size, self.facts, self.base, fill, self.number)
 
     def _copied(self, copies: int) -> Any:
-        return over_rows(self.batch, self.known.rows, lambda t: repeated_along(t, copies, 0))
+        return over_rows(self.batch, self.facts.rows, lambda t: repeated_along(t, copies, 0))
+
+    # ------------------------------------------------------------- the proof
 
     @full_precision()
     def prove(self) -> None:
-        """Shows on two examples that parts, copies and passes from the middle on give the losses of
-        whole passes.
+        """Show on two examples that replayed losses are those of whole passes.
 
         Raises:
-            CannotReplay: they do not.
+            CannotReplay: they are not.
         """
-        small, known, tape = self.part(0, self.known.examples), self.known, self.of.tape
+        small = self.part(0, self.facts.examples)
+
+        # 1. Record the examples twice over, then once: shapes that differ have an example axis.
         doubled = small.twice().record()
-        check_finite(
-            [(self.number, doubled)]
-        )  # at once: after a loss that is not finite no pass is worth its time
-        twice = self._recorded()
+        # At once, because after a loss that is not finite no pass is worth its time.
+        check_finite([(self.number, doubled)])
+        twice = self._recorded_shapes()
         losses = small.record()
         check_finite([(self.number, losses)])
-        once = self._recorded()
-        alone = [
-            small.part(i, i + 1).naive(losses.new_zeros(0, len(self.base)))[1]
-            for i in range(small.size)
-        ]
+        once = self._recorded_shapes()
+
+        # 2. Batching changes no loss: not with other examples, not with copies.
+        no_settings = losses.new_zeros(0, len(self.base))
+        alone = []
+        for i in range(small.size):
+            _, base_loss = small.part(i, i + 1).naive(no_settings)
+            alone.append(base_loss)
         small.compare(losses, torch.cat(alone), "the losses of two examples")
         small.compare(doubled, torch.cat([losses, losses]), "the losses of a batch taken twice")
-        known.axes = {place: batch_axis(once.get(place), shape) for place, shape in twice.items()}
-        kept = {t.data_ptr(): t for out in tape.outputs.values() for t in tensors(out)}.values()
-        n_bytes = [t.numel() * t.element_size() // small.size for t in kept]
-        known.kept, known.work = sum(n_bytes), _AT_WORK * max(n_bytes, default=0)
-        known.largest = largest_row(self.batch, known.rows)
-        played, settings = [], []
-        for number, site in enumerate(tape.order()):
-            two = self._flipped(
-                site
-            )  # they run as one batch: were one wrong because of the other, both would be
-            played.append(small._play(site, two)[number % 2])
+
+        # 3. Write down the facts, while the tape holds the two examples.
+        self.facts.axes = {}
+        for place, shape in twice.items():
+            self.facts.axes[place] = batch_axis(once.get(place), shape)
+        self._estimate_memory(small.size)
+
+        # 4. Passes from the middle on give the losses of whole passes, for every site.
+        small._prove_playing()
+
+    def _estimate_memory(self, n_examples: int) -> None:
+        """Store the bytes per example, from a tape of ``n_examples``."""
+        distinct: dict[int, Tensor] = {}
+        for output in self.of.tape.outputs.values():
+            for tensor in tensors(output):
+                distinct[tensor.data_ptr()] = tensor
+        n_bytes = [t.numel() * t.element_size() // n_examples for t in distinct.values()]
+        self.facts.kept = sum(n_bytes)
+        self.facts.work = _AT_WORK * max(n_bytes, default=0)
+        self.facts.largest = largest_row(self.batch, self.facts.rows)
+
+    def _prove_playing(self) -> None:
+        """Compare one played setting per site with a whole pass."""
+        played = []
+        settings = []
+        for number, site in enumerate(self.of.tape.order()):
+            # Two settings run as one batch, because one could be wrong because of the other.
+            # Sites alternate in which of the two is compared.
+            two = self._flipped(site)
+            played.append(self._play(site, two)[number % 2])
             settings.append(two[number % 2])
         if settings:
-            expected = small.naive(torch.stack(settings))[0]
-            small.compare(
-                torch.stack(played),
-                expected.to(played[0].dtype),
-                "losses from the middle of a pass on",
-            )
+            expected, _ = self.naive(torch.stack(settings))
+            got = torch.stack(played)
+            self.compare(got, expected.to(got.dtype), "losses from the middle of a pass on")
 
     def compare(self, got: Tensor, expected: Tensor, what: str, wider: float = 1.0) -> None:
-        """Raises:
-        InvalidValue: a loss that is not finite, which no other way to run the passes would help.
-        CannotReplay: losses that are apart.
+        """Check that two tensors of losses agree.
+
+        Raises:
+            InvalidValue: a loss that is not finite, which no other way to run the passes changes.
+            CannotReplay: losses that differ.
         """
-        gap = (
-            float(((got - expected).abs() / expected.abs().clamp(min=1)).max())
-            if got.numel()
-            else 0.0
-        )
+        gap = 0.0
+        if got.numel():
+            relative = (got - expected).abs() / expected.abs().clamp(min=1)
+            gap = float(relative.max())
         if gap <= wider * _TOLERANCE.get(got.dtype, 1e-2):
             return
-        check_finite(
-            (self.number, losses.reshape(-1, self.size).amax(0)) for losses in (expected, got)
-        )
+        # A NaN gap comes here too.
+        for losses in (expected, got):
+            check_finite([(self.number, losses.reshape(-1, self.size).amax(0))])
         raise CannotReplay(what, "those of whole passes of each example alone", f"{gap:.1e} off")
 
     def _flipped(self, site: int) -> Tensor:
-        """Two settings that differ from the base in a head of one site, another one if it has
-        two."""
-        start, count = sum(self.of.sizes[:site]), self.of.sizes[site]
+        """``[2, heads]``: the base with one head of a site changed, another head in each row."""
+        start = sum(self.of.sizes[:site])
+        last = start + self.of.sizes[site] - 1
         two = self.base.repeat(2, 1)
         two[0, start] = 1 - two[0, start]
-        last = start + count - 1
-        two[1, last] = 1 - two[1, last] if count > 1 else (two[1, last] + two[0, last]) / 2
+        if last > start:
+            two[1, last] = 1 - two[1, last]
+        else:  # the only head: a gate between the other two
+            two[1, last] = (two[1, last] + two[0, last]) / 2
         return two
 
-    def _recorded(self) -> dict[tuple[Key, int], tuple[int, ...]]:
+    def _recorded_shapes(self) -> dict[tuple[Key, int], tuple[int, ...]]:
         """Shapes of all tensors on the tape."""
-        outputs = self.of.tape.outputs.items()
-        return {
-            (key, i): tuple(t.shape)
-            for key, output in outputs
-            for i, t in enumerate(tensors(output))
-        }
+        shapes = {}
+        for key, output in self.of.tape.outputs.items():
+            for i, tensor in enumerate(tensors(output)):
+                shapes[key, i] = tuple(tensor.shape)
+        return shapes
+
+    # ------------------------------------------------------------- losses of settings
 
     def checked(self, settings: Tensor) -> tuple[Tensor, Tensor]:
-        """``in_parts``; of the first batch, a setting against a whole pass, for the proof has seen
-        two examples.
+        """Compute ``in_parts``; of the first batch, compare one setting with a whole pass.
+
+        The proof ran on two examples. A loss that couples more examples shows only here.
 
         Raises:
-            CannotReplay: they are apart, as where the loss couples examples that were not in the
-                proof.
+            CannotReplay: the losses differ.
         """
-        found = self.in_parts(settings)
+        losses, base = self.in_parts(settings)
         firsts = first_sites(self.of.sizes, self.of.tape.order(), settings, self.base)
-        if firsts and not self.known.compared and self.size > self.known.examples:
-            some = crowded(firsts)
-            whole = self._run(settings[some])
-            self.compare(found[0][some], whole, "losses of a whole batch", _WIDER)
-            self.known.compared = True
-        return found
+        if firsts and not self.facts.compared and self.size > self.facts.examples:
+            chosen = crowded(firsts)
+            whole = self._run(settings[chosen])
+            self.compare(losses[chosen], whole, "losses of a whole batch", _WIDER)
+            self.facts.compared = True
+        return losses, base
 
     def in_parts(self, settings: Tensor) -> tuple[Tensor, Tensor]:
-        """Only what each setting changes, of as many examples at once as the memory allows."""
-        known = self.known
-        growth = (
-            max(1.0, largest_row(self.batch, known.rows) / known.largest) ** 2
-        )  # maps of attention grow so
-        rows = int(self.of.max_bytes / max(1.0, growth * (known.kept + known.work)))
+        """Replay the settings on as many examples at once as the memory allows."""
+        facts = self.facts
+        # Attention maps grow with the square of the length.
+        longer = max(1.0, largest_row(self.batch, facts.rows) / facts.largest)
+        growth = longer**2
+        rows = int(self.of.max_bytes / max(1.0, growth * (facts.kept + facts.work)))
         rows = max(1, min(self.size, rows))
-        room = int(self.of.max_bytes / max(1.0, growth * known.work * rows))
-        starts = range(0, self.size, rows)
-        parts = [
-            self.part(start, min(start + rows, self.size)).replayed(settings, max(1, room))
-            for start in starts
-        ]
-        return torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
+        room = int(self.of.max_bytes / max(1.0, growth * facts.work * rows))
+        losses = []
+        base = []
+        for start in range(0, self.size, rows):
+            part = self.part(start, min(start + rows, self.size))
+            of_settings, of_base = part.replayed(settings, max(1, room))
+            losses.append(of_settings)
+            base.append(of_base)
+        return torch.cat(losses, 1), torch.cat(base)
 
     def naive(self, settings: Tensor) -> tuple[Tensor, Tensor]:
-        """A pass for every setting."""
+        """Run a whole pass for every setting."""
         base = self._run(self.base)
         rows = [self._run(gates) for gates in settings]
-        return torch.stack(rows) if rows else base.new_zeros(0, self.size), base
+        if not rows:
+            return base.new_zeros(0, self.size), base
+        return torch.stack(rows), base
 
     def record(self) -> Tensor:
+        """Record the base pass and return its losses, ``[batch]``."""
         run = functools.partial(self._losses, self.batch)
         losses: Tensor = self.of.tape.record(run, self._caller(self.base[None], 1))
         return losses
 
     def replayed(self, settings: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Only what each setting changes, up to ``room`` settings at once."""
+        """Run only what each setting changes, up to ``room`` settings at once."""
         base = self.record()
         tape = self.of.tape
+        # A setting that changes no gate has the losses of the base.
         losses = base.expand(len(settings), -1).clone()
         firsts = first_sites(self.of.sizes, tape.order(), settings, self.base)
         for site, group in groupby(firsts, key=lambda first: first[0]):
             places = [index for _, index in group]
-            context = tape.gates[site].given[0]
+            context = tape.gates[site].given[0]  # [batch, tokens, heads * width]
             tokens = max(1, context.numel() // context.shape[-1])
-            width = max(
-                1, min(-(-_TOKENS.get(context.device.type, _TOKENS_ELSEWHERE) // tokens), room)
-            )
+            enough = _TOKENS.get(context.device.type, _TOKENS_ELSEWHERE)
+            width = max(1, min(-(-enough // tokens), room))  # settings per pass, rounded up
             for start in range(0, len(places), width):
-                some = places[start : start + width]
-                played = self._play(site, settings[some]).to(losses.dtype)
-                losses.index_copy_(0, sent(some, losses.device), played)
+                chosen = places[start : start + width]
+                played = self._play(site, settings[chosen]).to(losses.dtype)
+                losses.index_copy_(0, sent(chosen, losses.device), played)
         return losses, base
 
     def _play(self, site: int, settings: Tensor) -> Tensor:
-        copies, axes, tape = len(settings), self.known.axes, self.of.tape
+        """Play settings that all differ from the base first at ``site``: ``[settings, batch]``."""
+        copies = len(settings)
+        axes = self.facts.axes
+        tape = self.of.tape
 
         def repeat(key: Key, tensor: Tensor) -> Tensor:
             places = [i for i, t in enumerate(tensors(tape.outputs[key])) if t is tensor]
             if (key, places[0]) not in axes:
                 raise CannotReplay("a call", "made for the first examples too", "a new one")
             axis = axes[key, places[0]]
-            found = tensor if axis is None else repeated_along(tensor, copies, axis)
-            return found.clone() if found is tensor and key in tape.mutable else found
+            copied = tensor if axis is None else repeated_along(tensor, copies, axis)
+            if copied is tensor and key in tape.mutable:
+                # The model changes it in place, and the tape must keep it.
+                return copied.clone()
+            return copied
 
         caller = self._caller(settings, copies)
+        changed = functools.partial(self._changed, site, settings, caller)
         run = functools.partial(self._losses, self._copied(copies))
-        found: Tensor = tape.play(
-            run, site, functools.partial(self._changed, site, settings, caller), caller, repeat
-        )
-        return found.view(copies, self.size)
+        losses: Tensor = tape.play(run, site, changed, caller, repeat)
+        return losses.view(copies, self.size)
 
     def _losses(self, batch: Any) -> Tensor:
         return shaped_losses(self.of.loss, self.of.model, batch, self.number)
 
     def _run(self, gates: Tensor) -> Tensor:
-        losses: Tensor = self.of.tape.run(
-            functools.partial(self._losses, self.batch), self._caller(gates[None], 1)
-        )
+        run = functools.partial(self._losses, self.batch)
+        losses: Tensor = self.of.tape.run(run, self._caller(gates[None], 1))
         return losses
 
+    # ------------------------------------------------------------- calls of gates
+
     def _caller(self, settings: Tensor, copies: int) -> Callable[..., Any]:
-        """Calls a gate with every copy's gates, a row of ``settings`` for all examples of a
-        copy."""
+        """Make the function that calls a gate under ``settings [copies, heads]``."""
         rows = settings.split(self.of.sizes, 1)
-        closed = [any(part) for part in by_site((settings != 1).any(0).tolist(), self.of.sizes)]
+        changed = (settings != 1).any(0).tolist()
+        closed = [any(heads) for heads in by_site(changed, self.of.sizes)]
 
         def call(site: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not closed[site]:
                 return original(*args, **kwargs)
             bound = self.of.bound[site]
-            gates = sent(rows[site], device_of(bound.module))
-            gate = spread(gates.repeat_interleave(self.size, 0) if copies > 1 else gates[0], bound)
+            gates = sent(rows[site], device_of(bound.module))  # [copies, heads]
+            if copies > 1:  # one row per example
+                gate = spread(gates.repeat_interleave(self.size, 0), bound)
+            else:
+                gate = spread(gates[0], bound)
             if not bound.layout.gate:
                 return output_gated(original(*args, **kwargs), gate, bound, self.fill.get(site))
             context = args[0]
             given = multiplied(context, [gate])
             if site in self.fill:
-                given = given + multiplied(self._stand(site, context, copies), [1 - gate])
+                given = given + multiplied(self._filled(site, context, copies), [1 - gate])
             return original(given, *args[1:], **kwargs)
 
         return call
 
-    def _stand(self, site: int, context: Tensor, copies: int) -> Tensor:
-        """What stands in for closed heads, in the shape of the context."""
+    def _filled(self, site: int, context: Tensor, copies: int) -> Tensor:
+        """Return the values that replace closed heads, in the shape of the context."""
         fill = self.fill[site]
         if isinstance(fill, Tensor):
             return fill.to(context).expand_as(context)
@@ -414,31 +492,39 @@ class _Pass:
     def _changed(
         self, site: int, settings: Tensor, caller: Callable[..., Any], call: GateCall
     ) -> Tensor:
-        """What the output projection returns under each setting: its recorded output and what
-        changed heads add."""
-        bound, copies = self.of.bound[site], len(settings)
-        gates = settings.split(self.of.sizes, 1)[site]
-        before = self.base.split(self.of.sizes)[site]
+        """Return the output projection's output under each setting.
+
+        That is its recorded output plus what the changed heads add, if the projection only
+        multiplies by a weight and every setting changes equally many heads, at most half of them.
+        """
+        bound = self.of.bound[site]
+        copies = len(settings)
+        gates = settings.split(self.of.sizes, 1)[site]  # [copies, heads]
+        before = self.base.split(self.of.sizes)[site]  # [heads]
         moved = gates != before
         count = int(moved[0].sum())
-        axis, context = bound.layout.batch_axis, call.given[0]
-        weight = plain_weight(bound) if axis == 0 and context.dtype in _TOLERANCE else None
+        axis = bound.layout.batch_axis
+        context = call.given[0]
+
+        weight = None
+        if axis == 0 and context.dtype in _TOLERANCE:
+            weight = plain_weight(bound)
         if weight is None or not bool((moved.sum(1) == count).all()) or 2 * count > len(before):
             given = (repeated_along(context, copies, axis), *call.given[1:])
             whole: Tensor = caller(site, bound.gate.__dict__["forward"].__wrapped__, given, {})
             return whole
+
         changed = moved.nonzero()[:, 1].view(copies, count)
-        delta = sent((gates - before).gather(1, changed), context.device, context.dtype)
+        delta = (gates - before).gather(1, changed)  # [copies, changed heads]
+        delta = sent(delta, context.device, context.dtype)
         index = sent(changed, context.device)
         heads = context.reshape(-1, len(before), context.shape[-1] // len(before))
         if site in self.fill:
-            heads = heads - self._stand(site, context, 1).reshape(heads.shape)
-        read = (
-            heads[:, index].transpose(0, 1) * delta[:, None, :, None]
-        )  # [copies, tokens, changed heads, width]
-        write = weight.unflatten(1, (len(before), -1)).movedim(0, -1)[
-            index
-        ]  # [copies, changed heads, width, out]
+            heads = heads - self._filled(site, context, 1).reshape(heads.shape)
+        # [copies, tokens, changed heads, width]
+        read = heads[:, index].transpose(0, 1) * delta[:, None, :, None]
+        # [copies, changed heads, width, out]
+        write = weight.unflatten(1, (len(before), -1)).movedim(0, -1)[index]
         base = call.output.reshape(1, -1, call.output.shape[-1]).expand(copies, -1, -1)
         out = torch.baddbmm(base, read.flatten(2), write.flatten(1, 2))
         return out.view(copies * call.output.shape[0], *call.output.shape[1:])

@@ -1,5 +1,4 @@
-"""What settings of gates change, decided on the CPU, what their losses and recorded tensors have in
-common, and what is known of batches of one form."""
+"""Which gates a setting changes, decided on the CPU, and facts about batches of one form."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from headprune.model.transfers import in_main_memory
 
 
 @dataclass
-class Known:
-    """What the proof found out about batches of one form.
+class ReplayFacts:
+    """Results of the proof for batches of one form.
 
     Args:
-        rows: Their tensors that have a row for every example.
+        rows: Paths of the tensors that have a row for every example.
         examples: Examples that the proof ran on.
-        axes: The axis of every tensor on the tape that holds examples, None where none does.
-        kept: Bytes of an example on the tape.
-        work: Bytes of an example that a pass holds at once, about.
-        largest: Numbers of an example in its largest tensor.
-        exact: Whether playing back is.
+        axes: The example axis of every tensor on the tape; None where it has none.
+        kept: Bytes per example on the tape.
+        work: Bytes per example that a pass holds at once, an estimate.
+        largest: Numbers per example in the largest tensor of the batch.
+        exact: Whether played passes have the losses of whole passes.
         compared: Whether a setting of a whole batch was compared with a whole pass.
     """
 
@@ -42,56 +41,60 @@ class Known:
 
 
 def on_cpu(settings: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Settings, and the base, which are ones by default."""
-    base = settings.new_ones(settings.shape[-1]) if base is None else base
+    """Return settings and base on the CPU; the base is ones by default."""
+    if base is None:
+        base = settings.new_ones(settings.shape[-1])
     settings, base = in_main_memory([settings, base])
     return settings, base
 
 
 def worst(losses: Tensor, base: Tensor) -> Tensor:
-    """``[batch]``: of each example one of its losses, one that is not finite if there is such a
-    one."""
+    """Return one loss per example, ``[batch]``: one that is not finite if there is any."""
     every = torch.cat([base[None], losses])
     highest = every.amax(0)
+    # The highest is NaN or inf where any loss is; only -inf needs the lowest.
     return torch.where(highest.isfinite(), every.amin(0), highest)
 
 
 def first_sites(
     sizes: Sequence[int], order: Sequence[int], settings: Tensor, base: Tensor
 ) -> list[tuple[int, int]]:
-    """``(site, setting)`` for every setting that changes a gate that is called, by the first such
-    gate."""
-    rows = [list(map(any, by_site(row, sizes))) for row in (settings != base).tolist()]
-    places = [next((p for p, site in enumerate(order) if changed[site]), None) for changed in rows]
-    found = sorted((place, setting) for setting, place in enumerate(places) if place is not None)
-    return [(order[place], setting) for place, setting in found]
+    """Return ``(site, setting)`` sorted by the first called gate that each setting changes.
+
+    Settings that change no called gate are not in it.
+    """
+    first = []  # (place in the order of calls, setting)
+    for setting, row in enumerate((settings != base).tolist()):
+        changed = [any(heads) for heads in by_site(row, sizes)]
+        places = [place for place, site in enumerate(order) if changed[site]]
+        if places:
+            first.append((places[0], setting))
+    return [(order[place], setting) for place, setting in sorted(first)]
 
 
 def crowded(firsts: Sequence[tuple[int, int]]) -> int:
-    """A setting of the site with the most of ``first_sites``, whose settings run as the largest
-    batch."""
+    """Return a setting of the site that most settings change first: it has the largest batch."""
     counts = Counter(site for site, _ in firsts)
     most = max(counts.values())
     return next(setting for site, setting in firsts if counts[site] == most)
 
 
 def by_site(values: list[bool], sizes: Sequence[int]) -> list[list[bool]]:
-    """One value a head, site after site, as a list a site."""
+    """Split one value per head, site after site, into one list per site."""
     rest = iter(values)
     return [list(islice(rest, size)) for size in sizes]
 
 
 def batch_axis(once: tuple[int, ...] | None, twice: tuple[int, ...]) -> int | None:
-    """The axis that is twice as long for a batch twice as large, None where none is."""
+    """Return the axis that is twice as long for a batch twice as large, or None."""
     if once == twice:
         return None
+    shapes = f"{once} and {twice}"
     if once is None or len(once) != len(twice):
-        raise CannotReplay(
-            "a recorded tensor", "one a call, whatever the batch", f"{once} and {twice}"
-        )
-    differ = [axis for axis, (a, b) in enumerate(zip(once, twice, strict=True)) if a != b]
+        must = "one per call, whatever the batch"
+        raise CannotReplay("a recorded tensor", must, shapes)
+    differ = [axis for axis in range(len(once)) if once[axis] != twice[axis]]
     if len(differ) != 1 or twice[differ[0]] != 2 * once[differ[0]]:
-        raise CannotReplay(
-            "a recorded tensor", "longer on one axis for more examples", f"{once} and {twice}"
-        )
+        must = "longer on one axis for more examples"
+        raise CannotReplay("a recorded tensor", must, shapes)
     return differ[0]

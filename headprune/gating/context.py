@@ -1,13 +1,11 @@
-"""``gated``: a context manager that multiplies every head's output, at the output projection's
-input.
+"""``gated``: a context manager that multiplies every head's output by a gate.
 
-Multiplying there equals multiplying the head's attention probabilities and works with every
-attention kernel.
+The gate multiplies the output projection's input. That equals multiplying the head's attention
+probabilities, and it works with every attention kernel.
 
-For as long as the block lasts, the projection's class is a subclass of its own that multiplies its
-input before anything else happens. Forward hooks would be simpler, but ``torch.compile`` ignores
-hooks that are added after a model was compiled and run; it does check classes, so the gates take
-effect there too.
+Inside the block the projection's class is replaced by a subclass that first multiplies its input.
+Forward hooks would be simpler, but ``torch.compile`` ignores hooks that are added after a model was
+compiled and run. It does check classes, so the gates take effect there too.
 """
 
 from __future__ import annotations
@@ -42,27 +40,29 @@ Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Array] | Array"
 def gated(
     model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None = None
 ) -> Iterator[nn.Module]:
-    """Runs ``model`` with a gate on every head; leaves no trace behind, also after an exception.
-    Nests: gates multiply.
+    """Run ``model`` with a gate on every head inside a ``with`` block.
+
+    Nothing stays on the model afterwards, also after an exception. Blocks nest: gates multiply.
+    Gates are differentiable: the gradient at gates of 1 is the head's first-order importance. With
+    gradient checkpointing, run the backward pass inside the block too, because it runs the forward
+    again. A copy made inside has no gates.
 
     Args:
         model: Any model with sites.
-        gates: A plan or a mask (kept heads 1, others 0); or a mapping from site name to a tensor
-            ``[heads]`` or, one row an example, ``[batch, heads]`` (``[batch, tokens, heads]`` gates
-            every token); or one tensor ``[layers, heads]`` for all sites in model order. Heads are
-            the present ones, in order. Sites that a mapping leaves out are not gated. NumPy arrays
-            and booleans are taken, too.
+        gates: A plan or a mask (kept heads 1, others 0). Or a mapping from site name to
+            ``[heads]``, ``[batch, heads]`` or ``[batch, tokens, heads]``; other sites get no gate.
+            Or ``[layers, heads]`` for all sites in model order. Heads are the present ones, in
+            order. NumPy arrays and booleans are accepted.
         sites: Where; default ``find_sites(model)``.
 
-    Gates are differentiable: the gradient at gates of 1 is the head's first-order importance. With
-    gradient checkpointing, run the backward pass inside the block too, because it runs the forward
-    again. A copy of the model that is made inside has no gates.
+    Yields:
+        The model.
 
     Raises:
         InvalidValue: a tensor of a wrong shape.
         UnknownName: a name that is no site.
         PlanMismatch: a plan for a model of another structure.
-        UnsupportedModel: an output projection that is also somewhere else.
+        UnsupportedModel: an output projection that is also used elsewhere.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -81,18 +81,17 @@ def gated(
 def installed(
     model: nn.Module, gates: list[tuple[BoundSite, Tensor]]
 ) -> Iterator[list[Callable[[Tensor], None]]]:
-    """Puts a gate on every given site that has heads, for the length of the block.
+    """Put a gate on every given site that has heads, inside a ``with`` block.
 
     Yields:
-        For every such site, in order, what puts another gate of its shape in the place of the
-        present one.
+        For every such site, in order, a function that replaces its gate by another of its shape.
     """
     with ExitStack() as stack:
-        wanted = [(site, gate) for site, gate in gates if site.site.heads]
-        check_unshared(model, ((site, site.layout.gate) for site, _ in wanted))
-        stack.enter_context(exposed(site for site, _ in wanted))
+        with_heads = [(site, gate) for site, gate in gates if site.site.heads]
+        check_unshared(model, ((site, site.layout.gate) for site, _ in with_heads))
+        stack.enter_context(exposed(site for site, _ in with_heads))
         puts: list[Callable[[Tensor], None]] = []
-        for site, gate in wanted:
+        for site, gate in with_heads:
             kind = _Gated if site.layout.gate else _GatedOutput
             put = stack.enter_context(_gated(site.gate, kind, spread(gate, site)))
             puts.append(partial(_put_spread, put, site))
@@ -106,7 +105,7 @@ def _put_spread(put: Callable[[Tensor], None], site: BoundSite, gate: Tensor) ->
 def gate_tensors(
     model: nn.Module, gates: Gates, bound: list[BoundSite]
 ) -> list[tuple[BoundSite, Tensor]]:
-    """Any accepted form of gates as one tensor ``[..., present heads]`` a site, checked."""
+    """Check any accepted form of gates; return one tensor ``[..., present heads]`` per site."""
     if isinstance(gates, (PruningPlan, HeadMask)):
         for note in check_plan(model, [b.site for b in bound], gates):
             warnings.warn(note, UserWarning, stacklevel=4)
@@ -115,13 +114,7 @@ def gate_tensors(
     if isinstance(gates, (Tensor, np.ndarray)):
         return _from_table(_as_tensor(gates), bound)
     if isinstance(gates, Mapping):
-        by_name = {b.site.name: b for b in bound}
-        for name in gates:
-            if name not in by_name:
-                raise UnknownName(
-                    "gates", "keyed by site names", repr(name), did_you_mean(str(name), by_name)
-                )
-        return [(by_name[name], _checked(gate, by_name[name])) for name, gate in gates.items()]
+        return _from_mapping(gates, bound)
     must = (
         "a plan, a mask, a mapping from site name to tensor, or a tensor or array [layers, heads]"
     )
@@ -129,21 +122,34 @@ def gate_tensors(
 
 
 def _as_tensor(gates: Any) -> Any:
-    """A NumPy array as a tensor, booleans as 0 and 1; anything else as it is."""
+    """Turn a NumPy array into a tensor and booleans into 0 and 1; change nothing else."""
     if isinstance(gates, np.ndarray):
         gates = torch.tensor(gates)
-    boolean = isinstance(gates, Tensor) and gates.dtype == torch.bool
-    return gates.float() if boolean else gates
+    if isinstance(gates, Tensor) and gates.dtype == torch.bool:
+        return gates.float()
+    return gates
+
+
+def _from_mapping(
+    gates: Mapping[str, Array], bound: list[BoundSite]
+) -> list[tuple[BoundSite, Tensor]]:
+    by_name = {b.site.name: b for b in bound}
+    # All names first: a wrong name explains more than a wrong shape.
+    for name in gates:
+        if name not in by_name:
+            hint = did_you_mean(str(name), by_name)
+            raise UnknownName("gates", "keyed by site names", repr(name), hint)
+    return [(by_name[name], _checked(gate, by_name[name])) for name, gate in gates.items()]
 
 
 def _from_mask(bound: BoundSite, mask: HeadMask) -> Tensor:
     kept = mask.kept(bound.site.name)
     device = device_of(bound.module)
-    known = (
-        None if device.type == "meta" else device
-    )  # a module around it may fetch its weights: then gates follow
+    if device.type == "meta":
+        # Offloaded weights come to the module when it runs; the gates follow them then.
+        device = torch.device("cpu")
     gates = [float(h in kept) for h in bound.site.heads]
-    return sent(gates, known or torch.device("cpu"), torch.float32)
+    return sent(gates, device, torch.float32)
 
 
 def _from_table(table: Tensor, bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
@@ -174,89 +180,106 @@ def _checked(gate: Any, bound: BoundSite) -> Tensor:
 
 
 def spread(gate: Tensor, bound: BoundSite) -> Tensor:
-    """The gate in the shape in which it multiplies ``[batch, tokens, heads, width]`` (or its
-    sequence-first twin)."""
+    """Reshape a gate so that it multiplies ``[batch, tokens, heads, width]``.
+
+    For a sequence-first module that is ``[tokens, batch, heads, width]``.
+    """
     if gate.ndim == 2:
-        gate = gate.unsqueeze(1)
+        gate = gate.unsqueeze(1)  # [batch, 1, heads]
     if bound.layout.batch_axis == 1 and gate.ndim == 3:
         gate = gate.transpose(0, 1)
-    if (
-        bound.layout.windows and gate.ndim == 3
-    ):  # one dimension more: examples x tokens of all windows x 1
+    if bound.layout.windows and gate.ndim == 3:
+        # [examples, tokens of all windows, 1, heads]: the extra axis marks windows
         gate = gate.unsqueeze(2)
     return gate.unsqueeze(-1)
 
 
 def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
-    """``x``, ``[..., heads * width]``, with every head multiplied by its gates."""
+    """Multiply every head of ``x [..., heads * width]`` by its gates, as ``spread`` shapes them."""
     for gate in gates:
         heads = x.unflatten(-1, (gate.shape[-2], -1))
-        if gate.ndim > heads.ndim:  # windows of an example lie on the batch axis, one after another
-            examples, tokens = gate.shape[0], heads.shape[0] * heads.shape[1] // gate.shape[0]
-            if heads.shape[0] % examples or gate.shape[1] not in (1, tokens):
-                must = (
-                    f"for the {heads.shape[0]} windows of {heads.shape[1]} tokens that the model"
-                    " runs on"
-                )
-                raise InvalidValue(
-                    "gates", must, f"gates of {examples} examples x {gate.shape[1]} tokens"
-                )
-            heads = heads.unflatten(0, (examples, -1))
-            if gate.shape[1] != 1:
-                gate = gate.flatten(1, 2).unflatten(1, heads.shape[1:3])
-        rows, given = heads.shape[:-2], gate.shape[:-2]
-        # Checked by hand: broadcasting would let a gate an example fit another axis by chance.
-        if given and (
-            len(given) != len(rows)
-            or any(g not in (1, n) for g, n in zip(given, rows, strict=True))
-        ):
-            must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
-            raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
-        # A gradient of a gate is a long sum: where it is asked for, products and sum are as wide as
-        # the gate.
-        asked = gate.requires_grad and torch.is_grad_enabled()
-        kind = torch.promote_types(heads.dtype, gate.dtype) if asked else heads.dtype
+        if gate.ndim > heads.ndim:
+            heads, gate = _windows(heads, gate)
+        _check_rows(heads, gate)
+        # A gradient of a gate is a long sum. Where one is needed, products and sum have at least
+        # the precision of the gate.
+        kind = heads.dtype
+        if gate.requires_grad and torch.is_grad_enabled():
+            kind = torch.promote_types(heads.dtype, gate.dtype)
         x = (heads.to(kind) * gate.to(heads.device, kind)).to(x.dtype).view(x.shape)
     return x
 
 
+def _windows(heads: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit gates per example to windows, which lie on the batch axis one after another.
+
+    Args:
+        heads: ``[examples * windows, tokens of a window, heads, width]``.
+        gate: ``[examples, 1 or tokens of all windows, 1, heads, 1]``.
+
+    Returns:
+        ``[examples, windows, tokens of a window, heads, width]`` and a gate that fits.
+    """
+    n_windows, per_window = heads.shape[:2]
+    examples, tokens = gate.shape[:2]
+    if n_windows % examples or tokens not in (1, n_windows * per_window // examples):
+        must = f"for the {n_windows} windows of {per_window} tokens that the model runs on"
+        raise InvalidValue("gates", must, f"gates of {examples} examples x {tokens} tokens")
+    heads = heads.unflatten(0, (examples, -1))
+    if tokens != 1:
+        gate = gate.flatten(1, 2).unflatten(1, heads.shape[1:3])
+    return heads, gate
+
+
+def _check_rows(heads: Tensor, gate: Tensor) -> None:
+    """Refuse gates for other rows: broadcasting could fit them to a wrong axis by chance."""
+    rows = heads.shape[:-2]
+    given = gate.shape[:-2]
+    if not given:
+        return
+    fits = len(given) == len(rows)
+    if fits:
+        fits = all(g in (1, n) for g, n in zip(given, rows, strict=True))
+    if not fits:
+        must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
+        raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
+
+
 class _Gated(nn.Module):
-    """Mixed into a projection's class: multiplies the heads in its input, then calls it as it
-    was."""
+    """Mixed into a projection's class: multiplies the heads in its input, then calls it."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(multiplied(x, getattr(self, GATES_ATTRIBUTE)), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Gates belong to the block: a copy or a pickle made inside would carry them out of it for
-        # ever.
+        # Gates belong to the block: a copy or a pickle made inside must not carry them out of it.
         state = {k: v for k, v in self.__dict__.items() if k != GATES_ATTRIBUTE}
         return remade(ungated_class(type(self)), state)
 
 
 class _GatedOutput(_Gated):
-    """Mixed into an attention without an output projection: multiplies the heads in what it
-    returns."""
+    """Mixed into an attention without an output projection: multiplies the heads in its output."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = super(_Gated, self).__call__(*args, **kwargs)
-        return multiplied_output(
-            out, getattr(self, GATES_ATTRIBUTE), getattr(self, STATE_ATTRIBUTE, None)
-        )
+        state = getattr(self, STATE_ATTRIBUTE, None)
+        return multiplied_output(out, getattr(self, GATES_ATTRIBUTE), state)
 
 
 def multiplied_output(out: Any, gates: Iterable[Tensor], state: HeadState | None) -> Any:
-    """What an attention without an output projection returns, with every head multiplied by its
-    gates."""
+    """Multiply every head in the output of an attention without an output projection."""
     gates = [for_all_heads(gate, state) for gate in gates]
-    return (
-        multiplied(out, gates) if isinstance(out, Tensor) else (multiplied(out[0], gates), *out[1:])
-    )
+    if isinstance(out, Tensor):
+        return multiplied(out, gates)
+    return (multiplied(out[0], gates), *out[1:])
 
 
 def for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
-    """Gates ``[..., heads, 1]`` for the width that such an attention keeps: one, times zeros, where
-    heads have left."""
+    """Extend gates ``[..., heads, 1]`` to the heads before the cut.
+
+    An attention without an output projection keeps its width: it returns zeros for removed heads,
+    so their gates are ones.
+    """
     if state is None:
         return gate
     every = gate.new_ones(*gate.shape[:-2], state.n_query_heads, gate.shape[-1])
@@ -264,7 +287,7 @@ def for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
 
 
 def ungated_class(kind: type) -> type:
-    """The class that a module had before gates, or what draws them, were put in front of it."""
+    """Return the class that a module had before ``gated_class`` changed it."""
     while "headprune_ungated" in kind.__dict__:
         kind = kind.__dict__["headprune_ungated"]
     return kind
@@ -272,7 +295,7 @@ def ungated_class(kind: type) -> type:
 
 @cache
 def gated_class(kind: type[nn.Module], original: type) -> type[Any]:
-    """A module's class with ``kind`` in front of it; ``ungated_class`` is the way back."""
+    """Return a module's class with ``kind`` mixed in; ``ungated_class`` is the inverse."""
     body = {
         "__doc__": original.__doc__,
         "__module__": original.__module__,
@@ -285,25 +308,27 @@ def gated_class(kind: type[nn.Module], original: type) -> type[Any]:
 def _gated(
     projection: nn.Module, kind: type[_Gated], gate: Tensor
 ) -> Iterator[Callable[[Tensor], None]]:
-    """Yields what puts another gate in the place of this one."""
-    before, own = type(projection), [gate]
+    """Put one gate on a projection; yield a function that replaces it by another."""
+    before = type(projection)
+    own = gate
     outer: tuple[Tensor, ...] = getattr(projection, GATES_ATTRIBUTE, ())
     if not outer:
         projection.__class__ = gated_class(kind, before)  # type: ignore[arg-type]
     projection.__dict__[GATES_ATTRIBUTE] = (*outer, gate)
 
     def put(other: Tensor) -> None:
-        now = projection.__dict__[GATES_ATTRIBUTE]
-        projection.__dict__[GATES_ATTRIBUTE] = tuple(other if g is own[0] else g for g in now)
-        own[0] = other
+        nonlocal own
+        present = projection.__dict__[GATES_ATTRIBUTE]
+        projection.__dict__[GATES_ATTRIBUTE] = tuple(other if g is own else g for g in present)
+        own = other
 
     try:
         yield put
     finally:
-        # By identity, not by position: blocks that overlap may be left in any order.
-        left = tuple(g for g in projection.__dict__[GATES_ATTRIBUTE] if g is not own[0])
-        if left:
-            projection.__dict__[GATES_ATTRIBUTE] = left
+        # By identity, not by position: blocks that overlap may end in any order.
+        others = tuple(g for g in projection.__dict__[GATES_ATTRIBUTE] if g is not own)
+        if others:
+            projection.__dict__[GATES_ATTRIBUTE] = others
         else:
             del projection.__dict__[GATES_ATTRIBUTE]
             projection.__class__ = type(projection).headprune_ungated  # type: ignore[attr-defined]

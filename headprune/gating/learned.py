@@ -1,10 +1,8 @@
-"""``learned_gates``: random gates on every head of a model, trained by the user's own loop or by
-the Trainer.
+"""``learned_gates``: random gates on every head, trained by the user's own loop or by the Trainer.
 
-The model draws its gates itself: for the length of the block its class is a subclass that does so
-before each forward. So there is no callback to forget, schedules count the forwards, and the
-backward pass of gradient checkpointing, which runs inner modules again, meets the gates of its
-forward.
+Inside the block the model's class is a subclass that draws the gates before each forward. So there
+is no callback to forget, and schedules count the forwards. The backward pass of gradient
+checkpointing, which runs inner modules again, meets the gates of its forward.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from headprune.model.running import device_of, tensors
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.model.transfers import sent
 
-#: The attribute in which a model has its gates: in its ``__dict__`` alone, so that they are no
-#: module of it.
+# The attribute of a model that holds its gates. It is in ``__dict__`` only, so that the gates are
+# no submodule.
 _GATES = "_headprune_gates"
 _OWN = "pass a compute_loss_func of your own that adds gates.penalty()."
 
@@ -44,48 +42,35 @@ def learned_gates(
     *,
     seed: int = 0,
 ) -> Iterator[LearnedGates]:
-    """Puts a trainable random gate on every prune unit of ``model``; nothing stays on the model
-    afterwards.
+    """Put a trainable random gate on every prune unit of ``model`` inside a ``with`` block.
 
-    In training mode every forward of ``model`` draws gates and counts for their schedules
-    (temperature, warm-up); in evaluation mode the gates are deterministic. Train them together with
-    the weights, or with frozen ones::
+    In training mode every forward draws gates; in evaluation mode they are deterministic. Nothing
+    stays on the model afterwards. Train them with or without the weights::
 
         with hp.learned_gates(model, hp.gating.HardConcrete(keep=0.5, warmup=100)) as gates:
-            of_gates = {"params": gates.parameters(), "lr": 0.1, "weight_decay": 0.0}  # decay would
-            pull at them too optimizer = torch.optim.AdamW([{"params": model.parameters()},
-            of_gates], lr=5e-5) for batch in batches:
+            of_gates = {"params": gates.parameters(), "lr": 0.1, "weight_decay": 0.0}
+            optimizer = torch.optim.AdamW([{"params": model.parameters()}, of_gates], lr=5e-5)
+            for batch in batches:
                 loss = model(**batch).loss + gates.penalty()
-                loss.backward(); optimizer.step(); optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
         plan = hp.select(gates.scores(), hp.Budget(keep_heads=gates.n_open))
 
-    With the Trainer:
-    ``Trainer(model, ..., compute_loss_func=gates.trainer_loss, optimizers=(optimizer, None))``,
-    inside the block, with an optimizer like this one (the Trainer's own would not know the gates).
-    It clears gradients by ``model.zero_grad()``, which clears those of the gates too; so compile
-    before (see ``model``), not by its ``torch_compile=True``. Its checkpoints hold the model alone:
-    ``gates.state_dict()`` is yours to save.
-
-    A gate belongs to a unit: under policy ``group`` all query heads of a key/value head share one.
-    Under ``balanced`` and ``free`` every query head has its own; ``select`` then balances the
-    groups. Kept heads that were trained with gates between 0 and 1 have gates of 1 once the plan is
-    applied.
+    For the Trainer see ``LearnedGates.trainer_loss``.
 
     Args:
-        model: What is called in training. Pass a compiled model itself (``torch.compile(model)``),
-            not what is inside; compile before the block.
+        model: The model called in training. Compile it before the block and pass the result.
         distribution: ``hp.gating.HardConcrete(...)`` or ``hp.gating.SubsetTopk(...)``.
         sites: Where; default ``find_sites(model)``.
-        seed: Of the draws, which have a generator of their own: forward number i draws the same on
-            every device, whatever else is random.
+        seed: Of the draws, which are the same on every device.
 
     Yields:
         LearnedGates.
 
     Raises:
-        InvalidValue: no distribution, a target that these heads cannot meet, or learned gates
-            inside learned gates.
-        UnsupportedModel: no head left, several processes, or what ``gated`` refuses.
+        InvalidValue: no distribution, a target that these heads cannot meet, or nested blocks.
+        UnsupportedModel: no head, several processes, or refused by ``gated``.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -101,9 +86,14 @@ def learned_gates(
     >>> gates.n_open, gates.scores().n_examples
     (2, 40)
     """
+    # A gate belongs to a unit: under policy ``group`` all query heads of a key/value head share
+    # one. Under ``balanced`` and ``free`` every query head has its own, and ``select`` then
+    # balances the groups.
     if not isinstance(distribution, GateDistribution):
         hint = "For example hp.gating.HardConcrete(keep=0.5)."
-        got = repr(distribution) if isinstance(distribution, str) else type(distribution).__name__
+        got = type(distribution).__name__
+        if isinstance(distribution, str):
+            got = repr(distribution)
         raise InvalidValue("learned_gates(distribution=)", "a gate distribution", got, hint)
     if _GATES in model.__dict__:
         raise InvalidValue(
@@ -111,7 +101,7 @@ def learned_gates(
         )
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         hint = "Learn the gates in one process, on one device."
-        must = "trained in one process (nothing would keep the gates of several alike)"
+        must = "trained in one process (nothing would keep the gates of several equal)"
         raise UnsupportedModel("the model", must, "torch.distributed", hint)
     bound = [b for b in bind(unwrap(model), sites) if b.site.heads]
     if not bound:
@@ -130,65 +120,79 @@ def learned_gates(
 
 
 class LearnedGates(nn.Module):
-    """The gates of a ``learned_gates`` block: what the optimizer takes, the penalty, and the
-    result.
+    """The gates of a ``learned_gates`` block: their parameters, penalty and result.
 
-    A module for its ``parameters()`` and ``state_dict()`` (which has the counts of the schedules
-    too, so that training goes on where it was); whether gates are drawn or fixed is decided by the
-    MODEL's mode.
+    It is a module for its ``parameters()`` and ``state_dict()``. The state has the counts of the
+    schedules too, so that training can resume. The MODEL's mode, not this module's, decides whether
+    gates are drawn or fixed.
     """
 
     def __init__(
         self, model: nn.Module, bound: list[BoundSite], distribution: GateDistribution, seed: int
     ) -> None:
         super().__init__()
-        self.distribution, self.seed = distribution, seed
+        self.distribution = distribution
+        self.seed = seed
         self.n_forwards = 0
         self.n_examples = 0
-        self._about = (model, bound)  # in a tuple: the model is no part of this module
+        # In a tuple, so that the model is no submodule.
+        self._about = (model, bound)
         self._puts: list[Callable[[Tensor], None]] = []
-        self._asked = False
+        self._penalty_used = False
+
+        # Until `trainer_loss` has read how the model uses labels: the arguments of the model's last
+        # call, and the gates in place.
         self._reading: Reading | None = None
-        self._given: dict[str, Any] | None = (
-            None  # what the model was called with last, until a loss is asked
-        )
-        self._now: list[Tensor] = []  # the gates that are in place, until then
+        self._given: dict[str, Any] | None = None
+        self._now: list[Tensor] = []
+
         like = next(bound[0].module.parameters())
         options: Any = {
             "device": device_of(bound[0].module),
             "dtype": torch.promote_types(like.dtype, torch.float32),
         }
+        # [units], heads per unit; on the CPU, where heads are counted
         units = [len(unit) for b in bound for unit in b.site.units]
-        self._sizes = torch.tensor(
-            units, dtype=options["dtype"]
-        )  # on the CPU, where heads are counted
-        start = distribution.initial(len(units))
-        self._start = start
-        self.weights = nn.Parameter(sent(start.clone(), **options))
-        extra = distribution.n_multipliers
-        self.multipliers = nn.Parameter(torch.zeros(extra, **options)) if extra else None
-        self.penalty()  # refuses a target that these heads cannot meet
-        self._asked = False
+        self._sizes = torch.tensor(units, dtype=options["dtype"])
+        self._start = distribution.initial(len(units))
+        self.weights = nn.Parameter(sent(self._start.clone(), **options))
+        self.multipliers: nn.Parameter | None = None
+        if distribution.n_multipliers:
+            self.multipliers = nn.Parameter(torch.zeros(distribution.n_multipliers, **options))
+
+        # Refuses a target that these heads cannot meet.
+        self.penalty()
+        self._penalty_used = False
 
     # ---------------------------------------------------------------- in training
 
     def penalty(self) -> Tensor:
-        """What is added to the loss of the forward that was made last; 0 where the distribution
-        needs none."""
-        self._asked = True
+        """Return the term to add to the loss of the last forward; 0 if there is no penalty."""
+        self._penalty_used = True
         step = max(0, self.n_forwards - 1)
         return self.distribution.penalty(self.weights, self.multipliers, self._sizes_here(), step)
 
     def trainer_loss(
         self, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
     ) -> Tensor:
-        """A ``compute_loss_func`` for the Transformers Trainer: the mean of the per-example losses,
-        plus the penalty.
+        """Compute the mean loss plus the penalty: a ``compute_loss_func`` for the Trainer.
+
+        Inside the block:
+        ``Trainer(model, ..., compute_loss_func=gates.trainer_loss, optimizers=(optimizer, None))``,
+        with an optimizer that has ``gates.parameters()``, because the Trainer's own would not. The
+        Trainer clears gradients by ``model.zero_grad()``, which clears those of the gates too. So
+        compile before the block, not by ``torch_compile=True``. The Trainer's checkpoints hold the
+        model alone; save ``gates.state_dict()`` yourself.
 
         The penalty is left out in evaluation mode. With gradient accumulation set
-        ``trainer.loss_is_scaled_for_ga = False``, because this is a mean over the batch;
-        ``num_items_in_batch`` plays no part. Labels of -100 do not count. A loss of your own:
-        ``lambda outputs, labels, num_items_in_batch=None: own(...) + gates.penalty()``.
+        ``trainer.loss_is_scaled_for_ga = False``, because this is a mean over the batch. For
+        another loss: ``lambda outputs, labels, num_items_in_batch=None: own(...) +
+        gates.penalty()``.
+
+        Args:
+            outputs: The model's output.
+            labels: The batch's labels; -100 does not count.
+            num_items_in_batch: Ignored.
 
         Raises:
             InvalidValue: no labels, or on the first batch another loss than the model's own.
@@ -208,47 +212,54 @@ class LearnedGates(nn.Module):
         return loss + self.penalty().to(loss) if model.training else loss
 
     def _read(self, labels: Tensor) -> Reading:
-        """How the model reads labels, by a pass of its own; the gates of the pass before are in
-        place again."""
+        """Find out by one more pass how the model reads labels, then restore the drawn gates."""
         model, _ = self._about
-        given, self._given, drawn = self._given or {}, None, self._now
-        reading = reading_of(model, {**given, "labels": labels} if given else {})
+        drawn = self._now
+        batch: dict[str, Any] = {}
+        if self._given:
+            batch = {**self._given, "labels": labels}
+        self._given = None
+        reading = reading_of(model, batch)
         self._place(drawn)
         return reading
 
     # ---------------------------------------------------------------- the result
 
     def expected_open(self) -> float:
-        """How many heads a draw leaves open on average."""
+        """Return the expected number of open heads of a draw."""
         with torch.no_grad():
             return float(self.distribution.expected_open(self.weights, self._sizes_here()))
 
     @property
     def n_open(self) -> int:
-        """How many heads the gates keep;
-        ``hp.select(gates.scores(), hp.Budget(keep_heads=gates.n_open))``."""
+        """Number of heads that the gates keep, for ``hp.Budget(keep_heads=gates.n_open)``."""
         with torch.no_grad():
             sizes = self._sizes_here()
             return int((self.distribution.hard(self.weights, sizes).cpu() * sizes).sum())
 
     def scores(self, batch: Any = None, loss: Loss | None = None) -> HeadScores:
-        """The weights as importance, higher is more important, for the model as it is now.
+        """Return the weights as scores; a higher weight is more important.
+
+        Kept heads may have trained with gates below 1; the pruned model has gates of 1.
 
         Args:
-            batch: Measure on it what the units cost, for budgets of MACs, parameters or cache.
+            batch: Measures the costs of units, for budgets of MACs, parameters or cache.
             loss: For ``batch``, where the model's arguments are not the batch.
 
         Raises:
-            InvalidValue: the gates were not trained: no forward in training mode, a penalty that
-                was never asked for, or weights as they began.
+            InvalidValue: the gates were not trained: no forward in training mode, ``penalty`` never
+                called, or weights still at their initial values.
         """
         self._check_trained()
         model, bound = self._about
-        flat = self.weights.detach().double().cpu()
-        sizes = [len(b.site.units) for b in bound]
+        flat = self.weights.detach().double().cpu()  # [units]
+        sizes = [len(b.site.units) for b in bound]  # units per site
         inner = unwrap(model)
+        costs = None
+        if batch is not None:
+            costs = measure_costs(inner, bound, batch, loss)
         notes = (
-            *self.distribution.told(self.weights.detach(), self._sizes_here(), self.n_forwards),
+            *self.distribution.notes(self.weights.detach(), self._sizes_here(), self.n_forwards),
             (
                 f"No standard error: gates trained for {self.n_forwards} forwards, examples counted"
                 " as often as seen."
@@ -263,7 +274,7 @@ class LearnedGates(nn.Module):
             n_examples=self.n_examples,
             model=fingerprint(inner, [b.site for b in bound]),
             seed=self.seed,
-            costs=None if batch is None else measure_costs(inner, bound, batch, loss),
+            costs=costs,
             notes=notes,
         )
 
@@ -275,7 +286,7 @@ class LearnedGates(nn.Module):
             raise InvalidValue(
                 "the learned gates", "trained before they are read", "no training forward", hint
             )
-        if self.distribution.has_penalty and not self._asked:
+        if self.distribution.has_penalty and not self._penalty_used:
             hint = "Add gates.penalty() to every loss."
             raise InvalidValue(
                 "the learned gates",
@@ -292,49 +303,58 @@ class LearnedGates(nn.Module):
                 hint,
             )
 
-    # ---------------------------------------------------------------- the block's own
+    # ---------------------------------------------------------------- for the block
 
     def opened(self, puts: list[Callable[[Tensor], None]]) -> None:
-        """Takes what puts gates into place, one a site; none once the block is left."""
+        """Set the functions that put gates into place, one per site; none after the block."""
         self._puts = puts
 
     def draw(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Puts the gates of the next forward into place."""
+        """Put the gates of the next forward into place."""
         if getattr(model, "_is_replica", False):
             hint = "Use one GPU: CUDA_VISIBLE_DEVICES=0, for example."
             raise UnsupportedModel("the model", "run on one device", "torch.nn.DataParallel", hint)
-        self._given = kwargs if self._reading is None and not args else None
-        found = self._sampled(args, kwargs) if model.training else self.evaluated()
-        self._place(self.by_site(found))
+        self._given = None
+        if self._reading is None and not args:
+            self._given = kwargs
+        gates = self._sampled(args, kwargs) if model.training else self.evaluated()
+        self._place(self.by_site(gates))
 
     def _place(self, gates: list[Tensor]) -> None:
+        # Needed until the reading is known; later they would only hold memory.
         self._now = gates if self._reading is None else []
         for put, gate in zip(self._puts, gates, strict=True):
             put(gate)
 
     def evaluated(self) -> Tensor:
-        """The deterministic gates, ``[units]``."""
+        """Return the deterministic gates, ``[units]``."""
         with torch.no_grad():
             return self.distribution.gates(self.weights, self._sizes_here())
 
     def _sampled(self, args: Any, kwargs: Any) -> Tensor:
+        """Draw gates ``[units]`` and count the forward."""
+        # A generator per forward: the draws do not depend on other random numbers.
         generator = generator_of(self.seed, self.n_forwards)
         noise = self.distribution.noise(len(self.weights), generator)
         noise = sent(noise, self.weights.device, self.weights.dtype)
         drawn = self.distribution.sample(self.weights, noise, self._sizes_here(), self.n_forwards)
         self.n_forwards += 1
+        # The first axis of the first tensor is the batch.
         self.n_examples += next((t.shape[0] for t in tensors((args, kwargs)) if t.ndim), 0)
         return drawn
 
     def by_site(self, gates: Tensor) -> list[Tensor]:
-        """Gates ``[units]`` as one tensor ``[heads]`` a site."""
+        """Spread gates ``[units]`` to one tensor ``[heads]`` per site."""
         _, bound = self._about
         parts = gates.split([len(b.site.units) for b in bound])
-        return [
-            part[sent(unit_of_heads(b), part.device)] for b, part in zip(bound, parts, strict=True)
-        ]
+        of_heads = []
+        for b, part in zip(bound, parts, strict=True):
+            index = sent(unit_of_heads(b), part.device)  # [heads]
+            of_heads.append(part[index])
+        return of_heads
 
     def _sizes_here(self) -> Tensor:
+        # The user may have cast this module to another dtype.
         return self._sizes.to(self.weights.dtype)
 
     def get_extra_state(self) -> dict[str, int]:
@@ -345,15 +365,18 @@ class LearnedGates(nn.Module):
 
 
 def generator_of(seed: int, number: int) -> torch.Generator:
-    """A generator for forward ``number``; torch's on the CPU reads 32 bits, in which different
-    seeds lie far apart."""
+    """Make the generator of forward ``number``."""
+    # Torch's CPU generator reads 32 bits; the odd factor spreads seeds far apart in them.
     return torch.Generator().manual_seed((seed * 0x9E3779B1 + number) % 2**32)
 
 
 def unit_of_heads(bound: BoundSite) -> Tensor:
-    """For every present head of a site, which of its units it belongs to, ``[heads]``."""
-    of = {head: index for index, unit in enumerate(bound.site.units) for head in unit}
-    return torch.tensor([of[head] for head in bound.site.heads], dtype=torch.long)
+    """Return the index of the unit of every present head, ``[heads]``."""
+    unit_of: dict[int, int] = {}
+    for index, unit in enumerate(bound.site.units):
+        for head in unit:
+            unit_of[head] = index
+    return torch.tensor([unit_of[head] for head in bound.site.heads], dtype=torch.long)
 
 
 class _Drawn(nn.Module):
@@ -363,18 +386,15 @@ class _Drawn(nn.Module):
         self.__dict__[_GATES].draw(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
-    def zero_grad(
-        self, set_to_none: bool = True
-    ) -> None:  # the Trainer clears its model's gradients, no optimizer's
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        # The Trainer clears the gradients of its model, not of an optimizer.
         super().zero_grad(set_to_none)
         self.__dict__[_GATES].zero_grad(set_to_none)
 
-    def __reduce_ex__(
-        self, protocol: Any
-    ) -> Any:  # a copy made inside the block has no gates, like those of `gated`
-        return remade(
-            ungated_class(type(self)), {k: v for k, v in self.__dict__.items() if k != _GATES}
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy made inside the block has no gates, as with `gated`.
+        state = {k: v for k, v in self.__dict__.items() if k != _GATES}
+        return remade(ungated_class(type(self)), state)
 
 
 @contextmanager

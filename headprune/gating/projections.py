@@ -1,5 +1,4 @@
-"""The last step of an attention under gates: its output where it has no projection, and the
-projection's weight."""
+"""The last step of an attention under gates: its output, or its projection's weight."""
 
 from __future__ import annotations
 
@@ -12,27 +11,35 @@ from headprune.core.layout import STATE_ATTRIBUTE
 from headprune.gating.context import for_all_heads, multiplied, multiplied_output
 from headprune.model.sites import BoundSite
 
-#: What stands in for the outputs of closed heads.
+#: The values that replace the outputs of closed heads: ``[heads * width]``, or one tensor
+#: ``[tokens, heads * width]`` per example.
 Stand: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
 def output_gated(out: Any, gate: Tensor, bound: BoundSite, fill: Stand | None) -> Any:
-    """What an attention without an output projection returns under gates."""
+    """Apply gates to the output of an attention without an output projection."""
     state = getattr(bound.module, STATE_ATTRIBUTE, None)
-    found = multiplied_output(out, [gate], state)
+    gated = multiplied_output(out, [gate], state)
     if not isinstance(fill, Tensor):
-        return found
-    first = found if isinstance(out, Tensor) else found[0]
-    heads = for_all_heads(fill.to(first).unflatten(0, (gate.shape[-2], -1)), state)
-    first = first + multiplied(heads.flatten().expand_as(first), [1 - for_all_heads(gate, state)])
-    return first if isinstance(out, Tensor) else (first, *found[1:])
+        return gated
+    is_tensor = isinstance(out, Tensor)
+    context = gated if is_tensor else gated[0]
+    heads = for_all_heads(fill.to(context).unflatten(0, (gate.shape[-2], -1)), state)
+    replaced = heads.flatten().expand_as(context)
+    context = context + multiplied(replaced, [1 - for_all_heads(gate, state)])
+    if is_tensor:
+        return context
+    return (context, *gated[1:])
 
 
 def plain_weight(bound: BoundSite) -> Tensor | None:
-    """The output projection's weight ``[out, heads * width]``, if it does nothing but multiply by
-    it."""
+    """Return the output projection's weight ``[out, heads * width]``, or None.
+
+    None where the projection does anything but multiply by its weight and add its bias.
+    """
     gate = bound.gate
-    own: Any = gate.__dict__["forward"].__wrapped__  # what stands there while a tape runs
+    # The tape has put its own function in the place of the forward and wrapped the original.
+    own: Any = gate.__dict__["forward"].__wrapped__
     linear = type(gate).forward is nn.Linear.forward
     plain = linear or (is_conv1d(gate) and type(gate).__module__ == "transformers.pytorch_utils")
     if not plain or getattr(own, "__func__", None) is not type(gate).forward:

@@ -1,5 +1,4 @@
-"""Which tensors of a batch have a row for every example; batches of some examples, or of all of
-them several times."""
+"""Tensors of a batch that have a row for every example; parts and copies of a batch."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-#: Where a tensor lies in a batch.
+#: The keys and indices that lead to a tensor of a batch.
 Path: TypeAlias = tuple[Any, ...]
 
 
 def tensors_at(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor of a batch with its path."""
+    """Yield every tensor of a batch with its path."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
@@ -26,19 +25,24 @@ def tensors_at(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def form(batch: Any) -> tuple[tuple[Path, int, torch.dtype], ...]:
-    """What batches of one kind have in common: the same tensors with as many axes."""
+    """Return a batch's paths, numbers of axes and dtypes: equal for batches of one form."""
     return tuple((path, t.ndim, t.dtype) for path, t in tensors_at(batch))
 
 
 def with_rows(batch: Any, size: int) -> frozenset[Path]:
-    """Paths of the tensors whose first axis is as long as the batch; one may be so by chance."""
-    return frozenset(path for path, t in tensors_at(batch) if t.ndim and t.shape[0] == size)
+    """Return the paths of the tensors whose first axis is as long as the batch."""
+    # A tensor can be so long by chance; candidates compares several batches.
+    rows = set()
+    for path, tensor in tensors_at(batch):
+        if tensor.ndim and tensor.shape[0] == size:
+            rows.add(path)
+    return frozenset(rows)
 
 
 def over_rows(
     value: Any, rows: frozenset[Path], function: Callable[[Tensor], Tensor], path: Path = ()
 ) -> Any:
-    """The batch with ``function`` of every tensor at ``rows``."""
+    """Apply ``function`` to every tensor at ``rows`` and return the new batch."""
     if isinstance(value, Tensor):
         return function(value) if path in rows else value
     if isinstance(value, Mapping):
@@ -49,11 +53,12 @@ def over_rows(
 
 
 def repeated_along(tensor: Tensor, copies: int, axis: int) -> Tensor:
-    """All examples once, then all again, ...: ``copies`` times along an axis whose major order is
-    examples."""
-    return tensor if copies == 1 else torch.cat([tensor] * copies, axis)
+    """Repeat a tensor along its example axis: all examples once, then all again, and so on."""
+    if copies == 1:
+        return tensor
+    return torch.cat([tensor] * copies, axis)
 
 
 def largest_row(batch: Any, rows: frozenset[Path]) -> int:
-    """Numbers that an example has in the largest tensor with rows."""
+    """Return how many numbers one example has in the largest tensor with rows."""
     return max((t[0].numel() for path, t in tensors_at(batch) if path in rows), default=1)

@@ -1,8 +1,8 @@
-"""Random gates whose distribution is trained: what is drawn, what is expected, and the decision; no
-model in sight.
+"""Distributions of random gates that are trained: draws, expectations and the final decision.
 
-A prune unit (a head, or a KV group with its query heads) has one number, its weight w, and one
-gate. ``sizes`` says how many heads each unit has; counts of heads are sums of sizes.
+No model is needed here. A prune unit (a head, or a KV group with its query heads) has one number,
+its weight w, and one gate. ``sizes`` holds the number of heads of each unit, so counts of heads are
+sums of sizes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from headprune.core.errors import InvalidValue
 from headprune.core.plan import allowance
 from headprune.model.transfers import sent
 
-#: Halvings of the interval in which the threshold of `SubsetTopk` lies; one Newton step follows.
+# Halvings of the interval that has the threshold of `SubsetTopk`; one Newton step follows.
 _HALVINGS = 80
 
 
 class GateDistribution(ABC):
-    """One random gate a unit, differentiable in the weights; subclasses are frozen dataclasses of
-    their settings.
+    """One random gate per unit, differentiable in the weights.
 
-    Everywhere: ``weights`` ``[units]``, ``sizes`` ``[units]`` of the same dtype, on the CPU (heads
-    are counted there), ``step`` the number of training forwards before this one.
+    Subclasses are frozen dataclasses of their settings. In all methods ``weights`` is ``[units]``;
+    ``sizes`` is ``[units]`` of the same dtype, on the CPU, where heads are counted; ``step`` is the
+    number of training forwards before this one.
     """
 
     name: ClassVar[str]
@@ -37,7 +37,7 @@ class GateDistribution(ABC):
 
     @property
     def n_multipliers(self) -> int:
-        """How many numbers the penalty learns for itself."""
+        """Number of multipliers that the penalty learns."""
         return 0
 
     @property
@@ -47,69 +47,66 @@ class GateDistribution(ABC):
 
     @abstractmethod
     def initial(self, n_units: int) -> Tensor:
-        """Weights ``[units]`` to begin with."""
+        """Return the initial weights, ``[units]``."""
 
     @abstractmethod
     def noise(self, n_units: int, generator: torch.Generator) -> Tensor:
-        """What a draw of gates takes, ``[units]``, independent, fp64 on the CPU."""
+        """Draw the independent noise of one draw of gates: ``[units]``, fp64 on the CPU."""
 
     @abstractmethod
     def sample(self, weights: Tensor, noise: Tensor, sizes: Tensor, step: int) -> Tensor:
-        """Gates in [0, 1] for training, ``[units]``, with gradients."""
+        """Return gates in [0, 1] for training, ``[units]``, with gradients."""
 
     @abstractmethod
     def gates(self, weights: Tensor, sizes: Tensor) -> Tensor:
-        """The deterministic gates of evaluation, ``[units]``."""
+        """Return the deterministic gates of evaluation, ``[units]``."""
 
     @abstractmethod
     def hard(self, weights: Tensor, sizes: Tensor) -> Tensor:
-        """Which units stay, as 0 and 1, ``[units]``."""
+        """Return 1 for kept and 0 for removed units, ``[units]``."""
 
     @abstractmethod
     def expected_open(self, weights: Tensor, sizes: Tensor) -> Tensor:
-        """How many heads a draw leaves open on average."""
+        """Return the expected number of open heads."""
 
     @abstractmethod
     def penalty(
         self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int
     ) -> Tensor:
-        """What is added to the loss. ``multipliers`` ``[n_multipliers]`` ascend where the weights
-        descend."""
+        """Return the term to add to the loss.
+
+        Gradient descent on it descends in the weights and ascends in ``multipliers
+        [n_multipliers]``.
+        """
 
     @abstractmethod
-    def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
-        """What the user should know of the state after ``step`` training forwards."""
+    def notes(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
+        """Describe the state after ``step`` training forwards in sentences for the user."""
 
 
 @dataclass(frozen=True)
 class HardConcrete(GateDistribution):
-    """Gates that are 0 or 1 with a probability above zero and have gradients in between: L0
-    regularisation of heads.
+    """Gates that are exactly 0 or 1 with positive probability: L0 regularisation of heads.
 
-    ``g = clip(s (upper - lower) + lower, 0, 1)``,
-    ``s = sigmoid((log u - log(1 - u) + w) / temperature)``, u uniform.
-    ``P(g > 0) = sigmoid(w - temperature log(-lower / upper))``. Evaluation uses
-    ``clip(sigmoid(w) (upper - lower) + lower, 0, 1)``; a unit stays if ``P(g > 0) > 1/2``.
+    ``g = clip(s (upper - lower) + lower, 0, 1)``, where
+    ``s = sigmoid((log u - log(1 - u) + w) / temperature)`` and u is uniform. Evaluation uses
+    ``s = sigmoid(w)``. A unit is kept if ``P(g > 0) > 1/2``.
 
-    Source: Louizos et al. 2018, "Learning Sparse Neural Networks through L0 Regularization",
-    section 2.2; for heads Voita et al. 2019, "Analyzing Multi-Head Self-Attention", section 5. The
-    penalty is one of two:
+    The penalty of ``price`` (lambda) is ``price * sum_h P(g_h > 0)`` over all heads. The penalty of
+    ``keep`` is the Lagrangian ``l1 (s - t) + l2 (s - t)^2``: s is the expected fraction of closed
+    heads, t the wanted one; l1 and l2 are learned by gradient ascent.
 
-    - ``price`` (lambda): ``price * sum_h P(g_h > 0)``, a sum over all heads as in the papers;
-      Voita's code averages over the heads of a layer and then over layers.
-    - ``keep``: ``l1 (s - t) + l2 (s - t)^2``, s the expected share of closed heads, t the wanted
-      one, l1 and l2 learned by gradient ascent (Xia et al. 2022, CoFi, section 3.2; there s is a
-      share of parameters). s goes past t before it settles, with small targets for some hundreds of
-      steps: ``expected_open()`` says where it is.
+    Source: Louizos et al. 2018, section 2.2; for heads Voita et al. 2019, section 5; Lagrangian:
+    Xia et al. 2022 (CoFi), section 3.2.
 
     Args:
-        keep: Heads that stay in expectation: a share, or a count; the Lagrangian.
-        price: What an open head costs, in units of the loss, in place of ``keep``.
+        keep: Expected heads kept: a fraction, or a count.
+        price: Cost of an open head in units of the loss, instead.
         warmup: Training forwards in which t, or the price, rises from 0.
-        temperature: Of the concrete distribution.
-        lower: Where the stretched interval begins, below 0.
-        upper: Where it ends, above 1.
-        start: Every weight to begin with; 2 is open with probability 0.94.
+        temperature: Of the distribution.
+        lower: Start of the stretched interval, below 0.
+        upper: Its end, above 1.
+        start: Initial weight; 2 is open with probability 0.94.
 
     >>> half = HardConcrete(keep=0.5)
     >>> float(half.p_open(torch.tensor(0.0)))  # doctest: +ELLIPSIS
@@ -125,6 +122,10 @@ class HardConcrete(GateDistribution):
     start: float = 2.0
     name: ClassVar[str] = "hard_concrete"
     has_penalty: ClassVar[bool] = True
+    # Voita's code averages the penalty over the heads of a layer and then over layers; the papers
+    # sum over all heads, and so does this class. CoFi's s counts parameters, here it counts heads.
+    # s overshoots t before it settles, with small targets for some hundreds of steps.
+    # `expected_open` shows where it is.
 
     def __post_init__(self) -> None:
         if (self.keep is None) == (self.price is None):
@@ -166,7 +167,8 @@ class HardConcrete(GateDistribution):
         return self._clipped(weights)
 
     def p_open(self, weights: Tensor) -> Tensor:
-        """``P(g > 0)`` of every unit."""
+        """Return ``P(g > 0)`` of every unit."""
+        # P(g > 0) = sigmoid(w - temperature * log(-lower / upper))
         return torch.sigmoid(weights - self.temperature * math.log(-self.lower / self.upper))
 
     def hard(self, weights: Tensor, sizes: Tensor) -> Tensor:
@@ -178,33 +180,31 @@ class HardConcrete(GateDistribution):
     def penalty(
         self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int
     ) -> Tensor:
-        risen = min(1.0, step / self.warmup) if self.warmup else 1.0
+        risen = 1.0  # fraction of the target or price
+        if self.warmup:
+            risen = min(1.0, step / self.warmup)
         if self.price is not None:
             return risen * self.price * self.expected_open(weights, sizes)
         assert multipliers is not None
         assert self.keep is not None
+        # wanted: the fraction of closed heads; over: how much larger than that it is.
         n_heads = int(sizes.sum())
         wanted = risen * (1 - heads_kept("HardConcrete.keep", self.keep, n_heads) / n_heads)
         over = 1 - self.expected_open(weights, sizes) / n_heads - wanted
-        first, second = (
-            2 * multipliers.detach() - multipliers
-        )  # the value, with the gradient's sign turned: ascent
+        # The same values with the opposite gradient, so that gradient descent ascends in them.
+        first, second = 2 * multipliers.detach() - multipliers
         price: Tensor = first * over + second * over.square()
         return price
 
-    def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
-        n_open, n_hard = (
-            float(self.expected_open(weights, sizes)),
-            int((self.hard(weights, sizes).cpu() * sizes).sum()),
-        )
+    def notes(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
         n_heads = int(sizes.sum())
-        target = (
-            ""
-            if self.keep is None
-            else f" (asked: {heads_kept('HardConcrete.keep', self.keep, n_heads)})"
-        )
+        n_open = float(self.expected_open(weights, sizes))
+        n_kept = _count_heads(self.hard(weights, sizes), sizes)
+        target = ""
+        if self.keep is not None:
+            target = f" (asked: {heads_kept('HardConcrete.keep', self.keep, n_heads)})"
         notes = [
-            f"{n_open:.1f} of {n_heads} heads open in expectation{target}, {n_hard} with P(open) >"
+            f"{n_open:.1f} of {n_heads} heads open in expectation{target}, {n_kept} with P(open) >"
             " 1/2."
         ]
         if step < self.warmup:
@@ -217,23 +217,22 @@ class HardConcrete(GateDistribution):
 
 @dataclass(frozen=True)
 class SubsetTopk(GateDistribution):
-    """Gates that always add up to k heads, soft at first and ever harder: a subset of exactly k
-    heads in the end.
+    """Gates that always add up to k heads: soft at first, exactly k open heads in the end.
 
-    ``g = sigmoid((w + e - v) / T)``, e Gumbel noise, v the threshold at which the gates add up to
-    k; T falls geometrically from ``start`` to ``end``. Evaluation opens the k heads of the largest
-    w, no other.
+    ``g = sigmoid((w + e - v) / T)``. e is Gumbel noise; v is the threshold at which the gates add
+    up to k; T falls geometrically from ``start`` to ``end``. Evaluation opens the k heads of the
+    largest w.
 
     Source: Li et al. 2021, "Differentiable Subset Pruning of Transformer Heads", section 3.3. They
-    draw k times from a softmax, each time without what was drawn before (O(n k)); v by bisection
-    with an exact gradient has the same sum and the same limit for T -> 0 in O(n). Their hard gates
-    compare with the k-th weight, so that ties keep fewer; here the earlier unit stays.
+    draw k times from a softmax without replacement, O(n k). Bisection for v is O(n), with the same
+    sum, the same limit for T -> 0, and an exact gradient. Of equal weights the earlier unit is
+    kept.
 
     Args:
-        keep: Heads that stay: a share (rounded down, as in ``Budget``), or a count.
+        keep: Heads kept: a fraction (rounded down, as in ``Budget``), or a count.
         steps: Training forwards in which T falls.
-        start: T to begin with.
-        end: T in the end.
+        start: Initial T.
+        end: Final T.
         gumbel: Whether training draws noise; without it the gates follow the weights alone.
 
     >>> soft = SubsetTopk(keep=2, steps=10)
@@ -265,11 +264,12 @@ class SubsetTopk(GateDistribution):
         return torch.zeros(n_units)
 
     def noise(self, n_units: int, generator: torch.Generator) -> Tensor:
-        drawn = -(-_uniform(n_units, generator).log()).log()
-        return drawn if self.gumbel else torch.zeros_like(drawn)
+        # Drawn in both cases, so that the generator moves on alike.
+        gumbel = -(-_uniform(n_units, generator).log()).log()
+        return gumbel if self.gumbel else torch.zeros_like(gumbel)
 
     def temperature(self, step: int) -> float:
-        """T after so many training forwards."""
+        """Return T after ``step`` training forwards."""
         temperature: float = self.start * (self.end / self.start) ** min(1.0, step / self.steps)
         return temperature
 
@@ -290,8 +290,9 @@ class SubsetTopk(GateDistribution):
     ) -> Tensor:
         return weights.new_zeros(())
 
-    def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
-        kept, now = int((self.hard(weights, sizes).cpu() * sizes).sum()), self.temperature(step)
+    def notes(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
+        kept = _count_heads(self.hard(weights, sizes), sizes)
+        now = self.temperature(step)
         notes = [f"{kept} of {int(sizes.sum())} heads stay; final temperature {now:.3g}."]
         if step < self.steps:
             notes.append(f"Still annealing: {step} of {self.steps} training forwards.")
@@ -302,81 +303,109 @@ class SubsetTopk(GateDistribution):
 
 
 def soft_subset(weights: Tensor, k: float, temperature: float, sizes: Tensor) -> Tensor:
-    """``sigmoid((w - v) / T)`` with v such that the gates, each times its unit's heads, add up to
-    ``k``.
+    """Return ``sigmoid((w - v) / T)`` with v such that the gates of all heads add up to ``k``.
 
-    v is found by bisection, without gradients; a Newton step from there changes nothing but gives v
-    the gradient of the implicit function, so that the gates' gradients add up to zero.
+    v is found by bisection, without gradients. A Newton step from there does not change its value
+    but gives it the gradient of the implicit function. So the gates' gradients add up to zero.
 
     Args:
         weights: ``[units]``.
         k: Heads, 0 < k < all of them.
         temperature: T > 0.
         sizes: Heads of each unit, ``[units]``, on the CPU.
+
+    Returns:
+        Gates ``[units]``.
     """
-    # Many small steps are no work for an accelerator; it is waited for once.
-    w, n = weights.detach().cpu().double(), sizes.cpu().double()
-    reach = 40 * temperature + 1e-6 * float(
-        w.abs().max()
-    )  # that far away all gates are 0, or all 1, up to rounding
-    low, high = float(w.min()) - reach, float(w.max()) + reach
+    # 1. Bisection on the CPU: an accelerator is slow at many small steps. This waits for it once.
+    w = weights.detach().cpu().double()
+    n = sizes.cpu().double()
+    # So far away all gates are 0, or all 1, up to rounding.
+    reach = 40 * temperature + 1e-6 * float(w.abs().max())
+    low = float(w.min()) - reach
+    high = float(w.max()) + reach
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        too_many = (torch.sigmoid((w - middle) / temperature) * n).sum() > k
-        low, high = (middle, high) if too_many else (low, middle)
+        gates = torch.sigmoid((w - middle) / temperature)
+        if (gates * n).sum() > k:
+            low = middle
+        else:
+            high = middle
+
+    # 2. One Newton step, with gradients.
     v = torch.full((), middle, dtype=weights.dtype, device=weights.device)
     near = torch.sigmoid((w - middle) / temperature)
     slope = float((n * near * (1 - near)).sum()) / temperature  # minus the slope of the sum in v
-    if (
-        slope > torch.finfo(weights.dtype).eps
-    ):  # else every gate is 0 or 1, and nothing has a gradient
+    # With slope 0 every gate is 0 or 1, and nothing has a gradient.
+    if slope > torch.finfo(weights.dtype).eps:
         gates = torch.sigmoid((weights - v) / temperature) * sent(sizes, weights.device)
         v = v + (gates.sum() - k) / slope
     return torch.sigmoid((weights - v) / temperature)
 
 
 def top_units(weights: Tensor, k: int, sizes: Tensor) -> Tensor:
-    """1 for the units of the largest weights that together have at most ``k`` heads; of equals the
-    earlier one."""
-    kept, left = torch.zeros_like(weights, device="cpu"), k
+    """Return 1 for the units of the largest weights that together have at most ``k`` heads.
+
+    Of equal weights the earlier unit comes first.
+    """
+    kept = torch.zeros_like(weights, device="cpu")
+    room = k
     for unit in weights.detach().cpu().argsort(descending=True, stable=True).tolist():
-        if sizes[unit] <= left:
-            kept[unit], left = 1.0, left - int(sizes[unit])
+        if sizes[unit] <= room:
+            kept[unit] = 1.0
+            room -= int(sizes[unit])
     return sent(kept, weights.device)
+
+
+def _count_heads(hard: Tensor, sizes: Tensor) -> int:
+    """Count the heads of kept units."""
+    return int((hard.cpu() * sizes).sum())
 
 
 def heads_kept(
     where: str, keep: float | int, n_heads: int, unit_sizes: set[int] | None = None
 ) -> int:
-    """``keep`` as a count of heads; a share is rounded down as in ``Budget``, to whole units where
-    all are equal.
+    """Turn ``keep`` into a count of heads.
+
+    A fraction is rounded down as in ``Budget``, to whole units where all have one size.
+
+    Args:
+        where: The setting, for messages.
+        keep: A fraction or a count.
+        n_heads: All heads.
+        unit_sizes: The different sizes of units.
 
     Raises:
-        InvalidValue: not some of the heads but none or all, or a count that whole units of equal
-            size cannot have.
+        InvalidValue: none or all of the heads, or a count that whole units of equal size cannot
+            have.
     """
     kept = allowance(keep, n_heads)
-    if isinstance(keep, float) and unit_sizes and len(unit_sizes) == 1:
-        kept -= kept % max(unit_sizes)
+    unit_size = 1
+    if unit_sizes and len(unit_sizes) == 1:
+        (unit_size,) = unit_sizes
+    if isinstance(keep, float):
+        kept -= kept % unit_size
     if not 0 < kept < n_heads:
         raise InvalidValue(
             where, f"some of the {n_heads} heads, neither none nor all", f"{keep} (that is {kept})"
         )
-    if unit_sizes and len(unit_sizes) == 1 and kept % max(unit_sizes):
-        must = f"a multiple of {max(unit_sizes)} heads, which leave together"
+    if kept % unit_size:
+        must = f"a multiple of {unit_size} heads, which are removed together"
         hint = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
         raise InvalidValue(where, must, f"{keep} (that is {kept} of {n_heads})", hint)
     return kept
 
 
 def _check_keep(where: str, keep: object) -> None:
-    share = isinstance(keep, float) and 0 < keep < 1
-    if not share and not (isinstance(keep, int) and not isinstance(keep, bool) and keep > 0):
-        raise InvalidValue(
-            where, "a share of the heads above 0 and below 1, or a count of them >= 1", keep
-        )
+    if isinstance(keep, float):
+        fits = 0 < keep < 1
+    else:
+        fits = isinstance(keep, int) and not isinstance(keep, bool) and keep > 0
+    if not fits:
+        must = "a fraction of the heads above 0 and below 1, or a count of them >= 1"
+        raise InvalidValue(where, must, keep)
 
 
 def _uniform(n: int, generator: torch.Generator) -> Tensor:
-    """In the open interval (0, 1): both ends would make noise infinite."""
+    """Draw from the open interval (0, 1), because both ends would make the noise infinite."""
     return torch.rand(n, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)

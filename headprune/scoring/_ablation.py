@@ -75,10 +75,10 @@ class _Differences:
         return in_fp64((losses - base_losses).T)
 
     def findings(self, batch: Any) -> list[str]:
-        return self.losses.told(batch)
+        return self.losses.replay_state(batch)
 
     def catch_up(self, number: int, batch: Any, findings: Sequence[str]) -> None:
-        self.losses.catch_up(batch, findings, self.base, self.fill(batch), number)
+        self.losses.restore_replay(batch, findings, self.base, self.fill(batch), number)
 
 
 class Replay:

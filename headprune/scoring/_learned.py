@@ -222,7 +222,7 @@ class _GateTraining:
         """The weights of the gates, with notes."""
         # Passes over the same data count its examples once.
         weights = self.weights.detach()
-        notes = self.distribution.told(weights, self.sizes, self.step)
+        notes = self.distribution.notes(weights, self.sizes, self.step)
         note = "No standard error: the gates were trained together, not averaged over examples."
         return Estimate(
             weights,

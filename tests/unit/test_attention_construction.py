@@ -143,7 +143,7 @@ def _pruned(keep: list[int]) -> MultiHeadAttention:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: make(n_kv_heads=2), "one key/value head a query head, got 2 of them"),
+        (lambda: make(n_kv_heads=2), "one key/value head per query head, got 2 of them"),
         (lambda: make(head_dim=2), "fill the query width 12, got 4 heads of head_dim 2"),
         (lambda: make(value_dim=2), "got 4 heads of value_dim 2"),
         (lambda: make(output_size=5), "as wide as the query, 12, got 5"),

@@ -90,7 +90,7 @@ def test_heads_of_a_group_share_a_gate_unless_the_policy_frees_them() -> None:
             assert len(gates.weights) == sum(len(s.units) for s in sites)
             with torch.no_grad():
                 gates.weights += torch.randn(gates.weights.shape)
-            gates.n_forwards, gates._asked = 1, True
+            gates.n_forwards, gates._penalty_used = 1, True
             scores = gates.scores()
         plan = hp.select(scores, hp.Budget(keep_heads=0.5))
         for site in sites:

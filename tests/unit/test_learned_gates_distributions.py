@@ -110,9 +110,9 @@ def test_the_lagrangian_alone_reaches_its_target() -> None:
 def test_what_is_told_names_what_was_asked() -> None:
     """The multipliers overshoot: whoever stops early sees by how much."""
     closed = torch.full((10,), -9.0, dtype=F64)
-    (note,) = HardConcrete(keep=0.35).told(closed, ones(10), 5)
+    (note,) = HardConcrete(keep=0.35).notes(closed, ones(10), 5)
     assert note.startswith("0.0 of 10 heads open in expectation (asked: 3), 0 with")
-    assert "asked" not in HardConcrete(price=1.0).told(closed, ones(10), 5)[0]
+    assert "asked" not in HardConcrete(price=1.0).notes(closed, ones(10), 5)[0]
 
 
 def test_units_stay_that_are_open_more_often_than_not() -> None:
@@ -215,8 +215,8 @@ def test_shares_are_rounded_down_to_whole_units() -> None:
     [
         (lambda: HardConcrete(), r"given keep \(a target\) or price"),
         (lambda: HardConcrete(keep=0.5, price=1.0), "one of them"),
-        (lambda: HardConcrete(keep=1.5), "keep: must be a share"),
-        (lambda: HardConcrete(keep=True), "keep: must be a share"),
+        (lambda: HardConcrete(keep=1.5), "keep: must be a fraction"),
+        (lambda: HardConcrete(keep=True), "keep: must be a fraction"),
         (lambda: HardConcrete(price=-1.0), "price: must be a number above 0"),
         (lambda: HardConcrete(keep=0.5, lower=0.0), "wider than"),
         (lambda: HardConcrete(keep=0.5, temperature=0.0), "temperature"),
@@ -228,13 +228,13 @@ def test_shares_are_rounded_down_to_whole_units() -> None:
         (lambda: HardConcrete(keep=0.5, lower=-float("inf")), "wider than"),
         (lambda: HardConcrete(keep=0.5, start=float("nan")), "start: must be a number"),
         (lambda: SubsetTopk(keep=2, steps=1, start=float("inf")), "0 < end <= start"),
-        (lambda: SubsetTopk(keep=0, steps=1), "keep: must be a share"),
+        (lambda: SubsetTopk(keep=0, steps=1), "keep: must be a fraction"),
         (lambda: SubsetTopk(keep=2, steps=0), "steps"),
         (lambda: SubsetTopk(keep=2, steps=1, start=0.1, end=0.5), "0 < end <= start"),
         (lambda: SubsetTopk(keep=6, steps=1).hard(ones(6), ones(6)), "some of the 6 heads"),
         (
             lambda: SubsetTopk(keep=3, steps=1).hard(ones(6), 2 * ones(6)),
-            "a multiple of 2 heads, which leave together",
+            "a multiple of 2 heads, which are removed together",
         ),
         (lambda: SubsetTopk(keep=0.1, steps=1).hard(ones(4), ones(4)), "neither none nor all"),
     ],

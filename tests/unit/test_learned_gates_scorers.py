@@ -175,7 +175,7 @@ def test_a_price_closes_what_nothing_needs() -> None:
         (lambda: SubsetTopk(block=0), r"SubsetTopk\.block"),
         (lambda: SubsetTopk(learning_rate=0.0), "learning_rate: must be a number above 0"),
         (lambda: HardConcrete(price=0.1), "one of them"),
-        (lambda: SubsetTopk(keep=1.0), "a share of the heads"),
+        (lambda: SubsetTopk(keep=1.0), "a fraction of the heads"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make: Any, words: str) -> None:

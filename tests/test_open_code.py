@@ -1,0 +1,103 @@
+"""Open code: no circle of imports, no nested comprehension, no long docstring, no tangled function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "headprune"
+FILES = sorted(PACKAGE.rglob("*.py"))
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension)
+#: Most words of a docstring, and the largest complexity of a function.
+WORDS, COMPLEXITY = 200, 15
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    return ".".join(parts)
+
+
+def imported(tree: ast.Module, modules: set[str]) -> Iterator[str]:
+    """Modules of the package that a file imports, also inside functions and for type checkers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                part = f"{node.module}.{alias.name}"
+                if part in modules:
+                    yield part
+                elif node.module in modules:
+                    yield node.module
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One circle of a graph; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle_of_imports() -> None:
+    names = {module_name(path) for path in FILES}
+    graph = {}
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        graph[module_name(path)] = set(imported(tree, names)) - {module_name(path)}
+    assert "headprune.core.heads" in graph["headprune.core.plan"], "the search itself"
+    assert cycle({"a": {"b"}, "b": {"a"}}), "the search itself"
+    assert cycle(graph) == []
+
+
+def complexity(function: ast.AST) -> int:
+    """One more than the branches; boolean operators and conditions of comprehensions count."""
+    total = 1
+    for node in ast.walk(function):
+        total += isinstance(node, BRANCHES)
+        if isinstance(node, ast.BoolOp):
+            total += len(node.values) - 1
+        if isinstance(node, ast.comprehension):
+            total += len(node.ifs)
+    return total
+
+
+def faults(tree: ast.Module) -> Iterator[str]:
+    """What a reader of a file would stumble over, each with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, COMPREHENSIONS):
+            inner = (part for part in ast.walk(node) if part is not node)
+            if any(isinstance(part, COMPREHENSIONS) for part in inner):
+                yield f"{node.lineno}: nested comprehension"
+        if isinstance(node, FUNCTIONS) and complexity(node) > COMPLEXITY:
+            yield f"{node.lineno}: {node.name} has complexity {complexity(node)}"
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)):
+            n_words = len((ast.get_docstring(node) or "").split())
+            if n_words > WORDS:
+                yield f"docstring of {n_words} words: {getattr(node, 'name', 'the module')}"
+
+
+def test_the_search_for_faults_finds_them() -> None:
+    nested = "x = [[a for a in b] for b in c]"
+    branches = "\n".join(f"    if a == {n}: pass" for n in range(COMPLEXITY))
+    code = f'{nested}\ndef f(a):\n{branches}\ndef g():\n    """{"word " * (WORDS + 1)}"""\n'
+    found = list(faults(ast.parse(code)))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in FILES}), ids=lambda p: p.name)
+def test_a_room_reads_openly(room: Path) -> None:
+    found = []
+    for path in sorted(room.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [f"{path.name}, {fault}" for fault in faults(tree)]
+    assert found == []
