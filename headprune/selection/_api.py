@@ -42,7 +42,7 @@ def select(
 ) -> PruningPlan:
     """Choose the heads to keep: the most important ones that the budget allows.
 
-    A plan may keep less than the budget. Of equal scores, the later head is removed first.
+    It may keep less. Of equal scores, the later head is removed first.
 
     Args:
         scores: With costs, unless the budget counts heads.
