@@ -14,6 +14,8 @@ from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.core.mixin import WITHOUT_HEADS, Mixin, mix_in, original_class
 
 
+# Files of format remote-code hold the source of these two classes: they may use nothing else
+# of this module.
 class WithoutHeads(Mixin, nn.Module):
     """Put in front of an attention class: add the output projection's bias and nothing else."""
 
@@ -35,7 +37,7 @@ class WithoutHeads(Mixin, nn.Module):
         encoded = key_value_states
         if encoded is None:
             encoded = kwargs.get("encoder_hidden_states")
-        n_keys = _count_in_cache(self, cache, hidden_states, encoded)
+        n_keys = self._count_in_cache(cache, hidden_states, encoded)
         weights = hidden_states.new_zeros(shape[0], 0, shape[1], n_keys)  # no heads
 
         # The output projection is a sibling; it adds its bias itself.
@@ -50,46 +52,43 @@ class WithoutHeads(Mixin, nn.Module):
             output = output + bias
         return output, weights
 
+    def _count_in_cache(self, cache: Any, hidden_states: Tensor, encoded: Tensor | None) -> int:
+        """Count the tokens in the cache of a layer without heads; return its number of keys.
 
-def _count_in_cache(
-    module: WithoutHeads, cache: Any, hidden_states: Tensor, encoded: Tensor | None
-) -> int:
-    """Count the tokens in the cache of a layer without heads; return its number of keys.
+        Transformers reads a layer's length off its cached keys, and takes keys without elements for
+        an empty cache. Positions after a first layer without heads would then start again from
+        zero. So the cache gets one key of width 1 per token.
+        """
+        batch, length = hidden_states.shape[:2]
+        cross = self.headprune_cross or encoded is not None
+        n_keys: int = length if encoded is None else encoded.shape[1]
+        index = getattr(self, "layer_idx", getattr(self, "layer_id", None))
 
-    Transformers reads a layer's length off its cached keys, and takes keys without elements for an
-    empty cache. Positions after a first layer without heads would then start again from zero. So
-    the cache gets one key of width 1 per token.
-    """
-    batch, length = hidden_states.shape[:2]
-    cross = module.headprune_cross or encoded is not None
-    n_keys: int = length if encoded is None else encoded.shape[1]
-    index = getattr(module, "layer_idx", getattr(module, "layer_id", None))
+        # An encoder-decoder's cache is a pair; the part for the encoder's keys is filled once.
+        if cross:
+            part = getattr(cache, "cross_attention_cache", None)
+            filled = encoded is None or getattr(cache, "is_updated", {}).get(index)
+        else:
+            part = getattr(cache, "self_attention_cache", cache)
+            filled = False
+        if part is None or filled:
+            return n_keys
 
-    # An encoder-decoder's cache is a pair; the part for the encoder's keys is filled once.
-    if cross:
-        part = getattr(cache, "cross_attention_cache", None)
-        filled = encoded is None or getattr(cache, "is_updated", {}).get(index)
-    else:
-        part = getattr(cache, "self_attention_cache", cache)
-        filled = False
-    if part is None or filled:
+        self._keep_unquantised(part, index)
+        marker = hidden_states.new_zeros(batch, 1, n_keys, 1)  # [batch, heads, keys, head_dim]
+        n_keys = part.update(marker, marker, index)[0].shape[-2]
+        if cross:
+            cache.is_updated[index] = True
         return n_keys
 
-    _keep_unquantised(part, index)
-    marker = hidden_states.new_zeros(batch, 1, n_keys, 1)  # [batch, heads, keys, head_dim]
-    n_keys = part.update(marker, marker, index)[0].shape[-2]
-    if cross:
-        cache.is_updated[index] = True
-    return n_keys
+    @staticmethod
+    def _keep_unquantised(cache: Any, index: Any) -> None:
+        """Replace a quantised cache layer, whose groups would not fit keys of width 1."""
+        from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-
-def _keep_unquantised(cache: Any, index: Any) -> None:
-    """Replace a quantised cache layer, whose groups would not fit keys of width 1."""
-    from transformers.cache_utils import DynamicLayer, QuantizedLayer
-
-    layers: Any = getattr(cache, "layers", ())
-    if index < len(layers) and isinstance(layers[index], QuantizedLayer):
-        layers[index] = DynamicLayer()
+        layers: Any = getattr(cache, "layers", ())
+        if index < len(layers) and isinstance(layers[index], QuantizedLayer):
+            layers[index] = DynamicLayer()
 
 
 class NormedWithoutHeads(WithoutHeads):

@@ -167,7 +167,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         export.export_onnx(model, [1], tmp_path / "x.onnx")  # type: ignore[arg-type]
     with pytest.raises(
         UnsupportedModel,
-        match="cache=True: must be for a model that caches a key and a value a layer",
+        match="cache=True: must be for a model that caches a key and a value per layer",
     ):
         export.export_onnx(model, batch, tmp_path / "x.onnx", cache=True)
     with pytest.raises(InvalidValue, match="input_ids with at least 4 tokens"):
