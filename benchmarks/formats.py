@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 
 import headprune as hp
-from headprune.core.errors import HeadPruneError
+from headprune.core.errors import HeadPruneError, VerificationFailed
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.layouts import registry
 
@@ -56,6 +56,8 @@ def holds(model: nn.Module, batch: Any, plan: Any, form: Any) -> bool:
         try:
             hp.prune_(model, plan(sites), sites=sites)
             hp.save_pretrained(model, folder, format=form, example=batch)
+        except VerificationFailed:
+            raise  # a format that breaks a promise is a mistake, not a "no"
         except HeadPruneError:
             return False
     return True

@@ -31,7 +31,7 @@ from headprune.core.agreement import Agreement, Measure, Pair
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
-from headprune.core.files import settle
+from headprune.core.files import finish_renames
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
@@ -844,14 +844,14 @@ def test_what_a_save_was_killed_over_touches_nothing_outside(gone: str, tmp_path
     (place / "sub").mkdir(parents=True)
     (place / "sub" / "a").write_text("evil")
     (place / ".gone.part").write_text(gone)
-    settle(tmp_path / "model")
+    finish_renames(tmp_path / "model")
     (tmp_path / "model" / "sub").symlink_to(tmp_path / "elsewhere")
     (place / ".gone.part").write_text("[]")
-    settle(tmp_path / "model")
+    finish_renames(tmp_path / "model")
     place.rename(tmp_path / "elsewhere" / "whole")
     place.symlink_to(tmp_path / "elsewhere" / "whole")
     (tmp_path / "model" / "sub").unlink()
-    settle(tmp_path / "model")
+    finish_renames(tmp_path / "model")
     assert (
         (tmp_path / "victim").read_text()
         == (tmp_path / "elsewhere" / "a").read_text()

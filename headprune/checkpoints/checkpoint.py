@@ -22,7 +22,7 @@ from headprune.core.errors import (
     UnsupportedModel,
     VerificationFailed,
 )
-from headprune.core.files import settle, staged
+from headprune.core.files import finish_renames, staged
 from headprune.core.heads import AttentionSite
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.opening import read_bytes
@@ -187,7 +187,7 @@ def from_pretrained(
     """
     folder = Path(folder)
     # Finish or undo a save that was interrupted.
-    settle(folder)
+    finish_renames(folder)
     if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
         return transformers_4.opened(folder)
     # Tensors are read before a model is built or changed.

@@ -25,7 +25,7 @@ from headprune.checkpoints.slices import Slice, Stored
 from headprune.checkpoints.weights import check_shard_size
 from headprune.core.coverage import coverage_note
 from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel
-from headprune.core.files import occupied, settle, staged
+from headprune.core.files import finish_renames, occupied, staged
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_name_of, class_named
@@ -104,7 +104,7 @@ def prune_checkpoint(
         raise InvalidValue("out", "a new or an empty folder", str(out))
 
     # 2. The model without memory for its weights, and where its tensors are.
-    settle(folder)
+    finish_renames(folder)
     stored = slices.stored_tensors(folder)
     model, tables = _skeleton(folder, stored)
     if not (folder / MANIFEST).is_file():
@@ -224,14 +224,15 @@ def _built(folder: Path, stored: dict[str, Stored]) -> tuple[Any, torch.dtype]:
 
 
 def _check_one_dtype(model: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Refuse a class that keeps some tensors in float32."""
-    kind = type(model)
-    keeps = getattr(kind, "_keep_in_fp32_modules_strict", None)
+    """Refuse a class that keeps some tensors in float32 when it is loaded in a lower type."""
+    model_class = type(model)
+    keeps = getattr(model_class, "_keep_in_fp32_modules_strict", None)
+    # Transformers applies the other list to float16 alone.
     if dtype == torch.float16:
-        keeps = keeps or getattr(kind, "_keep_in_fp32_modules", None)
+        keeps = keeps or getattr(model_class, "_keep_in_fp32_modules", None)
     if keeps and dtype != torch.float32:
         must = "a model whose tensors have one type in memory"
-        got = f"{kind.__name__}, which keeps some in float32"
+        got = f"{model_class.__name__}, which keeps some in float32"
         raise UnsupportedModel(str(folder), must, got, _WHOLE)
 
 

@@ -87,7 +87,7 @@ def bench(
             size_rows, speed_rows = list(map(asdict, weights)), list(map(asdict, speed))
             emit({"hardware": hardware(place), "size": size_rows, "speed": speed_rows})
         else:
-            _print(weights, speed)
+            _print_tables(weights, speed)
 
 
 def _check_length(models: Sequence[nn.Module], lengths: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ def _check_length(models: Sequence[nn.Module], lengths: Sequence[int]) -> None:
         raise InvalidValue("--length", must, max(lengths))
 
 
-def _print(weights: tuple[SizeRow, ...], speed: tuple[SpeedRow, ...]) -> None:
+def _print_tables(weights: tuple[SizeRow, ...], speed: tuple[SpeedRow, ...]) -> None:
     """Print sizes and speed for people."""
     # Sizes, with the change in percent.
     for row in weights:

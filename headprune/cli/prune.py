@@ -239,11 +239,12 @@ def _check_out(out: Path, on_data: bool) -> None:
 
 
 def _check_source(sources: Mapping[str, object], with_data: Mapping[str, object]) -> None:
-    """Refuse anything but one source of the choice, and options for another source."""
+    """Require exactly one source of the plan; refuse options that only work with --data."""
     # 1. Exactly one source.
     given = [option for option, value in sources.items() if value is not None]
     if len(given) != 1:
-        must, got = f"given one of {', '.join(sources)}", " and ".join(given) or "none"
+        must = f"given one of {', '.join(sources)}"
+        got = " and ".join(given) or "none"
         raise InvalidValue("prune", must, got)
     # 2. Options that only a run on data has.
     for option, value in with_data.items():

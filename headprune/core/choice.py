@@ -149,10 +149,7 @@ class Choice:
 
     @property
     def margin(self) -> float:
-        """Largest plausible gap between the chosen one's loss and the best candidate's.
-
-        At the confidence of the choice.
-        """
+        """How much lower another candidate's loss may be, at the confidence of the choice."""
         # ``low`` is the lower end of a candidate's loss minus the chosen one's.
         gaps = [-one.low for one in self._scored]
         return max([0.0, *gaps])

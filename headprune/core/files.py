@@ -147,8 +147,8 @@ def staged(
 
     When the block ends without an error, all files are flushed to the disk first. A new folder then
     appears whole, by one rename. In a folder that exists, files are renamed into place one right
-    after the other, and its other files are kept. If a process is killed meanwhile, ``settle`` or
-    the next call moves the rest. On an error nothing changes, except for an error during the
+    after the other, and its other files are kept. If a process is killed meanwhile,
+    ``finish_renames`` or the next call moves the rest. On an error nothing changes, except for an error during the
     renames, which says so. Temporary folders of killed processes are deleted.
 
     Args:
@@ -185,7 +185,7 @@ class _Staging:
         self.hint = _AS_BEFORE
         with writing(folder):
             self.home.mkdir(parents=True, exist_ok=True)
-            settle(folder)
+            finish_renames(folder)
             _remove_dead(self.home, folder.name)
             self.place, self._lock = _locked_place(self.home, folder.name)
 
@@ -218,7 +218,7 @@ class _Staging:
 
     def _put_files_in_place(self, removed: list[str]) -> None:
         if not self.is_new:
-            # With this name ``settle`` completes the work, even if this process is killed now.
+            # With this name ``finish_renames`` completes the work if this process is killed now.
             write_atomic(self.place / _REMOVED, json.dumps(removed).encode())
             whole = self.place.with_suffix(_WHOLE)
             os.replace(self.place, whole)
@@ -286,14 +286,14 @@ def _hold(folder: Path) -> int | None:
     return handle
 
 
-def settle(folder: Path) -> None:
+def finish_renames(folder: Path) -> None:
     """Complete the renames of a process that was killed while it put files into ``folder``.
 
-    Without the right to do so the folder does not change. Folders may come from anywhere: nothing
-    outside of this one is touched, whatever lies in it.
+    Without write permission nothing happens. Folders may come from anywhere: nothing outside of
+    this one is touched, whatever lies in it.
     """
     with contextlib.suppress(OSError):
-        for place in _dead(folder, r".*", _WHOLE):
+        for place in _abandoned(folder, r".*", _WHOLE):
             removed = _names(place / _REMOVED)
             paths = [path for path in place.rglob("*") if path.is_dir()]
             # Through a link files would be written outside of the folder.
@@ -319,7 +319,7 @@ def _is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name == Path(name).name and "\0" not in name
 
 
-def _dead(home: Path, name: str, ending: str) -> Iterator[Path]:
+def _abandoned(home: Path, name: str, ending: str) -> Iterator[Path]:
     """Yield temporary folders that no process holds; each is locked meanwhile.
 
     Args:
@@ -342,7 +342,7 @@ def _dead(home: Path, name: str, ending: str) -> Iterator[Path]:
 
 def _remove_dead(home: Path, name: str) -> None:
     """Delete folders for ``name`` that no process holds; they may be as large as a model."""
-    for path in _dead(home, re.escape(name), PART):
+    for path in _abandoned(home, re.escape(name), PART):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -268,15 +268,16 @@ def stability(
 
 
 def lowest_places(values: Floats) -> NDArray[np.intp]:
-    """Each unit's place from the least important, 0, in every row of ``[draws, units]``.
+    """Return each unit's rank in every row of ``[draws, units]``; 0 is the least important.
 
-    Ties as in ``HeadScores.ranked``: the later unit comes first.
+    Of equal units the later one comes first, as in ``HeadScores.ranked``.
     """
     import numpy as np
 
     n_units = values.shape[1]
     # A stable sort of the reversed columns puts the later of equal units first.
     order = n_units - 1 - np.argsort(values[:, ::-1], axis=1, kind="stable")
+    # The inverse permutation: places[row, order[row, i]] = i.
     places: NDArray[np.intp] = np.empty_like(order)
     np.put_along_axis(places, order, np.broadcast_to(np.arange(n_units), order.shape), axis=1)
     return places

@@ -163,7 +163,7 @@ class ProvenanceMode(TorchFunctionMode):
         self._example = example
         self.events: list[Event] = []
         self.softmaxes: list[SoftmaxCall] = []
-        self.norms: list[NormCall] = []
+        self.possible_norms: list[NormCall] = []
         self._products: list[MatrixProduct] = []
         # Weak, so that activations are freed as without it.
         self._known: Any = WeakTensorKeyDictionary()
@@ -177,20 +177,20 @@ class ProvenanceMode(TorchFunctionMode):
             each.append(known or Provenance(fixed=isinstance(tensor, nn.Parameter)))
         return combined(each)
 
-    def enter(self, name: str, module: nn.Module, inputs: Any, projection: bool) -> None:
+    def enter(self, name: str, module: nn.Module, inputs: Any, is_projection: bool) -> None:
         """Record that a module is called."""
         provenance = self.provenance(inputs)
         self.events.append(Event("enter", name, _first_shape(inputs), provenance))
-        if not projection:
+        if not is_projection:
             # A parameter with one axis may be a norm's weight, whatever the module's class.
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 1:
-                    self.norms.append(NormCall(name, parameter.shape[0], provenance))
+                    self.possible_norms.append(NormCall(name, parameter.shape[0], provenance))
 
-    def leave(self, name: str, inputs: Any, output: Any, projection: bool) -> None:
+    def leave(self, name: str, inputs: Any, output: Any, is_projection: bool) -> None:
         """Record that a module returned; a projection's output starts a new provenance."""
         shape = _first_shape(output)
-        if projection:
+        if is_projection:
             # A projection that mixes the heads' scores passes their provenance on.
             provenance = self._of_mixed(self.provenance(inputs), name, shape)
             provenance = provenance or Provenance(frozenset({name}))
@@ -379,7 +379,7 @@ class ProvenanceMode(TorchFunctionMode):
         elif args:
             n_groups = args[1] if len(args) > 1 else kwargs.get("num_groups", 1)
             width = args[0].shape[1] // n_groups
-        self.norms.append(NormCall(f"F.{name}", width, inputs))
+        self.possible_norms.append(NormCall(f"F.{name}", width, inputs))
 
 
 def _first_shape(value: Any) -> tuple[int, ...]:

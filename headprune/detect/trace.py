@@ -259,7 +259,7 @@ def _norms(
     """Norms of a core: of the context of its softmax, of its queries and keys."""
     inside = f"{core}." if core else ""
     norms = []
-    for norm in record.norms:
+    for norm in record.possible_norms:
         sources = norm.inputs.sources
         # Functions are called in some module: their context shows of which core they are.
         if number in norm.inputs.context and norm.name.startswith((inside, "F.")):

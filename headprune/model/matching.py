@@ -94,8 +94,8 @@ def _wrong_parameters(layout: AttentionLayout, module: nn.Module, now: HeadGeome
             return f"its parameter {name!r} is not accounted for"
         if _is_under(name, layout.per_head) and not _is_of_one_head(module, name, now.head_dim):
             return (
-                f"{name!r} has shape {list(parameter.shape)}, more than one head's width: cutting"
-                " is not exact"
+                f"{name!r} has shape {list(parameter.shape)}, not one head's width,"
+                f" [{now.head_dim}]: cutting is not exact"
             )
     return None
 

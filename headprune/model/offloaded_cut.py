@@ -172,7 +172,7 @@ class _NewWeights:
                 place = ("memory", old.data_ptr(), old.shape, old.stride(), *cut)
             if place not in self.made:
                 new = _shorter(old.detach().to(away.dtype), dimension, rows)
-                self.made[place] = _elsewhere_than(addresses, new)
+                self.made[place] = _at_a_new_address(addresses, new)
             self.memory.setdefault(id(source), {})[key] = self.made[place]
             return
 
@@ -234,10 +234,11 @@ def _shorter(tensor: Tensor, dimension: int, rows: Sequence[int]) -> Tensor:
     return tensor.index_select(dimension, index)
 
 
-def _elsewhere_than(addresses: Container[int], tensor: Tensor) -> Tensor:
-    """A tensor with the same numbers at none of these addresses.
+def _at_a_new_address(addresses: Container[int], tensor: Tensor) -> Tensor:
+    """Return a tensor with the same numbers at none of these addresses.
 
-    Accelerate would take one there for a parameter that was at that address before.
+    Accelerate recognises tied parameters by their address: it would take a new tensor at an old
+    address for the old parameter.
     """
     copies = [tensor]  # all are kept, so that none of their addresses is used again
     while copies[-1].data_ptr() in addresses:

@@ -356,8 +356,8 @@ class _TargetSums:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.missing = LeastSquaresSums(dtype)  # of T - S
-        self.written = LeastSquaresSums(dtype)  # of A
+        self.missing = LeastSquaresSums(dtype)  # the teacher's stream minus ours
+        self.written = LeastSquaresSums(dtype)  # the teacher's output
         self.sensitivity: Tensor | None = None  # []
 
     def add(
@@ -370,11 +370,13 @@ class _TargetSums:
     ) -> None:
         """Add the calls of model and teacher on a batch, with the teacher's streams after them."""
         for call, their_call, stream in zip(ours, theirs, teacher_streams, strict=True):
-            _, e, counted = difference(model, target, call, stream)
-            a = target.tokens(their_call.output, call.padding_info.batch)
-            # Only the outputs are summed: no columns of inputs, [tokens, 0].
-            self.missing.add(e[:, :0], e, counted)
-            self.written.add(a[:, :0], a, None if counted is None else counted.to(a.device))
+            _, missing, counted = difference(model, target, call, stream)  # [tokens, width]
+            written = target.tokens(their_call.output, call.padding_info.batch)
+            # Only the outputs are summed: the inputs have no columns, [tokens, 0].
+            self.missing.add(missing[:, :0], missing, counted)
+            if counted is not None:
+                counted = counted.to(written.device)
+            self.written.add(written[:, :0], written, counted)
 
     def add_sensitivities(
         self,

@@ -99,7 +99,7 @@ class TrainingSettings(Recovery):
         """Refuse settings that have no effect without another one."""
         if self.steps is not None and self.epochs != 1:
             got = f"epochs {self.epochs}, steps {self.steps}"
-            raise InvalidValue("Finetune", "given epochs or steps", got)
+            raise InvalidValue("Finetune", "given epochs or steps, not both", got)
         without_lora = self.lora_rank is None
         # Each: a setting, whether it is given without what it needs, and what it needs.
         useless = (
@@ -114,7 +114,7 @@ class TrainingSettings(Recovery):
         )
         for name, is_useless, needed in useless:
             if is_useless:
-                got = f"{getattr(self, name)!r} without"
+                got = f"{getattr(self, name)!r} without {needed}"
                 raise InvalidValue(f"Finetune.{name}", f"used with {needed}", got)
 
 

@@ -96,7 +96,7 @@ class Progress:
             make: Runs it.
             load: Returns the result of ``make``, if an earlier run finished the stage.
             files: The files or folders that it writes, by their paths in the run's folder.
-            named: Whether it is a stage of the record, and not a part of one.
+            named: Whether the record lists it as a stage of its own.
         """
         if self.done(stage):
             return load()

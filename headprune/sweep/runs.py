@@ -146,11 +146,11 @@ def runs_of(design: Design, base: Base, seeds: int) -> list[PlannedRun]:
     same = FrozenDict({"base": base.identity, "device": device, "versions": versions()})
     runs = []
     for point in design.points:
-        runs += [_run(point, base, draw, same) for draw in range(seeds)]
+        runs += [_planned_run(point, base, draw, same) for draw in range(seeds)]
     return runs
 
 
-def _run(point: Combination, base: Base, draw: int, same: FrozenDict) -> PlannedRun:
+def _planned_run(point: Combination, base: Base, draw: int, same: FrozenDict) -> PlannedRun:
     """Collect what a run's scores, plan and result depend on, and their digests.
 
     Args:

@@ -146,7 +146,7 @@ def test_a_linear_layer_over_several_heads_is_not_taken_for_one_of_each() -> Non
     subject = subject_named("wavlm")
     attention = subject.model.get_submodule(subject.sites[0].name)
     attention.gru_rel_pos_linear = nn.Linear(8, 8)
-    assert "more than one head's width" in str(reason_against(subject.layout, attention))
+    assert "not one head's width" in str(reason_against(subject.layout, attention))
 
 
 def test_both_position_biases_of_beit_at_once() -> None:

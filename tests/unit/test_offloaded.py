@@ -281,8 +281,8 @@ def test_what_accelerate_ties_itself_is_refused(tmp_path: Path) -> None:
 def test_a_place_where_a_tied_parameter_was_is_not_taken() -> None:
     """For accelerate it would be that parameter."""
     tensor = torch.arange(5.0)
-    assert offloaded_cut._elsewhere_than((), tensor) is tensor
-    other = offloaded_cut._elsewhere_than({tensor.data_ptr()}, tensor)
+    assert offloaded_cut._at_a_new_address((), tensor) is tensor
+    other = offloaded_cut._at_a_new_address({tensor.data_ptr()}, tensor)
     assert other.data_ptr() != tensor.data_ptr()
     assert_close(other, tensor, **EXACT)
 

@@ -224,7 +224,7 @@ def test_one_head_may_have_a_norm_and_more_than_one_may_not() -> None:
     )
     assert reason_against(layout, Normed((4,))) is None
     for features in ((8,), (2, 4), (1, 4)):
-        assert "more than one head's width" in str(reason_against(layout, Normed(features)))
+        assert "not one head's width" in str(reason_against(layout, Normed(features)))
 
 
 def test_a_parameter_under_a_second_name_is_accounted_for_too() -> None:
