@@ -148,8 +148,8 @@ def staged(
     When the block ends without an error, all files are flushed to the disk first. A new folder then
     appears whole, by one rename. In a folder that exists, files are renamed into place one right
     after the other, and its other files are kept. If a process is killed meanwhile,
-    ``finish_renames`` or the next call moves the rest. On an error nothing changes, except for an error during the
-    renames, which says so. Temporary folders of killed processes are deleted.
+    ``finish_renames`` or the next call moves the rest. On an error nothing changes, except for an
+    error during the renames, which says so. Temporary folders of killed processes are deleted.
 
     Args:
         folder: The folder.
