@@ -293,11 +293,11 @@ def test_a_swap_is_sure_by_the_standard_error_of_paired_differences() -> None:
     losses = np.array([[5.0, 6.0, 7.0, 8.0], [5.0, 5.0, 5.0, 7.0], [4.0, 5.0, 8.0, 5.0]])
     losses[1] = losses[0] + [-2.0, 0.0, -2.0, 0.0]
     edge = 3**0.5
-    assert LocalSearch(margin=edge * 0.999)._lower(losses[:2]) == 0
-    assert LocalSearch(margin=edge * 1.001)._lower(losses[:2]) is None
+    assert LocalSearch(margin=edge * 0.999)._better(losses[:2]) == 0
+    assert LocalSearch(margin=edge * 1.001)._better(losses[:2]) is None
     losses[2] = losses[0] - 3
-    assert LocalSearch(margin=2.0)._lower(losses) == 1
-    assert LocalSearch(margin=0.0)._lower(losses[[0, 0]]) is None
+    assert LocalSearch(margin=2.0)._better(losses) == 1
+    assert LocalSearch(margin=0.0)._better(losses[[0, 0]]) is None
 
 
 def test_where_nothing_can_be_swapped_the_loss_is_still_said() -> None:
