@@ -231,6 +231,6 @@ def test_files_are_opened_in_one_place(path: Path) -> None:
     lines = text.splitlines()
     for number in _opens(ast.parse(text)):
         before = "\n".join(lines[max(0, number - 12) : number])
-        assert "check_file(" in before or "_said(" in before, (
+        assert "check_file(" in before or "_metadata_of(" in before, (
             f"{path.name}:{number} opens a file that nobody looked at"
         )
