@@ -4,12 +4,12 @@
     OMP_NUM_THREADS=1 python benchmarks/processes.py
 
 A random Llama is scored by first-order importance (a forward and a backward pass a batch) and by
-leave-one-out (many passes a batch). For every number of processes a workers is started once; each
+leave-one-out (many passes a batch). For every number of processes a group is started once; each
 process has one thread and its own copy of the model, and scores once before any time is taken. Then
-the crews take turns, round by round, while the others wait at a pipe: what slows the machine slows
+the groups take turns, round by round, while the others wait at a pipe: what slows the machine slows
 them alike. The time is that of the first process, from the call to the scores that all have put
 together; the efficiency is the throughput over that of one process, divided by the number of
-processes. Every workers's scores are compared with those of one process.
+processes. The scores of every group are compared with those of one process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[1, 2],
-        help="sizes of crews; 1 must be among them",
+        help="sizes of groups; 1 must be among them",
     )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--batches", type=int, default=16)
@@ -56,7 +56,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scorers", nargs="+", default=list(SCORERS))
     parser.add_argument("--out", type=Path, default=RECORDS / "processes.json")
     parser.add_argument(
-        "--workers", type=Path, help="this is a process of a workers, which meets in this folder"
+        "--workers", type=Path, help="this is a process of a group that meets in this folder"
     )
     args = parser.parse_args(argv)
     if 1 not in args.processes:
@@ -65,24 +65,24 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Measures and returns the record's path; in a process of a workers, scores whenever it is told
-    to."""
+    """Measures and returns the record's path; in a process of a group, scores whenever it is
+    asked to."""
     args = arguments(argv)
     if args.workers is not None:
         work(args)
         return Path(args.out)
     words = list(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory() as home:
-        crews = {size: Workers(size, Path(home, str(size)), words) for size in args.processes}
+        groups = {size: Workers(size, Path(home, str(size)), words) for size in args.processes}
         try:
-            scores = {size: workers.asked("scores") for size, workers in crews.items()}
+            scores = {size: group.asked("scores") for size, group in groups.items()}
             rounds = [
-                {size: workers.asked("time") for size, workers in crews.items()}
+                {size: group.asked("time") for size, group in groups.items()}
                 for _ in range(args.rounds)
             ]
         finally:
-            for workers in crews.values():
-                workers.end()
+            for group in groups.values():
+                group.end()
     record: dict[str, Any] = {
         **header("processes"),
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "workers")},
@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
         ],
     }
     for r in record["rows"]:
-        told = f"{r['examples_per_second']:8.2f} examples/s, efficiency {r['efficiency']:.3f}"
+        speed = f"{r['examples_per_second']:8.2f} examples/s, efficiency {r['efficiency']:.3f}"
         print(
-            f"{r['scorer']:16} {r['processes']} processes  {told}, largest difference"
+            f"{r['scorer']:16} {r['processes']} processes  {speed}, largest difference"
             f" {r['difference']:.1e}"
         )
     keep(record, args.out)
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 def row(
     name: str, size: int, rounds: list[dict[int, Any]], scores: dict[int, Any], args: Any
 ) -> dict[str, Any]:
-    """What a workers took, and by how much its scores differ from those of one process, relative to
+    """The time that a group took, and by how much its scores differ from those of one process, relative to
     the largest."""
     seconds = [times[size][name] for times in rounds]
     faster = [times[1][name] / times[size][name] for times in rounds]  # in the same round
@@ -150,7 +150,7 @@ class Workers:
 
 
 def work(args: argparse.Namespace) -> None:
-    """A process of a workers: a line in, a line out."""
+    """Work as a process of a group: a line in, a line out."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = f"file://{args.workers}/meeting"

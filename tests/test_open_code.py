@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "headprune"
@@ -16,27 +17,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension)
 #: Most words of a docstring, and the largest complexity of a function.
 WORDS, COMPLEXITY = 200, 15
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    if parts[-1] == "__init__":
-        parts = parts[:-1]
-    return ".".join(parts)
-
-
-def imported(tree: ast.Module, modules: set[str]) -> Iterator[str]:
-    """Modules of the package that a file imports, also inside functions and for type checkers."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                part = f"{node.module}.{alias.name}"
-                if part in modules:
-                    yield part
-                elif node.module in modules:
-                    yield node.module
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -49,11 +29,9 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_circle_of_imports() -> None:
-    names = {module_name(path) for path in FILES}
-    graph = {}
-    for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        graph[module_name(path)] = set(imported(tree, names)) - {module_name(path)}
+    """Imports inside functions and for type checkers count, too."""
+    imports = grimp.build_graph("headprune", cache_dir=None)
+    graph = {name: imports.find_modules_directly_imported_by(name) for name in imports.modules}
     assert "headprune.core.heads" in graph["headprune.core.plan"], "the search itself"
     assert cycle({"a": {"b"}, "b": {"a"}}), "the search itself"
     assert cycle(graph) == []

@@ -162,7 +162,7 @@ def _origin(model: Any) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    """Whether hubs may be told a name, which comes out of a file."""
+    """Whether a name, which comes from a file, can be that of a repository on the hub."""
     # The name of a folder here may look like that of a repository.
     is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name, re.ASCII)
     return bool(is_name) and not Path(name).exists()

@@ -81,6 +81,17 @@ class NotWritten(HeadPruneError, OSError):
         return type(self), (self.where, self.must, self.got, self.hint)
 
 
+def error_text(error: BaseException) -> str:
+    """The text of an error for a record; those of other packages need their class's name.
+
+    >>> error_text(KeyError("a"))
+    "KeyError: 'a'"
+    """
+    if isinstance(error, HeadPruneError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Make a hint that names the closest known names, or lists them all.
 

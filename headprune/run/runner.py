@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.core.errors import InvalidValue, error_text
 from headprune.core.files import write_atomic
 from headprune.core.locking import locked
 from headprune.core.plan import PruningPlan
@@ -242,10 +242,8 @@ def _closing(journal: Journal) -> Iterator[None]:
         yield
         journal.close("done")
     except BaseException as error:
-        status, text = "failed", f"{type(error).__name__}: {error}"
-        if isinstance(error, HeadPruneError):
-            text = str(error)
-        elif isinstance(error, KeyboardInterrupt):
+        status, text = "failed", error_text(error)
+        if isinstance(error, KeyboardInterrupt):
             status, text = "interrupted", "interrupted by the user"
         # On a full disk the record cannot be written either. Then it stays at "running", as after
         # a kill, and says how far the run came.

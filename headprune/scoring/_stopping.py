@@ -38,7 +38,7 @@ class Stable:
 
     The confidence is asymptotic in the number of examples, and it is about all data that those read
     are a random part of. So the batches must come in random order. Events rarer than ``rare`` may
-    still change the set. Units that are equal in every example are never told apart. With several
+    still change the set. Units that are equal in every example are never separated. With several
     scorers, reading goes on until all of them are settled.
 
     Args:

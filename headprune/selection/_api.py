@@ -212,7 +212,7 @@ def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position
     known = frozenset(problem.positions())
     if not keep <= known:
         raise InvalidValue(where, "units of the problem", sorted(keep - known))
-    # The rules before the budget: a plan that breaks both is told of the rule.
+    # The rules before the budget: the error of a plan that breaks both names the rule.
     broken = problem.broken(keep)
     if broken:
         raise InvalidValue(where, "lawful", broken)

@@ -207,9 +207,7 @@ class _RunningSweep:
 
     def _make_scores(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """Make the scores of runs, shared ones once; return the runs that did not fail."""
-        users: dict[str, list[PlannedRun]] = {}
-        for run in runs:
-            users.setdefault(run.scores, []).append(run)
+        users = _by_key(runs, [run.scores for run in runs])
         tasks = self._tasks("scores", users)
         for done in self._run_tasks(tasks):
             if done.error is not None:
@@ -225,9 +223,7 @@ class _RunningSweep:
 
     def _make_plans(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """Make the plans of runs, shared ones once; return the runs that did not fail."""
-        users: dict[str, list[PlannedRun]] = {}
-        for run in runs:
-            users.setdefault(run.plan, []).append(run)
+        users = _by_key(runs, [run.plan for run in runs])
         tasks = self._tasks("plans", users)
         for done in self._run_tasks(tasks):
             if done.error is not None:
@@ -240,12 +236,11 @@ class _RunningSweep:
         """Cut, recover and measure; runs that lead to the same model share its outcome."""
         # 1. Group the runs by the model that their plan and recoveries lead to.
         plans: dict[str, PruningPlan] = {}
-        users: dict[str, list[PlannedRun]] = {}
         for run in runs:
             plan = load_plan(file_of(self.folder, "plans", run.plan))
             assert plan is not None
             plans[run.key] = plan
-            users.setdefault(outcome_key(run, plan), []).append(run)
+        users = _by_key(runs, [outcome_key(run, plans[run.key]) for run in runs])
         tasks = self._tasks("outcomes", users)
         # 2. Outcomes that are there although the file of a run is not: a kill came between the two.
         for task in [task for task in tasks if task.done()]:
@@ -338,6 +333,14 @@ def _join_cluster(backend: str) -> None:
     except ValueError:
         # Connects to the scheduler of DASK_SCHEDULER_ADDRESS, or starts a cluster on this machine.
         Client(threads_per_worker=1)
+
+
+def _by_key(runs: Sequence[PlannedRun], keys: Sequence[str]) -> dict[str, list[PlannedRun]]:
+    """Group runs by the key of the result that they share."""
+    groups: dict[str, list[PlannedRun]] = {}
+    for run, key in zip(runs, keys, strict=True):
+        groups.setdefault(key, []).append(run)
+    return groups
 
 
 def _threads(recipe: Recipe, jobs: int) -> int | None:

@@ -12,16 +12,15 @@ from typing import Any, Literal
 
 import torch
 
-from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.core.errors import HeadPruneError, InvalidValue, error_text
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
 from headprune.recipes.schema import Recipe
-from headprune.run.auto import scorer_of
 from headprune.run.choosing import choose_heads
 from headprune.run.journal import WORK
 from headprune.run.recovering import recover_once
+from headprune.run.stages import score_calibration
 from headprune.run.subject import EVALUATION_BATCH, Subject, quiet
-from headprune.scoring._api import score
 from headprune.surgery.prune import prune_
 from headprune.sweep.base import Base, open_base
 from headprune.sweep.outcome import SPLITS, ModelOutcome, judge
@@ -144,10 +143,7 @@ def work(task: SweepTask) -> TaskResult:
             if not task.done():  # another process may have done it in the meantime
                 _MAKERS[task.kind](task)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        if isinstance(error, HeadPruneError):
-            text = str(error)
-        return TaskResult(task, perf_counter() - start, text)
+        return TaskResult(task, perf_counter() - start, error_text(error))
     return TaskResult(task, perf_counter() - start)
 
 
@@ -180,17 +176,8 @@ def close() -> None:
 
 def _make_scores(task: SweepTask) -> None:
     subject, _ = opened(task)
-    wanted = subject.recipe.score
     folder = task.sweep / WORK / f"{SCORING}{task.key[:16]}"
-    scores = score(
-        subject.model,
-        subject.data.batches("calibration", wanted.batch_size),
-        scorer_of(subject),
-        sites=subject.sites,
-        until=wanted.stopping,
-        folder=folder,
-        progress=False,
-    )
+    scores = score_calibration(subject, None, folder)
     scores.save(task.path)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -230,7 +230,7 @@ def test_processes_are_a_value() -> None:
         hp.score(processes_work.subject().model, None, "magnitude", processes=2)  # type: ignore[call-overload]
 
 
-def test_the_benchmark_compares_crews_in_turn(tmp_path: Path) -> None:
+def test_the_benchmark_compares_groups_in_turn(tmp_path: Path) -> None:
     small = [
         "--rounds",
         "2",
