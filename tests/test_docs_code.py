@@ -159,7 +159,8 @@ def test_a_program_of_several_processes_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_blocks_have_a_language_that_is_tested(page: Path) -> None:
     for block in blocks(page):
-        assert block.language in ("python", "pycon", "text", "yaml"), f"{page.name}:{block.line}"
+        known = ("python", "pycon", "text", "yaml", "sh")
+        assert block.language in known, f"{page.name}:{block.line}"
         if block.language == "pycon" or (block.language == "python" and ">>>" in block.text):
             assert page.parent == DOCS, f"{page.name}:{block.line}: a doctest that nobody runs"
             assert ">>> " in block.text, f"{page.name}:{block.line}: no prompt"

@@ -578,7 +578,7 @@ TOP = functools.partial(SubsetTopk, keep=0.5, steps=4)
 #: What else runs on a GPU; a benchmark is one more entry.
 OTHERS: dict[str, tuple[Callable[[Case], object], Waits]] = {
     "prune_": (lambda case: hp.prune_(case.model, with_fewer_heads(case.model)), Waits(0)),
-    "prune_ with its proof": (prove_cut, Waits(10)),
+    "prune_ with its proof": (prove_cut, Waits(8)),
     "gated": (gate, Waits(0)),
     "save and load": (
         save_and_load,
