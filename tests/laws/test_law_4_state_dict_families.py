@@ -26,7 +26,7 @@ REFUSED = (
     r" of \d+"
 )
 #: Cuts a family and policy; every two of the same shapes are tried both ways.
-_CUTS = 4
+_CUTS = 3
 
 
 def kept_sets(site: AttentionSite, n_units: int, seed: int) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Law 6 in numbers: how far scores of 64 examples move, relative to their layer's largest, in fp64
+"""Law 6 in numbers: how far scores of 24 examples move, relative to their layer's largest, in fp64
 and in fp32.
 
 ``test_law_6_scores`` tries the law in every corner; here every change comes with the bound that
@@ -27,13 +27,18 @@ FEW = [s for s in FEW if type(s) in map(type, SCORERS)]
 CHEAP = [s for s in SCORERS if type(s) not in map(type, FEW)]
 ALL = CHEAP + FEW
 
-pytestmark = pytest.mark.parametrize("dtype", list(BOUNDS), ids=["fp64", "fp32"])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("dtype", list(BOUNDS), ids=["fp64", "fp32"]),
+]
+#: Examples of a batch; a multiple of no batch size below.
+EXAMPLES = 24
 names = pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "multi_head_attention"])
 
 
 def examples(name: str, dtype: torch.dtype) -> tuple[Subject, dict[str, Tensor]]:
     subject = subject_of(name)
-    batch = data(subject, 64)
+    batch = data(subject, EXAMPLES)
     subject.model.to(dtype)
     return subject, {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
@@ -69,7 +74,7 @@ def test_batch_size_and_order(name: str, dtype: torch.dtype) -> None:
         scored(subject, CHEAP, split(batch, 1)), expected[: len(CHEAP)], dtype
     )  # FEW: in test_law_6_scores
     free = [i for i, s in enumerate(ALL) if s not in BLOCKS]
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(0))
     found = scored(
         subject, [ALL[i] for i in free], split({k: v[order] for k, v in batch.items()}, 7)
     )

@@ -100,10 +100,12 @@ def test_every_scorer_is_held_to_this_law() -> None:
     assert {name_of(s) for s in SCORERS} == wanted - EXCEPTED
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_batch_size(subject: Subject, size: int) -> None:
+def test_batch_size(subject: Subject) -> None:
     batch = data(subject, 7)
-    same(score(subject, SCORERS, split(batch, size)), score(subject, SCORERS, [batch]))
+    expected = score(subject, SCORERS, [batch])
+    # Batches of one example are tried on one model: they take the longest.
+    for size in (1, 3) if subject.layout.name == "bert" else (3,):
+        same(score(subject, SCORERS, split(batch, size)), expected)
 
 
 def test_order_of_the_data(subject: Subject) -> None:
@@ -133,10 +135,11 @@ def same_choice(found: Choice, expected: Choice) -> None:
     assert not by_name
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_batch_size_of_what_auto_chooses(subject: Subject, size: int) -> None:
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_batch_size_of_what_auto_chooses(name: str) -> None:
+    subject = subject_of(name)
     batch = data(subject, 7)
-    same_choice(choice(subject, split(batch, size)), choice(subject, [batch]))
+    same_choice(choice(subject, split(batch, 3)), choice(subject, [batch]))
 
 
 # ---------------------------------------------------------------- padding
