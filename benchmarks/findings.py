@@ -291,12 +291,12 @@ def losses(record: dict[str, Any], choice: str) -> dict[int, Share]:
     return {kept: difference([(whole(record, right), right)]) for kept, right in found.items()}
 
 
-def unnoticed(lost: dict[int, Share], heads: int, surely: bool) -> float:
+def unnoticed(lost: dict[int, Share], heads: int, certain: bool) -> float:
     """The largest share of the heads that goes, with all smaller ones, and loses at most UNNOTICED:
-    ``surely``, by the upper end of the interval, or at least possibly, by the lower one."""
+    ``certain``, by the upper end of the interval, or at least possibly, by the lower one."""
     share = 0.0
     for kept, of_kept in lost.items():
-        if (of_kept.high if surely else of_kept.low) > UNNOTICED:
+        if (of_kept.high if certain else of_kept.low) > UNNOTICED:
             break
         share = 1 - kept / heads
     return share
@@ -354,28 +354,28 @@ def page(records: list[dict[str, Any]], gates: list[dict[str, Any]]) -> str:
 def michel(records: list[dict[str, Any]]) -> list[str]:
     lines = [
         (
-            "Theirs: 20 % (translation) to 40 % (BERT) of the heads go, least important first,"
-            " before anybody notices, and"
+            "Theirs: 20 % (translation) to 40 % (BERT) of the heads are removed, least important"
+            " first, before anybody notices, and"
         ),
         (
             "8 of 96 encoder heads change the score significantly when taken alone. Masked, nothing"
             " trained:"
         ),
         "",
-        f"![accuracy by share of heads gone]({PICTURE})",
+        f"![accuracy by share of heads removed]({PICTURE})",
         "",
     ]
     for record in records:
         single, lost = record["alone"], losses(record, "important")
-        surely, possibly = (unnoticed(lost, record["heads"], surely) for surely in (True, False))
+        certain, possible = (unnoticed(lost, record["heads"], each) for each in (True, False))
         chance = unnoticed(losses(record, "chance"), record["heads"], False)
         lines += [
-            f"- `{record['task']}`: {100 * surely:.0f} % of the heads go, least important first,"
-            f" for surely at most {100 * UNNOTICED:g} point; beyond {100 * possibly:.0f} % it is"
-            f" surely more. By chance it is surely more beyond {100 * chance:.0f} %. Alone,"
-            f" {single['raises']} of {single['heads']} heads raise the loss when taken,"
-            f" {single['lowers']} lower it (95 % for all of them at once)."
-            f" {verdict([surely >= MICHEL], [possibly < MICHEL])}"
+            f"- `{record['task']}`: {100 * certain:.0f} % of the heads can be removed, least important"
+            f" first, at a loss of at most {100 * UNNOTICED:g} point (95 % interval); beyond"
+            f" {100 * possible:.0f} % the loss is larger. Random heads lose more beyond"
+            f" {100 * chance:.0f} %. Alone, {single['raises']} of {single['heads']} heads raise the"
+            f" loss when removed, {single['lowers']} lower it (95 % for all of them at once)."
+            f" {verdict([certain >= MICHEL], [possible < MICHEL])}"
         ]
     return lines
 
@@ -506,7 +506,7 @@ def over_draws(values: Sequence[float]) -> Share:
 
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:
-    """A panel a task: accuracy of the masked model against the share of heads gone, a line a
+    """A panel a task: accuracy of the masked model against the share of heads removed, a line a
     choice."""
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
@@ -531,10 +531,10 @@ def picture(records: list[dict[str, Any]], path: Path) -> None:
             )
         panel.axhline(record["judged"]["accuracy"], color="0.6", linestyle="--", linewidth=1)
         panel.set_title(TITLES[record["task"]], fontsize=10)
-        panel.set_xlabel("heads gone, %")
+        panel.set_xlabel("heads removed, %")
         panel.set_ylabel("accuracy on test rows")
         panel.grid(alpha=0.3)
-        panel.legend(title="heads that stay", fontsize=8, title_fontsize=8)
+        panel.legend(title="heads kept", fontsize=8, title_fontsize=8)
     studies.save_figure(figure, path)
 
 

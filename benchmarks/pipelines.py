@@ -435,7 +435,7 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
         (
             "With `min_heads=0` a layer may lose its last head; the default leaves one. Where eight"
-            " of 72 heads stay, most"
+            " of 72 heads are kept, most"
         ),
         (
             "are there for that rule's sake: the sentence encoder, a mean over tokens, does better"
@@ -548,7 +548,7 @@ def readme(records: Path) -> str:
             " sentences choose the"
         ),
         (
-            "heads and refit what is left, `surgeon` and `lstsq` without their labels; mean ±"
+            "heads and refit the rest, `surgeon` and `lstsq` without their labels; mean ±"
             " standard deviation over"
         ),
         (

@@ -293,7 +293,7 @@ def page(records: list[dict[str, Any]]) -> str:
             " over draws of calibration"
         ),
         (
-            "rows. The heads with the highest scores of the whole model stay (`global_topk`)."
+            "rows. The heads with the highest scores of the whole model are kept (`global_topk`)."
             " Scorers of many passes read"
         ),
         (

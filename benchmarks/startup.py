@@ -7,9 +7,9 @@ Every measurement is a fresh Python process, all in turn in interleaved rounds, 
 warms the disk's cache. ``python`` is an empty process and ``libraries`` one that imports torch and
 the base class of Transformers' models, which a run needs and nobody can take away. ``run`` is a
 recipe of a few seconds (``digits-vit`` with little of everything); the stages that its record times
-are taken off, and what is left, ``run, overhead``, is start-up: interpreter, imports (those of
+are taken off, and the rest, ``run, overhead``, is start-up: interpreter, imports (those of
 ``libraries`` among them), reading and checking the recipe, finding out versions and commit, and
-writing what is left.
+writing the rest.
 """
 
 from __future__ import annotations

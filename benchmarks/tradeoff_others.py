@@ -167,7 +167,7 @@ def startup(records: Path) -> list[str]:
                 " little of everything."
             ),
             (
-                "`run, overhead` is what is left of it without the stages that its record times:"
+                "`run, overhead` is the rest of it, without the stages that its record times:"
                 " imports, `libraries`"
             ),
             (

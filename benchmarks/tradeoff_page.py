@@ -39,8 +39,8 @@ ABOUT = {
 #: What is done after heads were chosen, by what a way's name ends in.
 AFTER = {
     "": "nothing refitted or trained",
-    "lstsq": "what is left refitted by `lstsq`, nothing trained",
-    "finetune": "what is left refitted by `lstsq`, then trained",
+    "lstsq": "the rest refitted by `lstsq`, nothing trained",
+    "finetune": "the rest refitted by `lstsq`, then trained",
 }
 TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, Spearman"}
 
@@ -399,7 +399,7 @@ def headline(record: Record) -> list[str]:
         lines.append(
             f"- {way}: {timed(row)} of a limit of {row['limit']:.2f}, a share of {share:.2f}."
         )
-    intro = f"Batch 32 of 128 tokens, {record['heads'] - third} of {record['heads']} heads gone:"
+    intro = f"Batch 32 of 128 tokens, {record['heads'] - third} of {record['heads']} heads removed:"
     return ["", intro, "", *lines] if lines else []
 
 
@@ -460,7 +460,7 @@ def decoder(records: list[Record]) -> list[str]:
                 f"## A decoder with grouped queries, on {'a CPU' if device == 'cpu' else 'a GPU'}",
                 "",
             ]
-            lines += [f"{about} groups of 4 query heads; every second group is gone.", ""]
+            lines += [f"{about} groups of 4 query heads; every second group is removed.", ""]
             head = ["dtype", "prompt", "batch", "bytes of the cache", "ratio"]
             head += ["prefill tokens/s", "speed", "decode tokens/s", "speed"]
             lines += table(head, body)

@@ -101,8 +101,8 @@ def timed(row: Row) -> str:
 
 
 def break_even(rows: list[Row]) -> list[str]:
-    """From which batch on the cut model is surely faster, where it is surely slower, and where
-    neither can be said; of disturbed cells nothing is."""
+    """From which batch on the cut model is faster beyond noise, where it is slower, and where
+    neither is shown; disturbed cells do not count."""
     lines = []
     for kept in sorted(distinct(rows, "kept"), reverse=True):
         said = []

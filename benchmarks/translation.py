@@ -7,7 +7,7 @@ alone.
 
 The recipe ``translation`` makes and trains the model once (``--work`` keeps it). Then heads go by
 the scores of ``--scorer``, of all kinds together or of one kind alone, the others whole, down to a
-head a layer; what is left is measured as it is, refitted (``lstsq``), trained on for a short while,
+head a layer; the cut model is measured as it is, refitted (``lstsq``), trained on for a short while,
 and refitted, then trained on for longer, by the true translations alone or with what the whole
 model says beside them (``distilled``, as the recipe has it). The whole model is trained on as long
 each time, so that training is not taken for recovery.

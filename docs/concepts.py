@@ -18,8 +18,8 @@ _HEAD = (
 )
 _DESCRIPTION = (
     "Six steps. Gate: a number multiplies what each head hands on. Score: an importance for each"
-    " head. Plan: which heads stay. Prune: the weights lose the others. Prove: the cut model equals"
-    " the gated one. Recover: what is left makes up for what is gone."
+    " head. Plan: which heads are kept. Prune: the weights lose the others. Prove: the cut model equals"
+    " the gated one. Recover: the kept weights make up for what was removed."
 )
 
 
@@ -29,7 +29,7 @@ def draw(records: Path, docs: Path) -> Path:
     panels = [
         ("1 gate", "a switch on every head", _gate()),
         ("2 score", "how important is each?", _score(record)),
-        ("3 plan", _stays(record), _plan(record)),
+        ("3 plan", _kept_heads(record), _plan(record)),
         ("4 prune", "weights lose the others", _prune(record)),
         ("5 prove", "gated = pruned", _prove(record)),
         ("6 recover", "the rest makes up for it", _recover(record)),
@@ -56,9 +56,9 @@ def draw(records: Path, docs: Path) -> Path:
     return docs / "concepts.svg"
 
 
-def _stays(record: RunRecord) -> str:
+def _kept_heads(record: RunRecord) -> str:
     mask = record.plan.mask
-    return f"{mask.n_kept} of {mask.n_heads} heads stay"
+    return f"{mask.n_kept} of {mask.n_heads} heads kept"
 
 
 def _text(
@@ -137,13 +137,13 @@ def _score(record: RunRecord) -> list[str]:
 
 
 def _plan(record: RunRecord) -> list[str]:
-    """Filled cells stay."""
-    stays, goes = (_BLUE, _BLUE, ""), (_PAPER, _ORANGE, ' stroke-dasharray="3 3"')
+    """Filled cells are kept heads."""
+    kept, removed = (_BLUE, _BLUE, ""), (_PAPER, _ORANGE, ' stroke-dasharray="3 3"')
     rows = [
-        [stays if h in row.kept else goes for h in range(row.n_heads)]
+        [kept if h in row.kept else removed for h in range(row.n_heads)]
         for row in record.plan.mask.rows
     ]
-    return [*_cells(rows), _text(70, 216, "filled: stays", 13, _SOFT)]
+    return [*_cells(rows), _text(70, 216, "filled: kept", 13, _SOFT)]
 
 
 def _prune(record: RunRecord) -> list[str]:
@@ -169,7 +169,7 @@ def _prove(record: RunRecord) -> list[str]:
     """Both models' outputs, and how far apart they are."""
     worst = max(proof.max_difference for proof in record.proofs)
     lines = [_text(140, 122, "=", 28, anchor="middle")]
-    for x, name, says in ((16, "gated", "heads off"), (164, "pruned", "heads gone")):
+    for x, name, says in ((16, "gated", "heads off"), (164, "pruned", "heads removed")):
         lines += [
             _box(x, 78, 100, 72, "none", _BLUE, ' stroke-width="2"'),
             _text(x + 50, 108, name, 16, anchor="middle"),

@@ -132,7 +132,7 @@ def trec(records: Path) -> str:
     )
     lines = [
         (
-            f"A BERT-style encoder on TREC, {kept} of its {record['heads']} heads gone, nothing"
+            f"A BERT-style encoder on TREC, {kept} of its {record['heads']} heads removed, nothing"
             " trained or refitted;"
         ),
         about,
@@ -157,7 +157,7 @@ def demo(records: Path) -> str:
             " half of the"
         ),
         (
-            f"heads of a ViT on scikit-learn's digits gone, {rows[0].metric} on"
+            f"heads of a ViT on scikit-learn's digits removed, {rows[0].metric} on"
             f" {rows[0].n_examples} test images. The cut"
         ),
         (
@@ -170,7 +170,7 @@ def demo(records: Path) -> str:
         ),
         "",
         *table(
-            ["chosen by", "heads that stay", rows[0].metric],
+            ["chosen by", "heads kept", rows[0].metric],
             [[row.name, str(row.kept_heads), f"{row.value:.3f}"] for row in rows],
         ),
     ]

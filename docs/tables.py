@@ -122,7 +122,7 @@ def refusals() -> str:
     return f"""{WRITTEN}
 # What is refused
 
-headprune cuts a module only if what is left computes the gated model's numbers. A module that it cannot do this for is
+headprune cuts a module only if the kept part computes the gated model's numbers. A module that it cannot do this for is
 refused before anything changes, and the message says why. The properties that `hp.propose_layouts` and
 [coverage](coverage.md) name:
 

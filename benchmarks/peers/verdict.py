@@ -24,7 +24,7 @@ class Comparison:
 
     Args:
         line: Their paired comparison, out of the record.
-        faster: Whose model is surely faster, by shape; of none it is empty.
+        faster: Whose model is faster beyond noise, by shape; empty where neither is.
     """
 
     line: dict[str, Any]
@@ -32,7 +32,7 @@ class Comparison:
 
     @property
     def accurate(self) -> str:
-        """Whose model is surely more accurate; the difference is theirs less ours."""
+        """Whose model is more accurate beyond noise; the difference is theirs minus ours."""
         points = self.line["test"]
         return THEIRS if points["low"] > 0 else OURS if points["high"] < 0 else ""
 
@@ -131,7 +131,7 @@ def text(record: dict[str, Any]) -> list[str]:
         "### Accuracy and speed together",
         "",
         (
-            "Accuracy surely differs where the interval of the paired difference leaves out 0."
+            "Accuracy differs where the interval of the paired difference leaves out 0."
             " *Faster*, shape by shape,"
         ),
         (
@@ -196,7 +196,7 @@ def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
     if ties := [tie(one) for one in found if one.outcome == TIED]:
         n_rows = record["rows_used"]["test"]
         lines.append(
-            "- **Tied**: the interval contains 0, and neither is surely faster at any shape. An"
+            "- **Tied**: the interval contains 0, and neither is measurably faster at any shape. An"
             " interval's width falls with the square root of the test rows: if the difference is"
             f" as found, so many times the {n_rows} there are would tell. A row of one draw is of"
             f" one choice of calibration rows; more would tell, too. {'; '.join(ties)}."
@@ -231,7 +231,7 @@ def _same_heads(record: dict[str, Any], one: Comparison) -> str:
     if (heads := _heads(theirs)) is None or heads != _heads(its):
         return ""
     return (
-        "far as one process tells: as many heads stay, if in other layers, and a process's memory"
+        "far as one process tells: as many heads are kept, if in other layers, and a process's memory"
         " may favour one model. What would change it: timing several processes"
     )
 

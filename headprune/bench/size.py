@@ -45,7 +45,7 @@ def sizes(
         _row(f"MACs an example of {length} tokens", before.macs(length), after.macs(length)),
     ]
     if before.kv_bytes:
-        rows.append(_row("KV-cache bytes a token", before.kv_bytes, after.kv_bytes))
+        rows.append(_row("KV-cache bytes per token", before.kv_bytes, after.kv_bytes))
     return tuple(rows)
 
 

@@ -220,7 +220,7 @@ class AttentionLayout:
         """
         if self.empty == "refuse":
             name = original_class(module).__name__
-            return UnsupportedModel(name, f"left with a head (layout {self.name!r})", "none kept")
+            return UnsupportedModel(name, f"{WITHOUT_HEADS} (layout {self.name!r})", "none kept")
         if self.empty is None:
             return refusal(module, WITHOUT_HEADS)  # a class of ours is put in front of it
         check: Callable[[Any], UnsupportedModel | None] | None

@@ -17,7 +17,7 @@ from headprune.core.errors import UnsupportedModel
 #: hooks (``device_map``) call.
 FORWARDS = ("_old_forward", "forward")
 #: Requirement in the error about a module that cannot lose all its heads.
-WITHOUT_HEADS = "left with a head"
+WITHOUT_HEADS = "cut so that it keeps a head"
 
 
 class Mixin:

@@ -105,7 +105,7 @@ def learned_gates(
         raise UnsupportedModel("the model", must, "torch.distributed", hint)
     bound = [b for b in bind(unwrap(model), sites) if b.site.heads]
     if not bound:
-        raise UnsupportedModel("the model", "one with a head left", "no head at any site")
+        raise UnsupportedModel("the model", "one with a head", "no head at any site")
     gates = LearnedGates(model, bound, distribution, seed)
     first = gates.by_site(gates.evaluated())
     with (

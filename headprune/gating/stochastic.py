@@ -293,7 +293,7 @@ class SubsetTopk(GateDistribution):
     def notes(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
         kept = _count_heads(self.hard(weights, sizes), sizes)
         now = self.temperature(step)
-        notes = [f"{kept} of {int(sizes.sum())} heads stay; final temperature {now:.3g}."]
+        notes = [f"{kept} of {int(sizes.sum())} heads kept; final temperature {now:.3g}."]
         if step < self.steps:
             notes.append(f"Still annealing: {step} of {self.steps} training forwards.")
         return tuple(notes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import STATE_ATTRIBUTE, Count
-from headprune.core.mixin import original_class
+from headprune.core.mixin import WITHOUT_HEADS, original_class
 from headprune.layouts import _empty
 
 if TYPE_CHECKING:
@@ -109,6 +109,6 @@ class _EmptyDecoderAttention:
         # Each of these families shares one cache between both attentions in its own way.
         if takes_keys(module):
             name = original_class(module).__name__
-            must = "left with a head, for it attends to an encoder"
+            must = f"{WITHOUT_HEADS}, for it attends to an encoder"
             return UnsupportedModel(name, must, "none kept")
         return _empty.without_heads(self.gate).refusal(module)

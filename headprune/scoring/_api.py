@@ -190,7 +190,7 @@ def _check_arguments(batches: Any, until: Any, processes: Any) -> None:
 
 def _check_has_heads(sites: Sites) -> None:
     if not any(site.heads for site in sites):
-        raise UnsupportedModel("the model", "one with a head left", "no head at any site")
+        raise UnsupportedModel("the model", "one with a head", "no head at any site")
 
 
 def _run_first_batch(problem: ScoringProblem, until: Stable | None) -> None:

@@ -69,7 +69,7 @@ def attention_maps(
     model = unwrap(model)
     bound = with_heads(bind(model, sites))
     if not bound:
-        raise UnsupportedModel("the model", "one with a head left", "no head at any site")
+        raise UnsupportedModel("the model", "one with a head", "no head at any site")
     batch = to_device(batch, device_of(model))
     size = batch_size(batch)
     with (

@@ -67,7 +67,7 @@ def select(
     >>> values, model = ((0.1, 0.9, 0.8, 0.2),), ModelFingerprint("s", "w")
     >>> scores = HeadScores((site,), values, None, "taylor", EMPTY, 32, model)
     >>> print(select(scores, Budget(keep_heads=0.5)))
-    PruningPlan: 2 of 4 heads stay (global_topk, by taylor, keep 50 % of the heads)
+    PruningPlan: 2 of 4 heads kept (global_topk, by taylor, keep 50 % of the heads)
       layer  · ■ ■ ·
     """
     # 1. Check the arguments against each other.
@@ -273,9 +273,9 @@ def _notes(task: SelectionTask, scores: HeadScores, mask: HeadMask) -> tuple[str
     emptied = [site.name for site in scores.sites if site.heads and not mask.kept(site.name)]
     if emptied:
         notes.append(f"Without a head: {', '.join(emptied)}.")
-    for verb, positions in (("stay", task.must_keep), ("go", task.must_remove)):
+    for verb, positions in (("Kept", task.must_keep), ("Removed", task.must_remove)):
         if positions:
-            notes.append(f"Told to {verb}: {_labels(task.scores, positions)}.")
+            notes.append(f"{verb} on request: {_labels(task.scores, positions)}.")
     if task.latency is not None:
         notes.append(_predicted(task.latency, mask))
     return (*notes, *task.notes, *coverage_notes(scores.notes))

@@ -62,7 +62,7 @@ def cache_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[str, ..
         if there:
             cache = _CacheUse.of(there, mask)
             notes.append(
-                f"{policy}: {cache.read} of {cache.present} shared key/value heads stay, those that"
+                f"{policy}: {cache.read} of {cache.present} shared key/value heads kept, those that"
                 f" a kept head reads; a cache that holds each of them once {cache.change}."
             )
             if cache.uneven:

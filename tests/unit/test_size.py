@@ -32,7 +32,7 @@ def test_only_a_decoder_has_a_cache() -> None:
             for row in sizes(subject.model, pruned, subject.batch)
         }
         # Three layers of three groups, keys and values of width 4 in fp64; one group goes.
-        assert rows.get("KV-cache bytes a token") == ((9 * 64, 8 * 64) if name == "llama" else None)
+        assert rows.get("KV-cache bytes per token") == ((9 * 64, 8 * 64) if name == "llama" else None)
 
 
 def test_sites_that_are_given_are_the_ones_that_count() -> None:
