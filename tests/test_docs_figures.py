@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from headprune.core.codec import FrozenDict
-from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
+from headprune.core.record import RunRecord
+from tests.report_records import record_of
 from tests.scripts import ROOT, script
 
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -107,45 +108,15 @@ def test_a_block_that_nobody_writes_is_an_error(figures: ModuleType) -> None:
         figures.filled("<!-- make docs-figures: nothing -->\nx\n<!-- end of nothing -->", DOCS)
 
 
-@pytest.fixture
-def record() -> RunRecord:
-    rows = (("base", 32, 0.98), ("taylor", 16, 0.97))
-    quality = tuple(QualityRow(n, kept, "accuracy", x, "test", 420, 0.1) for n, kept, x in rows)
-    speed = tuple(SpeedRow(b, 1, 2.0, 2.0, 1.0, 1.0, 1.0 + b / 100, 1.5, 1.9, 9) for b in (1, 64))
-    return RunRecord(
-        *("digits-vit", "done", "report", "2026-01-01T00:00:00+00:00"),
-        quality=quality,
-        speed=speed,
-        recipe=FrozenDict({"description": "A ViT."}),
-        hardware=FrozenDict({"processor": "a processor", "threads": 1}),
-        size=(SizeRow("parameters", 200.0, 150.0),),
-        proofs=(Proof("logits", 1e-6, 1.0, 1e-4, "float32", 8),),
-    )
-
-
-def test_the_demo_is_said_by_its_record(
-    figures: ModuleType, record: RunRecord, tmp_path: Path
-) -> None:
-    record.save(tmp_path / "demo.json")
-    text = " ".join(figures.demo(tmp_path).split())
-    assert "25 % smaller, runs 1.64x as fast at batch 64 (95 % interval 1.50 to 1.90)" in text
-    assert "| taylor | 16 | 0.970 |" in text
-    page = figures.recipe_runs.draw(tmp_path, tmp_path).read_text()
-    assert "| taylor | 16 | 0.9700 |  |" in page
-    assert "| 64 | 1 | 2,000 | 1,000 | 1.64 [1.50, 1.90] |" in page
-    assert "1 thread, 2026-01-01" in page
-
-
-def test_a_run_is_kept_without_paths_of_its_machine(
-    figures: ModuleType, record: RunRecord, tmp_path: Path
-) -> None:
+def test_a_run_is_kept_without_paths_of_its_machine(figures: ModuleType, tmp_path: Path) -> None:
+    record = record_of()
     data = {"path": "/mine/text.txt", "text": "t"}
-    recipe = FrozenDict({**record.recipe, "out": "/mine/run", "data": data})
+    recipe = FrozenDict({"description": "A run.", "out": "/mine/run", "data": data})
     source = FrozenDict({"source": {"path": "/mine/text.txt", "block": 8}})
     replace(record, recipe=recipe, rows=source).save(tmp_path / "run" / "record.json")
     places = (f"--records={tmp_path}", f"--docs={tmp_path}")
     figures.recipe_runs.main(["--keep", str(tmp_path / "run"), *places])
-    kept = (tmp_path / "run-digits-vit.json").read_text()
+    kept = (tmp_path / f"run-{record.name}.json").read_text()
     assert "mine" not in kept
     assert RunRecord.from_json(kept).quality == record.quality
-    assert "## digits-vit" in (tmp_path / "recipe-runs.md").read_text()
+    assert f"## {record.name}" in (tmp_path / "recipe-runs.md").read_text()

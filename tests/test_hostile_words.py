@@ -198,30 +198,42 @@ def test_a_card_says_what_a_model_was_loaded_from_and_nothing_else(
     assert "`" not in line.replace(r"\`", "")
 
 
-@pytest.mark.parametrize("name", ["1.10", "null", "org/some-model_2.0"])
-def test_a_name_of_the_hub_is_text_whatever_it_looks_like(name: str, tmp_path: Path) -> None:
-    assert card_of(name, tmp_path)[1]["base_model"] == name
+def test_a_name_of_the_hub_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    for name in ("1.10", "null"):
+        assert card_of(name, tmp_path / name)[1]["base_model"] == name
 
 
 # ---------------------------------------------------------------- pictures and spreadsheets
 
 
+def drawn(text: str, folder: Path) -> Figure:
+    """Every picture of values that hold a text; those that are no files are on one figure."""
+    _, scores, plan = nasty_record(text)
+    maps, found = maps_of(record_of(), 1, 4), agreement_of(text)
+    sites = tuple(replace(site, site=f"{site.site}{text}") for site in maps.sites)
+    maps, data = replace(maps, sites=sites), sweep_table().to_dict()
+    first = data["keys"][0]
+    rows = [{**row, first: f"{row[first]}{text}"} for row in data["rows"]]
+    table = SweepTable.from_dict({**data, "name": text, "metric": text, "rows": rows})
+    assert sweep_view(table).title.startswith(f"{text}: "), "a page has it as it is"
+    figure = Figure()
+    axes = figure.subplots(3, 3)
+    hp.plot.head_map(scores, plan, ax=axes[0, 0])
+    hp.plot.tradeoff(table, ax=axes[0, 1])
+    hp.plot.attention(maps, next(iter(maps)), ax=axes[0, 2])
+    hp.plot.attention(maps, sites[0].site, axes=axes[1:2])
+    hp.plot.agreement(found, axes=axes[2])
+    draw_agreement(found, folder / "agreement.png")
+    draw_tradeoff(table, folder / "tradeoff.svg")
+    return figure
+
+
 @pytest.mark.parametrize("text", [r"$\frac$", "$", r"\$"])
 def test_pictures_draw_what_files_say_letter_by_letter(text: str, tmp_path: Path) -> None:
     """To matplotlib ``$`` begins a formula, and one that it cannot read ends the picture."""
-    _, scores, plan = nasty_record(text)
-    data = sweep_table().to_dict()
-    first = data["keys"][0]
-    rows = [{**row, first: f"{row[first]}{text}"} for row in data["rows"]]
-    table = SweepTable.from_dict({**data, "name": text, "rows": rows})
-    axes = Figure().subplots(1, 2)
-    hp.plot.head_map(scores, plan, ax=axes[0])
-    hp.plot.tradeoff(table, ax=axes[1])
-    axes[0].figure.savefig(tmp_path / "maps.png")
-    draw_agreement(agreement_of(text), tmp_path / "agreement.png")
-    draw_tradeoff(table, tmp_path / "tradeoff.svg")
-    assert sweep_view(table).title.startswith(f"{text}: "), "a page has it as it is"
-    for label in axes[0].get_yticklabels():
+    figure = drawn(text, tmp_path)
+    figure.savefig(tmp_path / "maps.png")
+    for label in figure.axes[0].get_yticklabels():
         assert label.get_text().replace(r"\$", "$").endswith(text.replace(r"\$", "$"))
 
 
@@ -234,21 +246,8 @@ def test_pictures_hand_no_name_to_tex(tmp_path: Path, monkeypatch: pytest.Monkey
 
     for name in ("make_tex", "make_dvi", "make_png", "get_text_width_height_descent"):
         monkeypatch.setattr(texmanager.TexManager, name, made)
-    text = r"\input{secret}"
-    _, scores, plan = nasty_record(text)
-    maps, found = maps_of(record_of(), 1, 4), agreement_of(text)
-    sites = tuple(replace(site, site=f"{site.site}{text}") for site in maps.sites)
-    maps, table = replace(maps, sites=sites), replace(sweep_table(), name=text, metric=text)
     with matplotlib.rc_context({"text.usetex": True}):
-        figure = Figure()
-        axes = figure.subplots(3, 3)
-        hp.plot.head_map(scores, plan, ax=axes[0, 0])
-        hp.plot.tradeoff(table, ax=axes[0, 1])
-        hp.plot.attention(maps, next(iter(maps)), ax=axes[0, 2])
-        hp.plot.attention(maps, sites[0].site, axes=axes[1:2])
-        hp.plot.agreement(found, axes=axes[2])
-        draw_agreement(found, tmp_path / "agreement.png")
-        draw_tradeoff(table, tmp_path / "tradeoff.svg")
+        figure = drawn(r"\input{secret}", tmp_path)
     texts = [t for t in figure.findobj(matplotlib.text.Text) if "secret" in t.get_text()]
     assert len(texts) >= 5
     assert not any(t.get_usetex() for t in texts)

@@ -57,6 +57,8 @@ def test_policies_and_units_of_grouped_queries(put: Any) -> None:
     assert [row["policy"] for row in by_group] == ["group"] * 3
     assert [row["units"] for row in by_group] == [row["kv_heads"] for row in by_group]
     assert [row["units"] for row in by_head] == [row["heads"] for row in by_head]
+    for key in ("params", "kv_bytes_per_token"):
+        assert [row[key] for row in by_group] == [row[key] for row in by_head], "of the whole site"
     text = done("inspect here --policy balanced").stdout
     assert "6 / 3" in text
     assert "group, [balanced]" in text
@@ -75,7 +77,10 @@ def test_what_a_policy_costs_in_cache(put: Any) -> None:
         assert "KV bytes/token" in text
         assert "288 bytes of KV cache per token" in text
     assert "every step repeats keys and values for each query head" in text
-    assert json_of("inspect here")["totals"]["kv_bytes_per_token"] == 288
+    found = json_of("inspect here")
+    assert found["totals"]["kv_bytes_per_token"] == 288
+    site = found["sites"][0]
+    assert site["kv_bytes_per_token"] == 2 * site["kv_heads"] * site["head_dim"] * 4
 
 
 def test_one_key_head_for_all_query_heads(put: Any) -> None:
@@ -84,20 +89,6 @@ def test_one_key_head_for_all_query_heads(put: Any) -> None:
     assert "one key/value head is kept" in text
     assert "[balanced]" not in text
     assert "(MQA): it is kept as long as one of them is, whatever the policy" in text
-
-
-@pytest.mark.parametrize(("layout", "family"), [("llama", "llama"), ("falcon", "falcon-mqa")])
-def test_parameters_and_cache_of_a_site_do_not_depend_on_the_policy(
-    layout: str, family: str, put: Any
-) -> None:
-    put(registry.get(layout).tiny(0, family)[0])
-    by_group, by_head = (
-        json_of(f"inspect here --policy {policy}")["sites"] for policy in ("group", "free")
-    )
-    site = by_head[0]
-    assert site["kv_bytes_per_token"] == 2 * site["kv_heads"] * site["head_dim"] * 4
-    for key in ("params", "kv_bytes_per_token"):
-        assert [row[key] for row in by_group] == [row[key] for row in by_head]
 
 
 def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
