@@ -25,6 +25,7 @@ from tests.command_line import done
 from tests.documents import (
     DOCS,
     PAGES,
+    ROOT,
     Block,
     blocks,
     classifier,
@@ -36,13 +37,15 @@ from tests.documents import (
 from tests.processes import started
 
 NUMBER = re.compile(r"\d+\.\d+(?:e-\d+)?")
+FIGURE = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|[▁▂▃▄▅▆▇█]")
+README = ROOT / "README.md"
 #: Of the click that Typer uses, which may be one of its own.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 COMMANDS: Any = typer.main.get_command(app)
 #: Commands whose argument is a recipe: its settings are checked too.
 OF_RECIPES = {"run", "score", "show", "sweep"}
 #: Pages whose first blocks are run by tests of their own, which look at what comes out.
-ELSEWHERE = {"README.md": 1, "checkpoints.md": 2}  # test_readme.py, unit/test_peft.py
+ELSEWHERE = {"README.md": 1, "checkpoints.md": 2}  # below, and unit/test_peft.py
 #: The first line of a block that several processes run.
 PROGRAM = re.compile(r"# (\S+\.py): torchrun --nproc-per-node (\d+) \1$", re.MULTILINE)
 SENTIMENT = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
@@ -114,6 +117,24 @@ def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: Any, capsy
             # Rounding differs between processors: measured figures need not be the same.
             printed = NUMBER.sub("#", capsys.readouterr().out)
             assert printed == NUMBER.sub("#", block.prints), f"{page.name}:{block.line}"
+
+
+def test_the_first_example_prints_what_the_readme_says(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = blocks(README)[0]
+    for call in ("score", "select", "prune_", "save_pretrained", "from_pretrained"):
+        assert f"hp.{call}" in example.text
+    exec(compile(example.text, "README.md", "exec"), {"__name__": "__main__"})
+    printed, said = capsys.readouterr().out, example.prints or ""
+    # Rounding differs between processors: the words and counts must be the same, the measured
+    # figures near.
+    assert FIGURE.sub("#", printed) == FIGURE.sub("#", said)
+    accuracy = re.compile(r"(trained|pruned|recovered) +(0\.\d+)")
+    real, stated = (dict(accuracy.findall(text)) for text in (printed, said))
+    for name in ("trained", "pruned", "recovered"):
+        assert abs(float(real[name]) - float(stated[name])) < 0.04, (name, real, stated)
 
 
 @pytest.mark.slow

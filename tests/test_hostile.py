@@ -264,7 +264,6 @@ def test_no_command_runs_code_out_of_a_folder(
     "config",
     [
         {"attn_implementation": "somebody/kernel"},
-        {"_attn_implementation": "somebody/kernel"},
         {"experts_implementation": "somebody/kernel"},
         {"text_config": {"attn_implementation": {"": "somebody/kernel"}}},
         {"text_config": {"_attn_implementation": [["a/kernel"]]}},
@@ -289,6 +288,7 @@ ENDLESS, SOON = "(([a-z.0-9]+)+)+!", "must be names of modules, or patterns that
         ({"megatron_core": "evil", "megatron_config": {}}, "need no Megatron"),
         ({"megatron_core": "evil", "megatron_config": {"some": "module"}}, "need no Megatron"),
         ({"peft_type": "XLORA", "adapters": {"a": "/elsewhere"}}, "that can be merged"),
+        ({"base_model_name_or_path": "package:some_package/m"}, "is a folder or on the hub"),
         ({"target_modules": ENDLESS}, f"target_modules: {SOON}"),
         ({"target_modules": "a?" * 30}, "target_modules: "),
         ({"target_modules": ".*" * 6 + "!"}, "target_modules: "),

@@ -31,9 +31,8 @@ from headprune.data.models import open_model
 from headprune.layouts import registry
 from headprune.maps.patterns import Pattern
 from headprune.recipes.validate import load_recipe
-from headprune.report import render_html, render_markdown, repeat
+from headprune.report import ReportInputs, render_html, render_markdown, repeat
 from headprune.report.agreement import draw_agreement
-from headprune.report.attention import attention_view
 from headprune.report.explanation import explain
 from headprune.report.tradeoff import draw_tradeoff, sweep_view
 from headprune.sweep.tables import _write_columns
@@ -130,26 +129,16 @@ def test_pages_and_notebooks_escape_what_files_say() -> None:
     text = f"{tags}\"'](javascript:alert(1)){STEERING}"
     record, scores, plan = nasty_record(text)
     parts = [value._repr_html_() for value in (scores, plan, agreement_of(text))]
-    for page in (*parts, render_html(record)):
+    pictures, odd = pictures_of(record_of()), Pattern(text, 0.5, 0.1)
+    sites = tuple(replace(s, kind=text, patterns=(odd,) * len(s.heads)) for s in pictures.sites)
+    inputs = ReportInputs(replace(pictures, sites=sites))
+    for page in (*parts, render_html(record), render_html(record_of(), inputs)):
         assert clean(page) == page
         assert "<script>alert" not in page
         assert "<img" not in page
     outside = "\n".join(render_markdown(record).split("```")[::2])
     assert "<script" not in outside.replace("\\<script", "")
     assert not re.search(r"(?<!\\)\]\(javascript", outside)
-
-
-def test_pictures_of_attention_hold_no_characters_that_steer() -> None:
-    record = record_of()
-    pictures, odd = pictures_of(record), Pattern(f"previous{STEERING}", 0.5, 0.1)
-    sites = tuple(
-        replace(s, kind=f"self{STEERING}", patterns=(odd,) * len(s.heads)) for s in pictures.sites
-    )
-    view = attention_view(record, replace(pictures, sites=sites))
-    assert view is not None
-    for site in json.loads(view.data)["sites"]:
-        for text in (site["kind"], *site["words"]):
-            assert clean(text) == text
 
 
 def test_the_card_of_a_model_escapes_what_a_plan_says(tmp_path: Path) -> None:
@@ -180,7 +169,6 @@ def card_of(name: str, folder: Path) -> tuple[str, Any]:
     [
         "org/x\nlicense: mit",
         f"x\n---\n# money\n<img onerror=a>{card.END}[here](http://evil)",
-        "org/x # y",
         "a`b|c",
         "m\udcff",
         "org/\u202ex",
@@ -308,31 +296,19 @@ def test_no_package_is_to_be_installed_whose_name_is_none(name: str) -> None:
     assert refusal.value.hint == "Give a folder: --set MODEL=FOLDER."
 
 
-def test_adapters_name_no_package(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    config = {"peft_type": "LORA", "target_modules": ["query"]}
-    config["base_model_name_or_path"] = "package:some_package/m"
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidValue, match="base model is a folder or on the hub, got 'package:"):
-        open_model(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("auto_map", "named"),
     [
         ({f"AutoModelFor{SHELL}": "m.M", "AutoModelForMaskedLM": "m.N"}, "AutoModelForMaskedLM"),
         ({"AutoModel\n\nerror: x": "m.M"}, "AutoModel"),
-        ({"AutoModelForPreTraining": "m.M"}, "AutoModel"),
         ([1], "AutoModel"),
-        (None, "AutoModel"),
     ],
 )
 def test_the_line_that_loads_a_folder_with_code_names_a_class_of_transformers(
     auto_map: Any, named: str, tmp_path: Path
 ) -> None:
     folder = bert(tmp_path / "model")
-    more = {} if auto_map is None else {"auto_map": auto_map}
-    changed(folder / "config.json", headprune_heads={}, **more)
+    changed(folder / "config.json", headprune_heads={}, auto_map=auto_map)
     with pytest.raises(InvalidValue, match="which runs the modelling file") as refusal:
         open_model(str(folder))
     line = f"transformers.{named}.from_pretrained('{folder}', trust_remote_code=True). "

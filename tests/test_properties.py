@@ -265,7 +265,7 @@ def _own() -> Any:
 test_our_attention, test_any_attention_of_ours = tiers(_own, 15, 1500)
 
 
-# ---------------------------------------------------------------- models of Transformers
+# ---------------------------------------------------------------- any sequence of verbs
 
 _BUILT: dict[str, Subject] = {}
 
@@ -275,39 +275,6 @@ def built(name: str) -> Subject:
     if name not in _BUILT:
         _BUILT[name] = subject_of(name)
     return _BUILT[name]
-
-
-def _padded(subject: Subject, left: bool, lengths: list[int]) -> dict[str, Any]:
-    """Tokens with padding at one side."""
-    ids = subject.batch["input_ids"]
-    ids = ids[torch.arange(len(lengths)) % len(ids)]
-    length = ids.shape[1]
-    seen = torch.arange(length) < torch.tensor([min(n, length) for n in lengths])[:, None]
-    return {"input_ids": ids, "attention_mask": (seen.flip(1) if left else seen).long()}
-
-
-def _families() -> Any:
-    names = st.sampled_from(["llama", "bert", "gpt2"])
-
-    @given(names, st.booleans(), st.lists(st.integers(1, 8), min_size=1, max_size=3), st.data())
-    def test(name: str, left: bool, lengths: list[int], data: Any) -> None:
-        subject = built(name)
-        batch = _padded(subject, left, lengths)
-
-        def run(model: nn.Module) -> Tensor:
-            """The outputs at tokens that are no padding; BERT's are a row an example."""
-            found = logits(model, batch)
-            return found[batch["attention_mask"].bool()] if found.ndim == 3 else found
-
-        check_cuts(subject.model, data, run, CLOSE["atol"])
-
-    return test
-
-
-test_models_of_transformers, test_many_cuts_of_models_of_transformers = tiers(_families, 15, 600)
-
-
-# ---------------------------------------------------------------- any sequence of verbs
 
 
 class Verbs(RuleBasedStateMachine):
