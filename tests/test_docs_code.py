@@ -255,10 +255,3 @@ def test_a_wrong_command_is_found(tmp_path: Path) -> None:
     grid = ["digits-vit", "--grid", "scorr=taylor"]
     with pytest.raises(HeadPruneError, match="scorr"):
         check_recipe(COMMANDS.commands["sweep"].make_context("sweep", grid).params)
-
-
-def test_what_a_block_prints_is_the_text_right_after_it(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    code, text = "```python\nprint(1)\n```\n\n", "```text\n1\n```\n\n"
-    page.write_text(f"{code}{text}{code}Elsewhere:\n\n{text}")
-    assert [block.prints for block in blocks(page)] == ["1\n", None, None, None]

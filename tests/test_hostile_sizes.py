@@ -80,18 +80,11 @@ def test_a_configuration_that_is_nested_deep_is_refused(text: str, tmp_path: Pat
 def test_numbers_of_models_are_believed(tmp_path: Path) -> None:
     config = {
         "vocab_size": 20_000_000,
-        "ngram_vocab_size_base": 20_000_000,
-        "intermediate_size": 73_728,
-        "rope_theta": 10**9,
-        "rope_parameters": {"full": {"rope_theta": 10**8, "factor": 10**6}},
+        "rope_parameters": {"full": {"rope_theta": 10**9, "factor": 10**6}},
         "eos_token_id": [200_001, 200_007],
-        "image_token_index": 262_144,
-        "begin_suppress_tokens": [220, 201_024],
         "max_position_embeddings": 10_485_760,
-        "model_max_length": 1_048_576,
         "label2id": {"layers": 10**6},
         "sampling_rate": 192_000,
-        "cross_attention_layers": list(range(100)),
         "num_attention_heads_per_layer": [64] * 80,
         "depths": [3, 3, 27, 3],
     }

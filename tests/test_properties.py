@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, note
+from hypothesis import given, note
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -26,13 +26,10 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.codec import FrozenDict
-from headprune.core.errors import InfeasibleBudget
 from headprune.core.heads import HeadMask
-from headprune.core.plan import Budget, PruningPlan, allowance
+from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import RunRecord
-from headprune.core.scores import HeadScores
 from headprune.core.slabs import axis_size, kept_rows, rows_of, used_groups
-from headprune.selection._api import select
 from tests.laws.support import (
     CLOSE,
     EXACT,
@@ -43,7 +40,6 @@ from tests.laws.support import (
     without_float32_norms,
 )
 from tests.properties import MAPPINGS, TEXT, geometries, kept_units, often, quick, tiers
-from tests.selection_problems import KINDS, LENGTH, make, site, unit_cost
 
 # ---------------------------------------------------------------- stored values
 
@@ -109,78 +105,6 @@ def _slabs() -> Any:
 
 
 test_rows_that_are_kept, test_any_rows_that_are_kept = tiers(_slabs, 150, 5000)
-
-
-# ---------------------------------------------------------------- budgets
-
-SELECTORS = {
-    "global_topk": hp.selection.GlobalTopk,
-    "uniform": hp.selection.Uniform,
-    "knapsack": hp.selection.Knapsack,
-}
-
-
-@st.composite
-def problems(draw: Any) -> Any:
-    """Scores over ragged sites with and without shared key/value heads, every unit with a price of
-    its own."""
-    sites = []
-    for name in "abc"[: draw(st.integers(1, 3))]:
-        n_kv, share = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-        groups = draw(st.sets(st.integers(0, n_kv - 1), min_size=1))
-        heads = sorted(h for g in groups for h in range(g * share, (g + 1) * share))
-        policy, least = draw(st.sampled_from(["group", "free"])), draw(st.integers(0, 1))
-        sites.append(site(name, n_kv * share, n_kv, heads, policy=policy, least=least))
-    values = [[draw(st.integers(-3, 3)) for _ in s.units] for s in sites]
-    prices = [[unit_cost(draw(st.integers(1, 5))) for _ in s.units] for s in sites]
-    return make(sites, values, prices)
-
-
-def whole_units(scores: HeadScores, mask: HeadMask) -> None:
-    """A mask keeps of every site whole units of the heads that are there."""
-    for here in scores.sites:
-        kept = set(mask.kept(here.name))
-        assert kept <= set(here.heads)
-        for unit in here.units:
-            assert kept.isdisjoint(unit) or kept.issuperset(unit), "a unit is torn"
-
-
-def _budgets() -> Any:
-    names = st.sampled_from(list(SELECTORS))
-
-    @given(problems(), names, st.sampled_from(KINDS), st.floats(0.01, 1.0), st.integers(0, 3))
-    def test(scores: Any, name: str, kind: str, share: float, min_heads: int) -> None:
-        selector = SELECTORS[name](min_heads=min_heads)
-        shared = any(s.policy == "free" and s.n_kv_heads < s.n_query_heads for s in scores.sites)
-        # No budget of a cache that heads do not shrink one by one.
-        assume(kind != "keep_kv" or not shared)
-        budget = Budget(**{kind: share})
-        try:
-            plan = select(scores, budget, selector)
-        except InfeasibleBudget:
-            return
-        assert plan == select(scores, budget, selector), "the same every time"
-
-        def price(cost: Any) -> int:
-            prices = {"keep_params": cost.params, "keep_kv": cost.kv_bytes}
-            return int(prices.get(kind, cost.macs(LENGTH)))
-
-        gone = [u for u in scores.units() if not set(u.heads) <= set(plan.mask.kept(u.name))]
-        if kind == "keep_heads":
-            assert plan.mask.n_kept <= allowance(share, scores.n_heads)
-        else:
-            total = price(scores.costs.total)
-            assert total - sum(price(u.cost) for u in gone) <= allowance(share, total)
-        whole_units(scores, plan.mask)
-        for here in scores.sites:
-            least = min(max(min_heads, here.least), len(here.heads))
-            assert len(plan.mask.kept(here.name)) >= least
-        assert plan.mask.n_kept >= 1
-
-    return test
-
-
-test_a_plan_meets_its_budget, test_any_plan_meets_its_budget = tiers(_budgets, 60, 3000)
 
 
 # ---------------------------------------------------------------- our own attention
@@ -334,7 +258,6 @@ class Verbs(RuleBasedStateMachine):
             budget = Budget(keep_heads=scores.n_heads - 1)
             self.plan = hp.select(scores, budget, hp.selection.GlobalTopk(min_heads=0))
             assert self.plan.mask.n_kept <= scores.n_heads - 1
-            whole_units(scores, self.plan.mask)
 
     @rule(data=st.data(), proven=st.booleans())
     def prune(self, data: Any, proven: bool) -> None:

@@ -4,7 +4,6 @@ that run code."""
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +21,10 @@ from headprune.core.scores import ModelFingerprint
 from headprune.data.models import open_model
 from headprune.layouts import registry
 from headprune.model.fingerprint import fingerprint
+from headprune.recipes.validate import load_recipe
 from tests.command_line import done, json_of, refused
 from tests.laws.support import shaken
+from tests.recipe_fixtures import FIXTURES
 
 IGNORED = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
@@ -70,29 +71,16 @@ def test_half_precision_is_kept(name: str, dtype: torch.dtype, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny Llama in ``base`` and a recipe over token numbers."""
+    """A folder with a tiny Llama of 2 layers with 8 heads in 4 groups, and a recipe for it."""
     folder = tmp_path_factory.mktemp("stories")
-    saved(folder, "llama")
-    draw = random.Random(0)
-    rows = [
-        {"input_ids": [1, *draw.choices(range(3, 29), k=draw.randint(6, 20))]} for _ in range(30)
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = {"path": str(folder / "rows.jsonl"), "tokens": "input_ids"}
-    raw = {
-        "name": "tiny",
-        "description": "for tests",
-        "task": "causal_lm",
-        "device": "cpu",
-        "model": {"path": str(folder / "base")},
-        "data": {**data, "holdout": 5, "test_holdout": 5},
-        "select": {"keep_heads": 0.5, "policy": "balanced"},
-    }
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(raw))
+    settings = [*FIXTURES["llama-stories"](folder), "recover=[]", "bench=null", "device=cpu"]
+    settings += ["select.keep_kv=null", "select.keep_heads=0.5", "select.policy=balanced"]
+    recipe = load_recipe("llama-stories", [*settings, "score.random_draws=1"])
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     return folder
 
 
-@pytest.mark.parametrize(("policy", "units"), [("group", 3), (None, 6)])
+@pytest.mark.parametrize(("policy", "units"), [("group", 4), (None, 8)])
 def test_score_with_a_policy_and_prune_by_it(
     policy: str | None, units: int, stories: Path, tmp_path: Path
 ) -> None:
@@ -101,8 +89,8 @@ def test_score_with_a_policy_and_prune_by_it(
     done(f"score {stories / 'tiny.yaml'} {more} --out {scored}")
     scores, taken = hp.HeadScores.load(scored), policy or "balanced"  # the recipe's
     assert {site.policy for site in scores.sites} == {taken}
-    assert [len(site.units) for site in scores.sites] == [units] * 3
-    result = done(f"prune --model {stories / 'base'} --scores {scored} --keep 12 --out {out}")
+    assert [len(site.units) for site in scores.sites] == [units] * 2
+    result = done(f"prune --model {stories} --scores {scored} --keep 12 --out {out}")
     assert (f"note: {taken}: " in result.stdout) == (policy != "group")
     sites = hp.find_sites(hp.from_pretrained(out), policy="free")
     assert sum(len(site.heads) for site in sites) == 12
@@ -110,7 +98,7 @@ def test_score_with_a_policy_and_prune_by_it(
 
 
 def test_a_run_cuts_under_the_policy_of_its_recipe(stories: Path, tmp_path: Path) -> None:
-    settings = "--set select.policy=free --set select.keep_heads=7 --set score.random_draws=1"
+    settings = "--set select.policy=free --set select.keep_heads=7"
     result = done(f"run {stories / 'tiny.yaml'} --out {tmp_path / 'out'} {settings}")
     assert "    free: " in result.stderr
     record = hp.RunRecord.load(tmp_path / "out" / "record.json")
