@@ -53,7 +53,7 @@ def same_drawing(one: Path, other: Path) -> bool:
 
 def test_every_block_of_a_page_is_written(figures: ModuleType) -> None:
     """The page is read where it lies: a block that the command cannot fill, or one that lost its
-    end, would stay."""
+    end, would be kept as it was."""
     for page in figures.WITH_BLOCKS:
         text = (DOCS / page).read_text()
         begun = re.findall(r"<!-- make docs-figures: ([\w-]+) -->", text)

@@ -104,7 +104,7 @@ def check_importance(text: str) -> None:
     accuracies = [float(x) for x in re.findall(r"(\d\.\d+) (?:in full|gated|pruned)", text)]
     assert len(accuracies) == 3
     assert accuracies[1] == accuracies[2]  # gated and pruned are one model
-    # What the demo promises: half of the heads go, nothing is trained, and only chance pays for it.
+    # What the demo promises: half of the heads are removed, nothing is trained, and only chance pays for it.
     chance = float(re.findall(r"random halves: mean (\d\.\d+)", text)[0])
     assert accuracies[0] >= 0.95
     assert accuracies[0] - accuracies[2] <= 0.02

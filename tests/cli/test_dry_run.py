@@ -128,30 +128,19 @@ def test_learned_gates_count_by_their_steps_and_latency_is_taken_at_its_word() -
 # ---------------------------------------------------------------- auto
 
 
-def test_one_plan_of_auto_is_judged_once_in_small(
+def test_one_plan_of_auto_is_judged_in_small_and_no_latency_table_measured(
     counted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Candidates are timed as they are alone; one cut and refit on 16 rows and one on 32, half of
-    which judge."""
-    judged: list[int] = []
-    losses = run_auto.losses_of_fold
+    """Candidates are timed as they are alone; one cut and refit on 16 rows and one on 32."""
 
-    def once(problem: Any, folds: Any, fold: int, mask: Any, refit: Any) -> torch.Tensor:
-        assert refit is not None
-        assert mask.n_kept == 8
-        found = losses(problem, folds, fold, mask, refit)
-        judged.append(len(found))
-        return found
+    def measured(self: Any) -> Any:
+        raise AssertionError("a latency table was measured")
 
-    def whole(*args: Any) -> Any:
-        raise AssertionError("a dry run runs all of auto")
-
-    monkeypatch.setattr(run_auto, "losses_of_fold", once)
-    monkeypatch.setattr(run_auto.Auto, "estimate", whole)
-    stages = dried(*AUTO, "recover=[{method: lstsq}]")
+    monkeypatch.setattr(Subject, "latency", property(measured))
+    stages = dried(*AUTO, *SPEED, "recover=[{method: lstsq}]")
+    assert list(stages) == ["score", "choose", "quality", "recover (lstsq)", "latency"]
     assert counted["batches"][:2] == [1, 2], "of taylor"
     assert sorted(counted["batches"][2:]) == [1, 1, 1, 2], "of surgeon"
-    assert judged == [8, 16]
     assert "2 of which were timed: 2 scorers, one after the other" in stages["score"].basis
     assert "up to 3 plans, each cut and refitted by lstsq 2 times" in stages["choose"].basis
     assert stages["choose"].basis.endswith("on 16 and 32 rows")
@@ -175,15 +164,6 @@ def test_what_is_left_out_of_auto_is_counted(
     assert judged == samples
     assert stage.seconds == 3 * 2 * (100 + 64)
     assert "each cut 2 times" in stage.basis
-
-
-def test_auto_measures_no_latency_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(self: Any) -> Any:
-        raise AssertionError("a latency table was measured")
-
-    monkeypatch.setattr(dry, "score", lambda *args, **kwargs: None)
-    monkeypatch.setattr(Subject, "latency", property(measured))
-    assert list(dried(*AUTO, *SPEED)) == ["score", "choose", "quality", "latency"]
 
 
 def test_auto_goes_on_where_the_model_refuses_the_refit(monkeypatch: pytest.MonkeyPatch) -> None:
