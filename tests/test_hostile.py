@@ -115,9 +115,9 @@ LOADERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 YAML_LOADERS = {"yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 
 
-def danger(call: ast.Call) -> bool:
+def danger(node: ast.Call) -> bool:
     """Whether a call could run data: a loader of pickles, evaluation, a shell, others' modules."""
-    name, given = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
+    name, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
     first, last = name.split(".")[0], name.split(".")[-1]
     switches = ("allow_pickle", "shell", "trust_remote_code")
     return (
@@ -126,13 +126,13 @@ def danger(call: ast.Call) -> bool:
         or (first in LOADERS and last in ("load", "loads", "Unpickler"))
         or (name == "torch.load" and given.get("weights_only") != "True")
         or any(given.get(switch, "False") != "False" for switch in switches)
-        or (name in YAML_LOADERS and "_Loader" not in ast.unparse(call))
+        or (name in YAML_LOADERS and "_Loader" not in ast.unparse(node))
     )
 
 
 def dangers(source: str) -> list[str]:
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    return [ast.unparse(call) for call in calls if danger(call)]
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [ast.unparse(node) for node in nodes if danger(node)]
 
 
 def test_no_file_of_ours_could_run_data() -> None:
@@ -289,15 +289,15 @@ ENDLESS, SOON = "(([a-z.0-9]+)+)+!", "must be names of modules, or patterns that
         ({"peft_type": "XLORA", "adapters": {"a": "/elsewhere"}}, "that can be merged"),
         ({"base_model_name_or_path": "package:some_package/m"}, "is a folder or on the hub"),
         ({"target_modules": ENDLESS}, f"target_modules: {SOON}"),
-        ({"target_modules": "a?" * 30}, "target_modules: "),
-        ({"target_modules": ".*" * 6 + "!"}, "target_modules: "),
-        ({"target_modules": "(?:){1000000000}"}, "target_modules: "),
-        ({"target_modules": "(" * 5000 + ")" * 5000}, "target_modules: "),
-        ({"target_modules": "a" * 200_000 + "+"}, "target_modules: "),
-        ({"exclude_modules": ENDLESS}, "exclude_modules: "),
-        ({"modules_to_save": [".*.*!"] * 2000}, "modules_to_save: "),
-        ({"rank_pattern": {"([a-z.]+)+!)(x": 4}}, "rank_pattern: "),
-        ({"alpha_pattern": {"query": 4, "(.+)+!": 4}}, "alpha_pattern: "),
+        ({"target_modules": "a?" * 30}, f"target_modules: {SOON}"),
+        ({"target_modules": ".*" * 6 + "!"}, f"target_modules: {SOON}"),
+        ({"target_modules": "(?:){1000000000}"}, f"target_modules: {SOON}"),
+        ({"target_modules": "(" * 5000 + ")" * 5000}, f"target_modules: {SOON}"),
+        ({"target_modules": "a" * 200_000 + "+"}, f"target_modules: {SOON}"),
+        ({"exclude_modules": ENDLESS}, f"exclude_modules: {SOON}"),
+        ({"modules_to_save": [".*.*!"] * 2000}, f"modules_to_save: {SOON}"),
+        ({"rank_pattern": {"([a-z.]+)+!)(x": 4}}, f"rank_pattern: {SOON}"),
+        ({"alpha_pattern": {"query": 4, "(.+)+!": 4}}, f"alpha_pattern: {SOON}"),
     ],
 )
 def test_adapters_that_name_modules_folders_or_endless_patterns_are_refused(

@@ -112,8 +112,8 @@ def said(folder: Path, name: str, place: str) -> str:
     own = {"COLUMNS": "120", "TERM": "xterm-256color", "COLORTERM": "", "PYTHONUTF8": "1"}
     own |= {"NO_COLOR": "1"} if place == "no-color" else {}
     around = {**os.environ}
-    for name_of_colour in ("NO_COLOR", "FORCE_COLOR"):
-        around.pop(name_of_colour, None)
+    for variable in ("NO_COLOR", "FORCE_COLOR"):
+        around.pop(variable, None)
     program = [sys.executable, "-c", PRINTERS[name]] if name in PRINTERS else HEADPRUNE
     command = COMMANDS[name]
     if place != "pipe":

@@ -166,8 +166,8 @@ def test_explain_says_which_heads_are_removed_and_why(small: tuple[Path, Any]) -
     assert data.pop("measured")[0]["name"] == "base"
     found = Explanation.from_dict(data)
     plan, scores = hp.PruningPlan.load(run / "plan.json"), hp.HeadScores.load(run / "scores.json")
-    removed = {(fate.site, fate.heads[0]) for fate in found.removed}
-    assert removed == {(row.site, h) for row in plan.mask.rows for h in plan.mask.removed(row.site)}
+    heads = {(fate.site, fate.heads[0]) for fate in found.removed}
+    assert heads == {(row.site, h) for row in plan.mask.rows for h in plan.mask.removed(row.site)}
     assert [fate.score for fate in found.units] == sorted(unit.value for unit in scores.units())
     removed = sum(fate.score for fate in found.removed)
     assert found.share == pytest.approx(removed / sum(fate.score for fate in found.units))
