@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _BYTES = (
@@ -75,6 +76,11 @@ _VALUES: tuple[Any, ...] = (
         {"headprune": "X"},
     ),
 )
+
+
+def changed(path: Path, **values: Any) -> None:
+    """Sets keys of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def mutated_bytes(data: bytes, draw: random.Random) -> bytes:

@@ -47,26 +47,20 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["tests/laws", "--scorer", "clipped_gradient"],
-        ["tests/laws", "--layout", "pocket"],
-        ["tests/unit/test_selection.py", "tests/unit/test_selection_rules.py", "-k", "first_fit"],
+        "tests/laws --scorer clipped_gradient",
+        "tests/laws --layout pocket",
+        "tests/unit/test_selection.py tests/unit/test_selection_rules.py -k first_fit",
     ],
     ids=["scorer", "layout", "selector"],
 )
 def test_a_file_of_the_page_passes_the_tests_that_the_page_names(
-    plugin: Path, arguments: list[str]
+    plugin: Path, arguments: str
 ) -> None:
     page = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
-    assert f"pytest {' '.join(arguments)}" in page
-    path = os.pathsep.join([str(plugin), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    assert f"pytest {arguments}" in page
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments.split()]
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(plugin), str(ROOT)])}
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None

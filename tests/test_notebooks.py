@@ -37,17 +37,17 @@ def read(name: str) -> Any:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
+def outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
 def said(notebook: Any) -> str:
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    texts = [
-        output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs
-    ]
+    texts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs(notebook))
     return "\n".join(texts)
 
 
 def pictures(notebook: Any) -> int:
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return sum("image/png" in output.get("data", {}) for output in outputs)
+    return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
 
 
 def processor_time() -> float:
@@ -66,17 +66,12 @@ def test_notebooks_are_thin_and_small(name: str) -> None:
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert cells
     assert not any(re.search(r"^(def|class) ", cell.source, re.MULTILINE) for cell in cells)
-    tree = ast.parse("\n".join(cell.source for cell in cells))
-    imports = [
-        alias
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    ]
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert {(alias.asname or alias.name).partition(".")[0] for alias in imports} <= used, (
-        "an import that nothing uses"
-    )
+    nodes = list(ast.walk(ast.parse("\n".join(cell.source for cell in cells))))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {(a.asname or a.name).partition(".")[0] for a in node.names}
+            assert names <= used, "an import that nothing uses"
     assert all(cell.execution_count == place for place, cell in enumerate(cells, 1))
     assert pictures(notebook) == NOTEBOOKS[name][1]
     assert (FOLDER / f"{name}.ipynb").stat().st_size < 200_000
@@ -94,16 +89,13 @@ def test_notebooks_execute(name: str, tmp_path: Path) -> None:
         (cell,) = (c for c in notebook.cells if "settings" in c.metadata.get("tags", ()))
         assert cell.source == "settings = []"
         cell.source = f"settings = {FIXTURES[recipe](tmp_path / 'data')!r}"
-    settings = {"metadata": {"path": str(tmp_path)}}
+    settings = {"kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
     started, used = time.perf_counter(), processor_time()
-    nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources=settings
-    ).execute()
+    nbclient.NotebookClient(notebook, timeout=600, **settings).execute()
     # Whichever is less: the clock on the wall also counts what else the machine does, processor
     # time both cores.
-    assert min(time.perf_counter() - started, processor_time() - used) < 300, (
-        "a notebook takes at most five minutes"
-    )
+    seconds = min(time.perf_counter() - started, processor_time() - used)
+    assert seconds < 300, "a notebook takes at most five minutes"
     assert pictures(notebook) == n_pictures
     CHECKS[name](said(notebook))
 
@@ -112,16 +104,13 @@ def check_importance(text: str) -> None:
     accuracies = [float(x) for x in re.findall(r"(\d\.\d+) (?:in full|gated|pruned)", text)]
     assert len(accuracies) == 3
     assert accuracies[1] == accuracies[2]  # gated and pruned are one model
-    # What the demo promises: half of the heads go, nothing is trained, and only chance pays for it.
+    # What the demo promises: half of the heads are removed, nothing is trained, and only chance pays for it.
     chance = float(re.findall(r"random halves: mean (\d\.\d+)", text)[0])
     assert accuracies[0] >= 0.95
     assert accuracies[0] - accuracies[2] <= 0.02
     assert accuracies[0] - chance >= 0.08
-    heads = re.findall(
-        r"^[\w.]+\[\d\]: one key (\d+)% \(6%\), .+ \d+% \(\d+%\), the same positions .+%\)$",
-        text,
-        re.M,
-    )
+    said = r"^[\w.]+\[\d\]: one key (\d+)% \(6%\), .+ \d+% \(\d+%\), the same positions .+%\)$"
+    heads = re.findall(said, text, re.M)
     assert len(heads) == 32
     assert max(map(int, heads)) >= 15, "some heads are sharp: even attention has 6 %"
     assert re.search(r"^\d+ of 32 heads mostly do one thing$", text, re.M)
@@ -133,18 +122,16 @@ def check_scorers(text: str) -> None:
 
 def check_own_model(text: str) -> None:
     assert "UnsupportedModel" in text or "must be" in text
-    full, cut, refitted = (
-        float(x) for x in re.findall(r"(\d\.\d+) (?:in full|cut|refitted)", text)
-    )
+    found = re.findall(r"(\d\.\d+) (?:in full|cut|refitted)", text)
+    full, cut, refitted = map(float, found)
     assert full > 0.9
     assert refitted >= cut
     assert text.rstrip().endswith("True")
 
 
 def check_groups(text: str) -> None:
-    before, after = (
-        int(x.replace(",", "")) for x in re.findall(r"([\d,]+) -> ([\d,]+) bytes", text)[0]
-    )
+    ((before, after), *_) = re.findall(r"([\d,]+) -> ([\d,]+) bytes", text)
+    before, after = (int(number.replace(",", "")) for number in (before, after))
     assert before == 2 * after
     assert "--- whole" in text
     assert text.rstrip().endswith("(True, True)")

@@ -13,9 +13,8 @@ from tests.scripts import ROOT, benchmark
 
 
 def record(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
-        (ROOT / "benchmarks" / "records" / f"{name}.json").read_text()
-    )
+    path = ROOT / "benchmarks" / "records" / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
@@ -31,18 +30,10 @@ def test_a_third_of_the_heads_is_within_a_point_and_near_the_limit() -> None:
     assert (found["heads"], found["small"]) == (72, False)
     compared = rows(found, what="paired", way="surgeon + lstsq", kept=24, against="base")
     assert max(compared, key=lambda row: row["draws"])["difference"] >= -0.01
-    for row in rows(found, what="speed", kept=24, batch=32, length=128):
+    speed = rows(found, what="speed", kept=24, batch=32, length=128)
+    for row in speed:
         assert row["ratio"] >= 0.9 * row["limit"], row
-    assert rows(
-        found,
-        what="speed",
-        kept=24,
-        batch=32,
-        length=128,
-        dtype="float32",
-        attention="sdpa",
-        compiled=False,
-    )
+    rows({"rows": speed}, dtype="float32", attention="sdpa", compiled=False)
 
 
 def test_half_of_the_groups_are_half_of_the_cache() -> None:
@@ -63,16 +54,14 @@ def test_long_inputs_are_measured_with_half_of_the_heads_beside_their_limits() -
 
 def test_a_translator_loses_half_of_its_heads_within_half_a_point() -> None:
     found = record("translation-small-cpu")
-    (half,) = rows(
-        found, part="all", kept=sum(found["heads"].values()) // 2, way="distilled", seed=0
-    )
+    n_kept = sum(found["heads"].values()) // 2
+    (half,) = rows(found, part="all", kept=n_kept, way="distilled", seed=0)
     assert half["test"]["drop"] <= 0.005
     # What the recipe does is what was measured.
     steps = load_recipe(ROOT / "recipes" / "translation.yaml").recover
-    does = [
-        {"method": step.method, "batch_size": step.batch_size, **step.settings} for step in steps
-    ]
-    assert does == found["ways"]["distilled"]
+    for step, measured in zip(steps, found["ways"]["distilled"], strict=True):
+        does = {"method": step.method, "batch_size": step.batch_size, **step.settings}
+        assert does == measured
 
 
 @pytest.mark.parametrize("task", ["sst2", "digits"])
@@ -80,52 +69,35 @@ def test_every_peer_ran_or_has_its_error_in_the_table(task: str) -> None:
     found = record(f"peers-{task}")
     for peer in benchmark("peers/roster").PEERS.values():
         if task in peer.tasks:
-            some = rows(found, peer=peer.name)
-            assert all(
-                "error" in row or {"test", "speed"} <= row.keys()
-                for row in some
-                if row["seed"] == 0
-            ), peer.name
+            for row in rows(found, peer=peer.name, seed=0):
+                assert "error" in row or {"test", "speed"} <= row.keys(), peer.name
 
 
 @pytest.mark.parametrize("task", ["sst2", "digits"])
 def test_every_peer_that_is_not_beaten_has_a_note_why_and_what_would_change_it(task: str) -> None:
     found, verdict = record(f"peers-{task}"), benchmark("peers/run").page.verdict
-    notes = [
-        line
-        for line in (ROOT / "docs" / "peers.md").read_text().splitlines()
-        if line.startswith("- ")
-    ]
+    lines = (ROOT / "docs" / "peers.md").read_text().splitlines()
+    notes = [line for line in lines if line.startswith("- ")]
     assert not any(verdict.UNKNOWN in note for note in notes)
     compared = verdict.comparisons(found)
     assert compared
     for one in compared:
         name, heads = one.line["peer"], str(one.line["reference_kept"])
         if one.outcome == verdict.TIED:
-            assert any(
-                note.startswith("- **Tied**") and verdict.tie(one) in note for note in notes
-            ), name
+            ties = [note for note in notes if note.startswith("- **Tied**")]
+            assert any(verdict.tie(one) in note for note in ties), name
         elif one.outcome != verdict.WON:
             reason = f" heads: {verdict.why(found, one)}."
             assert "What would change it: " in reason
             beside = f" beside *{one.line['reference']}* with "
-            some = [
-                note.removesuffix(reason).partition(beside)
-                for note in notes
-                if note.endswith(reason)
-            ]
-            assert any(
-                f"**{name}**" in who and heads in kept.split(", ") for who, _, kept in some
-            ), name
+            told = [note.removesuffix(reason) for note in notes if note.endswith(reason)]
+            parts = [note.partition(beside) for note in told]
+            assert any(f"**{name}**" in who and heads in kept.split(", ") for who, _, kept in parts)
 
 
 def test_the_package_is_imported_within_its_time() -> None:
-    found = record("startup")
-    assert (
-        statistics.median(found["seconds"]["import headprune"])
-        < found["aim"]["import headprune"]
-        == 0.15
-    )
+    found, what = record("startup"), "import headprune"
+    assert statistics.median(found["seconds"][what]) < found["aim"][what] == 0.15
 
 
 def test_pruned_models_reach_those_that_were_built_small() -> None:

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.long  # installs torch, and runs the recipe of two minu
 
 def run(*command: object, cwd: Path) -> str:
     """A command that knows nothing of this checkout."""
-    own = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
-    }
+    own = {**os.environ}
+    for name in ("PYTHONPATH", "PYTHONHOME"):
+        own.pop(name, None)
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
@@ -50,12 +50,9 @@ def test_the_wheel_holds_types_recipes_and_templates_and_no_tests(wheel: Path) -
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "headprune/py.typed" in names
     assert {f"headprune/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")} <= names
-    package = (
-        path
-        for path in (ROOT / "headprune").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    )
-    assert {path.relative_to(ROOT).as_posix() for path in package} <= names
+    for path in (ROOT / "headprune").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert path.relative_to(ROOT).as_posix() in names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"headprune"}
 
 
@@ -72,7 +69,6 @@ def test_the_wheel_installs_into_an_empty_environment_and_runs_the_demo(
     assert record["status"] == "done"
     assert record["git_commit"] is None, "it did not run from this checkout"
     assert (tmp_path / "demo" / "report.html").stat().st_size > 10_000
-    where = run(
-        programs / "python", "-c", "import headprune; print(headprune.__file__)", cwd=tmp_path
-    )
+    ask = "import headprune; print(headprune.__file__)"
+    where = run(programs / "python", "-c", ask, cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(tmp_path)

@@ -60,8 +60,9 @@ PRINTERS = {
 }
 #: What a terminal shows in colours and tables.
 COLOURED = {"agree", "explain", "scores", "record", "inspect"}
-PLACES = [(name, place) for name in COMMANDS for place in ("pipe", "terminal", "no-color")]
-PLACES = [(name, place) for name, place in PLACES if place != "no-color" or name in COLOURED]
+PLACES = [(name, "pipe") for name in COMMANDS]
+PLACES += [(name, place) for name in sorted(COLOURED) for place in ("terminal", "no-color")]
+PLACES += [("alone", "terminal"), ("misspelt", "terminal")]
 
 
 @pytest.fixture(scope="module")
@@ -110,23 +111,18 @@ def said(folder: Path, name: str, place: str) -> str:
     """Everything that a command writes, and its exit status."""
     own = {"COLUMNS": "120", "TERM": "xterm-256color", "COLORTERM": "", "PYTHONUTF8": "1"}
     own |= {"NO_COLOR": "1"} if place == "no-color" else {}
-    around = {
-        key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")
-    }
+    around = {**os.environ}
+    for variable in ("NO_COLOR", "FORCE_COLOR"):
+        around.pop(variable, None)
     program = [sys.executable, "-c", PRINTERS[name]] if name in PRINTERS else HEADPRUNE
     command = COMMANDS[name]
     if place != "pipe":
         text, status = on_terminal(command, folder, program, around, **own)
         return f"{text}exit status {status}\n"
     done = subprocess.run(
-        [*program, *command],
-        cwd=folder,
-        env={**around, **own},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+        [*program, *command], cwd=folder, env={**around, **own},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
     return f"{done.stdout}{done.stderr}exit status {done.returncode}\n"
 
 

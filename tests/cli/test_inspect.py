@@ -3,152 +3,134 @@ taken."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import headprune as hp
-from headprune.cli.main import app
 from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
+from tests.command_line import done, json_of, refused
 
 
 class OddAttention(nn.Module):
+    """Attention that no layout describes."""
+
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.W_q = nn.Linear(width, width)
 
 
-def call(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *arguments: str) -> Any:
-    from headprune.data import models
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], nn.Module]:
+    """Makes a model the one that ``inspect here`` opens."""
 
-    monkeypatch.setattr(models, "open_model", lambda path: model)
-    return CliRunner().invoke(app, ["inspect", "here", *arguments])
+    def place(model: nn.Module) -> nn.Module:
+        monkeypatch.setattr("headprune.data.models.open_model", lambda path: model)
+        return model
+
+    return place
 
 
-def found(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *arguments: str) -> Any:
-    return json.loads(call(monkeypatch, model, *arguments, "--json").stdout)
+def test_sites_and_totals(put: Any) -> None:
+    put(registry.get("bert").tiny(0)[0])
+    found = json_of("inspect here")
+    first = found["sites"][0]
+    assert (first["heads"], first["units"], first["layout"]) == (4, 4, "bert")
+    assert found["totals"]["heads"] == 4 * len(found["sites"])
+    assert 0 < found["totals"]["prunable_params"] < found["totals"]["params"]
+    assert (found["not_taken"], found["cache"]) == ([], [])
+    text = done("inspect here").stdout
+    assert first["site"] in text
+    assert f"{found['totals']['heads']} heads in" in text
+    assert "KV cache" not in text
 
 
-def test_policies_and_units_of_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = registry.get("llama").tiny(0, "llama")
+def test_policies_and_units_of_grouped_queries(put: Any) -> None:
+    put(registry.get("llama").tiny(0, "llama")[0])
     by_group, by_head = (
-        found(monkeypatch, model, "--policy", p)["sites"] for p in ("group", "balanced")
+        json_of(f"inspect here --policy {policy}")["sites"] for policy in ("group", "balanced")
     )
-    assert {tuple(r["policies"][:2]) for r in by_group} == {("group", "balanced")}
-    assert [r["policy"] for r in by_group] == ["group"] * 3
-    assert [r["units"] for r in by_group] == [r["kv_heads"] for r in by_group]
-    assert [r["units"] for r in by_head] == [r["heads"] for r in by_head]
-    text = call(monkeypatch, model, "--policy", "balanced").stdout
+    assert {tuple(row["policies"][:2]) for row in by_group} == {("group", "balanced")}
+    assert [row["policy"] for row in by_group] == ["group"] * 3
+    assert [row["units"] for row in by_group] == [row["kv_heads"] for row in by_group]
+    assert [row["units"] for row in by_head] == [row["heads"] for row in by_head]
+    for key in ("params", "kv_bytes_per_token"):
+        assert [row[key] for row in by_group] == [row[key] for row in by_head], "of the whole site"
+    text = done("inspect here --policy balanced").stdout
     assert "6 / 3" in text
     assert "group, [balanced]" in text
+    assert "must be one of group, balanced, free" in refused("inspect here --policy some")
 
 
-def test_what_a_policy_costs_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = registry.get("llama").tiny(0, "llama")
-    lines = {
-        p: call(monkeypatch, model, "--policy", p).stdout for p in ("group", "balanced", "free")
-    }
-    assert all("KV bytes/token" in text and " 96 " in text for text in lines.values())
-    assert all("288 bytes of KV cache per token" in text for text in lines.values())
-    assert (
-        "group: a key/value head is removed with all its query heads, and the cache shrinks by it"
-        in lines["group"]
-    )
-    assert (
-        "balanced: the cache keeps every key/value head that a kept head reads, once"
-        in lines["balanced"]
-    )
-    assert "free: the cache keeps" in lines["free"]
-    assert "every step repeats keys and values for each query head" in lines["free"]
-    assert found(monkeypatch, model)["totals"]["kv_bytes_per_token"] == 288
-    bert, _ = registry.get("bert").tiny(0, "bert")
-    assert found(monkeypatch, bert)["cache"] == []
-    assert "KV cache" not in call(monkeypatch, bert).stdout
+def test_what_a_policy_costs_in_cache(put: Any) -> None:
+    put(registry.get("llama").tiny(0, "llama")[0])
+    for policy, words in (
+        ("group", "group: a key/value head is removed with all its query heads"),
+        ("balanced", "balanced: the cache keeps every key/value head that a kept head reads"),
+        ("free", "free: the cache keeps"),
+    ):
+        text = done(f"inspect here --policy {policy}").stdout
+        assert words in text
+        assert "KV bytes/token" in text
+        assert "288 bytes of KV cache per token" in text
+    assert "every step repeats keys and values for each query head" in text
+    found = json_of("inspect here")
+    assert found["totals"]["kv_bytes_per_token"] == 288
+    site = found["sites"][0]
+    assert site["kv_bytes_per_token"] == 2 * site["kv_heads"] * site["head_dim"] * 4
 
 
-def test_one_key_head_for_all_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = registry.get("falcon").tiny(0, "falcon-mqa")
-    text = call(monkeypatch, model).stdout
+def test_one_key_head_for_all_query_heads(put: Any) -> None:
+    put(registry.get("falcon").tiny(0, "falcon-mqa")[0])
+    text = done("inspect here").stdout
     assert "one key/value head is kept" in text
     assert "[balanced]" not in text
     assert "(MQA): it is kept as long as one of them is, whatever the policy" in text
 
 
 def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
-    monkeypatch: pytest.MonkeyPatch,
+    put: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def picture(model: nn.Module) -> Any:
+        return {n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()}
+
     model, batch = registry.get("bart").tiny(0, "bart")
-    before = {n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()}
-    answers = found(monkeypatch, model)["layouts"]["bart"]["no_heads_left"]
+    before = picture(put(model))
+    answers = json_of("inspect here")["layouts"]["bart"]["no_heads_left"]
     assert answers == {"self": "yes", "causal": "yes", "cross": "yes"}
-    assert {
-        n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()
-    } == before
+    assert picture(model) == before
     model(**batch)
-    refusing, _ = registry.get("t5").tiny(0, "t5")
-    monkeypatch.setattr("headprune.model.cut.cut_", _refused)
-    assert (
-        "all heads of a layer may be removed: no: must be left with a head"
-        in call(monkeypatch, refusing).stdout
-    )
+
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedModel("here", "left with a head", "none kept")
+
+    put(registry.get("t5").tiny(0, "t5")[0])
+    monkeypatch.setattr("headprune.model.cut.cut_", refuse)
+    said = "all heads of a layer may be removed: no: must be left with a head"
+    assert said in done("inspect here").stdout
 
 
-def _refused(*_: Any) -> Any:
-    raise UnsupportedModel("here", "left with a head", "none kept")
-
-
-@pytest.mark.parametrize(("layout", "family"), [("llama", "llama"), ("falcon", "falcon-mqa")])
-def test_parameters_and_cache_of_a_site_do_not_depend_on_the_policy(
-    layout: str, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = registry.get(layout).tiny(0, family)
-    by_group, by_head = (
-        found(monkeypatch, model, "--policy", p)["sites"] for p in ("group", "free")
-    )
-    of_a_site = by_head[0]
-    assert of_a_site["kv_bytes_per_token"] == 2 * of_a_site["kv_heads"] * of_a_site["head_dim"] * 4
-    for key in ("params", "kv_bytes_per_token"):
-        assert [r[key] for r in by_group] == [r[key] for r in by_head]
-
-
-def test_a_policy_that_does_not_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = registry.get("llama").tiny(0, "llama")
-    result = call(monkeypatch, model, "--policy", "some")
-    assert result.exit_code == 2
-    assert "must be one of group, balanced, free" in result.stderr
-
-
-def test_what_a_cut_changes_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = registry.get("gpt2").tiny(0)
-    layout = found(monkeypatch, model)["layouts"]["gpt2"]
+def test_what_a_cut_changes_in_words(put: Any) -> None:
+    put(registry.get("gpt2").tiny(0)[0])
+    layout = json_of("inspect here")["layouts"]["gpt2"]
     assert layout["gate"] == "input of `c_proj`"
     assert "rows of `c_attn` (queries, keys, values; one after the other)" in layout["cut"]
     assert "`num_heads` (query heads)" in layout["patched"][0]
-    text = call(monkeypatch, model).stdout
+    text = done("inspect here").stdout
     assert all(line in text for line in (*layout["cut"], *layout["patched"]))
 
 
-def test_every_module_that_is_not_taken_is_named_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = nn.Sequential(
-        hp.MultiHeadAttention(8, 2), *(OddAttention() for _ in range(12)), OddAttention(16)
-    )
-    groups = found(monkeypatch, model)["not_taken"]
-    assert [g["modules"] for g in groups] == [[str(i) for i in range(1, 14)]]
-    errors = call(monkeypatch, model).stderr
-    assert "not taken: 1 and 12 more (OddAttention; near" in errors
+def test_every_module_that_is_not_taken_is_named_with_its_reason(put: Any) -> None:
+    odd = [*(OddAttention() for _ in range(12)), OddAttention(16)]
+    put(nn.Sequential(hp.MultiHeadAttention(8, 2), *odd))
+    (group,) = json_of("inspect here")["not_taken"]
+    assert group["modules"] == [str(i) for i in range(1, 14)]
+    assert (group["module"], group["class"]) == ("1", "OddAttention")
+    errors = done("inspect here").stderr
+    assert "not taken: 1 and 12 more (OddAttention; near to no layout, made of W_q)" in errors
     assert "propose_layouts" in errors
-
-
-def test_a_model_without_any_site_names_all_that_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = call(
-        monkeypatch, nn.Sequential(*(OddAttention() for _ in range(20)), torch.nn.Linear(2, 2))
-    )
-    assert result.exit_code == 2
-    assert "not taken: 0 and 19 more (OddAttention" in result.stderr
+    put(nn.Sequential(*odd, nn.Linear(2, 2)))
+    assert "not taken: 0 and 12 more (OddAttention" in refused("inspect here")

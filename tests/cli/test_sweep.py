@@ -1,63 +1,36 @@
-"""``headprune sweep`` and ``headprune pick``: killed and resumed, in two processes, locked; exit
+"""``headprune sweep`` and ``headprune pick``: stopped and resumed, in two processes, locked; exit
 codes and words."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from filelock import FileLock
-from typer.testing import CliRunner
 
-from headprune.cli.main import app
 from headprune.core.sweeps import SweepTable
+from tests.command_line import call, done, json_of, refused
 from tests.tiny_recipe import TINY
 
-GRID = [
-    "--grid",
-    "scorer=taylor,random",
-    "--grid",
-    "keep=0.75,0.5",
-    "--grid",
-    "recover=none,mean_fold",
-    "--seeds",
-    2,
-]
+GRID = "--grid scorer=taylor,random --grid keep=0.75,0.5 --seeds 2"
+N_RUNS = 8
+WRITTEN = ("table.json", "table.csv", "table.parquet", "tradeoff.svg", "summary.md", "report.html")
 
 
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def command(*arguments: object) -> list[str]:
-    return [
-        sys.executable,
-        "-c",
-        "from headprune.cli.main import main; main()",
-        *map(str, arguments),
-    ]
-
-
-def files(folder: Path, ending: str = "*.*") -> dict[str, tuple[int, int]]:
-    found = [
-        p
-        for kind in ("scores", "plans", "outcomes", "runs", "bases")
-        for p in (folder / kind).rglob(ending)
-    ]
-    whole = [
-        p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)
-    ]
-    return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in whole}
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Finished files of a sweep, each with its inode and the time when it was written."""
+    found = {}
+    for kind in ("scores", "plans", "outcomes", "runs", "bases"):
+        for path in (folder / kind).rglob("*.*"):
+            name = path.relative_to(folder)
+            if not any(part.startswith(".") for part in name.parts):
+                found[str(name)] = (path.stat().st_ino, path.stat().st_mtime_ns)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -71,106 +44,65 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a sweep that nothing disturbed."""
     out = tmp_path_factory.mktemp("sweeps") / "whole"
-    result = call("sweep", recipe, *GRID, "--out", out, "--json")
-    assert result.exit_code == 0, result.output
-    assert len(SweepTable.from_dict(json.loads(result.stdout)).rows) == 16
-    assert "[16/16]" in result.stderr
-    assert "gone)" in result.stderr
+    said = done(f"sweep {recipe} {GRID} --out {out}").stderr
+    assert len(SweepTable.load(out / "table.json").rows) == N_RUNS
+    assert f"[{N_RUNS}/{N_RUNS}]" in said
+    assert "gone)" in said
     return out
 
 
-@pytest.mark.slow
-def test_killed_and_called_again(recipe: Path, whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "killed"
-    process = subprocess.Popen(
-        command("sweep", recipe, *GRID, "--out", out),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while len(list((out / "runs").glob("*.json"))) < 3:
-            assert process.poll() is None, "it ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+def test_what_was_done_before_it_was_stopped_is_not_done_again(
+    recipe: Path, whole: Path, tmp_path: Path
+) -> None:
+    """The folder of a sweep that was killed: half of its runs, and no table."""
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    for path in sorted((out / "runs").glob("*.json"))[N_RUNS // 2 :]:
+        path.unlink()
+    for name in WRITTEN:
+        (out / name).unlink()
     before = files(out)
-    n_done = len(list((out / "runs").glob("*.json")))
-    assert 3 <= n_done < 16
-    assert not (out / "table.json").exists()
-    result = call("sweep", recipe, *GRID, "--out", out)  # the lock has gone with its process
-    assert result.exit_code == 0, result.output
-    assert f"{n_done} of 16 runs are done already" in result.stderr
-    assert "[train]" not in result.stderr
-    assert {name: mark for name, mark in files(out).items() if name in before} == before
-    for name in (
-        "table.json",
-        "table.csv",
-        "table.parquet",
-        "tradeoff.svg",
-        "summary.md",
-        "report.html",
-    ):
+    said = done(f"sweep {recipe} {GRID} --out {out}").stderr
+    assert f"{N_RUNS // 2} of {N_RUNS} runs are done already" in said
+    assert "[train]" not in said
+    assert before.items() <= files(out).items(), "nothing was written again"
+    for name in WRITTEN:
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_same_table(recipe: Path, whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "parallel"
-    shutil.copytree(whole / "bases", out / "bases")
-    done = subprocess.run(
-        command("sweep", recipe, *GRID, "--out", out, "--jobs", 2),
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (out / "table.json").read_bytes() == (whole / "table.json").read_bytes()
-    assert "Traceback" not in done.stderr
-    assert "Warning" not in done.stderr
-
-
-@pytest.mark.long
-def test_a_cluster_gives_the_same_table(recipe: Path, whole: Path, tmp_path: Path) -> None:
-    """One of Dask's on this machine, which the command starts by itself;
-    ``pip install distributed``."""
-    pytest.importorskip("distributed")
-    out = tmp_path / "cluster"
-    shutil.copytree(whole / "bases", out / "bases")
-    asked = command("sweep", recipe, *GRID, "--out", out, "--jobs", 2, "--backend", "dask")
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (out / "table.json").read_bytes() == (whole / "table.json").read_bytes()
+@pytest.mark.parametrize(
+    "backend", ["", pytest.param("--backend dask", marks=pytest.mark.long)], ids=["joblib", "dask"]
+)
+def test_several_processes_give_the_same_table(
+    backend: str, recipe: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if backend:
+        pytest.importorskip("distributed")
+    shutil.copytree(whole / "bases", tmp_path / "bases")
+    said = done(f"sweep {recipe} {GRID} --out {tmp_path} --jobs 2 {backend}").stderr
+    assert (tmp_path / "table.json").read_bytes() == (whole / "table.json").read_bytes()
+    assert backend or not re.search("Traceback|Warning", said + capfd.readouterr().err)
 
 
 def test_its_page_is_drawn_anew(whole: Path, tmp_path: Path) -> None:
-    result = call("report", whole, "--out", tmp_path, "--json")
-    assert result.exit_code == 0, result.output
-    assert sorted(json.loads(result.stdout)) == ["html", "markdown", "png", "svg"]
-    elsewhere = (
-        (tmp_path / "report.html")
-        .read_text()
-        .replace(f"headprune pick {whole} ", "headprune pick . ")
-    )
-    assert elsewhere == (whole / "report.html").read_text().replace(
-        "; in the folder of this page", ""
-    )
+    made = json_of(f"report {whole} --out {tmp_path}")
+    assert sorted(made) == ["html", "markdown", "png", "svg"]
+    page, there = (folder.joinpath("report.html").read_text() for folder in (tmp_path, whole))
+    page = page.replace(f"headprune pick {whole} ", "headprune pick . ")
+    assert page == there.replace("; in the folder of this page", "")
 
 
 def test_one_sweep_a_folder(recipe: Path, whole: Path) -> None:
     with FileLock(whole / ".lock"):
-        result = call("sweep", recipe, *GRID, "--out", whole)
-    assert result.exit_code == 2
-    assert "must be free, got a sweep that is running there" in result.stderr
+        message = refused(f"sweep {recipe} {GRID} --out {whole}")
+    assert "must be free, got a sweep that is running there" in message
 
 
 def test_failed_runs_end_in_a_list_and_an_exit_code(
     recipe: Path, whole: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(whole / "bases", tmp_path / "bases")
-    result = call("sweep", recipe, "--grid", "keep=1,0.5", "--out", tmp_path)
+    result = call(f"sweep {recipe} --grid keep=1,0.5 --out {tmp_path}")
     assert result.exit_code == 1
     assert "failed: keep 1, seed 0, error Budget.keep_heads: must be at least 2" in result.stderr
     assert len(SweepTable.load(tmp_path / "table.json").rows) == 1
@@ -180,49 +112,33 @@ def test_failed_runs_end_in_a_list_and_an_exit_code(
 def test_bad_input(
     recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.copytree(whole / "bases", tmp_path / "bases")
+    monkeypatch.setitem(sys.modules, "distributed", None)
     for arguments, words in (
-        (["--grid", "scorer=tailor", "--grid", "kep=1"], "2 errors"),
-        (["--grid", "keep=0.5", "--seeds", 0], "seeds"),
-        (
-            ["--grid", "keep=0.5", "--backend", "loki"],
-            "backend: must be one of joblib's, got 'loki'",
-        ),
-        (
-            ["--grid", "keep=0.5", "--backend", "dask"],
-            "backend: must be one whose package is installed: pip install distributed",
-        ),
+        ("--grid scorer=tailor --grid kep=1", "2 errors"),
+        ("--grid keep=0.5 --seeds 0", "seeds"),
+        ("--grid keep=0.5 --backend loki", "backend: must be one of joblib's, got 'loki'"),
+        ("--grid keep=0.5 --backend dask", "whose package is installed: pip install distributed"),
     ):
-        out = tmp_path / "out"
-        if "--backend" in arguments:
-            shutil.copytree(whole / "bases", out / "bases", dirs_exist_ok=True)
-        if "dask" in arguments:
-            monkeypatch.setitem(sys.modules, "distributed", None)
-        result = call("sweep", recipe, *arguments, "--out", out)
-        assert result.exit_code == 2, result.output
-        assert words in result.stderr
+        assert words in refused(f"sweep {recipe} {arguments} --out {tmp_path}")
 
 
 def test_pick(whole: Path, tmp_path: Path) -> None:
-    result = call("pick", whole, "--max-drop", 0.9, "--out", tmp_path / "small")
-    assert result.exit_code == 0, result.output
+    command = f"pick {whole} --max-drop 0.9"
+    result = done(f"{command} --out {tmp_path / 'small'}")
     assert "4 heads, loses at most 90.00 points at 95 % confidence" in result.stdout
     assert "test rows: drop" in result.stdout
     assert sorted(os.listdir(tmp_path / "small")) == ["model", "pick.json", "plan.json"]
-    assert re.match(
-        r"making .*seed \d.* again, to prove that it answers as in the sweep\n", result.stderr
-    )
-    assert (
-        "making"
-        not in call("pick", whole, "--max-drop", 0.9, "--out", tmp_path / "other", "--quiet").stderr
-    )
-    found = json.loads(call("pick", whole, "--max-drop", 0.9, "--json").stdout)
+    said = r"making .*seed \d.* again, to prove that it answers as in the sweep\n"
+    assert re.match(said, result.stderr)
+    assert "making" not in done(f"{command} --out {tmp_path / 'other'} --quiet").stderr
+    found = json_of(command)
     assert (found["headprune"], found["size"]) == ("Pick", 4.0)
 
 
 def test_pick_of_nothing(whole: Path, tmp_path: Path) -> None:
-    result = call("pick", whole, "--max-drop", -0.9)
+    result = call(f"pick {whole} --max-drop -0.9")
     assert result.exit_code == 1
     assert "no model of the sweep is shown to lose at most" in result.stdout
-    result = call("pick", tmp_path, "--max-drop", 0.01)
-    assert result.exit_code == 2
-    assert "a sweep that was stopped has no table yet" in result.stderr
+    message = refused(f"pick {tmp_path} --max-drop 0.01")
+    assert "a sweep that was stopped has no table yet" in message

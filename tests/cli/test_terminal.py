@@ -1,5 +1,5 @@
-"""A terminal and a shell: progress while one waits, nothing of it in a pipe, and words that a shell
-completes."""
+"""A terminal and a shell: progress while one waits, colour, nothing of either in a pipe, and words
+that a shell completes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from headprune.cli.bench import bench
-from headprune.cli.main import app
 from headprune.run import shipped_recipes
-from tests.terminals import read_all, terminal
+from tests.command_line import done
+from tests.terminals import on_terminal, read_all, terminal
+from tests.tiny_models import bert
 
 BAR = re.compile(r"latency: .*1/2 \[\d\d:\d\d<\d\d:\d\d, ")
 #: As a shell starts it; nothing that it offers is worth waiting for torch.
@@ -28,53 +26,48 @@ SHELL = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("bert")
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
-    BertForSequenceClassification(BertConfig(vocab_size=30, **sizes)).save_pretrained(folder)
-    return folder
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(bert(tmp_path_factory.mktemp("bert"), num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_bench_shows_how_long_it_takes_on_a_terminal(
-    model: Path, quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent, child = terminal()
+    asked = {"batch": [1, 2], "length": [4], "seconds": 0.2, "device": "cpu", "quiet": quiet}
     with os.fdopen(child, "w") as errors, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", errors)
-        bench(
-            str(model), str(model), batch=[1, 2], length=[4], seconds=0.2, device="cpu", quiet=quiet
-        )
+        bench(model, model, **asked)  # type: ignore[arg-type]
     said = read_all(parent)
     assert bool(BAR.search(said)) is not quiet, said
     assert ("timing 2 sizes" in said) is not quiet
     assert "batch 2 x 4" in capsys.readouterr().out
 
 
-def test_nothing_is_drawn_into_a_pipe(model: Path) -> None:
-    timed = ["bench", str(model), str(model), "--batch", "1", "--length", "4", "--seconds", "0.01"]
-    result = CliRunner().invoke(app, timed)
-    assert result.exit_code == 0, result.output
-    assert result.stderr == "timing 1 sizes, 0.01 s each or longer\n"
-    assert CliRunner().invoke(app, [*timed, "--quiet"]).stderr == ""
+def test_nothing_is_drawn_into_a_pipe(model: str) -> None:
+    timed = f"bench {model} {model} --batch 1 --length 4 --seconds 0.01"
+    assert done(timed).stderr == "timing 1 sizes, 0.01 s each or longer\n"
+    assert done(f"{timed} --quiet").stderr == ""
+
+
+def test_help_is_coloured_on_terminals_that_want_it() -> None:
+    usual = {"TERM": "xterm-256color", "COLUMNS": "100"}
+    coloured, status = on_terminal(["--help"], **usual)
+    assert status == 0, coloured
+    assert "\x1b[" in coloured
+    plain, _ = on_terminal(["--help"], NO_COLOR="1", **usual)
+    assert "\x1b[3" not in plain  # no colour; bold is none
+
+
+def recipes(start: str) -> list[str]:
+    return [name for name in shipped_recipes() if name.startswith(start)]
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("headprune run dig", [name for name in shipped_recipes() if name.startswith("dig")]),
-        (
-            "headprune validate llama",
-            [name for name in shipped_recipes() if name.startswith("llama")],
-        ),
+        ("headprune run dig", recipes("dig")),
         (
             "headprune score digits-vit --set score.scorer=tay",
             ["score.scorer=taylor", "score.scorer=taylor2"],
@@ -86,13 +79,9 @@ def test_nothing_is_drawn_into_a_pipe(model: Path) -> None:
 )
 def test_a_shell_completes(words: str, expected: list[str]) -> None:
     assert expected
-    asked = {
-        "_HEADPRUNE_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split()) - 1),
-    }
+    place = str(len(words.split()) - 1)
+    asked = {"_HEADPRUNE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
     command = [sys.executable, "-c", SHELL]
-    done = subprocess.run(
-        command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == expected
+    environment = {**os.environ, **asked}
+    offered = subprocess.check_output(command, env=environment, text=True, timeout=60)
+    assert offered.split() == expected

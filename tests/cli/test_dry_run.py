@@ -1,0 +1,175 @@
+"""``headprune run --dry-run``: what a run would take, measured on a batch or two; nothing is
+written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headprune.core.errors import UnsupportedModel
+from headprune.recipes.validate import load_recipe
+from headprune.run import auto as run_auto
+from headprune.run import dry
+from headprune.run.dry import DryRun, StageEstimate, dry_run
+from headprune.run.subject import Subject
+from headprune.scoring import Surgeon
+from tests.command_line import json_of
+
+SHORT = [
+    *("data.calibration=64", "data.holdout=100", "data.test_holdout=200"),
+    "model.config.num_hidden_layers=2",
+]
+ALONE = [
+    *(*SHORT, "train=null", "bench=null", "recover=[]"),
+    *("score.random_draws=0", "score.magnitude=false", "score.batch_size=16"),
+]
+AUTO = [
+    *(*ALONE, "score.scorer=auto"),
+    "score.settings={candidates: [taylor, surgeon], random_draws: 1}",
+]
+SPEED = ["select.keep_heads=null", "select.speedup=1.2", "select.latency.seconds=7"]
+
+
+def dried(*settings: str) -> dict[str, StageEstimate]:
+    """The stages of a dry run of the digits, by name."""
+    found = dry_run("digits-vit", list(settings), say=lambda line: None)
+    return {stage.stage: stage for stage in found.stages}
+
+
+def test_it_says_what_a_run_would_take_and_writes_nothing(tmp_path: Path) -> None:
+    settings = " ".join(f"--set {setting}" for setting in SHORT)
+    data = json_of(f"run digits-vit {settings} --out {tmp_path / 'out'} --dry-run")
+    assert not (tmp_path / "out").exists()
+    seconds = data.pop("seconds")
+    found = DryRun.from_dict(data)
+    assert str(found).endswith("nothing was trained, cut or written")
+    assert found.rows["calibration"] == 64
+    stages = {stage.stage: stage.seconds for stage in found.stages}
+    assert list(stages) == ["train", "score", "quality", "recover (finetune)", "bench"]
+    assert seconds == pytest.approx(sum(stage or 0 for stage in stages.values()))
+    recipe: Any = load_recipe("digits-vit", SHORT)
+    times = recipe.train.epochs / recipe.recover[0].settings["epochs"]
+    trained, recovered = stages["train"], stages["recover (finetune)"]
+    assert trained is not None
+    assert recovered is not None
+    assert trained / recovered == pytest.approx(times)
+    weights = found.memory["weights of the whole model and of its cut copy"]
+    assert weights == 8 * found.parameters
+    assert found.memory["gradients and both moments of AdamW"] == 12 * found.parameters
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """What a dry run does: batches of each scoring, and matrices inverted at a time."""
+    found: dict[str, list[int]] = {"batches": [], "inverted": []}
+    score, factor = dry.score, torch.linalg.cholesky_ex
+
+    def scored(model: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        found["batches"].append(len(given))
+        return score(model, given, *args, **kwargs)
+
+    def factored(a: torch.Tensor, **kwargs: Any) -> Any:
+        found["inverted"].append(a.shape[:-2].numel())
+        return factor(a, **kwargs)
+
+    monkeypatch.setattr(dry, "score", scored)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", factored)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scorer", "batches", "inverted", "basis"),
+    [
+        ("taylor", [1, 2], 0, "taylor on 64 rows in 4 batches, 2 of which were timed"),
+        ("surgeon", [1, 1, 1, 2], 1, "one of 18 equal parts was timed (the largest site"),
+        ("obs", [1, 1, 1, 2], 1, "one of 18 equal parts was timed (the largest site"),
+    ],
+)
+def test_it_scores_a_batch_or_two_and_inverts_one_matrix(
+    scorer: str, batches: list[int], inverted: int, basis: str, counted: dict[str, list[int]]
+) -> None:
+    """Of all sites and blocks: 2 sites, 8 blocks and all examples together."""
+    stage = dried(*ALONE, f"score.scorer={scorer}")["score"]
+    assert sorted(counted["batches"]) == batches
+    assert sum(counted["inverted"]) == inverted
+    assert basis in stage.basis
+
+
+def test_what_it_leaves_out_is_counted_for_all_sites_and_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second for every batch, 100 for the matrices of one site: 4 batches, and 2 sites times 9
+    runs."""
+    clock = [0.0]
+
+    def scored(model: Any, batches: Any, scorer: Any, *, sites: Any, progress: bool) -> None:
+        clock[0] += len(batches) + (100 if type(scorer) is Surgeon else 0)
+        assert len(sites) == (1 if scorer.blocks == 1 else 2)
+
+    monkeypatch.setattr(dry, "score", scored)
+    monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
+    stage = dried(*ALONE, "score.scorer=surgeon")["score"]
+    assert stage.seconds == 4 + 2 * 9 * 100
+    assert "; 30 min of it after the passes" in stage.basis
+
+
+def test_learned_gates_count_by_their_steps_and_latency_is_taken_at_its_word() -> None:
+    gates = "score.settings={steps: 12, warmup: 1, block: 16}"
+    stages = dried(*ALONE, *SPEED, "score.scorer=hard_concrete", gates)
+    assert list(stages) == ["score", "quality", "latency"]
+    latency = stages["latency"]
+    assert (latency.seconds, latency.basis) == (14, "as long as the recipe says")
+    assert stages["score"].basis == "12 steps of 16 rows"
+
+
+# ---------------------------------------------------------------- auto
+
+
+def test_one_plan_of_auto_is_judged_in_small_and_no_latency_table_measured(
+    counted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates are timed as they are alone; one cut and refit on 16 rows and one on 32."""
+
+    def measured(self: Any) -> Any:
+        raise AssertionError("a latency table was measured")
+
+    monkeypatch.setattr(Subject, "latency", property(measured))
+    stages = dried(*AUTO, *SPEED, "recover=[{method: lstsq}]")
+    assert list(stages) == ["score", "choose", "quality", "recover (lstsq)", "latency"]
+    assert counted["batches"][:2] == [1, 2], "of taylor"
+    assert sorted(counted["batches"][2:]) == [1, 1, 1, 2], "of surgeon"
+    assert "2 of which were timed: 2 scorers, one after the other" in stages["score"].basis
+    assert "up to 3 plans, each cut and refitted by lstsq 2 times" in stages["choose"].basis
+    assert stages["choose"].basis.endswith("on 16 and 32 rows")
+
+
+@pytest.mark.parametrize(("size", "samples"), [(16, [1, 2]), (1, [4, 8]), (64, [1])])
+def test_what_is_left_out_of_auto_is_counted(
+    monkeypatch: pytest.MonkeyPatch, size: int, samples: list[int]
+) -> None:
+    """A second for every row and 100 for every solving: 64 rows, 3 plans, 2 folds."""
+    clock, judged = [0.0], list[int]()
+
+    def once(self: Any, batches: Any) -> None:
+        judged.append(len(batches))
+        clock[0] += 100 + size * len(batches)
+
+    monkeypatch.setattr(dry, "score", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(run_auto.AutoOfRun, "judge_once", once)
+    stage = dried(*AUTO, f"score.batch_size={size}")["choose"]
+    assert judged == samples
+    assert stage.seconds == 3 * 2 * (100 + 64)
+    assert "each cut 2 times" in stage.basis
+
+
+def test_auto_goes_on_where_the_model_refuses_the_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise UnsupportedModel("the model", "one that can be refitted", "another")
+
+    monkeypatch.setattr(dry, "score", lambda *args, **kwargs: None)
+    monkeypatch.setattr(run_auto.AutoOfRun, "refit_", refuse)
+    assert dried(*AUTO, "recover=[{method: lstsq}]")["choose"].seconds is not None
