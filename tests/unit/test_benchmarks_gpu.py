@@ -1,10 +1,10 @@
-"""The GPU study's measurements and pages, with a GPU that is made of stand-ins."""
+"""The GPU study's measurements, with a GPU of stand-ins, with a pretended one, and on the CPU."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 import headprune as hp
-from headprune.bench.latency import Effort
+from headprune.bench.latency import Effort, in_turn
+from tests.benchmark_runs import record_of
+from tests.pretended_cuda import CUDA as PRETENDED
+from tests.pretended_cuda import PretendedCuda
 from tests.scripts import BENCHMARKS, benchmark, script
 
-CUDA = torch.device("cuda")
-QUICK = Effort(0.0, 1, 4, 4)
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,8 @@ def shapes() -> ModuleType:
     return script(BENCHMARKS / "gpu" / "shapes.py")
 
 
-# ------------------------------------------------------------------------------------------------ a
-# GPU of stand-ins
+# ----------------------------------------------------------------------------------------------
+# a GPU of stand-ins
 
 
 class StandIn:
@@ -45,7 +47,6 @@ class StandIn:
     def __init__(self) -> None:
         self.now = 0.0  # milliseconds of the GPU
         self.launching = 0.0  # milliseconds that a call takes Python
-        self.flushed = 0
 
     def call(self, milliseconds: float, launch: float = 0.0) -> Callable[[], None]:
         def run() -> None:
@@ -87,15 +88,10 @@ class StandIn:
             yield
 
         quiet = SimpleNamespace(wait_stream=lambda other: None)
-        for name, value in {
-            "Event": Event,
-            "CUDAGraph": Graph,
-            "graph": graph,
-            "stream": stream,
-            "Stream": lambda: quiet,
-            "current_stream": lambda: quiet,
-            "synchronize": lambda *_: None,
-        }.items():
+        parts = {"Event": Event, "CUDAGraph": Graph, "graph": graph, "stream": stream}
+        parts |= {"Stream": lambda: quiet, "current_stream": lambda: quiet}
+        parts |= {"synchronize": lambda *_: None}
+        for name, value in parts.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(gpu_time, "synchronize", lambda device: None)
         monkeypatch.setattr(gpu_time, "in_turn", self.in_turn)
@@ -117,13 +113,22 @@ class StandIn:
         return np.array([[latency(run) for run in runs] for _ in range(effort.min_rounds)])
 
 
+@pytest.fixture
+def clock(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    found = StandIn()
+    found.patch(monkeypatch, gpu_time)
+    return found
+
+
+def measuring(gpu_time: ModuleType, cold: bool = False) -> Any:
+    return gpu_time.Measuring(Effort(0.0, 1, 4, 4), cold=cold)
+
+
 def test_a_launch_bound_cell_shows_its_speed_on_the_gpu_alone(
-    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpu_time: ModuleType, clock: StandIn
 ) -> None:
-    clock = StandIn()
-    clock.patch(monkeypatch, gpu_time)
     runs = [clock.call(0.4, launch=1.8), clock.call(0.3, launch=1.8), clock.call(0.2, launch=1.8)]
-    rows = gpu_time.measured(runs, CUDA, 32, 128, gpu_time.Measuring(QUICK))
+    rows = gpu_time.measured(runs, CUDA, 32, 128, measuring(gpu_time))
     assert [row["call"]["ratio"] for row in rows] == pytest.approx([1.0, 1.0])
     assert [row["gpu"]["ratio"] for row in rows] == pytest.approx([4 / 3, 2.0])
     assert rows[0]["gpu"]["original_p50"] == pytest.approx(0.4e-3)
@@ -132,26 +137,15 @@ def test_a_launch_bound_cell_shows_its_speed_on_the_gpu_alone(
 
 
 def test_a_cell_is_gpu_bound_where_both_models_keep_it_busy(
-    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpu_time: ModuleType, clock: StandIn
 ) -> None:
-    clock = StandIn()
-    clock.patch(monkeypatch, gpu_time)
-    busy, small = gpu_time.measured(
-        [clock.call(7.0, 1.8), clock.call(5.0, 1.8), clock.call(1.0, 1.8)],
-        CUDA,
-        1,
-        1,
-        gpu_time.Measuring(QUICK),
-    )
+    runs = [clock.call(7.0, 1.8), clock.call(5.0, 1.8), clock.call(1.0, 1.8)]
+    busy, small = gpu_time.measured(runs, CUDA, 1, 1, measuring(gpu_time))
     assert (busy["bound"], small["bound"]) == ("gpu", "launch")
     assert busy["call"]["ratio"] == busy["gpu"]["ratio"] == pytest.approx(1.4)
 
 
-def test_what_cannot_be_captured_keeps_its_latency(
-    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = StandIn()
-    clock.patch(monkeypatch, gpu_time)
+def test_what_cannot_be_captured_keeps_its_latency(gpu_time: ModuleType, clock: StandIn) -> None:
     calls = [0]
 
     def waits() -> None:
@@ -160,68 +154,56 @@ def test_what_cannot_be_captured_keeps_its_latency(
         if calls[0] > 7:  # after the rounds of the latency: while it is captured
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    (row,) = gpu_time.measured([clock.call(2.0), waits], CUDA, 1, 1, gpu_time.Measuring(QUICK))
+    (row,) = gpu_time.measured([clock.call(2.0), waits], CUDA, 1, 1, measuring(gpu_time))
     assert row["no_graph"] == "RuntimeError: operation not permitted when stream is capturing"
-    assert "gpu" not in row
-    assert "bound" not in row
+    assert not {"gpu", "bound"} & row.keys()
     assert row["call"]["rounds"] == 4
 
 
 def test_the_cache_is_overwritten_before_every_cold_call(
-    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpu_time: ModuleType, clock: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = StandIn()
-    clock.patch(monkeypatch, gpu_time)
-    dirt = SimpleNamespace(zero_=lambda: setattr(clock, "flushed", clock.flushed + 1))
+    flushed: list[None] = []
+    dirt = SimpleNamespace(zero_=lambda: flushed.append(None))
     monkeypatch.setattr(gpu_time.torch, "empty", lambda *_, **__: dirt)
     for measure in (gpu_time.gpu_seconds, gpu_time.latencies):
-        clock.flushed = 0
-        times = measure(
-            [clock.call(0.1), clock.call(0.2)], CUDA, gpu_time.Measuring(QUICK, cold=True)
-        )
-        assert clock.flushed == 2 * 5  # every call of four rounds and of the one to warm up
+        flushed.clear()
+        runs = [clock.call(0.1), clock.call(0.2)]
+        times = measure(runs, CUDA, measuring(gpu_time, cold=True))
+        assert len(flushed) == 2 * 5, "every call of four rounds and of the one to warm up"
         assert np.median(times, 0) == pytest.approx([1e-4, 2e-4])
-    clock.flushed = 0
-    warm = gpu_time.gpu_seconds([clock.call(0.1)], CUDA, gpu_time.Measuring(QUICK))
-    assert clock.flushed == 0
-    assert np.median(warm) == pytest.approx(
-        1e-4
-    )  # of one replay, though several are timed together
+    flushed.clear()
+    warm = gpu_time.gpu_seconds([clock.call(0.1)], CUDA, measuring(gpu_time))
+    assert flushed == []
+    # Several replays are timed together; the time is that of one.
+    assert np.median(warm) == pytest.approx(1e-4)
 
 
-def test_compiled_code_is_timed_by_events_and_says_so(
-    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = StandIn()
-    clock.patch(monkeypatch, gpu_time)
+def test_compiled_code_is_timed_by_events_and_says_so(gpu_time: ModuleType, clock: StandIn) -> None:
+    """Python's time lies between the events."""
     runs = [clock.call(0.4, 0.1), clock.call(0.2, 0.1)]
-    (row,) = gpu_time.measured(runs, CUDA, 1, 1, gpu_time.Measuring(QUICK), graphed=True)
+    (row,) = gpu_time.measured(runs, CUDA, 1, 1, measuring(gpu_time), graphed=True)
     assert row["events"]["ratio"] == pytest.approx(2.0)
-    assert "gpu" not in row
-    assert "bound" not in row  # Python's time lies between the events
+    assert not {"gpu", "bound"} & row.keys()
 
 
 def test_energy_is_that_of_back_to_back_replays(
-    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpu_time: ModuleType, clock: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = StandIn()
-    clock.patch(monkeypatch, gpu_time)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0011")
-    )
+    properties = SimpleNamespace(uuid="0011")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     asked: list[str] = []
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=asked.append,
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: (
-            300 * clock.now
-        ),  # 300 watts, in millijoules
+        # 300 watts, in millijoules
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 300 * clock.now,
     )
-    monkeypatch.setitem(importlib.sys.modules, "pynvml", nvml)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
     found = gpu_time.energies([clock.call(2.0), clock.call(1.0)], CUDA, 0.05)
     assert found == pytest.approx([0.6, 0.3])
     assert asked == ["GPU-0011"]
-    monkeypatch.setitem(importlib.sys.modules, "pynvml", None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
     assert gpu_time.energies([clock.call(2.0)], CUDA, 0.05) == [None]
 
 
@@ -240,21 +222,18 @@ def test_a_driver_says_what_it_has(gpu_time: ModuleType, monkeypatch: pytest.Mon
         nvmlDeviceGetTemperature=lambda gpu, kind: 41,
         nvmlDeviceGetCurrentClocksEventReasons=missing,
     )
-    monkeypatch.setitem(importlib.sys.modules, "pynvml", nvml)  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace()
-    )  # an older PyTorch
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    # An older PyTorch knows no UUID.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     wanted = {"sm_mhz": 1980, "memory_mhz": 3201, "watts": 312.5, "celsius": 41, "throttled": None}
     assert gpu_time.state(CUDA) == wanted
-    assert gpu_time.state(torch.device("cpu")) is None
+    assert gpu_time.state(CPU) is None
 
 
 def test_a_graph_with_other_kernels_is_not_used(
-    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpu_time: ModuleType, clock: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = StandIn()
-    clock.patch(monkeypatch, gpu_time)
     monkeypatch.setattr(gpu_time, "sdpa_backends", lambda run: (run(), ["efficient"])[1])
     runs = [clock.call(1.0), clock.call(0.5)]
     replays, why = gpu_time.captured(runs, ["flash"])
@@ -264,25 +243,34 @@ def test_a_graph_with_other_kernels_is_not_used(
     assert len(replays) == 2
 
 
+# ----------------------------------------------------------------------------------------------
+# a pretended GPU
+
+
+def call_of(shapes: ModuleType, place: str, dtype: str, device: torch.device) -> Callable[[], Any]:
+    """A call of a tiny model, such as of ``"llama-1b decode"``."""
+    name, _, phase = place.partition(" ")
+    cell = shapes.Cell(dtype, "eager", "sdpa", False, 2, 8)
+    model = shapes.built(shapes.SUBJECTS[name], dtype, device, small=True)
+    kind = getattr(torch, dtype)
+    found: Callable[[], Any] = shapes.call_of(shapes.Place(name, phase, cell), device, kind)(model)
+    return found
+
+
 @pytest.mark.parametrize("place", ["bert-base forward", "llama-1b prefill", "llama-1b decode"])
 def test_a_captured_call_builds_no_mask(
     gpu_time: ModuleType, shapes: ModuleType, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Transformers 5.17 writes masks out while a stream is captured, which keeps the flash kernel
-    away."""
-    name, _, phase = place.partition(" ")
-    device, dtype = torch.device("cpu"), torch.float32
-    model = shapes.built(shapes.SUBJECTS[name], "float32", device, small=True)
-    cell = shapes.Cell("float32", "eager", "sdpa", False, 2, 8)
+    """Transformers 5.17 would write masks out, and the flash kernel takes none."""
+    given: list[Any] = []
+    attention = nn.functional.scaled_dot_product_attention
+
+    def seen(*args: Any, attn_mask: Any = None, **more: Any) -> Any:
+        given.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **more)
+
     with torch.inference_mode():
-        run = shapes.call_of(shapes.Place(name, phase, cell), device, dtype)(model)
-        given: list[Any] = []
-        attention = nn.functional.scaled_dot_product_attention
-
-        def seen(*args: Any, attn_mask: Any = None, **more: Any) -> Any:
-            given.append(attn_mask)
-            return attention(*args, attn_mask=attn_mask, **more)
-
+        run = call_of(shapes, place, "float32", CPU)
         monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", seen)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with gpu_time.masks_of_eager_mode():
@@ -290,26 +278,93 @@ def test_a_captured_call_builds_no_mask(
     assert given == [None, None]
 
 
-# ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "place", ["bert-base forward", "vit-b forward", "llama-1b prefill", "llama-1b decode"]
+)
+def test_a_call_never_waits(shapes: ModuleType, place: str) -> None:
+    """A call that waits, or copies from main memory, cannot be captured."""
+    with PretendedCuda() as gpu, torch.inference_mode():
+        run = call_of(shapes, place, "bfloat16", PRETENDED)
+        run()
+        gpu.forget()
+        run()
+        assert gpu.waits == [], gpu.report()
+        assert gpu.uploads == [], gpu.report()
+
+
+@pytest.fixture
+def _without_graphs(shapes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls stand for their graphs, and a wall clock for events: both are CUDA's own."""
+    import gpu_time  # type: ignore[import-not-found]
+
+    def seconds(runs: Any, device: torch.device, how: Any) -> Any:
+        return in_turn(runs, device, how.effort)
+
+    monkeypatch.setattr(gpu_time, "captured", lambda runs, backends=(): (list(runs), None))
+    monkeypatch.setattr(gpu_time, "gpu_seconds", seconds)
+    monkeypatch.setattr(gpu_time, "WARM_UP", 0.0)
+    monkeypatch.setattr(gpu_time, "state", lambda device: None)
+
+
+@pytest.mark.usefixtures("_without_graphs")
+def test_no_cell_of_a_shape_mixes_devices(shapes: ModuleType) -> None:
+    args = shapes.arguments(["--small", "--seconds", "0", "--shares", "0.5", "--joules", "0"])
+    with PretendedCuda() as gpu:
+        for place in (place for place in shapes.tiny_places() if place.cell.code == "eager"):
+            (row,) = shapes.rows(args, PRETENDED, place, [0.5], {})
+            assert "error" not in row, row
+            assert row["bound"] in ("gpu", "launch")
+    assert gpu.mismatches == [], gpu.report()
+
+
+@pytest.mark.usefixtures("_without_graphs")
+def test_no_cell_of_a_cut_mixes_devices(shapes: ModuleType) -> None:
+    with PretendedCuda() as gpu:
+        model = shapes.built(shapes.SUBJECTS["minilm"], "float32", PRETENDED, small=True)
+        ids = torch.ones(2, 8, dtype=torch.long)
+        example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        args = SimpleNamespace(small=True, seconds=0.0)
+        cuts = {4: shapes.cut(model, 0.5)}
+        found = benchmark("tradeoff_gpu").gpu_rows(model, cuts, example, args, [])
+        rows = list(benchmark("studies").in_time(found, lambda: False))
+    assert gpu.mismatches == [], gpu.report()
+    assert [row["what"] for row in rows] == ["ceiling", "gpu", "gpu"]
+    assert not any("error" in row for row in rows)
+    assert json.loads(json.dumps(rows)) == rows  # tuples and tensors would not come back
+
+
+def test_native_comparisons_do_not_mix_devices() -> None:
+    native = benchmark("native")
+    args = native.arguments(["--small", "--seconds", "0", "--heads", "4", "--keep", "4"])
+    args.keep = 2
+    with PretendedCuda() as gpu:
+        for name in ("bert", "vit", "llama"):
+            (row,) = native.compared(name, args, PRETENDED, "float32")
+            assert row["subject"] == name
+    assert gpu.mismatches == [], gpu.report()
+
+
+# ----------------------------------------------------------------------------------------------
 # cells on a CPU
 
 
 def test_arithmetic_is_put_back(gpu_time: ModuleType) -> None:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    seen: list[Any] = []
+    def flags() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
     def interrupted() -> None:
         with gpu_time.arithmetic("tf32") as dtype:
-            seen.extend((dtype, torch.backends.cuda.matmul.allow_tf32))
+            assert (dtype, torch.backends.cuda.matmul.allow_tf32) == (torch.float32, True)
             raise KeyboardInterrupt
 
+    before = flags()
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert seen == [torch.float32, True]
+    assert flags() == before
     with gpu_time.arithmetic("bfloat16") as dtype:
         assert dtype == torch.bfloat16
         assert not torch.backends.cudnn.allow_tf32
-    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    assert flags() == before
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -326,75 +381,42 @@ def test_the_kernel_of_attention_is_seen(gpu_time: ModuleType, inference: bool) 
         assert gpu_time.sdpa_backends(lambda: (q @ q.mT).softmax(-1)) == []
 
 
-def test_ceilings_are_measured(gpu_time: ModuleType) -> None:
-    found = gpu_time.ceilings(torch.device("cpu"), small=True)
-    assert set(found) == {"copy_bytes", *(f"{name}_flops" for name in gpu_time.PRECISIONS)}
-    assert all(value > 1e6 for value in found.values())
-
-
-@pytest.fixture(scope="module")
-def ran(
-    shapes: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], dict[str, Any]]:
-    out = tmp_path_factory.mktemp("shapes") / "gpu-shapes.json"
-    arguments = [
-        "--device",
-        "cpu",
-        "--small",
-        "--seconds",
-        "0",
-        "--shares",
-        "0.5",
-        "--out",
-        str(out),
-    ]
-    return arguments, json.loads(shapes.main(arguments).read_text())
-
-
-def test_shapes_measure_every_kind_of_model(ran: tuple[list[str], dict[str, Any]]) -> None:
-    rows = ran[1]["rows"]
+def test_every_kind_of_model_is_measured_and_what_failed_is_tried_again(
+    gpu_time: ModuleType, shapes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "gpu-shapes.json"
+    command = f"--device cpu --seconds 0 --shares 0.5 --out {out}"
+    rows = record_of(shapes, f"{command} --small")["rows"]
     assert [row for row in rows if "error" in row] == []
     assert rows[0]["what"] == "ceiling"
-    kinds = {(row["subject"], row["phase"]) for row in rows[1:]}
-    assert kinds == {
-        ("bert-base", "forward"), ("minilm", "forward"), ("vit-b", "forward"),
-        ("llama-1b", "prefill"), ("llama-1b", "decode"),
-    }  # fmt: skip
+    for name in ("copy_bytes", *(f"{name}_flops" for name in gpu_time.PRECISIONS)):
+        assert rows[0][name] > 1e6
+    eager = [place for place in shapes.tiny_places() if place.cell.code == "eager"]
+    assert [shapes.Place(r["subject"], r["phase"], shapes.Cell.of(r)) for r in rows[1:]] == eager
+    assert {place.subject for place in eager} >= {"bert-base", "minilm", "vit-b", "llama-1b"}
     for row in rows[1:]:
-        for whole, cut in row["work"].values():
-            assert whole > cut
+        assert all(whole > cut for whole, cut in row["work"].values())
         assert row["backends"] == ["flash"]
-    assert any(row["cold"] for row in rows[1:])
-
-
-def test_shapes_go_on_after_the_last_row_and_try_again_what_failed(
-    shapes: ModuleType, ran: tuple[list[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments, record = ran
-    out = Path(arguments[-1])
-    out.write_text(json.dumps({**record, "rows": record["rows"][:2]}))
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory\nmore")
 
+    out.write_text(json.dumps({**json.loads(out.read_text()), "rows": rows[:-2]}))
     with monkeypatch.context() as patched:
         patched.setattr(shapes, "compared", broken)
-        failed = json.loads(shapes.main(arguments).read_text())["rows"]
-    assert failed[:2] == record["rows"][:2]
-    assert {row.get("error") for row in failed[2:]} == {"RuntimeError: out of memory"}
-    again = json.loads(shapes.main(arguments).read_text())["rows"]
-    assert again[:2] == record["rows"][:2]
-    eager = [place for place in shapes.tiny_places() if place.cell.code == "eager"]
-    assert [shapes.Place(r["subject"], r["phase"], shapes.Cell.of(r)) for r in again[1:]] == eager
-    assert len(eager) < len(shapes.tiny_places())  # a rehearsal compiles, too
+        failed = record_of(shapes, f"{command} --small")["rows"]
+    assert failed[:-2] == rows[:-2]
+    assert {row["error"] for row in failed[-2:]} == {"RuntimeError: out of memory"}
+    again = record_of(shapes, f"{command} --small")["rows"]
+    assert again[:-2] == rows[:-2]
+    assert not any("error" in row for row in again)
     with pytest.raises(SystemExit, match="record of another run, with other small"):
-        shapes.main([argument for argument in arguments if argument != "--small"])
+        record_of(shapes, command)
 
 
 @pytest.mark.parametrize("new", [1, 6], ids=["decode", "prefill"])
 def test_a_full_cache_gives_what_a_growing_one_gives(shapes: ModuleType, new: int) -> None:
-    subject = shapes.SUBJECTS["llama-1b"]
-    model: Any = shapes.built(subject, "float32", torch.device("cpu"), small=True)
+    model: Any = shapes.built(shapes.SUBJECTS["llama-1b"], "float32", CPU, small=True)
     first = hp.find_sites(model)[0]
     small: Any = copy.deepcopy(model)  # its layers will differ in size
     hp.prune_heads_(small, {0: [head for group in first.units[1:] for head in group]})
@@ -422,94 +444,4 @@ def test_the_whole_grid_holds_what_is_asked_for(shapes: ModuleType) -> None:
     assert {cell.code for cell in cells} == {"eager", "reduce-overhead", "max-autotune"}
     assert max(cell.batch for cell in cells) == 256
     assert {cell.cold for cell in cells} == {False, True}
-    first = places[0]
-    assert (first.subject, first.cell.precision) == ("bert-base", "bfloat16")
-
-
-# ------------------------------------------------------------------------------------------------
-# going on elsewhere
-
-
-def test_a_record_of_other_weights_is_left_alone(tmp_path: Path) -> None:
-    studies = benchmark("studies")
-    out = tmp_path / "tradeoff-sst2-cuda.json"
-    mine = {"weights": "a", "gpu": "one"}
-    assert studies.aside(out, mine) == out
-    out.write_text(json.dumps({**mine, "rows": []}))
-    assert studies.aside(out, mine) == out
-    other = studies.aside(out, {**mine, "weights": "b"})
-    assert other.parent == tmp_path
-    assert other.name.startswith("tradeoff-sst2-cuda-")
-    assert other == studies.aside(out, {**mine, "weights": "b"})  # the next call goes on with it
-
-
-def test_answers_travel_in_the_record(tmp_path: Path) -> None:
-    tradeoff = benchmark("tradeoff")
-    answers = np.array([1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1], dtype=np.float32)
-    row = {
-        "what": "quality",
-        "way": "surgeon + lstsq",
-        "kept": 24,
-        "seed": 1,
-        **tradeoff.packed(answers),
-    }
-    tradeoff.unpack([{"what": "speed"}, json.loads(json.dumps(row))], tmp_path, len(answers))
-    found = np.load(tradeoff.answers_file(tmp_path, "surgeon + lstsq", 24, 1))
-    np.testing.assert_array_equal(found, answers)
-    assert found.dtype == np.float32
-    assert tradeoff.packed(np.array([0.25, 1.0])) == {}  # a cosine takes too much room
-
-
-def test_the_exit_status_says_what_the_record_lacks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    studies = benchmark("studies")
-    record = tmp_path / "record.json"
-
-    def status(*rows: dict[str, Any]) -> Any:
-        record.write_text(json.dumps({"rows": rows}))
-        with pytest.raises(SystemExit) as ended:
-            studies.leave(record)
-        return ended.value.code
-
-    assert status({"ratio": 1.5}) == 0
-    assert status({"ratio": 1.5}, {"error": "no room"}) == 1
-    assert status({"no_graph": "it waits", "code": "eager"}) == 1
-    ticks = iter([0.0, 1.0, 100.0])
-    monkeypatch.setattr(studies, "perf_counter", lambda: next(ticks))
-    over = studies.clock(SimpleNamespace(minutes=1.0))
-    assert not over()
-    assert over()
-    assert status({"error": "no room"}) == 75 == script(BENCHMARKS / "gpu" / "worker.py").UNFINISHED
-
-
-def test_what_could_not_be_captured_is_tried_again_by_other_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    studies = benchmark("studies")
-    monkeypatch.setattr(studies, "git_commit", lambda: "new")
-    row = {"no_graph": "it waits", "code": "eager"}
-    assert studies.settled({**row, "git_commit": "new"})
-    assert not studies.settled({**row, "git_commit": "old"})
-    assert studies.settled({"code": "eager", "git_commit": "old"})
-    assert not studies.settled({"error": "no room", "git_commit": "new"})
-
-
-def test_rows_that_were_measured_together_are_kept_together() -> None:
-    studies = benchmark("studies")
-    answers = iter([False, True])
-    rows = studies.in_time([[{"row": 1}, {"row": 2}], {"row": 3}], lambda: next(answers))
-    assert [row["row"] for row in rows] == [1, 2]
-
-
-def test_a_record_of_another_machine_is_begun_anew_or_beside(tmp_path: Path) -> None:
-    studies = benchmark("studies")
-    out, same = tmp_path / "native-cuda.json", {"where": "a GPU", "settings": {"width": 768}}
-    assert studies.there(out, same, True) == (None, out)
-    out.write_text(json.dumps({**same, "measured": [1]}))
-    assert studies.there(out, same, True) == ({**same, "measured": [1]}, out)
-    other = {**same, "where": "another GPU"}
-    assert studies.there(out, other, False) == (None, out)
-    record, beside = studies.there(out, other, True)
-    assert record is None
-    assert beside.name.startswith("native-cuda-")
+    assert (places[0].subject, places[0].cell.precision) == ("bert-base", "bfloat16")

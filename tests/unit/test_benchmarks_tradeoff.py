@@ -1,0 +1,312 @@
+"""benchmarks/tradeoff.py: a tiny run of every part, runs that go on, and what its page says."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import shlex
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headprune as hp
+from tests.benchmark_runs import encoder_study, page_of, record_of
+from tests.scripts import benchmark
+
+#: ``--small`` takes budgets from the second on and every second batch size.
+COMMAND = (
+    "--small --seconds 0.01 --calibration 20 --threads 1 --attention-lengths 16 --prompts 16 "
+    "--new-tokens 4 --batch-sizes 1 7 2 --lengths 8 --budgets 8 6 3 --timed taylor "
+    "--ways random 'surgeon + finetune' --parts"
+)
+
+
+@pytest.fixture(scope="module")
+def tradeoff() -> ModuleType:
+    return benchmark("tradeoff")
+
+
+@pytest.fixture(scope="module")
+def command(tradeoff: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
+    study = encoder_study(tmp_path_factory.mktemp("tradeoff"), "trec")
+    return f"{study} {COMMAND} {' '.join(tradeoff.PARTS)}"
+
+
+@pytest.fixture(scope="module")
+def ran(
+    tradeoff: ModuleType, command: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """The path of a run's record, and what is in it."""
+    out = tmp_path_factory.mktemp("record") / "tradeoff-trec-cpu.json"
+    threads = torch.get_num_threads()
+    record = record_of(tradeoff, f"{command} --out {out}")
+    assert torch.get_num_threads() == threads
+    return out, record
+
+
+def test_every_part_is_measured(ran: tuple[Path, dict[str, Any]]) -> None:
+    _, record = ran
+    assert (record["heads"], record["judged"], record["device"]) == (8, 40, "cpu")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in record["rows"]:
+        found.setdefault(row["what"], []).append(row)
+    # The grid is last: a lent machine may not reach its end.
+    parts = ["quality", "paired", "kv", "sizes", "ceiling", "gpu", "attention", "speed"]
+    assert list(found) == parts
+    measured = {(row["way"], row["kept"]): row["quality"] for row in found["quality"]}
+    ways = [(way, kept) for way in ("random", "surgeon + finetune") for kept in (6, 3)]
+    assert list(measured) == [*ways, ("dense + finetune", 8)]
+    paired = {(row["way"], row["kept"], row["against"]): row for row in found["paired"]}
+    dense = {(way, kept, "dense + finetune") for way, kept in ways if "finetune" in way}
+    assert set(paired) == {*((*key, "base") for key in measured), *dense}
+    for (way, kept, against), row in paired.items():
+        other = record["base"] if against == "base" else measured[against, 8]
+        assert row["difference"] == pytest.approx(measured[way, kept] - other, abs=1e-5)
+        assert row["low"] <= row["difference"] <= row["high"]
+    for row in found["sizes"]:
+        assert row["heads"] == [8, row["kept"]]
+        assert row["bytes on disk"][0] > row["bytes on disk"][1]
+    for row in found["kv"]:
+        assert row["bytes"][0] == 2 * row["bytes"][1]
+    for row in found["attention"]:
+        assert row["alone"]["original_p50"] < row["model"]["original_p50"]
+    speed = found["speed"]
+    assert [(row["batch"], row["kept"]) for row in speed] == [(1, 6), (1, 3), (2, 6), (2, 3)]
+    for row in speed:
+        # The whole model and two cuts take turns at being first, equally often.
+        assert row["rounds"] % 3 == 0
+        assert row["rounds"] >= 10
+        same = [r["original_p50"] for r in speed if r["batch"] == row["batch"]]
+        assert same == [row["original_p50"]] * 2
+        assert row["throughput"][1] == pytest.approx(row["batch"] / row["pruned_p50"])
+        assert 1 < row["limit"] < row["attention_limit"] == pytest.approx(8 / row["kept"])
+        assert row["weight_bytes"][0] > row["weight_bytes"][1]
+        assert row["peak_bytes"][0] >= row["peak_bytes"][1] > 0
+
+
+def test_the_page_says_the_record(
+    ran: tuple[Path, dict[str, Any]], tradeoff: ModuleType, tmp_path: Path
+) -> None:
+    _, record = ran
+    out = tmp_path / "tradeoff-trec-cpu.json"
+    out.write_text(json.dumps(record))
+    text = page_of(tradeoff, tmp_path, "tradeoff.md")
+    row = next(row for row in record["rows"] if row["what"] == "speed")
+    shaken = ", disturbed" * tradeoff.tradeoff_page.disturbed(row)
+    interval = f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+    assert f"{interval}{shaken} | {row['limit']:.2f}" in text
+    assert f"All 8 heads: {record['base']:.3f}, on 40 test rows." in text
+    assert "No record yet, on a CPU, of SST-2, STS-B.\n\nOn a GPU: no GPU record yet.\n" in text
+    first = (tmp_path / "tradeoff.svg").read_bytes()
+    page_of(tradeoff, tmp_path, "tradeoff.md")
+    assert (tmp_path / "tradeoff.svg").read_bytes() == first
+    assert "6 heads" in tradeoff.tradeoff_page.readme(tmp_path)
+
+
+def test_a_run_measures_what_is_missing_or_failed(
+    ran: tuple[Path, dict[str, Any]],
+    command: str,
+    tradeoff: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, record = ran
+    missing = [row for row in record["rows"] if (row["what"], row.get("batch")) == ("speed", 2)]
+    kept = [row for row in record["rows"] if row not in missing]
+    out.write_text(json.dumps({**record, "rows": kept}))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room\nfor more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.import_module("tradeoff_speed"), "measured", full)
+        rows = record_of(tradeoff, f"{command} --out {out}")["rows"]
+    assert rows[: len(kept)] == kept
+    assert {row["error"] for row in rows[len(kept) :]} == {"OutOfMemoryError: no room"}
+    said = "8 tokens, batch 2, 6 kept: OutOfMemoryError: no room\n"
+    assert said in tradeoff.tradeoff_page.page(out.parent)
+    again = record_of(tradeoff, f"{command} --out {out}")["rows"]
+    assert again[: len(kept)] == kept
+    assert [(row["batch"], row["kept"]) for row in again[len(kept) :]] == [(2, 6), (2, 3)]
+    assert not any("error" in row for row in again)
+    with pytest.raises(SystemExit, match="record of another run, with other timed"):
+        tradeoff.main(shlex.split(f"{command} --timed surgeon --out {out}"))
+
+
+def test_compiled_cells_are_compiled(tradeoff: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch alone would stop compiling after eight shapes."""
+    speed = importlib.import_module("tradeoff_speed")
+    whole, cut = (torch.nn.Sequential(hp.MultiHeadAttention(8, n, head_dim=2)) for n in (4, 3))
+    monkeypatch.setattr(speed, "limits", lambda *_: {})
+    monkeypatch.setattr(
+        speed, "shaped_batch", lambda _, batch, length: torch.randn(batch, length, 8)
+    )
+    args = tradeoff.arguments(shlex.split("--task trec --data x --work x --seconds 0 --no-memory"))
+    args.attention, args.compile = ["eager"], ["on"]
+    args.lengths, args.batch_sizes = [3, 4, 5], [1, 2, 3]
+
+    def rows(compile: Any) -> list[dict[str, Any]]:
+        monkeypatch.setattr(speed.torch, "compile", compile)
+        return list(speed.speed_rows(whole, {3: cut}, None, args, set()))
+
+    found = rows(partial(torch.compile, backend="eager"))
+    assert len(found) == 9
+    assert not any("error" in row for row in found)
+    assert all(row["compiled"] and row["graphs"] >= 2 for row in found)
+    found = rows(lambda model, **_: model)
+    assert {row["error"] for row in found} == {"RuntimeError: 0 graphs were compiled for 2 models"}
+
+
+def cell(batch: int, low: float, high: float, p90: float = 1.9) -> dict[str, Any]:
+    times = {"original_p50": 1.0, "original_p90": 1.9, "pruned_p50": 1.0, "pruned_p90": p90}
+    return {**times, "batch": batch, "low": low, "high": high, "kept": 6, "length": 8}
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ([cell(1, 1.1, 1.2), cell(8, 1.2, 1.3)], "faster at every batch size (1 to 8)"),
+        (
+            [cell(1, 0.8, 0.9), cell(8, 0.9, 1.1), cell(32, 1.1, 1.2), cell(128, 1.2, 1.3)],
+            "faster from batch 32 on, not faster: slower at batch 1, no difference shown at batch 8",
+        ),
+        (
+            [cell(1, 1.1, 1.2), cell(8, 1.1, 1.2, p90=2.1), cell(32, 1.1, 1.2)],
+            "faster from batch 32 on, faster at batch 1, disturbed at batch 8",
+        ),
+        ([cell(1, 0.8, 0.9)], "not faster: slower at batch 1"),
+        ([cell(1, 0.8, 0.9, p90=2.1)], "disturbed at batch 1"),
+    ],
+)
+def test_the_page_says_where_it_is_faster_and_where_not(
+    cells: list[dict[str, Any]], words: str
+) -> None:
+    assert benchmark("tradeoff_times")._in_words(cells) == words
+
+
+def timed_row(batch: int, kept: int, whole: float = 2.0, **more: Any) -> dict[str, Any]:
+    """A cell at 128 tokens, in seconds."""
+    way = {"what": "speed", "dtype": "float32", "attention": "sdpa", "compiled": False}
+    times = {"original_p50": whole, "original_p90": whole, "pruned_p50": 1.0, "pruned_p90": 1.5}
+    found = {"ratio": whole, "low": whole - 0.1, "high": whole + 0.1, "limit": 2.5}
+    rest = {"throughput": [batch / whole, batch], "weight_bytes": [4, 2], "length": 128}
+    return {**way, **times, **found, **rest, "batch": batch, "kept": kept, **more}
+
+
+def test_places_without_a_row_are_listed(tradeoff: ModuleType) -> None:
+    page = tradeoff.tradeoff_page
+    assert set(page.TITLES) == set(tradeoff.TASKS)
+    args = tradeoff.arguments(shlex.split("--task trec --data x --work x"))
+    grid = itertools.product(args.lengths, args.batch_sizes, args.budgets)
+    whole = [timed_row(batch, kept, length=length) for length, batch, kept in grid]
+    assert page.lacking(whole, []) == []
+    short = [row for row in whole if row["length"] < 512 and row["batch"] in (1, 32)]
+    few = [row for row in short if row["kept"] in (36, 24)]
+    failed = [row for row in whole if row["length"] == 512 and row["batch"] != 8]
+    start = "Not measured: 32, 128 tokens at batch 8, 128; 512 tokens at"
+    assert page.lacking(few, []) == ["", f"{start} any batch; 54, 14 heads kept."]
+    assert page.lacking(few, failed) == ["", f"{start} batch 8."]
+
+
+def test_rows_of_another_machine_or_session_are_marked(tradeoff: ModuleType) -> None:
+    page = tradeoff.tradeoff_page
+    rows = [timed_row(32, 6), timed_row(8, 6, compiled=True, processor="another")]
+    record = {"rows": rows, "hardware": {"processor": "usual"}, "task": "trec", "device": "cpu"}
+    said = "Timed on another: float32, sdpa attention, torch.compile, 128 tokens, batch 8."
+    assert page.elsewhere(record) == [said, ""]
+    assert page.elsewhere({**record, "hardware": {"processor": "another"}}) == []
+    rows = [timed_row(1, 36), timed_row(1, 24), timed_row(8, 36), timed_row(8, 24, whole=3.0)]
+    table = page.times(rows, [36, 24])
+    assert "| 128 | 1 | 2,000 (2,000) | 0.5 | 1,000 (1,500) | 2.00 [1.90, 2.10] | 2.50" in table[2]
+    assert "| 1,000 (1,500) of 3,000 | 3.00 [2.90, 3.10] | 2.50 |" in table[3]
+    assert table[-1].startswith("*of*: timed in another session")
+    assert len(page.times(rows[:3], [36, 24])) == 4
+
+
+def test_a_gpu_record_without_accuracy_has_its_speed_on_the_page(
+    tradeoff: ModuleType, tmp_path: Path
+) -> None:
+    """This is what benchmarks/README.md advises first on a GPU that is lent for minutes."""
+    page = tradeoff.tradeoff_page
+    about = {"task": "sst2", "timed": "surgeon", "heads": 72, "base": 0.9, "created": "2026"}
+    about |= {"versions": {"torch": "2", "transformers": "5"}}
+    rows = [timed_row(32, 36, 1.5), timed_row(32, 24)]
+    hardware = {"processor": "a processor", "threads": 1}
+    gpu = {"device": "cuda", "gpu": "a GPU", "hardware": {**hardware, "gpu": "a GPU"}}
+    (tmp_path / "tradeoff-sst2-cuda.json").write_text(json.dumps({**about, **gpu, "rows": rows}))
+    text = page.page(tmp_path)
+    assert "## SST-2, speed, on a GPU\n" in text
+    said = (
+        "With 24 of 72 heads; accuracy was not measured here: at batch 32 of 128 tokens the model"
+    )
+    assert f"{said} is 2.00 [1.90, 2.10] times as fast, 0.80 of the 2.50 that" in text
+    block = page.readme(tmp_path)
+    assert "36 heads 1.50x [1.40, 1.60]; 24 heads 2.00x [1.90, 2.10]\n" in block
+    assert "accuracy" not in block
+    assert tradeoff.studies.NO_GPU not in block
+
+    draws = [
+        {"what": "quality", "way": "surgeon + lstsq", "kept": 24, "quality": q}
+        for q in (0.89, 0.91)
+    ]
+    cpu = {**about, "device": "cpu", "hardware": hardware, "rows": [*rows, *draws]}
+    (tmp_path / "tradeoff-sst2-cpu.json").write_text(json.dumps(cpu))
+    block = page.readme(tmp_path)
+    assert "a CPU (a processor, 1 thread):\n\n- SST-2, accuracy, 0.900 with all 72 heads" in block
+    assert "24 heads 0.900 ± 0.014 at 2.00x [1.90, 2.10]\n" in block
+    assert "\nSpeed alone, " in block
+
+
+def test_the_page_says_how_far_processes_differ_and_where_other_tasks_are(
+    tradeoff: ModuleType, tmp_path: Path
+) -> None:
+    page = tradeoff.tradeoff_page
+    assert page.between_processes(tmp_path) == page.other_tasks(tmp_path) == []
+
+    def row(*ratios: float) -> dict[str, Any]:
+        return {"speed": {"processes": [{"ratio": ratio} for ratio in ratios]}}
+
+    for name, hardware, rows in (
+        ("native-cpu", {}, [row(1.0, 1.02), row(0.9, 1.1)]),
+        ("native-cuda", {"gpu": "a GPU"}, [row(0.99, 1.01)]),
+    ):
+        found = {"hardware": hardware, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    (said,) = page.between_processes(tmp_path)
+    assert said.endswith(" of up to 14 % on a CPU and 1 % on a GPU (`native.py`).")
+    (tmp_path / "run-char-gpt.json").write_text(json.dumps({"name": "char-gpt"}))
+    (tmp_path / "kv-groups-stories.json").write_text("{}")
+    _, said = page.other_tasks(tmp_path)
+    assert "(char-gpt): [recipes](recipe-runs.md)" in said
+    assert "kv-groups.md" in said
+    assert "translation.md" not in said
+
+
+def test_the_comparison_of_the_most_draws_is_shown(tradeoff: ModuleType) -> None:
+    """A record that went on with more draws holds the older comparison, too."""
+    about = {"what": "paired", "way": "surgeon", "kept": 6, "low": -0.02, "high": 0.0}
+    rows: list[dict[str, Any]] = [
+        {**about, "against": against, "draws": n, "difference": sign * n / 1000}
+        for against, sign in (("base", -1), ("dense + finetune", 1))
+        for n in (1, 3, 2)
+    ]
+    rows += [{"what": "quality", "way": "surgeon", "kept": 6, "quality": 0.9}] * 3
+    record = {"task": "sst2", "rows": rows, "heads": 8, "base": 0.9, "judged": 20}
+    text = "\n".join(tradeoff.tradeoff_page.accuracy(record))
+    assert "| surgeon | 0.900 ± 0.000 (-0.3 [-2.0, +0.0]) |" in text
+    assert text.endswith("trained as long: surgeon, 6 kept: +0.3 [-2.0, +0.0].")
+
+
+def test_answers_travel_in_the_record(tradeoff: ModuleType, tmp_path: Path) -> None:
+    answers = np.array([1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1], dtype=np.float32)
+    row = {"what": "quality", "way": "surgeon + lstsq", "kept": 24, "seed": 1}
+    row |= tradeoff.packed(answers)
+    tradeoff.unpack([{"what": "speed"}, json.loads(json.dumps(row))], tmp_path, len(answers))
+    found = np.load(tradeoff.answers_file(tmp_path, "surgeon + lstsq", 24, 1))
+    np.testing.assert_array_equal(found, answers)
+    assert tradeoff.packed(np.array([0.25, 1.0])) == {}  # a cosine takes too much room
