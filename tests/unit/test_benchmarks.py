@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -45,20 +44,6 @@ def test_a_record_of_other_weights_keeps_its_place(studies: ModuleType, tmp_path
     assert other == studies.aside(out, theirs)  # the next call goes on with it
 
 
-def test_a_record_of_another_machine_is_begun_anew_or_beside(
-    studies: ModuleType, tmp_path: Path
-) -> None:
-    out, same = tmp_path / "native-cuda.json", {"where": "a GPU", "settings": {"width": 768}}
-    assert studies.there(out, same, True) == (None, out)
-    out.write_text(json.dumps({**same, "measured": [1]}))
-    assert studies.there(out, same, True) == ({**same, "measured": [1]}, out)
-    other = {**same, "where": "another GPU"}
-    assert studies.there(out, other, False) == (None, out)
-    record, beside = studies.there(out, other, True)
-    assert record is None
-    assert beside.name.startswith("native-cuda-")
-
-
 def test_the_exit_status_says_what_the_record_lacks(
     studies: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -80,23 +65,6 @@ def test_the_exit_status_says_what_the_record_lacks(
     assert [over(), over()] == [False, True]
     unfinished = script(BENCHMARKS / "gpu" / "worker.py").UNFINISHED
     assert status({"error": "no room"}) == 75 == unfinished
-
-
-def test_failed_rows_are_tried_again_and_what_could_not_be_captured_by_other_code(
-    studies: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(studies, "git_commit", lambda: "new")
-    row = {"no_graph": "it waits", "code": "eager"}
-    assert studies.settled({**row, "git_commit": "new"})
-    assert not studies.settled({**row, "git_commit": "old"})
-    assert studies.settled({"code": "eager", "git_commit": "old"})
-    assert not studies.settled({"error": "no room", "git_commit": "new"})
-
-
-def test_rows_that_were_measured_together_are_kept_together(studies: ModuleType) -> None:
-    answers = iter([False, True])
-    rows = studies.in_time([[{"row": 1}, {"row": 2}], {"row": 3}], lambda: next(answers))
-    assert [row["row"] for row in rows] == [1, 2]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -194,24 +162,6 @@ def test_coverage_examines_one_class(model_type: str, status: str, reason: str) 
     assert (row["difference"] is not None and row["difference"] < 1e-10) == (status == "exact")
 
 
-def test_coverage_draws_the_same_classes_for_a_seed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    coverage = benchmark("family_coverage")
-    row = {"class": "X", "sites": 1, "unreached": 0, "layouts": ["bert"], "reason": ""}
-    row |= {"difference": 1e-15, "status": "exact"}
-    monkeypatch.setattr(coverage, "examine_apart", lambda kind, _: {"model_type": kind, **row})
-    drawn = []
-    for name in ("one", "two"):
-        out, page = tmp_path / f"{name}.json", tmp_path / f"{name}.md"
-        coverage.main(["--count", "4", "--out", str(out), "--table", str(page)])
-        drawn.append([row["model_type"] for row in json.loads(out.read_text())["rows"]])
-        assert "**4 of\n4 are cut exactly" in page.read_text()
-    assert drawn[0] == drawn[1]
-    assert len(drawn[0]) == 4
-    assert not set(drawn[0]) & coverage.known_types()
-
-
 def test_exactness_measures_a_family(tmp_path: Path) -> None:
     out = tmp_path / "exactness.json"
     assert benchmark("exactness").main(["--families", "bert", "--out", str(out)]) == 0
@@ -226,40 +176,6 @@ def test_the_record_of_exactness_is_that_of_todays_families() -> None:
     families = {family for name in registry.names() for family, _ in registry.get(name).families}
     assert set(rows) == families, "run `python benchmarks/exactness.py`"
     assert [family for family, row in rows.items() if not exactness.is_exact(row)] == []
-
-
-# ----------------------------------------------------------------------------------------------
-# compatibility.py
-
-
-def test_builds_of_torch_for_processors_are_tried_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The pretended pip has no build for processors alone, and no torch 3 at all."""
-    compatibility, asked = benchmark("compatibility"), list[str]()
-
-    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        asked.extend(word for word in command if word.startswith("torch=="))
-        lacking = [word for word in command if word.endswith("+cpu") or word.startswith("torch==3")]
-        said = f"ERROR: No matching distribution found for {lacking[0]}\n" if lacking else ""
-        return subprocess.CompletedProcess(command, len(lacking), "", said)
-
-    monkeypatch.setattr(compatibility.subprocess, "run", pip)
-    monkeypatch.setattr(compatibility, "interpreter", lambda version: f"python{version}")
-    monkeypatch.setattr(compatibility.platform, "system", lambda: "Linux")
-    cell = compatibility.Cell("3.10", "2.8.0", "5.14.0")
-    (tmp_path / cell.name).mkdir()
-    with pytest.raises(compatibility.Missing, match=r"^no package torch==2.8.0\+cpu for this"):
-        compatibility.environment(cell, tmp_path, ())
-    assert asked == ["torch==2.8.0+cpu"]
-    compatibility.environment(cell, tmp_path, (), any_build=True)
-    assert asked[1:] == ["torch==2.8.0+cpu", "torch==2.8.0"]
-    assert (tmp_path / cell.name / "complete").is_file(), "it is used again"
-    none = compatibility.Cell("3.10", "3.0.0", "5.14.0")
-    (tmp_path / none.name).mkdir()
-    row = compatibility.tried(none, tmp_path, (), any_build=True)
-    assert "torch==3.0.0 for" in row["missing"]
-    assert compatibility.said(row).startswith("not run: no package torch==3.0.0+cpu")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -351,14 +267,3 @@ def test_the_large_models_have_the_parameters_of_their_names(scale: ModuleType) 
     rule_of_thumb = 2 * 512 * eight.parameters
     assert eight.forward(512) == pytest.approx(rule_of_thumb, rel=0.1)
     assert 1.9 < eight.taylor(512) / eight.forward(512) < 2.1
-
-
-def test_the_tables_of_scale_are_for_any_machine(
-    scale: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tables = []
-    for rate in ("2e14", "4e14"):
-        scale.main(["--paper", "--rate", rate])
-        tables.append(capsys.readouterr().out)
-    assert tables[0] != tables[1]
-    assert "| 405B |" in tables[1]

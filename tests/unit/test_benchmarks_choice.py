@@ -85,12 +85,6 @@ def test_grades_are_judged_by_the_order_of_all_test_rows(regret: ModuleType) -> 
     assert regret.tested(subject, _Graded()) == ("spearman", pytest.approx(0.8), 5)
 
 
-def test_half_of_the_tasks_choose_and_the_others_confirm(regret: ModuleType) -> None:
-    assert set(regret.CHOOSING) < set(regret.TASKS) == set(regret.TITLES)
-    assert len(regret.TASKS) >= 9
-    assert 2 * len(regret.CHOOSING) - len(regret.TASKS) in (0, 1)
-
-
 def test_the_cost_of_a_choice_is_timed_and_put_on_the_page(tmp_path: Path) -> None:
     study = benchmark("choice_cost")
     few = f"{digits(tmp_path, 'choice-cost-digits.json')} --memory-rows 8 --rounds 1 --share 0.5"

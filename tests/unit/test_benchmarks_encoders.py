@@ -25,17 +25,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{encoder_study(tmp_path_factory.mktemp('pairs'), 'stsb')} --calibration 24"
 
 
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("questions")
-
-
-@pytest.fixture(scope="module")
-def command(questions: Path) -> str:
-    """The arguments of a study of labelled questions."""
-    return f"{encoder_study(questions, 'trec')} --calibration 24 --budgets 5 3 --seeds 1"
-
-
 # ----------------------------------------------------------------------------------------------
 # pipelines.py
 
@@ -79,10 +68,9 @@ def test_rows_of_sentence_pairs_are_what_cut_models_do(
     assert row["test"] == pytest.approx(expected, abs=2e-3)
 
 
-def test_a_run_of_pipelines_goes_on_and_compares(
-    pipelines: ModuleType, command: str, tmp_path: Path
-) -> None:
-    few = f"{command} --out {tmp_path / 'pipelines-trec.json'} --pipelines taylor"
+def test_a_run_of_pipelines_goes_on_and_compares(pipelines: ModuleType, tmp_path: Path) -> None:
+    study = f"{encoder_study(tmp_path, 'trec')} --calibration 24 --budgets 5 3 --seeds 1"
+    few = f"{study} --out {tmp_path / 'pipelines-trec.json'} --pipelines taylor"
     before = record_of(pipelines, f"{few} --recoveries none")["rows"]
     assert [(row["recovery"], row["kept"]) for row in before] == [("none", 5), ("none", 3)]
     more = f"{few} --recoveries none lstsq --references taylor/lstsq --against taylor/none"
@@ -102,64 +90,6 @@ def test_a_run_of_pipelines_goes_on_and_compares(
     text = page_of(pipelines, tmp_path, pipelines.PAGE)
     assert f"| taylor/none | {values['none', 5]:.3f} | {values['none', 3]:.3f} |" in text
     assert "taylor/lstsq" in (tmp_path / pipelines.PICTURE).read_text()
-
-
-def test_a_model_that_was_judged_is_not_judged_again(
-    pipelines: ModuleType,
-    command: str,
-    questions: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[Any] = []
-    original = pipelines.recovered
-    monkeypatch.setattr(pipelines, "recovered", lambda *a: (made.append(a[1]), original(*a))[1])
-    few = (
-        f"{command} --out {tmp_path / 'pipelines-trec.json'} --recoveries lstsq --pipelines taylor"
-    )
-    rows = record_of(pipelines, f"{few} taylor-min0")["rows"]
-    by = {(row["pipeline"], row["kept"]): row for row in rows}
-    same = [n for n in (5, 3) if by["taylor", n]["heads"] == by["taylor-min0", n]["heads"]]
-    assert same, "no plan came up twice"
-    assert len(made) == 4 - len(same)
-    for kept in same:
-        assert by["taylor-min0", kept]["as"] == "taylor/lstsq"
-        assert by["taylor-min0", kept]["test"] == by["taylor", kept]["test"]
-    compared = f"{few} --references taylor/lstsq --against taylor-min0/lstsq"
-    pipelines.main(shlex.split(compared))
-    (spoiled,) = questions.glob("answers-trec-*/taylor.lstsq-5-0.npz")
-    with np.load(spoiled) as file:
-        answers = {split: 1 - values for split, values in file.items()}
-    np.savez_compressed(spoiled, **answers)
-    with pytest.raises(SystemExit, match="holds other answers than those of the record"):
-        pipelines.main(shlex.split(compared))
-
-
-def test_the_readme_says_what_the_record_of_pipelines_does(
-    pipelines: ModuleType, tmp_path: Path
-) -> None:
-    ways = {
-        ("surgeon", "lstsq+ff"): 0.6,
-        ("random", "none"): 0.3,
-        ("random-min0", "lstsq+ff"): 0.5,
-        ("taylor", "none"): 0.4,
-    }
-    rows = [
-        {"pipeline": name, "recovery": recovery, "kept": kept, "seed": seed}
-        | {"validation": 0.1, "test": test + seed / 10}
-        for (name, recovery), test in ways.items()
-        for kept in (36, 24)
-        for seed in (0, 1)
-    ]
-    about = {"task": "sst2", "heads": 72, "calibration": 512, "rows": rows}
-    about |= {"judged": {"test": 7}, "base": {"test": 0.9}}
-    (tmp_path / "pipelines-sst2.json").write_text(json.dumps(about))
-    text = pipelines.readme(tmp_path)
-    assert "on 7 test rows; all 72 heads: 0.900." in text
-    assert "then `lstsq` with the feed-forwards | 0.650 ± 0.071 | 0.650 ± 0.071 |" in text
-    assert "| random heads, then the same `lstsq` (`min_heads=0`) | 0.550 ± 0.071 |" in text
-    assert "| random heads, not refitted | 0.350 ± 0.071 |" in text
-    assert "taylor" not in text
 
 
 def test_an_interval_is_the_paired_one(pipelines: ModuleType) -> None:

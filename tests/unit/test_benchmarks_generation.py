@@ -141,19 +141,3 @@ def test_a_cell_of_several_draws_has_their_spread(translation: ModuleType) -> No
         for bleu, drop in ((0.3, 0.01), (0.32, -0.01))
     ]
     assert translation.cell(draws) == "31.00 ± 1.41 (+0.00 [-2.00, +3.00])"
-
-
-def test_no_row_is_begun_when_the_training_took_the_time(
-    translation: ModuleType, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, real = [0.0], translation.open_base
-
-    def slow(*some: Any) -> Any:
-        now[0] += 61
-        return real(*some)
-
-    monkeypatch.setattr(translation, "open_base", slow)
-    monkeypatch.setattr(translation.studies, "perf_counter", lambda: now[0])
-    few = f"{given} --out {tmp_path / 'late.json'} --ways cut --parts cross"
-    assert not translation.main(shlex.split(f"{few} --minutes 1")).is_file()
-    assert len(record_of(translation, f"{few} --minutes 2")["rows"]) == 3

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-import headprune as hp
-from headprune.bench.latency import Effort, in_turn
+from headprune.bench.latency import Effort
 from tests.benchmark_runs import record_of
 from tests.pretended_cuda import CUDA as PRETENDED
 from tests.pretended_cuda import PretendedCuda
@@ -187,62 +183,6 @@ def test_compiled_code_is_timed_by_events_and_says_so(gpu_time: ModuleType, cloc
     assert not {"gpu", "bound"} & row.keys()
 
 
-def test_energy_is_that_of_back_to_back_replays(
-    gpu_time: ModuleType, clock: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    properties = SimpleNamespace(uuid="0011")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    asked: list[str] = []
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=asked.append,
-        # 300 watts, in millijoules
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 300 * clock.now,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
-    found = gpu_time.energies([clock.call(2.0), clock.call(1.0)], CUDA, 0.05)
-    assert found == pytest.approx([0.6, 0.3])
-    assert asked == ["GPU-0011"]
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
-    assert gpu_time.energies([clock.call(2.0)], CUDA, 0.05) == [None]
-
-
-def test_a_driver_says_what_it_has(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(handle: object) -> int:
-        raise RuntimeError("not supported")
-
-    nvml = SimpleNamespace(
-        NVML_CLOCK_SM=1,
-        NVML_CLOCK_MEM=2,
-        NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetClockInfo=lambda gpu, kind: {1: 1980, 2: 3201}[kind],
-        nvmlDeviceGetPowerUsage=lambda gpu: 312500,
-        nvmlDeviceGetTemperature=lambda gpu, kind: 41,
-        nvmlDeviceGetCurrentClocksEventReasons=missing,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
-    # An older PyTorch knows no UUID.
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    wanted = {"sm_mhz": 1980, "memory_mhz": 3201, "watts": 312.5, "celsius": 41, "throttled": None}
-    assert gpu_time.state(CUDA) == wanted
-    assert gpu_time.state(CPU) is None
-
-
-def test_a_graph_with_other_kernels_is_not_used(
-    gpu_time: ModuleType, clock: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_time, "sdpa_backends", lambda run: (run(), ["efficient"])[1])
-    runs = [clock.call(1.0), clock.call(0.5)]
-    replays, why = gpu_time.captured(runs, ["flash"])
-    assert (replays, why) == (None, "the graph takes other kernels than the call: efficient")
-    replays, why = gpu_time.captured(runs, ["efficient"])
-    assert why is None
-    assert len(replays) == 2
-
-
 # ----------------------------------------------------------------------------------------------
 # a pretended GPU
 
@@ -257,128 +197,23 @@ def call_of(shapes: ModuleType, place: str, dtype: str, device: torch.device) ->
     return found
 
 
-@pytest.mark.parametrize("place", ["bert-base forward", "llama-1b prefill", "llama-1b decode"])
-def test_a_captured_call_builds_no_mask(
-    gpu_time: ModuleType, shapes: ModuleType, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    """Transformers 5.17 would write masks out, and the flash kernel takes none."""
-    given: list[Any] = []
-    attention = nn.functional.scaled_dot_product_attention
-
-    def seen(*args: Any, attn_mask: Any = None, **more: Any) -> Any:
-        given.append(attn_mask)
-        return attention(*args, attn_mask=attn_mask, **more)
-
-    with torch.inference_mode():
-        run = call_of(shapes, place, "float32", CPU)
-        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", seen)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with gpu_time.masks_of_eager_mode():
-            run()
-    assert given == [None, None]
-
-
 @pytest.mark.parametrize(
     "place", ["bert-base forward", "vit-b forward", "llama-1b prefill", "llama-1b decode"]
 )
-def test_a_call_never_waits(shapes: ModuleType, place: str) -> None:
+def test_a_call_never_waits_and_mixes_no_devices(shapes: ModuleType, place: str) -> None:
     """A call that waits, or copies from main memory, cannot be captured."""
     with PretendedCuda() as gpu, torch.inference_mode():
         run = call_of(shapes, place, "bfloat16", PRETENDED)
         run()
         gpu.forget()
         run()
+        assert gpu.mismatches == [], gpu.report()
         assert gpu.waits == [], gpu.report()
         assert gpu.uploads == [], gpu.report()
 
 
-@pytest.fixture
-def _without_graphs(shapes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls stand for their graphs, and a wall clock for events: both are CUDA's own."""
-    import gpu_time  # type: ignore[import-not-found]
-
-    def seconds(runs: Any, device: torch.device, how: Any) -> Any:
-        return in_turn(runs, device, how.effort)
-
-    monkeypatch.setattr(gpu_time, "captured", lambda runs, backends=(): (list(runs), None))
-    monkeypatch.setattr(gpu_time, "gpu_seconds", seconds)
-    monkeypatch.setattr(gpu_time, "WARM_UP", 0.0)
-    monkeypatch.setattr(gpu_time, "state", lambda device: None)
-
-
-@pytest.mark.usefixtures("_without_graphs")
-def test_no_cell_of_a_shape_mixes_devices(shapes: ModuleType) -> None:
-    args = shapes.arguments(["--small", "--seconds", "0", "--shares", "0.5", "--joules", "0"])
-    with PretendedCuda() as gpu:
-        for place in (place for place in shapes.tiny_places() if place.cell.code == "eager"):
-            (row,) = shapes.rows(args, PRETENDED, place, [0.5], {})
-            assert "error" not in row, row
-            assert row["bound"] in ("gpu", "launch")
-    assert gpu.mismatches == [], gpu.report()
-
-
-@pytest.mark.usefixtures("_without_graphs")
-def test_no_cell_of_a_cut_mixes_devices(shapes: ModuleType) -> None:
-    with PretendedCuda() as gpu:
-        model = shapes.built(shapes.SUBJECTS["minilm"], "float32", PRETENDED, small=True)
-        ids = torch.ones(2, 8, dtype=torch.long)
-        example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        args = SimpleNamespace(small=True, seconds=0.0)
-        cuts = {4: shapes.cut(model, 0.5)}
-        found = benchmark("tradeoff_gpu").gpu_rows(model, cuts, example, args, [])
-        rows = list(benchmark("studies").in_time(found, lambda: False))
-    assert gpu.mismatches == [], gpu.report()
-    assert [row["what"] for row in rows] == ["ceiling", "gpu", "gpu"]
-    assert not any("error" in row for row in rows)
-    assert json.loads(json.dumps(rows)) == rows  # tuples and tensors would not come back
-
-
-def test_native_comparisons_do_not_mix_devices() -> None:
-    native = benchmark("native")
-    args = native.arguments(["--small", "--seconds", "0", "--heads", "4", "--keep", "4"])
-    args.keep = 2
-    with PretendedCuda() as gpu:
-        for name in ("bert", "vit", "llama"):
-            (row,) = native.compared(name, args, PRETENDED, "float32")
-            assert row["subject"] == name
-    assert gpu.mismatches == [], gpu.report()
-
-
 # ----------------------------------------------------------------------------------------------
 # cells on a CPU
-
-
-def test_arithmetic_is_put_back(gpu_time: ModuleType) -> None:
-    def flags() -> tuple[bool, bool]:
-        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-
-    def interrupted() -> None:
-        with gpu_time.arithmetic("tf32") as dtype:
-            assert (dtype, torch.backends.cuda.matmul.allow_tf32) == (torch.float32, True)
-            raise KeyboardInterrupt
-
-    before = flags()
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert flags() == before
-    with gpu_time.arithmetic("bfloat16") as dtype:
-        assert dtype == torch.bfloat16
-        assert not torch.backends.cudnn.allow_tf32
-    assert flags() == before
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_the_kernel_of_attention_is_seen(gpu_time: ModuleType, inference: bool) -> None:
-    q = torch.randn(1, 2, 3, 4)
-
-    def fused() -> None:
-        nn.functional.scaled_dot_product_attention(q, q, q)
-
-    with torch.inference_mode(inference), torch.no_grad():
-        assert gpu_time.sdpa_backends(fused) == ["flash"]
-        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
-            assert gpu_time.sdpa_backends(fused) == ["math"]
-        assert gpu_time.sdpa_backends(lambda: (q @ q.mT).softmax(-1)) == []
 
 
 def test_every_kind_of_model_is_measured_and_what_failed_is_tried_again(
@@ -412,36 +247,3 @@ def test_every_kind_of_model_is_measured_and_what_failed_is_tried_again(
     assert not any("error" in row for row in again)
     with pytest.raises(SystemExit, match="record of another run, with other small"):
         record_of(shapes, command)
-
-
-@pytest.mark.parametrize("new", [1, 6], ids=["decode", "prefill"])
-def test_a_full_cache_gives_what_a_growing_one_gives(shapes: ModuleType, new: int) -> None:
-    model: Any = shapes.built(shapes.SUBJECTS["llama-1b"], "float32", CPU, small=True)
-    first = hp.find_sites(model)[0]
-    small: Any = copy.deepcopy(model)  # its layers will differ in size
-    hp.prune_heads_(small, {0: [head for group in first.units[1:] for head in group]})
-    ids = torch.randint(200, (2, 6))
-    for net in (model, small):
-        with torch.no_grad():
-            wanted = net(input_ids=ids, use_cache=True)
-            run = shapes.with_cache(net, ids[:, -new:], 6)
-            cache = run.__closure__[0].cell_contents["past_key_values"]
-            for layer, grown in zip(cache.layers, wanted.past_key_values.layers, strict=True):
-                layer.keys.copy_(grown.keys)
-                layer.values.copy_(grown.values)
-                layer.keys[:, :, -new:] = torch.nan  # must be written anew
-            for _ in range(2):
-                torch.testing.assert_close(run().logits, wanted.logits[:, -1:])
-
-
-def test_the_whole_grid_holds_what_is_asked_for(shapes: ModuleType) -> None:
-    places = shapes.places()
-    assert len(places) == len(set(places))
-    assert {place.subject for place in places} == set(shapes.SUBJECTS)
-    assert {place.phase for place in places} == {"forward", "prefill", "decode"}
-    cells = [place.cell for place in places]
-    assert {cell.precision for cell in cells} == {"float32", "tf32", "float16", "bfloat16"}
-    assert {cell.code for cell in cells} == {"eager", "reduce-overhead", "max-autotune"}
-    assert max(cell.batch for cell in cells) == 256
-    assert {cell.cold for cell in cells} == {False, True}
-    assert (places[0].subject, places[0].cell.precision) == ("bert-base", "bfloat16")

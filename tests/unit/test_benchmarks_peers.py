@@ -179,96 +179,6 @@ def test_a_run_of_peers(
     assert "**forgets** does not load back: says something else, by 1" in text
 
 
-def test_the_time_is_up_before_a_row_and_a_kill_leaves_comparisons(
-    run: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, done = tmp_path / "peers-trec.json", list[str]()
-
-    def measured(args: Any, subject: Any, peer: Any, kept: int, seed: int) -> dict[str, Any]:
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(peer.name)
-        return {"peer": peer.name, "kept": kept, "seed": seed, "error": "none"}
-
-    monkeypatch.setattr(run, "measured", measured)
-    monkeypatch.setattr(run, "compared", lambda args, subject, rows: [row["peer"] for row in rows])
-    command = f"{given(folder, out)} --peers headprune flap2024 kwon2022"
-    with monkeypatch.context() as late:
-        late.setattr(run.studies, "clock", lambda args: lambda: True)
-        assert record_of(run, command)["rows"] == []
-    with pytest.raises(KeyboardInterrupt):
-        run.main(shlex.split(command))
-    assert json.loads(out.read_text())["compared"] == done == ["headprune", "flap2024"]
-
-
-def test_what_a_run_needs_is_said(
-    run: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run.arguments(["--task", "digits"])
-    assert "give --work, --environments, or --figure" in capsys.readouterr().err
-    command = f"{given(folder, tmp_path / 'a.json')} --environments {tmp_path} --peers TextPruner"
-    with pytest.raises(SystemExit, match=r"No environment textpruner: run .*environments\.py"):
-        run.main(shlex.split(command))
-
-
-def test_an_environment_that_cannot_be_made_is_a_row(
-    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environments, calls = run.environments, list[list[str]]()
-    make = ["--environments", str(tmp_path), "--names", "onnx"]
-
-    def failing(command: list[str]) -> str | None:
-        calls.append(command)
-        return "No matching distribution" if "pip" in command else None
-
-    monkeypatch.setattr(environments, "_error", failing)
-    assert environments.main([*make, "--pip=--no-index"]) == 1
-    assert "--no-index" in calls[1]
-    with pytest.raises(run.Failure, match="cannot be made: No matching distribution"):
-        run.interpreter(tmp_path, run.PEERS["onnxsim"])
-    monkeypatch.setattr(environments, "_error", lambda command: calls.append(command))
-    assert environments.main([*make, "textpruner"]) == 0
-    assert run.interpreter(tmp_path, run.PEERS["onnxsim"]).startswith(str(tmp_path / "onnx"))
-    made = len(calls)
-    assert environments.main(make) == 0
-    assert len(calls) == made, "an environment of the same pins is kept"
-
-
-def test_the_roster_is_whole(run: ModuleType) -> None:
-    names = run.environments.names()
-    assert {"transformers4", "textpruner", "torch-pruning", "onnx"} == set(names)
-    for peer in run.PEERS.values():
-        assert (PROGRAMS / f"{peer.program}.py").is_file(), peer.name
-        assert peer.environment in (run.OWN, *names), peer.name
-    for path in run.environments.REQUIREMENTS.iterdir():
-        pins = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-        assert all(line.count("==") == 1 for line in pins), path.name
-        # Builds differ from machine to machine.
-        assert not any("+" in line for line in pins), path.name
-
-
-def test_ours_come_before_those_that_need_them(run: ModuleType, tmp_path: Path) -> None:
-    order = [peer.name for peer, *_ in run.wanted(arguments(run, tmp_path))]
-    together = [name for name in order if name.startswith("headprune + ")]
-    assert order.index("headprune") < order.index(together[0])
-    assert order.index("PyTorch INT8") < order.index("headprune + PyTorch INT8")
-
-
-def test_peers_that_keep_as_many_heads_in_every_layer_have_no_row_of_others(
-    run: ModuleType, tmp_path: Path
-) -> None:
-    args = arguments(run, tmp_path, "--budgets 24 14 --task sst2")
-    rows = {(peer.name, kept) for peer, kept, _ in run.wanted(args, layers=6)}
-    assert ("TextPruner", 24) in rows
-    assert ("TextPruner", 14) not in rows
-    assert ("Torch-Pruning, global", 14) in rows
-    record = {"task": "sst2", "rows": [{"peer": "TextPruner", "kept": 24}], "shapes": []}
-    even, lacking = run.page.table(record, 14, [])[-2:]
-    assert even.endswith("as many heads in every layer: TextPruner.")
-    assert "TextPruner" not in lacking
-
-
 def test_peers_are_held_to_models_that_are_like_theirs(run: ModuleType) -> None:
     def opponents(name: str, kept: int | None) -> Any:
         return run.opponents(name, kept, [36, 24])
@@ -351,50 +261,6 @@ def test_a_smaller_architecture_has_as_many_multiply_adds(programs: Any, share: 
     assert plain(**example).logits.shape == (1, 2)
 
 
-def test_a_smaller_architecture_counts_the_tokens_of_its_task(
-    run: ModuleType, folder: Path
-) -> None:
-    """They are the longest length that is timed, or an image's patches and its class token."""
-    args = arguments(run, folder)
-    subject = run.subjects.subject(args)
-
-    def settings(subject: Any, name: str) -> dict[str, Any]:
-        job = run.written(args, subject, run.PEERS[name], 5, 0)
-        found: dict[str, Any] = json.loads(job.read_text())["settings"]
-        return found
-
-    assert settings(subject, "smaller architecture")["tokens"] == 8
-    image = replace(subject, name="digits", folder=folder / "image")
-    image.base.mkdir(parents=True)
-    (image.base / "config.json").write_text(json.dumps({"image_size": 8, "patch_size": 2}))
-    found = settings(image, "smaller architecture, distilled")
-    assert (found["tokens"], found["times"]) == (17, 2)
-
-
-def test_training_takes_as_many_epochs_as_asked(
-    programs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, seen = programs("training"), list[float]()
-    rows = {"label": np.array([0, 1]), "input_ids": np.ones((2, 3), dtype=np.int64)}
-    train = {"batch_size": 2, "epochs": 2.0, "learning_rate": 1e-3}
-    job = SimpleNamespace(train=train, seed=0, arrays=lambda purpose: rows)
-    recover = lambda model, loader, tune, teacher: seen.append(tune.epochs)  # noqa: E731
-    monkeypatch.setattr(training.hp, "recover_", recover)
-    for times in (1, 2):
-        training.train_(nn.Linear(1, 1), job, times=times)
-    assert seen == [2.0, 4.0]
-
-
-def test_narrowing_keeps_the_largest_neurons(programs: Any) -> None:
-    first, second = nn.Linear(4, 6), nn.Linear(6, 4)
-    with torch.no_grad():
-        first.weight[[1, 4]] = 0
-    x = torch.randn(3, 4)
-    whole = second(torch.relu(first(x)) * (torch.arange(6) % 3 != 1))
-    programs("smaller").narrow_(first, second, 4)
-    torch.testing.assert_close(second(torch.relu(first(x))), whole)
-
-
 def test_batches_end_at_their_longest_row(programs: Any) -> None:
     protocol = programs("protocol")
     mask = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
@@ -406,22 +272,3 @@ def test_batches_end_at_their_longest_row(programs: Any) -> None:
     assert shaped["input_ids"].shape == (5, 9)
     assert (shaped["input_ids"] == 7).all(), "all are tokens, none is padding"
     assert (shaped["attention_mask"] == 1).all()
-
-
-def test_static_ranges_come_from_rows_of_all_lengths(
-    programs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = programs("onnx_runtime")
-    seen: list[int] = []
-
-    def static(source: str, out: str, reader: Any, **_: Any) -> None:
-        while (rows := reader.get_next()) is not None:
-            seen.append(rows["input_ids"].shape[1])
-
-    module = SimpleNamespace(CalibrationDataReader=object, quantize_static=static)
-    monkeypatch.setattr(runtime.importlib, "import_module", lambda name: module)
-    monkeypatch.setattr(runtime, "prepared", lambda job, source: source)
-    lengths = [{"input_ids": torch.ones(2, n)} for n in range(1, 17)]
-    job = SimpleNamespace(batches=lambda purpose: lengths, settings={"batches": 8})
-    runtime.static(job, "in", "out")
-    assert seen == [16, 14, 12, 10, 8, 6, 4, 2]

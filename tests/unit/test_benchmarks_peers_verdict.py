@@ -91,34 +91,6 @@ def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict: Any) -> No
     assert "8.3 % at 1 x 128 and 0.0 % at 32 x 128" in "\n".join(verdict.text(recorded(rows)))
 
 
-def test_notes_say_why_a_peer_is_better_and_what_it_was_held_to(
-    run: ModuleType, verdict: Any
-) -> None:
-    name, trained = "smaller architecture, distilled", "headprune, trained"
-    rows = [timed("headprune", 24, 1.2, 1.2), timed(trained, 24, 1.2, 1.2, test=0.9)]
-    rows += [timed(name, 24, 1.3, 1.2), timed("smaller architecture", 24, 1.3, 1.2)]
-    rows += [timed("PyTorch INT8", None, 1.3, 1.3), timed("TextPruner", 24, 1.2, 1.2)]
-
-    def notes(*lines: dict[str, Any]) -> list[str]:
-        record = recorded(rows, *lines)
-        return list(verdict.notes(record, verdict.comparisons(record)))
-
-    beside_trained = paired(name, 24, -0.02, 0.01, trained)
-    untrained, held_to_trained, best, _ = notes(paired(name, 24, *MORE), beside_trained)
-    beside = f"- **{name}** beside *headprune* with 24 heads"
-    assert untrained.startswith(f"{beside}: more accurate, as it was trained on")
-    assert untrained.endswith(f"; faster at 1 x 128, as {run.PEERS[name].faster}.")
-    assert held_to_trained.startswith(f"- **{name}** beside *{trained}* with 24 heads: faster at")
-    assert best.endswith("24 heads, *headprune, trained*, 0.900 at 1.20x and 1.20x.")
-    both = notes(paired("smaller architecture", 24, *SAME), paired(name, 24, *SAME))[0]
-    assert both.startswith(f"- **smaller architecture** and **{name}** beside *headprune* with 24")
-    for points in (SAME, LESS):
-        found = notes(paired("PyTorch INT8", None, *points))[0]
-        assert found.endswith(f": faster, as {run.PEERS['PyTorch INT8'].faster}.")
-    assert verdict.UNKNOWN in notes(paired("TextPruner", 24, *MORE))[0]
-    assert notes(paired("TextPruner", 24, *LESS)) == []
-
-
 def test_a_tie_says_how_many_rows_would_tell(verdict: Any) -> None:
     rows = [timed(name, 24, 1.2, 1.2) for name in ("headprune", "TextPruner", "onnxsim")]
     rows.append(timed("PyTorch INT8", None, 1.2, 1.2))
@@ -146,39 +118,3 @@ def test_what_ours_adds_is_of_all_draws(verdict: Any) -> None:
     found = verdict.added(recorded(rows, paired(both, 24, -0.03, -0.01, "PyTorch INT8")))[-1]
     assert found == line.replace("-2.5", "-2.0 [-3.0, -1.0]")
     assert verdict.added(recorded(rows[:1])) == []
-
-
-def test_the_page_says_how_far_apart_rows_were_timed(run: ModuleType) -> None:
-    rows = [timed("headprune", 24, 1.2, 1.2, created="2026-01-01T00:00:00+00:00")]
-    rows.append(timed("TextPruner", 36, 1.2, 1.2, created="2026-01-01T02:30:00+00:00"))
-    rows[1]["speed"][1]["base_ms"] = 1750.4
-    rows.append({key: value for key, value in rows[0].items() if key != "speed"} | {"seed": 1})
-    found = run.page.sessions(recorded(rows))[-1]
-    assert "up to 2.5 hours apart" in found
-    assert "9 to 9 ms at 1 x 128, 9 to 1750 ms at 32 x 128" in found
-    assert "1 with 36 heads; 2 with 24 heads; 1 for what trains" in found
-
-
-def test_a_row_that_was_timed_on_a_busy_machine_says_so(run: ModuleType) -> None:
-    """An older PyTorch, in another environment, may be slower."""
-    rows = []
-    for name, environment, base in (
-        ("headprune", "headprune", 10.0),
-        ("headprune, taylor", "headprune", 12.9),
-        ("flap2024", "headprune", 14.0),
-        ("TextPruner", "textpruner", 20.0),
-    ):
-        row = {"peer": name, "kept": 24, "environment": environment, "speed": [{"base_ms": base}]}
-        rows.append(row)
-    (_, told) = run.page.others({"rows": rows, "shapes": [[32, 128]]})
-    assert told.startswith("- **flap2024**, 24 heads: at 32 x 128 the base model took 1.4 times")
-
-
-def test_peers_without_a_row_are_named(run: ModuleType) -> None:
-    gaps, record = run.page.gaps, {"task": "digits", "rows": [], "shapes": []}
-    here = {"unpruned", "ONNX Runtime fp32", "ONNX Runtime static INT8"}
-    said = "- No row yet: PyTorch INT8; ONNX Runtime dynamic INT8."
-    assert gaps(record, None, here) == [said]
-    everybody = {name for name, peer in run.PEERS.items() if peer.cuts and "digits" in peer.tasks}
-    assert gaps(record, 16, everybody) == []
-    assert gaps({**record, "task": "sst2"}, 16, everybody) == ["- No row yet: TextPruner."]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,31 +78,6 @@ def test_memory_counts_what_is_alive_at_once(cost: ModuleType) -> None:
     one = 1000 * 1000 * 4
     assert cost.peak(lambda: [len(torch.empty(1000, 1000)) for _ in range(3)], CPU) == one
     assert cost.peak(lambda: [torch.empty(1000, 1000) for _ in range(3)], CPU) == 3 * one
-
-
-def test_waits_are_those_of_the_run_and_not_of_the_mode(
-    cost: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch warns once a process of its mode itself; that is no wait."""
-    about = "Synchronization debug mode is a prototype feature and does not yet detect all"
-    about += " synchronizing operations"
-    modes: list[Any] = []
-
-    def switch(mode: Any) -> None:
-        if not modes:
-            warnings.warn(about, stacklevel=2)
-        modes.append(mode)
-
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
-
-    def run() -> None:
-        for _ in range(2):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
-
-    assert [cost.waits(run, torch.device("cuda")) for _ in range(2)] == [2, 2]
-    assert modes == ["warn", 0] * 2
-    assert cost.waits(run, CPU) is None
 
 
 def test_the_frozen_pass_reaches_the_embeddings_and_thaws_the_model(cost: ModuleType) -> None:
@@ -190,51 +164,6 @@ def test_rows_are_draws_and_accuracies_those_of_cut_models(
     assert record["rows"][-1]["accuracy"]["3"] == evaluate(model, [dict(batch)]).value
 
 
-def test_a_run_of_scorers_goes_on_after_the_last_row(
-    scorers: ModuleType, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record_of(scorers, f"{command} --out {tmp_path / 'other.json'} --scorers magnitude")
-    out, done, original = tmp_path / "record.json", [], scorers.measured
-
-    def two_only(*args: Any) -> Any:
-        if len(done) == 2:
-            raise InterruptedError
-        done.append(args)
-        return original(*args)
-
-    few = f"{command} --out {out}"
-    monkeypatch.setattr(hp, "recover_", lambda *_: pytest.fail("trained again"))
-    with monkeypatch.context() as patched:
-        patched.setattr(scorers, "measured", two_only)
-        with pytest.raises(InterruptedError):
-            record_of(scorers, f"{few} --scorers taylor fisher")
-    before = json.loads(out.read_text())["rows"]
-    assert [row["scorer"] for row in before] == ["taylor", "taylor"]
-    after = record_of(scorers, f"{few} --scorers taylor fisher")["rows"]
-    assert after[:2] == before
-    assert [(row["scorer"], row["seed"]) for row in after[2:]] == [("fisher", 0), ("fisher", 1)]
-    with pytest.raises(SystemExit, match="give another --out"):
-        scorers.main(shlex.split(f"{few} --budgets 5"))
-
-
-def test_a_refusal_is_a_row_and_is_tried_again(
-    scorers: ModuleType, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: object, problem: object) -> None:
-        raise hp.HeadPruneError("taylor", "another model", "this one")
-
-    few = f"{command} --out {tmp_path / 'scorers-trec.json'} --scorers taylor"
-    with monkeypatch.context() as patched:
-        patched.setattr(hp.scoring.Taylor, "estimate", refuse)
-        record = record_of(scorers, f"{few} random")
-    assert [row.get("accuracy") for row in record["rows"][:2]] == [None, None]
-    assert len(record["rows"]) == 12
-    assert "`taylor` refused: " in page_of(scorers, tmp_path, scorers.PAGE)
-    record = record_of(scorers, few)
-    assert len(record["rows"]) == 12
-    assert all("accuracy" in row for row in record["rows"])
-
-
 def test_the_page_of_scorers_is_computed_from_the_record(
     scorers: ModuleType, tmp_path: Path
 ) -> None:
@@ -260,14 +189,6 @@ def test_the_page_of_scorers_is_computed_from_the_record(
     page_of(scorers, tmp_path, scorers.PAGE)
     assert (tmp_path / scorers.PICTURE).read_bytes() == first
     assert all(word in first.decode() for word in ("high", "once", "6 of 8 heads"))
-
-
-def test_arguments_that_are_missing_are_named(
-    scorers: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        scorers.arguments(["--task", "sst2"])
-    assert "--task, --data and --work must be given, or --figure" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import shlex
 from functools import partial
@@ -187,79 +186,6 @@ def test_the_page_says_where_it_is_faster_and_where_not(
     cells: list[dict[str, Any]], words: str
 ) -> None:
     assert benchmark("tradeoff_times")._in_words(cells) == words
-
-
-def timed_row(batch: int, kept: int, whole: float = 2.0, **more: Any) -> dict[str, Any]:
-    """A cell at 128 tokens, in seconds."""
-    way = {"what": "speed", "dtype": "float32", "attention": "sdpa", "compiled": False}
-    times = {"original_p50": whole, "original_p90": whole, "pruned_p50": 1.0, "pruned_p90": 1.5}
-    found = {"ratio": whole, "low": whole - 0.1, "high": whole + 0.1, "limit": 2.5}
-    rest = {"throughput": [batch / whole, batch], "weight_bytes": [4, 2], "length": 128}
-    return {**way, **times, **found, **rest, "batch": batch, "kept": kept, **more}
-
-
-def test_places_without_a_row_are_listed(tradeoff: ModuleType) -> None:
-    page = tradeoff.tradeoff_page
-    assert set(page.TITLES) == set(tradeoff.TASKS)
-    args = tradeoff.arguments(shlex.split("--task trec --data x --work x"))
-    grid = itertools.product(args.lengths, args.batch_sizes, args.budgets)
-    whole = [timed_row(batch, kept, length=length) for length, batch, kept in grid]
-    assert page.lacking(whole, []) == []
-    short = [row for row in whole if row["length"] < 512 and row["batch"] in (1, 32)]
-    few = [row for row in short if row["kept"] in (36, 24)]
-    failed = [row for row in whole if row["length"] == 512 and row["batch"] != 8]
-    start = "Not measured: 32, 128 tokens at batch 8, 128; 512 tokens at"
-    assert page.lacking(few, []) == ["", f"{start} any batch; 54, 14 heads kept."]
-    assert page.lacking(few, failed) == ["", f"{start} batch 8."]
-
-
-def test_rows_of_another_machine_or_session_are_marked(tradeoff: ModuleType) -> None:
-    page = tradeoff.tradeoff_page
-    rows = [timed_row(32, 6), timed_row(8, 6, compiled=True, processor="another")]
-    record = {"rows": rows, "hardware": {"processor": "usual"}, "task": "trec", "device": "cpu"}
-    said = "Timed on another: float32, sdpa attention, torch.compile, 128 tokens, batch 8."
-    assert page.elsewhere(record) == [said, ""]
-    assert page.elsewhere({**record, "hardware": {"processor": "another"}}) == []
-    rows = [timed_row(1, 36), timed_row(1, 24), timed_row(8, 36), timed_row(8, 24, whole=3.0)]
-    table = page.times(rows, [36, 24])
-    assert "| 128 | 1 | 2,000 (2,000) | 0.5 | 1,000 (1,500) | 2.00 [1.90, 2.10] | 2.50" in table[2]
-    assert "| 1,000 (1,500) of 3,000 | 3.00 [2.90, 3.10] | 2.50 |" in table[3]
-    assert table[-1].startswith("*of*: timed in another session")
-    assert len(page.times(rows[:3], [36, 24])) == 4
-
-
-def test_a_gpu_record_without_accuracy_has_its_speed_on_the_page(
-    tradeoff: ModuleType, tmp_path: Path
-) -> None:
-    """This is what benchmarks/README.md advises first on a GPU that is lent for minutes."""
-    page = tradeoff.tradeoff_page
-    about = {"task": "sst2", "timed": "surgeon", "heads": 72, "base": 0.9, "created": "2026"}
-    about |= {"versions": {"torch": "2", "transformers": "5"}}
-    rows = [timed_row(32, 36, 1.5), timed_row(32, 24)]
-    hardware = {"processor": "a processor", "threads": 1}
-    gpu = {"device": "cuda", "gpu": "a GPU", "hardware": {**hardware, "gpu": "a GPU"}}
-    (tmp_path / "tradeoff-sst2-cuda.json").write_text(json.dumps({**about, **gpu, "rows": rows}))
-    text = page.page(tmp_path)
-    assert "## SST-2, speed, on a GPU\n" in text
-    said = (
-        "With 24 of 72 heads; accuracy was not measured here: at batch 32 of 128 tokens the model"
-    )
-    assert f"{said} is 2.00 [1.90, 2.10] times as fast, 0.80 of the 2.50 that" in text
-    block = page.readme(tmp_path)
-    assert "36 heads 1.50x [1.40, 1.60]; 24 heads 2.00x [1.90, 2.10]\n" in block
-    assert "accuracy" not in block
-    assert tradeoff.studies.NO_GPU not in block
-
-    draws = [
-        {"what": "quality", "way": "surgeon + lstsq", "kept": 24, "quality": q}
-        for q in (0.89, 0.91)
-    ]
-    cpu = {**about, "device": "cpu", "hardware": hardware, "rows": [*rows, *draws]}
-    (tmp_path / "tradeoff-sst2-cpu.json").write_text(json.dumps(cpu))
-    block = page.readme(tmp_path)
-    assert "a CPU (a processor, 1 thread):\n\n- SST-2, accuracy, 0.900 with all 72 heads" in block
-    assert "24 heads 0.900 ± 0.014 at 2.00x [1.90, 2.10]\n" in block
-    assert "\nSpeed alone, " in block
 
 
 def test_the_page_says_how_far_processes_differ_and_where_other_tasks_are(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from html import unescape
 from pathlib import Path
@@ -18,10 +16,9 @@ from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.display import clean
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import PruningPlan
-from headprune.core.record import QualityRow, RunRecord, SizeRow, SpeedRow
+from headprune.core.record import QualityRow, RunRecord, SpeedRow
 from headprune.report import ReportInputs, render_html, render_markdown, write_report
 from headprune.report.formats import count, counts, duration, fixed, signed, times
-from headprune.report.repeat import python_lines
 from headprune.scoring._agreement import agreement
 from tests.report_records import Page, costed, record_of, scores_of
 
@@ -274,16 +271,6 @@ def test_an_empty_record_renders() -> None:
     assert "before anything was measured" in render_markdown(empty)
 
 
-def test_infinite_and_missing_numbers_render(record: RunRecord) -> None:
-    nan = float("nan")
-    values = zip(record.quality, (0.0, nan), strict=False)
-    rows = tuple(replace(row, value=value, metric="perplexity") for row, value in values)
-    speed = (replace(record.speed[0], ratio=nan, low=nan, high=nan),)
-    odd = replace(record, quality=rows, speed=speed, size=(SizeRow("heads", 0, 0),))
-    assert "no usable timing" in render_markdown(odd)
-    assert not Page(render_html(odd)).open
-
-
 def test_heads_removed_before_the_run_are_not_counted_as_removed_by_it() -> None:
     sites = [
         AttentionSite("a.0", "bert", "self", 4, 4, 8, 8, (0, 2, 3)),
@@ -338,19 +325,6 @@ def test_do_it_yourself_lines_are_safe_and_run_the_same_method(record: RunRecord
     compile(lines, "lines", "exec")
 
 
-def test_do_it_yourself_knows_a_layout_of_ones_own(record: RunRecord) -> None:
-    own = replace(record, recipe=FrozenDict({"model": {"layouts": "my.models:LAYOUT"}}))
-    plain, text = python_lines(record), python_lines(own)
-    assert "find_sites" not in plain
-    assert text.startswith("from my.models import LAYOUT\n")
-    assert "sites = hp.find_sites(model, layouts=[LAYOUT])" in text
-    lines = [line for line in text.splitlines() if line.startswith(("scores =", "hp.prune_"))]
-    assert all("sites=sites" in line for line in lines)
-    compile(text, "report", "exec")
-    hostile = replace(record, recipe=FrozenDict({"model": {"layouts": "os:x\nimport shutil"}}))
-    assert python_lines(hostile) == plain
-
-
 def test_other_scores_have_maps_of_their_own_and_the_agreement_is_shown(
     record: RunRecord, html: str
 ) -> None:
@@ -387,15 +361,6 @@ def test_both_files_are_written_whole(record: RunRecord, tmp_path: Path) -> None
 
 def test_rendering_depends_on_the_record_alone(record: RunRecord, html: str) -> None:
     assert render_html(RunRecord.from_json(record.to_json())) == html
-
-
-def test_reports_import_no_torch() -> None:
-    code = (
-        "import sys; from headprune.report import write_report, write_comparison; "
-        "import headprune.run.reporting, headprune.scoring._agreement; "
-        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules), 'heavy import'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_numbers_are_written_to_be_read() -> None:

@@ -20,7 +20,6 @@ from tests.browser import CHROMIUM, REQUIRED, Browser
 from tests.report_records import (
     NASTY,
     costed,
-    image_pictures_of,
     maps_of,
     plan_of,
     record_of,
@@ -221,19 +220,6 @@ def test_heads_and_layers_are_sorted_and_the_scorer_switched_by_key(
     assert scores(browser) == [[-v for v in row] for row in model]
 
 
-@pytest.mark.parametrize("width", [390, 1920])
-def test_cells_of_the_comparison_stand_in_rows(
-    browser: Browser, pages: dict[str, Path], width: int
-) -> None:
-    browser.open(pages["comparison"], width)
-    tops = browser.run(
-        "[...document.querySelectorAll('table.heat tbody tr')].map(r =>"
-        " [...r.querySelectorAll('td.cell')].map(c => Math.round(c.getBoundingClientRect().top)))"
-    )
-    assert [(len(row), len(set(row))) for row in tops] == [(8, 1)] * 4
-    assert browser.run("document.querySelectorAll('td.differs').length") == 8
-
-
 # ----------------------------------------------------------------------------------------------
 # attention
 
@@ -286,43 +272,6 @@ def test_a_head_is_enlarged_looked_through_and_closed_by_key(browser: Browser, p
     reached = "[...document.querySelectorAll('.thumb')].filter(t => t.tabIndex === 0)"
     assert browser.run(f"{reached}.map(t => t === document.activeElement)") == [True]
     assert browser.messages == []
-
-
-def test_another_example_and_one_scale(browser: Browser, page: Path) -> None:
-    def picture() -> list[list[int]]:
-        canvas = ".thumb:nth-child(3) canvas"
-        return [colour(browser, canvas, x, y) for x in range(5) for y in range(5)]
-
-    browser.open(page)
-    before = picture()
-    browser.click("#attention-same")
-    assert "%" in text_of(browser, "attention-top")
-    assert picture() != before
-    browser.click("#attention-same")
-    assert picture() == before
-    focus(browser, "attention-example")
-    browser.press("ArrowDown")
-    assert text_of(browser, "attention-text") == "[CLS] c d e f"
-    assert picture() != before
-
-
-def test_an_image_is_seen_from_any_patch(browser: Browser, tmp_path: Path) -> None:
-    record = record_of(1, 2)
-    browser.open(drawn(tmp_path, record, image_pictures_of(record)))
-    canvas = "document.querySelector('.thumb canvas')"
-    assert browser.run(f"(c => [c.width, c.height])({canvas})") == [3, 3]
-    assert colour(browser, "#attention-input", 0, 0) == [0, 0, 0]
-    assert colour(browser, "#attention-input", 1, 0) == [255, 255, 255]
-    focus(browser, "attention-query")
-    browser.press("End")  # the last patch looks at the one before it
-    light = [sum(colour(browser, ".thumb canvas", i % 3, i // 3)) for i in range(9)]
-    assert light.index(min(light)) == 7
-    browser.click(".thumb")
-    said = "Patch in row 3, column 3 looks at: patch in row 3, column 2 "
-    assert text_of(browser, "zoom-says").startswith(said)
-    assert browser.run("document.getElementById('zoom-patch').style.left").startswith("66.6")
-    # The browser only complains that this test reads pixels.
-    assert [m for m in browser.messages if "getImageData" not in m] == []
 
 
 # ----------------------------------------------------------------------------------------------

@@ -14,10 +14,8 @@ from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow
 from headprune.core.scores import HeadScores
-from headprune.maps.patterns import Pattern
 from headprune.maps.pictures import AttentionPictures
 from headprune.report import ReportInputs, render_html, render_markdown
-from headprune.report.attention import attention_view
 from headprune.scoring._agreement import agreement
 from tests.report_records import (
     NASTY,
@@ -91,31 +89,6 @@ def test_kv_groups_are_drawn_as_one_cell() -> None:
     assert "heads 2–3 (one key/value group)" in titles(html)[1]
 
 
-@pytest.mark.parametrize("change", [{"policy": "free"}, {"grouping": "interleaved"}])
-def test_heads_of_a_group_are_cells_of_their_own_where_they_are_no_unit_or_no_neighbours(
-    change: dict[str, str],
-) -> None:
-    record = record_of(2, 4, 2)
-    assert record.scores is not None
-    scores = scores_of([replace(s, **change) for s in record.scores.sites])  # type: ignore[arg-type]
-    found = titles(render_html(replace(record, scores=scores, plan=None)))
-    assert len(found) == 8
-    assert all("heads" not in title for title in found)
-
-
-def test_a_group_says_what_each_of_its_heads_does() -> None:
-    record = record_of(1, 4, 2)
-    pictures = pictures_of(record)
-    (site,) = pictures.sites
-    first, second = pictures.pattern(HeadId(site.site, 0)), Pattern("own position", 0.5, 0.125)
-    assert first is not None
-    told = replace(pictures, sites=(replace(site, patterns=(first, second, None, second)),))
-    found = titles(render_html(record, ReportInputs(told)))
-    assert f", head 0 mostly {first}, head 1 mostly {second}, " in found[0]
-    assert found[1].count("mostly") == 1
-    assert f", head 3 mostly {second}, " in found[1]
-
-
 def test_a_skewed_map_is_logarithmic_and_says_so() -> None:
     sites = [AttentionSite("a", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3))]
 
@@ -187,15 +160,6 @@ def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: 
     assert "test row 0, label 7" in html
     partly = render_html(record, ReportInputs(replace(pictures, whole=False)))
     assert "To keep this file small it shows of every map the mean over all queries" in partly
-
-
-def test_heads_that_no_plan_is_for_are_neither_kept_nor_removed(record: RunRecord) -> None:
-    other = PruningPlan(HeadMask.from_keep({}, {"another site": 8}))
-    for plan in (None, other):
-        view = attention_view(replace(record, plan=plan), pictures_of(record))
-        assert view is not None
-        assert view.planned == (plan is not None)
-        assert {line.state for line in view.heads} == {""}
 
 
 def test_144_heads_and_8_examples_stay_under_a_megabyte_and_a_half() -> None:
