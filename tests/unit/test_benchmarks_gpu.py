@@ -1,4 +1,4 @@
-"""The GPU study's measurements, with a GPU of stand-ins, with a pretended one, and on the CPU."""
+"""The GPU study: measurements with a GPU of stand-ins, with a pretended one and on the CPU; its page."""
 
 from __future__ import annotations
 
@@ -247,3 +247,82 @@ def test_every_kind_of_model_is_measured_and_what_failed_is_tried_again(
     assert not any("error" in row for row in again)
     with pytest.raises(SystemExit, match="record of another run, with other small"):
         record_of(shapes, command)
+
+
+# ----------------------------------------------------------------------------------------------
+# the page
+
+
+@pytest.fixture(scope="module")
+def page() -> ModuleType:
+    return benchmark("gpu_page")
+
+
+def times(original: float, pruned: float) -> dict[str, Any]:
+    """Milliseconds."""
+    seconds = {"original": original / 1000, "pruned": pruned / 1000}
+    ratio = original / pruned
+    found = {f"{which}_{share}": seconds[which] for which in seconds for share in ("p50", "p90")}
+    return {**found, "ratio": ratio, "low": ratio - 0.01, "high": ratio + 0.01, "rounds": 100}
+
+
+def cell(call: tuple[float, float], gpu: tuple[float, float] | None, **more: Any) -> dict[str, Any]:
+    """A row of a latency and of a time of the GPU, before and after a cut that keeps 24 heads."""
+    row = {"what": "gpu", "precision": "bfloat16", "code": "eager", "attention": "sdpa"}
+    row |= {"cold": False, "batch": 32, "tokens": 128, "backends": ["flash"], "kept": 24}
+    row |= {"call": times(*call), "state": [None, None], "limit": 1.5, "attention_limit": 3.0}
+    row |= {"macs": [4e9, 2.667e9], **more}
+    if gpu is None:
+        return {**row, "no_graph": "RuntimeError: it waits"}
+    return {**row, "gpu": times(*gpu), "bound": "gpu" if gpu[1] / call[1] > 0.9 else "launch"}
+
+
+def cuts(*rows: dict[str, Any]) -> dict[str, Any]:
+    """A record of a cut model."""
+    hardware = {"processor": "a processor", "threads": 2, "gpu": "a GPU"}
+    about = {"hardware": hardware, "gpu": "a GPU", "created": "2026", "benchmark": "tradeoff"}
+    about |= {"versions": {"torch": "2", "transformers": "5"}, "task": "sst2", "device": "cuda"}
+    return {**about, "timed": "surgeon", "heads": 72, "base": 0.9, "judged": 100, "rows": rows}
+
+
+def test_without_a_record_the_page_claims_nothing(page: ModuleType, tmp_path: Path) -> None:
+    text = page.page(tmp_path)
+    assert text.rstrip().endswith(f"On a GPU: {page.studies.NO_GPU}.")
+    assert "times as fast" not in text
+    rehearsed = {"device": {"name": "cpu, standing in for a GPU", "type": "cpu"}, "checks": []}
+    (tmp_path / "gpu-correct.json").write_text(json.dumps(rehearsed))
+    assert page.page(tmp_path) == text, "what a CPU did says nothing of a GPU"
+
+
+def test_the_page_says_what_limits_a_cell_and_has_a_busy_one_for_its_headline(
+    page: ModuleType, tmp_path: Path
+) -> None:
+    ceiling = {"what": "ceiling", "copy_bytes": 4.3e12, "bfloat16_flops": 788e12}
+    launch = cell((1.8, 1.8), (0.4, 0.33))
+    busy = cell((7.1, 5.1), (7.0, 5.0), batch=128, tokens=512, joules=[4.9, 3.5])
+    unknown = cell((1.8, 1.8), None, code="reduce-overhead")
+    record = cuts(ceiling, launch, busy, unknown)
+    (tmp_path / "tradeoff-sst2-cuda.json").write_text(json.dumps(record))
+    text = page.page(tmp_path)
+    assert page.studies.NO_GPU not in text
+    line = next(line for line in text.splitlines() if line.startswith("With 24 of 72 heads"))
+    assert "batch 128 of 512 tokens in bf16 (gpu-bound): GPU time 7.00 to 5.00 ms" in line
+    assert "1.40 [1.39, 1.41] times as fast, 0.93 of the limit of 1.50; latency 1.39" in line
+    assert "compute at 146 and 137 TFLOP/s, 19% and 17% of what a large matrix product" in line
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    for start, bound in (
+        ("| 32 x 128 | flash | 0.400 | 1.80 | 1.21 [1.20, 1.22] | 1.00 | 1.50 |", "launch"),
+        ("| 128 x 512 | flash | 7.00", "gpu"),
+    ):
+        (row,) = [row for row in rows if row.startswith(start)]
+        assert row.split("|")[-2].strip() == bound
+    for said in (
+        "- (RuntimeError: it waits)",
+        "128 tokens: faster at batch 32; 512 tokens: faster at batch 128.",
+        "Energy at 128 x 512, 24 kept: 38.3 to 27.3 mJ an example.",
+    ):
+        assert said in text
+    # Without a busy cell it is the one nearest to the time of the GPU.
+    near = cell((1.8, 1.8), (1.5, 1.2), batch=64)
+    assert page.headline(cuts(launch, near)) == [near]
+    assert page.headline(cuts(cell((1.8, 1.8), None))) == []

@@ -260,11 +260,10 @@ def test_records_of_folders_are_compared_under_names_that_tell_them_apart(
     pair: list[Compared], tmp_path: Path
 ) -> None:
     def saved(folder: Path, record: RunRecord) -> Path:
-        record.save(folder / "record.json")
-        return folder
+        return Path(record.save(folder / "record.json"))
 
     half, quarter = (saved(tmp_path / column.name, column.record) for column in pair)
-    html, markdown = compare_runs([half, quarter / "record.json"], tmp_path / "out")
+    html, markdown = compare_runs([half.parent, quarter], tmp_path / "out")
     assert (html.name, markdown.name) == ("comparison.html", "comparison.md")
     assert markdown.read_text().startswith("# half · quarter\n")
     assert "How far scorers agree" in html.read_text()
@@ -272,7 +271,7 @@ def test_records_of_folders_are_compared_under_names_that_tell_them_apart(
     _, markdown = compare_runs(alike, tmp_path / "out")
     assert markdown.read_text().startswith(f"# {' · '.join(map(escape, alike))}\n")
     with pytest.raises(InvalidValue, match="different from one another"):
-        compare_runs([half, half / "record.json"], tmp_path / "out")
+        compare_runs([half.parent, half], tmp_path / "out")
 
 
 def test_files_beside_a_record_are_found_where_they_are_its_own(
