@@ -56,13 +56,6 @@ def test_measures_are_scipys_and_sets_by_hand(seed: int) -> None:
     assert (pair.spearman.low, pair.kendall.high) == (None, None)
 
 
-def test_equal_and_opposite_orders() -> None:
-    order = np.arange(12)
-    pairs = hp.agreement(fixed(order), fixed(order**3), fixed(-order), k=6).pairs[:2]
-    values = [[pair.spearman.value, pair.kendall.value, pair.jaccard.value] for pair in pairs]
-    assert_allclose(values, [[1, 1, 1], [-1, -1, 0]])
-
-
 def test_intervals_are_those_of_a_literal_bootstrap() -> None:
     """The same resampled examples are taken for both scorers."""
     a, b = noise(0), noise(0) ** 2 + noise(1)

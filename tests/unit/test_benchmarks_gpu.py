@@ -1,12 +1,11 @@
-"""The GPU study: measurements with a GPU of stand-ins, with a pretended one and on the CPU; its page."""
+"""The GPU study: its rows, calls on a pretended GPU, a tiny run on the CPU, and its page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,152 +32,47 @@ def shapes() -> ModuleType:
     return script(BENCHMARKS / "gpu" / "shapes.py")
 
 
-# ----------------------------------------------------------------------------------------------
-# a GPU of stand-ins
+def measured(
+    gpu_time: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[float],
+    gpu: list[float],
+    why: str | None = None,
+    graphed: bool = False,
+) -> Any:
+    """Rows of models whose latencies and times of the GPU are given, in milliseconds."""
+
+    def seconds(values: list[float]) -> np.ndarray:
+        return np.tile(np.array(values) / 1000, (4, 1))
+
+    monkeypatch.setattr(gpu_time, "warm_up", lambda *_: None)
+    monkeypatch.setattr(gpu_time, "state", lambda device: {"sm_mhz": 1980})
+    monkeypatch.setattr(gpu_time, "latencies", lambda *_: seconds(calls))
+    monkeypatch.setattr(gpu_time, "gpu_seconds", lambda *_: seconds(gpu))
+    monkeypatch.setattr(gpu_time, "captured", lambda *_: (None if why else [print], why))
+    how = gpu_time.Measuring(Effort(0.0, 1, 4, 4))
+    return gpu_time.measured([print] * len(calls), CUDA, 32, 128, how, graphed=graphed)
 
 
-class StandIn:
-    """Time that passes as calls say, and the parts of ``torch.cuda`` that a measurement uses."""
-
-    def __init__(self) -> None:
-        self.now = 0.0  # milliseconds of the GPU
-        self.launching = 0.0  # milliseconds that a call takes Python
-
-    def call(self, milliseconds: float, launch: float = 0.0) -> Callable[[], None]:
-        def run() -> None:
-            self.now += milliseconds
-            self.launching += launch
-
-        return run
-
-    def patch(self, monkeypatch: pytest.MonkeyPatch, gpu_time: ModuleType) -> None:
-        stand_in = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.at = stand_in.now
-
-            def synchronize(self) -> None:
-                pass
-
-            def elapsed_time(self, end: Event) -> float:
-                return end.at - self.at
-
-        class Graph:
-            def replay(self) -> None:
-                self.run()
-
-        @contextmanager
-        def graph(found: Any) -> Iterator[None]:
-            before = stand_in.now
-            yield
-            took = stand_in.now - before
-            found.run = stand_in.call(took)
-            stand_in.now = before  # what is captured does not run
-
-        @contextmanager
-        def stream(_: Any) -> Iterator[None]:
-            yield
-
-        quiet = SimpleNamespace(wait_stream=lambda other: None)
-        parts = {"Event": Event, "CUDAGraph": Graph, "graph": graph, "stream": stream}
-        parts |= {"Stream": lambda: quiet, "current_stream": lambda: quiet}
-        parts |= {"synchronize": lambda *_: None}
-        for name, value in parts.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(gpu_time, "synchronize", lambda device: None)
-        monkeypatch.setattr(gpu_time, "in_turn", self.in_turn)
-        monkeypatch.setattr(gpu_time, "state", lambda device: {"sm_mhz": 1980})
-        monkeypatch.setattr(gpu_time, "WARM_UP", 0.0)
-        monkeypatch.setattr(gpu_time, "perf_counter", self.clock)
-
-    def clock(self) -> float:
-        return (self.now + self.launching) / 1000
-
-    def in_turn(self, runs: Any, device: torch.device, effort: Effort) -> np.ndarray:
-        """Latency: the longer of Python's and the GPU's time."""
-
-        def latency(run: Callable[[], None]) -> float:
-            before = self.now, self.launching
-            run()
-            return max(self.now - before[0], self.launching - before[1]) / 1000
-
-        return np.array([[latency(run) for run in runs] for _ in range(effort.min_rounds)])
-
-
-@pytest.fixture
-def clock(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    found = StandIn()
-    found.patch(monkeypatch, gpu_time)
-    return found
-
-
-def measuring(gpu_time: ModuleType, cold: bool = False) -> Any:
-    return gpu_time.Measuring(Effort(0.0, 1, 4, 4), cold=cold)
-
-
-def test_a_launch_bound_cell_shows_its_speed_on_the_gpu_alone(
-    gpu_time: ModuleType, clock: StandIn
+def test_a_row_says_its_speed_on_the_gpu_alone_and_what_limits_the_call(
+    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = [clock.call(0.4, launch=1.8), clock.call(0.3, launch=1.8), clock.call(0.2, launch=1.8)]
-    rows = gpu_time.measured(runs, CUDA, 32, 128, measuring(gpu_time))
+    rows = measured(gpu_time, monkeypatch, [1.8, 1.8, 1.8], [0.4, 0.3, 0.2])
     assert [row["call"]["ratio"] for row in rows] == pytest.approx([1.0, 1.0])
     assert [row["gpu"]["ratio"] for row in rows] == pytest.approx([4 / 3, 2.0])
     assert rows[0]["gpu"]["original_p50"] == pytest.approx(0.4e-3)
     assert {row["bound"] for row in rows} == {"launch"}
     assert rows[0]["state"] == [{"sm_mhz": 1980}] * 2
-
-
-def test_a_cell_is_gpu_bound_where_both_models_keep_it_busy(
-    gpu_time: ModuleType, clock: StandIn
-) -> None:
-    runs = [clock.call(7.0, 1.8), clock.call(5.0, 1.8), clock.call(1.0, 1.8)]
-    busy, small = gpu_time.measured(runs, CUDA, 1, 1, measuring(gpu_time))
+    # The GPU limits a call where both models keep it busy.
+    busy, small = measured(gpu_time, monkeypatch, [7.0, 5.0, 1.8], [7.0, 5.0, 1.0])
     assert (busy["bound"], small["bound"]) == ("gpu", "launch")
     assert busy["call"]["ratio"] == busy["gpu"]["ratio"] == pytest.approx(1.4)
-
-
-def test_what_cannot_be_captured_keeps_its_latency(gpu_time: ModuleType, clock: StandIn) -> None:
-    calls = [0]
-
-    def waits() -> None:
-        calls[0] += 1
-        clock.now += 1.0
-        if calls[0] > 7:  # after the rounds of the latency: while it is captured
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    (row,) = gpu_time.measured([clock.call(2.0), waits], CUDA, 1, 1, measuring(gpu_time))
-    assert row["no_graph"] == "RuntimeError: operation not permitted when stream is capturing"
+    (row,) = measured(gpu_time, monkeypatch, [2.0, 1.0], [2.0, 1.0], why="it waits")
+    assert row["no_graph"] == "it waits"
     assert not {"gpu", "bound"} & row.keys()
     assert row["call"]["rounds"] == 4
-
-
-def test_the_cache_is_overwritten_before_every_cold_call(
-    gpu_time: ModuleType, clock: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[None] = []
-    dirt = SimpleNamespace(zero_=lambda: flushed.append(None))
-    monkeypatch.setattr(gpu_time.torch, "empty", lambda *_, **__: dirt)
-    for measure in (gpu_time.gpu_seconds, gpu_time.latencies):
-        flushed.clear()
-        runs = [clock.call(0.1), clock.call(0.2)]
-        times = measure(runs, CUDA, measuring(gpu_time, cold=True))
-        assert len(flushed) == 2 * 5, "every call of four rounds and of the one to warm up"
-        assert np.median(times, 0) == pytest.approx([1e-4, 2e-4])
-    flushed.clear()
-    warm = gpu_time.gpu_seconds([clock.call(0.1)], CUDA, measuring(gpu_time))
-    assert flushed == []
-    # Several replays are timed together; the time is that of one.
-    assert np.median(warm) == pytest.approx(1e-4)
-
-
-def test_compiled_code_is_timed_by_events_and_says_so(gpu_time: ModuleType, clock: StandIn) -> None:
-    """Python's time lies between the events."""
-    runs = [clock.call(0.4, 0.1), clock.call(0.2, 0.1)]
-    (row,) = gpu_time.measured(runs, CUDA, 1, 1, measuring(gpu_time), graphed=True)
+    # Python's time lies between the events of compiled code.
+    (row,) = measured(gpu_time, monkeypatch, [0.4, 0.2], [0.4, 0.2], graphed=True)
     assert row["events"]["ratio"] == pytest.approx(2.0)
     assert not {"gpu", "bound"} & row.keys()
 

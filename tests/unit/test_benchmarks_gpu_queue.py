@@ -1,11 +1,10 @@
-"""The GPU study's queue, jobs and pack, with jobs of a few lines in place of benchmarks."""
+"""The GPU study's queue, with jobs of a few lines in place of benchmarks; its jobs are commands."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import subprocess
-import tarfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -118,10 +117,6 @@ def test_a_job_runs_again_where_other_weights_were_trained(
     assert ended(found, worker)[1:] == [("quality", "done"), ("speed", "done")]
 
 
-# ----------------------------------------------------------------------------------------------
-# the jobs
-
-
 @pytest.mark.parametrize("small", [False, True], ids=["full", "rehearsal"])
 def test_every_job_is_a_command_that_its_script_takes(lease: ModuleType, small: bool) -> None:
     """An option that a script has lost would cost a lease."""
@@ -135,37 +130,6 @@ def test_every_job_is_a_command_that_its_script_takes(lease: ModuleType, small: 
             continue
         args = script(ROOT / words[0]).arguments(words[1:])
         assert f"{{records}}/{one.record}".format(**names) == str(args.out)
-
-
-# ----------------------------------------------------------------------------------------------
-# the pack
-
-
-@pytest.fixture(scope="module")
-def packing() -> ModuleType:
-    return script(GPU / "packing.py")
-
-
-def test_a_pack_holds_the_code_that_jobs_need(packing: ModuleType, tmp_path: Path) -> None:
-    packing.pack_code(tmp_path / "code.tar.gz")
-    with tarfile.open(tmp_path / "code.tar.gz") as file:
-        names = set(file.getnames())
-    assert names >= {"headprune/__init__.py", "benchmarks/gpu/worker.py", "pyproject.toml"}
-    assert "recipes/trec-minilm.yaml" in names
-    assert not any(name.startswith("benchmarks/records") for name in names)
-
-
-def test_rows_are_made_up_where_there_are_no_data(
-    packing: ModuleType, lease: ModuleType, tmp_path: Path
-) -> None:
-    packing.pack_data(tmp_path / "data.tar.xz", None, packing.TASKS)
-    lease.unpack_data(tmp_path / "data.tar.xz", tmp_path / "data", True)
-    columns = {"sst2": {"sentence", "label"}, "trec": {"text", "label"}, "multi30k": {"en", "de"}}
-    for task, wanted in columns.items():
-        for split in ("train", "validation", "test"):
-            rows = (tmp_path / "data" / task / f"{split}.jsonl").read_text().splitlines()
-            assert len(rows) == (640 if task == "trec" else 64)
-            assert set(json.loads(rows[0])) == wanted
 
 
 @pytest.mark.long

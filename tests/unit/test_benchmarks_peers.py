@@ -259,16 +259,3 @@ def test_a_smaller_architecture_has_as_many_multiply_adds(programs: Any, share: 
     assert macs(plain) == pytest.approx(macs(cut), rel=0.01)
     assert layers <= 6
     assert plain(**example).logits.shape == (1, 2)
-
-
-def test_batches_end_at_their_longest_row(programs: Any) -> None:
-    protocol = programs("protocol")
-    mask = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
-    rows = {"input_ids": mask * 7, "attention_mask": mask, "label": np.array([0, 1, 2])}
-    found = list(protocol._batches(rows, 2, labels=True, device="cpu"))
-    assert [tuple(batch["input_ids"].shape) for batch in found] == [(2, 2), (1, 3)]
-    assert found[1]["labels"].tolist() == [2]
-    shaped = protocol.shaped(rows, 5, 9, "cpu")
-    assert shaped["input_ids"].shape == (5, 9)
-    assert (shaped["input_ids"] == 7).all(), "all are tokens, none is padding"
-    assert (shaped["attention_mask"] == 1).all()

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -188,11 +187,9 @@ def test_the_page_says_where_it_is_faster_and_where_not(
     assert benchmark("tradeoff_times")._in_words(cells) == words
 
 
-def test_the_page_says_how_far_processes_differ_and_where_other_tasks_are(
-    tradeoff: ModuleType, tmp_path: Path
-) -> None:
+def test_the_page_says_how_far_processes_differ(tradeoff: ModuleType, tmp_path: Path) -> None:
     page = tradeoff.tradeoff_page
-    assert page.between_processes(tmp_path) == page.other_tasks(tmp_path) == []
+    assert page.between_processes(tmp_path) == []
 
     def row(*ratios: float) -> dict[str, Any]:
         return {"speed": {"processes": [{"ratio": ratio} for ratio in ratios]}}
@@ -205,12 +202,6 @@ def test_the_page_says_how_far_processes_differ_and_where_other_tasks_are(
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
     (said,) = page.between_processes(tmp_path)
     assert said.endswith(" of up to 14 % on a CPU and 1 % on a GPU (`native.py`).")
-    (tmp_path / "run-char-gpt.json").write_text(json.dumps({"name": "char-gpt"}))
-    (tmp_path / "kv-groups-stories.json").write_text("{}")
-    _, said = page.other_tasks(tmp_path)
-    assert "(char-gpt): [recipes](recipe-runs.md)" in said
-    assert "kv-groups.md" in said
-    assert "translation.md" not in said
 
 
 def test_the_comparison_of_the_most_draws_is_shown(tradeoff: ModuleType) -> None:
@@ -226,13 +217,3 @@ def test_the_comparison_of_the_most_draws_is_shown(tradeoff: ModuleType) -> None
     text = "\n".join(tradeoff.tradeoff_page.accuracy(record))
     assert "| surgeon | 0.900 ± 0.000 (-0.3 [-2.0, +0.0]) |" in text
     assert text.endswith("trained as long: surgeon, 6 kept: +0.3 [-2.0, +0.0].")
-
-
-def test_answers_travel_in_the_record(tradeoff: ModuleType, tmp_path: Path) -> None:
-    answers = np.array([1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1], dtype=np.float32)
-    row = {"what": "quality", "way": "surgeon + lstsq", "kept": 24, "seed": 1}
-    row |= tradeoff.packed(answers)
-    tradeoff.unpack([{"what": "speed"}, json.loads(json.dumps(row))], tmp_path, len(answers))
-    found = np.load(tradeoff.answers_file(tmp_path, "surgeon + lstsq", 24, 1))
-    np.testing.assert_array_equal(found, answers)
-    assert tradeoff.packed(np.array([0.25, 1.0])) == {}  # a cosine takes too much room

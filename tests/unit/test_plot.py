@@ -105,15 +105,6 @@ def test_one_head_has_its_tokens_beside_it() -> None:
         hp.plot.attention(found, HEAD, example=2)
 
 
-def test_more_tokens_than_can_be_read_have_no_labels() -> None:
-    weights, mask = np.full((1, 1, 41, 3), 1 / 3, np.float32), np.ones((1, 41), bool)
-    words = (tuple(f"key {i}" for i in range(3)),), (tuple(f"query {i}" for i in range(41)),)
-    found = AttentionMaps((SiteMaps("a", "cross", (0,), weights, mask, mask[:, :3]),), *words)
-    panel = hp.plot.attention(found, HeadId("a", 0))
-    assert labels(panel.get_xticklabels()) == ["key 0", "key 1", "key 2"]
-    assert labels(panel.get_yticklabels()) == []
-
-
 def test_all_heads_are_small_multiples() -> None:
     panels = hp.plot.attention(maps())
     shown = [[panel.get_title() for panel in row if panel.get_visible()] for row in panels]

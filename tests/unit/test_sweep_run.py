@@ -179,24 +179,18 @@ def test_models_that_are_the_same_are_judged_once(copied: Path, counted: list[st
     assert (len(table.rows), len(keys)) == (4, 3)
 
 
-def test_a_finished_sweep_does_nothing_again(
-    copied: Path, counted: list[str], whole: bytes
-) -> None:
+def test_a_sweep_does_only_what_is_not_done(copied: Path, counted: list[str], whole: bytes) -> None:
     before, lines = files(copied), list[str]()
     sweep(copied, lines=lines)
     assert not counted
     assert files(copied) == before
     assert (copied / "table.json").read_bytes() == whole
     assert "16 of 16 runs are done already" in lines
-
-
-def test_a_larger_grid_uses_what_is_there(copied: Path, counted: list[str]) -> None:
-    before = files(copied)
-    done = sweep(copied, ["scorer=taylor", "keep=0.75,0.5,0.25", "recover=none"], seeds=2)
+    larger = sweep(copied, ["scorer=taylor", "keep=0.75,0.5,0.25", "recover=none"]).table
     assert sorted(set(counted)) == ["outcomes", "plans"], "scores are there for the new budget"
     assert counted.count("plans") == 2
     assert unchanged(copied, before)
-    assert len(done.table.rows) == 6
+    assert len(larger.rows) == 6
 
 
 @pytest.mark.parametrize("change", ["versions", "device"])
@@ -323,18 +317,14 @@ def stored(path: Path) -> tuple[ModelOutcome, str]:
 # base models
 
 
-def test_a_base_model_that_was_exchanged_is_refused(copied: Path) -> None:
+def test_a_base_model_that_is_another_one_is_refused(copied: Path) -> None:
+    (mark,) = (copied / "bases").glob("*/base.json")
     (weights,) = (copied / "bases").glob("*/model/model.safetensors")
-    data = bytearray(weights.read_bytes())
+    base, data = Base.load(mark), bytearray(weights.read_bytes())
     data[-3] ^= 64
     weights.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"as it was saved, got another model.safetensors"):
         sweep(copied, ["keep=0.25"])
-
-
-def test_a_base_model_in_the_folder_of_another_is_refused(copied: Path) -> None:
-    (mark,) = (copied / "bases").glob("*/base.json")
-    base = Base.load(mark)
     dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
     with pytest.raises(CheckpointError, match="that its name says, got another base model"):
         sweep(copied)
@@ -431,20 +421,18 @@ def test_an_interrupt_says_how_to_go_on(
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"seeds": 0}, "seeds"), ({"seeds": 1.5}, "seeds"), ({"jobs": 0}, "-1"), ({"jobs": -2}, "-1")],
+    [
+        ({"seeds": 0}, "seeds"),
+        ({"seeds": 1.5}, "seeds"),
+        ({"jobs": 0}, "or -1"),
+        ({"jobs": -2}, "or -1"),
+        ({"recipe": tiny(data={**TINY["data"], "holdout": 1})}, "validation: must be two or more"),
+    ],
 )
 def test_bad_arguments(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidValue, match=words):
         sweep(tmp_path / "new", **settings)
-    assert not (tmp_path / "new").exists()
-
-
-def test_places_and_data_that_no_sweep_can_use(tmp_path: Path) -> None:
-    recipe = tiny(data={**TINY["data"], "holdout": 1})
-    words = "data: validation: must be two or more rows, to compare models on, got 1"
-    with pytest.raises(InvalidValue, match=words):
-        sweep(tmp_path / "one", recipe=recipe)
-    assert not (tmp_path / "one" / "bases").exists()
+    assert not (tmp_path / "new" / "bases").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidValue, match="must be a folder, got a file"):
         sweep(tmp_path / "file")

@@ -123,19 +123,16 @@ def test_the_upper_bound_covers_as_often_as_it_says(lost: float, won: float) -> 
         assert plain / 200 < 0.7
 
 
-@pytest.mark.parametrize(("n", "least", "plain_at_most"), [(150, 0.84, 0.82), (500, 0.92, 0.89)])
-def test_the_upper_bound_of_a_loss_that_few_examples_bring(
-    n: int, least: float, plain_at_most: float
-) -> None:
+def test_the_upper_bound_of_a_loss_that_few_examples_bring() -> None:
     """Three examples in a hundred lose 3 on average, the others nothing."""
-    rng, covered, plain, tries = np.random.default_rng(4), 0, 0, 300
+    rng, n, covered, plain, tries = np.random.default_rng(4), 500, 0, 0, 300
     for _ in range(tries):
         base = answers(2 + 0.5 * rng.standard_normal(n), "loss")
         other = answers(base.amounts + 3 * rng.exponential(size=n) * (rng.random(n) < 0.03), "loss")
         covered += upper_bounds(base, [other], 0.95, draws=200)[0] >= 0.09
         plain += float(np.quantile(resampled_drops(base, [other], 200, 0), 0.95)) >= 0.09
-    assert covered / tries >= least
-    assert plain / tries <= plain_at_most  # what the repeated example is for
+    assert covered / tries >= 0.92
+    assert plain / tries <= 0.89  # what the repeated example is for
 
 
 def test_the_bound_of_a_loss_repeats_the_worst_example_of_each_model() -> None:
