@@ -85,6 +85,7 @@ def test_grades_are_judged_by_the_order_of_all_test_rows(regret: ModuleType) -> 
     assert regret.tested(subject, _Graded()) == ("spearman", pytest.approx(0.8), 5)
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_choice_is_timed_and_put_on_the_page(tmp_path: Path) -> None:
     study = benchmark("choice_cost")
     few = f"{digits(tmp_path, 'choice-cost-digits.json')} --memory-rows 8 --rounds 1 --share 0.5"

@@ -135,8 +135,6 @@ def test_losses_are_those_of_masked_models_and_a_run_goes_on(
     more = record_of(selectors, f"{few} --seeds 2")["rows"]
     assert more[:5] == record["rows"]
     assert [row["seed"] for row in more] == [0] * 5 + [1] * 5
-    with pytest.raises(SystemExit, match="give another --out"):
-        selectors.main(shlex.split(f"{few} --calibration 25"))
     text = page_of(selectors, tmp_path, selectors.PAGE)
     assert f"All 8 heads: {record['judged']['loss']:.4f}. 24 calibration rows." in text
     fisher = [row for row in more if row["scorer"] == "fisher"]

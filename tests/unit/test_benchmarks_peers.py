@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import headprune as hp
-from tests.benchmark_runs import encoder_study, page_of, record_of
+from tests.benchmark_runs import encoder_study, page_of, question, record_of, write_rows
 from tests.scripts import BENCHMARKS, benchmark
 
 PROGRAMS = BENCHMARKS / "peers" / "programs"
@@ -76,6 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT, labelled questions, and the program."""
     made = tmp_path_factory.mktemp("peers")
     encoder_study(made, "trec")
+    write_rows(made / "trec", question, test=30)  # one batch
     (made / "fake.py").write_text(PROGRAM)
     return made
 
@@ -131,7 +132,7 @@ def test_a_run_of_peers(
     with np.load(subject / "test.npz") as file:
         right, reference = (file["input_ids"].sum(1) % n == file["label"] for n in (3, 2))
     row = rows["works"]
-    assert len(right) == 40
+    assert len(right) == 30
     assert row["test"] == pytest.approx(right.mean(), abs=1e-5)
     assert (row["heads"], row["notes"], row["bytes"]) == ([2, 3], ["16 labels"], 100)
     (speed,) = row["speed"]

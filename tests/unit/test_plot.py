@@ -173,15 +173,6 @@ def test_a_tradeoff_of_a_sweep() -> None:
     assert (len(panel.containers), len(panel.collections)) == (0, 1)
 
 
-def test_agreement_has_a_panel_a_measure() -> None:
-    found = hp.agreement(scores(), scores("fisher", ((1.0, 3.0, 2.0), (4.0, 5.0))))
-    panels = hp.plot.agreement(found)
-    assert [panel.get_xlabel() for panel in panels] == list(found.header[1:])
-    assert labels(panels[0].get_yticklabels()) == [found.label(found.pairs[0])]
-    (x,), _ = panels[0].get_lines()[-1].get_data()
-    assert x == pytest.approx(found.pairs[0].spearman.value)
-
-
 def test_pictures_are_saved_as_vectors() -> None:
     """Only the cells of a map and its scale of colours are images."""
     found = hp.agreement(scores(), scores("fisher", ((3.0, 1.0, 2.0), (4.0, 5.0))))

@@ -319,15 +319,17 @@ def stored(path: Path) -> tuple[ModelOutcome, str]:
 
 def test_a_base_model_that_is_another_one_is_refused(copied: Path) -> None:
     (mark,) = (copied / "bases").glob("*/base.json")
-    (weights,) = (copied / "bases").glob("*/model/model.safetensors")
-    base, data = Base.load(mark), bytearray(weights.read_bytes())
+    base = Base.load(mark)
+    dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
+    with pytest.raises(CheckpointError, match="that its name says, got another base model"):
+        sweep(copied)
+    base.save(mark)
+    weights = mark.parent / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
     data[-3] ^= 64
     weights.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"as it was saved, got another model.safetensors"):
         sweep(copied, ["keep=0.25"])
-    dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
-    with pytest.raises(CheckpointError, match="that its name says, got another base model"):
-        sweep(copied)
 
 
 @pytest.mark.parametrize(
@@ -365,9 +367,9 @@ def test_an_interrupted_training_of_the_base_goes_on(
 
 def test_failures_are_kept_and_stop_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    table = sweep(copied, ["keep=0.125,0.5", "scorer=random", "recover=none"], lines, seeds=1).table
+    table = sweep(copied, ["keep=1,0.5", "scorer=random", "recover=none"], lines, seeds=1).table
     assert [row["keep"] for row in table.rows] == [0.5]
-    assert [row["keep"] for row in table.failed] == [0.125]
+    assert [row["keep"] for row in table.failed] == [1]
     assert "must be at least 2" in table.failed[0]["error"]
     assert sum("failed: Budget.keep_heads" in line for line in lines) == 1
     error = "RuntimeError: out of memory"
