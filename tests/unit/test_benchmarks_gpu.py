@@ -1,8 +1,11 @@
-"""The GPU study: its rows, calls on a pretended GPU, a tiny run on the CPU, and its page."""
+"""The GPU study: its rows, calls on a pretended GPU, a tiny run, its page and its queue."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +19,7 @@ from headprune.bench.latency import Effort
 from tests.benchmark_runs import record_of
 from tests.pretended_cuda import CUDA as PRETENDED
 from tests.pretended_cuda import PretendedCuda
-from tests.scripts import BENCHMARKS, benchmark, script
+from tests.scripts import BENCHMARKS, ROOT, benchmark, script
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -220,3 +223,83 @@ def test_the_page_says_what_limits_a_cell_and_has_a_busy_one_for_its_headline(
     near = cell((1.8, 1.8), (1.5, 1.2), batch=64)
     assert page.headline(cuts(launch, near)) == [near]
     assert page.headline(cuts(cell((1.8, 1.8), None))) == []
+
+
+# ----------------------------------------------------------------------------------------------
+# the queue
+
+#: Adds a row; ends as a study whose time was over until there are two.
+TWICE = """
+import json, sys, pathlib
+path = pathlib.Path(sys.argv[1])
+done = json.loads(path.read_text()) if path.is_file() else []
+path.write_text(json.dumps([*done, len(done)]))
+sys.exit(75 if len(done) + 1 < 2 else 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def worker() -> ModuleType:
+    return script(BENCHMARKS / "gpu" / "worker.py")
+
+
+def job(worker: ModuleType, name: str, code: str, **more: Any) -> Any:
+    """A few lines in place of a benchmark, which get the path of their record."""
+    words = shlex.join(["-c", code, f"@records@/{name}.json"])
+    command = words.replace("{", "{{").replace("}", "}}").replace("@records@", "{records}")
+    return worker.Job(name, command, f"{name}.json", **{"most": 30, "least": 0, **more})
+
+
+def test_every_end_of_a_job_is_noted_and_the_next_begins(
+    worker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    well = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('[]')"
+    jobs = (
+        job(worker, "fails", "import sys; print('why'); sys.exit(3)"),
+        job(worker, "hangs", "import time; time.sleep(60)", most=1),
+        job(worker, "twice", TWICE),
+        job(worker, "well", well),
+        job(worker, "late", well, least=3600),
+    )
+    monkeypatch.setattr(worker, "JOBS", jobs)
+    monkeypatch.setattr(worker, "TURNS", 2)
+    found = worker.Home(tmp_path)
+    for folder in (found.code, found.logs, found.records):
+        folder.mkdir()
+    settings = {"deadline": time.time() + 120, "commit": "c0ffee", "machine": "one"}
+    settings |= {"device": "cpu", "rehearsal": False, "jobs": [one.name for one in jobs]}
+    found.settings.write_text(json.dumps(settings))
+    worker.main(found)
+    assert [(e["job"], e["status"], e.get("code")) for e in worker.entries_of(found)] == [
+        ("fails", "failed", 3),  # it would fail again
+        ("hangs", "overran", None),
+        ("twice", "goes on", 75),
+        ("well", "done", 0),  # before anybody's second turn
+        ("hangs", "overran", None),
+        ("twice", "done", 0),
+        ("late", "no time", None),
+    ]
+    assert "why" in (found.logs / "fails.log").read_text()
+    assert json.loads((found.records / "twice.json").read_text()) == [0, 1]
+    assert not (found.records / "late.json").exists()
+    assert found.done.exists()
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["full", "rehearsal"])
+def test_every_job_is_a_command_that_its_script_takes(worker: ModuleType, small: bool) -> None:
+    """An option that a script has lost would cost a lease."""
+    names = dict.fromkeys(("data", "model", "work", "records"), "x")
+    names |= {"minutes": "1", "device": "cpu"}
+    for one in worker.JOBS:
+        words = [word.format(**names) for word in shlex.split(f"{one.command} {one.tiny * small}")]
+        if words[0] == "-m":
+            assert words[1] == "pytest"
+            assert (ROOT / words[-1]).is_dir()
+            continue
+        args = script(ROOT / words[0]).arguments(words[1:])
+        assert f"{{records}}/{one.record}".format(**names) == str(args.out)
+
+
+@pytest.mark.long
+def test_the_study_is_rehearsed_on_the_cpu() -> None:
+    subprocess.run(["make", "gpu-rehearsal"], cwd=ROOT, check=True, timeout=1800)

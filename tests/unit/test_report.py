@@ -16,7 +16,7 @@ from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.display import clean
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import PruningPlan
-from headprune.core.record import QualityRow, RunRecord, SpeedRow
+from headprune.core.record import QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.report import ReportInputs, render_html, render_markdown, write_report
 from headprune.report.formats import count, counts, duration, fixed, signed, times
 from headprune.scoring._agreement import agreement
@@ -268,6 +268,16 @@ def test_an_empty_record_says_how_far_the_run_came() -> None:
     for text in (Page(render_html(empty)).text, render_markdown(empty)):
         assert "The run is in stage load, before anything was measured." in text
         assert "Not in this record: scores, plan, accuracy, speed, size, proof." in text
+
+
+def test_infinite_and_missing_numbers_render(record: RunRecord) -> None:
+    nan = float("nan")
+    values = zip(record.quality, (0.0, nan), strict=False)
+    rows = tuple(replace(row, value=value, metric="perplexity") for row, value in values)
+    speed = (replace(record.speed[0], ratio=nan, low=nan, high=nan),)
+    odd = replace(record, quality=rows, speed=speed, size=(SizeRow("heads", 0, 0),))
+    assert "no usable timing" in render_markdown(odd)
+    assert not Page(render_html(odd)).open
 
 
 def test_heads_removed_before_the_run_are_not_counted_as_removed_by_it() -> None:

@@ -14,8 +14,10 @@ from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow
 from headprune.core.scores import HeadScores
+from headprune.maps.patterns import Pattern
 from headprune.maps.pictures import AttentionPictures
 from headprune.report import ReportInputs, render_html, render_markdown
+from headprune.report.attention import attention_view
 from headprune.scoring._agreement import agreement
 from tests.report_records import (
     NASTY,
@@ -82,11 +84,30 @@ def test_colour_follows_the_score(record: RunRecord, html: str) -> None:
     assert set(steps(render_html(flat))) == {4}, "equal scores have the colour in the middle"
 
 
-def test_kv_groups_are_drawn_as_one_cell() -> None:
-    html = render_html(record_of(5, 8, 4))
-    assert len(titles(html)) == 5 * 4
+def test_kv_groups_are_one_cell_that_says_what_each_head_does() -> None:
+    record = record_of(2, 8, 4)
+    pictures = pictures_of(record)
+    site, other = pictures.sites
+    first, second = pictures.pattern(HeadId(site.site, 0)), Pattern("own position", 0.5, 0.125)
+    patterns = (first, second, *[None] * 6)
+    told = replace(pictures, sites=(replace(site, patterns=patterns), other))
+    html = render_html(record, ReportInputs(told))
+    assert len(titles(html)) == 2 * 4
     assert {cell["colspan"] for cell in Page(html).cells()} == {"2"}
     assert "heads 2–3 (one key/value group)" in titles(html)[1]
+    assert f", head 0 mostly {first}, head 1 mostly {second}, " in titles(html)[0]
+
+
+@pytest.mark.parametrize("change", [{"policy": "free"}, {"grouping": "interleaved"}])
+def test_heads_that_are_no_unit_or_no_neighbours_have_cells_of_their_own(
+    change: dict[str, str],
+) -> None:
+    record = record_of(2, 4, 2)
+    assert record.scores is not None
+    scores = scores_of([replace(s, **change) for s in record.scores.sites])  # type: ignore[arg-type]
+    found = titles(render_html(replace(record, scores=scores, plan=None)))
+    assert len(found) == 8
+    assert all("heads" not in title for title in found)
 
 
 def test_a_skewed_map_is_logarithmic_and_says_so() -> None:
@@ -160,6 +181,13 @@ def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: 
     assert "test row 0, label 7" in html
     partly = render_html(record, ReportInputs(replace(pictures, whole=False)))
     assert "To keep this file small it shows of every map the mean over all queries" in partly
+
+
+def test_heads_that_no_plan_is_for_are_neither_kept_nor_removed(record: RunRecord) -> None:
+    other = PruningPlan(HeadMask.from_keep({}, {"another site": 8}))
+    view = attention_view(replace(record, plan=other), pictures_of(record))
+    assert view is not None
+    assert {line.state for line in view.heads} == {""}
 
 
 def test_144_heads_and_8_examples_stay_under_a_megabyte_and_a_half() -> None:

@@ -55,7 +55,7 @@ def test_drops_that_are_not_defined() -> None:
     with pytest.raises(InvalidValue, match=r"metric: must be one of accuracy"):
         drop("wobble", 1, 2)
     assert math.isnan(drop("perplexity", 0.0, 1.0)), "a loss of nothing has no ratio"
-    assert drop_words("mse", 0.125) == "12.50 %"
+    assert [drop_words(m, 0.125) for m in ("mse", "loss")] == ["12.50 %", "0.1250"]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_a_table_that_no_sweep_wrote_is_refused(
         SweepTable.load(wrong.save(tmp_path / "table.json"))
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "perplexity"])
+@pytest.mark.parametrize("metric", ["perplexity", "loss"])
 def test_the_picture_is_drawn_and_the_same_each_time(metric: str, tmp_path: Path) -> None:
     paths = [draw_tradeoff(sweep_table(metric), tmp_path / name) for name in ("a.svg", "b.svg")]
     one, two = (path.read_bytes() for path in paths)
