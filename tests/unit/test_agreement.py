@@ -1,5 +1,4 @@
-"""Agreement of scores: against SciPy and by hand, its intervals, what it refuses; ranks put
-together."""
+"""Agreement of scores: against SciPy and by hand, its intervals, what it refuses, averaged ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from rich.console import Console
 from scipy.stats import kendalltau, rankdata, spearmanr
 
 import headprune as hp
@@ -36,9 +36,8 @@ def fixed(values: Any, scorer: str = "magnitude", **changes: Any) -> HeadScores:
 
 
 def sampled(matrix: Any, scorer: str = "taylor", data: str = "data") -> HeadScores:
-    return fixed(
-        matrix.mean(0), scorer, samples=Samples.of(matrix), n_examples=len(matrix), data=data
-    )
+    samples = Samples.of(matrix)
+    return fixed(matrix.mean(0), scorer, samples=samples, n_examples=len(matrix), data=data)
 
 
 def noise(seed: int, n: int = 40) -> Any:
@@ -57,34 +56,19 @@ def test_measures_are_scipys_and_sets_by_hand(seed: int) -> None:
     assert (pair.spearman.low, pair.kendall.high) == (None, None)
 
 
-def test_equal_and_opposite_orders() -> None:
-    order = np.arange(12)
-    same, opposite = hp.agreement(fixed(order), fixed(order**3), fixed(-order), k=6).pairs[:2]
-    assert [m.value for m in (same.spearman, same.kendall, same.jaccard)] == pytest.approx(
-        [1, 1, 1]
-    )
-    assert [
-        m.value for m in (opposite.spearman, opposite.kendall, opposite.jaccard)
-    ] == pytest.approx([-1, -1, 0])
-
-
 def test_intervals_are_those_of_a_literal_bootstrap() -> None:
-    """Examples resampled together: the same rows for both scorers."""
+    """The same resampled examples are taken for both scorers."""
     a, b = noise(0), noise(0) ** 2 + noise(1)
-    pair = hp.agreement(sampled(a), sampled(b, "fisher"), draws=1000).pairs[0]
-    rng, found = np.random.default_rng(5), []
+    found = hp.agreement(sampled(a), sampled(b, "fisher"), draws=1000).pairs[0].spearman
+    rng, drawn = np.random.default_rng(5), []
     for _ in range(1000):
         rows = rng.integers(40, size=40)
-        found.append(spearmanr(a[rows].mean(0), b[rows].mean(0)).statistic)
-    width = 1.959964 * np.std(found, ddof=1)
-    value = pair.spearman.value
+        drawn.append(spearmanr(a[rows].mean(0), b[rows].mean(0)).statistic)
+    width = 1.959964 * np.std(drawn, ddof=1)
     assert width > 0.05
     # Both standard deviations come from 1,000 draws, 2 to 3 % each.
-    assert_allclose(
-        [pair.spearman.low, pair.spearman.high],
-        [value - width, min(value + width, 1)],
-        atol=0.15 * width,
-    )
+    wanted = [found.value - width, min(found.value + width, 1)]
+    assert_allclose([found.low, found.high], wanted, atol=0.15 * width)
 
 
 def test_scores_of_the_same_examples_share_their_resamples() -> None:
@@ -96,22 +80,16 @@ def test_scores_of_the_same_examples_share_their_resamples() -> None:
     assert apart.low < 0.97
 
 
-def test_scores_without_samples_are_held_fixed() -> None:
-    found = hp.agreement(
-        sampled(noise(0)), fixed(np.arange(12)), fixed(noise(2).mean(0), "old", n_examples=9)
-    )
-    by_name = {found.label(p): p for p in found.pairs}
-    assert by_name["taylor - magnitude"].spearman.low is not None
-    assert by_name["magnitude - old"].spearman.low is None
+def test_more_data_make_narrower_intervals_and_none_make_none() -> None:
+    def width(n: int) -> Any:
+        pair = hp.agreement(sampled(noise(0, n)), fixed(np.arange(12))).pairs[0]
+        return pair.kendall.high - pair.kendall.low  # type: ignore[operator]
+
+    assert width(40) > 2 * width(4000)
+    old = fixed(noise(2).mean(0), "old", n_examples=9)
+    found = hp.agreement(fixed(np.arange(12)), old)
+    assert found.pairs[0].spearman.low is None
     assert found.notes == ("old is held fixed: scores of 'old' without them",)
-
-
-def test_more_data_make_narrower_intervals() -> None:
-    wide, narrow = (
-        hp.agreement(sampled(noise(0, n)), fixed(np.arange(12))).pairs[0].kendall
-        for n in (40, 4000)
-    )
-    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)  # type: ignore[operator]
 
 
 def test_it_is_a_value_with_a_table() -> None:
@@ -122,37 +100,24 @@ def test_it_is_a_value_with_a_table() -> None:
     assert pair == found.pairs[0]
     with pytest.raises(UnknownName, match="Did you mean"):
         found.between("magnitude", "tailor (1)")
-    lines = str(found).splitlines()
-    assert len(lines) == 5
-    assert "Jaccard of the 3 lowest" in lines[1]
-    for text in (str(found), found._repr_html_()):
-        assert str(pair.spearman) in text
-        assert "taylor (1) - magnitude" in text
-    from rich.console import Console
-
+    with pytest.raises(UnknownName, match="two different names of those compared"):
+        found.between("magnitude", "magnitude")
     with (console := Console(width=200)).capture() as captured:
         console.print(found.__rich__())
-    assert str(pair.kendall) in captured.get()
-    assert (
-        hp.agreement(fixed(np.arange(12)), fixed(np.arange(12)), names=["<b>", "[b]"])
-        ._repr_html_()
-        .count("<b>")
-        == 0
-    )
+    assert "Jaccard of the 3 lowest" in str(found)
+    for text in (str(found), found._repr_html_(), captured.get()):
+        assert str(pair.spearman) in text
+        assert "taylor (1) - magnitude" in text
+    flat = fixed(np.arange(12))
+    assert "<b>" not in hp.agreement(flat, flat, names=["<b>", "[b]"])._repr_html_()
 
 
 def test_equal_scores_have_no_order() -> None:
+    """NaN is not equal to itself; an agreement is equal to what is read back, and so is its hash."""
     found = hp.agreement(fixed(np.ones(12), "flat"), sampled(noise(0)))
     assert math.isnan(found.pairs[0].spearman.value)
     assert "not defined" in str(found)
     assert "all scores of flat are equal: they have no order" in found.notes
-    assert math.isnan(Agreement.from_json(found.to_json()).pairs[0].kendall.value)
-
-
-def test_measures_that_are_not_defined_are_equal() -> None:
-    """NaN is not equal to itself; an agreement is equal to what is read back, and so is its
-    hash."""
-    found = hp.agreement(fixed(np.ones(12), "flat"), sampled(noise(0)))
     read = Agreement.from_json(found.to_json())
     assert (read, hash(read)) == (found, hash(found))
     assert pickle.loads(pickle.dumps(found)) == found
@@ -161,60 +126,47 @@ def test_measures_that_are_not_defined_are_equal() -> None:
     assert found.pairs[0].spearman != math.nan
 
 
-def test_a_name_has_no_agreement_with_itself() -> None:
-    found = hp.agreement(fixed(np.arange(12)), sampled(noise(0)))
-    with pytest.raises(
-        UnknownName, match="two different names of those compared, got 'taylor' twice"
-    ):
-        found.between("taylor", "taylor")
-
-
-def test_averaged_ranks_say_what_to_ask_instead() -> None:
-    found = rank_average([sampled(noise(0)), fixed(np.arange(12))])
-    with pytest.raises(InvalidValue, match="ask the scores that they were made of") as caught:
-        found.stable(3)
-    assert "Score again" not in str(caught.value)
-
-
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_the_picture(ending: str, tmp_path: Path) -> None:
-    found = hp.agreement(
-        sampled(noise(0)), fixed(np.ones(12)), sampled(noise(1)), names=["one", "two", "three"]
-    )
-    path = draw_agreement(found, tmp_path / f"a.{ending}")
-    data = path.read_bytes()
-    assert len(data) > 5000
-    assert data.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+def test_the_picture_is_written_in_known_formats(tmp_path: Path) -> None:
+    scores = [sampled(noise(0)), fixed(np.ones(12)), sampled(noise(1))]
+    found = hp.agreement(*scores, names=["one", "two", "three"])
+    for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        data = draw_agreement(found, tmp_path / f"a.{ending}").read_bytes()
+        assert len(data) > 5000
+        assert data.startswith(start)
     with pytest.raises(InvalidValue, match=r"ends in one of .*png.*got '\.doc'"):
         draw_agreement(found, tmp_path / "a.doc")
-    assert [p.name for p in tmp_path.iterdir()] == [f"a.{ending}"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "a.svg"]
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
-    a = fixed(np.arange(12))
-    with pytest.raises(InvalidValue, match="two scores or more, got 1"):
-        hp.agreement(a)
-    with pytest.raises(InvalidValue, match=r"given HeadScores, .*got list"):
-        hp.agreement([a, a])  # type: ignore[arg-type]
-    with pytest.raises(
-        PlanMismatch, match="scores of one model, got magnitude and other of different models"
-    ):
-        hp.agreement(a, fixed(np.arange(12), "other", model=ModelFingerprint("t", "w")))
-    with pytest.raises(
-        PlanMismatch, match=r"same sites and units, got layer\.1 with 6 units in one of"
-    ):
-        hp.agreement(a, a.of("layer.0"))
-    for k in (0, 12):
-        with pytest.raises(InvalidValue, match="a count of units from 1 to 11"):
-            hp.agreement(a, a, k=k)
-    with pytest.raises(InvalidValue, match="one name per score, 2, got 1"):
-        hp.agreement(a, a, names=["a"])
-    with pytest.raises(InvalidValue, match="different from one another"):
-        hp.agreement(a, a, names=["a", "a"])
-    other = fixed(np.arange(12), model=ModelFingerprint("s", "x"))
-    assert "the scores are of models with other weights" in hp.agreement(a, other).notes
+A = fixed(np.arange(12))
+OTHER_MODEL = fixed(np.arange(12), "other", model=ModelFingerprint("t", "w"))
+OTHER_WEIGHTS = fixed(np.arange(12), model=ModelFingerprint("s", "x"))
+
+
+@pytest.mark.parametrize(
+    ("scores", "settings", "error", "words"),
+    [
+        ([A], {}, InvalidValue, "two scores or more, got 1"),
+        ([[A, A]], {}, InvalidValue, r"given HeadScores, .*got list"),
+        ([A, OTHER_MODEL], {}, PlanMismatch, "scores of one model, got magnitude and other of"),
+        ([A, A.of("layer.0")], {}, PlanMismatch, r"same sites and units, got layer\.1 with 6"),
+        ([A, A], {"k": 0}, InvalidValue, "a count of units from 1 to 11"),
+        ([A, A], {"k": 12}, InvalidValue, "a count of units from 1 to 11"),
+        ([A, A], {"names": ["a"]}, InvalidValue, "one name per score, 2, got 1"),
+        ([A, A], {"names": ["a", "a"]}, InvalidValue, "different from one another"),
+    ],
+)
+def test_scores_that_cannot_be_compared_are_refused(
+    scores: list[Any], settings: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        hp.agreement(*scores, **settings)
+
+
+def test_other_weights_are_noted_and_their_ranks_are_not_averaged() -> None:
+    assert "the scores are of models with other weights" in hp.agreement(A, OTHER_WEIGHTS).notes
     with pytest.raises(PlanMismatch, match="models with other weights"):
-        rank_average([a, other])
+        rank_average([A, OTHER_WEIGHTS])
 
 
 def test_ranks_are_averaged() -> None:
@@ -225,11 +177,13 @@ def test_ranks_are_averaged() -> None:
     assert [s["scorer"] for s in found.settings["of"]] == ["magnitude", "random"]
     assert HeadScores.from_json(found.to_json()) == found
     assert hp.select(found, hp.Budget(keep_heads=6)).mask.n_kept == 6
+    with pytest.raises(InvalidValue, match="ask the scores that they were made of"):
+        rank_average([sampled(noise(0)), A]).stable(3)
 
 
 def test_averaged_ranks_have_standard_errors_and_know_their_examples() -> None:
     a, b = noise(0), noise(0) + noise(1)
-    found = rank_average([sampled(a), sampled(b, "fisher"), fixed(np.arange(12))], draws=1000)
+    found = rank_average([sampled(a), sampled(b, "fisher"), A], draws=1000)
     assert (found.n_examples, found.data, found.seed) == (40, "data", 0)
     rng, drawn = np.random.default_rng(3), []
     for _ in range(1000):

@@ -27,7 +27,7 @@ matplotlib.use("Agg")
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_open() -> Iterator[None]:
+def nothing_is_open_afterwards() -> Iterator[None]:
     yield
     import matplotlib.pyplot as plt
 
@@ -38,93 +38,91 @@ SITES = (
     AttentionSite("a.b", "bert", "self", 3, 3, 4, 4, (0, 1, 2)),
     AttentionSite("a.c", "bert", "self", 3, 3, 4, 4, (0, 2)),
 )
-MARK = ModelFingerprint("s", "w")
+HEAD = HeadId("a.c", 2)
 
 
 def scores(name: str = "taylor", values: Any = ((1.0, 2.0, 3.0), (4.0, 5.0))) -> HeadScores:
-    return HeadScores(SITES, values, ((0.1, 0.2, 0.3), (0.4, 0.5)), name, EMPTY, 9, MARK)
+    errors = ((0.1, 0.2, 0.3), (0.4, 0.5))
+    return HeadScores(SITES, values, errors, name, EMPTY, 9, ModelFingerprint("s", "w"))
 
 
-def plan() -> PruningPlan:
-    return PruningPlan(HeadMask.from_keep({"a.b": [0, 2], "a.c": [2]}, {"a.b": 3, "a.c": 3}))
+def plan(**keep: list[int]) -> PruningPlan:
+    kept = {f"a.{name}": heads for name, heads in keep.items()}
+    return PruningPlan(HeadMask.from_keep(kept, dict.fromkeys(kept, 3)))
+
+
+PLAN = plan(b=[0, 2], c=[2])
+
+
+def labels(axis: list[Any]) -> list[str]:
+    return [label.get_text() for label in axis]
+
+
+def crossed(panel: Any) -> set[tuple[float, float]]:
+    """Where removed heads are marked."""
+    return {patch.get_xy() for patch in panel.patches if patch.get_hatch()}
 
 
 def test_a_head_map_shows_scores_cuts_and_gaps() -> None:
     panel = Figure().subplots()
-    assert hp.plot.head_map(scores(), plan(), ax=panel, values=True) is panel
+    assert hp.plot.head_map(scores(), PLAN, ax=panel, values=True) is panel
     (image,) = panel.images
     shown = np.ma.filled(image.get_array(), np.nan)
     np.testing.assert_array_equal(shown, [[1, 2, 3], [4, np.nan, 5]])
-    assert {p.get_xy() for p in panel.patches if p.get_hatch()} == {(0.5, -0.5), (-0.5, 0.5)}
-    assert [t.get_text() for t in panel.get_yticklabels()] == ["a.b", "a.c"]
-    assert {t.get_text() for t in panel.texts} >= {"1\n±0.1", "5\n±0.5"}
-    alone = hp.plot.head_map(plan=plan())
-    assert len([p for p in alone.patches if p.get_hatch()]) == 3
-    assert len(alone.figure.axes) == 1, "no colours to explain"
-    assert not [p for p in hp.plot.head_map(scores()).patches if p.get_hatch()]
+    assert crossed(panel) == {(0.5, -0.5), (-0.5, 0.5)}
+    assert labels(panel.get_yticklabels()) == ["a.b", "a.c"]
+    assert {*labels(panel.texts)} >= {"1\n±0.1", "5\n±0.5"}
+    alone = hp.plot.head_map(plan=PLAN)
+    assert len(crossed(alone)) == 3
+    assert len(alone.figure.axes) == 1, "there are no colours to explain"
+    assert not crossed(hp.plot.head_map(scores()))
     with pytest.raises(InvalidValue, match="neither"):
         hp.plot.head_map()
-    other = PruningPlan(HeadMask.from_keep({"a.b": [0]}, {"a.b": 3}))
     with pytest.raises(InvalidValue, match=r"none for a\.c"):
-        hp.plot.head_map(scores(), other)
+        hp.plot.head_map(scores(), plan(b=[0]))
 
 
 def maps(image: tuple[int, int] | None = None) -> AttentionMaps:
     draw = np.random.default_rng(0)
     masks = np.array([[True] * 5, [True] * 3 + [False] * 2])
-    sites = tuple(
-        SiteMaps(
-            name, "self", heads, draw.random((2, len(heads), 5, 5), dtype=np.float32), masks, masks
-        )
-        for name, heads in (("a.b", (0, 1, 2)), ("a.c", (0, 2)))
-    )
-    return AttentionMaps(sites, (("[CLS]", "<b>", "$x$", "\x07é", "."), ("a", "b", "c")), (), image)
+    sites = []
+    for site in SITES:
+        weights = draw.random((2, len(site.heads), 5, 5), dtype=np.float32)
+        sites.append(SiteMaps(site.name, "self", site.heads, weights, masks, masks))
+    words = (("[CLS]", "<b>", "$x$", "\x07é", "."), ("a", "b", "c"))
+    return AttentionMaps(tuple(sites), words, (), image)
 
 
 def test_one_head_has_its_tokens_beside_it() -> None:
-    found, head = maps(), HeadId("a.c", 2)
-    panel = hp.plot.attention(found, head)
-    np.testing.assert_array_equal(panel.images[0].get_array(), found.shown(head, 0))
-    assert [t.get_text() for t in panel.get_yticklabels()] == ["[CLS]", "<b>", r"\$x\$", "é", "."]
+    found = maps()
+    panel = hp.plot.attention(found, HEAD)
+    np.testing.assert_array_equal(panel.images[0].get_array(), found.shown(HEAD, 0))
+    assert labels(panel.get_yticklabels()) == ["[CLS]", "<b>", r"\$x\$", "é", "."]
     panel.figure.canvas.draw()
-    small = hp.plot.attention(found, head, example=1, ax=Figure().subplots())
+    small = hp.plot.attention(found, HEAD, example=1, ax=Figure().subplots())
     assert small.images[0].get_array().shape == (3, 3)
     with pytest.raises(InvalidValue, match="0 to 1"):
-        hp.plot.attention(found, head, example=2)
-
-
-def test_more_tokens_than_can_be_read_are_left_out() -> None:
-    weights, mask = np.full((1, 1, 41, 3), 1 / 3, np.float32), np.ones((1, 41), bool)
-    words = (tuple(f"key {i}" for i in range(3)),), (tuple(f"query {i}" for i in range(41)),)
-    found = AttentionMaps((SiteMaps("a", "cross", (0,), weights, mask, mask[:, :3]),), *words)
-    panel = hp.plot.attention(found, HeadId("a", 0))
-    assert [t.get_text() for t in panel.get_xticklabels()] == ["key 0", "key 1", "key 2"]
-    assert [t.get_text() for t in panel.get_yticklabels()] == []
+        hp.plot.attention(found, HEAD, example=2)
 
 
 def test_all_heads_are_small_multiples() -> None:
     panels = hp.plot.attention(maps())
-    assert panels.shape == (2, 3)
-    assert [[p.get_title() for p in row if p.get_visible()] for row in panels] == [
-        ["0", "1", "2"],
-        ["0", "2"],
-    ]
+    shown = [[panel.get_title() for panel in row if panel.get_visible()] for row in panels]
+    assert shown == [["0", "1", "2"], ["0", "2"]]
     assert hp.plot.attention(maps(), "a.b").shape == (1, 3)
     own = Figure().subplots(2, 3)
     assert hp.plot.attention(maps(), axes=own) is own
-    assert own[1][0].get_title() == "0"
-    mask = hp.HeadMask.from_keep({"a.b": [0, 2], "a.c": [0, 1, 2]}, {"a.b": 3, "a.c": 3})
-    marked = hp.plot.attention(maps(), plan=hp.PruningPlan(mask))
-    assert [p.get_title() for p in marked[0]] == ["0", "1 ×", "2"]
-    assert [p.spines["left"].get_linestyle() == "--" for p in marked[0]] == [False, True, False]
+    marked = hp.plot.attention(maps(), plan=plan(b=[0, 2], c=[0, 1, 2]))[0]
+    assert [panel.get_title() for panel in marked] == ["0", "1 ×", "2"]
+    dashed = [panel.spines["left"].get_linestyle() == "--" for panel in marked]
+    assert dashed == [False, True, False]
 
 
 def test_of_an_image_a_query_is_laid_out_as_the_image() -> None:
     found, head = maps((2, 2)), HeadId("a.b", 1)
     panel = hp.plot.attention(found, head, query=3)
-    np.testing.assert_array_equal(
-        panel.images[0].get_array(), found.shown(head, 0)[3, 1:].reshape(2, 2)
-    )
+    wanted = found.shown(head, 0)[3, 1:].reshape(2, 2)
+    np.testing.assert_array_equal(panel.images[0].get_array(), wanted)
     with pytest.raises(InvalidValue, match="at most 5 patches"):
         hp.plot.attention(replace(found, image=(3, 3)), head)
 
@@ -138,7 +136,7 @@ def record(kept: int, value: float) -> RunRecord:
     return RunRecord("x", "done", "report", "2026-01-01T00:00:00+00:00", quality=quality)
 
 
-def test_a_tradeoff_of_runs_and_of_a_sweep() -> None:
+def test_a_tradeoff_of_runs() -> None:
     panel = hp.plot.tradeoff([record(6, 0.85), record(4, 0.8)])
     lines = {line.get_label(): line for line in panel.get_lines()}
     assert list(lines["random"].get_xdata()) == [4, 6]
@@ -153,65 +151,42 @@ def test_a_tradeoff_of_runs_and_of_a_sweep() -> None:
     with pytest.raises(InvalidValue, match="one metric, measured on validation rows, got nothing"):
         hp.plot.tradeoff(record(6, 0.85), split="validation")
 
+
+def test_a_tradeoff_of_a_sweep() -> None:
     base = {"validation": 9.0, "test": 9.5, "heads": 8, "params": 9, "macs": 9, "kv": None}
-    drops = {"validation_drop": 0.1, "test_drop": 0.1}
-    rows = tuple(
-        FrozenDict(
-            {
-                "scorer": "fisher",
-                "seed": seed,
-                "heads": 4,
-                "test": 10.0 + seed,
-                "validation": 10.0,
-                **drops,
-            }
-        )
-        for seed in (0, 2)
-    )
-    table = SweepTable("s", "perplexity", ("scorer",), (), FrozenDict(base), rows)
-    panel = hp.plot.tradeoff(table, ax=Figure().subplots())
+    row = {"scorer": "fisher", "heads": 4, "validation": 10.0}
+    row |= {"validation_drop": 0.1, "test_drop": 0.1}
+    rows = [{**row, "seed": seed, "test": 10.0 + seed} for seed in (0, 2)]
+
+    def table(*keys: str, **more: str) -> SweepTable:
+        found = tuple(FrozenDict({**each, **more}) for each in rows)
+        return SweepTable("s", "perplexity", keys, (), FrozenDict(base), found)
+
+    panel = hp.plot.tradeoff(table("scorer"), ax=Figure().subplots())
     assert list(panel.containers[0][0].get_ydata()) == [11.0]
     assert panel.get_ylabel() == "perplexity on test rows, lower is better"
     with pytest.raises(InvalidValue, match="test or validation"):
-        hp.plot.tradeoff(table, split="train")
-    chance = tuple(FrozenDict({**row, "scorer": "random", "recover": "none"}) for row in rows)
-    panel = hp.plot.tradeoff(
-        replace(table, keys=("scorer", "recover"), rows=chance), ax=Figure().subplots()
-    )
-    assert (len(panel.containers), len(panel.collections)) == (
-        0,
-        1,
-    )  # a band, whatever else its method says
+        hp.plot.tradeoff(table("scorer"), split="train")
+    chance = table("scorer", "recover", scorer="random", recover="none")
+    panel = hp.plot.tradeoff(chance, ax=Figure().subplots())
+    # It is a band, whatever else its method says.
+    assert (len(panel.containers), len(panel.collections)) == (0, 1)
 
 
-def test_agreement_has_a_panel_a_measure() -> None:
-    found = hp.agreement(scores(), scores("fisher", ((1.0, 3.0, 2.0), (4.0, 5.0))))
-    panels = hp.plot.agreement(found)
-    assert [p.get_xlabel() for p in panels] == list(found.header[1:])
-    assert [t.get_text() for t in panels[0].get_yticklabels()] == [found.label(found.pairs[0])]
-    (x,), _ = panels[0].get_lines()[-1].get_data()
-    assert x == pytest.approx(found.pairs[0].spearman.value)
-
-
-@pytest.mark.parametrize("kind", ["svg", "pdf"])
-def test_pictures_are_saved_as_vectors(kind: str) -> None:
+def test_pictures_are_saved_as_vectors() -> None:
+    """Only the cells of a map and its scale of colours are images."""
     found = hp.agreement(scores(), scores("fisher", ((3.0, 1.0, 2.0), (4.0, 5.0))))
-    pictures = {
-        "a map": hp.plot.head_map(scores(), plan(), values=True),
-        "a head": hp.plot.attention(maps(), HeadId("a.c", 2)),
-        "a trade-off": hp.plot.tradeoff([record(6, 0.85), record(4, 0.8)]),
-        "an agreement": hp.plot.agreement(found)[0],
-    }
-    for name, panel in pictures.items():
+    pictures = [
+        (hp.plot.head_map(scores(), PLAN, values=True), True),
+        (hp.plot.attention(maps(), HEAD), True),
+        (hp.plot.tradeoff([record(6, 0.85), record(4, 0.8)]), False),
+        (hp.plot.agreement(found)[0], False),
+    ]
+    for panel, is_map in pictures:
         written = BytesIO()
-        panel.figure.savefig(written, format=kind)
-        saved = written.getvalue()
-        assert saved.startswith(b"%PDF-" if kind == "pdf" else b"<?xml"), name
-        if kind == "svg":
-            root = ElementTree.fromstring(saved)
-            assert len(root.findall(".//{*}path")) > 5, name
-            images = len(root.findall(".//{*}image"))
-            assert images <= 2, (
-                name
-            )  # the cells of a map and its scale of colours; all else is drawn
-            assert (images == 0) == (name in ("a trade-off", "an agreement"))
+        panel.figure.savefig(written, format="svg")
+        root = ElementTree.fromstring(written.getvalue())
+        assert len(root.findall(".//{*}path")) > 5
+        images = len(root.findall(".//{*}image"))
+        assert (0 < images <= 2) == is_map
+        assert images == 0 or is_map

@@ -14,7 +14,6 @@ import headprune as hp
 from headprune import recovery
 from headprune.core.codec import FrozenDict
 from headprune.core.record import RunRecord
-from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import load_recipe
 from headprune.report.repeat import TRAINING, python_lines
 from headprune.run import prepared, run_recipe
@@ -39,44 +38,33 @@ OWN = (
 )
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, RunRecord]:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("repeat")
-    out = f"out={folder / 'run'}"
-    recipe = load_recipe("llama-stories", [*FIXTURES["llama-stories"](folder), *OWN, out])
-    return recipe, run_recipe(recipe, say=lambda line: None)
-
-
 def test_the_lines_come_to_the_runs_plan_and_model(
-    done: tuple[Recipe, RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, record = done
+    torch.manual_seed(0)
+    settings = [*FIXTURES["llama-stories"](tmp_path), *OWN, f"out={tmp_path / 'run'}"]
+    recipe = load_recipe("llama-stories", settings)
+    record = run_recipe(recipe, say=lambda line: None)
     subject = prepared(recipe, say=lambda line: None)
-    own: dict[str, Any] = {
-        "model": subject.model,
-        "batches": subject.data.batches("calibration", 16),
-    }
+    batches = subject.data.batches("calibration", 16)
+    own: dict[str, Any] = {"model": subject.model, "batches": batches}
     monkeypatch.chdir(tmp_path)
     exec(python_lines(record), own)
-    assert own["scores"].settings == record.scores.settings  # type: ignore[union-attr]
+    assert record.scores is not None
+    assert own["scores"].settings == record.scores.settings
     assert own["plan"] == record.plan
-    again, first = (
-        hp.from_pretrained(folder) for folder in (tmp_path / "small", Path(recipe.folder) / "model")
-    )
+    again, first = (hp.from_pretrained(tmp_path / name) for name in ("small", "run/model"))
     found = again.state_dict()
     for name, tensor in first.state_dict().items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-3, atol=1e-4
-        )  # the run refits in another order
+        # The run refits in another order.
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_recoveries_that_train_are_known() -> None:
     methods = {name: recovery.registry.get(name) for name in recovery.registry}
     assert {name for name, method in methods.items() if method.trains} == set(TRAINING)
-    assert {
-        name for name, method in methods.items() if "seed" in {f.name for f in fields(method)}
-    } == set(TRAINING)
+    seeded = {name for name, m in methods.items() if "seed" in {f.name for f in fields(m)}}
+    assert seeded == set(TRAINING)
 
 
 def lines_of(record: RunRecord, **recipe: Any) -> str:
@@ -85,62 +73,58 @@ def lines_of(record: RunRecord, **recipe: Any) -> str:
     return text
 
 
-def test_what_the_selector_and_the_recoveries_ask_for_is_handed_to_them() -> None:
+def planned(**changes: Any) -> RunRecord:
+    """A record with another plan."""
     record = record_of()
     assert record.plan is not None
+    return replace(record, plan=replace(record.plan, **changes))
+
+
+def test_recoveries_are_handed_their_rows_their_teacher_and_their_seed() -> None:
     steps = [
         {"method": "lstsq", "settings": {}, "rows": "train"},
         {"method": "finetune", "settings": {"patience": 2}, "rows": None},
     ]
-    text = lines_of(
-        record,
-        recover=steps,
-        seed=7,
-        train={"epochs": 1},
-        score={"until": {"k": 3, "confidence": 0.9}},
-    )
-    assert "until=hp.Stable(k=3, confidence=0.9)" in text
-    assert (
-        "hp.recover_(model, train_batches, method, original if method.needs_teacher else None)"
-        in text
-    )
-    assert "method = hp.recovery.Finetune(seed=7, patience=2)" in text
-    assert "validation=validation_batches" in text
+    until = {"until": {"k": 3, "confidence": 0.9}}
+    text = lines_of(record_of(), recover=steps, seed=7, train={"epochs": 1}, score=until)
+    for line in (
+        "until=hp.Stable(k=3, confidence=0.9)",
+        "hp.recover_(model, train_batches, method, original if method.needs_teacher else None)",
+        "method = hp.recovery.Finetune(seed=7, patience=2)",
+        "validation=validation_batches",
+        "# model: the uncut model, as the run trained it",
+    ):
+        assert line in text
     assert text.index("original = copy.deepcopy(model)") < text.index("hp.prune_(model, plan)")
-    assert [line.partition(":")[0] for line in text.splitlines() if line.startswith("# ")] == [
-        *("# model", "# batches", "# train_batches", "# validation_batches", "# as this run chose")
-    ]
-    assert "# model: the uncut model, as the run trained it" in text
-    calls = {
-        "iterative": "rescore=hp.scoring.rescorer(model, batches, hp.scoring.Taylor(",
-        "local_search": "loss=hp.scoring.loss_of(model, batches, after_cut=between)",
-    }
-    for selector, call in calls.items():
-        chosen = replace(record, plan=replace(record.plan, selector=selector))
-        text = lines_of(
-            chosen, select={"recover": [{"method": "mean_fold"}], "must_remove": {"a.b": [1]}}
-        )
-        assert call in text
-        assert (
-            "    hp.recover_(small, batches, method, original if method.needs_teacher else None)"
-            in text
-        )
-        assert "must_remove={'a.b': (1,)}" in text
+    comments = [line.partition(":")[0] for line in text.splitlines() if line.startswith("# ")]
+    names = ["# model", "# batches", "# train_batches", "# validation_batches"]
+    assert comments == [*names, "# as this run chose"]
+
+
+@pytest.mark.parametrize(
+    ("selector", "line"),
+    [
+        ("iterative", "rescore=hp.scoring.rescorer(model, batches, hp.scoring.Taylor("),
+        ("local_search", "loss=hp.scoring.loss_of(model, batches, after_cut=between)"),
+    ],
+)
+def test_selectors_are_handed_what_they_ask_for(selector: str, line: str) -> None:
+    select = {"recover": [{"method": "mean_fold"}], "must_remove": {"a.b": [1]}}
+    text = lines_of(planned(selector=selector), select=select)
+    assert line in text
+    assert "hp.recover_(small, batches, method, original if method.needs_teacher" in text
+    assert "must_remove={'a.b': (1,)}" in text
 
 
 def test_a_budget_of_speed_is_measured_where_the_run_measured_it() -> None:
-    record = record_of()
-    assert record.plan is not None
-    timed = replace(
-        record, plan=replace(record.plan, budget=hp.Budget(speedup=1.2), selector="knapsack")
-    )
+    timed = planned(budget=hp.Budget(speedup=1.2), selector="knapsack")
     text = lines_of(timed, select={"latency": {"batch_size": 4, "length": None, "seconds": 20}})
     assert "table = hp.bench.latency_table(model, batch, batch_size=4, seconds=20)" in text
     assert "latency=table" in text
     assert "# batch: one batch" in text
 
 
-def test_cuts_in_stages_are_the_commands_and_only_the_plan_is_taken() -> None:
+def test_of_cuts_in_stages_only_the_plan_is_taken() -> None:
     text = lines_of(record_of(), gradual={"stages": 3}, recover=[{"method": "lstsq"}])
     assert "hp.score(" not in text
     assert "hp.recover_(" not in text
@@ -148,47 +132,33 @@ def test_cuts_in_stages_are_the_commands_and_only_the_plan_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["_", "none", "true", "_1", "import", "\N{LATIN SMALL LIGATURE FI}", "__debug__"]
+    "name", ["_", "none", "_1", "import", "\N{LATIN SMALL LIGATURE FI}", "__debug__"]
 )
 def test_names_that_python_takes_for_something_else_are_not_written_as_names(name: str) -> None:
-    record, settings = record_of(), {name: 2}
+    settings, record = FrozenDict({name: 2}), record_of()
     assert record.scores is not None
-    chosen = replace(
-        record, scores=replace(record.scores, scorer=name, settings=FrozenDict(settings))
-    )
-    assert f"hp.score(model, batches, {name!r}" in " ".join(lines_of(chosen).split()).replace(
-        "( ", "("
-    )
-    assert record.plan is not None
-    timed = replace(
-        record,
-        plan=replace(record.plan, budget=hp.Budget(speedup=1.2), settings=FrozenDict(settings)),
-    )
+    scores = replace(record.scores, scorer=name, settings=settings)
+    text = " ".join(lines_of(replace(record, scores=scores)).split()).replace("( ", "(")
+    assert f"hp.score(model, batches, {name!r}" in text
     recipe = {
         "model": {"layouts": f"mine:{name}"},
         "select": {"latency": {name: 1, "sites": 1}, "policy": "free"},
         "score": {"until": {name: 1}},
         "recover": [{"method": name, "settings": {}}, {"method": "lstsq", "settings": settings}],
     }
-    for each in (record, timed):
+    for each in (record, planned(budget=hp.Budget(speedup=1.2), settings=settings)):
         lines_of(each, **recipe)
 
 
 def test_names_and_settings_of_a_record_cannot_become_code() -> None:
-    record = record_of()
+    bad, record = "x()\nimport os", record_of()
     assert record.scores is not None
-    assert record.plan is not None
-    bad = "x()\nimport os"
     scores = replace(record.scores, scorer=bad, settings=FrozenDict({bad: bad}))
-    nasty = replace(record, scores=scores, plan=replace(record.plan, selector=bad))
-    recipe = {
-        "recover": [{"method": bad, "settings": {bad: bad}}],
-        "model": {"layouts": bad},
-        "select": {"policy": bad},
-    }
+    steps = [{"method": bad, "settings": {bad: bad}}]
+    recipe = {"recover": steps, "model": {"layouts": bad}, "select": {"policy": bad}}
+    nasty = replace(planned(selector=bad), scores=scores)
     text = lines_of(nasty, **recipe, score={"until": {"k": bad, bad: 1}})
     assert not [line for line in text.splitlines() if line.startswith("import os")]
     assert repr(bad) in text
-    assert "inf" not in lines_of(record, select={"must_keep": {"a": [float("inf")]}}).replace(
-        "float('inf')", ""
-    )
+    infinite = lines_of(record, select={"must_keep": {"a": [float("inf")]}})
+    assert "inf" not in infinite.replace("float('inf')", "")

@@ -30,14 +30,13 @@ def problems(*grid: str) -> dict[str, str]:
 
 
 def test_every_combination_once_in_order() -> None:
-    design = lay_out(
-        "digits-vit", ["seed=3"], ["scorer=taylor,random", "keep=0.5,8", "recover=none,mean_fold"]
-    )
+    grid = ["scorer=taylor,random", "keep=0.5,8", "recover=none,mean_fold"]
+    design = lay_out("digits-vit", ["seed=3"], grid)
     assert (design.keys, design.budgets) == (("scorer", "keep", "recover"), ("keep",))
     values = [tuple(point.values.values()) for point in design.points]
-    assert values == [
-        (s, k, r) for s in ("taylor", "random") for k in (0.5, 8) for r in ("none", "mean_fold")
-    ]
+    recoveries = ("none", "mean_fold")
+    wanted = [(s, k, r) for s in ("taylor", "random") for k in (0.5, 8) for r in recoveries]
+    assert values == wanted
     for point, (scorer, keep, recover) in zip(design.points, values, strict=True):
         recipe = point.recipe
         assert (recipe.seed, recipe.score.scorer, recipe.select.keep_heads) == (3, scorer, keep)
@@ -45,61 +44,38 @@ def test_every_combination_once_in_order() -> None:
 
 
 def test_a_mapping_and_paths_say_the_same() -> None:
-    one = lay_out(
-        "digits-vit",
-        (),
-        {"score.scorer": ["taylor"], "select.keep_heads": [0.5], "recover": "none"},
-    )
+    given = {"score.scorer": ["taylor"], "select.keep_heads": [0.5], "recover": "none"}
+    one = lay_out("digits-vit", (), given)
     two = lay_out(load_recipe("digits-vit"), (), ["scorer=taylor", "keep=0.5", "recover=none"])
     assert [p.recipe for p in one.points] == [p.recipe for p in two.points]
     assert one.budgets == ("select.keep_heads",)
 
 
-def test_what_goes_over_from_the_recipe() -> None:
+def test_settings_of_the_recipe_are_used_where_they_are_meant() -> None:
     grid = ["scorer=taylor,fisher,random", "recover=none,finetune,mean_fold+finetune"]
-    points = {
-        tuple(p.values.values()): p.recipe for p in lay_out(check_recipe(RAW), (), grid).points
-    }
+    found = lay_out(check_recipe(RAW), (), grid).points
+    points = {tuple(point.values.values()): point.recipe for point in found}
     assert points["taylor", "none"].score.settings == {"reduce": "token"}
-    assert points["fisher", "none"].score.settings == {}  # they were those of another scorer
+    assert points["fisher", "none"].score.settings == {}, "they were those of another scorer"
     assert points["fisher", "none"].score.until is not None
-    assert points["random", "none"].score.until is None  # it reads no data
-    (step,) = points["taylor", "finetune"].recover
-    assert step.settings == {"epochs": 3}
-    assert [(s.method, s.settings) for s in points["taylor", "mean_fold+finetune"].recover] == [
-        ("mean_fold", {}),
-        ("finetune", {"epochs": 3}),
-    ]
+    assert points["random", "none"].score.until is None, "it reads no data"
+    assert [step.settings for step in points["taylor", "finetune"].recover] == [{"epochs": 3}]
+    steps = [(s.method, s.settings) for s in points["taylor", "mean_fold+finetune"].recover]
+    assert steps == [("mean_fold", {}), ("finetune", {"epochs": 3})]
 
 
 def test_a_budget_replaces_the_recipes() -> None:
-    (heads, _), (macs, _) = (
-        lay_out(check_recipe(RAW), (), [grid]).points
-        for grid in ("keep=0.5,1", "keep_macs=0.5,0.6")
-    )
+    heads = lay_out(check_recipe(RAW), (), ["keep=0.5,1"]).points[0]
+    macs = lay_out(check_recipe(RAW), (), ["keep_macs=0.5,0.6"]).points[0]
     assert heads.recipe.select.budget.kind == "keep_heads"
     assert macs.recipe.select.budget.length == 32
 
 
 def test_every_error_at_once() -> None:
-    found = problems(
-        *(
-            "scorer=tailor,taylor,taylor",
-            "kep=0.5",
-            "train.epochs=1,2",
-            "selector=",
-            "recover=none,[]",
-            "keep=0.5,2.5",
-        ),
-        *(
-            "select.keep_heads=0.5",
-            "score.magnitude=true",
-            "oops",
-            "score.scorerr=1",
-            "score=1",
-            "keep_kv=[1",
-        ),
-    )
+    grid = ["scorer=tailor,taylor,taylor", "kep=0.5", "train.epochs=1,2", "selector="]
+    grid += ["recover=none,[]", "keep=0.5,2.5", "select.keep_heads=0.5", "score.magnitude=true"]
+    grid += ["oops", "score.scorerr=1", "score=1", "keep_kv=[1"]
+    found = problems(*grid)
     for where, text in {
         "--grid scorer": "must be values that differ, got 'taylor' again",
         "score.scorer": "'tailor'. Did you mean 'taylor'",
@@ -117,41 +93,31 @@ def test_every_error_at_once() -> None:
     }.items():
         assert text in found[where], (where, found)
     assert "given a key with values" in problems()["--grid"]
-
-
-def test_settings_that_not_every_scorer_has() -> None:
     found = problems("scorer=taylor,fisher", "score.settings.reduce=token,example")
     assert list(found) == ["score.settings.reduce"]
     assert "a setting of fisher" in found["score.settings.reduce"]
 
 
-def test_budgets_of_speed_are_refused() -> None:
-    assert (
-        "other processes would disturb, got select.speedup"
-        in problems("select.speedup=1.2,1.5")["--grid select.speedup"]
-    )
-    with pytest.raises(RecipeError, match="select: must be a budget other than speedup"):
-        lay_out(
-            "digits-vit", ["select.keep_heads=null", "select.speedup=1.2"], ["scorer=taylor,fisher"]
-        )
+def test_budgets_of_speed_and_cuts_in_stages_are_refused() -> None:
+    found = problems("select.speedup=1.2,1.5")["--grid select.speedup"]
+    assert "other processes would disturb, got select.speedup" in found
+    for settings, words in (
+        (["select.keep_heads=null", "select.speedup=1.2"], "select: must be a budget other than"),
+        (["gradual={stages: 2}"], "gradual"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            lay_out("digits-vit", settings, ["scorer=taylor,fisher"])
 
 
-def test_a_sweep_cuts_at_once() -> None:
-    with pytest.raises(RecipeError) as caught:
-        lay_out("digits-vit", ["gradual={stages: 2}"], ["keep=0.5"])
-    assert [problem.where for problem in caught.value.problems] == ["gradual"]
-
-
-def test_a_recipe_takes_no_settings() -> None:
+def test_a_checked_recipe_takes_no_settings() -> None:
     with pytest.raises(InvalidValue, match="checked already"):
         lay_out(check_recipe(RAW), ["seed=1"], ["keep=0.5"])
 
 
 def test_presets_beside_the_recipe_itself() -> None:
     points = lay_out("digits-vit", [], ["preset=none,kwon2022,flap2024", "keep=0.5,0.25"]).points
-    assert [p.recipe.score.scorer for p in points] == ["taylor"] * 2 + ["fisher"] * 2 + [
-        "fluctuation"
-    ] * 2
+    scorers = [scorer for scorer in ("taylor", "fisher", "fluctuation") for _ in range(2)]
+    assert [p.recipe.score.scorer for p in points] == scorers
     assert [p.recipe.select.keep_heads for p in points] == [0.5, 0.25] * 3
     with pytest.raises(RecipeError, match="--grid scorer: must be left out beside preset"):
         lay_out("digits-vit", [], ["preset=kwon2022", "scorer=taylor,fisher"])

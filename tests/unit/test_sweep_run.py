@@ -3,6 +3,8 @@ picks made again."""
 
 from __future__ import annotations
 
+import copy
+import csv
 import dataclasses
 import itertools
 import json
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors import safe_open
 
 import headprune as hp
@@ -42,18 +45,21 @@ def sweep(
     folder: Path, grid: Any = GRID, lines: list[str] | None = None, **settings: Any
 ) -> sweeping.SweepResult:
     recipe = settings.pop("recipe", None) or tiny()
-    kept: list[str] = [] if lines is None else lines
-    return hp.run.sweep(recipe, grid, out=folder, say=kept.append, **{"seeds": 2, **settings})
+    said: list[str] = [] if lines is None else lines
+    return hp.run.sweep(recipe, grid, out=folder, say=said.append, **{"seeds": 2, **settings})
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file of finished work, with what tells whether it was written again."""
-    found = [
-        p
-        for kind in ("scores", "plans", "outcomes", "runs", "bases")
-        for p in (folder / kind).rglob("*.*")
-    ]
+    kinds = ("scores", "plans", "outcomes", "runs", "bases")
+    found = [path for kind in kinds for path in (folder / kind).rglob("*.*")]
     return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in found}
+
+
+def unchanged(folder: Path, before: dict[str, tuple[int, int]]) -> bool:
+    """Whether the files of before are there, and none was written again."""
+    after = files(folder)
+    return all(after.get(name) == mark for name, mark in before.items())
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,12 @@ def copied(swept: sweeping.SweepResult, tmp_path: Path, _undrawn: None) -> Path:
 
 
 @pytest.fixture
+def whole(swept: sweeping.SweepResult) -> bytes:
+    """The table of the sweep that nothing disturbed."""
+    return (swept.folder / "table.json").read_bytes()
+
+
+@pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of the pieces of work that are really done from now on."""
     done: list[str] = []
@@ -87,47 +99,105 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
+def break_at(patch: pytest.MonkeyPatch, kind: str, name: str, value: object) -> None:
+    """Lets tasks of a kind fail where their recipe has this value."""
+    real = tasks._MAKERS[kind]
+
+    def broken(task: Any) -> None:
+        if value in (
+            getattr(task.recipe.score, name, None),
+            getattr(task.recipe.select, name, None),
+        ):
+            raise RuntimeError("out of memory")
+        real(task)
+
+    patch.setitem(tasks._MAKERS, kind, broken)
+
+
+# ----------------------------------------------------------------------------------------------
+# what is computed, and what is shared
+
+
 def test_every_combination_once_and_pieces_shared(swept: sweeping.SweepResult) -> None:
-    table = swept.table
-    assert len({row["run"] for row in table.rows}) == len(table.rows) == 2 * 2 * 2 * 2
-    assert len({(r["scorer"], r["keep"], r["recover"], r["seed"]) for r in table.rows}) == 16
+    folder, table = swept.folder, swept.table
+    keys = {(r["scorer"], r["keep"], r["recover"], r["seed"]) for r in table.rows}
+    assert len({row["run"] for row in table.rows}) == len(table.rows) == len(keys) == 16
     kinds = {
-        kind: len(list((swept.folder / kind).glob("*.json")))
-        for kind in ("scores", "plans", "runs")
+        kind: len(list((folder / kind).glob("*.json"))) for kind in ("scores", "plans", "runs")
     }
-    assert kinds == {
-        "scores": 4,
-        "plans": 8,
-        "runs": 16,
-    }  # scores for both budgets, plans for both recoveries
+    # Both budgets share scores, and both recoveries plans.
+    assert kinds == {"scores": 4, "plans": 8, "runs": 16}
     assert {row["heads"] for row in table.rows if row["keep"] == 0.75} == {6}
-    assert table.base["heads"] == 8
-    assert table.base["kv"] is None
+    assert (table.base["heads"], table.base["kv"]) == (8, None)
+    scores = [hp.HeadScores.load(path) for path in (folder / "scores").glob("*.json")]
+    taylor, noise = ([s for s in scores if s.scorer == name] for name in ("taylor", "random"))
+    assert taylor[0].data != taylor[1].data, "a draw is other calibration rows"
+    assert {s.seed for s in noise} == {0, 1}
+    assert len({s.model for s in scores}) == 1
+
+
+def test_tables_in_every_form(swept: sweeping.SweepResult) -> None:
+    folder, table = swept.folder, swept.table
+    assert SweepTable.load(folder / "table.json") == table
+    stored = parquet.read_table(folder / "table.parquet").to_pylist()
+    assert stored == [dict(row) for row in table.rows]
+    with open(folder / "table.csv", newline="") as file:
+        assert [float(r["test"]) for r in csv.DictReader(file)] == [r["test"] for r in table.rows]
+    with open(folder / "timings.csv", newline="") as file:
+        assert all(float(r["score"]) > 0 for r in csv.DictReader(file))
+    assert {"summary.md", "tradeoff.svg", "tradeoff.png"} <= {p.name for p in folder.iterdir()}
+
+
+def test_a_row_is_what_the_verbs_give(swept: sweeping.SweepResult) -> None:
+    """Draw 1, from the saved base model on, by hand."""
+    wanted = {"scorer": "taylor", "keep": 0.5, "recover": "mean_fold", "seed": 1}
+    row = next(row for row in swept.table.rows if wanted.items() <= row.items())
+    subject = hp.run.prepared(tiny(), say=lambda line: None)
+    train = subject.data.examples["train"]
+    rows = [train[i] for i in calibration_rows(len(train), 40, seed=1)]
+    batches = [subject.data.collate(rows[i : i + 32]) for i in (0, 32)]
+    scores = hp.score(subject.model, batches, "taylor", progress=False)
+    plan = hp.select(scores, hp.Budget(keep_heads=0.5))
+    assert hp.PruningPlan.load(swept.folder / row["plan"]).mask == plan.mask
+    model = copy.deepcopy(subject.model)
+    hp.prune_(model, plan)
+    hp.recover_(model, batches, "mean_fold", teacher=subject.model)
+    for split in ("validation", "test"):
+        quality = subject.measure(model, "x", 4, split)
+        assert row[split] == quality.value
+        assert row[f"{split}_loss"] == pytest.approx(quality.loss, abs=1e-5)
+        assert row[f"{split}_drop"] == pytest.approx(swept.table.base[split] - row[split])
+        assert row[f"{split}_drop_low"] <= row[f"{split}_drop"] <= row[f"{split}_drop_high"]
 
 
 def test_models_that_are_the_same_are_judged_once(copied: Path, counted: list[str]) -> None:
+    """Magnitude reads no rows, so all its draws come to one plan; a recovery reads them."""
     table = sweep(copied, ["scorer=magnitude", "keep=0.5", "recover=none,mean_fold"]).table
-    # Draws of rows that magnitude does not read come to one plan; what is recovered with them does
-    # not.
-    assert {kind: counted.count(kind) for kind in tasks._MAKERS} == {
-        "scores": 2,
-        "plans": 2,
-        "outcomes": 3,
-    }
-    keys = {
-        r["run"]: SweepRun.load(copied / "runs" / f"{r['run']}.json").outcome for r in table.rows
-    }
-    assert len(keys) == 4
-    assert len(set(keys.values())) == 3
+    numbers = {kind: counted.count(kind) for kind in tasks._MAKERS}
+    assert numbers == {"scores": 2, "plans": 2, "outcomes": 3}
+    keys = {SweepRun.load(copied / "runs" / f"{r['run']}.json").outcome for r in table.rows}
+    assert (len(table.rows), len(keys)) == (4, 3)
+
+
+def test_a_sweep_does_only_what_is_not_done(copied: Path, counted: list[str], whole: bytes) -> None:
+    before, lines = files(copied), list[str]()
+    sweep(copied, lines=lines)
+    assert not counted
+    assert files(copied) == before
+    assert (copied / "table.json").read_bytes() == whole
+    assert "16 of 16 runs are done already" in lines
+    larger = sweep(copied, ["scorer=taylor", "keep=0.75,0.5,0.25", "recover=none"]).table
+    assert sorted(set(counted)) == ["outcomes", "plans"], "scores are there for the new budget"
+    assert counted.count("plans") == 2
+    assert unchanged(copied, before)
+    assert len(larger.rows) == 6
 
 
 @pytest.mark.parametrize("change", ["versions", "device"])
-def test_what_another_torch_or_device_has_computed_is_computed_again(
+def test_work_of_another_torch_or_device_is_done_again(
     copied: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     before = SweepTable.load(copied / "table.json")
-    base = copied / next(iter(p for p in files(copied) if p.endswith("base.json")))
-    assert json.loads(base.read_text())["versions"] == versions()
     grid: Any = ["scorer=random", "keep=0.5"]
     sweep(copied, grid, seeds=1)
     assert counted == []
@@ -140,142 +210,49 @@ def test_what_another_torch_or_device_has_computed_is_computed_again(
     assert not {row["run"] for row in table.rows} & {row["run"] for row in before.rows}
     assert hp.run.pick(copied, max_drop=1.0).run == table.rows[0]["run"]
     found = json.loads((copied / "surroundings.json").read_text())
-    assert found["versions"] == versions()
-    assert found["hardware"]["device"] == "cpu"
+    assert (found["versions"], found["hardware"]["device"]) == (versions(), "cpu")
 
 
-def test_a_pick_from_the_files_of_an_earlier_version_is_refused_in_words(copied: Path) -> None:
-    for path in (copied / "runs").iterdir():
-        run = SweepRun.load(path)
-        score = {k: v for k, v in run.settings["score"].items() if k != "same"}
-        dataclasses.replace(run, settings=FrozenDict({**run.settings, "score": score})).save(path)
-    with pytest.raises(
-        InvalidValue, match=r"must be complete \(with score\.same\).*Call the sweep again"
-    ):
-        hp.run.pick(copied, max_drop=1.0)
-
-
-def test_a_row_is_what_the_verbs_give(swept: sweeping.SweepResult) -> None:
-    """Draw 1, from the saved base model on, by hand."""
-    row = next(
-        r
-        for r in swept.table.rows
-        if (r["scorer"], r["keep"], r["recover"], r["seed"]) == ("taylor", 0.5, "mean_fold", 1)
-    )
-    subject = hp.run.prepared(tiny(), say=lambda line: None)
-    train = subject.data.examples["train"]
-    rows = [train[i] for i in calibration_rows(len(train), 40, seed=1)]
-    batches = [subject.data.collate(rows[i : i + 32]) for i in (0, 32)]
-    plan = hp.select(
-        hp.score(subject.model, batches, "taylor", progress=False), hp.Budget(keep_heads=0.5)
-    )
-    assert hp.PruningPlan.load(swept.folder / row["plan"]).mask == plan.mask
-    import copy
-
-    model = copy.deepcopy(subject.model)
-    hp.prune_(model, plan)
-    hp.recover_(model, batches, "mean_fold", teacher=subject.model)
-    for split in ("validation", "test"):
-        quality = subject.measure(model, "x", 4, split)
-        assert row[split] == quality.value
-        assert row[f"{split}_loss"] == pytest.approx(quality.loss, abs=1e-5)
-        assert row[f"{split}_drop"] == pytest.approx(swept.table.base[split] - row[split])
-        assert row[f"{split}_drop_low"] <= row[f"{split}_drop"] <= row[f"{split}_drop_high"]
-
-
-def test_draws_change_the_calibration_rows_and_nothing_else(swept: sweeping.SweepResult) -> None:
-    scores = [hp.HeadScores.load(p) for p in (swept.folder / "scores").glob("*.json")]
-    taylor, noise = ([s for s in scores if s.scorer == name] for name in ("taylor", "random"))
-    assert taylor[0].data != taylor[1].data
-    assert {s.seed for s in noise} == {0, 1}
-    assert len({s.model for s in scores}) == 1
-
-
-def test_tables_in_every_form(swept: sweeping.SweepResult) -> None:
-    import csv
-
-    from pyarrow import parquet
-
-    folder, table = swept.folder, swept.table
-    assert SweepTable.load(folder / "table.json") == table
-    assert parquet.read_table(folder / "table.parquet").to_pylist() == [
-        dict(row) for row in table.rows
-    ]
-    with open(folder / "table.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [float(r["test"]) for r in rows] == [r["test"] for r in table.rows]
-    with open(folder / "timings.csv", newline="") as file:
-        assert all(float(r["score"]) > 0 for r in csv.DictReader(file))
-    assert {"summary.md", "tradeoff.svg", "tradeoff.png"} <= {p.name for p in folder.iterdir()}
-
-
-def test_a_finished_sweep_does_nothing_again(copied: Path, counted: list[str]) -> None:
-    before, table = files(copied), (copied / "table.json").read_bytes()
-    lines: list[str] = []
-    sweep(copied, lines=lines)
-    assert not counted
-    assert files(copied) == before
-    assert (copied / "table.json").read_bytes() == table
-    assert "16 of 16 runs are done already" in lines
-
-
-def test_a_larger_grid_uses_what_is_there(copied: Path, counted: list[str]) -> None:
-    before = files(copied)
-    done = sweep(copied, ["scorer=taylor", "keep=0.75,0.5,0.25", "recover=none"], seeds=2)
-    assert sorted(set(counted)) == ["outcomes", "plans"]  # scores are there for the new budget
-    assert counted.count("plans") == 2
-    assert counted.count("outcomes") <= 2
-    assert {k: v for k, v in files(copied).items() if k in before} == before
-    assert len(done.table.rows) == 6
-
-
-def test_what_is_damaged_or_missing_is_done_again(
-    copied: Path, swept: sweeping.SweepResult
-) -> None:
-    table = (swept.folder / "table.json").read_bytes()
-
+def test_damaged_and_missing_pieces_are_made_again(copied: Path, whole: bytes) -> None:
     def spoil(kind: str) -> None:
-        first, second, *_ = sorted(
-            p for p in (copied / kind).iterdir() if ".samples." not in p.name
-        )
+        paths = (copied / kind).iterdir()
+        first, second, *_ = sorted(path for path in paths if ".samples." not in path.name)
         first.write_bytes(first.read_bytes()[:-200])
         second.unlink()
 
     for kind in ("plans", "outcomes", "runs"):
         spoil(kind)
     sweep(copied)
-    assert (copied / "table.json").read_bytes() == table
+    assert (copied / "table.json").read_bytes() == whole
     for kind in ("runs", "plans"):  # nobody asks for scores whose runs are done
         shutil.rmtree(copied / kind)
     spoil("scores")
     sweep(copied)
-    assert (copied / "table.json").read_bytes() == table
+    assert (copied / "table.json").read_bytes() == whole
 
 
-def test_damaged_curvature_is_scored_again(tmp_path: Path) -> None:
+def test_damaged_curvature_is_scored_again(copied: Path) -> None:
     grid = ["scorer=fisher", "selector=quadratic", "keep=0.5"]
-    table = sweep(tmp_path / "s", grid, seeds=1).table
-    (curvature,) = (tmp_path / "s" / "scores").glob("*.curvature.safetensors")
+    table = sweep(copied, grid, seeds=1).table
+    (curvature,) = (copied / "scores").glob("*.curvature.safetensors")
     curvature.write_bytes(curvature.read_bytes()[:-8])
     for kind in ("runs", "plans"):
-        shutil.rmtree(tmp_path / "s" / kind)
-    again = sweep(tmp_path / "s", grid, seeds=1).table
+        shutil.rmtree(copied / kind)
+    again = sweep(copied, grid, seeds=1).table
     assert not again.failed
     assert again == table
 
 
-def test_pieces_of_another_model_are_no_answer(copied: Path, swept: sweeping.SweepResult) -> None:
-    """Not in one folder, where they have other names, and not under the right names either: they
-    say whose they are."""
+def test_pieces_of_another_model_are_no_answer(copied: Path, whole: bytes) -> None:
+    """They have other names, and under the right names they say whose they are."""
     before = files(copied)
-    other = sweep(copied, recipe=tiny(seed=7), seeds=1)
-    assert other.table.base["validation_loss"] != swept.table.base["validation_loss"]
+    other = sweep(copied, recipe=tiny(seed=7), seeds=1).table
+    assert other.base["validation_loss"] != json.loads(whole)["base"]["validation_loss"]
     assert len(list((copied / "bases").iterdir())) == 2
-    assert {k: v for k, v in files(copied).items() if k in before} == before
+    assert unchanged(copied, before)
     for kind in ("scores", "plans"):
-        mine = [
-            copied / name for name in before if name.startswith(kind) and name.endswith(".json")
-        ]
+        names = [name for name in before if name.startswith(kind) and name.endswith(".json")]
+        mine = [copied / name for name in names]
         theirs = sorted(set((copied / kind).glob("*.json")) - set(mine))
         for path, foreign in zip(mine, theirs, strict=False):
             shutil.copy(foreign, path)
@@ -283,84 +260,7 @@ def test_pieces_of_another_model_are_no_answer(copied: Path, swept: sweeping.Swe
                 shutil.copy(samples, path.with_name(samples.name.replace(foreign.stem, path.stem)))
     shutil.rmtree(copied / "runs")
     sweep(copied)
-    assert (copied / "table.json").read_bytes() == (swept.folder / "table.json").read_bytes()
-
-
-def test_a_base_model_that_was_exchanged_is_refused(copied: Path) -> None:
-    (weights,) = (copied / "bases").glob("*/model/model.safetensors")
-    data = bytearray(weights.read_bytes())
-    data[-3] ^= 64
-    weights.write_bytes(data)
-    with pytest.raises(
-        CheckpointError, match=r"must be as it was saved, got another model.safetensors"
-    ):
-        sweep(copied, ["keep=0.25"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        (
-            {"rows": FrozenDict()},
-            InvalidValue,
-            "must be the data that the base model saw, got other rows",
-        ),
-        (
-            {"model": ModelFingerprint("s", "w")},
-            CheckpointError,
-            "the model that was saved there, got one with another",
-        ),
-    ],
-)
-def test_what_a_base_model_says_of_itself_is_checked_when_it_is_opened(
-    swept: sweeping.SweepResult, changes: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    (mark,) = (swept.folder / "bases").glob("*/base.json")
-    with pytest.raises(error, match=words):
-        open_base(dataclasses.replace(Base.load(mark), **changes), swept.folder, tiny())
-
-
-def test_a_base_model_in_the_folder_of_another_is_refused(copied: Path) -> None:
-    (mark,) = (copied / "bases").glob("*/base.json")
-    base = Base.load(mark)
-    dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
-    with pytest.raises(
-        CheckpointError, match="must be the base model that its name says, got another base model"
-    ):
-        sweep(copied)
-
-
-def test_a_base_model_that_cannot_be_judged_ends_the_sweep(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(task: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    shutil.rmtree(copied / "outcomes")
-    monkeypatch.setitem(tasks._MAKERS, "outcomes", broken)
-    with pytest.raises(
-        InvalidValue,
-        match="the base model: must be one that can be judged, got RuntimeError: out of",
-    ):
-        sweep(copied)
-
-
-def test_a_model_that_cannot_be_judged_fails_its_runs_alone(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = tasks._MAKERS["outcomes"]
-
-    def broken(task: Any) -> None:
-        if task.recipe.select.keep_heads == 0.25:
-            raise RuntimeError("out of memory")
-        real(task)
-
-    monkeypatch.setitem(tasks._MAKERS, "outcomes", broken)
-    table = sweep(copied, ["scorer=random", "keep=0.625,0.25", "recover=none"], seeds=1).table
-    assert [row["keep"] for row in table.rows] == [0.625]
-    assert [(row["keep"], row["error"]) for row in table.failed] == [
-        (0.25, "RuntimeError: out of memory")
-    ]
+    assert (copied / "table.json").read_bytes() == whole
 
 
 def test_a_task_that_another_process_did_in_the_meantime_is_not_done_again(
@@ -373,53 +273,28 @@ def test_a_task_that_another_process_did_in_the_meantime_is_not_done_again(
     assert counted == []
 
 
-def test_work_of_killed_tasks_goes_and_long_plans_are_told_of(
+def test_remains_of_killed_work_are_removed_and_long_plans_are_told_of(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, lines = copied / ".work" / f"{tasks.SCORING}killed", []
-    left.mkdir(parents=True)
+    lines: list[str] = []
+    work, half = copied / ".work" / f"{tasks.SCORING}killed", copied / "bases" / f".half.x{PART}"
+    for folder in (work, half / "model"):
+        folder.mkdir(parents=True)
     ticks = itertools.count(0, 2)
     monkeypatch.setattr(tasks, "perf_counter", lambda: next(ticks))  # two seconds each
     sweep(copied, ["scorer=random", "keep=0.375"], lines, seeds=1)
-    assert not left.exists()
-    assert [line for line in lines if line.startswith("[plans] ")] == [
-        "[plans] scorer random, keep 0.375, seed 0: 2.0 s"
-    ]
-
-
-def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping.os, "cpu_count", lambda: 7)
-    plain = tiny(threads=None)
-    assert [sweeping._threads(plain, jobs) for jobs in (1, 2, 9)] == [None, 3, 1]
-    assert sweeping._threads(tiny(), 2) == 1, "the recipe's own"
-
-
-def test_a_cluster_that_is_joined_already_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    distributed = pytest.importorskip("distributed", reason="a backend of sweeps")
-    started: list[dict[str, int]] = []
-    monkeypatch.setattr(distributed, "Client", lambda **settings: started.append(settings))
-    monkeypatch.setattr(distributed, "default_client", lambda: "the cluster")
-    sweeping._join_cluster("loky")
-    sweeping._join_cluster("dask")
-    assert started == []
-
-    def none() -> None:
-        raise ValueError("No clients found")
-
-    monkeypatch.setattr(distributed, "default_client", none)
-    sweeping._join_cluster("dask")
-    assert started == [{"threads_per_worker": 1}]
+    assert not work.exists()
+    told = [line for line in lines if line.startswith("[plans] ")]
+    assert told == ["[plans] scorer random, keep 0.375, seed 0: 2.0 s"]
+    sweep(copied, ["scorer=random", "keep=0.375"], recipe=tiny(seed=7), seeds=1)
+    assert not half.exists(), "a base model was trained"
 
 
 @pytest.mark.parametrize("damage", ["another type", "a column is missing"])
 def test_an_outcome_of_other_numbers_is_none(
     swept: sweeping.SweepResult, tmp_path: Path, damage: str
 ) -> None:
-    path = next((swept.folder / "outcomes").iterdir())
-    with safe_open(path, "np") as file:
-        key = file.metadata()["key"]
-    found = ModelOutcome.find(path, key)
-    assert found is not None
+    found, key = stored(next((swept.folder / "outcomes").iterdir()))
     if damage == "another type":
         arrays = {name: array.astype("float32") for name, array in found.arrays.items()}
     else:
@@ -429,57 +304,103 @@ def test_an_outcome_of_other_numbers_is_none(
     assert ModelOutcome.find(found.save(again, key), key) is not None
 
 
-def test_failures_are_kept_and_stop_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    done = sweep(copied, ["keep=1,0.5", "scorer=taylor,random", "recover=none"], lines, seeds=1)
-    assert [(r["keep"], r["scorer"]) for r in done.table.rows] == [(0.5, "taylor"), (0.5, "random")]
-    assert [f["keep"] for f in done.table.failed] == [1, 1]
-    assert "must be at least 2" in done.table.failed[0]["error"]
-    assert sum("failed: Budget.keep_heads" in line for line in lines) == 2
-    real = tasks._MAKERS["scores"]
-
-    def broken(task: Any) -> None:
-        if task.recipe.score.scorer == "fisher":
-            raise RuntimeError("out of memory")
-        real(task)
-
-    grid = ["scorer=fisher,wanda", "keep=0.5"]
-    with monkeypatch.context() as patch:
-        patch.setitem(tasks._MAKERS, "scores", broken)
-        failed = sweep(copied, grid, seeds=1).table
-    assert [f["error"] for f in failed.failed] == ["RuntimeError: out of memory"]
-    assert [r["scorer"] for r in failed.rows] == ["wanda"]
-    again = sweep(copied, grid, seeds=1).table  # tried again
-    assert (len(again.rows), again.failed) == (2, ())
+def stored(path: Path) -> tuple[ModelOutcome, str]:
+    """An outcome, and what it was computed of."""
+    with safe_open(path, framework="np") as file:
+        key = str(file.metadata()["key"])
+    found = ModelOutcome.find(path, key)
+    assert found is not None
+    return found, key
 
 
-@pytest.mark.usefixtures("_undrawn")
-def test_half_a_base_model_of_a_killed_sweep_goes(tmp_path: Path) -> None:
-    half = tmp_path / "bases" / f".half.x{PART}" / "model"
-    half.mkdir(parents=True)
-    (half / "model.safetensors").write_bytes(bytes(100))
-    sweep(tmp_path, ["keep=0.5", "scorer=magnitude"], seeds=1)
-    assert [p.name.startswith(".") for p in (tmp_path / "bases").iterdir()] == [False]
+# ----------------------------------------------------------------------------------------------
+# base models
+
+
+def test_a_base_model_that_is_another_one_is_refused(copied: Path) -> None:
+    (mark,) = (copied / "bases").glob("*/base.json")
+    base = Base.load(mark)
+    dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
+    with pytest.raises(CheckpointError, match="that its name says, got another base model"):
+        sweep(copied)
+    base.save(mark)
+    weights = mark.parent / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 64
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"as it was saved, got another model.safetensors"):
+        sweep(copied, ["keep=0.25"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"rows": FrozenDict()}, InvalidValue, "the data that the base model saw, got other rows"),
+        ({"model": ModelFingerprint("s", "w")}, CheckpointError, "the model that was saved there"),
+    ],
+)
+def test_a_base_model_is_checked_when_it_is_opened(
+    swept: sweeping.SweepResult, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    (mark,) = (swept.folder / "bases").glob("*/base.json")
+    with pytest.raises(error, match=words):
+        open_base(dataclasses.replace(Base.load(mark), **changes), swept.folder, tiny())
 
 
 def test_an_interrupted_training_of_the_base_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny(train={**TINY["train"], "epochs": 3})
+    recipe = tiny(train={**TINY["train"], "epochs": 2})
     with monkeypatch.context() as patch:
-        seen = interrupt_after(55, patch)  # of 3 passes of 23 steps
+        seen = interrupt_after(30, patch)  # of 2 passes of 23 steps
         with pytest.raises(KeyboardInterrupt):
             ready_base(recipe, tmp_path / "cut", lambda line: None)
         cut = ready_base(recipe, tmp_path / "cut", lambda line: None)
-    assert seen[54:] == [55, *range(47, 70)]
+    assert seen[29:] == [30, *range(24, 47)]
     assert cut.files == ready_base(recipe, tmp_path / "whole", lambda line: None).files
     assert [path.name for path in (tmp_path / "cut" / "bases").iterdir()] == [cut.made_of[:16]]
 
 
-def test_an_interrupt_says_how_to_go_on(
-    copied: Path, swept: sweeping.SweepResult, monkeypatch: pytest.MonkeyPatch
+# ----------------------------------------------------------------------------------------------
+# failures
+
+
+def test_failures_are_kept_and_stop_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    table = sweep(copied, ["keep=1,0.5", "scorer=random", "recover=none"], lines, seeds=1).table
+    assert [row["keep"] for row in table.rows] == [0.5]
+    assert [row["keep"] for row in table.failed] == [1]
+    assert "must be at least 2" in table.failed[0]["error"]
+    assert sum("failed: Budget.keep_heads" in line for line in lines) == 1
+    error = "RuntimeError: out of memory"
+    with monkeypatch.context() as patch:
+        break_at(patch, "scores", "scorer", "fisher")
+        table = sweep(copied, ["scorer=fisher,wanda", "keep=0.5"], seeds=1).table
+    assert [row["scorer"] for row in table.rows] == ["wanda"]
+    assert [row["error"] for row in table.failed] == [error]
+    with monkeypatch.context() as patch:
+        break_at(patch, "outcomes", "keep_heads", 0.25)
+        table = sweep(copied, ["scorer=random", "keep=0.625,0.25"], seeds=1).table
+    assert [row["keep"] for row in table.rows] == [0.625]
+    assert [(row["keep"], row["error"]) for row in table.failed] == [(0.25, error)]
+    again = sweep(copied, ["scorer=fisher,wanda", "keep=0.5"], seeds=1).table  # tried again
+    assert (len(again.rows), again.failed) == (2, ())
+
+
+def test_a_base_model_that_cannot_be_judged_ends_the_sweep(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls, lines = tasks._MAKERS["outcomes"], [], []
+    shutil.rmtree(copied / "outcomes")
+    break_at(monkeypatch, "outcomes", "scorer", "taylor")
+    words = "the base model: must be one that can be judged, got RuntimeError: out of"
+    with pytest.raises(InvalidValue, match=words):
+        sweep(copied)
+
+
+def test_an_interrupt_says_how_to_go_on(
+    copied: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls, lines = tasks._MAKERS["outcomes"], list[str](), list[str]()
 
     def interrupted(task: Any) -> None:
         calls.append(task.key)
@@ -494,46 +415,66 @@ def test_an_interrupt_says_how_to_go_on(
         with pytest.raises(KeyboardInterrupt):
             sweep(copied, lines=lines)
     assert "the same command resumes here" in lines[-1]
-    kept = files(copied)
+    before = files(copied)
     sweep(copied)
-    assert {k: v for k, v in files(copied).items() if k in kept} == kept
-    assert (copied / "table.json").read_bytes() == (swept.folder / "table.json").read_bytes()
+    assert unchanged(copied, before)
+    assert (copied / "table.json").read_bytes() == whole
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
-    for settings, words in (
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
         ({"seeds": 0}, "seeds"),
         ({"seeds": 1.5}, "seeds"),
         ({"jobs": 0}, "or -1"),
         ({"jobs": -2}, "or -1"),
-    ):
-        with pytest.raises(InvalidValue, match=words):
-            sweep(tmp_path / "new", **settings)
-    assert not (tmp_path / "new").exists()
-    data = {"path": "sklearn:digits", "holdout": 1, "test_holdout": 200, "calibration": 40}
-    with pytest.raises(
-        InvalidValue,
-        match="data: validation: must be two or more rows, to compare models on, got 1",
-    ):
-        sweep(tmp_path / "one", recipe=tiny(data=data))
-    assert not (tmp_path / "one" / "bases").exists()
+        ({"recipe": tiny(data={**TINY["data"], "holdout": 1})}, "validation: must be two or more"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidValue, match=words):
+        sweep(tmp_path / "new", **settings)
+    assert not (tmp_path / "new" / "bases").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidValue, match="must be a folder, got a file"):
         sweep(tmp_path / "file")
 
 
-# --- pick --------------------------------------------------------------------------------------------------------
+def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping.os, "cpu_count", lambda: 7)
+    plain = tiny(threads=None)
+    assert [sweeping._threads(plain, jobs) for jobs in (1, 2, 9)] == [None, 3, 1]
+    assert sweeping._threads(tiny(), 2) == 1, "the recipe says so"
+
+
+def test_a_cluster_that_is_joined_already_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = pytest.importorskip("distributed", reason="a backend of sweeps")
+    started: list[dict[str, int]] = []
+    monkeypatch.setattr(distributed, "Client", lambda **settings: started.append(settings))
+    monkeypatch.setattr(distributed, "default_client", lambda: "the cluster")
+    for backend in ("loky", "dask"):
+        sweeping._join_cluster(backend)
+    assert started == []
+
+    def none() -> None:
+        raise ValueError("No clients found")
+
+    monkeypatch.setattr(distributed, "default_client", none)
+    sweeping._join_cluster("dask")
+    assert started == [{"threads_per_worker": 1}]
+
+
+# ----------------------------------------------------------------------------------------------
+# pick
 
 
 def test_a_pick_is_made_again_and_saved(swept: sweeping.SweepResult, tmp_path: Path) -> None:
     found = hp.run.pick(swept, max_drop=0.9, out=tmp_path / "picked")
-    assert found.run is not None
-    assert found.validation is not None
     rows = [row for row in swept.table.rows if row["scorer"] != "random"]
     smallest = min(rows, key=lambda row: (row["heads"], row["validation_drop"]))
-    assert (found.run, found.size) == (smallest["run"], 4.0)
+    assert (found.run, found.size, found.confirmed) == (smallest["run"], 4.0, True)
+    assert found.validation is not None
     assert found.validation.value == pytest.approx(smallest["validation_drop"])
-    assert found.confirmed
     assert not any("random" in look.setting for look in found.looks)
     assert pick.Pick.load(tmp_path / "picked" / "pick.json") == found
     model = hp.from_pretrained(tmp_path / "picked" / "model")
@@ -544,44 +485,18 @@ def test_a_pick_is_made_again_and_saved(swept: sweeping.SweepResult, tmp_path: P
         hp.run.pick(swept, max_drop=0.9, out=tmp_path / "picked")
 
 
-@pytest.mark.parametrize("confidence", [0.0, 1.0, 1 - 1e-9, float("nan")])
-def test_a_confidence_that_cannot_be_had(swept: sweeping.SweepResult, confidence: float) -> None:
-    with pytest.raises(
-        InvalidValue, match=r"pick\(confidence=\): must be above 0 and at most 0.9999"
-    ):
-        hp.run.pick(swept, max_drop=0.9, confidence=confidence)
-
-
 def test_test_rows_take_no_part_in_the_choice(copied: Path) -> None:
     before = hp.run.pick(copied, max_drop=0.9)
-    base = next(p for p in (copied / "outcomes").iterdir() if _outcome(p).sizes["heads"] == 8)
     for path in (copied / "outcomes").iterdir():
-        found = _outcome(path)
-        found.arrays["test.amounts"][:] = 1.0 if path == base else 0.0
-        found.save(path, _key(path))
+        found, key = stored(path)
+        found.arrays["test.amounts"][:] = 1.0 if found.sizes["heads"] == 8 else 0.0
+        found.save(path, key)
     after = hp.run.pick(copied / "table.json", max_drop=0.9)
-    assert (after.run, after.looks, after.validation) == (
-        before.run,
-        before.looks,
-        before.validation,
-    )
+    for name in ("run", "looks", "validation"):
+        assert getattr(after, name) == getattr(before, name)
     assert after.test is not None
-    assert after.test.value == 1.0
-    assert not after.confirmed
+    assert (after.test.value, after.confirmed) == (1.0, False)
     assert "do not confirm it" in str(after)
-
-
-def _key(path: Path) -> str:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="np") as file:
-        return str((file.metadata() or {})["key"])
-
-
-def _outcome(path: Path) -> ModelOutcome:
-    found = ModelOutcome.find(path, _key(path))
-    assert found is not None
-    return found
 
 
 def test_none_fits(swept: sweeping.SweepResult, tmp_path: Path) -> None:
@@ -593,10 +508,9 @@ def test_none_fits(swept: sweeping.SweepResult, tmp_path: Path) -> None:
 
 def test_a_model_that_answers_otherwise_is_not_written(copied: Path, tmp_path: Path) -> None:
     found = hp.run.pick(copied, max_drop=0.9)
-    assert found.run is not None
     key = str(SweepRun.load(copied / "runs" / f"{found.run}.json").outcome)
     path = tasks.file_of(copied, "outcomes", key)
-    outcome = _outcome(path)
+    outcome, _ = stored(path)
     outcome.arrays["test.losses"][3] += 0.1
     outcome.save(path, key)
     with pytest.raises(VerificationFailed, match=r"as in the sweep, test.losses"):
@@ -604,26 +518,36 @@ def test_a_model_that_answers_otherwise_is_not_written(copied: Path, tmp_path: P
     assert not (tmp_path / "picked").exists()
 
 
-def test_bad_picks(swept: sweeping.SweepResult, tmp_path: Path) -> None:
-    for settings, words in (
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
         ({"max_drop": float("nan")}, "a number, such as 0.01"),
-        ({"max_drop": 0.1, "by": "size"}, "one of heads, params, macs, kv"),
-        ({"max_drop": 0.1, "by": "kv"}, "without a KV cache"),
-        ({"max_drop": 0.1, "confidence": 95}, "above 0 and at most 0.9999"),
-    ):
-        with pytest.raises(HeadPruneError, match=words):
-            hp.run.pick(swept, **settings)
+        ({"by": "size"}, "one of heads, params, macs, kv"),
+        ({"by": "kv"}, "without a KV cache"),
+        ({"confidence": 95}, r"pick\(confidence=\): must be above 0 and at most 0.9999"),
+        ({"confidence": 0.0}, "above 0 and at most 0.9999"),
+        ({"confidence": 1 - 1e-9}, "above 0 and at most 0.9999"),
+        ({"confidence": float("nan")}, "above 0 and at most 0.9999"),
+    ],
+)
+def test_bad_picks(swept: sweeping.SweepResult, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(HeadPruneError, match=words):
+        hp.run.pick(swept, **{"max_drop": 0.1, **settings})
+
+
+def test_a_pick_needs_a_finished_run_of_this_version(copied: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="a sweep that was stopped has no table yet"):
         hp.run.pick(tmp_path, max_drop=0.1)
-
-
-def test_a_pick_needs_a_finished_run(swept: sweeping.SweepResult, copied: Path) -> None:
+    for path in (copied / "runs").iterdir():
+        run = SweepRun.load(path)
+        score = {k: v for k, v in run.settings["score"].items() if k != "same"}
+        dataclasses.replace(run, settings=FrozenDict({**run.settings, "score": score})).save(path)
+    words = r"must be complete \(with score\.same\).*Call the sweep again"
+    with pytest.raises(InvalidValue, match=words):
+        hp.run.pick(copied, max_drop=1.0)
     table = SweepTable.load(copied / "table.json")
     dataclasses.replace(table, rows=()).save(copied / "table.json")
-    with pytest.raises(
-        InvalidValue,
-        match=r"must be a sweep with a finished run, got none\. The table's failed runs",
-    ):
+    with pytest.raises(InvalidValue, match="must be a sweep with a finished run, got none"):
         hp.run.pick(copied, max_drop=0.1)
 
 
@@ -631,34 +555,17 @@ def test_a_language_model_is_judged_by_perplexity(tmp_path: Path) -> None:
     """Per-token ratios, relative drops, and a KV cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    LlamaForCausalLM(LlamaConfig(vocab_size=20, intermediate_size=16, **sizes)).save_pretrained(
-        tmp_path / "model"
-    )
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 9, (60,), generator=draw).tolist()
     rows = [{"input_ids": torch.randint(20, (n,), generator=draw).tolist()} for n in lengths]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    recipe = check_recipe(
-        {
-            "name": "lm",
-            "description": "for tests",
-            "task": "causal_lm",
-            "device": "cpu",
-            "model": {"path": str(tmp_path / "model")},
-            "data": {
-                "path": str(tmp_path / "rows.jsonl"),
-                "tokens": "input_ids",
-                "calibration": 16,
-            },
-            "select": {"keep_kv": 0.5},
-        }
-    )
+    data = {"path": str(tmp_path / "rows.jsonl"), "tokens": "input_ids", "calibration": 16}
+    about = {"name": "lm", "description": "for tests", "task": "causal_lm", "device": "cpu"}
+    model, select = {"path": str(tmp_path / "model")}, {"keep_kv": 0.5}
+    recipe = check_recipe({**about, "model": model, "data": data, "select": select})
     table = sweep(tmp_path / "out", ["keep_kv=0.75,0.5"], recipe=recipe, seeds=1).table
     assert table.metric == "perplexity"
     assert [row["kv"] / table.base["kv"] for row in table.rows] == [0.75, 0.5]

@@ -23,17 +23,14 @@ from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper
 from tests.report_records import sweep_table
 
 
-def answers(amounts: object, metric: str = "accuracy", counts: object = None) -> Answers:
-    amounts = np.asarray(amounts, dtype=float)
-    return Answers(
-        metric,
-        amounts,
-        np.ones(len(amounts)) if counts is None else np.asarray(counts, dtype=float),
-    )
+def answers(amounts: Any, metric: str = "accuracy", counts: Any = None) -> Answers:
+    found = np.asarray(amounts, dtype=float)
+    number = np.ones(len(found)) if counts is None else np.asarray(counts, dtype=float)
+    return Answers(metric, found, number)
 
 
-# --- drops
-# -------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# drops
 
 
 @pytest.mark.parametrize(
@@ -51,57 +48,46 @@ def test_worse_is_a_drop_above_zero_whichever_way_the_metric_goes(
 ) -> None:
     assert drop(metric, base, worse) == pytest.approx(expected)
     assert drop(metric, worse, base) <= 0
-    assert drop(metric, base, base) == pytest.approx(0, nan_ok=False)
+    assert drop(metric, base, base) == 0
 
 
-def test_a_metric_without_a_direction_is_refused() -> None:
+def test_drops_that_are_not_defined() -> None:
     with pytest.raises(InvalidValue, match=r"metric: must be one of accuracy"):
         drop("wobble", 1, 2)
-    assert drop_words("mse", 0.125) == "12.50 %"
+    assert math.isnan(drop("perplexity", 0.0, 1.0)), "a loss of nothing has no ratio"
+    assert [drop_words(m, 0.125) for m in ("mse", "loss")] == ["12.50 %", "0.1250"]
 
 
-# --- the paired bootstrap
-# ----------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# the paired bootstrap
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "perplexity", "mse", "loss"])
+@pytest.mark.parametrize("metric", ["accuracy", "perplexity", "mse"])
 def test_resamples_are_those_of_a_loop_over_examples(metric: str) -> None:
     rng = np.random.default_rng(0)
-    counts = (
-        rng.integers(1, 5, 30).astype(float)
-        if metric in ("accuracy", "perplexity")
-        else np.ones(30)
-    )
-    base = answers(rng.random(30) * counts, metric, counts)
-    others = [answers(rng.random(30) * counts, metric, counts) for _ in range(2)]
+    counts = np.ones(30) if metric == "mse" else rng.integers(1, 5, 30).astype(float)
+    base, *others = (answers(rng.random(30) * counts, metric, counts) for _ in range(3))
     found = resampled_drops(base, others, 50, seed=3)
     draws = np.random.default_rng(3)
+
+    def value(model: Answers, chosen: np.ndarray) -> float:
+        amount = sum(float(model.amounts[i]) for i in chosen)
+        mean = amount / sum(float(model.counts[i]) for i in chosen)
+        return math.exp(mean) if metric == "perplexity" else mean
+
     for row in range(50):
         chosen = draws.integers(30, size=30)
-
-        def value(model: Answers, chosen: np.ndarray = chosen) -> float:
-            amount = sum(float(model.amounts[i]) for i in chosen)
-            mean = amount / sum(float(model.counts[i]) for i in chosen)
-            return math.exp(mean) if metric == "perplexity" else mean
-
-        for column, other in enumerate(others):
-            assert found[row, column] == pytest.approx(
-                drop(metric, value(base), value(other)), abs=1e-12
-            )
+        wanted = [drop(metric, value(base, chosen), value(other, chosen)) for other in others]
+        np.testing.assert_allclose(found[row], wanted, atol=1e-12)
 
 
 def test_intervals_are_paired() -> None:
-    rng = np.random.default_rng(0)
-    right = (rng.random(400) < 0.7).astype(float)
+    """Two samples of their own would differ by points."""
+    right = (np.random.default_rng(0).random(400) < 0.7).astype(float)
     worse = right.copy()
     worse[:8] = 0
-    (same,) = paired_drops(answers(right), [answers(right)])
-    assert (same.value, same.low, same.high) == (
-        0,
-        0,
-        0,
-    )  # two samples of their own would differ by points
-    (some,) = paired_drops(answers(right), [answers(worse)])
+    same, some = paired_drops(answers(right), [answers(right), answers(worse)])
+    assert (same.value, same.low, same.high) == (0, 0, 0)
     assert some.value == pytest.approx((right[:8] == 1).sum() / 400)
     assert some.low >= 0
     assert 0 < some.high < 0.04
@@ -113,14 +99,13 @@ def test_resamples_do_not_depend_on_the_other_models_or_on_memory(
     rng = np.random.default_rng(0)
     base, *others = (answers(rng.random(50) < 0.7) for _ in range(4))
     whole = resampled_drops(base, others, 100, 0)
-    np.testing.assert_allclose(
-        resampled_drops(base, others[1:2], 100, 0)[:, 0], whole[:, 1], rtol=0, atol=1e-15
-    )
+    alone = resampled_drops(base, others[1:2], 100, 0)
+    np.testing.assert_allclose(alone[:, 0], whole[:, 1], rtol=0, atol=1e-15)
     monkeypatch.setattr("headprune.sweep.paired._STEP", 350)
     np.testing.assert_allclose(resampled_drops(base, others, 100, 0), whole, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize(("lost", "won"), [(0.01, 0.0), (0.002, 0.0), (0.06, 0.04), (0.2, 0.1)])
+@pytest.mark.parametrize(("lost", "won"), [(0.002, 0.0), (0.2, 0.1)])
 def test_the_upper_bound_covers_as_often_as_it_says(lost: float, won: float) -> None:
     rng, n, covered, plain = np.random.default_rng(1), 300, 0, 0
     for _ in range(200):
@@ -134,24 +119,20 @@ def test_the_upper_bound_covers_as_often_as_it_says(lost: float, won: float) -> 
         plain += np.quantile(found, 0.95) >= lost - won - 1e-12
     assert covered / 200 >= 0.92
     if lost == 0.002:
-        assert (
-            plain / 200 < 0.7
-        )  # what the added example is for: most samples show no difference at all
+        # This is what the added example is for: most samples show no difference at all.
+        assert plain / 200 < 0.7
 
 
-@pytest.mark.parametrize(("n", "least", "plain_at_most"), [(150, 0.84, 0.82), (500, 0.92, 0.89)])
-def test_the_upper_bound_of_a_loss_that_few_examples_bring(
-    n: int, least: float, plain_at_most: float
-) -> None:
+def test_the_upper_bound_of_a_loss_that_few_examples_bring() -> None:
     """Three examples in a hundred lose 3 on average, the others nothing."""
-    rng, covered, plain, tries = np.random.default_rng(4), 0, 0, 300
+    rng, n, covered, plain, tries = np.random.default_rng(4), 500, 0, 0, 300
     for _ in range(tries):
         base = answers(2 + 0.5 * rng.standard_normal(n), "loss")
         other = answers(base.amounts + 3 * rng.exponential(size=n) * (rng.random(n) < 0.03), "loss")
         covered += upper_bounds(base, [other], 0.95, draws=200)[0] >= 0.09
         plain += float(np.quantile(resampled_drops(base, [other], 200, 0), 0.95)) >= 0.09
-    assert covered / tries >= least
-    assert plain / tries <= plain_at_most  # what the repeated example is for
+    assert covered / tries >= 0.92
+    assert plain / tries <= 0.89  # what the repeated example is for
 
 
 def test_the_bound_of_a_loss_repeats_the_worst_example_of_each_model() -> None:
@@ -164,41 +145,6 @@ def test_the_bound_of_a_loss_repeats_the_worst_example_of_each_model() -> None:
         assert bound == pytest.approx(np.quantile(drops, 0.9, method="inverted_cdf"))
 
 
-def test_without_models_there_is_nothing_to_say() -> None:
-    base = Answers("accuracy", np.ones(3), np.ones(3))
-    assert paired_drops(base, []) == upper_bounds(base, [], 0.95) == ()
-
-
-def test_a_loss_of_nothing_has_no_ratio() -> None:
-    assert math.isnan(drop("perplexity", 0.0, 1.0))
-    assert drop("loss", 0.0, 1.0) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"base": {"kv": None}}, r"base: must be complete \(with kv\), got one without"),
-        ({"base": {"test_rows": None}}, r"base\.test_rows: must be a number, got None"),
-        ({"row": {"keep": None}}, r"rows\[0\]: must be complete \(with keep\), got a row without"),
-        ({"failed": {"error": None}}, r"failed\[0\]: must be complete \(with error\)"),
-    ],
-)
-def test_a_table_that_no_sweep_has_left(
-    changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    def changed(row: FrozenDict, changes: dict[str, None]) -> FrozenDict:
-        return FrozenDict({key: value for key, value in row.items() if key not in changes})
-
-    table = sweep_table()
-    rows = (changed(table.rows[0], changes.get("row", {})), *table.rows[1:])
-    failed = (changed(table.failed[0], changes.get("failed", {})),)
-    wrong = replace(
-        table, base=changed(table.base, changes.get("base", {})), rows=rows, failed=failed
-    )
-    with pytest.raises(InvalidValue, match=words):
-        SweepTable.load(wrong.save(tmp_path / "table.json"))
-
-
 def test_models_that_cannot_be_paired_are_refused() -> None:
     base = answers([1, 0, 1])
     for other in (answers([1, 0]), answers([1, 0, 1], "mse"), answers([1, 0, 1], counts=[1, 2, 1])):
@@ -206,10 +152,11 @@ def test_models_that_cannot_be_paired_are_refused() -> None:
             paired_drops(base, [other])
     with pytest.raises(InvalidValue, match="two or more examples"):
         paired_drops(answers([1]), [answers([1])])
+    assert paired_drops(base, []) == upper_bounds(base, [], 0.95) == ()
 
 
-# --- picking
-# -----------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# picking
 
 
 def losing(points: float, n: int = 1000) -> Answers:
@@ -219,50 +166,42 @@ def losing(points: float, n: int = 1000) -> Answers:
     return answers(right)
 
 
+def candidate(size: float, *points: float, method: str = "a") -> CandidateSetting:
+    return CandidateSetting(method, size, tuple(losing(p) for p in points))
+
+
 BASE = losing(0)
 
 
 def test_a_chain_ends_at_its_first_failure() -> None:
-    chain = [
-        CandidateSetting("a", size, (losing(p),))
-        for size, p in ((8, 3.0), (32, 0.1), (16, 5.0), (24, 0.2))
-    ]
+    chain = [candidate(8, 3.0), candidate(32, 0.1), candidate(16, 5.0), candidate(24, 0.2)]
     found = fixed_sequence(BASE, chain, 0.02)
     assert [v.passed for v in found] == [False, True, False, True]
-    assert [v.tested for v in found] == [
-        False,
-        True,
-        True,
-        True,
-    ]  # 8 is not looked at: 16 failed
-    lucky = [CandidateSetting("a", size, (losing(p),)) for size, p in ((16, 5.0), (8, 0.0))]
-    assert [v.tested for v in fixed_sequence(BASE, lucky, 0.02)] == [True, False]
+    assert [v.tested for v in found] == [False, True, True, True], "8 is smaller than 16"
+    lucky = fixed_sequence(BASE, [candidate(16, 5.0), candidate(8, 0.0)], 0.02)
+    assert [v.tested for v in lucky] == [True, False]
 
 
 def test_every_draw_has_to_pass() -> None:
-    two = [CandidateSetting("a", 8, (losing(0.1), losing(4.0)))]
-    (found,) = fixed_sequence(BASE, two, 0.02)
+    (found,) = fixed_sequence(BASE, [candidate(8, 0.1, 4.0)], 0.02)
     assert not found.passed
     assert found.bound == pytest.approx(upper_bounds(BASE, [losing(4.0)], 0.95)[0])
 
 
 def test_methods_share_the_error() -> None:
-    (alone,) = fixed_sequence(BASE, [CandidateSetting("a", 8, (losing(1.0),))], 0.02)
-    many = fixed_sequence(
-        BASE, [CandidateSetting(f"{i}", 8, (losing(1.0),)) for i in range(10)], 0.02
-    )
-    assert alone.bound is not None
-    assert many[0].bound is not None
-    assert many[0].bound > alone.bound
+    (alone,) = fixed_sequence(BASE, [candidate(8, 1.0)], 0.02)
+    many = fixed_sequence(BASE, [candidate(8, 1.0, method=f"{i}") for i in range(10)], 0.02)
+    assert alone.bound == pytest.approx(upper_bounds(BASE, [losing(1.0)], 0.95)[0])
     assert many[0].bound == pytest.approx(upper_bounds(BASE, [losing(1.0)], 0.995)[0])
 
 
 def test_bad_levels() -> None:
-    one = [CandidateSetting("a", 8, (losing(1.0),))]
-    with pytest.raises(InvalidValue, match="between 0 and 1"):
-        fixed_sequence(BASE, one, 0.02, confidence=95)
-    with pytest.raises(InvalidValue, match="draws: must be at least 200"):
-        fixed_sequence(BASE, one, 0.02, draws=100)
+    for settings, words in (
+        ({"confidence": 95}, "between 0 and 1"),
+        ({"draws": 100}, "draws: must be at least 200"),
+    ):
+        with pytest.raises(InvalidValue, match=words):
+            fixed_sequence(BASE, [candidate(8, 1.0)], 0.02, **settings)
     assert fixed_sequence(BASE, [], 0.02) == ()
 
 
@@ -276,23 +215,25 @@ def test_no_more_wrong_picks_than_the_confidence_allows() -> None:
     assert wrong / 200 <= 0.08
 
 
-# --- tables
-# ------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# tables
 
 
 def test_the_pareto_curve_on_points() -> None:
     rng = np.random.default_rng(0)
+
+    def beaten(points: list[tuple[int, int]], i: int) -> bool:
+        """Whether another point is as small and as good; of equal ones the first is kept."""
+        return any(
+            p[0] <= points[i][0] and p[1] <= points[i][1] and (p != points[i] or j < i)
+            for j, p in enumerate(points)
+        )
+
     for _ in range(50):
         sizes, drops = rng.integers(1, 6, 12).tolist(), rng.integers(0, 6, 12).tolist()
-        beaten = {
-            i
-            for i in range(12)
-            for j in range(12)
-            if sizes[j] <= sizes[i]
-            and drops[j] <= drops[i]
-            and ((sizes[j], drops[j]) != (sizes[i], drops[i]) or j < i)
-        }
-        assert sorted(pareto(sizes, drops)) == sorted(set(range(12)) - beaten)
+        points = list(zip(sizes, drops, strict=True))
+        wanted = [i for i in range(12) if not beaten(points, i)]
+        assert sorted(pareto(sizes, drops)) == wanted
 
 
 def test_settings_are_pooled_and_ranked_by_validation_rows() -> None:
@@ -306,57 +247,65 @@ def test_settings_are_pooled_and_ranked_by_validation_rows() -> None:
     assert [(s.method, s.size("heads")) for s in found.front()] == [("scorer random", 8.0)]
     assert SweepTable.from_json(found.to_json()) == found
     assert "failed: scorer fisher, keep 0.5, seed 0: no | labels" in str(found)
-
-
-def test_sizes_that_are_none() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'heads'"):
-        sweep_table().front("head")
+        found.front("head")
     with pytest.raises(InvalidValue, match="without a KV cache"):
-        check_size(sweep_table().base, "kv", "here")
+        check_size(found.base, "kv", "here")
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "perplexity", "loss"])
+@pytest.mark.parametrize(
+    ("part", "lacks", "words"),
+    [
+        ("base", "kv", r"base: must be complete \(with kv\), got one without"),
+        ("base", "test_rows", r"base\.test_rows: must be a number, got None"),
+        ("rows", "keep", r"rows\[0\]: must be complete \(with keep\), got a row without"),
+        ("failed", "error", r"failed\[0\]: must be complete \(with error\)"),
+    ],
+)
+def test_a_table_that_no_sweep_wrote_is_refused(
+    part: str, lacks: str, words: str, tmp_path: Path
+) -> None:
+    def without(row: FrozenDict) -> FrozenDict:
+        return FrozenDict({key: value for key, value in row.items() if key != lacks})
+
+    found = getattr(sweep_table(), part)
+    changed = without(found) if part == "base" else (without(found[0]), *found[1:])
+    wrong = replace(sweep_table(), **{part: changed})
+    with pytest.raises(InvalidValue, match=words):
+        SweepTable.load(wrong.save(tmp_path / "table.json"))
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "loss"])
 def test_the_picture_is_drawn_and_the_same_each_time(metric: str, tmp_path: Path) -> None:
-    one, two = (
-        draw_tradeoff(sweep_table(metric), tmp_path / name).read_bytes()
-        for name in ("a.svg", "b.svg")
-    )
+    paths = [draw_tradeoff(sweep_table(metric), tmp_path / name) for name in ("a.svg", "b.svg")]
+    one, two = (path.read_bytes() for path in paths)
     assert one == two
     assert len(one) > 10_000
 
 
-def test_the_page_says_what_the_summary_says_and_escapes_it() -> None:
-    page = render_sweep_html(
-        replace(sweep_table(), failed=(FrozenDict({"keep": 1, "error": "<script>x"}),))
-    )
+def test_page_and_summary_say_the_same_and_escape_it(tmp_path: Path) -> None:
+    failed = (FrozenDict({"keep": 1, "error": "<script>x"}),)
+    page = render_sweep_html(replace(sweep_table(), failed=failed))
     assert "demo: 8 runs of 4 settings" in page
-    assert "Trade-off on validation rows" in page
     assert '<td role="cell" data-label="validation drop">2.00 ± 1.41 points</td>' in page
     assert 'href="plans/abcdefgh.json"' in page
     assert "keep 1: &lt;script&gt;x" in page
-
-
-def test_the_summary(tmp_path: Path) -> None:
-    assert [p.name for p in write_tradeoff(sweep_table(), tmp_path)] == [
-        *("tradeoff.svg", "tradeoff.png", "report.html", "summary.md")
-    ]
-    page = (tmp_path / "report.html").read_text()
-    assert "in the folder of this page" in page
-    assert "headprune pick . --max-drop 0.01" in page
-    assert str(tmp_path) not in page  # the same sweep elsewhere has the same page
-    write_tradeoff(sweep_table(), tmp_path / "pages", sweep="my sweeps/a")
-    assert (
-        "headprune pick &#39;my sweeps/a&#39; --max-drop"
-        in (tmp_path / "pages" / "report.html").read_text()
-    )
     text = render_tradeoff(sweep_table())
     assert "accuracy 0.9000 on 300 validation rows, 0.9100 on 420 test rows" in text
-    assert (
-        "| keep 0.5 | scorer taylor | 16 | 16,000 | 160 | 2.00 ± 1.41 points | 3.00 ± 1.41 points |"
-        in text
-    )
+    drops = "2.00 ± 1.41 points | 3.00 ± 1.41 points"
+    assert f"| keep 0.5 | scorer taylor | 16 | 16,000 | 160 | {drops} |" in text
     assert "scorer fisher, keep 0.5, seed 0: no \\| labels" in text
-    empty = SweepTable(
-        "demo", "accuracy", ("keep",), ("keep",), sweep_table().base, (), sweep_table().failed
-    )
-    assert [p.name for p in write_tradeoff(empty, tmp_path)] == ["report.html", "summary.md"]
+
+
+def test_the_files_of_a_sweep_do_not_name_where_they_lie(tmp_path: Path) -> None:
+    names = [path.name for path in write_tradeoff(sweep_table(), tmp_path)]
+    assert names == ["tradeoff.svg", "tradeoff.png", "report.html", "summary.md"]
+    page = (tmp_path / "report.html").read_text()
+    assert "headprune pick . --max-drop 0.01" in page
+    assert str(tmp_path) not in page
+    write_tradeoff(sweep_table(), tmp_path / "pages", sweep="my sweeps/a")
+    page = (tmp_path / "pages" / "report.html").read_text()
+    assert "headprune pick &#39;my sweeps/a&#39; --max-drop" in page
+    empty = replace(sweep_table(), rows=())
+    names = [path.name for path in write_tradeoff(empty, tmp_path)]
+    assert names == ["report.html", "summary.md"]

@@ -1,0 +1,117 @@
+"""Studies of the scorer "auto" on the tiny digits: regret.py, choice_cost.py, choice_intervals.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.benchmark_runs import TINY_DIGITS, page_of, record_of
+from tests.scripts import benchmark
+
+
+@pytest.fixture(scope="module")
+def regret() -> ModuleType:
+    return benchmark("regret")
+
+
+def digits(folder: Path, out: str) -> str:
+    """The arguments of a study of the digits."""
+    where = f"--task digits --data {folder} --work {folder} --out {folder / out}"
+    return f"{where} --calibration 24 --set {TINY_DIGITS}"
+
+
+def test_regret_has_the_cell_that_auto_took_and_a_run_goes_on(
+    regret: ModuleType, tmp_path: Path
+) -> None:
+    few = f"{digits(tmp_path, 'regret-digits.json')} --candidates taylor obs --refits lstsq"
+    (row,) = record_of(regret, f"{few} --shares 0.5")["rows"]
+    assert set(row["cells"]) == {"taylor", "obs", "random"}
+    assert len(row["cells"]["random"]["draws"]) == 2
+    taken = row["cells"][row["auto"]]
+    assert (taken["low"], taken["high"]) == (0, 0)
+    assert row["margin"] == max(0, *(-row["cells"][name]["low"] for name in ("taylor", "obs")))
+    # A tenth of the heads is fewer than one a layer, and is passed over.
+    again = record_of(regret, f"{few} --shares 0.5 0.25 0.1")["rows"]
+    assert again[0] == row
+    assert [r["share"] for r in again] == [0.5, 0.25]
+    text = page_of(regret, tmp_path, regret.PAGE)
+    assert "## Tasks that choose: digits, ViT, 10 classes" in text
+    assert "| auto, lstsq |" in text
+
+
+def record(
+    task: str, metric: str, whole: float, rows: list[dict[str, float]], took: list[str]
+) -> dict[str, Any]:
+    """A record of one share and refit; a row per draw."""
+    made = []
+    for draw, (row, auto) in enumerate(zip(rows, took, strict=True)):
+        cells = {name: {"test": value, "held_out": 0.0} for name, value in row.items()}
+        about = {"tuned": 0, "share": 1 / 3, "refit": "lstsq", "draw": draw}
+        made.append({**about, "cells": cells, "auto": auto})
+    judged = {"0": {"metric": metric, "test": whole, "n": 9}}
+    return {"task": task, "calibration": 8, "whole": judged, "rows": made}
+
+
+def test_regret_is_taken_to_the_best_mean(regret: ModuleType) -> None:
+    rows = [{"taylor": 0.8, "obs": 0.7, "random": 0.5}, {"taylor": 0.8, "obs": 0.86, "random": 0.6}]
+    found = regret.regrets([record("trec", "accuracy", 0.9, rows, ["taylor", "obs"])])
+    at = {name.partition(",")[0]: values["trec", 0.3333] for name, values in found.items()}
+    assert at == pytest.approx({"auto": 0.0, "taylor": 3.0, "obs": 5.0, "random": 28.0})
+
+
+def test_a_lower_perplexity_is_better(regret: ModuleType) -> None:
+    rows = [{"taylor": 6.0, "obs": 5.5}]
+    (found,) = regret.cells(record("stories", "perplexity", 5.0, rows, ["obs"])).values()
+    at = {name.partition(",")[0]: values for name, (values,) in found.items()}
+    assert at == pytest.approx({"taylor": -20.0, "obs": -10.0, "auto": -10.0})
+
+
+class _Graded(torch.nn.Module):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=x)
+
+
+def test_grades_are_judged_by_the_order_of_all_test_rows(regret: ModuleType) -> None:
+    answers = torch.tensor([[0.1], [0.9], [0.4], [0.2], [3.0]])
+    grades = torch.tensor([1.0, 2.0, 3.0, 0.0, 4.0])
+    batches = [{"x": answers[:3], "labels": grades[:3]}, {"x": answers[3:], "labels": grades[3:]}]
+    data = SimpleNamespace(evaluation=lambda split, size: batches if split == "test" else None)
+    subject = SimpleNamespace(recipe=SimpleNamespace(task="regression"), data=data)
+    # Ranks 0 3 2 1 4 against 1 2 3 0 4: 1 - 6 * (1 + 1 + 1 + 1 + 0) / (5 * 24).
+    assert regret.tested(subject, _Graded()) == ("spearman", pytest.approx(0.8), 5)
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_choice_is_timed_and_put_on_the_page(tmp_path: Path) -> None:
+    study = benchmark("choice_cost")
+    few = f"{digits(tmp_path, 'choice-cost-digits.json')} --memory-rows 8 --rounds 1 --share 0.5"
+    seconds, memory = record_of(study, few)["rows"]
+    assert (seconds["what"], memory["what"]) == ("seconds", "memory")
+    assert all(row[name] > 0 for row in (seconds, memory) for name in study.TITLES)
+    assert record_of(study, few)["rows"] == [seconds, memory]  # nothing is measured again
+    text = page_of(study, tmp_path, study.PAGE)
+    assert f"{seconds['auto'] / seconds['surgeon']:.1f} |" in text
+    ways = {"a": print, "b": print, "c": print}
+    assert [name for name, _ in study.in_turn(ways, 1)] == ["b", "c", "a"], "each is first in turn"
+
+
+def test_a_resample_is_compared_with_the_truth(tmp_path: Path) -> None:
+    """The truth is measured on rows that were not drawn."""
+    study = benchmark("choice_intervals")
+    few = f"{digits(tmp_path, 'choice-intervals-digits.json')} --shares 0.5"
+    (first,) = record_of(study, f"{few} --resamples 1")["rows"]
+    names = set(first["truth"])
+    assert first["chosen"] in names
+    assert names == {name for name in first["held_out"] if name != "random"}
+    excess = first["truth"][first["chosen"]] - min(first["truth"].values())
+    assert first["excess"] == pytest.approx(excess)
+    assert first["within"] == (first["excess"] <= first["margin"])
+    again = record_of(study, f"{few} --resamples 2")["rows"]
+    assert again[0] == first
+    assert [row["resample"] for row in again] == [0, 1]
+    assert again[1]["truth"] != first["truth"]
+    assert "| 50% | 2 |" in page_of(study, tmp_path, study.PAGE)

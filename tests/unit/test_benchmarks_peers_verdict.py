@@ -1,0 +1,120 @@
+"""What docs/peers.md says of peers: outcomes, the noise of speeds, notes, ties and what is missing."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.scripts import benchmark
+
+
+@pytest.fixture(scope="module")
+def run() -> ModuleType:
+    return benchmark("peers/run")
+
+
+@pytest.fixture(scope="module")
+def verdict(run: ModuleType) -> Any:
+    return run.page.verdict
+
+
+def timed(
+    name: str, kept: int | None, *ratios: float, test: float = 0.8, **more: Any
+) -> dict[str, Any]:
+    """A row whose intervals end 0.01 from its ratios."""
+    speed = [
+        {"ratio": r, "low": r - 0.01, "high": r + 0.01, "base_ms": 9.0, "ms": 9 / r} for r in ratios
+    ]
+    environment = "headprune" if name.startswith("headprune") else name
+    about = {"peer": name, "kept": kept, "seed": 0, "test": test, "environment": environment}
+    return {**about, "speed": speed, **more}
+
+
+def paired(
+    peer: str, kept: int | None, low: float, high: float, its: str = "headprune"
+) -> dict[str, Any]:
+    points = {"difference": (low + high) / 2, "low": low, "high": high}
+    held = {"reference": its, "reference_kept": 24}
+    return {"peer": peer, "kept": kept, **held, "draws": 2, "test": points}
+
+
+def recorded(rows: list[dict[str, Any]], *lines: dict[str, Any]) -> dict[str, Any]:
+    about = {"shapes": [[1, 128], [32, 128]], "rows_used": {"test": 100}}
+    return {"rows": rows, "compared": list(lines), **about}
+
+
+MORE, SAME, LESS = (0.01, 0.03), (-0.01, 0.02), (-0.03, -0.01)
+
+
+@pytest.mark.parametrize(
+    ("peer", "ratios", "outcomes"),
+    [
+        ("TextPruner", (1.3, 1.4), ["**lost**", "tied", "won"]),
+        # Slower at one shape, and at the other as fast.
+        ("onnxsim", (1.3, 1.2), ["a trade", "won", "won"]),
+        # Faster at one shape, slower at the other: a trade, whatever the accuracy.
+        ("onnxsim, fused", (1.6, 1.2), ["a trade"] * 3),
+        ("PyTorch INT8", (2.0, 1.4), ["**lost**", "**lost**", "a trade"]),
+    ],
+)
+def test_what_a_comparison_comes_to(
+    verdict: Any, peer: str, ratios: tuple[float, float], outcomes: list[str]
+) -> None:
+    kept = None if "INT8" in peer else 24
+    rows = [timed("headprune", 24, 1.3, 1.4), timed(peer, kept, *ratios)]
+    for points, outcome in zip((MORE, SAME, LESS), outcomes, strict=True):
+        record = recorded(rows, paired(peer, kept, *points))
+        (found,) = verdict.comparisons(record)
+        assert found.outcome == outcome
+        (line,) = [cells for cells in verdict.text(record) if cells.startswith(f"| {peer} |")]
+        assert line.endswith(f" | {outcome} |")
+
+
+def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict: Any) -> None:
+    rows = [timed("headprune", 24, 1.2, 1.2, heads=[12, 12]), timed("unpruned", None, 0.99, 1.0)]
+    assert verdict.noise(recorded(rows)) == pytest.approx([1 / 0.99 - 1, 0])
+    rows.append(timed("headprune, taylor", 24, 1.3, 1.2, heads=[4, 20]))
+    assert verdict.noise(recorded(rows)) == pytest.approx([1.3 / 1.2 - 1, 0])
+    others = [
+        timed("TextPruner", 24, 2.0, 2.0, heads=[12, 12]),  # of another environment
+        timed("headprune, trained", 24, 2.0, 2.0, heads=[12, 11]),  # of another number of heads
+        timed("headprune, not refitted", 24, 2.0, 2.0, heads=[24, 0]),  # with an empty layer
+        timed("headprune + PyTorch INT8", 24, 2.0, 2.0),  # whose heads were not counted
+    ]
+    assert verdict.noise(recorded(rows + others)) == pytest.approx([1.3 / 1.2 - 1, 0])
+    # It is beyond the intervals, and within that noise; the other shape has less of it.
+    rows.append(timed("TextPruner", 24, 1.25, 1.25))
+    (found,) = verdict.comparisons(recorded(rows, paired("TextPruner", 24, -0.01, 0.01)))
+    assert found.faster == ("", "theirs")
+    assert "8.3 % at 1 x 128 and 0.0 % at 32 x 128" in "\n".join(verdict.text(recorded(rows)))
+
+
+def test_a_tie_says_how_many_rows_would_tell(verdict: Any) -> None:
+    rows = [timed(name, 24, 1.2, 1.2) for name in ("headprune", "TextPruner", "onnxsim")]
+    rows.append(timed("PyTorch INT8", None, 1.2, 1.2))
+    lines = [paired("TextPruner", 24, -0.01, 0.03), paired("onnxsim", 24, -0.02, 0.02)]
+    lines.append(paired("PyTorch INT8", None, -0.001, 0.021))
+    record = recorded(rows, *lines)
+    found = verdict.comparisons(record)
+    # 0.01 apart, and 0.02 from there to the end beyond 0: four times the rows halve it.
+    assert [verdict.tie(one) for one in found] == [
+        "TextPruner, 24 heads: 4.0 times (4.0 points wide)",
+        "onnxsim, 24 heads: no number, as none was found (4.0 points wide)",
+        "PyTorch INT8, all heads beside 24: 1.2 times (2.2 points wide)",
+    ]
+    (told, *_) = verdict.notes(record, found)
+    assert "so many times the 100 there are would tell" in told
+    assert verdict.tie(found[0]) in told
+
+
+def test_what_ours_adds_is_of_all_draws(verdict: Any) -> None:
+    both = "headprune + PyTorch INT8"
+    rows = [timed("PyTorch INT8", None, 2.0, 2.0, test=0.8), timed(both, 24, 2.5, 3.0, test=0.79)]
+    rows.append({"peer": both, "kept": 24, "seed": 1, "test": 0.76})
+    line = "| PyTorch INT8 | 24 | 2 | -2.5 | 1.25 [1.24, 1.26] | 1.50 [1.49, 1.51] |"
+    assert verdict.added(recorded(rows))[-1] == line
+    found = verdict.added(recorded(rows, paired(both, 24, -0.03, -0.01, "PyTorch INT8")))[-1]
+    assert found == line.replace("-2.5", "-2.0 [-3.0, -1.0]")
+    assert verdict.added(recorded(rows[:1])) == []
