@@ -49,19 +49,6 @@ def test_every_weight_is_kept_to_a_255th_of_the_largest_and_survives_a_file(tmp_
     assert again.pattern(HeadId("nowhere", 0)) is None
 
 
-def test_padding_is_left_out() -> None:
-    maps = maps_of(record_of(1, 2), 2, 5)
-    site = maps.sites[0]
-    keys = site.keys.copy()
-    keys[1, 3:] = False
-    short = replace(
-        maps,
-        sites=(replace(site, keys=keys, queries=keys),),
-        tokens=(maps.tokens[0], maps.tokens[1][:3]),
-    )
-    assert AttentionPictures.of(short).sites[0].sizes == ((5, 5), (3, 3))
-
-
 def test_a_long_text_is_cut_to_what_fits_and_then_examples_go() -> None:
     maps = maps_of(record_of(2, 4), 4, 20)
     pictures = AttentionPictures.of(maps, limit=8 * 4 * 12**2)

@@ -169,10 +169,6 @@ def test_a_candidate_with_settings(model: Stream, rows: Tensor) -> None:
     assert_allclose(np.array(found.values), np.array(alone.values), rtol=1e-5)
 
 
-def test_another_refit_has_settings_of_its_own(model: Stream, rows: Tensor) -> None:
-    assert choice_of(model, rows, refit="mean_fold").refit == "mean_fold"
-
-
 def test_kinds_are_judged_by_themselves_too() -> None:
     subject = labelled_subject("t5")
     scorer = Auto(candidates=("taylor",), refit=None, random_draws=1)
@@ -398,11 +394,3 @@ def test_explain_says_who_chose(model: Stream, rows: Tensor) -> None:
     assert first.startswith(f"auto took {scores.choice.chosen} by the loss of {ROWS} rows")
     unchosen = replace(scores, choice=None, notes=())
     assert not any("auto" in note for note in explain(plan, unchosen).notes)
-
-
-def test_agreement_with_a_scorer_that_was_asked_for(model: Stream, rows: Tensor) -> None:
-    found = score(model, rows, candidates=("taylor",))
-    alone, obs = hp.score(model, [rows], ["taylor", "obs"], loss=loss)
-    agreed = hp.agreement(found, alone, obs)
-    assert agreed.names == ("taylor (1)", "taylor (2)", "obs")
-    assert agreed.pairs[0].spearman.value == pytest.approx(1.0)

@@ -3,7 +3,6 @@ the work."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,22 +133,6 @@ def test_an_exception_in_a_pass_leaves_no_trace() -> None:
     with pytest.raises(KeyboardInterrupt):
         candidates_of(subject, failing)(subject.batch, settings_of(subject))
     assert picture(subject.model) == before
-
-
-def test_a_cut_model_is_the_same_as_its_gated_original() -> None:
-    subject = family_subject("llama", "llama")
-    mask = subject.mask({s.name: s.units[0] + s.units[2] for s in subject.sites})
-    model = copy.deepcopy(subject.model)
-    hp.prune_(model, mask, sites=subject.sites)
-    small = Subject(subject.layout, model, subject.batch, hp.find_sites(model))
-    heads = [(s.name, h) for s in subject.sites for h in s.heads]
-    kept = [i for i, (name, h) in enumerate(heads) if h in mask.kept(name)]
-    settings = 1 - torch.eye(len(kept), dtype=torch.float64)
-    wide = torch.zeros(len(kept), len(heads), dtype=torch.float64)
-    wide[:, kept] = settings
-    cut, _ = candidates_of(small)(subject.batch, settings)
-    full, _ = candidates_of(subject)(subject.batch, wide)
-    assert_close(cut, full, **EXACT)
 
 
 # ---------------------------------------------------------------- what would be wrong if nobody

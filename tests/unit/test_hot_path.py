@@ -152,25 +152,6 @@ def test_it_runs_what_a_configured_model_of_its_shape_runs(subject: str) -> None
     assert_close(outputs(call(small, batch))[0], outputs(call(built, batch))[0], rtol=0, atol=0)
 
 
-def test_bert_multiplies_what_a_plain_encoder_of_its_shape_multiplies() -> None:
-    native = benchmark("native")
-    (plain, small), (plain_uncut, uncut) = (
-        pair(native, "bert", which) for which in ("speed", "uncut")
-    )
-    batch = native.INPUTS["bert"](arguments(), 2, 8, torch.device("cpu"), torch.float32)
-
-    attention = "_scaled_dot_product_flash_attention_for_cpu"
-
-    def computed(model: nn.Module) -> Counter[Any]:
-        found = operations(model, batch, shapes=True)
-        wanted = ("mm", "bmm", attention, "native_layer_norm", "gelu")
-        return Counter({key: n for key, n in found.items() if key[0] in wanted})
-
-    assert computed(small) == computed(plain)
-    assert computed(uncut) == computed(plain_uncut) != computed(small)
-    assert native.difference(small, plain, batch) < 1e-5
-
-
 # ------------------------------------------------------------------------------------------------
 # groups of unlike size
 

@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.attention import MultiHeadAttention
 from headprune.model.double import Doubled
-from headprune.model.padding import query_mask
 from headprune.scoring import ActivationNorm, Attattr, Confidence, Entropy, Fluctuation, Obs, Wanda
-from headprune.scoring._activations import jackknife
 from tests.laws.support import Subject, family_subject, picture
 from tests.laws.support import examples_of as data
 from tests.reference import activations as reference
@@ -203,75 +200,7 @@ def test_heads_that_are_kept_are_read_in_their_place(family: tuple[str, str]) ->
         assert_close(list(mine.values[0]), list(whole.values[0][1::2]), rtol=1e-10, atol=1e-12)
 
 
-def test_batches_in_which_a_site_does_not_run_do_not_count_for_it() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = (MultiHeadAttention(8, 2) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.one(x)
-            return self.two(x) if x.shape[1] > 3 else x
-
-    model = Late().double()
-    long, short = torch.randn(3, 4, 8).double(), torch.randn(2, 3, 8).double()
-
-    def scored(*batches: Tensor) -> Any:
-        return hp.score(
-            model, batches, ActivationNorm(), loss=lambda m, x: m(x).mean((1, 2)), progress=False
-        )
-
-    both, alone = scored(short, long, short), scored(long)
-    assert_close(both.values[1], alone.values[1])
-    assert both.values[0] != alone.values[0]
-
-
-def test_queries_of_a_decoder_follow_its_own_mask() -> None:
-    t5, gpt2 = (family_subject(name, name).model for name in ("t5", "gpt2"))
-    long, short = torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 0]])
-    labels, ids = torch.tensor([[4, 5, -100]]), torch.ones(1, 3, dtype=torch.long)
-    own = {"decoder_attention_mask": short}
-    cases: list[tuple[Any, Any, dict[str, Any], list[int] | None]] = [
-        (t5, "self", {"attention_mask": long, **own}, [1, 1, 0]),
-        (t5, "cross", {"attention_mask": long, **own}, [1, 0, 0]),
-        (t5, "causal", {"attention_mask": short, "labels": labels}, [1, 1, 0]),
-        (t5, "causal", {"attention_mask": long, "labels": labels, **own}, [1, 0, 0]),
-        (t5, "causal", {"attention_mask": short, "decoder_input_ids": ids}, None),
-        (t5, "causal", {"attention_mask": short}, [1, 0, 0]),
-        (t5, "self", {"attention_mask": long[:, :2]}, None),
-        (gpt2, "causal", {"attention_mask": long, "labels": labels}, [1, 1, 0]),
-    ]
-    for model, kind, batch, expected in cases:
-        found = query_mask(model, kind, batch, (1, 3))
-        assert (None if found is None else found.int().tolist()[0]) == expected, (kind, batch)
-
-
 # ---------------------------------------------------------------- standard errors
-
-
-def test_the_jackknife_of_blocks_of_unlike_size() -> None:
-    """For a mean it is the textbook's formula for groups of m_j, and for single examples the
-    examples themselves."""
-    values = torch.randn(23, 3, dtype=torch.float64)
-    sums = torch.stack([values[g::5].sum(0) for g in range(5)])
-    sizes = [len(values[g::5]) for g in range(5)]
-    counts = wide(sizes)
-
-    def mean(weights: Tensor) -> Tensor:
-        return weights @ sums / (weights @ counts)
-
-    rows = jackknife(mean, torch.zeros(5).double(), sizes)
-    assert_close(rows.mean(0), values.mean(0))
-    expected = torch.zeros(3).double()
-    for g, size in enumerate(sizes):
-        h = 23 / size
-        without = (values.sum(0) - sums[g]) / (23 - size)
-        pseudo = h * values.mean(0) - (h - 1) * without
-        expected += (pseudo - values.mean(0)) ** 2 / (h - 1) / 5
-    # Moving the rows so that their mean is the score takes a little off where sizes differ.
-    assert_close(rows.var(0) / 5, expected, rtol=5e-3, atol=0)
-    alone = jackknife(lambda w: w @ values / w.sum(), torch.zeros(23).double(), [1] * 23)
-    assert_close(alone, values)
 
 
 def test_standard_errors_are_the_spread_over_other_data() -> None:

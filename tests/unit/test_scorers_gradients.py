@@ -23,7 +23,6 @@ from headprune.scoring import (
     fisher_matrix,
     ggn_matrix,
 )
-from headprune.scoring._distributions import content_seeds, distributions, drawn_labels
 from tests.laws.support import Subject, examples_of, family_subject
 from tests.reference import gradients as reference
 from tests.reference import scores as heads
@@ -188,13 +187,6 @@ def test_ggn_of_tokens_is_unbiased(subject: Subject) -> None:
     is_unbiased(subject, hessian, draws=8, n_seeds=24)
 
 
-def test_drawn_classes_agree_with_all_classes(bert: Subject) -> None:
-    exact, drawn = score(bert, [Ggn(), Ggn(draws=600)])
-    assert (exact.seed, drawn.seed) == (None, 0)
-    assert_close(flat(drawn), flat(exact), rtol=0.25, atol=0.02 * float(flat(exact).max()))
-    assert drawn.values != exact.values
-
-
 @pytest.mark.parametrize(
     ("kind", "function"),
     [
@@ -269,18 +261,6 @@ def test_ggn_goes_forward_once_and_backward_once_a_class_but_one(
     coupled = 2  # on the first batch: do its examples see each other?
     assert len(runs) == 2 + 2, "with the costs and the model's own loss"
     assert len(calls) == 2 * (3 - 1) + coupled
-
-
-def test_labels_are_drawn_from_the_predictions() -> None:
-    subject = family_subject("gpt2", "gpt2")
-    with torch.no_grad():
-        found = distributions(subject.model, subject.batch, "batch")
-    labels = drawn_labels(found, content_seeds(subject.model, subject.batch, 0), 4000)
-    p = found.logits[found.counted].softmax(-1)
-    seen = torch.stack([torch.bincount(row, minlength=p.shape[1]) for row in labels.T]) / 4000
-    assert ((seen - p).abs() / (p * (1 - p) / 4000).sqrt().clamp(min=1e-3)).max() < 5.5
-    others = drawn_labels(found, content_seeds(subject.model, subject.batch, 1), 4000)
-    assert (labels == others).double().mean() < 0.9
 
 
 # ---------------------------------------------------------------- integrated gradients

@@ -153,17 +153,6 @@ def test_confidence_leaves_tokens_out_on_both_sides(bert: Subject) -> None:
     assert_close(list(found.values[0]), total.mean(0).tolist(), rtol=1e-6, atol=1e-8)
 
 
-def test_confidence_leaves_nothing_out_where_there_are_no_ids(bert: Subject) -> None:
-    batch = data(bert, 3)
-    embedded = {
-        "inputs_embeds": bert.model.get_input_embeddings()(batch["input_ids"]).detach(),
-        "attention_mask": batch["attention_mask"],
-    }
-    some = Confidence(exclude=(int(batch["input_ids"][0, 2]),))
-    without, whole = scored(bert, [some, EVERYTHING], [embedded])
-    assert without.values == whole.values
-
-
 def test_confidence_knows_what_a_decoder_reads_from_labels(t5: Subject) -> None:
     batch = data(t5, 3)
     labels = batch.pop("decoder_input_ids")

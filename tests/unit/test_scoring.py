@@ -70,19 +70,6 @@ def test_a_group_is_the_sum_of_its_signed_members() -> None:
     assert_close(flat(score(subject, "taylor")), signed.abs().mean(0), **EXACT)
 
 
-@some
-def test_gradients_on_a_cut_model_are_those_of_the_gated_one(name: str) -> None:
-    subject = subject_of(name)
-    mask, loss = subject.ragged(), loss_of(subject)
-    with hp.gated(subject.model, mask):
-        gated = gate_gradients(subject.model, [subject.batch], loss)
-    pruned = subject.copy()
-    hp.prune_(pruned, mask)
-    kept = torch.tensor([set(u) <= set(mask.kept(s.name)) for s in subject.sites for u in s.units])
-    assert_close(gate_gradients(pruned, [subject.batch], loss), gated[:, kept], **EXACT)
-    assert not gated[:, ~kept].any()
-
-
 # ---------------------------------------------------------------- taylor
 
 
@@ -108,31 +95,7 @@ def test_taylor_is_its_formula(subject: Subject) -> None:
         assert_close(flat_errors(found), wide(errors), **EXACT)
 
 
-def test_blocks_are_fixed_whatever_the_batch_size() -> None:
-    subject = subject_of("bert")
-    batch = data(subject)
-    gradients = gate_gradients(subject.model, [batch])
-    values, errors = reference.taylor(gradients, gradients[:, None], [4, 4, 4], "batch", "none", 3)
-    in_one = reference.taylor(gradients, gradients[:, None], [4, 4, 4], "batch", "none", 7)[0]
-    for size in (1, 2, 7):
-        found = score(subject, Taylor(reduce="batch", block=3), split(batch, size))
-        assert_close(flat(found), wide(values), **EXACT)
-        assert_close(flat_errors(found), wide(errors), **EXACT)
-        assert not torch.allclose(flat(found), wide(in_one))
-
-
 # ---------------------------------------------------------------- removed heads
-
-
-@some
-def test_leave_one_out_is_the_loss_after_physical_removal(name: str) -> None:
-    subject = subject_of(name)
-    before = default_loss(subject.model, subject.batch).mean()
-    for unit in score(subject, "leave_one_out").units():
-        pruned = subject.copy()
-        hp.prune_(pruned, subject.without({unit.name: unit.heads}))
-        rise = default_loss(pruned, subject.batch).mean() - before
-        assert unit.value == pytest.approx(float(rise.detach()), rel=1e-10, abs=1e-12)
 
 
 @some
@@ -365,20 +328,6 @@ def test_costs_are_measured_on_one_example() -> None:
     assert found.costs == score(subject, "taylor", split(data(subject), 1)).costs
 
 
-def test_a_loss_that_needs_several_examples_is_costed_on_the_batch() -> None:
-    subject, sizes = subject_of("bert"), []
-
-    def paired(model: nn.Module, batch: Any) -> Tensor:
-        sizes.append(reference.n_examples(batch))
-        if sizes[-1] < 2:
-            raise ValueError("a single example")
-        return default_loss(model, batch)
-
-    found = score(subject, "taylor", [data(subject)], loss=paired)
-    assert sizes == [1, 7, 7]
-    assert found.costs == score(subject, "taylor", [data(subject)]).costs
-
-
 def test_costs_of_models_whose_tokens_come_first_are_those_of_their_length() -> None:
     subject = subject_of("labml")
     found = hp.score(subject.model, [subject.batch], "magnitude", progress=False)
@@ -416,15 +365,6 @@ def test_works_where_the_caller_turned_gradients_off(context: Any) -> None:
         assert score(subject, SCORERS) == expected
 
 
-@some
-def test_works_on_frozen_weights(name: str) -> None:
-    subject = subject_of(name)
-    expected = score(subject, SCORERS)
-    subject.model.requires_grad_(False)
-    assert [s.values for s in score(subject, SCORERS)] == [s.values for s in expected]
-    assert not any(p.requires_grad for p in subject.model.parameters())
-
-
 def test_works_in_bfloat16(subject: Subject) -> None:
     expected = score(subject, SCORERS[:3])
     subject.model.bfloat16()
@@ -442,10 +382,3 @@ def test_works_on_a_compiled_model() -> None:
     compiled(**subject.batch)
     assert hp.score(compiled, [subject.batch], SCORERS, progress=False) == expected
     assert_close(gate_gradients(compiled, [subject.batch]), gradients, **EXACT)
-
-
-def test_some_sites_only() -> None:
-    subject = subject_of("bert")
-    whole, part = score(subject, "taylor"), score(subject, "taylor", sites=subject.sites[1:2])
-    assert part.values == whole.values[1:2]
-    assert [s.name for s in part.sites] == [subject.sites[1].name]

@@ -267,14 +267,6 @@ def test_a_loss_that_is_not_finite_is_not_kept(
             score(bert, "taylor", four, loss=loss, folder=tmp_path)
 
 
-def test_what_is_kept_says_of_what_call(bert: Subject, four: list[Any], tmp_path: Path) -> None:
-    score(bert, "taylor", four, folder=tmp_path)
-    said = json.loads((tmp_path / "0-of-1" / "call.json").read_text())
-    known = {"scorers", "until", "the loss", "the model", "sites", "device", "versions"}
-    assert said.keys() == {*known, "what the model makes of the first batch"}
-    assert "taylor" in said["scorers"]
-
-
 # ---------------------------------------------------------------- what is refused
 
 
@@ -355,22 +347,6 @@ def test_sums_of_another_kind_are_refused(bert: Subject, four: list[Any], tmp_pa
         cache.write(path, sums, said)
         with pytest.raises(InvalidValue, match="must be sums of this call, got a file without"):
             score(bert, "wanda", four, folder=tmp_path)
-
-
-def test_rows_of_which_nothing_is_said_are_made_again(tmp_path: Path) -> None:
-    said = {"1/0": [], "1/1": "ab", "1/2": ["abc"]}
-    rows = {name: torch.ones(1, 2) for name in said}
-    _resume_cache.ResumeCache(tmp_path).write(tmp_path / "rows-000001.safetensors", rows, said)
-    asked: list[int] = []
-
-    def made(number: int, batch: Any) -> torch.Tensor:
-        asked.append(number)
-        return torch.zeros(1, 2)
-
-    kept = _resume_cache.ResumeCache(tmp_path).rows(made)
-    found = [kept(i, None, mark, lambda: None) for i, mark in enumerate(("a", "ab", "abc"))]
-    assert asked == [0, 1]
-    assert [float(rows.sum()) for rows in found] == [0, 0, 2]
 
 
 def test_a_folder_is_a_path_that_no_other_call_uses(

@@ -17,7 +17,7 @@ from headprune.core import samples as samples_module
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import default_loss
 from headprune.model.sites import bind
-from headprune.scoring import LeaveOneOut, Shapley, Taylor, registry
+from headprune.scoring import Shapley, Taylor, registry
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._rows import PairedMoments
 from headprune.scoring._stopping import Stable, lowest, read_until
@@ -139,14 +139,6 @@ def test_looks_are_paid_for() -> None:
     until = Stable(k=2, confidence=0.9)
     spent = sum(until.error(look) for look in range(1, 2000))
     assert 0.1 * 0.999 < spent < 0.1
-
-
-def test_a_single_comparison_has_its_level() -> None:
-    """Two units that are equal in expectation: a wrong yes, of either, comes as often as two
-    one-sided tests allow; the allowance for rare events makes it rarer."""
-    generator = random_of(0)
-    draws = (torch.randn(4000, 2, generator=generator).double() for _ in range(1000))
-    assert 0.08 <= sum(settled(data, 1, 0.1) for data in draws) / 1000 <= 0.20
 
 
 def test_repeated_looks_at_noise_settle_nothing() -> None:
@@ -346,25 +338,6 @@ def test_a_real_model_stops_with_the_set_of_all_data(clear_cut: Any) -> None:
     taylor, fisher = score(["taylor", "fisher"], data, until, clear_cut)
     assert taylor.n_examples == fisher.n_examples < 360
     assert taylor.data == fisher.data
-
-
-def test_scores_are_the_same_where_there_is_no_room_for_all_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Three times as much as fits is read between two looks, which come when they would have
-    come."""
-    data, scorers = batches_of(24), ["taylor", "fisher", LeaveOneOut()]
-    until = hp.Stable(k=4, confidence=1 - 1e-12, first=30, growth=2.0)  # never settled: all data
-    expected = score(scorers, iter(data), until)
-    limit = 8 * 12 * 12  # 24 rows of 12 units, and the curvature
-    monkeypatch.setattr(samples_module, "LIMIT", limit)
-    found = score(scorers, iter(data), until)
-    for a, b in zip(found, expected, strict=True):
-        same(a, b)
-        assert a.notes == b.notes
-        assert a.samples.matrix.nbytes <= limit
-    curvatures = [torch.tensor(scores[1].curvature.matrix) for scores in (found, expected)]
-    assert_close(*curvatures)
 
 
 @pytest.mark.parametrize("name", list(registry))
