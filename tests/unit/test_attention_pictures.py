@@ -188,12 +188,6 @@ def test_where_only_positions_are_alike_that_is_what_is_said() -> None:
     assert before.name == "previous token"  # the word that says more
 
 
-def test_examples_of_unlike_length_are_compared_where_both_have_a_token() -> None:
-    pattern = found([np.eye(3), np.eye(5)])[SAME_POSITIONS]
-    assert pattern.share == pytest.approx(1.0)
-    assert pattern.chance == pytest.approx((3 / 3 + 3 / 5) / 6)
-
-
 NEIGHBOURS = {
     "own patch": (0, 0),
     "patch to the left": (0, -1),

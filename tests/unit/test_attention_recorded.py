@@ -138,28 +138,15 @@ def test_compiled_in_one_graph_at_every_length(cut: str, mask: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:There is a performance drop"
-)  # PyTorch has no rule for its kernel, and loops
+# PyTorch has no rule for its kernel, and loops.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(("cut", "mask"), CASES)
-def test_vmap_and_gradients_of_every_example(cut: str, mask: str) -> None:
+@torch.no_grad()
+def test_vmap(cut: str, mask: str) -> None:
     for called, examples in all_calls(cut, mask):
         twice = [torch.stack([t, t.flip(0)]) for t in examples[1]]
-        got = torch.func.vmap(called)(*twice)
-        assert_close(got, torch.stack([called(*(t[i] for t in twice)) for i in range(2)]), **CLOSE)
-        weights = {n: p.detach() for n, p in called.named_parameters()}
-
-        def total(given: dict[str, Tensor], *example: Tensor, called: Called = called) -> Tensor:
-            alone = tuple(t[None] for t in example)
-            return torch.func.functional_call(called, given, alone).square().sum()
-
-        each = torch.func.vmap(torch.func.grad(total), in_dims=(None, *[0] * len(examples[1])))(
-            weights, *examples[1]
-        )
-        called(*examples[1]).square().sum().backward()
-        for name, parameter in called.named_parameters():
-            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            assert_close(each[name].sum(0), whole, rtol=1e-4, atol=1e-4)
+        one_by_one = torch.stack([called(*(t[i] for t in twice)) for i in range(2)])
+        assert_close(torch.func.vmap(called)(*twice), one_by_one, **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -179,32 +179,6 @@ def test_kinds_are_judged_by_themselves_too() -> None:
 # ---------------------------------------------------------------- how they are found
 
 
-def test_no_refit_sees_a_row_that_judges_it(
-    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fitted: list[Tensor] = []
-    judged: list[Tensor] = []
-    refit, losses = Auto.refit_, _held_out._losses
-
-    def seen_by_refit(self: Any, problem: Any, small: Any, batches: Any) -> Any:
-        fitted.append(torch.cat(batches))
-        return refit(self, problem, small, batches)
-
-    def seen_by_judge(problem: Any, small: Any, batches: Any) -> Tensor:
-        if small is not problem.model:
-            judged.append(torch.cat(batches))
-        return losses(problem, small, batches)
-
-    monkeypatch.setattr(Auto, "refit_", seen_by_refit)
-    monkeypatch.setattr(_held_out, "_losses", seen_by_judge)
-    score(model, rows)
-    *judged_refits, _, _ = judged  # the chosen plan is judged without a refit, too, fold by fold
-    assert len(fitted) == len(judged_refits) > 2
-    for a, b in zip(fitted, judged_refits, strict=True):
-        assert len(a) + len(b) == ROWS
-        assert not (a[:, None] == b[None]).flatten(2).all(2).any()
-
-
 @pytest.fixture
 def held_out(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Replaces the losses that `auto` judges by: ``held_out(change)`` gets plans, refit and them."""
@@ -266,15 +240,6 @@ def test_a_refused_refit_is_a_note_of_the_scores(
     found = score(model, rows)
     assert (found.choice.refit, found.choice.refitting) == ("", None)
     assert any("auto: Judged without a refit, which lstsq refuses" in note for note in found.notes)
-
-
-def test_nothing_is_said_of_a_refit_without_which_losses_are_not_finite(
-    model: Stream, rows: Tensor, held_out: Any
-) -> None:
-    held_out(lambda plans, refit, losses: losses if refit else losses * torch.inf)
-    found = score(model, rows)
-    assert found.choice.refitting is None
-    assert not any("lstsq" in note for note in found.notes)
 
 
 def test_a_candidate_whose_losses_are_not_finite_is_not_taken(

@@ -260,15 +260,6 @@ def coupled(model: Any) -> None:
     model.layers[1].feed.register_forward_hook(lambda m, args, out: out - 0.5 * out.mean(0)[None])
 
 
-class MoreCalls(Net):
-    """Calls that depend on the batch size."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(len(x) // 2):
-            x = self.layers[4].feed(x)
-        return super().forward(x)
-
-
 class Short(Net):
     """A last layer that large batches leave out."""
 
@@ -294,7 +285,6 @@ LEFT_OUT = "the gate of layers.4.attention: must be reached, got a pass that nev
     [
         (Net, talking_layers, ""),
         (Net, coupled, ""),
-        (MoreCalls, None, ""),
         (Short, None, LEFT_OUT),
         (Longer, None, "a recorded tensor: must be longer on one axis for more examples, got (2,"),
     ],

@@ -21,7 +21,6 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headprune as hp
-from headprune.core import slabs
 from headprune.core.heads import HeadMask
 from headprune.core.layout import HeadState
 from headprune.layouts import registry
@@ -163,29 +162,6 @@ def test_policy_free_costs_one_copy_of_keys_and_values_a_layer() -> None:
     free, even = operations(small, batch), operations(built, batch)
     assert free - even == Counter({"cat": 2 * 2})  # keys and values of two layers
     assert native.difference(small, built, batch) < 1e-5
-
-
-@pytest.mark.parametrize("keep", [[0, 1, 4, 5], [0, 1, 2]], ids=["even", "uneven"])
-def test_our_attention_does_no_arithmetic_of_heads_in_a_call(
-    keep: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = hp.MultiHeadAttention(16, 8, n_kv_heads=4).eval()
-    module.prune_heads_(keep, policy="free")
-    monkeypatch.setattr(
-        slabs.HeadGeometry, "__post_init__", lambda self: pytest.fail("geometry in a call")
-    )
-    found = operations(_Of(module), {"x": torch.randn(2, 3, 16)})
-    assert found["cat"] == (0 if len(keep) == 4 else 2)
-    assert not any("index" in name or "copy" in name or "lift" in name for name in found)
-
-
-class _Of(nn.Module):
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x: Tensor) -> Any:
-        return self.attention(x)
 
 
 def test_a_state_from_before_groups_were_kept_knows_them() -> None:

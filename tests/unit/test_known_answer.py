@@ -18,9 +18,6 @@ from headprune.scoring import Shapley, registry
 from tests.known.ablation import COST, achieved, costs, heads_of, highest, necessary, only, recall
 from tests.known.constructed import DECOYS, LAYERS, NECESSARY, Head, constructed
 from tests.known.induction import (
-    IGNORED,
-    LENGTH,
-    N_TOKENS,
     AttentionOnly,
     accuracy,
     examples,
@@ -53,17 +50,6 @@ def all_but(model: AttentionOnly, head: HeadId) -> list[HeadId]:
 
 
 # ---------------------------------------------------------------- the task
-
-
-def test_labels_are_what_followed_the_token_before() -> None:
-    batch = examples(20, 0)
-    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
-        assert ids[0] == N_TOKENS
-        asked = [t for t, label in enumerate(labels) if label != IGNORED]
-        assert asked
-        assert asked == [t for t in range(LENGTH) if ids[t] in ids[:t]]
-        for t in asked:
-            assert {ids[s + 1] for s in range(t) if ids[s] == ids[t]} == {labels[t]}
 
 
 # ---------------------------------------------------------------- weights written by hand

@@ -82,34 +82,6 @@ def test_statistics_of_contexts_are_those_of_literal_loops(family: str) -> None:
             assert_close(list(mine.standard_errors[number]), errors, rtol=exact, atol=exact / 100)
 
 
-def test_obs_is_what_a_refit_cannot_win_back(bert: Subject) -> None:
-    """By a means of its own: the ridge problem solved by gradient, not by the formula."""
-    site = bert.sites[0]
-    rows = torch.cat(reference.contexts(bert.model, bert.batch, site))
-    weight = reference.weight_of(bert.model, site)
-    penalty = 0.05 * rows.square().mean()
-    free = torch.ones(rows.shape[1], dtype=torch.bool)
-    free[reference.channels(site, site.units[1])] = False
-    kept = weight[:, free].clone().requires_grad_()
-
-    def error() -> Tensor:
-        change = (weight.clone() * 0).index_copy(1, free.nonzero()[:, 0], kept) - weight
-        return (rows @ change.T).square().sum() / len(rows) + penalty * change.square().sum()
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = error()
-        loss.backward()
-        return loss
-
-    optimizer = torch.optim.LBFGS(
-        [kept], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
-    )
-    optimizer.step(closure)
-    found = score(bert, Obs(ridge=0.05)).values[0][1]
-    assert found == pytest.approx(float(error().detach()), rel=1e-8)
-
-
 # ---------------------------------------------------------------- what they read
 
 

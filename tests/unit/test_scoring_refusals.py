@@ -104,9 +104,15 @@ def first_layer(model: Any, batch: Any) -> Tensor:
         (Surgeon, {"draws": 0}, "draws"),
         (Surgeon, {"draws": 2, "curvature": "loss"}, "draws"),
         (Surgeon, {"blocks": 0}, "blocks"),
+        (hp.Stable, {"k": 0}, "k"),
+        (hp.Stable, {"k": True}, "k"),
+        (hp.Stable, {"k": 2, "confidence": 1}, "confidence"),
+        (hp.Stable, {"k": 2, "first": 1}, "first"),
+        (hp.Stable, {"k": 2, "growth": 1.0}, "growth"),
+        (hp.Stable, {"k": 2, "rare": 0.0}, "rare"),
     ],
 )
-def test_settings_that_are_refused(scorer: Any, settings: dict[str, Any], field: str) -> None:
+def test_wrong_settings_are_refused(scorer: Any, settings: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidValue, match=rf"{scorer.__name__}\.{field}"):
         scorer(**settings)
 
@@ -227,15 +233,6 @@ def test_a_loss_that_does_not_see_a_layer(bert: Subject, scorer: str) -> None:
         score(bert, scorer, loss=first_layer)
     found = score(bert, scorer, loss=first_layer, sites=bert.sites[:1])
     assert [len(row) for row in found.values] == [4]
-
-
-def test_a_loss_that_is_not_finite_names_its_batch_and_example() -> None:
-    subject = subject_of("vit")
-    bad = {**subject.batch, "pixel_values": subject.batch["pixel_values"].clone()}
-    bad["pixel_values"][2, 0, 3, 3] = float("nan")
-    for scorer in ("taylor", "leave_one_out"):
-        with pytest.raises(InvalidValue, match=r"batch 1, example 2: must be finite, got nan"):
-            score(subject, scorer, [subject.batch, bad])
 
 
 def test_activations_and_maps_that_are_not_finite(bert: Subject) -> None:
