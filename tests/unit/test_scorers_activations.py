@@ -13,10 +13,10 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.model.double import Doubled
 from headprune.scoring import ActivationNorm, Attattr, Confidence, Entropy, Fluctuation, Obs, Wanda
-from tests.laws.support import Subject, family_subject, picture
+from tests.laws.support import Subject, family_subject
 from tests.laws.support import examples_of as data
 from tests.reference import activations as reference
-from tests.scoring_help import FAMILIES, counted_runs, flat, flat_errors, loss_of, split, wide
+from tests.scoring_help import FAMILIES, counted_runs, flat, flat_errors, split, wide
 
 CONTEXTS: list[tuple[Any, Any]] = [
     (ActivationNorm(), reference.activation_norm),
@@ -208,16 +208,3 @@ def test_one_forward_pass_for_all_of_them(bert: Subject) -> None:
             score(bert, scorers, split(bert.batch, 1))
         counts.append(len(runs))
     assert counts[0] == counts[1] >= 3
-
-
-@pytest.mark.parametrize("family", ["llama", "multi_head_attention"])
-def test_no_trace_is_kept_on_the_model(family: str) -> None:
-    subject = family_subject(family, family)
-
-    def kernels() -> list[str]:
-        modules = subject.model.modules()
-        return [m.config._attn_implementation for m in modules if hasattr(m, "config")]
-
-    before = picture(subject.model), kernels()
-    score(subject, [*READING, Attattr(steps=1)], loss=loss_of(subject))
-    assert (picture(subject.model), kernels()) == before

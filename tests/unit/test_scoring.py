@@ -286,7 +286,7 @@ def test_batches_may_be_tuples_or_tensors() -> None:
     x = subject.batch["x"]
     expected = score(subject, "taylor", [{"x": x}])
     for batch in (x, (x,), [x, None]):
-        found = hp.score(subject.model, [batch], loss=lambda m, b: own_loss(m, b), progress=False)
+        found = hp.score(subject.model, [batch], loss=own_loss, progress=False)
         assert found.values == expected.values
 
 
