@@ -175,12 +175,12 @@ def test_shapley_shares_add_up_and_come_close_to_the_enumeration(game: Any) -> N
     subject, v = game
     exact = games.shapley(v).mean(0)
     assert_close(exact.sum(), whole_of(v), **EXACT)
-    found = score(subject, Shapley(orders=300, truncation=0.0, step=2))
+    found = score(subject, Shapley(orders=100, truncation=0.0))
     few = flat(score(subject, Shapley(orders=1, truncation=0.0)))
     assert_close(flat(found).sum(), whole_of(v), **SUMMED)
     assert_close(few.sum(), whole_of(v), **SUMMED)
     off = float((flat(found) - exact).abs().max())
-    assert off < 0.05 * float(exact.abs().max())
+    assert off < 0.1 * float(exact.abs().max())
     assert off < float((few - exact).abs().max())
     assert bool((flat_errors(found) > 0).all())
 

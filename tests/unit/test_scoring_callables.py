@@ -96,7 +96,7 @@ def test_what_is_kept_is_scored_without_what_is_removed(subject: Subject) -> Non
     mask, halves = subject.ragged(1), split(subject.batch, 2)
     small = pruned(subject, mask)
     before = picture(subject.model)
-    for scorer in ("fisher", "wanda", "magnitude", "leave_one_out"):
+    for scorer in ("wanda", "magnitude", "leave_one_out"):
         with Doubled():
             rescore = hp.scoring.rescorer(subject.model, iter(halves), scorer, **options(subject))
             rescore(subject.mask({}))
