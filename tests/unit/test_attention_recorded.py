@@ -101,7 +101,7 @@ CASES = [
     ("without heads", "all"),
 ]
 #: For what takes long.
-SOME = [("whole groups", "causal"), ("uneven groups", "4-D"), ("without heads", "all")]
+SOME = [("uneven groups", "4-D"), ("without heads", "all")]
 
 
 def all_calls(cut: str, mask: str) -> Iterator[tuple[Called, list[tuple[Tensor, ...]]]]:

@@ -113,10 +113,10 @@ def test_scores_that_were_cut_off(scorer: Any, bert: Subject, tmp_path: Path) ->
             assert len(runs) < n_runs / 2 + 4, "almost all had been done"
 
 
-@pytest.mark.parametrize("left", [3, 12])
+@pytest.mark.parametrize("left", [3, 8])
 def test_auto_that_was_cut_off(bert: Subject, tmp_path: Path, left: int) -> None:
     """Candidates go on where they were; plans are judged anew."""
-    batches, scorer = split(data(bert, 7), 1), Auto(candidates=("taylor", "obs"), random_draws=1)
+    batches, scorer = split(data(bert, 5), 1), Auto(candidates=("taylor", "obs"), random_draws=1)
     whole = told(score(bert, scorer, batches))
     cut_off(bert, scorer, batches, left, folder=tmp_path)
     assert told(score(bert, scorer, batches, folder=tmp_path)) == whole

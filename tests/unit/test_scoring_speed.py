@@ -83,7 +83,7 @@ def test_the_units_of_grouped_heads_are_put_on_the_device_once(
     # One a site, and the weights of losses that are looked at for coupling.
     for n_kv_heads, n_made in ((2, 3), (4, 1)):
         made.clear()
-        gate_gradients(Encoder(n_kv_heads), batches_of(4), loss)
+        gate_gradients(Encoder(n_kv_heads), batches_of(1) * 4, loss)
         assert len(made) == n_made
 
 
