@@ -152,18 +152,13 @@ def test_what_the_refit_is_worth_is_the_difference_to_the_cut_model(
     assert HeadScores.from_json(found.to_json()) == found
 
 
-def test_scores_are_those_of_the_chosen_one(model: Stream, rows: Tensor) -> None:
-    found = score(model, rows)
-    alone = hp.score(model, [rows], found.choice.chosen, loss=loss)
-    assert (found.scorer, found.settings) == (alone.scorer, alone.settings)
-    assert_allclose(np.array(found.values), np.array(alone.values), rtol=1e-5)
-    assert "chosen by auto" in found.title
-
-
-def test_a_candidate_with_settings(model: Stream, rows: Tensor) -> None:
+def test_scores_are_those_of_the_chosen_candidate_with_its_settings(
+    model: Stream, rows: Tensor
+) -> None:
     found = score(model, rows, candidates=({"taylor": {"reduce": "signed"}},))
     assert found.choice.chosen == "taylor (reduce=signed)"
     assert (found.scorer, found.settings["reduce"]) == ("taylor", "signed")
+    assert "chosen by auto" in found.title
     assert HeadScores.from_json(found.to_json()) == found
     alone = hp.score(model, [rows], hp.scoring.Taylor(reduce="signed"), loss=loss)
     assert_allclose(np.array(found.values), np.array(alone.values), rtol=1e-5)

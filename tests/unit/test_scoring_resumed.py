@@ -122,19 +122,6 @@ def test_auto_that_was_cut_off(bert: Subject, tmp_path: Path, left: int) -> None
     assert told(score(bert, scorer, batches, folder=tmp_path)) == whole
 
 
-def test_several_scorers_that_were_cut_off_twice(bert: Subject, tmp_path: Path) -> None:
-    batches, scorers = split(data(bert, 6), 2), ["taylor", "surgeon", "wanda", "leave_one_out"]
-    with counted_runs(bert.model) as runs:
-        whole = [told(s) for s in score(bert, scorers, batches)]
-    n_runs = len(runs)
-    for left in (5, 8):
-        cut_off(bert, scorers, batches, left, folder=tmp_path)
-    assert [told(s) for s in score(bert, scorers, batches, folder=tmp_path)] == whole
-    with counted_runs(bert.model) as runs:  # the folder gives them again
-        assert [told(s) for s in score(bert, scorers, batches, folder=tmp_path)] == whole
-    assert len(runs) < n_runs / 2
-
-
 def test_scores_until_they_are_settled(bert: Subject, tmp_path: Path) -> None:
     batches, until = split(data(bert, 24), 2), hp.Stable(k=4, first=4)
     whole = told(score(bert, "taylor", batches, until=until))
