@@ -260,6 +260,17 @@ def coupled(model: Any) -> None:
     model.layers[1].feed.register_forward_hook(lambda m, args, out: out - 0.5 * out.mean(0)[None])
 
 
+class MoreCalls(Net):
+    """Calls that depend on the batch size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for _ in range(len(x) // 2):
+                x = layer.feed(x)
+            x = layer(x)
+        return self.out(x.mean(1))
+
+
 class Short(Net):
     """A last layer that large batches leave out."""
 
@@ -285,6 +296,7 @@ LEFT_OUT = "the gate of layers.4.attention: must be reached, got a pass that nev
         (Net, talking_layers, 2**30, ""),
         (Net, coupled, 2**30, ""),
         (Net, coupled, 1, ""),
+        (MoreCalls, None, 2**30, ""),
         (Short, None, 2**30, LEFT_OUT),
         (Longer, None, 2**30, "must be longer on one axis for more examples, got (2,"),
     ],

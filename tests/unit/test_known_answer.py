@@ -49,9 +49,6 @@ def all_but(model: AttentionOnly, head: HeadId) -> list[HeadId]:
     return [h for h in heads_of(model) if h != head]
 
 
-# ---------------------------------------------------------------- the task
-
-
 # ---------------------------------------------------------------- weights written by hand
 
 

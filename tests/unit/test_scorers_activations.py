@@ -160,6 +160,27 @@ def test_other_layouts_are_read_example_by_example(family: tuple[str, str]) -> N
     assert min(float(flat_errors(mine).min()) for mine in found) > 0
 
 
+def test_batches_in_which_a_site_does_not_run_do_not_count_for_it() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (hp.MultiHeadAttention(8, 2) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.one(x)
+            return self.two(x) if x.shape[1] > 3 else x
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).mean((1, 2))
+
+    model, long, short = Late().double(), torch.randn(3, 4, 8).double(), torch.randn(2, 3, 8)
+    for batches in ([short.double(), long], [long, short.double()]):
+        found = hp.score(model, batches, ActivationNorm(), loss=loss, progress=False)
+        alone = hp.score(model, [long], ActivationNorm(), loss=loss, progress=False)
+        assert_close(found.values[1], alone.values[1])
+        assert found.values[0] != alone.values[0]
+
+
 @pytest.mark.parametrize("family", [("bert", "bert"), BARE], ids=str)
 def test_heads_that_are_kept_are_read_in_their_place(family: tuple[str, str]) -> None:
     subject = family_subject(*family)

@@ -153,6 +153,14 @@ def test_confidence_leaves_tokens_out_on_both_sides(bert: Subject) -> None:
     assert_close(list(found.values[0]), total.mean(0).tolist(), rtol=1e-6, atol=1e-8)
 
 
+def test_confidence_leaves_nothing_out_where_there_are_no_ids(bert: Subject) -> None:
+    ids = bert.batch["input_ids"]
+    embeddings = bert.model.get_input_embeddings()(ids).detach()
+    batch = {"inputs_embeds": embeddings, "attention_mask": bert.batch["attention_mask"]}
+    some, whole = scored(bert, [Confidence(exclude=(int(ids[0, 2]),)), EVERYTHING], [batch])
+    assert some.values == whole.values
+
+
 def test_confidence_knows_what_a_decoder_reads_from_labels(t5: Subject) -> None:
     batch = data(t5, 3)
     labels = batch.pop("decoder_input_ids")

@@ -63,10 +63,11 @@ def predictions(model: nn.Module, example: Any) -> list[Tensor]:
 
 
 def centred_logits(model: nn.Module, example: Any) -> list[Tensor]:
-    """Numbers whose slopes' products sum to twice the mean product of the slopes of logits without
-    their mean."""
+    """Numbers whose slopes' products sum to twice the mean product of the slopes of logits, of
+    classes without their mean."""
     logits = model(**inputs_of(model, example)).logits[0]
-    return list(((logits - logits.mean()) * (2 / len(logits)) ** 0.5).unbind())
+    mean = 0 if model.config.problem_type in KINDS[1:] else logits.mean()
+    return list(((logits - mean) * (2 / len(logits)) ** 0.5).unbind())
 
 
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:
@@ -276,9 +277,12 @@ def test_more_classes_cost_no_more_backward_passes() -> None:
     )
 
 
+@pytest.mark.parametrize("curvature", ["outputs", "logits"])
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_prices_of_other_outputs_are_those_of_sets_solved_from_scratch(kind: str) -> None:
-    check_prices(classifier(4, kind), sentences(5), "outputs")
+def test_prices_of_other_outputs_are_those_of_sets_solved_from_scratch(
+    kind: str, curvature: str
+) -> None:
+    check_prices(classifier(4, kind), sentences(5), curvature)
 
 
 def test_a_group_for_every_class_is_exact() -> None:

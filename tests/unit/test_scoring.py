@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.core.errors import InvalidValue
 from headprune.model.costs import measure_costs
+from headprune.model.losses import default_loss
 from headprune.model.sites import bind
 from headprune.scoring import LeaveOneOut, Magnitude, Random, Taylor, gate_gradients
 from tests.laws.support import Subject, picture, subject_of
@@ -316,6 +317,17 @@ def test_costs_are_measured_on_one_example() -> None:
     handle.remove()
     assert sizes == [1, 7, 7], "the costs, the model's own loss, the gradients"
     assert found.costs == score(subject, "taylor", split(data(subject), 1)).costs
+
+
+def test_a_loss_that_needs_several_examples_is_costed_on_the_batch() -> None:
+    subject = subject_of("bert")
+
+    def paired(model: nn.Module, batch: Any) -> Tensor:
+        if reference.n_examples(batch) < 2:
+            raise ValueError("a single example")
+        return default_loss(model, batch)
+
+    assert score(subject, "taylor", loss=paired).costs == score(subject, "taylor").costs
 
 
 def test_costs_of_models_whose_tokens_come_first_are_those_of_their_length() -> None:

@@ -333,6 +333,8 @@ def test_one_block_or_one_order_has_no_standard_error(bert: Subject) -> None:
     assert block.standard_errors is None
     assert blocks.standard_errors is None
     assert any("not over orders" in note for note in order.notes)
+    one = score(bert, scoring.Shapley(orders=2), split(bert.batch, 1)[:1])
+    assert any("over orders alone" in note for note in one.notes)
 
 
 def test_a_scorer_of_yours_that_says_nothing_of_its_error(bert: Subject) -> None:

@@ -337,6 +337,42 @@ def test_sums_of_another_kind_are_refused(bert: Subject, four: list[Any], tmp_pa
             score(bert, "wanda", four, folder=tmp_path)
 
 
+class Total:
+    """The simplest sums: how many batches were added."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(1)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def join(self, parts: Any) -> None:
+        (found,) = parts
+        self.total = found["total"]
+
+
+def total_of(folder: Path, *passes: list[str]) -> float:
+    """After passes over batches with these marks, each the digest of all batches up to it."""
+    sums = Total()
+    added = _resume_cache.ResumeCache(folder).sums({"own": sums})
+    for marks in passes:
+        added.begin_pass()
+        for number, mark in enumerate(marks):
+            if not added.holds(number, mark):
+                sums.total = sums.total + 1
+                added.batch_added(mark, lambda: None)
+        added.end_pass(marks[-1], lambda: None)
+    return float(sums.total)
+
+
+def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert total_of(tmp_path, ["a", "ab"], ["a", "ab"]) == 4, "nothing is added twice"
+    for first, second in ((["x", "xy"], ["a", "ab"]), (["a"], ["a", "ab"]), (["a", "ab"], ["a"])):
+        with pytest.raises(InvalidValue, match=OTHERS):
+            total_of(tmp_path, first, second)
+
+
 def test_a_folder_is_a_path_that_no_other_call_uses(
     bert: Subject, four: list[Any], tmp_path: Path
 ) -> None:
