@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.reference.scores import Loss, columns, example, n_examples, projection, times, value
+from tests.reference.scores import Loss, columns, example, n_examples, projection, times
 
 #: A function of a model and a batch of one.
 Function = Callable[[nn.Module, Any], float]
@@ -53,34 +53,6 @@ def moved(gates: list[list[float]], unit: tuple[int, list[int]], step: float) ->
     for position in positions:
         copy[site][position] += step
     return copy
-
-
-def slopes(
-    model: nn.Module, one: Any, loss: Loss, sites: Any, at: float = 1.0, step: float = 1e-4
-) -> list[float]:
-    """``dl/dm`` of every unit, whose heads move together, by central differences with all gates at
-    ``at``."""
-    found = []
-    for unit in units_of(sites):
-        ends = [
-            with_gates(
-                model, sites, moved(all_gates(sites, at), unit, s), lambda: value(model, one, loss)
-            )
-            for s in (step, -step)
-        ]
-        found.append((ends[0] - ends[1]) / (2 * step))
-    return found
-
-
-def integrated(model: nn.Module, one: Any, loss: Loss, sites: Any, intervals: int) -> list[float]:
-    """``-int_0^1 dl/dm (a, ..., a) da`` of every unit by Simpson's rule over an even number of
-    intervals."""
-    total = [0.0] * len(units_of(sites))
-    for node in range(intervals + 1):
-        weight = 1 if node in (0, intervals) else 4 if node % 2 else 2
-        for unit, slope in enumerate(slopes(model, one, loss, sites, node / intervals)):
-            total[unit] -= weight / (3 * intervals) * slope
-    return total
 
 
 def contexts(

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId
-from headprune.maps.attention_maps import AttentionMaps, SiteMaps
-from headprune.maps.patterns import ONE_KEY, SAME_POSITIONS, find_patterns, main_pattern
+from headprune.maps.patterns import (
+    ONE_KEY,
+    SAME_POSITIONS,
+    Pattern,
+    find_patterns,
+    main_pattern,
+)
 from headprune.maps.pictures import MEAN, AttentionPictures, ShownExample
 from tests.report_records import maps_of, pictures_of, record_of
 
@@ -41,19 +47,6 @@ def test_every_weight_is_kept_to_a_255th_of_the_largest_and_survives_a_file(tmp_
     assert again.examples[1].tokens == maps.tokens[1]
     assert str(again) == "AttentionPictures of 8 heads in 3 examples; words for 2 of them"
     assert again.pattern(HeadId("nowhere", 0)) is None
-
-
-def test_padding_is_left_out() -> None:
-    maps = maps_of(record_of(1, 2), 2, 5)
-    site = maps.sites[0]
-    keys = site.keys.copy()
-    keys[1, 3:] = False
-    short = replace(
-        maps,
-        sites=(replace(site, keys=keys, queries=keys),),
-        tokens=(maps.tokens[0], maps.tokens[1][:3]),
-    )
-    assert AttentionPictures.of(short).sites[0].sizes == ((5, 5), (3, 3))
 
 
 def test_a_long_text_is_cut_to_what_fits_and_then_examples_go() -> None:
@@ -90,32 +83,39 @@ def test_an_image_has_its_mean_and_loses_its_patches_views_first() -> None:
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:
-    path = pictures_of(record_of(1, 2), 1, 3).save(tmp_path / "attention.json")
+    pictures = pictures_of(record_of(1, 2), 1, 3)
+    (site,) = pictures.sites
+    path = pictures.save(tmp_path / "attention.json")
     whole = path.read_text()
-    site = pictures_of(record_of(1, 2), 1, 3).sites[0]
     for broken in (site.weights[0][4:], "!" + site.weights[0][1:]):
         path.write_text(whole.replace(site.weights[0], broken))
         with pytest.raises(InvalidValue, match=r"must be 18 bytes in base64"):
             AttentionPictures.load(path)
-    with pytest.raises(InvalidValue, match="must be 3 bytes in base64"):
-        ShownExample("x", pixels="AA==", height=1, width=1)
-    with pytest.raises(InvalidValue, match="must be of 0 examples"):
-        AttentionPictures((), (site,))
-    with pytest.raises(InvalidValue, match=r"the sizes of .*: must be counts >= 0, got \(-3, -3\)"):
-        replace(site, sizes=((-3, -3),))
-    with pytest.raises(
-        InvalidValue, match=r"AttentionPictures.sites: must be at least one, got none"
+
+
+def test_values_must_fit() -> None:
+    (site,), row = pictures_of(record_of(1, 2), 1, 3).sites, ShownExample("x")
+    for make, words in (
+        (lambda: ShownExample("x", pixels="AA==", height=1, width=1), "3 bytes in base64"),
+        (lambda: AttentionPictures((), (site,)), "of 0 examples"),
+        (lambda: AttentionPictures((row,), ()), "at least one, got none"),
+        (lambda: AttentionPictures((), (), image=(0, 3)), "rows and columns of patches, both >= 1"),
+        (lambda: replace(site, sizes=((-3, -3),)), r"counts >= 0, got \(-3, -3\)"),
     ):
-        AttentionPictures((ShownExample("x"),), ())
-    with pytest.raises(
-        InvalidValue,
-        match=r"AttentionPictures.image: must be rows and columns of patches, both >= 1",
-    ):
-        AttentionPictures((), (), image=(0, 3))
+        with pytest.raises(InvalidValue, match=words):
+            make()
 
 
 # ----------------------------------------------------------------------------------------------
 # patterns
+
+
+def found(maps: Any, kind: str = "self", keys: Any = (), image: Any = None) -> dict[str, Pattern]:
+    return {pattern.name: pattern for pattern in find_patterns(maps, kind, keys, image)}
+
+
+def main(*maps: Any, kind: str = "self", keys: Any = ()) -> Pattern | None:
+    return main_pattern(find_patterns(maps, kind, keys, None))
 
 
 def shifted(n: int, shift: int, share: float = 0.8) -> np.ndarray:
@@ -125,91 +125,93 @@ def shifted(n: int, shift: int, share: float = 0.8) -> np.ndarray:
     return weights
 
 
-def test_positions_of_a_cut_off_text_and_of_an_image_that_a_text_looks_at_are_not_told() -> None:
+def test_shares_are_what_they_say() -> None:
+    weights = np.array(
+        [[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.1, 0.6, 0.2, 0.1], [0.0, 0.0, 0.5, 0.5]]
+    )
+    words = [("a", ",", "##.", "[SEP]")]
+    patterns = found([weights], keys=words)
+    for name, share in (
+        ("previous token", (0.7 + 0.6 + 0.5) / 3),
+        ("own position", (0.1 + 0.1 + 0.2 + 0.5) / 4),
+        ("next token", (0.2 + 0.1 + 0.1) / 3),
+        ("first token", (0.7 + 0.1 + 0.0) / 3),
+        ("punctuation", (0.5 + 0.2 + 0.8 + 0.5) / 4),
+        ("one key", (0.4 + 0.7 + 0.6 + 0.5) / 4),
+    ):
+        assert patterns[name].share == pytest.approx(share), name
+    assert patterns["previous token"].chance == pytest.approx(0.25)
+    assert patterns["punctuation"].chance == pytest.approx(0.5)
+    assert main(weights, keys=words) == patterns["previous token"]
+    said = "previous token (60 % of its weight; even attention: 25 %)"
+    assert str(Pattern("previous token", 0.6, 0.25)) == said
+
+
+def test_what_even_attention_would_do_is_nothing_to_say() -> None:
+    assert main(np.full((4, 4), 0.25), keys=[(",", ",", ",", "a")]) is None
+    causal = np.tril(np.ones((3, 3))) / np.arange(1, 4)[:, None]
+    patterns = found([causal], "causal")
+    assert "next token" not in patterns
+    assert all(p.share == pytest.approx(p.chance) for p in patterns.values())
+    assert main(causal, kind="causal") is None
+
+
+def test_positions_are_told_only_where_queries_are_keys() -> None:
     """Causal maps with more keys than queries, and cross attention to patches: which is whose
     neighbour is unknown."""
-    assert find_patterns([np.full((2, 3), 1 / 3)], "causal", (), None) == ()
-    across = find_patterns([np.full((2, 4), 0.25)], "cross", (), (2, 2))
-    assert {pattern.name for pattern in across} == {ONE_KEY}
-    with_class = find_patterns([np.full((2, 5), 0.2)], "cross", (), (2, 2))
-    assert {pattern.name for pattern in with_class} == {ONE_KEY, "class token"}
+    assert not found([np.full((2, 3), 1 / 3)], "causal")
+    assert set(found([np.full((2, 4), 0.25)], "cross")) == {ONE_KEY}
+    assert set(found([np.full((2, 4), 0.25)], "cross", image=(2, 2))) == {ONE_KEY}
+    with_class = found([np.full((2, 5), 0.2)], "cross", image=(2, 2))
+    assert set(with_class) == {ONE_KEY, "class token"}
+    text = found([np.eye(3)], image=(2, 2))
+    assert "own position" in text
+    assert "own patch" not in text
 
 
 def test_where_only_positions_are_alike_that_is_what_is_said() -> None:
-    found = main_pattern(find_patterns([shifted(9, 3), shifted(9, 3)], "self", (), None))
-    assert found is not None
-    assert found.name == SAME_POSITIONS
-    assert found.share == pytest.approx(1.0)
-    assert found.chance == pytest.approx(0.2 + 1 / 9 * 0.8)
-    assert (
-        main_pattern(find_patterns([shifted(9, 3)], "self", (), None)) is None
-    )  # one example says nothing
-    assert main_pattern(find_patterns([shifted(9, 3), shifted(9, 4)], "self", (), None)) is None
-    even = np.full((9, 9), 1 / 9)
-    assert main_pattern(find_patterns([even, even], "self", (), None)) is None
-    nearly = shifted(9, 3, 0.05)
-    assert main_pattern(find_patterns([nearly, nearly[::-1]], "self", (), None)) is None
-    before = main_pattern(find_patterns([shifted(9, -1), shifted(9, -1)], "self", (), None))
+    alike = main(shifted(9, 3), shifted(9, 3))
+    assert alike is not None
+    assert alike.name == SAME_POSITIONS
+    assert alike.share == pytest.approx(1.0)
+    assert alike.chance == pytest.approx(0.2 + 1 / 9 * 0.8)
+    even, nearly = np.full((9, 9), 1 / 9), shifted(9, 3, 0.05)
+    for maps in (
+        [shifted(9, 3)],  # one example says nothing
+        [shifted(9, 3), shifted(9, 4)],
+        [even, even],
+        [nearly, nearly[::-1]],
+    ):
+        assert main(*maps) is None
+    before = main(shifted(9, -1), shifted(9, -1))
     assert before is not None
     assert before.name == "previous token"  # the word that says more
 
 
-def test_examples_of_unlike_length_are_compared_where_both_have_a_token() -> None:
-    found = {p.name: p for p in find_patterns([np.eye(3), np.eye(5)], "self", (), None)}
-    assert found[SAME_POSITIONS].share == pytest.approx(1.0)
-    assert found[SAME_POSITIONS].chance == pytest.approx((3 / 3 + 3 / 5) / 6)
+NEIGHBOURS = {
+    "own patch": (0, 0),
+    "patch to the left": (0, -1),
+    "patch to the right": (0, 1),
+    "patch above": (-1, 0),
+    "patch below": (1, 0),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "down", "right"),
-    [
-        ("own patch", 0, 0),
-        ("patch to the left", 0, -1),
-        ("patch to the right", 0, 1),
-        ("patch above", -1, 0),
-    ],
-)
-def test_patches_have_neighbours_on_the_grid_and_no_others(
-    name: str, down: int, right: int
-) -> None:
-    rows, columns = 3, 4
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_patches_have_neighbours_on_the_grid_and_no_others(name: str) -> None:
+    """Of a class token and three rows of four patches; at the edge the class token is looked at."""
+    down, right = NEIGHBOURS[name]
     weights = np.zeros((13, 13))
     weights[0, 0] = 1.0
-    for y in range(rows):
-        for x in range(columns):
-            inside = 0 <= y + down < rows and 0 <= x + right < columns
-            weights[1 + y * columns + x, 1 + (y + down) * columns + x + right if inside else 0] = (
-                1.0
-            )
-    found = {p.name: p for p in find_patterns([weights], "self", (), (rows, columns))}
-    assert found[name].share == pytest.approx(1.0)
-    assert found[name].chance == pytest.approx(1 / 13)
-    for other in {
-        "own patch",
-        "patch to the left",
-        "patch to the right",
-        "patch above",
-        "patch below",
-    } - {name}:
-        assert found[other].share == 0
-    assert "previous token" not in found
-    edge = 0 if name == "own patch" else rows if right else columns
-    assert found["class token"].share == pytest.approx(edge / 12)
-
-
-def test_a_text_of_an_odd_length_is_no_image() -> None:
-    maps = AttentionMaps(
-        (
-            SiteMaps(
-                "x",
-                "self",
-                (0,),
-                np.eye(3, dtype=np.float32)[None, None],
-                *(np.ones((1, 3), bool),) * 2,
-            ),
-        ),
-        image=(2, 2),
-    )
-    names = {p.name for p in maps.patterns(HeadId("x", 0))}
-    assert "own position" in names
-    assert "own patch" not in names
+    for y in range(3):
+        for x in range(4):
+            inside = 0 <= y + down < 3 and 0 <= x + right < 4
+            key = 1 + (y + down) * 4 + x + right if inside else 0
+            weights[1 + y * 4 + x, key] = 1.0
+    patterns = found([weights], image=(3, 4))
+    assert patterns[name].share == pytest.approx(1.0)
+    assert patterns[name].chance == pytest.approx(1 / 13)
+    assert not any(patterns[other].share for other in NEIGHBOURS if other != name)
+    assert "previous token" not in patterns
+    edge = 0 if name == "own patch" else 3 if right else 4
+    assert patterns["class token"].share == pytest.approx(edge / 12)

@@ -56,26 +56,25 @@ class Grid(HTMLParser):
 
 
 def test_scores_print_as_a_person_reads_them():
-    assert (
-        str(scores("layer.0", "layer.10"))
-        == "HeadScores: taylor over 32 examples: 6 heads, darker or taller is more important\n"
-        "  layer.0   ▁ ▂ ▄ █\n"
-        "  layer.10  ▆ · ▁"
-    )
+    assert str(scores("layer.0", "layer.10")).splitlines() == [
+        "HeadScores: taylor over 32 examples: 6 heads, darker or taller is more important",
+        "  layer.0   ▁ ▂ ▄ █",
+        "  layer.10  ▆ · ▁",
+    ]
 
 
 def test_a_plan_prints_as_a_person_reads_it():
     mask = HeadMask.from_keep({"a": [1], "layer.1": [0, 2]}, {"a": 2, "layer.1": 3})
     plan = PruningPlan(mask, Budget(keep_heads=0.5), "uniform", scorer="taylor")
-    assert (
-        str(plan)
-        == "PruningPlan: 3 of 5 heads stay (uniform, by taylor, keep 50 % of the heads)\n  a       "
-        " · ■\n  layer.1  ■ · ■"
-    )
+    assert str(plan).splitlines() == [
+        "PruningPlan: 3 of 5 heads stay (uniform, by taylor, keep 50 % of the heads)",
+        "  a        · ■",
+        "  layer.1  ■ · ■",
+    ]
     assert str(PruningPlan(mask)).startswith("PruningPlan: 3 of 5 heads stay (by hand)\n")
 
 
-def test_the_grid_shows_what_stays_and_what_was_gone_before():
+def test_the_grid_shows_what_is_kept_and_what_was_removed_before():
     kept = frozenset({HeadId("a", 0), HeadId("a", 3), HeadId("b", 0)})
     rows = scores("a", "b").rows(kept)
     assert [[c.kept for c in r.cells] for r in rows] == [
@@ -94,7 +93,7 @@ def test_levels_span_zero_to_one():
     assert len(SHADES) == len(RAMP) == 9
 
 
-def test_steps_reach_both_ends_and_no_head_that_stays_is_blank():
+def test_steps_reach_both_ends_and_no_head_that_is_kept_is_blank():
     cells = tuple(Cell(i, i / 20, True, "") for i in range(21))
     line = text_grid("t", [Row("r", cells)]).splitlines()[1]
     marks = line.removeprefix("  r  ").split(" ")
@@ -104,34 +103,22 @@ def test_steps_reach_both_ends_and_no_head_that_stays_is_blank():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: scores(EVIL, "b"), lambda: PruningPlan(HeadMask.full(scores(EVIL, "b").sites))]
+    "made", [scores(EVIL, "b"), PruningPlan(HeadMask.full(scores(EVIL, "b").sites))]
 )
-def test_html_escapes_a_malicious_site_name(make):
-    text = make()._repr_html_()
+def test_html_escapes_a_malicious_site_name(made):
+    text = made._repr_html_()
     assert "<script" not in text
     grid = Grid(text)
     assert grid.tags == {"table", "caption", "tr", "th", "td"}
     assert grid.rows[0][0][0] == EVIL, "the name is shown as it is"
     assert grid.rows[0][1][1]["title"].startswith(f"{EVIL}[0]: ")
-    assert {name for row in grid.rows for _, attrs in row for name in attrs} == {
-        "scope",
-        "style",
-        "title",
-    }
+    attributes = {name for row in grid.rows for _, attrs in row for name in attrs}
+    assert attributes == {"scope", "style", "title"}
 
 
-def test_html_has_a_cell_a_head_and_marks_what_is_gone():
-    grid = Grid(
-        html_grid(
-            "1 <b> 2",
-            [
-                Row(
-                    "a",
-                    (Cell(0, 0.0, True, "t0"), Cell(7, 1.0, True, "t7"), Cell(9, 1.0, False, "")),
-                )
-            ],
-        )
-    )
+def test_html_has_a_cell_a_head_and_marks_what_is_removed():
+    cells = (Cell(0, 0.0, True, "t0"), Cell(7, 1.0, True, "t7"), Cell(9, 1.0, False, ""))
+    grid = Grid(html_grid("1 <b> 2", [Row("a", cells)]))
     assert grid.caption == "1 <b> 2"
     (row,) = grid.rows
     assert [text for text, _ in row] == ["a", "0", "7", "9"]
@@ -144,17 +131,8 @@ def test_html_has_a_cell_a_head_and_marks_what_is_gone():
 
 def test_rich_shows_the_plain_text_of_the_grid():
     markup = pytest.importorskip("rich.text", reason="rich renders the markup").Text.from_markup
-    shown = markup(
-        rich_grid(
-            "t [bold]",
-            [
-                Row(
-                    "a[red]",
-                    (Cell(0, 0.0, True, ""), Cell(11, None, True, ""), Cell(2, 1.0, False, "")),
-                )
-            ],
-        )
-    )
+    cells = (Cell(0, 0.0, True, ""), Cell(11, None, True, ""), Cell(2, 1.0, False, ""))
+    shown = markup(rich_grid("t [bold]", [Row("a[red]", cells)]))
     assert shown.plain == "t [bold]\n  a[red]   0▁11 ·· "
     assert markup(scores(EVIL, "b").__rich__()).plain.splitlines()[1] == f"  {EVIL}   0▁ 1▂ 2▄ 3█"
     assert "·· " in markup(scores("a", "b").__rich__()).plain
@@ -168,9 +146,6 @@ def test_an_empty_grid_is_its_title():
 
 
 def test_a_cell_of_a_plan_says_which_head_it_is_and_what_becomes_of_it():
-    plan = PruningPlan(HeadMask.from_keep({"a": [1]}, {"a": 2}))
-    assert [cell.title for row in plan.rows() for cell in row.cells] == [
-        "a[0]: removed",
-        "a[1]: kept",
-    ]
-    assert [cell.kept for row in plan.rows() for cell in row.cells] == [False, True]
+    (row,) = PruningPlan(HeadMask.from_keep({"a": [1]}, {"a": 2})).rows()
+    assert [cell.title for cell in row.cells] == ["a[0]: removed", "a[1]: kept"]
+    assert [cell.kept for cell in row.cells] == [False, True]

@@ -19,11 +19,11 @@ from headprune.core.heads import HeadId
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
 from headprune.model.double import Doubled
-from headprune.model.losses import default_loss
-from headprune.scoring import Fisher, Ggn, Stable, fisher_matrix, ggn_matrix
+from headprune.scoring import Fisher, fisher_matrix, ggn_matrix
 from headprune.selection._groups import part
 from headprune.selection._units import bundled
-from tests.laws.support import Subject, labelled_subject, subject_of
+from tests.laws.support import labelled_subject, subject_of
+from tests.scoring_help import score, split, wide_loss
 from tests.selection_problems import make, site
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -32,15 +32,10 @@ SITES = (
     site("second", 4, 2, kind="cross"),
     site("third", 2, kind="self"),
 )
-N_UNITS = 7
+SOME = hp.Budget(keep_heads=0.6)
 
 
-def wide_loss(model: Any, batch: Any) -> Any:
-    with Doubled():
-        return default_loss(model, batch)
-
-
-def bent(seed: int = 0, n: int = N_UNITS) -> Any:
+def bent(seed: int = 0, n: int = 7) -> Any:
     rows = np.random.default_rng(seed).normal(size=(20, n))
     return rows.T @ rows / 20
 
@@ -53,66 +48,68 @@ def scores_of(matrix: Any, sites: Any = SITES) -> HeadScores:
 # ---------------------------------------------------------------- what scorers supply
 
 
-@pytest.fixture(scope="module", params=["bert", "llama", "t5"])
-def subject(request: pytest.FixtureRequest) -> Subject:
-    return labelled_subject(request.param)
-
-
-def test_half_its_diagonal_are_the_scores_and_the_whole_is_the_matrix(subject: Subject) -> None:
-    halves = [
-        {k: v[:2] for k, v in subject.batch.items()},
-        {k: v[2:] for k, v in subject.batch.items()},
-    ]
-    options: dict[str, Any] = {"sites": subject.sites, "progress": False}
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_half_its_diagonal_are_the_scores_and_the_whole_is_the_matrix(name: str) -> None:
+    subject = labelled_subject(name)
+    halves = split(subject.batch, 2)
     with Doubled():
-        fisher = hp.score(subject.model, halves, "fisher", loss=wide_loss, **options)
-        ggn = hp.score(subject.model, halves, "ggn", **options)
-        matrices = (
-            fisher_matrix(subject.model, [subject.batch], wide_loss, subject.sites),
-            ggn_matrix(subject.model, [subject.batch], subject.sites),
+        fisher = score(subject, "fisher", halves, loss=wide_loss)
+        blocks = score(subject, Fisher(block=2), halves, loss=wide_loss)
+        ggn = score(subject, "ggn", halves)
+        expected = (
+            fisher_matrix(subject.model, halves, wide_loss),
+            ggn_matrix(subject.model, halves),
         )
-    for scores, matrix in zip((fisher, ggn), matrices, strict=True):
-        assert scores.curvature is not None
+    for scores, matrix in zip((fisher, ggn), expected, strict=True):
         assert_allclose(scores.curvature.matrix, matrix, **EXACT)
-        assert_allclose(
-            np.diag(scores.curvature.matrix) / 2, np.concatenate(scores.values), **EXACT
-        )
-        off = scores.curvature.matrix - np.diag(np.diag(scores.curvature.matrix))
-        assert np.abs(off).max() > 1e-3 * np.abs(scores.curvature.matrix).max()
-
-
-def test_blocks_of_examples_are_those_of_the_scores() -> None:
-    subject = subject_of("bert")
-    scores = hp.score(subject.model, [subject.batch], Fisher(block=2), progress=False)
-    assert scores.curvature is not None
-    assert_allclose(np.diag(scores.curvature.matrix) / 2, np.concatenate(scores.values), **EXACT)
-    single = hp.score(subject.model, [subject.batch], "fisher", progress=False)
-    assert single.curvature != scores.curvature
+        off = matrix - torch.diag(matrix.diagonal())
+        assert off.abs().max() > 1e-3 * matrix.abs().max()
+    assert blocks.curvature != fisher.curvature
+    for scores in (fisher, blocks, ggn):
+        diagonal = np.diag(scores.curvature.matrix)
+        assert_allclose(diagonal / 2, np.concatenate(scores.values), **EXACT)
 
 
 def test_it_rests_on_the_examples_that_were_read() -> None:
     subject = subject_of("bert")
-    batch = {k: v[:2] for k, v in subject.batch.items()}
-    batches = [batch] * 5
-    read = hp.score(subject.model, batches, Ggn(), until=Stable(3, first=4), progress=False)
-    whole = hp.score(subject.model, batches, Ggn(), progress=False)
-    assert read.curvature is not None
-    assert whole.curvature is not None
+    batches = split(subject.batch, 2)[:1] * 5
+    read = score(subject, "ggn", batches, until=hp.Stable(3, first=4))
     assert read.n_examples == 10
+    whole = score(subject, "ggn", batches)
     assert_allclose(read.curvature.matrix, whole.curvature.matrix, **EXACT)
 
 
-def test_too_large_a_matrix_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_matrix_is_not_kept_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of("bert")
-    n_units = sum(len(s.units) for s in subject.sites)
-    monkeypatch.setattr(samples_module, "LIMIT", 8 * n_units**2 - 1)
-    for scores in hp.score(subject.model, [subject.batch], ["fisher", "ggn"], progress=False):
+    monkeypatch.setattr(samples_module, "LIMIT", 8 * 12**2 - 1)
+    for scores in score(subject, ["fisher", "ggn"]):
         assert scores.curvature is None
-        assert any(f"curvature of {n_units} units is left out" in note for note in scores.notes)
+        assert any("curvature of 12 units is left out" in note for note in scores.notes)
         with pytest.raises(InvalidValue, match=r"carry their curvature.*is left out: above"):
-            hp.select(scores, hp.Budget(keep_heads=0.5), "quadratic")
+            hp.select(scores, SOME, "quadratic")
     with pytest.raises(InvalidValue, match="curvature: must be of at most"):
-        Curvature.of(np.eye(n_units))
+        Curvature.of(np.eye(12))
+
+
+@pytest.mark.parametrize("name", ["ggn", "surgeon"])
+def test_short_texts_are_scored_as_if_padded(name: str) -> None:
+    """A text of one token predicts nothing, one of two tokens as much alone as beside longer
+    ones."""
+    model, batch = hp.layouts.registry.get("llama").tiny(0)
+    model.double()
+
+    def scored(*lengths: int, width: int | None = None) -> Any:
+        batches = []
+        for row, length in zip(batch["input_ids"], lengths, strict=False):
+            ids = row[: width or length].clone()[None]
+            mask = (torch.arange(ids.shape[1])[None] < length).long()
+            batches.append({"input_ids": ids, "attention_mask": mask})
+        return np.concatenate(hp.score(model, batches, name, progress=False).values)
+
+    alone, padded = scored(2, 1, 2), scored(2, 1, 2, width=7)
+    assert_allclose(alone, padded, rtol=1e-8, atol=1e-12)
+    assert alone.max() > 0
+    assert not scored(1, 1).any()
 
 
 # ---------------------------------------------------------------- how it is kept
@@ -124,14 +121,9 @@ def test_it_comes_back_from_beside_the_file(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.curvature.safetensors", "a.json"]
     loaded = HeadScores.load(path)
     assert (loaded, hash(loaded), loaded.digest) == (scores, hash(scores), scores.digest)
-    assert loaded.curvature is not None
-    assert_allclose(loaded.curvature.matrix, bent(), **EXACT)
-    assert (
-        pickle.loads(pickle.dumps(loaded)).curvature.matrix.tolist()
-        == loaded.curvature.matrix.tolist()
-    )
-    budget = hp.Budget(keep_heads=0.6)
-    assert hp.select(loaded, budget, "quadratic") == hp.select(scores, budget, "quadratic")
+    for copied in (loaded, pickle.loads(pickle.dumps(loaded))):
+        assert_allclose(copied.curvature.matrix, bent(), **EXACT)
+    assert hp.select(loaded, SOME, "quadratic") == hp.select(scores, SOME, "quadratic")
 
 
 def test_another_curvature_makes_other_scores() -> None:
@@ -140,29 +132,24 @@ def test_another_curvature_makes_other_scores() -> None:
     assert scores.digest != other.digest
     assert scores != replace(scores, curvature=None)
     with pytest.raises(ValueError, match="read-only"):
-        scores.curvature.matrix[0, 0] = 1.0  # type: ignore[union-attr]
+        scores.curvature.matrix[0, 0] = 1.0
 
 
 def test_without_its_file_only_what_needs_it_fails(tmp_path: Path) -> None:
     path = scores_of(bent()).save(tmp_path / "a.json")
     (tmp_path / "a.curvature.safetensors").unlink()
-    loaded, budget = HeadScores.load(path), hp.Budget(keep_heads=0.6)
-    assert hp.select(loaded, budget).mask.n_kept <= 6
-    assert hp.select(loaded, {"cross": budget}).mask.n_kept == 7
-    with pytest.raises(
-        InvalidValue,
-        match=r"a\.curvature\.safetensors: must be there with the curvature.*no such file",
-    ):
-        hp.select(loaded, budget, "quadratic")
+    loaded = HeadScores.load(path)
+    assert hp.select(loaded, SOME).mask.n_kept <= 6
+    by_kind = hp.select(loaded, {"cross": SOME})
+    assert by_kind.mask.n_kept == 7
+    assert by_kind.notes == hp.select(scores_of(bent()), {"cross": SOME}).notes
+    with pytest.raises(InvalidValue, match=r"a\.curvature\.safetensors: must be .*no such file"):
+        hp.select(loaded, SOME, "quadratic")
     with pytest.raises(InvalidValue, match=r"carry their curvature.*no such file"):
-        hp.select(loaded, {"cross": budget}, "quadratic")
+        hp.select(loaded, {"cross": SOME}, "quadratic")
     assert "no such file" in loaded.of("cross").notes[-1]
     with pytest.warns(UserWarning, match=r"written without curvature.*no such file"):
         loaded.save(tmp_path / "b.json")
-    assert (
-        hp.select(loaded, {"cross": budget}).notes
-        == hp.select(scores_of(bent()), {"cross": budget}).notes
-    )
 
 
 def test_files_from_before_there_was_one_still_load(tmp_path: Path) -> None:
@@ -173,11 +160,11 @@ def test_files_from_before_there_was_one_still_load(tmp_path: Path) -> None:
 
 
 def test_what_is_no_curvature_is_refused() -> None:
-    for wrong, words in [
+    for wrong, words in (
         (np.ones((2, 3)), r"a matrix \[units, units\]"),
         (np.array([[1.0, 2.0], [0.0, 1.0]]), "symmetric"),
         (np.array([[np.nan]]), "finite"),
-    ]:
+    ):
         with pytest.raises(InvalidValue, match=words):
             Curvature.of(wrong)
     with pytest.raises(InvalidValue, match=r"one row and column per unit, 7, got 6"):
@@ -188,56 +175,19 @@ def test_what_is_no_curvature_is_refused() -> None:
 
 
 def test_some_sites_have_their_rows_and_columns() -> None:
-    scores = scores_of(bent())
-    own = [0, 1, 2, 5, 6]
-    assert_allclose(scores.of("self").curvature.matrix, bent()[np.ix_(own, own)], **EXACT)  # type: ignore[union-attr]
-    assert_allclose(part(scores, [0, 2]).curvature.matrix, bent()[np.ix_(own, own)], **EXACT)  # type: ignore[union-attr]
+    scores, own = scores_of(bent()), np.ix_([0, 1, 2, 5, 6], [0, 1, 2, 5, 6])
+    for some in (scores.of("self"), part(scores, [0, 2])):
+        assert_allclose(some.curvature.matrix, bent()[own], **EXACT)
 
 
 def test_bundles_have_the_form_of_their_heads() -> None:
     sites = (site("a", 4, 2, policy="balanced"), site("b", 3))
     matrix = bent(2, 7)
     found = bundled(scores_of(matrix, sites))
-    assert found.curvature is not None
     flat = [HeadId(s.name, h) for s in sites for u in s.units for h in u]
-    for gone in ([0], [1], [0, 1], [1, 3], [0, 2, 4]):
-        units = [u for i, u in enumerate(found.units()) if i in gone]
+    for removed in ([0], [0, 1], [1, 3], [0, 2, 4]):
+        units = [u for i, u in enumerate(found.units()) if i in removed]
         heads = {HeadId(u.name, h) for u in units for h in u.heads}
-        r, few = (
-            np.array([h in heads for h in flat], float),
-            np.isin(np.arange(5), gone).astype(float),
-        )
-        assert len(heads) > len(gone) or set(gone) <= {2, 3, 4}
+        r = np.array([h in heads for h in flat], float)
+        few = np.isin(np.arange(5), removed).astype(float)
         assert_allclose(few @ found.curvature.matrix @ few, r @ matrix @ r, **EXACT)
-
-
-@pytest.mark.parametrize("name", ["ggn", "surgeon"])
-def test_short_texts_are_scored_as_if_padded(name: str) -> None:
-    """A text of one token predicts nothing, one of two tokens as much alone as beside longer
-    ones."""
-    from headprune.layouts import registry
-
-    model, batch = registry.get("llama").tiny(0)
-    ids = batch["input_ids"]
-
-    def scored(*lengths: int, width: int | None = None) -> HeadScores:
-        batches = []
-        for row, length in zip(ids, lengths, strict=False):
-            row = row[: width or length].clone()[None]
-            batches.append(
-                {
-                    "input_ids": row,
-                    "attention_mask": (torch.arange(row.shape[1])[None] < length).long(),
-                }
-            )
-        found = hp.score(model.double(), batches, name, progress=False)
-        assert isinstance(found, HeadScores)
-        return found
-
-    alone, padded = scored(2, 1, 2), scored(2, 1, 2, width=7)
-    assert_allclose(
-        np.concatenate(alone.values), np.concatenate(padded.values), rtol=1e-8, atol=1e-12
-    )
-    assert max(map(max, alone.values)) > 0
-    nothing = scored(1, 1)
-    assert not any(map(any, nothing.values))

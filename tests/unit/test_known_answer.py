@@ -9,7 +9,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -19,9 +18,6 @@ from headprune.scoring import Shapley, registry
 from tests.known.ablation import COST, achieved, costs, heads_of, highest, necessary, only, recall
 from tests.known.constructed import DECOYS, LAYERS, NECESSARY, Head, constructed
 from tests.known.induction import (
-    IGNORED,
-    LENGTH,
-    N_TOKENS,
     AttentionOnly,
     accuracy,
     examples,
@@ -53,53 +49,23 @@ def all_but(model: AttentionOnly, head: HeadId) -> list[HeadId]:
     return [h for h in heads_of(model) if h != head]
 
 
-# ---------------------------------------------------------------- the task
-
-
-def test_labels_are_what_followed_the_token_before() -> None:
-    batch = examples(20, 0)
-    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
-        assert ids[0] == N_TOKENS
-        asked = [t for t, label in enumerate(labels) if label != IGNORED]
-        assert asked
-        assert asked == [t for t in range(LENGTH) if ids[t] in ids[:t]]
-        for t in asked:
-            assert {ids[s + 1] for s in range(t) if ids[s] == ids[t]} == {labels[t]}
-
-
-def test_no_fixed_distance_leads_to_the_answer() -> None:
-    batch = examples(500, 0)
-    ids, labels = batch["input_ids"], batch["labels"]
-    for back in range(LENGTH):
-        shifted = torch.full_like(ids, -1)
-        shifted[:, back:] = ids[:, : LENGTH - back]
-        right = (shifted == labels)[labels != IGNORED]
-        assert float(right.double().mean()) < 0.5
-
-
 # ---------------------------------------------------------------- weights written by hand
 
 
-def test_the_constructed_model_is_right_everywhere(made: AttentionOnly) -> None:
+def test_the_constructed_model_needs_both_necessary_heads_and_no_other(made: AttentionOnly) -> None:
     assert accuracy(made, examples(200, 5)) == 1.0
     assert float(loss(made, examples(200, 5)).max()) < 0.01
-
-
-def test_without_either_necessary_head_nothing_is_left(made: AttentionOnly) -> None:
     assert [name_of(head) for head in NECESSARY] == ["previous", "induction"]
     for head in NECESSARY:
         assert achieved(made, all_but(made, head), examples(100, 5)) < 0.1
     assert necessary(made, examples(100, 5)) == NECESSARY
 
 
-@pytest.mark.parametrize("decoy", DECOYS, ids=lambda h: f"{name_of(h)}{h.site[-1]}")
+@pytest.mark.parametrize("decoy", DECOYS, ids=str)
 def test_a_decoy_moves_activations_and_no_answer(made: AttentionOnly, decoy: HeadId) -> None:
     batch = examples(100, 5)
-    stream, losses, answers = (
-        made.residual(batch["input_ids"]),
-        loss(made, batch),
-        predictions(made, batch),
-    )
+    stream = made.residual(batch["input_ids"])
+    losses, answers = loss(made, batch), predictions(made, batch)
 
     def moved(head: HeadId) -> float:
         with hp.gated(made, only(made, all_but(made, head))):
@@ -108,29 +74,22 @@ def test_a_decoy_moves_activations_and_no_answer(made: AttentionOnly, decoy: Hea
     with hp.gated(made, only(made, all_but(made, decoy))):
         assert_close(predictions(made, batch), answers, rtol=0, atol=0)
         change = float((loss(made, batch) - losses).abs().max())
-    if (
-        name_of(decoy) == "murmur"
-    ):  # what is read changes, by less than what it takes to change an answer
+    if name_of(decoy) == "murmur":  # what is read changes, by too little to change an answer
         assert 1e-8 < change < 1e-3
     else:
+        (necessary_one,) = (head for head in NECESSARY if head.site == decoy.site)
         assert change < 1e-6
-        assert moved(decoy) > 1.2 * next(
-            moved(head) for head in NECESSARY if head.site == decoy.site
-        )
+        assert moved(decoy) > 1.2 * moved(necessary_one)
 
 
-def test_leave_one_out_finds_exactly_the_necessary_heads_and_the_rest_can_go(
+def test_leave_one_out_finds_exactly_the_necessary_heads_and_the_rest_is_removed(
     made: AttentionOnly,
 ) -> None:
     seen, new = examples(64, 1), examples(64, 2)
     scores = hp.score(made, [seen], "leave_one_out", loss=loss, progress=False)
     assert recall(scores, NECESSARY) == 1.0
-    assert (
-        min(scores[head] for head in NECESSARY)
-        > 1.0
-        > 1e-3
-        > max(abs(scores[head]) for head in DECOYS)
-    )
+    assert min(scores[head] for head in NECESSARY) > 1.0
+    assert max(abs(scores[head]) for head in DECOYS) < 1e-3
     plan = hp.select(scores, hp.Budget(keep_heads=0.2))
     assert plan.mask == only(made, NECESSARY)
     small, answers = copy.deepcopy(made), predictions(made, new)
@@ -138,7 +97,6 @@ def test_leave_one_out_finds_exactly_the_necessary_heads_and_the_rest_can_go(
     assert report.n_removed == len(DECOYS)
     assert_close(predictions(small, new), answers, rtol=0, atol=0)
     again = hp.score(small, [seen], "leave_one_out", loss=loss, progress=False)
-    assert {HeadId(unit.name, unit.heads[0]) for unit in again.units()} == set(NECESSARY)
     assert recall(again, NECESSARY) == 1.0
 
 
@@ -155,9 +113,8 @@ def test_a_head_that_needs_another_one_is_nothing_alone_and_half_of_both(
     both = nothing - float(loss(made, batch).mean())
     assert both > 2
     assert alone[PREVIOUS] == 0.0
-    assert (
-        0 < alone[INDUCTION] < 0.02 * both
-    )  # it looks everywhere alike: tokens that were seen are likelier
+    # It looks everywhere alike: tokens that were seen are likelier.
+    assert 0 < alone[INDUCTION] < 0.02 * both
     assert recall(alone, NECESSARY) < 1
     for scores in (share, two_sided):
         assert recall(scores, NECESSARY) == 1.0
@@ -187,12 +144,8 @@ def test_ablation_finds_the_trained_models_necessary_heads(learned: AttentionOnl
     wanted, cost = necessary(learned, new), costs(learned, new)
     assert 2 <= len(wanted) < len(cost) / 2
     assert {head.site for head in wanted} == {"layers.0", "layers.1"}
-    assert (
-        min(cost[h] for h in wanted)
-        > 2 * COST
-        > COST
-        > 1.5 * max(c for h, c in cost.items() if h not in wanted)
-    )
+    assert min(cost[h] for h in wanted) > 2 * COST
+    assert 1.5 * max(c for h, c in cost.items() if h not in wanted) < COST
     kept = achieved(learned, wanted, new)
     assert kept > full - COST
     assert kept == max(achieved(learned, some, new) for some in combinations(cost, len(wanted)))
@@ -203,28 +156,9 @@ def test_ablation_finds_the_trained_models_necessary_heads(learned: AttentionOnl
     assert_close(accuracy(small, new), kept)
 
 
-def test_the_trained_model_has_a_decoy(learned: AttentionOnly) -> None:
-    """A head that costs nothing moves activations about as much as one that is necessary."""
-    batch = examples(64, 2)
-    stream = learned.residual(batch["input_ids"])
-    moved = {}
-    for head, cost in costs(learned, batch).items():
-        with hp.gated(learned, only(learned, all_but(learned, head))):
-            moved[head] = (
-                float((learned.residual(batch["input_ids"]) - stream).norm() / stream.norm()),
-                cost,
-            )
-    assert max(moves for moves, cost in moved.values() if cost < 1e-3) > 0.3
-    assert min(moves for moves, cost in moved.values() if cost > COST) < 0.4
-
-
 def test_the_script_makes_what_is_committed() -> None:
     assert WEIGHTS.stat().st_size < 200_000
-    committed, made, again = (
-        load_file(WEIGHTS),
-        train(steps=3).state_dict(),
-        train(steps=3).state_dict(),
-    )
+    committed, made, again = load_file(WEIGHTS), *(train(steps=3).state_dict() for _ in range(2))
     assert {k: v.shape for k, v in made.items()} == {k: v.shape for k, v in committed.items()}
     for name, tensor in made.items():
         assert_close(again[name], tensor, rtol=0, atol=0)
@@ -233,28 +167,24 @@ def test_the_script_makes_what_is_committed() -> None:
 # ---------------------------------------------------------------- the report
 
 
-def test_every_scorer_is_tried_and_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    known = benchmark("known_answer")
-    assert known.main(["--examples", "4", "--out", str(tmp_path / "record.json")]) == 0
-    record, printed = json.loads((tmp_path / "record.json").read_text()), capsys.readouterr().out
-    assert list(record["scorers"]) == known.SCORERS
+def test_scorers_are_tried_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, names = tmp_path / "record.json", ["taylor", "leave_one_out", "random"]
+    asked = ["--scorers", *names, "--examples", "4", "--out", str(out)]
+    assert benchmark("known_answer").main(asked) == 0
+    record, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert list(record["scorers"]) == names
     for name, row in record["scorers"].items():
         assert name in printed
-        for model in ("constructed", "trained"):
+        for model, sizes in (("constructed", [5, 5]), ("trained", [4, 4])):
             assert 0 <= row[model]["recall"] <= 1, row[model]
-            assert [len(values) for values in row[model]["values"]] == (
-                [5, 5] if model == "constructed" else [4, 4]
-            )
+            assert [len(values) for values in row[model]["values"]] == sizes
     assert record["scorers"]["leave_one_out"]["constructed"]["recall"] == 1
 
 
 def test_the_record_has_todays_scorers() -> None:
     record = json.loads((ROOT / "benchmarks" / "records" / "known_answer.json").read_text())
-    assert list(record["scorers"]) == benchmark("known_answer").SCORERS, (
-        "run `python benchmarks/known_answer.py`"
-    )
+    known = benchmark("known_answer")
+    assert list(record["scorers"]) == known.SCORERS, "run `python benchmarks/known_answer.py`"
     assert {"torch", "headprune"} <= set(record["versions"])
     assert record["models"]["constructed"]["necessary"] == [str(head) for head in NECESSARY]
-    assert benchmark("known_answer").table(record).count("\n") > len(registry.names())
+    assert known.table(record).count("\n") > len(registry.names())

@@ -1,0 +1,162 @@
+"""What `auto` makes of losses: which candidate is taken, intervals, margins, and what a choice
+says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+from scipy.stats import t as student
+
+import headprune as hp
+from headprune.choice._statistics import ranked
+from headprune.core.choice import RANDOM, Candidate, Choice, Refitting
+from headprune.core.codec import EMPTY, FrozenDict
+from headprune.core.heads import AttentionSite
+from headprune.core.scores import HeadScores, ModelFingerprint
+
+TAKEN = Candidate("taylor", EMPTY, False, 1.0, 0.0, 0.0, 0.0)
+
+
+def choice_of(*more: Candidate, taken: Candidate = TAKEN, refit: str = "lstsq") -> Choice:
+    return Choice((taken, *more), taken.name, "keep 50 % of the heads", refit, 8, 0.5)
+
+
+def asked(*names: str) -> list[tuple[str, FrozenDict, bool]]:
+    return [(name, EMPTY, False) for name in names]
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def test_intervals_are_those_of_paired_differences() -> None:
+    rng = np.random.default_rng(0)
+    losses = rng.normal(size=(3, 40)) + np.array([[0.0], [0.1], [3.0]])
+    found, chosen = ranked(asked("a", "b", RANDOM), losses, [0, 1, 2], 2, 0.95)
+    other = "b" if chosen == "a" else "a"
+    one = next(c for c in found if c.scorer == other)
+    difference = (losses[1] - losses[0]) * (1 if chosen == "a" else -1)
+    half = student.ppf(1 - 0.05 / 4, 39) * difference.std(ddof=1) / 40**0.5 * 3**0.5
+    expected = difference.mean() + np.array([0, -half, half])
+    assert_allclose([one.difference, one.low, one.high], expected)
+    assert found[-1].scorer == RANDOM
+    assert found[-1].low > 0
+
+
+@pytest.mark.parametrize(("gap", "taken"), [(0.99, "first"), (1.01, "second")])
+def test_the_first_candidate_within_one_standard_error_is_taken(gap: float, taken: str) -> None:
+    noise = np.random.default_rng(0).normal(size=50)
+    noise -= noise.mean()
+    error = noise.std(ddof=1) / 50**0.5 * 3**0.5  # two folds
+    losses = np.stack([1 + noise + gap * error, np.ones(50), np.full(50, 1.5)])
+    found, chosen = ranked(asked("first", "second", "third"), losses, [0, 1, 2], 2, 0.95)
+    assert chosen == taken
+    assert [one.scorer for one in found] == ["second", "first", "third"]
+    choice = Choice(found, chosen, "half", "lstsq", 50, 1.0)
+    assert choice.best.difference == 0
+    assert ("comes before second" in choice.preferred) == (taken == "first")
+    assert choice.preferred in str(choice)
+    # The margin covers the candidate with the lowest loss.
+    assert choice.margin >= max(0.0, choice.best.loss - 1)
+
+
+def test_random_heads_are_never_taken() -> None:
+    losses = np.array([[2.0, 2.1, 2.2], [1.0, 1.1, 1.3]])
+    found, chosen = ranked(asked("a", RANDOM), losses, [0, 1], 2, 0.95)
+    assert chosen == "a"
+    assert [c.scorer for c in found] == [RANDOM, "a"]
+    choice = Choice(found, "a", "half", "lstsq", 3, 1.0)
+    assert choice.best.scorer == "a"
+    assert not choice.beats_random
+    assert choice.margin == 0
+
+
+def test_the_margin_covers_the_best_candidate() -> None:
+    """Of many draws of rows, in 95 % the chosen one's true loss is within the margin of the lowest
+    true loss."""
+    rng, truth = np.random.default_rng(1), np.array([1.0, 1.02, 1.05, 1.3])
+    covered = 0
+    for _ in range(400):
+        shared = rng.exponential(size=64)  # rows are easy or hard for all
+        losses = truth[:, None] + shared + rng.normal(0, 0.3, size=(len(truth), 64))
+        found, chosen = ranked(asked("0", "1", "2", "3"), losses, [0, 1, 2, 3], 2, 0.95)
+        choice = Choice(found, chosen, "", "", 64, 0.0)
+        covered += truth[int(choice.chosen)] - truth.min() <= choice.margin
+    assert covered >= 0.95 * 400
+
+
+# ---------------------------------------------------------------- what a choice says
+
+
+def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie() -> None:
+    same = Candidate("fisher", EMPTY, False, 1.0, 0.0, 0.0, 0.0, same_as="taylor")
+    close = Candidate("obs", EMPTY, False, 1.1, 0.1, -0.2, 0.4)
+    also = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4, same_as="obs")
+    choice = choice_of(same, close, also)
+    assert choice.ties == (close, also)
+    marks = [choice.mark(c) for c in choice.candidates]
+    assert marks == ["taken", "the heads of taylor", "ties", "the heads of obs"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (-0.3, -0.1, "makes the cut model worse on the others (loss 1.0000 with it, 0.8000"),
+        (-0.3, 0.1, "do not show that lstsq helps (loss 1.0000 with it, 0.8000 without)."),
+        (0.1, 0.3, ""),
+    ],
+)
+def test_a_refit_that_harms_is_named(low: float, high: float, words: str) -> None:
+    choice = replace(choice_of(), refitting=Refitting(0.8, low, high))
+    assert words in choice.refit_doubt
+    assert bool(choice.refit_doubt) == bool(words)
+    assert "taylor, without lstsq  0.8000" in str(choice)
+
+
+def test_doubt_says_refitted_only_where_it_was() -> None:
+    drawn = Candidate(RANDOM, EMPTY, False, 1.1, 0.1, -0.2, 0.4)
+    assert choice_of(drawn).doubt.endswith("than random ones, refitted alike.")
+    assert choice_of(drawn, refit="").doubt.endswith("than random ones.")
+    assert not choice_of(replace(drawn, low=0.05)).doubt
+
+
+def test_a_choice_prints_as_a_table_in_line() -> None:
+    settings = FrozenDict({"curvature": "logits"})
+    text = str(choice_of(Candidate("surgeon", settings, True, 2.0, 1.0, 0.5, 1.5)))
+    assert "auto took taylor: keep 50 % of the heads, refitted by lstsq, loss of 8 held" in text
+    assert "at most 0.0000 below that of taylor (95 % confidence)" in text
+    lines = text.split("\n")
+    places = set()
+    for name, loss in (("whole", "0.5000"), ("taylor", "1.0000"), ("surgeon", "2.0000")):
+        places |= {line.index(loss) for line in lines if line.startswith(f"  {name}")}
+    assert len(places) == 1
+
+
+# ---------------------------------------------------------------- budgets by kind
+
+
+def kept(n_heads: tuple[int, ...], by_kind: bool, keep: float) -> list[int]:
+    """How many heads of every kind are kept where `auto` chose by kind or not."""
+    kinds = zip(("self", "causal", "cross"), n_heads, strict=False)
+    sites = tuple(AttentionSite(k, "own", k, n, n, 8, 8, tuple(range(n))) for k, n in kinds)
+    values = tuple(tuple(float(10 * i + j) for j in range(n)) for i, n in enumerate(n_heads))
+    choice = choice_of(taken=replace(TAKEN, by_kind=by_kind))
+    model = ModelFingerprint("s", "w")
+    scores = HeadScores(sites, values, None, "taylor", EMPTY, 8, model, choice=choice)
+    return [len(row.kept) for row in hp.select(scores, hp.Budget(keep_heads=keep)).mask.rows]
+
+
+def test_select_meets_the_budget_in_every_kind_where_auto_chose_so() -> None:
+    assert kept((4, 4), False, 0.5) == [1, 3]  # a layer keeps one head at least
+    assert kept((4, 4), True, 0.5) == [2, 2]
+    assert kept((4, 4), True, 4) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("heads", "keep"), [((4, 4, 4), 5), ((6, 6), 7), ((12, 12, 12), 35), ((2, 12), 7), ((2, 12), 2)]
+)
+def test_counts_of_kinds_add_up(heads: tuple[int, ...], keep: int) -> None:
+    """Also where they cannot be met in every kind, and one budget stands in."""
+    assert sum(kept(heads, True, keep)) == keep
