@@ -313,8 +313,8 @@ def test_a_mapping_that_spells_a_number_comes_back_as_a_mapping(depth):
     value = "nan"
     for _ in range(depth):
         value = {"float": value}
-    for settings in ({"a": value, "b": [value], "c": math.inf}, value):
-        plan = dataclasses.replace(PLAN, settings=FrozenDict(settings))
+    for settings in (FrozenDict({"a": value, "b": [value], "c": math.inf}), FrozenDict(value)):
+        plan = dataclasses.replace(PLAN, settings=settings)
         assert PruningPlan.from_json(plan.to_json()).settings == settings
 
 
@@ -332,7 +332,7 @@ class Ratio(Value):
 
 def test_a_constructor_that_its_values_confuse_is_told_in_words():
     ratio = Ratio(1, 2, FrozenDict({"x": [math.inf]}))
-    assert Ratio.from_json(ratio.to_json()) == ratio
+    assert Ratio.from_json(ratio.to_json()).what == {"x": [math.inf]}
     with pytest.raises(InvalidValue, match=r"Ratio: must be a sound Ratio, got .* ZeroDivision"):
         Ratio.from_json(Ratio(1, 2).to_json().replace("2", "0"))
 

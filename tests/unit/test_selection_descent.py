@@ -68,7 +68,7 @@ def test_the_value_is_half_of_the_quadratic_form() -> None:
         assert search.value(flags(search, gone)) == pytest.approx(objective(search, gone))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
     seed: int, rules: Any
@@ -78,17 +78,13 @@ def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
     gone: Units = frozenset(i for i, p in enumerate(places) if p in problem.must_remove)
     while not allowed(problem, search, gone):
         rates = []
-        for i in range(len(places)):
-            kept, fewer = (
-                frozenset(p for j, p in enumerate(places) if j not in out)
-                for out in (gone, gone | {i})
-            )
+        kept = frozenset(p for i, p in enumerate(places) if i not in gone)
+        for i, (place, unit) in enumerate(places):
+            fewer = kept - {(place, unit)}
             saved = problem.cost(kept) - problem.cost(fewer)
-            here = {p for p in fewer if p[0] == places[i][0]}
-            lawful = (
-                problem.heads(places[i][0], {u for _, u in here}) in problem.counts[places[i][0]]
-            )
-            if i not in gone and places[i] not in problem.must_keep and lawful and saved > 0:
+            n_heads = problem.heads(place, {u for p, u in fewer if p == place})
+            lawful = n_heads in problem.counts[place] and (place, unit) not in problem.must_keep
+            if i not in gone and lawful and saved > 0:
                 rates.append(((objective(search, gone | {i}) - objective(search, gone)) / saved, i))
         if not rates:
             assert search.backward_elimination() is None
@@ -99,35 +95,30 @@ def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
     assert units(found) == gone
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_large_site_has_a_choice_for_every_number_of_heads(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unit after unit goes, always the one that is missed least beside those that are gone."""
     monkeypatch.setattr(_feasible_moves, "ENUMERATED", 3)
-    rules = RULES[seed % 4]
-    search = search_of(seed, (7, 6, 3), 6, **rules)
-    for number, (span, choices) in enumerate(
-        zip(search.moves.spans, search.moves.choices, strict=True)
-    ):
-        free = [int(i) for i in span if search.moves.free[i]]
+    search = search_of(seed, (7, 6, 3), 6, **RULES[seed % 4])
+    moves, problem = search.moves, search.problem
+    for number, (span, choices) in enumerate(zip(moves.spans, moves.choices, strict=True)):
+        free = [int(i) for i in span if moves.free[i]]
         if len(free) <= 3:
             continue
-        gone = frozenset(
-            int(i) for i in span if search.moves.positions[i] in search.problem.must_remove
-        )
+        gone = frozenset(int(i) for i in span if moves.positions[i] in problem.must_remove)
         expected = {gone}
         while left := [i for i in free if i not in gone]:
             gone |= {min(left, key=lambda i: (objective(search, gone | {i}), i))}
             expected.add(gone)
-        counts = search.problem.counts[number]
-        expected = {out for out in expected if len(span) - len(out) in counts}
+        expected = {out for out in expected if len(span) - len(out) in problem.counts[number]}
         found = [frozenset(int(span[u]) for u in np.flatnonzero(row)) for row in choices.rows]
         assert set(found) == expected
         assert choices.own.tolist() == pytest.approx([objective(search, out) for out in found])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("most", [1, 2, 40])
 def test_the_best_move_is_the_best_of_the_shortlist(seed: int, most: int) -> None:
     search = search_of(seed, (20, 20), 20, ties=seed % 2 == 1)
@@ -149,7 +140,7 @@ def test_the_best_move_is_the_best_of_the_shortlist(seed: int, most: int) -> Non
     assert (*units(out), *units(back)) == tuple(i for i in first if i >= 0), "of equals the first"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(seed: int) -> None:
     """Sites wide enough that an unstable sort shows; Kwon's order written out."""
     search = search_of(seed, (40, 36), 38, ties=True)
@@ -157,9 +148,8 @@ def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(
     expected = gone
     for span in search.moves.spans:
         out = [int(i) for i in span if i in gone]
-        for unit in sorted(
-            (int(i) for i in span if i not in gone), key=lambda i: (search.matrix[i, i], i)
-        ):
+        rest = [int(i) for i in span if i not in gone]
+        for unit in sorted(rest, key=lambda i: (search.matrix[i, i], i)):
             out = sorted([*out, unit])
             least = min(out, key=lambda i: (objective(search, frozenset(out) - {i}), i))
             out.remove(least)
