@@ -4,7 +4,6 @@ wrong."""
 import dataclasses
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from headprune.core.agreement import Agreement, Measure, Pair
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
-from headprune.core.files import sha256_file, write_atomic
+from headprune.core.files import sha256_file
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
@@ -338,28 +337,6 @@ def test_a_constructor_that_its_values_confuse_is_told_in_words():
 
 
 # --- files
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
-    tmp_path, monkeypatch, step, error
-):
-    path = write_atomic(tmp_path / "x" / "file.json", b"old")
-
-    def interrupt(*args):
-        raise error("stop")
-
-    monkeypatch.setattr(os, step, interrupt)
-    with pytest.raises(error):
-        write_atomic(path, b"new and longer")
-    monkeypatch.undo()
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
-    write_atomic(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
-    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_sha256_of_a_file_longer_than_one_piece(tmp_path):

@@ -45,15 +45,6 @@ def test_a_cut_and_a_step_of_training_change_the_weights_only(
     assert after.weights != before.weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype_has_one(dtype: torch.dtype) -> None:
-    subject = subject_of("bert")
-    model = subject.copy().to(dtype)
-    first = fingerprint(model, subject.sites)
-    assert first == fingerprint(copy.deepcopy(model), subject.sites)
-    assert first.weights != fingerprint(subject.model, subject.sites).weights
-
-
 def test_names_types_and_shapes_count() -> None:
     def weights(**tensors: torch.Tensor) -> str:
         model = nn.Module()

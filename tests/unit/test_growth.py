@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
 
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget
@@ -24,8 +23,6 @@ from headprune.core.samples import Samples
 from headprune.core.scores import HeadScores
 from headprune.report.explanation import explain
 from headprune.scoring import rank_average
-from headprune.scoring._agreement import _kendall
-from tests.reference.agreement import kendall
 from tests.selection_problems import make, site
 
 PACKAGE = str(Path(hp.__file__).parent)
@@ -141,15 +138,3 @@ def test_work_grows_with_the_heads_and_not_with_their_pairs(
     assert small[0] > 20
     assert large[0] < MOST * small[0], "lines"
     assert large[1] < MOST * small[1], "bytes"
-
-
-def test_kendall_is_that_of_all_pairs() -> None:
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        n = int(rng.integers(2, 40))
-        a, b = rng.integers(0, [2, 5, 1000][seed % 3], size=(2, 5, n)).astype(float)
-        if seed % 4 == 0:
-            b[0] = 1.0  # no order
-            b[1] = a[1]
-        expected = [kendall(x, y) for x, y in zip(a, b, strict=True)]
-        assert_allclose(_kendall(a, b), expected, rtol=0, atol=1e-14)

@@ -12,7 +12,7 @@ import headprune as hp
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import Cost
-from headprune.selection import Problem, Selector
+from headprune.selection import Selector
 from headprune.selection._api import select
 from headprune.selection._budget import pose
 from headprune.selection.global_topk import GlobalTopk
@@ -437,22 +437,3 @@ def test_what_is_no_selector_is_refused(selector, message):
 def test_settings_are_counts(cls, settings):
     with pytest.raises(InvalidValue, match="must be a count of heads"):
         cls(**settings)
-
-
-@dataclass(frozen=True)
-class Greedy(Selector):
-    """An outside selector with an answer of our choice."""
-
-    answer: tuple = ()
-
-    def keep(self, problem: Problem):
-        return frozenset(self.answer)
-
-
-def test_an_outside_selector_works():
-    """What it must not do: ``tests/selection_answers.json``."""
-    scores = make([site("a", 4, 2)], [[1, 2]])
-    plan = select(scores, Budget(keep_heads=2), Greedy(((0, 1),)))
-    assert plan.mask.kept("a") == (2, 3)
-    assert plan.selector.endswith(".Greedy")
-    assert plan.settings["answer"] == ((0, 1),)

@@ -214,17 +214,6 @@ def test_multiples_keep_whole_blocks_the_most_important_first(
     assert [plan.mask.kept(s) for s in "ab"] == kept
 
 
-@pytest.mark.parametrize(
-    ("heads", "words"),
-    [([True], r"head indices, got True"), ([1, 1, 0, 0], r"got \[1, 1, 0, 0\], a row of 0 and 1")],
-)
-def test_named_heads_are_indices(heads: Any, words: str) -> None:
-    """Other arguments that cannot be: ``tests/selection_answers.json``."""
-    scores = make([site("a", 4)], [[1, 2, 3, 4]])
-    with pytest.raises(InvalidValue, match=rf"select\(must_keep=\)\['a'\]: .* {words}"):
-        hp.select(scores, HALF, must_keep={"a": heads})
-
-
 def test_a_plan_says_the_speed_that_the_table_predicts() -> None:
     scores = make([site("a", 4)], [[1, 2, 3, 4]])
     table = table_of(2.0, a=(0.1, 0.3, 0.5, 0.7, 0.9))
