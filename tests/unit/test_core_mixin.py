@@ -32,9 +32,7 @@ def hooked(module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(
-    "before",
-    [[], [hooked], [hooked, remove_hook_from_module], [hooked, copy.deepcopy]],
-    ids=len,
+    "before", [[], [hooked], [hooked, remove_hook_from_module], [hooked, copy.deepcopy]], ids=len
 )
 def test_what_is_put_in_front_runs_whatever_hooks_there_are(before: list[Any]) -> None:
     module: nn.Module = nn.Identity()

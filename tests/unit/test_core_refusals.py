@@ -50,10 +50,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "HeadGeometry: must be made of counts >= 0 and widths >= 1, got HeadGeometry("
         "n_query_heads=-1, n_kv_heads=1, head_dim=8, value_dim=8, key_dim=None, kv_of=None)",
     ),
-    (
-        lambda: HeadGeometry(4, 3, 8, 8),
-        "n_kv_heads: must be a divisor of the 4 query heads, got 3",
-    ),
+    (lambda: HeadGeometry(4, 3, 8, 8), "n_kv_heads: must be a divisor of the 4 query heads, got 3"),
     (
         lambda: HeadGeometry(3, 2, 8, 8, kv_of=(0, 0, 2)),
         "kv_of: must be a key/value head below 2 for each query head, every one in use,"

@@ -58,9 +58,7 @@ def counted(model: nn.Module, batch: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("layout", "family"),
-    [pair for pair in FAMILIES if pair[1] not in THREE],
-    ids=lambda name: name,
+    ("layout", "family"), [pair for pair in FAMILIES if pair[1] not in THREE], ids=lambda name: name
 )
 def test_costs_are_those_that_pytorch_counts_before_and_after_a_cut(
     layout: str, family: str

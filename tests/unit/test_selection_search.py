@@ -18,11 +18,7 @@ from headprune.core.scores import HeadScores
 from headprune.selection import GlobalTopk, Iterative, LocalSearch
 from headprune.selection._api import select
 from tests.laws.support import subject_of
-from tests.selection_problems import (
-    make,
-    site,
-    unit_cost,
-)
+from tests.selection_problems import make, site, unit_cost
 
 SITES = [site("a", 4), site("b", 4), site("c", 4)]
 
