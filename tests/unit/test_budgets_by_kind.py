@@ -270,10 +270,3 @@ def test_a_run_refuses_a_budget_for_nothing_before_it_trains() -> None:
         prepared("digits-vit", settings, say=said.append)
     assert "[train]" not in said
     assert "[model]" in said
-
-
-def test_all_errors_of_all_groups_at_once() -> None:
-    with pytest.raises(RecipeError) as caught:
-        recipe(sites={"cross": {"keep_heads": 0}, "self": {"keep_kv": 2}, "causal": {"length": 3}})
-    paths = ["select.sites.cross.keep_heads", "select.sites.self.keep_kv", "select.sites.causal"]
-    assert [p.where for p in caught.value.problems] == paths

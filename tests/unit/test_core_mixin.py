@@ -11,7 +11,6 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 
-from headprune.core.errors import UnsupportedModel
 from headprune.core.mixin import Mixin, has_own_forward, mix_in, mix_out
 
 ONE = torch.ones(1)
@@ -60,15 +59,3 @@ def test_a_hook_that_comes_later_does_not_hold_on_to_a_class() -> None:
     assert module(ONE) == -1
     mix_out(module, Negated)
     assert module(ONE) == 1
-
-
-@pytest.mark.parametrize("with_hook", [False, True])
-def test_a_forward_of_the_instance_is_not_passed_by(with_hook: bool) -> None:
-    module = nn.Identity()
-    module.forward = lambda x: x + 1
-    if with_hook:
-        hooked(module)
-    assert has_own_forward(module)
-    with pytest.raises(UnsupportedModel, match="left with a head, for its forward is replaced"):
-        mix_in(module, Negated, "left with a head")
-    assert (type(module), module(ONE)) == (nn.Identity, 2)

@@ -265,18 +265,6 @@ def test_all_heads_may_be_named_as_removed(name):
     assert "Without a head: a, b." in plan.notes
 
 
-def test_uniform_leaves_what_does_not_divide():
-    scores = make([site("a", 4), site("b", 4)], [[9, 8, 7, 6], [1, 2, 3, 4]])
-    plan = select(scores, Budget(keep_heads=7), "uniform")
-    assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2), (1, 2, 3))
-
-
-def test_uniform_is_proportional_between_sites_of_unlike_size():
-    scores = make([site("a", 8), site("b", 4), site("c", 2)], [range(8), range(4), range(2)])
-    plan = select(scores, Budget(keep_heads=0.5), "uniform")
-    assert [len(plan.mask.kept(s)) for s in "abc"] == [4, 2, 1]
-
-
 @pytest.mark.parametrize(
     ("count", "settings", "big", "small"),
     [
@@ -329,12 +317,6 @@ def test_removed_heads_do_not_come_back_and_a_site_below_the_minimum_keeps_what_
         select(scores, Budget(keep_heads=0.5), GlobalTopk(min_heads=3))
 
 
-def test_a_fraction_is_of_the_present_heads_and_rounds_down():
-    scores = make([site("a", 12, heads=range(7))], [range(7)])
-    assert select(scores, Budget(keep_heads=0.5)).mask.kept("a") == (4, 5, 6)
-    assert select(make([site("a", 100)], [range(100)]), Budget(keep_heads=0.29)).mask.n_kept == 29
-
-
 # --- budgets in other currencies
 
 
@@ -364,14 +346,6 @@ def test_a_share_is_of_the_whole_model_not_of_its_heads():
     assert select(scores, Budget(keep_params=0.8)).mask.kept("a") == (2, 3)
     with pytest.raises(InfeasibleBudget, match=r"keep_params: must be at least 0\.7, got 0\.5"):
         select(scores, Budget(keep_params=0.5))
-
-
-def test_units_that_cost_nothing_are_kept():
-    costs = [[Cost(1, 1, 1, 1, 0)] * 2, [Cost(1, 1, 1, 1, 8)] * 2]
-    sites = [site("encoder", 2), site("decoder", 2)]
-    scores = make(sites, [[0, 0], [5, 6]], costs, fixed=Cost(1, 1, 1, 1, 0))
-    plan = select(scores, Budget(keep_kv=0.5))
-    assert (plan.mask.kept("encoder"), plan.mask.kept("decoder")) == ((0, 1), (1,))
 
 
 def test_budgets_of_heads_need_no_costs():
@@ -408,16 +382,6 @@ def test_the_plan_says_where_it_comes_from_and_survives_json():
     for selector in ("global_topk", GlobalTopk()):
         assert select(scores, budget, selector) == select(scores, budget)
     assert select(scores, budget, Uniform()).selector == "uniform"
-
-
-def test_classes_are_found_under_the_package():
-    assert hp.select is select
-    assert hp.selection.GlobalTopk is GlobalTopk
-    assert hp.selection.Uniform is Uniform
-    assert {"GlobalTopk", "Uniform", "registry"} <= set(dir(hp.selection))
-    with pytest.raises(AttributeError, match="Did you mean 'GlobalTopk'"):
-        hp.selection.GlobalTopK  # noqa: B018
-    assert not hasattr(hp.selection, "no_such_module")
 
 
 @pytest.mark.parametrize(
