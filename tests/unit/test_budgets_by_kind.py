@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import headprune as hp
-from headprune.core.errors import HeadPruneError, UnknownName
+from headprune.core.errors import InvalidValue, UnknownName
 from headprune.core.heads import AttentionSite
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import RunRecord
@@ -105,35 +105,20 @@ def test_a_group_is_cut_as_if_it_were_alone(selector: str, currency: str) -> Non
 
 
 def test_a_budget_of_the_cache_is_one_of_the_causal_sites() -> None:
+    """Other mappings that are refused: ``tests/selection_answers.json``."""
     grouped = scores_of(tuple(replace(s, policy="group") for s in SITES))
     plan = hp.select(grouped, {"causal": Budget(keep_kv=0.5)})
     causal = [s.name for s in SITES if s.kind == "causal"]
     assert kept(plan, *causal) < 12
     assert kept(plan, *(s.name for s in SITES)) == 16 + kept(plan, *causal)
+    with pytest.raises(InvalidValue, match=r"select\(budget=\)\['cross'\]\.keep_kv: .*no KV cache"):
+        hp.select(scores_of(), {"cross": Budget(keep_kv=0.5)})
 
 
 def test_one_key_for_all_is_one_budget_for_all() -> None:
     one, all_of_them = hp.select(scores_of(), HALF), hp.select(scores_of(), {"*": HALF})
     assert one.mask == all_of_them.mask
     assert (all_of_them.budget, all_of_them.budgets) == (None, (SiteBudget("*", HALF),))
-
-
-@pytest.mark.parametrize(
-    ("budgets", "words"),
-    [
-        ({}, "a mapping of at least one, got an empty mapping"),
-        ({"cros": HALF}, r"\['cros'\]: must be a kind \(causal, cross, self\).*mean 'cross'"),
-        ({"encoder": HALF}, "An encoder attends to itself by 'self', a decoder by 'causal'"),
-        ({"cross": HALF, "decoder.*": HALF}, r"\['decoder\.\*'\]: must be .* 'cross' leaves"),
-        ({"cross": Budget(keep_heads=1)}, r"\['cross'\]\.keep_heads: must be at least 2, got 1"),
-        ({"cross": Budget(keep_kv=0.5)}, r"\['cross'\]\.keep_kv: .*no KV cache"),
-    ],
-    ids=str,
-)
-def test_bad_mappings(budgets: Any, words: str) -> None:
-    """In all their words, and more of them: ``tests/selection_answers.json``."""
-    with pytest.raises(HeadPruneError, match=words):
-        hp.select(scores_of(), budgets)
 
 
 def test_a_group_may_lose_its_last_head_and_the_plan_says_so() -> None:

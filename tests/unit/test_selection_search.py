@@ -243,14 +243,6 @@ def test_where_nothing_can_be_swapped_the_loss_is_still_said() -> None:
     assert "0 by global_topk, 0 after 0 swaps; 1 plans measured" in plan.notes[-1]
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (1, 1), (2, 4)])
-def test_the_loss_is_of_every_mask_and_of_two_examples(shape: tuple[int, int]) -> None:
-    """More that is refused: ``tests/selection_answers.json``."""
-    loss = lambda masks: np.zeros((len(masks) * shape[0], *([shape[1]] if shape[1] else [])))  # noqa: E731
-    with pytest.raises(InvalidValue, match="at least 2 examples"):
-        select(scores_of(), hp.Budget(keep_heads=6), "local_search", loss=loss)
-
-
 def test_settings_are_checked() -> None:
     """More of them: ``tests/selection_answers.json``."""
     with pytest.raises(InvalidValue, match=r"GlobalTopk\.normalise"):
@@ -262,9 +254,8 @@ def test_settings_are_checked() -> None:
 # ---------------------------------------------------------------- on real models
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_both_on_a_model(name: str) -> None:
-    subject = subject_of(name)
+def test_both_on_a_model() -> None:
+    subject = subject_of("bert")
     batches, options = [subject.batch], {"sites": subject.sites, "progress": False}
     scores = hp.score(subject.model, batches, "fisher", **options)
     budget, selector = hp.Budget(keep_heads=0.5), Iterative(steps=3, inner="quadratic")
@@ -275,5 +266,5 @@ def test_both_on_a_model(name: str) -> None:
     found = hp.select(scores, budget, LocalSearch(margin=0.0, max_losses=30), loss=loss)
     start = hp.select(scores, budget)
     before, after = torch.tensor(loss([start.mask, found.mask])).mean(1)
-    assert after < before if name == "bert" else after <= before  # llama has two units a layer
+    assert after < before
     assert found.mask.n_kept == start.mask.n_kept
