@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import UnknownName, UnsupportedModel
+from headprune.core.errors import UnsupportedModel
 from headprune.model import cut
 from headprune.model.sites import bind
 from tests.laws.support import EXACT, Subject, picture, subject_of
@@ -155,15 +155,6 @@ def test_what_a_layout_does_before_it_fails_is_undone(hook: Any, keep: list[int]
     assert picture(model) == before
 
 
-def test_a_layout_may_refuse_to_lose_every_head() -> None:
-    model, x = odd_model()
-    sites = hp.find_sites(model, layouts=[replace(ODD, empty="refuse")])
-    before = picture(model)
-    with pytest.raises(UnsupportedModel, match=r"left with a head \(layout 'odd'\)"):
-        hp.prune_(model, odd_mask({"0": [0, 1], "2": []}), x, sites)
-    assert picture(model) == before
-
-
 def test_old_parameters_are_not_resized(subject: Subject) -> None:
     old = {n: (p, p.shape) for n, p in subject.model.named_parameters()}
     hp.prune_(subject.model, subject.ragged())
@@ -262,13 +253,3 @@ def test_a_model_inside_its_own_gates_is_cut_and_the_gates_are_taken_away() -> N
     with hp.gated(model, {"attention": torch.ones(2)}):
         prune_pair(model, {"twin": [0]})
     assert [type(m) for m in model.modules()] == kinds
-
-
-def test_a_removed_head_cannot_come_back() -> None:
-    model = Pair()
-    prune_pair(model, {"attention": [1]})
-    prune_pair(model, {"attention": [0, 1]})
-    first, _ = hp.find_sites(model)
-    assert first.heads == (1,)
-    with pytest.raises(UnknownName, match="one of the present heads"):
-        first.check([0])

@@ -140,44 +140,16 @@ def test_an_error_after_the_cut_leaves_the_model_as_it_was(
 # --- weights that are no plain tensors of the model
 
 
-class Rounded(Tensor):
-    """A weight that is kept in int8 and computed with in floats, in the way of torchao."""
-
-    @staticmethod
-    def __new__(cls, full: Tensor) -> Rounded:
-        made: Any = Tensor._make_wrapper_subclass(cls, full.shape, dtype=full.dtype)
-        return made
-
-    def __init__(self, full: Tensor) -> None:
-        self.stored = (full / 0.01).round().to(torch.int8)
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return args[0]
-        full = [a.stored.to(a.dtype) * 0.01 if isinstance(a, Rounded) else a for a in args]
-        return function(*full, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    "quantised", [Rounded, lambda weight: (weight * 100).to(torch.int8)], ids=["subclass", "int8"]
-)
-def test_a_quantised_bare_tensor_is_not_cut(quantised: Callable[[Tensor], Tensor]) -> None:
+def test_a_quantised_bare_tensor_is_not_cut() -> None:
+    """Projections of other kinds: ``test_quantised.py``."""
     model = nn.Sequential(nn.MultiheadAttention(16, 4))
-    weight = quantised(model[0].in_proj_weight.detach())
+    weight = (model[0].in_proj_weight.detach() * 100).to(torch.int8)
     model[0].in_proj_weight = nn.Parameter(weight, requires_grad=False)
     mask = mask_of(hp.find_sites(model), 0, 1)
     before = [(n, id(t), type(t), t.shape) for n, t in model.named_parameters()]
     with pytest.raises(UnsupportedModel, match=r"plain floating-point nn\.Parameter.*quantised"):
         hp.prune_(model, mask)
     assert [(n, id(t), type(t), t.shape) for n, t in model.named_parameters()] == before
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, about what it calls here
-def test_the_words_for_a_projection_that_torch_quantised() -> None:
-    model = torch.ao.quantization.quantize_dynamic(tiny("bert")[0], {nn.Linear})
-    with pytest.raises(UnsupportedModel, match="before it is quantised"):
-        hp.find_sites(model)
 
 
 def test_a_model_on_meta_is_cut() -> None:

@@ -293,16 +293,6 @@ def test_normalisation_of_a_site_without_spread_and_of_zeros(normalise):
     assert plan.mask.kept("spread") == (1,), "rounding of a flat site's mean is no spread"
 
 
-def test_grouped_units_are_kept_or_removed_whole_and_min_heads_rounds_up():
-    scores = make([site("a", 8, 2), site("b", 8, 4)], [[5, 1], [4, 3, 2, 0]])
-    plan = select(scores, Budget(keep_heads=11))  # 4 + 2 + 2 + 2; no unit is of one head
-    assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5))
-    plan = select(scores, Budget(keep_heads=8), GlobalTopk(min_heads=3))
-    assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2, 3), (0, 1, 2, 3))
-    with pytest.raises(InfeasibleBudget, match="at least 8, got 7"):
-        select(scores, Budget(keep_heads=7), GlobalTopk(min_heads=3))
-
-
 def test_removed_heads_do_not_come_back_and_a_site_below_the_minimum_keeps_what_it_has():
     scores = make(
         [site("a", 6, heads=(1, 4)), site("b", 6), site("c", 6, heads=())],
