@@ -59,8 +59,8 @@ def n_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def less(total: Cost, gone: Cost) -> Cost:
-    pairs = zip(dataclasses.astuple(total), dataclasses.astuple(gone), strict=True)
+def less(total: Cost, removed: Cost) -> Cost:
+    pairs = zip(dataclasses.astuple(total), dataclasses.astuple(removed), strict=True)
     return Cost(*(a - b for a, b in pairs))
 
 

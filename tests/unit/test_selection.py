@@ -33,7 +33,7 @@ def kept_positions(scores, plan):
     return found
 
 
-def stays(scores, keep, min_heads):
+def has_minimum(scores, keep, min_heads):
     """Whether every site keeps its minimum, said the slow way: or else nothing of it is removed."""
     for s, here in enumerate(scores.sites):
         mine = [len(h) for u, h in enumerate(here.units) if (s, u) in keep]
@@ -123,7 +123,7 @@ def test_law_7_the_budget_named_by_an_error_can_be_met_and_is_the_nearest(name, 
         plan = chosen(name, scores, Budget(**{kind: least}), selector, **told)
         assert plan.mask.n_kept >= 1
         if not told:
-            assert stays(scores, kept_positions(scores, plan), min_heads)
+            assert has_minimum(scores, kept_positions(scores, plan), min_heads)
         less = least - (1 if isinstance(least, int) else 3e-6)
         with pytest.raises(InfeasibleBudget):
             chosen(name, scores, Budget(**{kind: less}), selector, **told)
@@ -148,7 +148,7 @@ def test_global_topk_is_the_best_set_of_all(min_heads):
             early = sum(2.0 ** -places.index(p) for p in keep)
             return len(keep), sum(values[s][u] for s, u in keep), early
 
-        lawful = [keep for keep in subsets if stays(scores, keep, min_heads)]
+        lawful = [keep for keep in subsets if has_minimum(scores, keep, min_heads)]
         for count in range(1, 10):
             budget, selector = Budget(keep_heads=count), GlobalTopk(min_heads=min_heads)
             best = max((k for k in lawful if len(k) <= count), key=key, default=None)

@@ -49,10 +49,10 @@ def best_of_all(scores: HeadScores, problem: Problem) -> float | None:
     """Over all subsets there are, the lowest objective first, until one is allowed."""
     assert scores.curvature is not None
     places = list(problem.positions())
-    gone = np.array(list(itertools.product((0.0, 1.0), repeat=len(places))))
-    values = np.einsum("ij,jk,ik->i", gone, scores.curvature.matrix, gone) / 2
+    removed = np.array(list(itertools.product((0.0, 1.0), repeat=len(places))))
+    values = np.einsum("ij,jk,ik->i", removed, scores.curvature.matrix, removed) / 2
     for i in np.argsort(values, kind="stable"):
-        keep = frozenset(itertools.compress(places, gone[i] == 0))
+        keep = frozenset(itertools.compress(places, removed[i] == 0))
         if problem.fits(keep) and problem.lawful(keep):
             return float(values[i])
     return None
@@ -63,7 +63,7 @@ def kwon(scores: HeadScores, keep: Any) -> frozenset[tuple[int, int]]:
     the block."""
     assert scores.curvature is not None
     matrix, places = scores.curvature.matrix, [(u.site, u.unit) for u in scores.units()]
-    gone = []
+    removed = []
     for s in range(len(scores.sites)):
         here = [i for i, p in enumerate(places) if p[0] == s]
         masked = [i for i in here if places[i] not in keep]
@@ -72,8 +72,8 @@ def kwon(scores: HeadScores, keep: Any) -> frozenset[tuple[int, int]]:
             masked = sorted([*masked, i])
             rest = [[k for k in masked if k != j] for j in masked]
             masked = min(rest, key=lambda row: matrix[np.ix_(row, row)].sum())
-        gone += masked
-    return frozenset(p for i, p in enumerate(places) if i not in gone)
+        removed += masked
+    return frozenset(p for i, p in enumerate(places) if i not in removed)
 
 
 # ---------------------------------------------------------------- against all choices
@@ -219,17 +219,17 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
         problem = problem_of(scores, asked(kind, 0.8), selector, **rules)
         assert scores.curvature is not None
         moves = _feasible_moves.FeasibleMoves(problem, scores.curvature.matrix)
-        gone = np.random.default_rng(seed).uniform(size=len(moves.positions)) < 0.4
-        gone &= [p not in problem.must_keep for p in moves.positions]
-        gone |= [p in problem.must_remove for p in moves.positions]
-        keep = frozenset(itertools.compress(moves.positions, ~gone))
+        removed = np.random.default_rng(seed).uniform(size=len(moves.positions)) < 0.4
+        removed &= [p not in problem.must_keep for p in moves.positions]
+        removed |= [p in problem.must_remove for p in moves.positions]
+        keep = frozenset(itertools.compress(moves.positions, ~removed))
         if not problem.lawful(keep):
             continue
-        assert moves.costs(gone).tolist() == [
+        assert moves.costs(removed).tolist() == [
             problem.site_cost(i, u) for i, u in enumerate(problem.by_site(keep))
         ]
-        out, back = np.flatnonzero(moves.free & ~gone), np.flatnonzero(moves.free & gone)
-        found = moves.pairs(out, back, gone)
+        out, back = np.flatnonzero(moves.free & ~removed), np.flatnonzero(moves.free & removed)
+        found = moves.pairs(out, back, removed)
         for (i, a), (j, b) in itertools.product(enumerate([*out, None]), enumerate([*back, None])):
             new = keep - ({moves.positions[a]} if a is not None else set())
             new |= {moves.positions[b]} if b is not None else set()

@@ -86,16 +86,16 @@ def drawn_rules(
 
 
 def check_rules(
-    scores: HeadScores, mask: HeadMask, stay: Any, go: Any, min_heads: int, multiple_of: int
+    scores: HeadScores, mask: HeadMask, keep: Any, remove: Any, min_heads: int, multiple_of: int
 ) -> None:
     for s in scores.sites:
         kept = set(mask.kept(s.name))
         s.check(kept)
-        gone = {h for unit in s.units for h in unit if set(unit) & set(go.get(s.name, ()))}
-        assert set(stay.get(s.name, ())) <= kept
-        assert not kept & gone
+        removed = {h for unit in s.units for h in unit if set(unit) & set(remove.get(s.name, ()))}
+        assert set(keep.get(s.name, ())) <= kept
+        assert not kept & removed
         assert len(kept) % multiple_of == 0 or len(kept) == len(s.heads)
-        assert len(kept) >= min(min_heads, len(s.heads) - len(gone))
+        assert len(kept) >= min(min_heads, len(s.heads) - len(removed))
 
 
 @pytest.mark.parametrize("kind", CURRENCIES)
@@ -107,10 +107,10 @@ def test_no_selector_ever_exceeds_a_budget_or_breaks_a_rule(name: str, kind: str
         scores = random_scores(seed, dear=seed % 2 == 1, lowest=-1 if seed % 3 else 0)
         scores, extra = fitted(name, scores)
         table = random_table(scores, seed, noise=seed % 4) if kind == "speedup" else None
-        stay, go = drawn_rules(scores, rng) if seed % 3 else ({}, {})
+        keep, remove = drawn_rules(scores, rng) if seed % 3 else ({}, {})
         rules = {"min_heads": rng.randint(0, 3), "multiple_of": rng.choice([1, 1, 2, 3])}
         budget = asked(kind, rng.uniform(0.6, 0.95))
-        arguments = {**extra, "must_keep": stay, "must_remove": go, "latency": table}
+        arguments = {**extra, "must_keep": keep, "must_remove": remove, "latency": table}
         try:
             plan = hp.select(scores, budget, configured(name, **rules), **arguments)
         except (InfeasibleBudget, InvalidValue) as error:
@@ -121,7 +121,7 @@ def test_no_selector_ever_exceeds_a_budget_or_breaks_a_rule(name: str, kind: str
         met += 1
         cost, allowed = spent(scores, plan.mask, budget, table)
         assert cost <= allowed * (1 + 1e-9) + 1e-8
-        check_rules(scores, plan.mask, stay, go, **rules)
+        check_rules(scores, plan.mask, keep, remove, **rules)
         if seed < 8:
             assert plan == hp.select(scores, budget, configured(name, **rules), **arguments)
     assert met >= 8
@@ -152,10 +152,10 @@ def test_groups_of_sites_keep_to_the_rules_by_themselves(name: str) -> None:
     scores, extra = fitted(name, make(sites, values))
     table = random_table(scores, 3)
     budgets = {"self": HALF, "d?": Budget(speedup=1.3)}
-    stay, go = {"e0": [5], "d0": [2]}, {"e1": [0], "x0": [1, 2]}
-    told = {"must_keep": stay, "must_remove": go, "latency": table}
+    keep, remove = {"e0": [5], "d0": [2]}, {"e1": [0], "x0": [1, 2]}
+    told = {"must_keep": keep, "must_remove": remove, "latency": table}
     plan = hp.select(scores, budgets, configured(name, multiple_of=2), **told, **extra)
-    check_rules(scores, plan.mask, stay, go, 1, 2)
+    check_rules(scores, plan.mask, keep, remove, 1, 2)
     assert len(plan.mask.kept("e0")) + len(plan.mask.kept("e1")) <= 6
     assert plan.mask.kept("x0") == (0, 3, 4, 5), "without a budget it loses what it is told to"
     row = table.row("d0")
@@ -292,8 +292,8 @@ def test_heads_are_bundled_by_rank_first_what_must_be_kept_and_last_what_must_be
     sites = [site("a", 6, 2, policy="balanced")]
     scores = make(sites, [[1, 2, 3, 6, 5, 4]])
     assert bundled(scores).sites[0].bundles == ((2, 3), (1, 4), (0, 5))
-    stay, go = frozenset({HeadId("a", 0)}), frozenset({HeadId("a", 3)})
-    assert bundled(scores, stay, go).sites[0].bundles == ((0, 4), (2, 5), (1, 3))
+    keep, remove = frozenset({HeadId("a", 0)}), frozenset({HeadId("a", 3)})
+    assert bundled(scores, keep, remove).sites[0].bundles == ((0, 4), (2, 5), (1, 3))
 
 
 def test_scores_of_a_part_say_what_those_of_all_did() -> None:

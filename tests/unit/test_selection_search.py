@@ -29,7 +29,7 @@ def scores_of(seed: int = 0, sites: Sequence[Any] = SITES) -> HeadScores:
 
 
 class Rescore:
-    """Scores that depend on which heads are left; remembers what it was asked."""
+    """Scores that depend on which heads are kept; remembers what it was asked."""
 
     def __init__(self, scores: HeadScores, seed: int = 1) -> None:
         self.scores, self.seed, self.masks = scores, seed, list[HeadMask]()
@@ -107,15 +107,15 @@ def test_each_step_goes_by_the_scores_of_what_is_kept() -> None:
     """Written out: the lowest remaining scores are removed, three at a time."""
     scores, rescore = scores_of(), Rescore(scores_of())
     plan = select(scores, hp.Budget(keep_heads=3), Iterative(steps=3, min_heads=0), rescore=rescore)
-    asked_for, left = Rescore(scores_of()), {(s.name, h) for s in SITES for h in range(4)}
+    asked_for, kept = Rescore(scores_of()), {(s.name, h) for s in SITES for h in range(4)}
     now = scores
     for _ in range(3):
         value = {(u.name, u.heads[0]): u.value for u in now.units()}
         for _ in range(3):
-            left.discard(min(left, key=lambda head: value[head]))
-        keep = {s.name: [h for name, h in left if name == s.name] for s in SITES}
+            kept.discard(min(kept, key=lambda head: value[head]))
+        keep = {s.name: [h for name, h in kept if name == s.name] for s in SITES}
         now = asked_for(HeadMask.from_keep(keep, {s.name: 4 for s in SITES}))
-    assert {(h.site, h.head) for h in plan.mask} == left
+    assert {(h.site, h.head) for h in plan.mask} == kept
     at_once = select(scores, hp.Budget(keep_heads=3), GlobalTopk(min_heads=0))
     assert plan.mask != at_once.mask
 
