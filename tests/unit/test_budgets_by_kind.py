@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import headprune as hp
-from headprune.core.codec import EMPTY
-from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue, UnknownName
+from headprune.core.errors import InvalidValue, UnknownName
 from headprune.core.heads import AttentionSite
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import RunRecord
-from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+from headprune.core.scores import Cost, CostTable, HeadScores
 from headprune.layouts import registry
 from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import RecipeError, check_recipe, recipe_yaml
@@ -26,45 +26,29 @@ from headprune.report.repeat import python_lines
 from headprune.run import choosing
 from headprune.run.runner import prepared
 from headprune.selection import registry as selectors
+from tests.selection_problems import make, site, unit_cost
 
 BY_SCORES = [name for name in selectors.names() if not selectors.get(name).needs]
 HALF, QUARTER = Budget(keep_heads=0.5), Budget(keep_heads=0.25)
 
 
-def site(
-    name: str, kind: Any, n_query_heads: int = 4, n_kv_heads: int | None = None, **changes: Any
-) -> AttentionSite:
-    heads = tuple(range(n_query_heads))
-    return AttentionSite(
-        name, "t5", kind, n_query_heads, n_kv_heads or n_query_heads, 8, 8, heads, **changes
-    )
-
-
 SITES = (
-    site("encoder.0", "self"),
-    site("encoder.1", "self"),
-    site("decoder.0.self_attn", "causal"),
-    site("decoder.0.cross", "cross"),
-    site("decoder.1.self_attn", "causal", 8, 4, policy="balanced"),
-    site("decoder.1.cross", "cross"),
+    site("encoder.0", 4, kind="self"),
+    site("encoder.1", 4, kind="self"),
+    site("decoder.0.self_attn", 4),
+    site("decoder.0.cross", 4, kind="cross"),
+    site("decoder.1.self_attn", 8, 4, policy="balanced"),
+    site("decoder.1.cross", 4, kind="cross"),
 )
 
 
-def scores_of(sites: tuple[AttentionSite, ...] = SITES, seed: int = 0) -> HeadScores:
-    """Scores of another size for every kind: under one budget for all, a kind would lose everything
-    it may."""
-    rng, scale = random.Random(seed), {"self": 1.0, "causal": 100.0, "cross": 0.01}
-    values = tuple(tuple(scale[s.kind] * (rng.random() + 0.1) for _ in s.units) for s in sites)
+def scores_of(sites: Sequence[AttentionSite] = SITES) -> HeadScores:
+    """Scores of another size for every kind: one budget for all would cut one kind alone."""
+    rng, scale = random.Random(0), {"self": 1.0, "causal": 100.0, "cross": 0.01}
+    values = [[scale[s.kind] * (rng.random() + 0.1) for _ in s.units] for s in sites]
+    costs = [[unit_cost(len(u), 16 * (s.kind == "causal")) for u in s.units] for s in sites]
     errors = tuple(tuple(0.1 * v for v in row) for row in values)
-    units = tuple(
-        tuple(Cost(100 * len(u), 7, 30 * len(u), 2, 16 * (s.kind == "causal")) for u in s.units)
-        for s in sites
-    )
-    whole = Cost.sum([Cost(5000, 70, 9000, 3, 64), *(c for row in units for c in row)])
-    costs = CostTable(whole, units, 10)
-    return HeadScores(
-        sites, values, errors, "taylor", EMPTY, 4, ModelFingerprint("s", "w"), costs=costs
-    )
+    return replace(make(sites, values, costs), standard_errors=errors)
 
 
 def kept(plan: PruningPlan, *names: str) -> int:
@@ -72,7 +56,7 @@ def kept(plan: PruningPlan, *names: str) -> int:
 
 
 @pytest.mark.parametrize("selector", BY_SCORES)
-def test_every_group_meets_its_own_budget_and_the_rest_stays_whole(selector: str) -> None:
+def test_every_group_meets_its_own_budget_and_the_rest_is_kept_whole(selector: str) -> None:
     plan = hp.select(scores_of(), {"cross": HALF, "decoder.?.self_attn": HALF}, selector)
     assert kept(plan, "encoder.0", "encoder.1") == 8
     assert kept(plan, "decoder.0.cross", "decoder.1.cross") == 4
@@ -84,7 +68,7 @@ def test_every_group_meets_its_own_budget_and_the_rest_stays_whole(selector: str
 @pytest.mark.parametrize("name", ["net.a[b]", "net.a*", "net.a?", "net.[!x]"])
 def test_the_name_of_a_site_is_that_site_alone(name: str) -> None:
     """Whatever it is as a pattern: ``net.a[b]`` fits no name here, ``net.a*`` fits two."""
-    scores = scores_of((site(name, "self"), site("net.ab", "self"), site("net.b", "self")))
+    scores = scores_of([site(n, 4, kind="self") for n in (name, "net.ab", "net.b")])
     plan = hp.select(scores, {name: HALF})
     assert [kept(plan, s.name) for s in scores.sites] == [2, 4, 4]
     assert [s.name for s in scores.of(name).sites] == [name]
@@ -92,34 +76,41 @@ def test_the_name_of_a_site_is_that_site_alone(name: str) -> None:
     assert [kept(plan, s.name) for s in scores.sites] == [2, 1, 4]
 
 
-@pytest.mark.parametrize("selector", BY_SCORES)
-@pytest.mark.parametrize("currency", ["keep_heads", "keep_params", "keep_macs"])
+@pytest.mark.parametrize(
+    ("selector", "currency"),
+    [
+        *((selector, "keep_heads") for selector in BY_SCORES),
+        ("global_topk", "keep_params"),
+        ("knapsack", "keep_macs"),
+    ],
+)
 def test_a_group_is_cut_as_if_it_were_alone(selector: str, currency: str) -> None:
     """Its plan is that of a model that has nothing but its heads."""
     scores, budget = scores_of(), Budget(**{currency: 0.6})
     plan = hp.select(scores, {"cross": budget, "self": HALF}, selector)
-    places = [i for i, s in enumerate(SITES) if s.kind == "cross"]
-    assert scores.costs is not None
-    assert scores.standard_errors is not None
-    units = tuple(scores.costs.units[i] for i in places)
+
+    def of_cross(rows: Any) -> Any:
+        return tuple(row for row, s in zip(rows, SITES, strict=True) if s.kind == "cross")
+
+    units = of_cross(scores.costs.units)
     alone = replace(
         scores,
-        sites=tuple(SITES[i] for i in places),
-        values=tuple(scores.values[i] for i in places),
-        standard_errors=tuple(scores.standard_errors[i] for i in places),
+        sites=of_cross(SITES),
+        values=of_cross(scores.values),
+        standard_errors=of_cross(scores.standard_errors),
         costs=CostTable(Cost.sum(c for row in units for c in row), units, 10),
     )
-    expected = hp.select(alone, budget, selector)
-    assert {n: plan.mask.kept(n) for n in expected.mask.sites} == {
-        r.site: r.kept for r in expected.mask.rows
-    }
+    for row in hp.select(alone, budget, selector).mask.rows:
+        assert plan.mask.kept(row.site) == row.kept
 
 
 def test_a_budget_of_the_cache_is_one_of_the_causal_sites() -> None:
+    """Other mappings that are refused: ``tests/selection_answers.json``."""
     grouped = scores_of(tuple(replace(s, policy="group") for s in SITES))
     plan = hp.select(grouped, {"causal": Budget(keep_kv=0.5)})
-    assert kept(plan, *(s.name for s in SITES if s.kind != "causal")) == 16
-    assert kept(plan, *(s.name for s in SITES if s.kind == "causal")) < 12
+    causal = [s.name for s in SITES if s.kind == "causal"]
+    assert kept(plan, *causal) < 12
+    assert kept(plan, *(s.name for s in SITES)) == 16 + kept(plan, *causal)
     with pytest.raises(InvalidValue, match=r"select\(budget=\)\['cross'\]\.keep_kv: .*no KV cache"):
         hp.select(scores_of(), {"cross": Budget(keep_kv=0.5)})
 
@@ -128,44 +119,6 @@ def test_one_key_for_all_is_one_budget_for_all() -> None:
     one, all_of_them = hp.select(scores_of(), HALF), hp.select(scores_of(), {"*": HALF})
     assert one.mask == all_of_them.mask
     assert (all_of_them.budget, all_of_them.budgets) == (None, (SiteBudget("*", HALF),))
-
-
-@pytest.mark.parametrize(
-    ("budgets", "error", "words"),
-    [
-        ({}, InvalidValue, r"a mapping of at least one, got an empty mapping"),
-        ({"cross": 0.5}, InvalidValue, r"to a Budget, got 'cross': 0\.5"),
-        ({1: HALF}, InvalidValue, r"from a kind \(self, causal, cross\) or a pattern"),
-        (
-            {"cros": HALF},
-            UnknownName,
-            r"\['cros'\]: must be a kind \(causal, cross, self\).*Did you mean 'cross'",
-        ),
-        (
-            {"*.vision.*": HALF},
-            UnknownName,
-            r"a pattern over sites' names, such as .*, got one that is for no site",
-        ),
-        (
-            {"encoder": HALF},
-            UnknownName,
-            r"An encoder attends to itself by 'self', a decoder by 'causal'",
-        ),
-        (
-            {"cross": HALF, "decoder.*": HALF},
-            InvalidValue,
-            r"\['decoder\.\*'\]: must be for sites that 'cross' leaves",
-        ),
-        (
-            {"cross": Budget(keep_heads=1)},
-            InfeasibleBudget,
-            r"\['cross'\]\.keep_heads: must be at least 2, got 1",
-        ),
-    ],
-)
-def test_bad_mappings(budgets: Any, error: type[HeadPruneError], words: str) -> None:
-    with pytest.raises(error, match=words):
-        hp.select(scores_of(), budgets)
 
 
 def test_a_group_may_lose_its_last_head_and_the_plan_says_so() -> None:
@@ -180,33 +133,20 @@ def test_a_group_may_lose_its_last_head_and_the_plan_says_so() -> None:
     assert one.n_kept == scores.n_heads - scores.of("cross").n_heads + 1
 
 
-def test_a_kind_that_the_model_lacks_is_an_error() -> None:
-    with pytest.raises(UnknownName, match=r"a kind \(self\)"):
-        hp.select(scores_of(SITES[:2]), {"cross": HALF})
-
-
 def test_the_plan_records_and_prints_its_budgets(tmp_path: Path) -> None:
     plan = hp.select(scores_of(), {"cross": HALF, "encoder.*": Budget(keep_macs=0.5, length=9)})
     assert PruningPlan.load(plan.save(tmp_path / "plan.json")) == plan
     words = "cross: keep 50 % of the heads, encoder.*: keep 50 % of the MACs at 9 tokens"
     assert plan.wanted == words
-    assert f"by taylor, {words})" in str(plan)
+    assert f"by fake, {words})" in str(plan)
     assert hp.select(scores_of(), HALF).then(plan).budgets == plan.budgets
-    with pytest.raises(InvalidValue, match="one of budget and budgets"):
-        replace(plan, budget=HALF)
     old = plan.to_dict()
     del old["budgets"]
     assert PruningPlan.from_dict(old).budgets == (), "plans written before this still load"
 
 
 def record_of(plan: PruningPlan, scores: HeadScores) -> RunRecord:
-    return RunRecord(
-        "test", "done", "report", "2026-01-01T00:00:00+00:00", scores=scores, plan=plan
-    )
-
-
-def _by_kind() -> dict[str, list[str]]:
-    return {kind: [s.name for s in SITES if s.kind == kind] for kind in ("self", "causal", "cross")}
+    return RunRecord("test", "done", "report", "2026-01-01", scores=scores, plan=plan)
 
 
 def test_the_report_names_kinds_and_budgets() -> None:
@@ -214,14 +154,15 @@ def test_the_report_names_kinds_and_budgets() -> None:
     record = record_of(hp.select(scores, {"cross": HALF, "self": QUARTER}), scores)
     grid = heat_map(record)
     assert grid is not None
-    named = {
-        kind: next(g for g in grid.groups if g.rows[0].site in names)
-        for kind, names in _by_kind().items()
-    }
-    assert {kind: [row.site for row in group.rows] for kind, group in named.items()} == _by_kind()
-    assert len({group.title for group in named.values()}) == 3
+    kinds = {s.name: s.kind for s in SITES}
+    assert [{kinds[row.site] for row in group.rows} for group in grid.groups] == [
+        *({"self"}, {"causal"}, {"cross"})
+    ]
+    assert sum(len(group.rows) for group in grid.groups) == len(SITES)
+    titles = {group.title for group in grid.groups}
+    assert len(titles) == 3
     html = render_html(record)
-    assert all(f">{group.title}" in html for group in named.values())
+    assert all(f">{title}" in html for title in titles)
     assert "cross: keep 50 % of the heads, self: keep 25 %" in html
     line = "{'cross': hp.Budget(keep_heads=0.5), 'self': hp.Budget(keep_heads=0.25)}"
     assert line in python_lines(record)
@@ -234,15 +175,14 @@ def test_scores_name_kinds_where_there_are_several() -> None:
     assert scores_of()._repr_html_().count("<i>cross</i>") == 2
     assert "cross" in scores_of().__rich__()
     alone = scores_of(SITES[:2])
-    assert "self" not in str(alone)
+    assert "self" not in str(alone) + alone.__rich__()
     assert "<i>" not in alone._repr_html_()
-    assert "self" not in alone.__rich__()
     grid = heat_map(record_of(hp.select(alone, HALF), alone))
     assert grid is not None
     assert [group.title for group in grid.groups] == [""]
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_scored_and_cut_by_kind(family: str) -> None:
     layout = next(n for n in registry.names() if family in dict(registry.get(n).families))
     model, batch = registry.get(layout).tiny(0, family)
@@ -253,11 +193,9 @@ def test_scored_and_cut_by_kind(family: str) -> None:
     kinds = {s.name: s.kind for s in sites}
     report = hp.prune_(model, plan, batch)
     assert report.proof is not None
-    left = {
-        kind: sum(len(s.heads) for s in hp.find_sites(model) if kinds[s.name] == kind)
-        for kind in kinds.values()
-    }
-    assert left == {"self": 8, "causal": 2, "cross": 4}
+    for kind, n_kept in (("self", 8), ("causal", 2), ("cross", 4)):
+        now = [s.heads for s in hp.find_sites(model) if kinds[s.name] == kind]
+        assert sum(map(len, now)) == n_kept
 
 
 RECIPE: dict[str, Any] = {
@@ -286,38 +224,27 @@ def test_recipes_give_budgets_by_kind() -> None:
 @pytest.mark.parametrize(
     ("select", "path", "words"),
     [
-        ({"sites": {"cross": {}}}, "select.sites.cross", "exactly one of"),
-        (
-            {"sites": {"cross": {"keep_heads": 1.5}}},
-            "select.sites.cross.keep_heads",
-            "a count >= 1 or a fraction",
-        ),
-        ({"sites": {"cross": {"keep_heads": "all"}}}, "select.sites.cross.keep_heads", "valid"),
-        (
-            {"sites": {"cross": {"keep_head": 1}}},
-            "select.sites.cross.keep_head",
-            "Did you mean 'keep_heads'",
-        ),
-        ({"sites": {"cross": 0.5}}, "select.sites.cross", "a section with keys of its own"),
-        ({"sites": ["cross"]}, "select.sites", "a section with keys of its own"),
-        ({"sites": {"cross": {"keep_heads": 0.5}}, "keep_kv": 0.5}, "select", "got sites, keep_kv"),
-        ({"sites": {}}, "select", "exactly one of"),
-        ({"cross": {"keep_heads": 0.5}, "keep_heads": 4}, "select.cross", "a known key"),
+        ({"sites": {"cross": {}}}, "sites.cross", "exactly one of"),
+        ({"sites": {"cross": {"keep_heads": 1.5}}}, "sites.cross.keep_heads", "a count >= 1"),
+        ({"sites": {"cross": {"keep_head": 1}}}, "sites.cross.keep_head", "mean 'keep_heads'"),
+        ({"sites": {"cross": 0.5}}, "sites.cross", "a section with keys of its own"),
+        ({"sites": ["cross"]}, "sites", "a section with keys of its own"),
+        ({"sites": {"cross": {"keep_heads": 0.5}}, "keep_kv": 0.5}, "", "got sites, keep_kv"),
+        ({"sites": {}}, "", "exactly one of"),
+        ({"cross": {"keep_heads": 0.5}, "keep_heads": 4}, "cross", "a known key"),
     ],
 )
 def test_errors_of_recipes_have_their_path(select: dict[str, Any], path: str, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         recipe(**select)
     found = {p.where: str(p) for p in caught.value.problems}
-    assert path in found, found
-    assert words in found[path]
+    assert words in found[f"select.{path}".removesuffix(".")], found
 
 
 def test_a_run_cuts_by_the_budgets_of_its_recipe() -> None:
     chosen = recipe(selector="uniform", sites={"cross": {"keep_heads": 0.5}})
-    plan = choosing.choose_heads(
-        cast(Any, SimpleNamespace(recipe=chosen, latency=None)), scores_of()
-    )
+    run: Any = SimpleNamespace(recipe=chosen, latency=None)
+    plan = choosing.choose_heads(run, scores_of())
     assert plan == hp.select(scores_of(), {"cross": HALF}, "uniform")
 
 
@@ -328,10 +255,3 @@ def test_a_run_refuses_a_budget_for_nothing_before_it_trains() -> None:
         prepared("digits-vit", settings, say=said.append)
     assert "[train]" not in said
     assert "[model]" in said
-
-
-def test_all_errors_of_all_groups_at_once() -> None:
-    with pytest.raises(RecipeError) as caught:
-        recipe(sites={"cross": {"keep_heads": 0}, "self": {"keep_kv": 2}, "causal": {"length": 3}})
-    paths = ["select.sites.cross.keep_heads", "select.sites.self.keep_kv", "select.sites.causal"]
-    assert [p.where for p in caught.value.problems] == paths

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune.core.errors import InvalidValue
 from tests.laws.families import assert_equal, far, run
 from tests.laws.support import CLOSE, Subject, family_subject
-
-VISION = "*vision_tower*"
 
 
 @pytest.fixture
@@ -21,8 +18,16 @@ def llava() -> Subject:
     return family_subject("llama", "llava")
 
 
+def plan_of(subject: Subject, **keep_heads: Any) -> hp.PruningPlan:
+    """Budgets by a part of the sites' names, or by kind."""
+    scores = hp.score(subject.model, [subject.batch], "magnitude")
+    names = {"vision": "*vision_tower*", "text": "*language_model*"}
+    budgets = {names.get(k, k): hp.Budget(keep_heads=n) for k, n in keep_heads.items()}
+    return hp.select(scores, budgets)
+
+
 def counts(sites: Any) -> dict[str, list[int]]:
-    """Heads that are left in every layer of each tower."""
+    """Heads that are kept in every layer of each tower."""
     return {
         "vision": [len(s.heads) for s in sites if "vision_tower" in s.name],
         "text": [len(s.heads) for s in sites if "language_model" in s.name],
@@ -35,11 +40,9 @@ def test_the_towers_are_told_apart_by_name_kind_and_layout(llava: Subject) -> No
     assert counts(llava.sites) == {"vision": [4, 4], "text": [6, 6, 6]}
 
 
-@pytest.mark.parametrize("key", ["causal", "*language_model*"])
+@pytest.mark.parametrize("key", ["causal", "text"])
 def test_each_tower_meets_its_own_budget(llava: Subject, key: str) -> None:
-    scores = hp.score(llava.model, [llava.batch], "magnitude")
-    budgets = {VISION: hp.Budget(keep_heads=0.25), key: hp.Budget(keep_heads=12)}
-    plan = hp.select(scores, budgets)
+    plan = plan_of(llava, vision=0.25, **{key: 12})
     full, small = run(llava.model, llava.batch), llava.copy()
     with hp.gated(llava.model, plan):
         expected = run(llava.model, llava.batch)
@@ -50,9 +53,8 @@ def test_each_tower_meets_its_own_budget(llava: Subject, key: str) -> None:
     assert far(expected, full)
 
 
-def test_a_tower_without_a_budget_stays_whole(llava: Subject) -> None:
-    scores = hp.score(llava.model, [llava.batch], "magnitude")
-    plan = hp.select(scores, {VISION: hp.Budget(keep_heads=0.5)})
+def test_a_tower_without_a_budget_is_kept_whole(llava: Subject) -> None:
+    plan = plan_of(llava, vision=0.5)
     held = {n: p for n, p in llava.model.named_parameters() if "language_model" in n}
     hp.prune_(llava.model, plan)
     left = counts(hp.find_sites(llava.model))
@@ -62,16 +64,9 @@ def test_a_tower_without_a_budget_stays_whole(llava: Subject) -> None:
     assert all(now[name] is parameter for name, parameter in held.items())
 
 
-def test_budgets_that_overlap_between_towers_are_refused(llava: Subject) -> None:
-    scores = hp.score(llava.model, [llava.batch], "magnitude")
-    with pytest.raises(InvalidValue, match="leaves"):
-        hp.select(scores, {VISION: hp.Budget(keep_heads=0.5), "self": hp.Budget(keep_heads=0.5)})
-
-
 def test_what_an_image_says_reaches_the_text_through_the_cut_tower(llava: Subject) -> None:
     """Another image gives other logits after the cut: the towers are still joined."""
-    scores = hp.score(llava.model, [llava.batch], "magnitude")
-    hp.prune_(llava.model, hp.select(scores, {VISION: hp.Budget(keep_heads=0.25)}))
+    hp.prune_(llava.model, plan_of(llava, vision=0.25))
     first = run(llava.model, llava.batch)
     second = run(llava.model, {**llava.batch, "pixel_values": -llava.batch["pixel_values"]})
     assert all(torch.isfinite(t).all() for t in second)

@@ -1,11 +1,10 @@
 """The stored form of every value: round trip, digest, and messages that say where a document is
 wrong."""
 
-import base64
 import dataclasses
 import json
 import math
-import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ import pytest
 from headprune.core.agreement import Agreement, Measure, Pair
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
-from headprune.core.files import sha256_file, write_atomic
+from headprune.core.files import sha256_file
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.core.samples import Samples
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
-from headprune.maps.pictures import AttentionPictures, ShownExample, ShownSite
-from headprune.report.difference import PlanDifference, RecordChange, RecordDifference
-from headprune.report.explanation import Explanation, Fate
+from headprune.report.difference import PlanDifference
 from tests.report_records import sweep_table
 
 SITES = (
@@ -64,6 +61,7 @@ RECORD = RunRecord(
     warnings=("slow", "old"),
     error="ValueError: no",
 )
+PAIR = Pair(0, 1, Measure(0.5, 0.25, 0.75), Measure(-1), Measure(0))
 DIFFERENT = PlanDifference(("a", "b"), ("A", "B"), 8, 3, 2, (HeadId("encoder.0", 3),), ())
 EXAMPLES = [
     HeadId("encoder.0", 3),
@@ -74,14 +72,7 @@ EXAMPLES = [
     dataclasses.replace(
         SCORES, samples=Samples.of([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]), notes=("one", "two")
     ),
-    Agreement(
-        ("a", "b"),
-        2,
-        5,
-        0.95,
-        (Pair(0, 1, Measure(0.5, 0.25, 0.75), Measure(-1), Measure(0)),),
-        ("note",),
-    ),
+    Agreement(("a", "b"), 2, 5, 0.95, (PAIR,), ("note",)),
     Budget(keep_heads=3),
     Budget(keep_heads=1),
     Budget(keep_heads=1.0),
@@ -101,38 +92,6 @@ EXAMPLES = [
     dataclasses.replace(PLAN, model=ModelFingerprint("s", "w"), notes=("one", "two")),
     RECORD,
     RunRecord("demo", "running", "start", "now"),
-    DIFFERENT,
-    RecordDifference(
-        ("a", "b"),
-        (RecordChange("seed", 1, None),),
-        (RecordChange("gpu", "x", True),),
-        (RecordChange("f", 0.5, 2),),
-        DIFFERENT,
-    ),
-    Explanation(
-        "title",
-        "taylor",
-        (Fate("encoder.0", (1, 2), 0.5, None, 3, False, 0.25, "why"),),
-        None,
-        (("MACs", 1, 9),),
-        0.5,
-    ),
-    AttentionPictures(
-        (ShownExample("row 0", ("a", "ä"), (), base64.b64encode(bytes(3)).decode(), 1, 1),),
-        (
-            ShownSite(
-                "a",
-                "self",
-                (3,),
-                (None,),
-                ((1, 2),),
-                ((0.5,),),
-                (base64.b64encode(bytes(2)).decode(),),
-            ),
-        ),
-        image=(1, 1),
-        rows=(0,),
-    ),
 ]
 
 
@@ -164,10 +123,11 @@ def test_json_round_trip_hash_and_digest(value, tmp_path):
 def test_types_survive_that_json_would_blur():
     assert type(Budget.from_json(Budget(keep_heads=1).to_json()).amount) is int
     assert type(Budget.from_json(Budget(keep_heads=1.0).to_json()).amount) is float
-    settings = HeadScores.from_json(SCORES.to_json()).settings
-    assert settings["nested"]["steps"] == (1, 2.5, None, True)
-    assert [type(v) for v in settings["nested"]["steps"]] == [int, float, type(None), bool]
-    assert type(HeadScores.from_json(SCORES.to_json()).values[1][0]) is float
+    back = HeadScores.from_json(SCORES.to_json())
+    steps = back.settings["nested"]["steps"]
+    assert steps == (1, 2.5, None, True)
+    assert [type(v) for v in steps] == [int, float, type(None), bool]
+    assert type(back.values[1][0]) is float
 
 
 def test_the_digest_tells_values_apart_and_equal_ones_not():
@@ -184,131 +144,81 @@ def test_the_digest_tells_values_apart_and_equal_ones_not():
 
 
 # --- documents that are wrong
-# ----------------------------------------------------------------------------------------
 
 
-def damaged(change):
-    data = json.loads(RECORD.to_json())
-    change(data)
+def put(value, path, new):
+    """The stored form of a value, with another thing at a dotted path; DROPPED takes it away."""
+    data = json.loads(value.to_json())
+    *steps, last = (int(step) if step.isdigit() else step for step in path.split("."))
+    inside = data
+    for step in steps:
+        inside = inside[step]
+    if new is DROPPED:
+        del inside[last]
+    else:
+        inside[last] = new
     return data
 
 
-def put(*path_and_value):
-    *path, key, value = path_and_value
-
-    def change(data):
-        for step in path:
-            data = data[step]
-        data[key] = value
-
-    return change
-
-
-def drop(*path):
-    def change(data):
-        for step in path[:-1]:
-            data = data[step]
-        del data[path[-1]]
-
-    return change
-
-
+DROPPED = object()
 WRONG = [
-    (put("headprune", "Budget"), "RunRecord.headprune: must be 'RunRecord', got 'Budget'"),
-    (drop("headprune"), "RunRecord.headprune: must be 'RunRecord', got None"),
-    (put("version", 2), "RunRecord.version: must be 1, got 2. It was written by another version"),
-    (drop("version"), "RunRecord.version: must be 1, got None"),
-    (
-        put("stagee", "x"),
-        "RunRecord.stagee: must be a known key, got 'stagee'. Did you mean 'stage'?",
-    ),
-    (drop("stage"), "RunRecord: must be complete (with stage), got only name, status, created"),
-    (put("stage", 3), "RunRecord.stage: must be of type str, got 3"),
-    (put("stage", None), "RunRecord.stage: must be of type str, got None"),
-    (
-        put("status", "fine"),
-        "RunRecord.status: must be running, done, failed or interrupted, got 'fine'",
-    ),
-    (put("status", 1), "RunRecord.status: must be of type str, got 1"),
-    (put("recipe", [1]), "RunRecord.recipe: must be a JSON object, got list"),
-    (put("quality", {}), "RunRecord.quality: must be a JSON list, got dict"),
-    (
-        put("quality", 1, "loss", "low"),
-        "RunRecord.quality[1].loss: must be of type float, got 'low'",
-    ),
-    (
-        put("quality", 1, "spread", "low"),
-        "RunRecord.quality[1].spread: must be of type float, got 'low'",
-    ),
-    (
-        put("quality", 0, "kept_heads", 1.5),
-        "RunRecord.quality[0].kept_heads: must be of type int, got 1.5",
-    ),
-    (
-        put("quality", 0, "kept_heads", True),
-        "RunRecord.quality[0].kept_heads: must be of type int, got True",
-    ),
-    (put("quality", 0, "trained", 0), "RunRecord.quality[0].trained: must be of type bool, got 0"),
-    (
-        put("quality", 0, 7),
-        "RunRecord.quality[0]: must be a JSON object with the fields of QualityRow, got int",
-    ),
-    (
-        put("scores", "sites", 1, "head_dmi", 8),
-        "RunRecord.scores.sites[1].head_dmi: must be a known key",
-    ),
-    (
-        drop("scores", "costs", "units", 0, 2, "params"),
-        "RunRecord.scores.costs.units[0][2]: must be complete (with p",
-    ),
-    (
-        put("scores", "values", 0, 1, "x"),
-        "RunRecord.scores.values[0][1]: must be of type float, got 'x'",
-    ),
-    (
-        put("scores", "values", 0, 1, False),
-        "RunRecord.scores.values[0][1]: must be of type float, got False",
-    ),
-    (
-        put("plan", "mask", "rows", 0, "kept", 0, "1"),
-        "RunRecord.plan.mask.rows[0].kept[0]: must be of type int, got '1'",
-    ),
-    (
-        put("plan", "budget", "length", 1.5),
-        "RunRecord.plan.budget.length: must be of type int, got 1.5",
-    ),
-    (put("warnings", "slow"), "RunRecord.warnings: must be a JSON list, got str"),
+    ("headprune", "Budget", ".headprune: must be 'RunRecord', got 'Budget'"),
+    ("headprune", DROPPED, ".headprune: must be 'RunRecord', got None"),
+    ("version", 2, ".version: must be 1, got 2. It was written by another version"),
+    ("stagee", "x", ".stagee: must be a known key, got 'stagee'. Did you mean 'stage'?"),
+    ("stage", DROPPED, ": must be complete (with stage), got only name, status, created"),
+    ("stage", None, ".stage: must be of type str, got None"),
+    ("status", "fine", ".status: must be running, done, failed or interrupted, got 'fine'"),
+    ("recipe", [1], ".recipe: must be a JSON object, got list"),
+    ("quality", {}, ".quality: must be a JSON list, got dict"),
+    ("warnings", "slow", ".warnings: must be a JSON list, got str"),
+    ("quality.1.spread", "low", ".quality[1].spread: must be of type float, got 'low'"),
+    ("quality.0.kept_heads", 1.5, ".quality[0].kept_heads: must be of type int, got 1.5"),
+    ("quality.0.kept_heads", True, ".quality[0].kept_heads: must be of type int, got True"),
+    ("quality.0.trained", 0, ".quality[0].trained: must be of type bool, got 0"),
+    ("quality.0", 7, ".quality[0]: must be a JSON object with the fields of QualityRow, got int"),
+    ("scores.sites.1.head_dmi", 8, ".scores.sites[1].head_dmi: must be a known key"),
+    ("scores.costs.units.0.2.params", DROPPED, ".scores.costs.units[0][2]: must be complete"),
+    ("scores.values.0.1", False, ".scores.values[0][1]: must be of type float, got False"),
+    ("plan.mask.rows.0.kept.0", "1", ".plan.mask.rows[0].kept[0]: must be of type int, got '1'"),
+    ("plan.budget.length", 1.5, ".plan.budget.length: must be of type int, got 1.5"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG, ids=[m.partition(",")[0] for _, m in WRONG])
-def test_a_wrong_document_is_refused_with_its_path(change, message):
-    with pytest.raises(InvalidValue) as caught:
-        RunRecord.from_dict(damaged(change))
-    assert message in str(caught.value)
+@pytest.mark.parametrize(("path", "new", "message"), WRONG, ids=[m for _, _, m in WRONG])
+def test_a_wrong_document_is_refused_with_its_path(path, new, message):
+    with pytest.raises(InvalidValue, match=re.escape(f"RunRecord{message}")):
+        RunRecord.from_dict(put(RECORD, path, new))
 
 
 def test_the_file_is_named_in_the_message(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(PLAN.to_json()) | {"selektor": 1}))
-    with pytest.raises(
-        InvalidValue, match=r"plan\.json\.selektor: must be a known key.*Did you mean 'selector'"
-    ):
+    with pytest.raises(InvalidValue, match=r"plan\.json\.selektor: .*Did you mean 'selector'"):
         PruningPlan.load(path)
     with pytest.raises(InvalidValue, match=r"missing\.json: must be a readable PruningPlan file"):
         PruningPlan.load(tmp_path / "missing.json")
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidValue, match=r"plan\.json: must be a readable PruningPlan file"):
-        PruningPlan.load(path)
-    path.write_text('{"headprune": ')
-    with pytest.raises(InvalidValue, match=r"plan\.json: must be valid JSON"):
-        PruningPlan.load(path)
+    for damage, words in ((b"\xff\xfe", "a readable PruningPlan file"), (b"{", "valid JSON")):
+        path.write_bytes(damage)
+        with pytest.raises(InvalidValue, match=rf"plan\.json: must be {words}"):
+            PruningPlan.load(path)
 
 
-@pytest.mark.parametrize(("text", "got"), [("[]", "list"), ("3", "int"), ("null", "NoneType")])
-def test_json_of_another_shape_is_refused(text, got):
-    with pytest.raises(InvalidValue, match=f"Budget: must be a JSON object, got {got}"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "a JSON object, got list"),
+        ("null", "a JSON object, got NoneType"),
+        ("{", "valid JSON"),
+        ("[" * 100_000, "valid JSON"),
+    ],
+    ids=lambda text: text[:4],
+)
+def test_text_that_is_no_value_is_refused(text, words):
+    with pytest.raises(InvalidValue, match=f"Budget: must be {words}") as caught:
         Budget.from_json(text)
+    assert isinstance(caught.value, HeadPruneError)
+    assert isinstance(caught.value, ValueError)
 
 
 def nested(depth):
@@ -316,32 +226,17 @@ def nested(depth):
 
 
 @pytest.mark.parametrize(
-    ("value", "change", "message"),
+    ("value", "path", "new", "message"),
     [
-        (
-            DIFFERENT,
-            put("names", ["a", "b", "c"]),
-            "PlanDifference.names: must be a list of 2 items, got 3 items",
-        ),
-        (
-            PLAN,
-            put("settings", nested(52)),
-            "PruningPlan.settings: must be nested at most 50 deep, got deeper data",
-        ),
-        (
-            PLAN,
-            put("settings", {"a": 10**40}),
-            "PruningPlan: must be valid JSON, got a whole number of 41 digits",
-        ),
+        (DIFFERENT, "names", ["a", "b", "c"], ".names: must be a list of 2 items, got 3 items"),
+        (PLAN, "settings", nested(52), ".settings: must be nested at most 50 deep, got deeper"),
+        (PLAN, "settings.a", 10**40, ": must be valid JSON, got a whole number of 41 digits"),
     ],
     ids=["items", "deep", "digits"],
 )
-def test_more_than_any_value_of_ours_has_is_refused(value, change, message):
-    data = json.loads(value.to_json())
-    change(data)
-    with pytest.raises(InvalidValue) as caught:
-        type(value).from_json(json.dumps(data))
-    assert str(caught.value) == message
+def test_more_than_any_value_of_ours_has_is_refused(value, path, new, message):
+    with pytest.raises(InvalidValue, match=re.escape(type(value).__name__ + message)):
+        type(value).from_json(json.dumps(put(value, path, new)))
 
 
 def test_what_is_just_short_of_that_is_taken():
@@ -350,17 +245,7 @@ def test_what_is_just_short_of_that_is_taken():
     assert PruningPlan.from_json(json.dumps(data)).settings == FrozenDict(settings)
 
 
-def test_errors_derive_from_the_library_and_from_the_built_in():
-    with pytest.raises(HeadPruneError):
-        Budget.from_json("{")
-    with pytest.raises(ValueError, match="Budget: must be valid JSON"):
-        Budget.from_json("{")
-    with pytest.raises(InvalidValue, match="valid JSON"):
-        Budget.from_json("[" * 100_000)
-
-
 # --- numbers that JSON lacks
-# -----------------------------------------------------------------------------------------
 
 
 def test_nan_and_infinities_survive_as_strict_json():
@@ -391,7 +276,6 @@ def test_numpy_floats_are_stored_like_pythons():
 
 
 # --- FrozenDict
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_frozen_dict_is_immutable_hashable_and_a_copy():
@@ -402,10 +286,9 @@ def test_a_frozen_dict_is_immutable_hashable_and_a_copy():
     assert frozen["a"]["b"] == (1, FrozenDict({"c": 2}))
     assert list(frozen) == ["a", "3"]
     assert len(frozen) == 2
-    with pytest.raises(TypeError):
-        frozen["a"] = 1
-    with pytest.raises(TypeError):
-        frozen["a"]["b"] = 1
+    for mapping in (frozen, frozen["a"]):
+        with pytest.raises(TypeError):
+            mapping["b"] = 1
     assert hash(FrozenDict({"x": 1, "y": 2})) == hash(FrozenDict({"y": 2, "x": 1}))
     assert FrozenDict({"x": 1}) == {"x": 1} != FrozenDict({"x": 2})
     assert FrozenDict() == EMPTY == {}
@@ -419,23 +302,19 @@ def test_a_frozen_dict_holds_json_data_only(value):
 
 
 def test_a_path_is_stored_as_its_text():
-    assert FrozenDict({"model": Path("a") / "b", "list": [Path("c")]}) == {
-        "model": str(Path("a/b")),
-        "list": ("c",),
-    }
+    found = FrozenDict({"model": Path("a") / "b", "list": [Path("c")]})
+    assert found == {"model": str(Path("a/b")), "list": ("c",)}
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_mapping_that_spells_a_number_comes_back_as_a_mapping(depth):
-    """Only as a value of a field that may be anything: a mapping of settings is one, whatever it
-    looks like."""
+    """Also settings that are nothing else."""
     value = "nan"
     for _ in range(depth):
         value = {"float": value}
-    settings = FrozenDict({"a": value, "b": [value], "c": math.inf})
-    again = PruningPlan.from_json(dataclasses.replace(PLAN, settings=settings).to_json()).settings
-    assert again == settings
-    assert again["a"] == value
+    for settings in (FrozenDict({"a": value, "b": [value], "c": math.inf}), FrozenDict(value)):
+        plan = dataclasses.replace(PLAN, settings=settings)
+        assert PruningPlan.from_json(plan.to_json()).settings == settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -451,46 +330,13 @@ class Ratio(Value):
 
 
 def test_a_constructor_that_its_values_confuse_is_told_in_words():
-    assert Ratio.from_json(Ratio(1, 2, FrozenDict({"x": [math.inf]})).to_json()).what == {
-        "x": [math.inf]
-    }
-    text = Ratio(1, 2).to_json().replace("2", "0")
-    with pytest.raises(
-        InvalidValue,
-        match=r"Ratio: must be a sound Ratio, got one that makes no sense: ZeroDivision",
-    ):
-        Ratio.from_json(text)
-
-
-def test_a_mapping_that_looks_like_a_spelled_float_does_not_break_loading():
-    record = RunRecord("r", "done", "s", "c", metrics=FrozenDict({"float": "nan"}))
-    assert RunRecord.from_json(record.to_json()) == record
+    ratio = Ratio(1, 2, FrozenDict({"x": [math.inf]}))
+    assert Ratio.from_json(ratio.to_json()).what == {"x": [math.inf]}
+    with pytest.raises(InvalidValue, match=r"Ratio: must be a sound Ratio, got .* ZeroDivision"):
+        Ratio.from_json(Ratio(1, 2).to_json().replace("2", "0"))
 
 
 # --- files
-# -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
-    tmp_path, monkeypatch, step, error
-):
-    path = write_atomic(tmp_path / "x" / "file.json", b"old")
-
-    def interrupt(*args):
-        raise error("stop")
-
-    monkeypatch.setattr(os, step, interrupt)
-    with pytest.raises(error):
-        write_atomic(path, b"new and longer")
-    monkeypatch.undo()
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
-    write_atomic(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
-    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_sha256_of_a_file_longer_than_one_piece(tmp_path):

@@ -1,7 +1,7 @@
 """HeadId, AttentionSite and the algebra of HeadMask, against Python's own sets."""
 
 import itertools
-import random
+import operator
 
 import numpy as np
 import pytest
@@ -15,15 +15,9 @@ COUNTS = {"b": 3, "a": 2}
 
 def site(n_query_heads=4, n_kv_heads=4, heads=None, **changes):
     heads = tuple(range(n_query_heads)) if heads is None else heads
-    given = {
-        "name": "x",
-        "layout": "bert",
-        "kind": "self",
-        "head_dim": 8,
-        "value_dim": 6,
-        "heads": heads,
-    }
-    return AttentionSite(n_query_heads=n_query_heads, n_kv_heads=n_kv_heads, **{**given, **changes})
+    name = changes.pop("name", "x")
+    counts = (n_query_heads, n_kv_heads, 8, 6)
+    return AttentionSite(name, "bert", "self", *counts, heads, **changes)
 
 
 def masks():
@@ -37,14 +31,11 @@ def mask_of(heads):
 
 
 # --- HeadId and AttentionSite
-# ----------------------------------------------------------------------------------------
 
 
-def test_head_ids_sort_by_site_then_number_and_refuse_negative_ones():
+def test_head_ids_sort_by_site_then_number():
     ids = [HeadId("b", 0), HeadId("a", 10), HeadId("a", 9)]
     assert sorted(ids) == [HeadId("a", 9), HeadId("a", 10), HeadId("b", 0)]
-    with pytest.raises(InvalidValue, match=r"HeadId\.head: must be an index >= 0, got -1"):
-        HeadId("a", -1)
 
 
 def test_units_are_heads_or_whole_groups_in_original_indices():
@@ -65,13 +56,9 @@ def test_check_speaks_of_original_indices():
     assert here.check([7, 6, 6]) == (6, 7)
     assert here.check([]) == ()
     assert here.check(here.heads) == here.heads
-    with pytest.raises(
-        UnknownName, match=r"head 0 of x: must be one of the present heads \[2, 3, 6, 7\], got 0"
-    ):
+    with pytest.raises(UnknownName, match=r"present heads \[2, 3, 6, 7\], got 0"):
         here.check([0, 1])
-    with pytest.raises(
-        InvalidValue, match=r"keep for x: must be whole groups of 2 .*got 1 of heads \[6, 7\]"
-    ):
+    with pytest.raises(InvalidValue, match=r"got 1 of heads \[6, 7\]"):
         here.check([2, 3, 6])
 
 
@@ -80,20 +67,14 @@ def test_what_a_policy_allows():
     assert group.units == ((0, 1, 2), (3, 4, 5))
     assert balanced.units == free.units == ((0,), (1,), (2,), (3,), (4,), (5,))
     assert balanced.check([0, 2, 4, 5]) == (0, 2, 4, 5)
-    assert balanced.check([3, 5]) == (3, 5), "a group may go whole"
+    assert balanced.check([3, 5]) == (3, 5), "a whole group may be removed"
     assert free.check([0, 1, 5]) == (0, 1, 5)
-    hint = r"whole groups of 3 .*got 2 of heads \[0, 1, 2\]. Or find .*policy='balanced'"
-    with pytest.raises(InvalidValue, match=hint):
+    with pytest.raises(InvalidValue, match="whole groups of 3"):
         group.check([0, 2, 3, 4, 5])
-    with pytest.raises(
-        InvalidValue, match=r"the same number of query heads in every group .*got \[1, 2\] of"
-    ):
+    with pytest.raises(InvalidValue, match=r"got \[1, 2\] of"):
         balanced.check([0, 4, 5])
-    assert [group.permitting(k).policy for k in ([0, 1, 2], [0, 1, 4, 5], [0, 3, 4])] == [
-        "group",
-        "balanced",
-        "free",
-    ]
+    for policy, keep in (("group", [0, 1, 2]), ("balanced", [0, 1, 4, 5]), ("free", [0, 3, 4])):
+        assert group.permitting(keep).policy == policy
 
 
 def test_sites_with_torn_groups():
@@ -112,35 +93,17 @@ def test_interleaved_groups():
     assert site(6, 2, grouping="interleaved", heads=(1, 3, 5)).geometry == HeadGeometry(3, 1, 8, 6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"heads": (1, 0)}, "sorted indices below 4"),
-        ({"heads": (0, 0)}, "sorted indices below 4"),
-        ({"heads": (0, 4)}, "sorted indices below 4"),
-        ({"heads": (-1, 0)}, "sorted indices below 4"),
-        ({"policy": "any"}, "one of group, balanced, free, got 'any'"),
-        ({"bundles": ((0, 1), (2,))}, r"a partition of the heads \[0, 1, 2, 3\]"),
-        ({"n_kv_heads": 3}, "a divisor of the 4 query heads"),
-        ({"kind": "both"}, "'self', 'causal' or 'cross', got 'both'"),
-        ({"head_dim": 0}, "widths >= 1"),
-    ],
-)
-def test_a_site_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(InvalidValue, match=message):
-        site(**changes)
-
-
 def test_a_site_is_printed_in_words():
+    some = site(6, 3, heads=(0, 1))
     assert str(site()) == "x: 4 heads of width 8 (bert, self)"
+    assert str(some) == "x: 6 heads in 3 KV groups of width 8, 2 present (bert, self)"
     assert (
-        str(site(6, 3, heads=(0, 1)))
-        == "x: 6 heads in 3 KV groups of width 8, 2 present (bert, self)"
+        str(site(6, 3, policy="free")) == "x: 6 heads in 3 KV groups of width 8 (bert, self, free)"
     )
+    assert site(least=4).least == 4
 
 
 # --- HeadMask
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_mask_algebra_is_set_algebra():
@@ -161,9 +124,8 @@ def test_a_mask_answers_like_a_set():
         mask = mask_of(one)
         assert len(mask) == mask.n_kept == len(one)
         assert mask.n_heads == 5
-        assert list(mask) == sorted(one, key=lambda h: (h.site != "b", h.head)), (
-            "sites stay in the model's order"
-        )
+        in_order_of_the_model = sorted(one, key=lambda h: (h.site != "b", h.head))
+        assert list(mask) == in_order_of_the_model
         for name, n in COUNTS.items():
             assert set(mask.kept(name)) | set(mask.removed(name)) == set(range(n))
             assert all((HeadId(name, h) in mask) == (HeadId(name, h) in one) for h in range(n))
@@ -171,23 +133,12 @@ def test_a_mask_answers_like_a_set():
     assert ("a", 0) not in mask
 
 
-def test_operations_leave_their_operands_alone():
-    a, b = mask_of({HeadId("a", 0)}), mask_of({HeadId("b", 2)})
-    before = a.digest, b.digest
-    assert (a | b).n_kept == 2
-    assert (a.digest, b.digest) == before
-
-
 def test_masks_over_other_sites_or_counts_do_not_mix():
     a = HeadMask.from_keep({}, {"x": 2})
-    for other in (
-        HeadMask.from_keep({}, {"x": 3}),
-        HeadMask.from_keep({}, {"y": 2}),
-        HeadMask.from_keep({}, {}),
-    ):
-        for operation in ("__or__", "__and__", "__sub__"):
+    for counts in ({"x": 3}, {"y": 2}, {}):
+        for operation in (operator.or_, operator.and_, operator.sub):
             with pytest.raises(PlanMismatch, match="over the same sites and head counts"):
-                getattr(a, operation)(other)
+                operation(a, HeadMask.from_keep({}, counts))
     with pytest.raises(TypeError):
         a | {"x": [1]}
 
@@ -204,31 +155,6 @@ def test_from_keep_sorts_and_keeps_whole_sites_that_are_not_named():
     assert HeadMask.from_keep({"a": []}, COUNTS).kept("a") == ()
 
 
-def test_unknown_heads_and_sites_are_refused_by_name():
-    with pytest.raises(UnknownName, match="head 3 of b: must be an index below 3, got 3"):
-        HeadMask.from_keep({"b": [1, 3]}, COUNTS)
-    with pytest.raises(UnknownName, match="head -1 of b"):
-        HeadMask.from_keep({"b": [-1]}, COUNTS)
-    with pytest.raises(UnknownName, match=r"site 'encoder\.1'.*Did you mean 'encoder\.0'"):
-        HeadMask.from_keep({"encoder.1": [0]}, {"encoder.0": 2})
-    with pytest.raises(
-        UnknownName, match=r"site 'c': must be a site of this mask, got 'c'\. Known: a, b\."
-    ):
-        mask_of(set()).kept("c")
-    with pytest.raises(LookupError):
-        mask_of(set()).removed("c")
-
-
-def test_rows_that_contradict_themselves_are_refused():
-    with pytest.raises(InvalidValue, match="one row per site, got x twice"):
-        HeadMask((SiteKeep("x", 2, (0,)), SiteKeep("x", 2, (1,))))
-    for kept in ((1, 0), (0, 0)):
-        with pytest.raises(
-            InvalidValue, match="HeadMask row x: must be sorted indices without repeats"
-        ):
-            HeadMask((SiteKeep("x", 2, kept),))
-
-
 def test_a_mask_prints_as_a_person_reads_it():
     mask = HeadMask.from_keep(
         {"layer.0": [1], "layer.10": [0, 1, 3]}, {"layer.0": 2, "layer.10": 4}
@@ -238,26 +164,20 @@ def test_a_mask_prints_as_a_person_reads_it():
         "  layer.0   ·■  1/2\n"
         "  layer.10  ■■·■  3/4"
     )
+    assert str(HeadMask(())) == "HeadMask: 0 of 0 heads kept"
 
 
-def test_the_algebra_holds_on_a_large_ragged_mask():
-    rng = random.Random(0)
-    counts = {f"layer.{i}": rng.randint(0, 16) for i in range(24)}
-
-    def draw():
-        return HeadMask.from_keep(
-            {s: [h for h in range(n) if rng.random() < 0.5] for s, n in counts.items()}, counts
-        )
-
-    for _ in range(20):
-        a, b, c = draw(), draw(), draw()
-        assert a - (b | c) == (a - b) & (a - c)
-        assert (a | b) & c == (a & c) | (b & c)
-        assert (a & b) | (a - b) == a
+def test_a_mask_refuses_what_is_not_there():
+    for keep in ([1, 3], [-1]):
+        with pytest.raises(UnknownName, match="must be an index below 3"):
+            HeadMask.from_keep({"b": keep}, COUNTS)
+    with pytest.raises(LookupError):
+        mask_of(set()).removed("c")
+    with pytest.raises(InvalidValue, match="without repeats"):
+        HeadMask((SiteKeep("x", 2, (0, 0)),))
 
 
 # --- indices and rows
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,10 +191,7 @@ def test_from_keep_takes_every_kind_of_index(kept):
     "row", [[1, 0, 1], [True, False, True], np.array([1, 0, 1], bool), np.array([0, 1, 1])]
 )
 def test_from_keep_refuses_a_row_of_0_and_1(row):
-    with pytest.raises(
-        InvalidValue,
-        match=r"keep\['b'\]: must be a collection of head indices.*HeadMask.from_array",
-    ):
+    with pytest.raises(InvalidValue, match=r"keep\['b'\].* head indices.*HeadMask.from_array"):
         HeadMask.from_keep({"b": row}, COUNTS)
 
 

@@ -8,19 +8,15 @@ import sys
 import pytest
 
 import headprune as hp
-from headprune.core.codec import EMPTY
 from headprune.core.errors import InvalidValue, NameClash, UnknownName
 from headprune.core.registry import Registry, camel_case
-from headprune.core.scores import ModelFingerprint
 from headprune.selection import registry as selectors
+from tests.selection_problems import make, site
 
 FILES = {
     "__init__.py": "",
     "_shared.py": "class Shared: pass\n",
-    "slow_one.py": (
-        '"""The slow one, exactly.\n\nMore words.\n"""\nLOADED = True\nclass SlowOne:\n    """A'
-        ' class."""\n'
-    ),
+    "slow_one.py": '"""The slow one, exactly.\n\nMore."""\nLOADED = True\nclass SlowOne: pass\n',
     "quick.py": "class Quick: pass\n",
     "broken.py": '"""Cannot be imported."""\nraise RuntimeError("imported")\n',
 }
@@ -41,8 +37,9 @@ def registry(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def entry_points(monkeypatch, *points):
-    made = [importlib.metadata.EntryPoint(name, value, "fake.gadgets") for name, value in points]
+def entry_points(monkeypatch, *points, group="fake.gadgets"):
+    """Makes these the entry points that are installed."""
+    made = [importlib.metadata.EntryPoint(name, value, group) for name, value in points]
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda *, group: [p for p in made if p.group == group]
     )
@@ -54,12 +51,9 @@ def test_names_are_the_files_without_underscore_and_are_listed_without_import(re
     assert len(registry) == 3
     assert "quick" in registry
     assert "_shared" not in registry
-    assert registry.summary("slow_one") == "The slow one, exactly."
-    assert registry.summary("broken") == "Cannot be imported."
-    assert registry.summary("quick") == ""
-    assert not [m for m in sys.modules if m.startswith("fake_entries.")], (
-        "listing must import no entry"
-    )
+    summaries = [registry.summary(name) for name in registry.names()]
+    assert summaries == ["Cannot be imported.", "", "The slow one, exactly."]
+    assert not [m for m in sys.modules if m.startswith("fake_entries.")], "an entry is imported"
 
 
 def test_an_entry_is_imported_when_it_is_asked_for_and_only_then(registry):
@@ -77,10 +71,7 @@ def test_the_attribute_can_be_another(registry):
 
 
 def test_an_unknown_name_gets_a_suggestion_or_the_list(registry):
-    with pytest.raises(
-        UnknownName,
-        match=r"gadget: must be a registered gadget, got 'quik'\. Did you mean 'quick'\?",
-    ):
+    with pytest.raises(UnknownName, match=r"a registered gadget, got 'quik'\. .*'quick'\?"):
         registry.get("quik")
     with pytest.raises(UnknownName, match=r"Known: broken, quick, slow_one\."):
         registry.get("zzz")
@@ -102,26 +93,16 @@ def test_outside_packages_add_entries(registry, monkeypatch):
 
 
 def test_entry_points_of_another_group_are_not_ours(registry, monkeypatch):
-    point = importlib.metadata.EntryPoint("far", "fake_outside:Far", "fake.others")
-    monkeypatch.setattr(
-        importlib.metadata,
-        "entry_points",
-        lambda *, group: [p for p in [point] if p.group == group],
-    )
+    entry_points(monkeypatch, ("far", "fake_outside:Far"), group="fake.others")
     assert "far" not in registry
 
 
 def test_a_clash_is_an_error_that_names_both(registry, monkeypatch):
     entry_points(monkeypatch, ("quick", "fake_outside:Far"))
-    with pytest.raises(
-        NameClash,
-        match=r"gadget 'quick': must be registered once; fake_entries has it.*fake_outside:Far",
-    ):
-        registry.names()
-    with pytest.raises(NameClash):
-        registry.get("quick")
-    with pytest.raises(ValueError, match="Rename the entry point"):
-        len(registry)
+    for attempt in (registry.names, registry.__len__, lambda: registry.get("quick")):
+        with pytest.raises(NameClash, match=r"fake_entries has it.*fake_outside:Far") as caught:
+            attempt()
+        assert "Rename the entry point" in str(caught.value)
     entry_points(monkeypatch, ("far", "fake_outside:Far"), ("far", "elsewhere:Far"))
     with pytest.raises(NameClash, match=r"fake_outside:Far has it already, got elsewhere:Far"):
         registry.get("far")
@@ -144,10 +125,7 @@ def test_an_entry_must_be_of_the_kind_that_is_asked_for(registry):
     class Gadget:
         pass
 
-    with pytest.raises(
-        InvalidValue,
-        match=r"gadget 'quick': must be a class derived from fake_entries\.Gadget, got <",
-    ):
+    with pytest.raises(InvalidValue, match=r"'quick': .* derived from fake_entries\.Gadget"):
         registry.resolve("quick", Gadget, "here")
     assert registry.resolve("quick", registry.get("quick"), "here")[0] == "quick"
 
@@ -164,16 +142,10 @@ def test_an_installed_selector_is_found_by_name_and_by_value(tmp_path, monkeypat
         "        return frozenset({(0, 0)})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    point = importlib.metadata.EntryPoint("first", "fake_selector:First", selectors.group)
-    monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda *, group: [point] if group == point.group else []
-    )
+    entry_points(monkeypatch, ("first", "fake_selector:First"), group=selectors.group)
     monkeypatch.setattr(selectors, "_loaded", {})
     monkeypatch.setattr(selectors, "_points", None)
-    site = hp.AttentionSite("x", "bert", "self", 3, 3, 8, 8, (0, 1, 2))
-    scores = hp.HeadScores(
-        (site,), ((1.0, 2.0, 3.0),), None, "fake", EMPTY, 1, ModelFingerprint("s", "w")
-    )
+    scores = make([site("x", 3)], [[1.0, 2.0, 3.0]])
     plan = hp.select(scores, hp.Budget(keep_heads=1), "first")
     assert plan.mask.kept("x") == (0,)
     assert plan.selector == "first"

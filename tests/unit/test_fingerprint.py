@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,29 +25,24 @@ def test_the_same_model_has_the_same_fingerprint(subject: Subject) -> None:
         assert fingerprint(subject.model, subject.sites) == first
 
 
-def test_a_cut_changes_the_weights_only(subject: Subject) -> None:
-    before = fingerprint(subject.model, hp.find_sites(subject.model))
+def cut(subject: Subject) -> None:
     hp.prune_(subject.model, subject.mask({subject.sites[0].name: []}) & subject.ragged())
+
+
+def train(subject: Subject) -> None:
+    objective(subject.run()).backward()
+    torch.optim.SGD(subject.model.parameters(), lr=1e-6).step()
+
+
+@pytest.mark.parametrize("change", [cut, train])
+def test_a_cut_and_a_step_of_training_change_the_weights_only(
+    subject: Subject, change: Callable[[Subject], None]
+) -> None:
+    before = fingerprint(subject.model, hp.find_sites(subject.model))
+    change(subject)
     after = fingerprint(subject.model, hp.find_sites(subject.model))
     assert after.structure == before.structure
     assert after.weights != before.weights
-
-
-def test_a_step_of_training_changes_the_weights_only(subject: Subject) -> None:
-    before = fingerprint(subject.model, subject.sites)
-    objective(subject.run()).backward()
-    torch.optim.SGD(subject.model.parameters(), lr=1e-6).step()
-    after = fingerprint(subject.model, subject.sites)
-    assert after.structure == before.structure
-    assert after.weights != before.weights
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype_has_one(subject: Subject, dtype: torch.dtype) -> None:
-    model = subject.copy().to(dtype)
-    first = fingerprint(model, subject.sites)
-    assert first == fingerprint(copy.deepcopy(model), subject.sites)
-    assert first.weights != fingerprint(subject.model, subject.sites).weights
 
 
 def test_names_types_and_shapes_count() -> None:
@@ -57,7 +53,7 @@ def test_names_types_and_shapes_count() -> None:
         return fingerprint(model, ()).weights
 
     zeros = torch.zeros(4)
-    seen = [
+    seen = {
         weights(a=zeros),
         weights(b=zeros),
         weights(a=zeros.view(2, 2)),
@@ -65,9 +61,9 @@ def test_names_types_and_shapes_count() -> None:
         weights(a=torch.tensor(0.0)),
         weights(a=torch.zeros(0)),
         weights(a=torch.zeros(4, dtype=torch.bool)),
-        weights(a=zeros.to("meta")),
-    ]
-    assert len(set(seen[:-1])) == len(seen) - 1
+    }
+    assert len(seen) == 7
+    assert weights(a=zeros.to("meta"))
 
 
 def test_the_last_value_of_a_large_tensor_counts() -> None:
@@ -79,11 +75,9 @@ def test_the_last_value_of_a_large_tensor_counts() -> None:
 
 
 def test_class_sites_and_widths_are_structure() -> None:
-    wide, narrow = hp.MultiHeadAttention(8, 2, head_dim=4), hp.MultiHeadAttention(8, 2, head_dim=2)
-    marks = {
-        fingerprint(m, hp.find_sites(m)).structure for m in (wide, narrow, nn.Sequential(wide))
-    }
-    assert len(marks) == 3
+    wide, narrow = (hp.MultiHeadAttention(8, 2, head_dim=dim) for dim in (4, 2))
+    models = (wide, narrow, nn.Sequential(wide))
+    assert len({fingerprint(m, hp.find_sites(m)).structure for m in models}) == 3
 
 
 def test_every_byte_of_every_tensor_is_in_the_digest() -> None:
@@ -91,11 +85,8 @@ def test_every_byte_of_every_tensor_is_in_the_digest() -> None:
     share the work."""
     model = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100))
     first, sampled = weights_digest(model), fingerprint(model, ())
-    assert (
-        weights_digest(copy.deepcopy(model))
-        == weights_digest(torch.compile(model, backend="eager"))
-        == first
-    )
+    for twin in (copy.deepcopy(model), torch.compile(model, backend="eager")):
+        assert weights_digest(twin) == first
     seen = {first}
     with torch.no_grad():
         place = next(i for i in range(10_000) if i not in sample_positions(10_000))

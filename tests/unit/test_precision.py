@@ -26,8 +26,9 @@ def settings() -> tuple[str, bool]:
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
-@pytest.mark.parametrize("convolutions", [True, False])
-@pytest.mark.parametrize("products", ["highest", "high", "medium"])
+@pytest.mark.parametrize(
+    ("products", "convolutions"), [("highest", True), ("high", False), ("medium", True)]
+)
 def test_settings_come_back(products: str, convolutions: bool) -> None:
     torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.allow_tf32 = convolutions
@@ -79,11 +80,9 @@ class Watched(nn.Module):
 def test_the_proof_of_a_cut_runs_without_tf32() -> None:
     """With TF32, gated and pruned differ by 24 times what the proof allows (width 256,
     emulated)."""
-    model = Watched().eval()
+    model, mask = Watched().eval(), hp.HeadMask.from_keep({"attention": [0, 3]}, {"attention": 4})
     torch.set_float32_matmul_precision("high")
-    report = hp.prune_(
-        model, hp.HeadMask.from_keep({"attention": [0, 3]}, {"attention": 4}), torch.randn(2, 5, 16)
-    )
+    report = hp.prune_(model, mask, torch.randn(2, 5, 16))
     assert report.proof is not None
     assert model.seen == [("highest", False)] * 2
     assert settings() == ("high", True)
@@ -95,8 +94,7 @@ def test_passes_are_proven_without_tf32_and_played_back_with_it() -> None:
     model.layers[0].register_forward_pre_hook(lambda *_: seen.append(settings()))
     batch = {"x": subject.batch["x"].float(), "valid_lens": subject.batch["valid_lens"]}
     torch.set_float32_matmul_precision("high")
-    hp.score(
-        model, [batch], "leave_one_out", loss=lambda m, b: m(**b).square().sum(1), progress=False
-    )
+    loss = lambda m, b: m(**b).square().sum(1)  # noqa: E731
+    hp.score(model, [batch], "leave_one_out", loss=loss, progress=False)
     assert ("highest", False) in seen
     assert seen[-1] == ("high", True)

@@ -18,10 +18,8 @@ def test_a_preset_takes_the_place_of_the_recipes_own(name: str) -> None:
     own = load_recipe("digits-vit")
     recipe = load_recipe("digits-vit", [f"preset={name}"])
     preset = PRESETS[name]
-    assert (recipe.score.scorer, recipe.score.settings) == (
-        preset.score["scorer"],
-        dict(preset.score["settings"]),
-    )
+    assert recipe.score.scorer == preset.score["scorer"]
+    assert recipe.score.settings == dict(preset.score["settings"])
     assert recipe.select.selector == preset.select["selector"]
     assert [step.method for step in recipe.recover] == [step["method"] for step in preset.recover]
     assert recipe.select.budget == own.select.budget
@@ -31,18 +29,13 @@ def test_a_preset_takes_the_place_of_the_recipes_own(name: str) -> None:
 
 
 def test_recoveries_while_the_recipe_selects_go_with_its_selector() -> None:
-    own = [
-        "select.selector=iterative",
-        "select.recover=[{method: mean_fold}]",
-        "select.policy=free",
-    ]
+    own = ["select.selector=iterative", "select.recover=[{method: mean_fold}]"]
+    own.append("select.policy=free")
     recipe = load_recipe("digits-vit", [*own, "preset=kwon2022"])
     assert (recipe.select.selector, recipe.select.recover) == ("quadratic", [])
     assert recipe.select.policy == "free"
     assert load_recipe("digits-vit", own).select.recover
-    with pytest.raises(
-        RecipeError, match=r"--grid select\.recover: must be left out beside preset"
-    ):
+    with pytest.raises(RecipeError, match=r"--grid select\.recover: .* beside preset"):
         lay_out("digits-vit", own, ["preset=none,kwon2022", "select.recover=none,mean_fold"])
 
 

@@ -37,20 +37,20 @@ def search_of(
     return QuadraticSearch(replace(pose(scores, budget, None), **rules), matrix)
 
 
-def objective(search: QuadraticSearch, gone: Units) -> float:
-    return sum(search.matrix[i, j] for i in gone for j in gone) / 2
+def objective(search: QuadraticSearch, removed: Units) -> float:
+    return sum(search.matrix[i, j] for i in removed for j in removed) / 2
 
 
-def flags(search: QuadraticSearch, gone: Units) -> Any:
-    return np.array([i in gone for i in range(len(search.moves.positions))])
+def flags(search: QuadraticSearch, removed: Units) -> Any:
+    return np.array([i in removed for i in range(len(search.moves.positions))])
 
 
-def units(gone: Any) -> Units:
-    return frozenset(map(int, np.flatnonzero(gone)))
+def units(removed: Any) -> Units:
+    return frozenset(map(int, np.flatnonzero(removed)))
 
 
-def allowed(problem: Problem, search: QuadraticSearch, gone: Units) -> bool:
-    keep = frozenset(p for i, p in enumerate(search.moves.positions) if i not in gone)
+def allowed(problem: Problem, search: QuadraticSearch, removed: Units) -> bool:
+    keep = frozenset(p for i, p in enumerate(search.moves.positions) if i not in removed)
     return problem.lawful(keep) and problem.fits(keep)
 
 
@@ -64,107 +64,101 @@ RULES: tuple[dict[str, Any], ...] = (
 
 def test_the_value_is_half_of_the_quadratic_form() -> None:
     search = search_of(0, (4, 3), 3)
-    for gone in map(frozenset, itertools.combinations(range(7), 3)):
-        assert search.value(flags(search, gone)) == pytest.approx(objective(search, gone))
+    for removed in map(frozenset, itertools.combinations(range(7), 3)):
+        assert search.value(flags(search, removed)) == pytest.approx(objective(search, removed))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
     seed: int, rules: Any
 ) -> None:
     search = search_of(seed, (6, 5, 4), 6 + seed % 3, dear=seed % 2 == 1, **rules)
     problem, places = search.problem, search.moves.positions
-    gone: Units = frozenset(i for i, p in enumerate(places) if p in problem.must_remove)
-    while not allowed(problem, search, gone):
+    removed: Units = frozenset(i for i, p in enumerate(places) if p in problem.must_remove)
+    while not allowed(problem, search, removed):
         rates = []
-        for i in range(len(places)):
-            kept, fewer = (
-                frozenset(p for j, p in enumerate(places) if j not in out)
-                for out in (gone, gone | {i})
-            )
+        kept = frozenset(p for i, p in enumerate(places) if i not in removed)
+        for i, (place, unit) in enumerate(places):
+            fewer = kept - {(place, unit)}
             saved = problem.cost(kept) - problem.cost(fewer)
-            here = {p for p in fewer if p[0] == places[i][0]}
-            lawful = (
-                problem.heads(places[i][0], {u for _, u in here}) in problem.counts[places[i][0]]
-            )
-            if i not in gone and places[i] not in problem.must_keep and lawful and saved > 0:
-                rates.append(((objective(search, gone | {i}) - objective(search, gone)) / saved, i))
+            n_heads = problem.heads(place, {u for p, u in fewer if p == place})
+            lawful = n_heads in problem.counts[place] and (place, unit) not in problem.must_keep
+            if i not in removed and lawful and saved > 0:
+                rates.append(
+                    ((objective(search, removed | {i}) - objective(search, removed)) / saved, i)
+                )
         if not rates:
             assert search.backward_elimination() is None
             return
-        gone |= {min(rates)[1]}
+        removed |= {min(rates)[1]}
     found = search.backward_elimination()
     assert found is not None
-    assert units(found) == gone
+    assert units(found) == removed
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_large_site_has_a_choice_for_every_number_of_heads(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unit after unit goes, always the one that is missed least beside those that are gone."""
+    """Unit after unit is removed, always the one that is missed least beside the others."""
     monkeypatch.setattr(_feasible_moves, "ENUMERATED", 3)
-    rules = RULES[seed % 4]
-    search = search_of(seed, (7, 6, 3), 6, **rules)
-    for number, (span, choices) in enumerate(
-        zip(search.moves.spans, search.moves.choices, strict=True)
-    ):
-        free = [int(i) for i in span if search.moves.free[i]]
+    search = search_of(seed, (7, 6, 3), 6, **RULES[seed % 4])
+    moves, problem = search.moves, search.problem
+    for number, (span, choices) in enumerate(zip(moves.spans, moves.choices, strict=True)):
+        free = [int(i) for i in span if moves.free[i]]
         if len(free) <= 3:
             continue
-        gone = frozenset(
-            int(i) for i in span if search.moves.positions[i] in search.problem.must_remove
-        )
-        expected = {gone}
-        while left := [i for i in free if i not in gone]:
-            gone |= {min(left, key=lambda i: (objective(search, gone | {i}), i))}
-            expected.add(gone)
-        counts = search.problem.counts[number]
-        expected = {out for out in expected if len(span) - len(out) in counts}
+        removed = frozenset(int(i) for i in span if moves.positions[i] in problem.must_remove)
+        expected = {removed}
+        while left := [i for i in free if i not in removed]:
+            removed |= {min(left, key=lambda i: (objective(search, removed | {i}), i))}
+            expected.add(removed)
+        expected = {out for out in expected if len(span) - len(out) in problem.counts[number]}
         found = [frozenset(int(span[u]) for u in np.flatnonzero(row)) for row in choices.rows]
         assert set(found) == expected
         assert choices.own.tolist() == pytest.approx([objective(search, out) for out in found])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("most", [1, 2, 40])
 def test_the_best_move_is_the_best_of_the_shortlist(seed: int, most: int) -> None:
     search = search_of(seed, (20, 20), 20, ties=seed % 2 == 1)
     rng = np.random.default_rng(seed)
-    gone = units(rng.permutation(40) < 22)
-    now = objective(search, gone)
-    outs = sorted(set(range(40)) - gone, key=lambda i: (objective(search, gone | {i}), i))[:most]
-    backs = sorted(gone, key=lambda i: (objective(search, gone - {i}), i))[:most]
+    removed = units(rng.permutation(40) < 22)
+    now = objective(search, removed)
+    outs = sorted(set(range(40)) - removed, key=lambda i: (objective(search, removed | {i}), i))[
+        :most
+    ]
+    backs = sorted(removed, key=lambda i: (objective(search, removed - {i}), i))[:most]
     moves = [
-        (objective(search, (gone | {a}) - {b}) - now, (a, b))
+        (objective(search, (removed | {a}) - {b}) - now, (a, b))
         for a in [*sorted(outs), -1]
         for b in [*sorted(backs), -1]
-        if (a, b) != (-1, -1) and allowed(search.problem, search, (gone | {a}) - {b} - {-1})
+        if (a, b) != (-1, -1) and allowed(search.problem, search, (removed | {a}) - {b} - {-1})
     ]
-    rise, out, back = search._best_move(flags(search, gone), search.moves.free, most)
+    rise, out, back = search._best_move(flags(search, removed), search.moves.free, most)
     best = min(r for r, _ in moves)
     assert rise == pytest.approx(best)
     first = next(m for r, m in moves if r <= best + 1e-9)
     assert (*units(out), *units(back)) == tuple(i for i in first if i >= 0), "of equals the first"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(seed: int) -> None:
     """Sites wide enough that an unstable sort shows; Kwon's order written out."""
     search = search_of(seed, (40, 36), 38, ties=True)
-    gone = units(np.random.default_rng(seed).permutation(76) < 38)
-    expected = gone
+    removed = units(np.random.default_rng(seed).permutation(76) < 38)
+    expected = removed
     for span in search.moves.spans:
-        out = [int(i) for i in span if i in gone]
-        for unit in sorted(
-            (int(i) for i in span if i not in gone), key=lambda i: (search.matrix[i, i], i)
-        ):
+        out = [int(i) for i in span if i in removed]
+        rest = [int(i) for i in span if i not in removed]
+        for unit in sorted(rest, key=lambda i: (search.matrix[i, i], i)):
             out = sorted([*out, unit])
             least = min(out, key=lambda i: (objective(search, frozenset(out) - {i}), i))
             out.remove(least)
         expected = expected - {int(i) for i in span} | set(out)
-    assert units(search.rearranged(flags(search, gone))) == expected
+    assert units(search.rearranged(flags(search, removed))) == expected
 
 
 @pytest.mark.parametrize(

@@ -43,55 +43,52 @@ def worth(problem: Problem, keep: frozenset[tuple[int, int]]) -> tuple[float, in
 
 def test_costs_beyond_64_bits_are_refused_and_large_units_are_none() -> None:
     wide = [[Option(0, 0), Option(2**61, 5), Option(2**61 + 1, 6)]] * 2
-    with pytest.raises(
-        InvalidValue, match=r"costs of a knapsack: must be below 2\^62 together, got \d+\. Use a"
-    ):
+    with pytest.raises(InvalidValue, match=r"costs of a knapsack: must be below 2\^62 together"):
         best_choice(wide, 2**62)
     assert best_choice([[Option(0, 0), Option(2**70, 5), Option(2**71, 6)]] * 2, 2**71) == [1, 1]
 
 
-def test_a_head_stays_where_none_would_be_slower() -> None:
+def test_a_head_is_kept_where_none_would_be_slower() -> None:
     """By a table that says so, and the nearest budget is not one that would leave a head more."""
-    scores = make([site("a", 2)], [[1.0, 2.0]])
-    table = LatencyTable(
-        1.0, (SiteLatency("a", (0.5, 0.1, 0.4)),), 8, 4, "a clock of ours", "float32"
-    )
+    scores, row = make([site("a", 2)], [[1.0, 2.0]]), SiteLatency("a", (0.5, 0.1, 0.4))
+    table = LatencyTable(1.0, (row,), 8, 4, "a clock of ours", "float32")
     plan = hp.select(scores, Budget(speedup=1 / 0.7), "knapsack", latency=table)
     assert plan.mask.kept("a") == (1,)
     with pytest.raises(InfeasibleBudget) as caught:
         hp.select(scores, Budget(speedup=2.0), "knapsack", latency=table)
-    assert "at most 1.42857" in str(caught.value)
+    assert caught.value.must == "at most 1.428571"
     assert "leave one head" not in str(caught.value)
 
 
-@pytest.mark.parametrize("dear", [False, True], ids=["alike", "dear"])
 @pytest.mark.parametrize("kind", CURRENCIES)
-def test_it_is_the_best_of_all_subsets(kind: str, dear: bool) -> None:
+def test_it_is_the_best_of_all_subsets(kind: str) -> None:
     met = 0
-    for seed in range(14):
+    for seed in range(24):
         rng = random.Random(seed)
-        scores = random_scores(seed, dear=dear, lowest=-2)
-        if sum(1 for _ in scores.units()) > 12:
+        scores = random_scores(seed, dear=seed % 2 == 1, lowest=-2)
+        if len(list(scores.units())) > 12:
             continue
         table = random_table(scores, seed, noise=2.0 * (seed % 2)) if kind == "speedup" else None
         selector = Knapsack(min_heads=rng.randint(0, 2), multiple_of=rng.choice([1, 1, 2]))
         budget = asked(kind, rng.uniform(0.5, 0.95))
-        stay = {scores.sites[0].name: scores.sites[0].units[-1][:1]} if seed % 3 == 0 else None
-        problem = SelectionTask.of(scores, stay, None, None, None, table).problem(budget, selector)
+        told = {scores.sites[0].name: scores.sites[0].units[-1][:1]} if seed % 3 == 0 else None
+        problem = SelectionTask.of(scores, told, None, None, None, table).problem(budget, selector)
         places = list(problem.positions())
         subsets = (
-            frozenset(c) for n in range(len(places) + 1) for c in itertools.combinations(places, n)
+            frozenset(c)
+            for n in range(1, len(places) + 1)
+            for c in itertools.combinations(places, n)
         )
-        allowed = [keep for keep in subsets if keep and problem.lawful(keep) and problem.fits(keep)]
+        allowed = [keep for keep in subsets if problem.lawful(keep) and problem.fits(keep)]
         if not allowed:
             with pytest.raises(InfeasibleBudget):
-                hp.select(scores, budget, selector, must_keep=stay, latency=table)
+                hp.select(scores, budget, selector, must_keep=told, latency=table)
             continue
         met += 1
-        keep = positions(scores, hp.select(scores, budget, selector, must_keep=stay, latency=table))
+        keep = positions(scores, hp.select(scores, budget, selector, must_keep=told, latency=table))
         assert keep in allowed
         assert worth(problem, keep) == max(worth(problem, other) for other in allowed)
-    assert met >= 4
+    assert met >= 8
 
 
 def test_choices_are_the_best_of_all_choices() -> None:
@@ -101,37 +98,25 @@ def test_choices_are_the_best_of_all_choices() -> None:
     for seed in range(150):
         rng = random.Random(seed)
         top = rng.choice([3, 8, 10**6])
-        classes = [
-            [
-                Option(rng.randint(0, top), rng.randint(0, 9), rng.randint(-2, 2))
-                for _ in range(rng.randint(1, 5))
-            ]
-            for _ in range(rng.randint(1, 5))
-        ]
+
+        def option(rng: random.Random = rng, top: int = top) -> Option:
+            return Option(rng.randint(0, top), rng.randint(0, 9), rng.randint(-2, 2))
+
+        classes = [[option() for _ in range(rng.randint(1, 5))] for _ in range(rng.randint(1, 5))]
         limit = rng.randint(0, top * len(classes))
-
-        def key(
-            choice: tuple[int, ...], classes: list[list[Option]] = classes
-        ) -> tuple[int, int, int]:
+        sums = {}
+        for choice in itertools.product(*(range(len(row)) for row in classes)):
             chosen = [row[i] for row, i in zip(classes, choice, strict=True)]
-            return (
-                sum(o.value for o in chosen),
-                sum(o.second for o in chosen),
-                -sum(o.cost for o in chosen),
-            )
-
-        every = [
-            c
-            for c in itertools.product(*(range(len(row)) for row in classes))
-            if -key(c)[2] <= limit
-        ]
+            cost = sum(o.cost for o in chosen)
+            if cost <= limit:
+                sums[choice] = (sum(o.value for o in chosen), sum(o.second for o in chosen), -cost)
         answer = best_choice(classes, limit)
-        if not every:
+        if not sums:
             assert answer is None
             continue
-        best = max(map(key, every))
+        best = max(sums.values())
         assert answer is not None
-        assert tuple(answer) == min(c for c in every if key(c) == best)
+        assert tuple(answer) == min(choice for choice, key in sums.items() if key == best)
         found += 1
     assert found > 75
 
@@ -144,7 +129,7 @@ def test_greedy_by_score_misses_what_two_cheap_heads_are_worth() -> None:
     assert hp.select(scores, budget, "knapsack").mask.kept("a") == (0, 1)
 
 
-def test_a_negative_score_counts_as_nothing_and_stays_where_there_is_room() -> None:
+def test_a_negative_score_counts_as_nothing_and_is_kept_where_there_is_room() -> None:
     scores = make([site("a", 3), site("b", 3)], [[-5, 1, -1], [0, -2, 2]])
     assert hp.select(scores, Budget(keep_heads=5), "knapsack").mask.kept("a") == (1, 2)
     two = hp.select(scores, Budget(keep_heads=2), Knapsack(min_heads=0)).mask
@@ -159,11 +144,8 @@ def test_a_negative_score_counts_as_nothing_and_stays_where_there_is_room() -> N
 def test_equal_sums_are_ties_at_every_scale(scale: float) -> None:
     """1 + 2 at one site against 3 at another: more heads win, whatever the scores are multiplied
     with."""
-    scores = make(
-        [site("a", 2), site("b", 1)],
-        [[scale, 2 * scale], [3 * scale]],
-        [[unit_cost(1)] * 2, [unit_cost(2)]],
-    )
+    costs = [[unit_cost(1)] * 2, [unit_cost(2)]]
+    scores = make([site("a", 2), site("b", 1)], [[scale, 2 * scale], [3 * scale]], costs)
     plan = hp.select(scores, Budget(keep_params=0.8), Knapsack(min_heads=0))
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1), ())
 
@@ -178,10 +160,8 @@ def test_24_layers_of_16_heads_take_no_time(kind: str) -> None:
     scores = make(sites, values, costs)
     table = random_table(scores, 0, noise=0.5)
     began = time.process_time()
-    for share in (0.3, 0.5, 0.9):
-        selector = Knapsack(min_heads=0)
-        plan = hp.select(
-            scores, asked(kind, share), selector, latency=table if kind == "speedup" else None
-        )
+    given = {"latency": table} if kind == "speedup" else {}
+    for share in (0.3, 0.9):
+        plan = hp.select(scores, asked(kind, share), Knapsack(min_heads=0), **given)
         assert 0 < plan.mask.n_kept < 384
     assert time.process_time() - began < 2.5

@@ -3,7 +3,6 @@ loss."""
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,22 +11,14 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
+from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.heads import HeadMask
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
-from headprune.selection import Iterative, LocalSearch
+from headprune.selection import GlobalTopk, Iterative, LocalSearch
 from headprune.selection._api import select
 from tests.laws.support import subject_of
-from tests.selection_problems import (
-    CURRENCIES,
-    asked,
-    make,
-    random_scores,
-    random_table,
-    site,
-    unit_cost,
-)
+from tests.selection_problems import make, site, unit_cost
 
 SITES = [site("a", 4), site("b", 4), site("c", 4)]
 
@@ -38,7 +29,7 @@ def scores_of(seed: int = 0, sites: Sequence[Any] = SITES) -> HeadScores:
 
 
 class Rescore:
-    """Scores that depend on which heads are left; remembers what it was asked."""
+    """Scores that depend on which heads are kept; remembers what it was asked."""
 
     def __init__(self, scores: HeadScores, seed: int = 1) -> None:
         self.scores, self.seed, self.masks = scores, seed, list[HeadMask]()
@@ -52,19 +43,21 @@ class Rescore:
         )
 
 
-def pairwise(seed: int, n: int = 40, noise: float = 0.0) -> Callable[[Sequence[HeadMask]], Any]:
-    """A loss with ties between heads, so that scores one by one mislead; ``noise`` an example and
-    head."""
+def removed(masks: Sequence[HeadMask]) -> Any:
+    """1 for every head that a mask removes: [masks, 12]."""
+    rows = [[h not in row.kept for row in m.rows for h in range(row.n_heads)] for m in masks]
+    return np.array(rows, float)
+
+
+def pairwise(seed: int) -> Callable[[Sequence[HeadMask]], Any]:
+    """A loss with ties between heads, so that scores one by one mislead."""
     rng = np.random.default_rng(seed)
     own, tie = rng.uniform(0.1, 1, 12), np.triu(rng.uniform(-0.6, 0.6, (12, 12)), 1)
-    off = noise * rng.normal(size=(n, 12))
 
     def loss(masks: Sequence[HeadMask]) -> Any:
-        gone = np.array(
-            [[h not in row.kept for row in m.rows for h in range(row.n_heads)] for m in masks],
-            float,
-        )
-        return (gone @ own + np.einsum("ij,jk,ik->i", gone, tie, gone))[:, None] + gone @ off.T
+        gone = removed(masks)
+        one = gone @ own + np.einsum("ij,jk,ik->i", gone, tie, gone)
+        return np.repeat(one[:, None], 40, axis=1)
 
     return loss
 
@@ -79,14 +72,21 @@ def test_one_step_is_the_inner_selector(inner: str) -> None:
         scores_of(), curvature=Curvature.of(np.diag(2 * np.concatenate(scores_of().values)))
     )
     for keep in (0.3, 0.55, 0.8, 1.0):
-        budget = hp.Budget(keep_heads=keep)
-        assert select(scores, budget, Iterative(steps=1, inner=inner), rescore=rescore).mask == (
-            select(scores, budget, inner).mask
-        )
+        budget, once = hp.Budget(keep_heads=keep), Iterative(steps=1, inner=inner)
+        plan = select(scores, budget, once, rescore=rescore)
+        assert plan.mask == select(scores, budget, inner).mask
     assert rescore.masks == []
-    settings = Iterative(steps=1, inner="global_topk", inner_settings={"normalise": "l2"})
-    plain = select(scores, hp.Budget(keep_heads=5), hp.selection.GlobalTopk(normalise="l2"))
-    assert select(scores, hp.Budget(keep_heads=5), settings, rescore=rescore).mask == plain.mask
+
+
+def test_settings_of_the_inner_selector() -> None:
+    scores, five = scores_of(), hp.Budget(keep_heads=5)
+    once = Iterative(steps=1, inner="global_topk", inner_settings={"normalise": "l2"})
+    plain = select(scores, five, GlobalTopk(normalise="l2"))
+    assert select(scores, five, once, rescore=Rescore(scores)).mask == plain.mask
+    for kind in (Iterative, LocalSearch):
+        one, two = (kind(inner_settings={"normalise": "l2"}) for _ in range(2))
+        assert hash(one) == hash(two)
+        assert one.settings["inner_settings"] == {"normalise": "l2"}
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,8 @@ def test_one_step_is_the_inner_selector(inner: str) -> None:
 )
 def test_steps_follow_the_schedule_and_nothing_comes_back(schedule: Any, counts: list[int]) -> None:
     for seed in range(5):
-        rescore = Rescore(scores_of(), seed)
-        plan = select(
-            scores_of(),
-            hp.Budget(keep_heads=4),
-            Iterative(steps=4, schedule=schedule),
-            rescore=rescore,
-        )
+        rescore, selector = Rescore(scores_of(), seed), Iterative(steps=4, schedule=schedule)
+        plan = select(scores_of(), hp.Budget(keep_heads=4), selector, rescore=rescore)
         masks = [*rescore.masks, plan.mask]
         assert [mask.n_kept for mask in masks] == counts
         for before, after in itertools.pairwise(masks):
@@ -108,49 +103,21 @@ def test_steps_follow_the_schedule_and_nothing_comes_back(schedule: Any, counts:
         assert plan.notes[-1] == "global_topk in 4 steps; scored anew 3 times."
 
 
-def test_each_step_goes_by_the_scores_of_what_is_left() -> None:
-    """Written out: the lowest remaining scores go, three at a time."""
+def test_each_step_goes_by_the_scores_of_what_is_kept() -> None:
+    """Written out: the lowest remaining scores are removed, three at a time."""
     scores, rescore = scores_of(), Rescore(scores_of())
     plan = select(scores, hp.Budget(keep_heads=3), Iterative(steps=3, min_heads=0), rescore=rescore)
-    asked_for, left = Rescore(scores_of()), {(s.name, h) for s in SITES for h in range(4)}
+    asked_for, kept = Rescore(scores_of()), {(s.name, h) for s in SITES for h in range(4)}
     now = scores
     for _ in range(3):
         value = {(u.name, u.heads[0]): u.value for u in now.units()}
         for _ in range(3):
-            left.discard(min(left, key=lambda head: value[head]))
-        keep = {s.name: [h for name, h in left if name == s.name] for s in SITES}
+            kept.discard(min(kept, key=lambda head: value[head]))
+        keep = {s.name: [h for name, h in kept if name == s.name] for s in SITES}
         now = asked_for(HeadMask.from_keep(keep, {s.name: 4 for s in SITES}))
-    assert {(h.site, h.head) for h in plan.mask} == left
-    assert (
-        plan.mask
-        != select(scores, hp.Budget(keep_heads=3), hp.selection.GlobalTopk(min_heads=0)).mask
-    )
-
-
-@pytest.mark.parametrize("kind", CURRENCIES)
-def test_rules_hold_in_steps_and_swaps(kind: str) -> None:
-    met = 0
-    for seed in range(12):
-        scores = random_scores(seed, dear=seed % 2 == 1 and kind != "speedup")
-        more: dict[str, Any] = {"latency": random_table(scores, seed)} if kind == "speedup" else {}
-        rules: dict[str, Any] = {"min_heads": seed % 3, "multiple_of": 1 + (seed % 4 == 1)}
-        more |= {"must_keep": {scores.sites[0].name: scores.sites[0].units[0]}} if seed % 2 else {}
-        more |= (
-            {"must_remove": {scores.sites[1].name: scores.sites[1].units[-1]}}
-            if seed % 4 == 2
-            else {}
-        )
-        loss = lambda masks: np.random.default_rng(len(masks)).normal(size=(len(masks), 5))  # noqa: E731
-        for selector, call in [
-            (Iterative(steps=3, **rules), {"rescore": Rescore(scores)}),
-            (LocalSearch(max_losses=40, margin=0.0, **rules), {"loss": loss}),
-        ]:
-            with suppress(InfeasibleBudget):
-                select(
-                    scores, asked(kind, 0.8), selector, **call, **more
-                )  # what breaks a rule is refused there
-                met += 1
-    assert met >= 12
+    assert {(h.site, h.head) for h in plan.mask} == kept
+    at_once = select(scores, hp.Budget(keep_heads=3), GlobalTopk(min_heads=0))
+    assert plan.mask != at_once.mask
 
 
 def test_a_budget_that_cannot_be_met_is_refused_before_any_work() -> None:
@@ -161,13 +128,9 @@ def test_a_budget_that_cannot_be_met_is_refused_before_any_work() -> None:
 
 
 def test_steps_that_lead_into_a_corner_are_taken_back() -> None:
-    """Of two heads of unlike cost the cheap one goes first; then the budget cannot be met by what
-    is left."""
-    scores = make(
-        [site("a", 2), site("b", 2)],
-        [[9, 1], [9, 1]],
-        [[unit_cost(4), unit_cost(1)], [unit_cost(1)] * 2],
-    )
+    """Of two heads of unlike cost the cheap one is removed first; then the budget cannot be met."""
+    costs = [[unit_cost(4), unit_cost(1)], [unit_cost(1)] * 2]
+    scores = make([site("a", 2), site("b", 2)], [[9, 1], [9, 1]], costs)
     rescore = Rescore(scores)
     budget = hp.Budget(keep_params=(500 + 200) / 1200)  # one head of each, the cheap one of a
     with pytest.raises(InfeasibleBudget):  # by what the first step leaves
@@ -183,24 +146,14 @@ def test_steps_that_lead_into_a_corner_are_taken_back() -> None:
 
 
 def test_bundles_and_groups_are_scored_in_their_own_units() -> None:
-    sites = [
-        site("a", 4, 2, policy="balanced", kind="self"),
-        site("b", 4, kind="self"),
-        site("c", 4, kind="cross"),
-    ]
-    rescore = Rescore(scores_of(0, sites))
-    plan = select(
-        scores_of(0, sites), {"self": hp.Budget(keep_heads=4)}, Iterative(steps=3), rescore=rescore
-    )
+    balanced = site("a", 4, 2, policy="balanced", kind="self")
+    scores = scores_of(0, [balanced, site("b", 4, kind="self"), site("c", 4, kind="cross")])
+    rescore, budgets = Rescore(scores), {"self": hp.Budget(keep_heads=4)}
+    plan = select(scores, budgets, Iterative(steps=3), rescore=rescore)
     assert plan.mask.n_kept == 8
-    assert {len(set(plan.mask.kept("a")) & set(group)) for group in sites[0].groups} in (
-        {0},
-        {1},
-        {2},
-    )
-    assert {row.kept for mask in rescore.masks for row in mask.rows if row.site == "c"} == {
-        (0, 1, 2, 3)
-    }
+    kept = set(plan.mask.kept("a"))
+    assert len({len(kept & set(group)) for group in balanced.groups}) == 1
+    assert {mask.kept("c") for mask in rescore.masks} == {(0, 1, 2, 3)}
 
 
 # ---------------------------------------------------------------- local search
@@ -210,17 +163,15 @@ def test_swaps_lower_the_measured_loss() -> None:
     better = 0
     for seed in range(10):
         loss, scores, budget = pairwise(seed), scores_of(seed), hp.Budget(keep_heads=6)
-        start = select(scores, budget, hp.selection.GlobalTopk(min_heads=0))
+        start = select(scores, budget, GlobalTopk(min_heads=0))
         plan = select(scores, budget, LocalSearch(min_heads=0), loss=loss)
         before, after = (float(loss([p.mask]).mean()) for p in (start, plan))
         assert after <= before
         better += after < before - 0.1
         assert f"{before:.4g} by global_topk, {after:.4g} after" in plan.notes[-1]
-        for row, gone in itertools.product(
-            plan.mask, _gone(plan.mask)
-        ):  # no swap is left that would help
-            swapped = (plan.mask - _one(plan.mask, row)) | _one(plan.mask, gone)
-            assert float(loss([swapped]).mean()) >= after - 1e-5
+        for one, other in itertools.product(plan.mask, _gone(plan.mask)):
+            swapped = (plan.mask - _one(plan.mask, one)) | _one(plan.mask, other)
+            assert float(loss([swapped]).mean()) >= after - 1e-5, "a swap that would help"
     assert better >= 8
 
 
@@ -235,29 +186,19 @@ def _gone(mask: HeadMask) -> list[Any]:
 
 
 def test_noise_is_not_fitted() -> None:
-    """Heads that differ by noise alone: with a margin the first plan stays, without one it is
-    swapped about."""
+    """Heads that differ by noise alone: with a margin the first plan is kept, without one heads are
+    swapped, but not for what rounding could be."""
+    off, six = np.random.default_rng(5).normal(size=(50, 12)), hp.Budget(keep_heads=6)
 
-    def loss(masks: Sequence[HeadMask]) -> Any:
-        off = np.random.default_rng(5).normal(size=(50, 12))
-        gone = np.array(
-            [[h not in row.kept for row in m.rows for h in range(4)] for m in masks], float
-        )
-        return gone @ off.T
+    def searched(margin: float, scale: float = 1.0, base: float = 0.0) -> hp.PruningPlan:
+        loss = lambda masks: base + scale * (removed(masks) @ off.T)  # noqa: E731
+        return select(scores_of(), six, LocalSearch(margin=margin), loss=loss)
 
-    start = select(scores_of(), hp.Budget(keep_heads=6))
-    kept = select(scores_of(), hp.Budget(keep_heads=6), LocalSearch(margin=4.0), loss=loss)
-    assert kept.mask == start.mask
-    assert "after 0 swaps" in kept.notes[-1]
-    eager = select(scores_of(), hp.Budget(keep_heads=6), LocalSearch(margin=0.0), loss=loss)
-    assert eager.mask != start.mask
-    rounding = select(
-        scores_of(),
-        hp.Budget(keep_heads=6),
-        LocalSearch(margin=0.0),
-        loss=lambda m: 1 + 1e-9 * loss(m),
-    )
-    assert rounding.mask == start.mask
+    start = select(scores_of(), six)
+    assert searched(4.0).mask == start.mask
+    assert "after 0 swaps" in searched(4.0).notes[-1]
+    assert searched(0.0).mask != start.mask
+    assert searched(0.0, 1e-9, 1.0).mask == start.mask
 
 
 @pytest.mark.parametrize(("most", "at_once"), [(2, 16), (7, 3), (40, 16), (1000, 5)])
@@ -275,13 +216,9 @@ def test_measurements_are_bounded_and_never_repeated(most: int, at_once: int) ->
     swaps = [mask for call in asked_for for mask in call[1:]]
     assert len(set(swaps)) == len(swaps)
     assert f"{sum(map(len, asked_for))} plans measured" in plan.notes[-1]
-    first = scores_of()
-    value = {(u.name, u.heads[0]): u.value for u in first.units()}
+    value = {hp.HeadId(u.name, u.heads[0]): u.value for u in scores_of().units()}
     start = asked_for[0][0]
-    lowest, highest = (
-        min(start, key=lambda h: value[h.site, h.head]),
-        max(_gone(start), key=lambda h: value[h.site, h.head]),
-    )
+    lowest, highest = min(start, key=value.__getitem__), max(_gone(start), key=value.__getitem__)
     allowed = len(start.kept(lowest.site)) > 1 or lowest.site == highest.site
     assert not allowed or swaps[0] == (start - _one(start, lowest)) | _one(start, highest)
     assert select(scores_of(), hp.Budget(keep_heads=6), selector, loss=loss) == plan
@@ -306,74 +243,28 @@ def test_where_nothing_can_be_swapped_the_loss_is_still_said() -> None:
     assert "0 by global_topk, 0 after 0 swaps; 1 plans measured" in plan.notes[-1]
 
 
-def test_answers_of_the_loss_are_checked() -> None:
-    wrong: list[tuple[Any, str]] = [
-        (lambda masks: np.zeros(len(masks)), "at least 2 examples"),
-        (lambda masks: np.zeros((len(masks), 1)), "at least 2 examples"),
-        (lambda masks: np.zeros((1 + len(masks), 4)), "at least 2 examples"),
-        (lambda masks: np.full((len(masks), 4), np.nan), "finite"),
-    ]
-    for loss, words in wrong:
-        with pytest.raises(InvalidValue, match=words):
-            select(scores_of(), hp.Budget(keep_heads=6), "local_search", loss=loss)
-
-
-# ---------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize("kind", [Iterative, LocalSearch])
-def test_settings_are_checked(kind: Any) -> None:
-    for settings, words in [
-        (
-            {"inner": "local_search"},
-            "inner: must be the name of a selector that needs scores alone.*global_topk",
-        ),
-        ({"inner": 3}, "inner: must be the name"),
-        ({"inner_settings": {"min_heads": 2}}, "Give min_heads to"),
-        ({"inner_settings": {"normalize": "l2"}}, "Did you mean 'normalise'"),
-        ({"inner_settings": {"normalise": "l3"}}, "GlobalTopk.normalise"),
-        ({"inner_settings": [1]}, "a mapping of settings"),
-    ]:
-        with pytest.raises(InvalidValue, match=words):
-            kind(**settings)
-    with pytest.raises(UnknownName, match="selector"):
-        kind(inner="nothing")
-    chosen = kind(inner_settings={"normalise": "l2"})
-    assert hash(chosen) == hash(kind(inner_settings={"normalise": "l2"}))
-    assert chosen.settings["inner_settings"] == {"normalise": "l2"}
-
-
-def test_numbers_in_settings_are_checked() -> None:
-    for make_one, words in [
-        (lambda: Iterative(steps=0), "Iterative.steps"),
-        (lambda: Iterative(schedule="cubic"), "Iterative.schedule"),  # type: ignore[arg-type]
-        (lambda: LocalSearch(max_losses=1), "LocalSearch.max_losses"),
-        (lambda: LocalSearch(at_once=0), "LocalSearch.at_once"),
-        (lambda: LocalSearch(margin=-1.0), "LocalSearch.margin"),
-        (lambda: LocalSearch(margin=float("nan")), "LocalSearch.margin"),
-    ]:
-        with pytest.raises(InvalidValue, match=words):
-            make_one()
+def test_settings_are_checked() -> None:
+    """More of them: ``tests/selection_answers.json``."""
+    with pytest.raises(InvalidValue, match=r"GlobalTopk\.normalise"):
+        Iterative(inner_settings={"normalise": "l3"})
+    with pytest.raises(InvalidValue, match=r"LocalSearch\.margin"):
+        LocalSearch(margin=float("nan"))
 
 
 # ---------------------------------------------------------------- on real models
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_both_on_a_model(name: str) -> None:
-    subject = subject_of(name)
-    batches: list[Any] = [subject.batch]
-    options: dict[str, Any] = {"sites": subject.sites, "progress": False}
+def test_both_on_a_model() -> None:
+    subject = subject_of("bert")
+    batches, options = [subject.batch], {"sites": subject.sites, "progress": False}
     scores = hp.score(subject.model, batches, "fisher", **options)
-    budget = hp.Budget(keep_heads=0.5)
+    budget, selector = hp.Budget(keep_heads=0.5), Iterative(steps=3, inner="quadratic")
     rescore = hp.scoring.rescorer(subject.model, batches, "fisher", **options)
-    for inner in ("global_topk", "quadratic"):
-        plan = hp.select(scores, budget, Iterative(steps=3, inner=inner), rescore=rescore)
-        assert 0 < plan.mask.n_kept <= scores.n_heads / 2
-        assert plan == hp.select(scores, budget, Iterative(steps=3, inner=inner), rescore=rescore)
+    plan = hp.select(scores, budget, selector, rescore=rescore)
+    assert 0 < plan.mask.n_kept <= scores.n_heads / 2
     loss = hp.scoring.loss_of(subject.model, batches, **options)
-    found = hp.select(scores, budget, LocalSearch(margin=0.0, max_losses=60), loss=loss)
+    found = hp.select(scores, budget, LocalSearch(margin=0.0, max_losses=30), loss=loss)
     start = hp.select(scores, budget)
     before, after = torch.tensor(loss([start.mask, found.mask])).mean(1)
-    assert after < before if name == "bert" else after <= before  # the other has two units a layer
+    assert after < before
     assert found.mask.n_kept == start.mask.n_kept
