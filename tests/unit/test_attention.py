@@ -3,8 +3,6 @@ module."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 import subprocess
 import sys
 from typing import Any
@@ -13,14 +11,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from headprune.attention import (
-    Additive,
-    KVCache,
-    MultiHeadAttention,
-    ScaledDotProduct,
-)
+from headprune.attention import Additive, KVCache, MultiHeadAttention, ScaledDotProduct
 from headprune.attention import attend as attend_module
 from tests.reference import attention as reference
 
@@ -59,21 +51,8 @@ SHAPES = {
     "multi-query": {"n_kv_heads": 1},
     "no-bias": {"bias": False},
     "output-bias-only": {"bias": False, "output_bias": True},
-    "separate-widths": {
-        "key_size": 7,
-        "value_size": 9,
-        "output_size": 5,
-        "head_dim": 2,
-        "value_dim": 6,
-    },
-    "all": {
-        "n_kv_heads": 2,
-        "key_size": 7,
-        "value_size": 9,
-        "output_size": 5,
-        "head_dim": 5,
-        "value_dim": 2,
-    },
+    "separate-widths": {"key_size": 7, "value_size": 9, "output_size": 5, "head_dim": 2},
+    "all": {"n_kv_heads": 2, "key_size": 7, "value_size": 9, "output_size": 5, "value_dim": 2},
 }
 MASKS = {
     "none": {},
@@ -98,28 +77,32 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("compatibility", ["scaled_dot_product", "additive"])
-@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+#: Every shape with every kind of mask at once, and every mask with the plainest and the oddest shape.
+CASES = [(shape, "everything") for shape in SHAPES]
+CASES += [(shape, mask) for mask in list(MASKS)[:-1] for shape in ("plain", "all")]
+
+
+@pytest.mark.parametrize("compatibility", ["scaled_dot_product", "additive", "own scale"])
+@pytest.mark.parametrize(("shape", "mask"), CASES, ids="-".join)
 @torch.no_grad()
 def test_equals_the_literal_loop(
-    shape: dict[str, Any],
-    masks: dict[str, Any],
-    compatibility: str,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: str, mask: str, compatibility: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = make(**shape, compatibility=compatibility)
+    fast = compatibility != "additive"
+    own = ScaledDotProduct(0.25) if compatibility == "own scale" else compatibility
+    module, masks = make(**SHAPES[shape], compatibility=own), MASKS[mask]
     query, key, value = (rand(2, 4, p.in_features) for p in (module.W_q, module.W_k, module.W_v))
     fit = reference.scaled_dot_product
     if compatibility == "additive":
         fit = reference.additive(module.compatibility.weight)
+    elif compatibility == "own scale":
+        fit = lambda q, k: 0.25 * torch.dot(q, k)  # noqa: E731
     allowed = reference.may_see(2, 4, 4, 4, **masks)
     expected, expected_weights = reference.multi_head(module, query, key, value, allowed, fit)
     calls = spy_on_sdpa(monkeypatch)
     assert_close(module(query, key, value, **masks), expected, **EXACT)
-    assert len(calls) == (compatibility == "scaled_dot_product")
     out, weights = module(query, key, value, need_weights=True, **masks)
-    assert len(calls) == (compatibility == "scaled_dot_product")
+    assert len(calls) == fast, "one fast pass, and none where the weights are asked for"
     assert_close(out, expected, **EXACT)
     assert_close(weights, expected_weights, **EXACT)
 
@@ -137,33 +120,6 @@ def test_more_keys_than_queries_puts_the_queries_last(causal: bool, need_weights
     assert_close(out[0] if need_weights else out, expected, **EXACT)
 
 
-def test_shapes_of_the_textbook_example() -> None:
-    module = MultiHeadAttention(100, 5, dropout=0.5).eval()
-    queries, keys = torch.ones(2, 4, 100), torch.ones(2, 6, 100)
-    out, weights = module(queries, keys, keys, valid_lens=torch.tensor([3, 2]), need_weights=True)
-    assert out.shape == (2, 4, 100)
-    assert weights.shape == (2, 5, 4, 6)
-    assert (weights[0, :, :, 3:] == 0).all()
-    assert (weights[1, :, :, 2:] == 0).all()
-    assert_close(weights.sum(-1), torch.ones(2, 5, 4))
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
-def test_the_order_of_the_heads_does_not_matter(order: list[int]) -> None:
-    module, x = make(), rand(2, 3, 12)
-    permuted = copy.deepcopy(module)
-    rows = [h * 3 + i for h in order for i in range(3)]
-    with torch.no_grad():
-        for name in ("W_q", "W_k", "W_v"):
-            getattr(permuted, name).weight.copy_(getattr(module, name).weight[rows])
-            getattr(permuted, name).bias.copy_(getattr(module, name).bias[rows])
-        permuted.W_o.weight.copy_(module.W_o.weight[:, rows])
-    out, weights = module(x, need_weights=True)
-    again, permuted_weights = permuted(x, need_weights=True)
-    assert_close(again, out, **EXACT)
-    assert_close(permuted_weights, weights[:, order], **EXACT)
-
-
 def test_sequence_first_is_a_transposition() -> None:
     module = make(n_kv_heads=2, output_size=5)
     other = make(n_kv_heads=2, output_size=5, batch_first=False)
@@ -171,11 +127,8 @@ def test_sequence_first_is_a_transposition() -> None:
     query, key = rand(2, 3, 12), rand(2, 5, 12)
     seen: list[torch.Size] = []
     other.W_o.register_forward_pre_hook(lambda _m, args: seen.append(args[0].shape))
-    options: dict[str, Any] = {
-        "valid_lens": torch.tensor([4, 2]),
-        "gates": rand(2, 4),
-        "need_weights": True,
-    }
+    lens = torch.tensor([4, 2])
+    options: dict[str, Any] = {"valid_lens": lens, "gates": rand(2, 4), "need_weights": True}
     out, weights = module(query, key, **options)
     other_out, other_weights = other(query.transpose(0, 1), key.transpose(0, 1), **options)
     assert_close(other_out, out.transpose(0, 1), **EXACT)
@@ -196,8 +149,7 @@ def test_every_kernel_agrees(backend: SDPBackend) -> None:
 
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fast", "weights"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n_kv_heads", [4, 1])
+@pytest.mark.parametrize(("dtype", "n_kv_heads"), [(torch.float32, 4), (torch.float64, 1)])
 def test_a_query_without_keys_gets_zeros_and_finite_gradients(
     need_weights: bool, dtype: torch.dtype, n_kv_heads: int
 ) -> None:
@@ -275,20 +227,10 @@ def test_a_module_as_compatibility_trains_and_is_saved() -> None:
     assert module.compatibility.weight is before
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_scale(need_weights: bool) -> None:
-    module, x = make(compatibility=ScaledDotProduct(0.25)), rand(2, 4, 12)
-    expected, _ = reference.multi_head(
-        module, x, x, x, reference.may_see(2, 4, 4, 4), lambda q, k: 0.25 * torch.dot(q, k)
-    )
-    out = module(x, need_weights=need_weights)
-    assert_close(out[0] if need_weights else out, expected, **EXACT)
-
-
 # ---------------------------------------------------------------- gates
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
 def test_gates_of_one_change_no_bit_and_carry_their_gradient(
     dtype: torch.dtype, shape: tuple[int, ...]
@@ -305,47 +247,12 @@ def test_gates_of_one_change_no_bit_and_carry_their_gradient(
 def test_gates_equal_the_loop_and_finite_differences(per_example: bool) -> None:
     module, x = make(n_kv_heads=2, value_dim=5), rand(2, 3, 12)
     gates = rand(2, 4) if per_example else rand(4)
-    expected, _ = reference.multi_head(
-        module, x, x, x, reference.may_see(2, 4, 3, 3), gates=gates.expand(2, 4)
-    )
+    allowed = reference.may_see(2, 4, 3, 3)
+    expected, _ = reference.multi_head(module, x, x, x, allowed, gates=gates.expand(2, 4))
     assert_close(module(x, gates=gates), expected, **EXACT)
-    assert torch.autograd.gradcheck(lambda g: module(x, gates=g), gates.clone().requires_grad_())
-    ones = torch.ones_like(gates, requires_grad=True)
-    module(x, gates=ones).square().sum().backward()
-    step = 1e-6
-    for i in itertools.product(*map(range, gates.shape)):
-        up, down = torch.ones_like(gates), torch.ones_like(gates)
-        up[i] += step
-        down[i] -= step
-        numeric = (module(x, gates=up).square().sum() - module(x, gates=down).square().sum()) / (
-            2 * step
-        )
-        assert_close(
-            ones.grad[i], numeric.detach(), rtol=1e-6, atol=1e-7
-        )  # central differences are second order
-
-
-class Operations(TorchDispatchMode):
-    """Lists every tensor operation that runs inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-def test_without_gates_nothing_is_multiplied() -> None:
-    module, x, gates = make(), rand(2, 3, 12), torch.ones(4, dtype=F64)
-    with Operations() as without:
-        module(x)
-    with Operations() as gated:
-        module(x, gates=gates)
-    assert "aten::mul.Tensor" not in without.names
-    assert gated.names.count("aten::mul.Tensor") == 1
-    assert len(without.names) < len(gated.names)
+    for at in (gates, torch.ones_like(gates)):
+        at.requires_grad_()
+        assert torch.autograd.gradcheck(lambda g: module(x, gates=g), at)
 
 
 def test_hooks_on_the_output_projection_gate_the_same() -> None:
@@ -360,39 +267,30 @@ def test_hooks_on_the_output_projection_gate_the_same() -> None:
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_dropout_acts_in_training_only(need_weights: bool) -> None:
-    module, x = make(dropout=0.5), rand(2, 6, 12)
-    plain = make(dropout=0.0)
+    module, plain, x = make(dropout=0.5), make(dropout=0.0), rand(2, 6, 12)
     plain.load_state_dict(module.state_dict())
 
     def run(m: MultiHeadAttention) -> torch.Tensor:
         out = m(x, need_weights=need_weights)
-        return out[0] if need_weights else out
+        if need_weights:
+            out, weights = out
+            assert_close(weights.sum(-1), torch.ones(2, 4, 6, dtype=F64))  # before dropout
+        return out
 
-    assert_close(run(module), run(plain), **EXACT)
+    expected = run(plain)
+    assert_close(run(module), expected, **EXACT)
     module.train()
-    first, second = run(module), run(module)
-    assert not torch.allclose(first, second)
     with torch.no_grad():
-        mean = torch.stack([run(module) for _ in range(1000)]).mean(0)
-    assert_close(
-        mean, run(plain), rtol=0, atol=0.1
-    )  # the mean of 1000 draws, each of spread about 1
-
-
-def test_weights_are_shown_before_dropout() -> None:
-    module, x = make(dropout=0.5).train(), rand(2, 6, 12)
-    _, weights = module(x, need_weights=True)
-    assert_close(weights.sum(-1), torch.ones(2, 4, 6, dtype=F64))
+        assert not torch.allclose(run(module), run(module))
+        mean = torch.stack([run(module) for _ in range(400)]).mean(0)
+    assert_close(mean, expected, rtol=0, atol=0.2)  # of 400 draws, each of spread about 1
 
 
 # ---------------------------------------------------------------- the room
 
 
 def test_importing_the_room_imports_no_torch() -> None:
-    code = (
-        "import sys, headprune.attention as a; assert 'torch' not in sys.modules; a.KVCache; assert"
-        " a.KVCache"
-    )
+    code = "import sys, headprune.attention; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     import headprune.attention as room
 

@@ -9,11 +9,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from headprune.attention import (
-    Additive,
-    MultiHeadAttention,
-    ScaledDotProduct,
-)
+from headprune.attention import Additive, MultiHeadAttention, ScaledDotProduct
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from tests.unit.test_attention import EXACT, F64, make, rand
 
@@ -36,12 +32,10 @@ def test_from_heads(own: bool) -> None:
     assert_close(module(query, key, value), expected, **EXACT)
     assert module.W_o.weight.requires_grad is own
     assert module.W_q.weight.requires_grad
-    assert {p.device.type for p in module.parameters()} == {"cpu"}
     module.prune_heads_([1, 2])
     if not own:
-        expected = torch.cat(
-            [p if i in (1, 2) else torch.zeros_like(p) for i, p in enumerate(parts)], -1
-        )
+        zeros = torch.zeros_like(parts[0])
+        expected = torch.cat([zeros, parts[1], parts[2], zeros], -1)
         assert_close(module(query, key, value), expected, **EXACT)
         assert not module.W_o.weight.requires_grad
     module.prune_heads_([])
@@ -49,83 +43,66 @@ def test_from_heads(own: bool) -> None:
 
 
 def test_from_heads_copies_and_one_matrix_may_serve_thrice() -> None:
-    shared = [rand(3, 8), rand(3, 8)]
-    W_o = rand(4, 6)
-    module = MultiHeadAttention.from_heads(
-        [(m, m, m) for m in shared], W_o, compatibility="additive"
-    )
-    x = rand(1, 4, 8)
-    module(x).sum().backward()
+    shared, W_o, x = [rand(3, 8), rand(3, 8)], rand(4, 6), rand(1, 4, 8)
+    heads = [(m, m, m) for m in shared]
+    module = MultiHeadAttention.from_heads(heads, W_o, compatibility="additive")
     expected = module(x)
+    expected.sum().backward()
     shared[0].zero_()
     W_o.zero_()
     assert torch.equal(module(x), expected)
     assert not torch.equal(module.W_q.weight.grad, module.W_v.weight.grad)
 
 
-@pytest.mark.parametrize("kdim", [None, 5])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("dtype", [F64, torch.float32])
+TORCH = [(True, True, None, F64), (False, False, 5, F64), (True, False, None, torch.float32)]
+
+
+@pytest.mark.parametrize(("batch_first", "bias", "kdim", "dtype"), TORCH)
 def test_from_and_to_torch(
     batch_first: bool, bias: bool, kdim: int | None, dtype: torch.dtype
 ) -> None:
-    options = {
-        "bias": bias,
-        "batch_first": batch_first,
-        "kdim": kdim,
-        "vdim": 7 if kdim else None,
-        "dtype": dtype,
-    }
+    widths = {"kdim": kdim, "vdim": 7 if kdim else None}
+    options = {"bias": bias, "batch_first": batch_first, "dtype": dtype, **widths}
     theirs = nn.MultiheadAttention(12, 4, dropout=0.25, **options).eval()
     if bias:
         nn.init.normal_(theirs.in_proj_bias)
         nn.init.normal_(theirs.out_proj.bias)
     theirs.out_proj.weight.requires_grad_(False)
     ours = MultiHeadAttention.from_torch(theirs)
-    query, key, value = rand(2, 3, 12), rand(2, 5, kdim or 12), rand(2, 5, 7 if kdim else 12)
-    query, key, value = (
-        x.to(dtype) if batch_first else x.to(dtype).transpose(0, 1) for x in (query, key, value)
-    )
+    inputs = rand(2, 3, 12), rand(2, 5, kdim or 12), rand(2, 5, 7 if kdim else 12)
+    inputs = tuple(x.to(dtype) if batch_first else x.to(dtype).transpose(0, 1) for x in inputs)
     lens = torch.tensor([4, 2])
     hidden = torch.arange(5) >= lens[:, None]
-    expected, weights = theirs(
-        query, key, value, key_padding_mask=hidden, average_attn_weights=False
-    )
+    expected, weights = theirs(*inputs, key_padding_mask=hidden, average_attn_weights=False)
     tolerance = EXACT if dtype is F64 else {}
-    assert_close(ours(query, key, value, valid_lens=lens), expected, **tolerance)
-    out, shown = ours(query, key, value, mask=~hidden[:, None, None], need_weights=True)
+    assert_close(ours(*inputs, valid_lens=lens), expected, **tolerance)
+    out, shown = ours(*inputs, mask=~hidden[:, None, None], need_weights=True)
     assert_close(out, expected, **tolerance)
     assert_close(shown, weights, **tolerance)
     back = ours.to_torch()
     assert (back.dropout, back.training, back.batch_first) == (0.25, False, batch_first)
     assert list(back.state_dict()) == list(theirs.state_dict())
-    for (name, tensor), (_, other) in zip(
-        theirs.named_parameters(), back.named_parameters(), strict=True
-    ):
-        assert torch.equal(tensor, other), name
-        assert tensor.requires_grad == other.requires_grad, name
-        assert tensor.dtype == other.dtype
+    for tensor, other in zip(theirs.parameters(), back.parameters(), strict=True):
+        assert torch.equal(tensor, other)
+        assert (tensor.requires_grad, tensor.dtype) == (other.requires_grad, other.dtype)
         assert tensor.data_ptr() != other.data_ptr()
-    again = back(query, key, value, key_padding_mask=hidden)[0]
-    assert torch.equal(again, theirs(query, key, value, key_padding_mask=hidden)[0])
-    assert theirs.train() is not None
-    assert MultiHeadAttention.from_torch(theirs).training
+    again = back(*inputs, key_padding_mask=hidden)[0]
+    assert torch.equal(again, theirs(*inputs, key_padding_mask=hidden)[0])
+    assert MultiHeadAttention.from_torch(theirs.train()).training
 
 
-@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
-def test_from_torch_refuses(options: dict[str, bool]) -> None:
-    with pytest.raises(UnsupportedModel, match=next(iter(options))):
-        MultiHeadAttention.from_torch(nn.MultiheadAttention(12, 4, **options))
-
-
-def test_from_torch_refuses_other_classes_and_parametrised_ones() -> None:
-    with pytest.raises(UnsupportedModel, match="got Linear"):
-        MultiHeadAttention.from_torch(nn.Linear(2, 2))  # type: ignore[arg-type]
-    module = nn.MultiheadAttention(12, 4)
-    nn.utils.parametrizations.orthogonal(module, "in_proj_weight")
-    with pytest.raises(UnsupportedModel, match=r"parametrizations\.in_proj_weight"):
-        MultiHeadAttention.from_torch(module)
+def test_from_torch_refuses_what_it_cannot_take_over() -> None:
+    bent = nn.MultiheadAttention(12, 4)
+    nn.utils.parametrizations.orthogonal(bent, "in_proj_weight")
+    refused = {
+        "add_bias_kv": nn.MultiheadAttention(12, 4, add_bias_kv=True),
+        "add_zero_attn": nn.MultiheadAttention(12, 4, add_zero_attn=True),
+        "got Linear": nn.Linear(2, 2),
+        r"parametrizations\.in_proj_weight": bent,
+    }
+    for words, module in refused.items():
+        with pytest.raises(UnsupportedModel, match=words):
+            MultiHeadAttention.from_torch(module)
 
 
 def _frozen() -> MultiHeadAttention:
@@ -156,9 +133,8 @@ def _pruned(keep: list[int]) -> MultiHeadAttention:
     ],
 )
 def test_to_torch_refuses_in_words(build: Any, text: str) -> None:
-    with pytest.raises(UnsupportedModel) as error:
+    with pytest.raises(UnsupportedModel, match=text):
         build().to_torch()
-    assert text in str(error.value)
 
 
 # ---------------------------------------------------------------- errors
@@ -166,169 +142,49 @@ def test_to_torch_refuses_in_words(build: Any, text: str) -> None:
 X = torch.zeros(2, 4, 12, dtype=F64)
 
 
+M = X[0]
+of_heads = MultiHeadAttention.from_heads
+
+
 @pytest.mark.parametrize(
-    ("call", "kind", "text"),
+    ("call", "text"),
     [
-        (
-            lambda m: m(X[0]),
-            InvalidValue,
-            "query: must be of shape [batch, length, 12], got [4, 12]",
-        ),
-        (
-            lambda m: m(X, X[..., :5]),
-            InvalidValue,
-            "key: must be of shape [batch, length, 12], got [2, 4, 5]",
-        ),
-        (
-            lambda m: m(X, X, X[:, :2]),
-            InvalidValue,
-            "value: must be as long as key, [2, 4], got [2, 2]",
-        ),
-        (lambda m: m(X, X[:1]), InvalidValue, "key: must be of query's batch size 2, got 1"),
-        (
-            lambda m: m(X, mask=X),
-            InvalidValue,
-            "mask: must be a boolean tensor, got torch.float64. True may be seen",
-        ),
-        (
-            lambda m: m(X, mask=torch.ones(2, 3).bool()),
-            InvalidValue,
-            (
-                "mask: must be broadcastable to [batch, heads, queries, keys] = [2, 4, 4, 4], got"
-                " [2, 3]"
-            ),
-        ),
-        (
-            lambda m: m(X, mask=torch.ones(1, 1, 1, 4, 4).bool()),
-            InvalidValue,
-            "got [1, 1, 1, 4, 4]",
-        ),
-        (
-            lambda m: m(X, valid_lens=[1, 2]),
-            InvalidValue,
-            "valid_lens: must be a tensor of integers, got list",
-        ),
-        (
-            lambda m: m(X, valid_lens=torch.ones(2)),
-            InvalidValue,
-            "valid_lens: must be a tensor of integers, got torch.f",
-        ),
-        (
-            lambda m: m(X, valid_lens=torch.ones(3).long()),
-            InvalidValue,
-            "valid_lens: must be of shape [batch] = [2] or [batch, queries] = [2, 4], got [3]",
-        ),
-        (
-            lambda m: m(X, valid_lens=torch.tensor([-1, 5])),
-            InvalidValue,
-            "valid_lens: must be between 0 and the number of keys 4, got -1 to 5",
-        ),
-        (
-            lambda m: m(X, X[:, :2], causal=True),
-            InvalidValue,
-            "causal=True: must be used with at least 4 keys",
-        ),
-        (
-            lambda m: m(X, X[:, :2], hide_self=True),
-            InvalidValue,
-            "hide_self=True: must be used with at least 4 keys",
-        ),
-        (
-            lambda m: m(X, gates=torch.ones(5)),
-            InvalidValue,
-            "gates: must be of shape [heads] = [4] or [batch, heads] = [2, 4], got [5]",
-        ),
-        (
-            lambda m: m(X, gates=torch.ones(4).bool()),
-            InvalidValue,
-            "gates: must be a floating-point tensor, got torch.b",
-        ),
-        (
-            lambda m: m(X, gates=[1.0] * 4),
-            InvalidValue,
-            "gates: must be a floating-point tensor, got list",
-        ),
-        (
-            lambda _: make(compatibility="scaled_dot_prodct"),
-            UnknownName,
-            "Did you mean 'scaled_dot_product'?",
-        ),
-        (
-            lambda _: make(compatibility=3),
-            InvalidValue,
-            "compatibility: must be a name or a callable",
-        ),
-        (
-            lambda _: make(compatibility=Additive),
-            InvalidValue,
-            "compatibility: must be a name or a callable",
-        ),
-        (
-            lambda _: make(compatibility=lambda q, k, h: q)(X),
-            InvalidValue,
-            "= [2, 4, 4, 4], got [2, 4, 4, 3]",
-        ),
-        (lambda _: make(compatibility=lambda q, k, h: 0)(X), InvalidValue, "got int"),
-        (
-            lambda _: make(13),
-            InvalidValue,
-            "query_size: must be a multiple of n_heads = 4, got 13. Or give head_dim.",
-        ),
-        (lambda _: make(12, 0), InvalidValue, "n_heads: must be at least 1, got 0"),
-        (
-            lambda _: make(n_kv_heads=3),
-            InvalidValue,
-            "n_kv_heads: must be a divisor of the 4 query heads, got 3",
-        ),
-        (lambda _: make(dropout=1.0), InvalidValue, "dropout: must be a probability"),
-        (
-            lambda m: m.prune_heads_([0, 4]),
-            UnknownName,
-            "must be one of the present heads [0, 1, 2, 3], got 4",
-        ),
-        (
-            lambda m: m.prune_heads_([True, False]),
-            InvalidValue,
-            "keep: must be a collection of head indices, got True",
-        ),
-        (
-            lambda m: m.prune_heads_([0.0]),
-            InvalidValue,
-            "keep: must be a collection of head indices, got 0.0",
-        ),
-        (
-            lambda _: MultiHeadAttention.from_heads([]),
-            InvalidValue,
-            "heads: must be at least one triple",
-        ),
-        (
-            lambda _: MultiHeadAttention.from_heads([(X[0], X[0])]),
-            InvalidValue,
-            "heads[0]: must be three matrices",
-        ),
-        (
-            lambda _: MultiHeadAttention.from_heads([X[0]]),
-            InvalidValue,
-            "heads[0]: must be three matrices",
-        ),
-        (
-            lambda _: MultiHeadAttention.from_heads([(X[0], X[0], X[0]), (X[0], X[0], X[0].T)]),
-            InvalidValue,
-            "W_v of heads[1]: must be of shape [4, 12], torch.float64, on cpu, got [12, 4]",
-        ),
-        (
-            lambda _: MultiHeadAttention.from_heads([(X[0], X[0, :2], X[0])]),
-            InvalidValue,
-            "W_k of heads[0]: must be of shape [4, 12]",
-        ),
-        (
-            lambda _: MultiHeadAttention.from_heads([(X[0], X[0], X[0])], X[0].float()),
-            InvalidValue,
-            "W_o: must be of shape [4, 4], torch.float64",
-        ),
+        (lambda m: m(M), "query: must be of shape [batch, length, 12], got [4, 12]"),
+        (lambda m: m(X, X[..., :5]), "key: must be of shape [batch, length, 12], got [2, 4, 5]"),
+        (lambda m: m(X, X, X[:, :2]), "value: must be as long as key, [2, 4], got [2, 2]"),
+        (lambda m: m(X, X[:1]), "key: must be of query's batch size 2, got 1"),
+        (lambda m: m(X, mask=X), "mask: must be a boolean tensor, got torch.float64"),
+        (lambda m: m(X, mask=torch.ones(2, 3).bool()), "= [2, 4, 4, 4], got [2, 3]"),
+        (lambda m: m(X, mask=torch.ones(1, 1, 1, 4, 4).bool()), "got [1, 1, 1, 4, 4]"),
+        (lambda m: m(X, valid_lens=[1, 2]), "valid_lens: must be a tensor of integers, got list"),
+        (lambda m: m(X, valid_lens=torch.ones(2)), "a tensor of integers, got torch.float32"),
+        (lambda m: m(X, valid_lens=torch.ones(3).long()), "or [batch, queries] = [2, 4], got [3]"),
+        (lambda m: m(X, valid_lens=torch.tensor([-1, 5])), "the number of keys 4, got -1 to 5"),
+        (lambda m: m(X, X[:, :2], causal=True), "causal=True: must be used with at least 4 keys"),
+        (lambda m: m(X, X[:, :2], hide_self=True), "hide_self=True: must be used with at least 4"),
+        (lambda m: m(X, gates=torch.ones(5)), "[heads] = [4] or [batch, heads] = [2, 4], got [5]"),
+        (lambda m: m(X, gates=torch.ones(4).bool()), "gates: must be a floating-point tensor"),
+        (lambda m: m(X, gates=[1.0] * 4), "must be a floating-point tensor, got list"),
+        (lambda _: make(compatibility="scaled_dot_prodct"), "Did you mean 'scaled_dot_product'?"),
+        (lambda _: make(compatibility=Additive), "compatibility: must be a name or a callable"),
+        (lambda _: make(compatibility=lambda q, k, h: q)(X), "= [2, 4, 4, 4], got [2, 4, 4, 3]"),
+        (lambda _: make(compatibility=lambda q, k, h: 0)(X), "got int"),
+        (lambda _: make(13), "query_size: must be a multiple of n_heads = 4, got 13"),
+        (lambda _: make(12, 0), "n_heads: must be at least 1, got 0"),
+        (lambda _: make(n_kv_heads=3), "n_kv_heads: must be a divisor of the 4 query heads, got 3"),
+        (lambda _: make(dropout=1.0), "dropout: must be a probability"),
+        (lambda m: m.prune_heads_([0, 4]), "one of the present heads [0, 1, 2, 3], got 4"),
+        (lambda m: m.prune_heads_([True]), "keep: must be a collection of head indices, got True"),
+        (lambda m: m.prune_heads_([0.0]), "keep: must be a collection of head indices, got 0.0"),
+        (lambda _: of_heads([]), "heads: must be at least one triple"),
+        (lambda _: of_heads([(M, M)]), "heads[0]: must be three matrices"),
+        (lambda _: of_heads([M]), "heads[0]: must be three matrices"),
+        (lambda _: of_heads([(M, M, M), (M, M, M.T)]), "W_v of heads[1]: must be of shape [4, 12]"),
+        (lambda _: of_heads([(M, X[0, :2], M)]), "W_k of heads[0]: must be of shape [4, 12]"),
+        (lambda _: of_heads([(M, M, M)], M.float()), "W_o: must be of shape [4, 4], torch.float64"),
     ],
 )
-def test_errors_say_what_to_do(call: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind) as error:
+def test_errors_say_what_to_do(call: Any, text: str) -> None:
+    with pytest.raises((InvalidValue, UnknownName)) as error:
         call(make())
     assert text in str(error.value)

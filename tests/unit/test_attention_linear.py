@@ -11,11 +11,7 @@ from torch.nn.utils import prune
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
-from headprune.attention import (
-    cut_features,
-    feature_count,
-    replace_features_,
-)
+from headprune.attention import cut_features, feature_count, replace_features_
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.mixin import original_class
 
@@ -31,8 +27,7 @@ class Named(nn.Linear):
     ("axis", "index"), [("out", [0, 5]), ("in", [1, 2, 3]), ("out", []), ("in", [])]
 )
 def test_cut_features(build: Any, axis: Any, index: list[int]) -> None:
-    module = build()
-    x = torch.randn(3, 4)
+    module, x = build(), torch.randn(3, 4)
     if axis == "in":
         kept = torch.zeros(4)
         kept[index] = 1
@@ -45,19 +40,14 @@ def test_cut_features(build: Any, axis: Any, index: list[int]) -> None:
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, before[name])
     assert all(not t.requires_grad for t in tensors.values())
-    assert (
-        replace_features_(module, tensors)[axis == "out"]
-        == len(index)
-        == feature_count(module, axis)
-    )
+    counts = replace_features_(module, tensors)
+    assert counts[axis == "out"] == len(index) == feature_count(module, axis)
     assert original_class(module) is kind
     names = ("nx", "nf") if kind is Conv1D else ("in_features", "out_features")
-    assert (getattr(module, names[0]), getattr(module, names[1])) == (
-        feature_count(module, "in"),
-        feature_count(module, "out"),
-    )
+    said = getattr(module, names[0]), getattr(module, names[1])
+    assert said == (feature_count(module, "in"), feature_count(module, "out"))
     if kind is Conv1D and feature_count(module, "in") == 0:
-        return  # Transformers' forward views its input as (-1, 0), which torch refuses; the cut itself is right
+        return  # Transformers' forward views its input as (-1, 0), which torch refuses
     assert_close(module(x), expected)
 
 
@@ -92,21 +82,9 @@ class Quantised(nn.Parameter):
     """Stands for the parameter classes of quantisation libraries."""
 
 
-def _quantised() -> nn.Module:
+def linear_of(weight: nn.Parameter) -> nn.Module:
     module = nn.Linear(4, 6)
-    module.weight = Quantised(torch.zeros(6, 4))
-    return module
-
-
-def _integers() -> nn.Module:
-    module = nn.Linear(4, 6)
-    module.weight = nn.Parameter(torch.zeros(6, 4, dtype=torch.int8), requires_grad=False)
-    return module
-
-
-def _masked() -> nn.Module:
-    module = nn.Linear(4, 6)
-    prune.identity(module, "weight")
+    module.weight = weight
     return module
 
 
@@ -114,17 +92,18 @@ def _masked() -> nn.Module:
     ("build", "text"),
     [
         (lambda: nn.Conv1d(4, 6, 1), "an nn.Linear or a Conv1D, got Conv1d"),
-        (lambda: nn.Embedding(4, 6), "got Embedding"),
-        (nn.Identity, "got Identity"),
         (lambda: 3, "got int"),
         (Adapted, "got Adapted with lora_A"),
-        (_masked, "got Linear with weight_orig"),
+        (lambda: prune.identity(nn.Linear(4, 6), "weight"), "got Linear with weight_orig"),
         (
             lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)),
             "got ParametrizedLinear with parametrizations",
         ),
-        (_quantised, "plain floating-point nn.Parameter, got Quantised of torch.float32 in Linear"),
-        (_integers, "got Parameter of torch.int8 in Linear"),
+        (lambda: linear_of(Quantised(torch.zeros(6, 4))), "got Quantised of torch.float32 in Lin"),
+        (
+            lambda: linear_of(nn.Parameter(torch.zeros(6, 4).char(), requires_grad=False)),
+            "got Parameter of torch.int8 in Linear",
+        ),
         (lambda: nn.LazyLinear(6), "got UninitializedParameter"),
         (lambda: nn.Linear(4, 6).to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
     ],
