@@ -317,11 +317,16 @@ def test_prune_heads_with_a_layout_of_ones_own() -> None:
     model, x = odd_model()
     with pytest.raises(UnsupportedModel):
         hp.prune_heads_(model, {1: [0, 1]}, x)
-    first, second = hp.find_sites(model, layouts=[ODD])
-    report = hp.prune_heads_(model, {1: [0, 1]}, x, [first, second])
+    report = hp.prune_heads_(model, {1: [0, 1]}, x, hp.find_sites(model, layouts=[ODD]))
     assert report.removed == (("2", (0, 1)),)
-    only = hp.HeadMask.from_keep({"0": [0, 1]}, {"0": 6})
-    assert hp.prune_(model, only, x, [first]).removed == (("0", (2, 3, 4, 5)),)
+
+
+def test_sites_may_be_a_subset() -> None:
+    subject = subject_of("gpt2")
+    (site,) = some = subject.sites[1:2]
+    mask = hp.HeadMask.from_keep({site.name: [2]}, {site.name: 4})
+    assert hp.prune_(subject.model, mask, sites=some).removed == ((site.name, (0, 1, 3)),)
+    assert [len(s.heads) for s in hp.find_sites(subject.model)] == [4, 1, 4]
 
 
 def test_a_cut_inside_a_gated_block_is_refused() -> None:
