@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
+import pytest
+
 import headprune as hp
 from headprune.bench.size import sizes
-from tests.laws.support import Subject, subject_of
+from tests.laws.support import subject_of
 
 
-def test_sizes_are_those_of_both_models(subject: Subject) -> None:
-    pruned, mask = subject.copy(), subject.ragged()
+@pytest.mark.parametrize(
+    ("name", "tokens", "cache"),
+    # Llama: three layers of three groups, keys and values of width 4 in fp64; one group is removed.
+    [("vit", 5, None), ("bert", 7, None), ("llama", 7, (9 * 64, 8 * 64))],
+)
+def test_sizes_are_those_of_both_models(name: str, tokens: int, cache: tuple[int, int]) -> None:
+    subject = subject_of(name)
+    pruned, first = subject.copy(), subject.sites[0]
+    mask = subject.without({first.name: first.units[0]})
     hp.prune_(pruned, mask)
-    rows = {
-        row.name: (row.original, row.pruned) for row in sizes(subject.model, pruned, subject.batch)
-    }
+    found = sizes(subject.model, pruned, subject.batch)
+    rows = {row.name: (row.original, row.pruned) for row in found}
     assert rows["heads"] == (sum(s.n_query_heads for s in subject.sites), mask.n_kept)
-    assert rows["parameters"] == tuple(
-        sum(p.numel() for p in m.parameters()) for m in (subject.model, pruned)
-    )
-    (name,) = (n for n in rows if n.startswith("MACs"))
-    assert name == f"MACs an example of {5 if subject.layout.name == 'vit' else 7} tokens"
-    assert rows[name][0] > rows[name][1] > 0
-
-
-def test_only_a_decoder_has_a_cache() -> None:
-    for name in ("bert", "llama"):
-        subject = subject_of(name)
-        pruned = subject.copy()
-        hp.prune_(pruned, subject.without({subject.sites[0].name: subject.sites[0].units[0]}))
-        rows = {
-            row.name: (row.original, row.pruned)
-            for row in sizes(subject.model, pruned, subject.batch)
-        }
-        # Three layers of three groups, keys and values of width 4 in fp64; one group goes.
-        assert rows.get("KV-cache bytes a token") == ((9 * 64, 8 * 64) if name == "llama" else None)
-
-
-def test_sites_that_are_given_are_the_ones_that_count() -> None:
-    subject = subject_of("bert")
-    rows = sizes(
-        subject.model,
-        subject.copy(),
-        subject.batch,
-        sites=type(subject.sites)(subject.sites[:1], []),
-    )
-    assert rows[0].original == rows[0].pruned == 4
+    counts = [sum(p.numel() for p in m.parameters()) for m in (subject.model, pruned)]
+    assert rows["parameters"] == tuple(counts)
+    before, after = rows[f"MACs an example of {tokens} tokens"]
+    assert before > after > 0
+    assert rows.get("KV-cache bytes a token") == cache
+    given = type(subject.sites)(subject.sites[:1], [])  # sites that are given alone count
+    heads = sizes(subject.model, subject.model, subject.batch, sites=given)[0]
+    assert heads.original == heads.pruned == first.n_query_heads
