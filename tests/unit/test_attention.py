@@ -3,13 +3,10 @@ module."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from headprune.attention import Additive, KVCache, MultiHeadAttention, ScaledDotProduct
@@ -54,23 +51,21 @@ SHAPES = {
     "separate-widths": {"key_size": 7, "value_size": 9, "output_size": 5, "head_dim": 2},
     "all": {"n_kv_heads": 2, "key_size": 7, "value_size": 9, "output_size": 5, "value_dim": 2},
 }
+KEYS = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0]]).bool()
+ANY = torch.rand(2, 4, 4, 4, generator=torch.Generator().manual_seed(1)) > 0.4
 MASKS = {
     "none": {},
     "lens": {"valid_lens": torch.tensor([3, 1])},
     "lens-per-query": {"valid_lens": torch.tensor([[1, 2, 3, 0], [4, 4, 1, 2]])},
-    "mask-2d": {
-        "mask": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
-    },
-    "mask-keys": {"mask": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0]]).bool()[:, None, None, :]},
-    "mask-queries": {"mask": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0]]).bool()[:, None, :, None]},
-    "mask-heads": {
-        "mask": torch.rand(2, 4, 4, 4, generator=torch.Generator().manual_seed(1)) > 0.6
-    },
+    "mask-2d": {"mask": KEYS.repeat(2, 1)},
+    "mask-keys": {"mask": KEYS[:, None, None, :]},
+    "mask-queries": {"mask": KEYS[:, None, :, None]},
+    "mask-heads": {"mask": ANY},
     "causal": {"causal": True},
     "hide-self": {"hide_self": True},
     "everything": {
         "valid_lens": torch.tensor([3, 0]),
-        "mask": torch.rand(1, 4, 4, 1, generator=torch.Generator().manual_seed(2)) > 0.3,
+        "mask": ANY[:1, :, :, :1],
         "causal": True,
         "hide_self": True,
     },
@@ -80,6 +75,10 @@ MASKS = {
 #: Every shape with every kind of mask at once, and every mask with the plainest and the oddest shape.
 CASES = [(shape, "everything") for shape in SHAPES]
 CASES += [(shape, mask) for mask in list(MASKS)[:-1] for shape in ("plain", "all")]
+
+
+def quarter(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return 0.25 * torch.dot(query, key)
 
 
 @pytest.mark.parametrize("compatibility", ["scaled_dot_product", "additive", "own scale"])
@@ -96,7 +95,7 @@ def test_equals_the_literal_loop(
     if compatibility == "additive":
         fit = reference.additive(module.compatibility.weight)
     elif compatibility == "own scale":
-        fit = lambda q, k: 0.25 * torch.dot(q, k)  # noqa: E731
+        fit = quarter
     allowed = reference.may_see(2, 4, 4, 4, **masks)
     expected, expected_weights = reference.multi_head(module, query, key, value, allowed, fit)
     calls = spy_on_sdpa(monkeypatch)
@@ -136,15 +135,6 @@ def test_sequence_first_is_a_transposition() -> None:
     assert seen == [torch.Size([2, 3, 12])]  # gates from outside rely on a batch-first input of W_o
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-def test_every_kernel_agrees(backend: SDPBackend) -> None:
-    module, x = make(n_kv_heads=2), rand(2, 5, 12)
-    masks: dict[str, Any] = {"valid_lens": torch.tensor([0, 3]), "hide_self": True}
-    expected, _ = reference.multi_head(module, x, x, x, reference.may_see(2, 4, 5, 5, **masks))
-    with sdpa_kernel(backend):
-        assert_close(module(x, **masks), expected, **EXACT)
-
-
 # ---------------------------------------------------------------- masks
 
 
@@ -154,29 +144,21 @@ def test_a_query_without_keys_gets_zeros_and_finite_gradients(
     need_weights: bool, dtype: torch.dtype, n_kv_heads: int
 ) -> None:
     module = make(dtype=dtype, n_kv_heads=n_kv_heads)
-    x = rand(3, 4, 12, dtype=dtype).requires_grad_()
-    gates = torch.ones(4, dtype=dtype, requires_grad=True)
-    lens = torch.tensor([0, 2, 4])
+    x, lens = rand(3, 4, 12, dtype=dtype).requires_grad_(), torch.tensor([0, 2, 4])
+    gates, nothing = torch.ones(4, dtype=dtype, requires_grad=True), x[:, :0]
     out = module(x, valid_lens=lens, gates=gates, need_weights=need_weights)
+    none = module(x, nothing, need_weights=need_weights)
     if need_weights:
-        out, weights = out
+        (out, weights), (none, no_weights) = out, none
         assert (weights[0] == 0).all()
+        assert no_weights.shape == (3, 4, 4, 0)
     assert_close(out[0], module.W_o.bias.expand(4, 12))
+    assert_close(none, module.W_o.bias.expand(3, 4, 12))
     out.square().sum().backward()
     for tensor in (x, gates, *module.parameters()):
         assert torch.isfinite(tensor.grad).all()
     assert (x.grad[0] == 0).all()
     assert (x.grad[1] != 0).any()
-
-
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_no_keys_at_all_gives_zeros(need_weights: bool) -> None:
-    module = make()
-    out = module(rand(2, 3, 12), rand(2, 0, 12), need_weights=need_weights)
-    if need_weights:
-        out, weights = out
-        assert weights.shape == (2, 4, 3, 0)
-    assert_close(out, module.W_o.bias.expand(2, 3, 12))
 
 
 def test_the_kernels_get_no_mask_where_none_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,23 +201,19 @@ def test_a_callable_sees_original_heads_and_positions() -> None:
 
 def test_a_module_as_compatibility_trains_and_is_saved() -> None:
     module = make(compatibility=Additive(3, dtype=F64))
-    assert "compatibility.weight" in module.state_dict()
+    before = module.state_dict()["compatibility.weight"]
     module(rand(1, 3, 12)).sum().backward()
     assert (module.compatibility.weight.grad != 0).any()
-    before = module.compatibility.weight
     module.prune_heads_([1])
-    assert module.compatibility.weight is before
+    assert module.compatibility.weight.data_ptr() == before.data_ptr()
 
 
 # ---------------------------------------------------------------- gates
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
-def test_gates_of_one_change_no_bit_and_carry_their_gradient(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    module, x = make(dtype=dtype), rand(2, 3, 12, dtype=dtype)
+def test_gates_of_one_change_no_bit_and_carry_their_gradient(shape: tuple[int, ...]) -> None:
+    module, x = make(dtype=torch.bfloat16), rand(2, 3, 12, dtype=torch.bfloat16)
     gates = torch.ones(shape, requires_grad=True)
     out = module(x, gates=gates)
     assert torch.equal(out, module(x))
@@ -251,15 +229,11 @@ def test_gates_equal_the_loop_and_finite_differences(per_example: bool) -> None:
     expected, _ = reference.multi_head(module, x, x, x, allowed, gates=gates.expand(2, 4))
     assert_close(module(x, gates=gates), expected, **EXACT)
     for at in (gates, torch.ones_like(gates)):
-        at.requires_grad_()
-        assert torch.autograd.gradcheck(lambda g: module(x, gates=g), at)
-
-
-def test_hooks_on_the_output_projection_gate_the_same() -> None:
-    module, x, gates = make(), rand(2, 3, 12), rand(4)
-    expected = module(x, gates=gates)
-    module.W_o.register_forward_pre_hook(lambda _m, args: (args[0] * gates.repeat_interleave(3),))
-    assert_close(module(x), expected, **EXACT)
+        assert torch.autograd.gradcheck(lambda g: module(x, gates=g), at.requires_grad_())
+    if not per_example:  # as gates from outside do
+        hook = lambda _m, args: (args[0] * gates.repeat_interleave(5),)  # noqa: E731
+        module.W_o.register_forward_pre_hook(hook)
+        assert_close(module(x), expected, **EXACT)
 
 
 # ---------------------------------------------------------------- dropout
@@ -284,16 +258,3 @@ def test_dropout_acts_in_training_only(need_weights: bool) -> None:
         assert not torch.allclose(run(module), run(module))
         mean = torch.stack([run(module) for _ in range(400)]).mean(0)
     assert_close(mean, expected, rtol=0, atol=0.2)  # of 400 draws, each of spread about 1
-
-
-# ---------------------------------------------------------------- the room
-
-
-def test_importing_the_room_imports_no_torch() -> None:
-    code = "import sys, headprune.attention; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    import headprune.attention as room
-
-    assert all(getattr(room, name) for name in room.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'MultiHead'"):
-        _ = room.MultiHead

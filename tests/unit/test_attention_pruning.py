@@ -110,33 +110,6 @@ def test_prune_twice_equals_prune_once_and_nothing_changes_nothing() -> None:
     assert module.prune_heads_([]) == ()
 
 
-def test_prune_preserves_what_the_module_is() -> None:
-    module = make(dtype=torch.bfloat16).train()
-    module.W_k.requires_grad_(False)
-    module.W_o.bias.requires_grad_(False)
-    module.W_q.weight._is_hf_initialized = True
-    parts, called = dict(module.named_children()), []
-    module.W_o.register_forward_hook(lambda *_a: called.append(1))
-    module.W_v.eval()
-    bias = module.W_o.bias
-    module.prune_heads_([1, 2])
-    assert dict(module.named_children()) == parts
-    assert (module.training, module.W_v.training) == (True, False)
-    frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
-    assert frozen == ["W_k.weight", "W_k.bias", "W_o.bias"]
-    for p in module.parameters():
-        assert (type(p), p.dtype) == (nn.Parameter, torch.bfloat16)
-        assert p.is_contiguous()
-        assert p.is_leaf
-    assert module.W_o.bias is bias
-    assert module.W_q.weight._is_hf_initialized
-    module(torch.randn(1, 2, 12, dtype=torch.bfloat16))
-    assert called == [1]
-    names = [f"W_{p}.{k}" for p in "qkvo" for k in ("weight", "bias")]
-    names.append("headprune_kept")  # which heads it has
-    assert sorted(module.state_dict()) == sorted(names)
-
-
 def test_a_refused_prune_changes_nothing() -> None:
     module = make(n_kv_heads=2)
     nn.utils.parametrizations.orthogonal(module.W_o)  # the last projection to be looked at
