@@ -20,7 +20,6 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.attention.kept_heads import KEPT_HEADS, weights_of
-from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
 from headprune.core.errors import InvalidValue
 from headprune.model.fingerprint import fingerprint, weights_digest
 from tests.laws.support import subject_of
@@ -114,15 +113,9 @@ def test_a_module_that_was_built_small_takes_what_means_the_same_in_it() -> None
         other = hp.MultiHeadAttention(16, heads, head_dim=4)
         with pytest.raises(InvalidValue, match=words):
             other.load_state_dict(uneven.state_dict())
-
-
-@pytest.mark.parametrize(
-    "stored", [torch.zeros(()), torch.tensor([1]), torch.tensor([4, 2**40, 0]), 4], ids=str
-)
-def test_what_is_no_such_tensor_is_refused(stored: Any) -> None:
-    module = module_of((0, 1), 4)
-    with pytest.raises(InvalidValue, match="must be a tensor"):
-        module.load_state_dict({**module.state_dict(), KEPT_HEADS: stored})
+    for stored in (torch.zeros(()), torch.tensor([1]), torch.tensor([4, 2**40, 0]), 4):
+        with pytest.raises(InvalidValue, match="must be a tensor"):
+            source.load_state_dict({**source.state_dict(), KEPT_HEADS: stored})
 
 
 # --- in a model
@@ -160,31 +153,14 @@ def test_what_we_store_of_a_model_is_as_it_was(tmp_path: Path) -> None:
     hp.save_pretrained(model, tmp_path)
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert not any(KEPT_HEADS in name for name in stored)
-    loaded = hp.from_pretrained(tmp_path, copy.deepcopy(subject_of("multi_head_attention").model))
+    loaded = hp.from_pretrained(tmp_path, cut({})[0])
     assert_close(loaded(**batch), model(**batch), rtol=0, atol=0)
     assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert weights_of(model).keys() == {n for n, _ in model.named_parameters()}
     marks = [fingerprint(model, hp.find_sites(model)), weights_digest(model)]
-
-    def as_before(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-        destination.pop(prefix + KEPT_HEADS, None)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hp.MultiHeadAttention, "_save_to_state_dict", as_before)
+    with pytest.MonkeyPatch.context() as patch:  # as before modules stored their heads
+        patch.delattr(hp.MultiHeadAttention, "_save_to_state_dict")
         assert [fingerprint(model, hp.find_sites(model)), weights_digest(model)] == marks
-
-
-def test_transformers_stores_the_heads_of_our_encoder_decoder(tmp_path: Path) -> None:
-    whole = TransformerForTranslation(TransformerConfig(vocab_size=20, d_model=16)).eval()
-    source, other = copy.deepcopy(whole), copy.deepcopy(whole)
-    for model, removed in ((source, 0), (other, 1)):
-        hp.prune_heads_(model, {layer: [removed] for layer in range(len(hp.find_sites(whole)))})
-    source.save_pretrained(tmp_path)
-    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    copy.deepcopy(source).load_state_dict(stored, strict=False)
-    with pytest.raises(InvalidValue, match=REFUSED):
-        other.load_state_dict(stored, strict=False)
 
 
 # --- however a model is moved, stored and loaded
@@ -258,15 +234,11 @@ def test_accelerate_dispatches_a_stored_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("buffers", [False, True])
 def test_a_model_whose_buffers_are_offloaded_can_be_cut(buffers: bool) -> None:
-    (expected, batch), (model, _) = cut({0: [0, 1]}), cut({})
+    (expected, batch), (model, _) = cut({0: [0, 1], 1: [0, 1]}), cut({})
     model = accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=buffers)
-    hp.prune_heads_(model, {0: [0, 1]})
+    for layer in (0, 1):
+        hp.prune_heads_(model, {layer: [0, 1]})
     assert_close(model(**batch), expected(**batch), rtol=0, atol=0)
-    again = accelerate.cpu_offload(expected, torch.device("cpu"), offload_buffers=buffers)
-    assert_close(again(**batch), model(**batch), rtol=0, atol=0)
-    hp.prune_heads_(again, {1: [0, 1]})
-    hp.prune_heads_(model, {1: [0, 1]})
-    assert_close(again(**batch), model(**batch), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.9999])
