@@ -16,6 +16,7 @@ import torch
 from sacrebleu.metrics import BLEU
 from transformers import AutoTokenizer
 
+import headprune as hp
 from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
 from headprune.bench.quality import evaluate
 from headprune.bench.translation import evaluate_translation, translate
@@ -29,19 +30,19 @@ from headprune.data.vocabulary import train_tokenizer
 from headprune.layouts import registry
 from headprune.recipes.reading import override
 from headprune.recipes.validate import RecipeError, check_recipe
-from headprune.run import prepared
+from headprune.run import prepared, run_recipe
 from headprune.sweep.base import open_base, ready_base
 from headprune.sweep.outcome import ModelOutcome, judge
 from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
-from tests.tiny_models import bert
+from tests.tiny_models import WORDS, bert, encoder_decoder
 
-WORDS = ["cat", "dog", "house", "tree", "sun", "moon", "red", "blue"]
+COMMON = ["cat", "dog", "house", "tree", "sun", "moon", "red", "blue"]
 TEXTS = ["A man's dog.", "Straße  über\tLöwe ☃ <s> </s>.", " leading", "trailing \n", "<pad>"]
 
 
 def sentences(count: int, seed: int, longest: int = 7) -> list[str]:
     draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=draw.randint(1, longest))) for _ in range(count)]
+    return [" ".join(draw.choices(COMMON, k=draw.randint(1, longest))) for _ in range(count)]
 
 
 def test_byte_pairs_give_every_text_back_and_end_it(tmp_path: Path) -> None:
@@ -332,3 +333,52 @@ def test_a_resolved_recipe_is_one_again_and_rows_need_translations(tmp_path: Pat
     (tmp_path / "test.jsonl").write_text(json.dumps({"en": "a dog", "de": ""}))
     with pytest.raises(InvalidValue, match="test, row 0: must be a translation that is not empty"):
         load_rows(recipe)
+
+
+# --- an encoder-decoder as the hub has them
+
+
+def pretrained(folder: Path, **changes: Any) -> Any:
+    columns = {"text": "translation.en", "target": "translation.xx", "prefix": "w0 w1 : "}
+    own = {
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder), **columns, "holdout": 10, "test_holdout": 10},
+        "decode": {"max_length": 12},
+        "score": {"random_draws": 0},
+        "report": False,
+    }
+    return check_recipe({**RECIPE, **own, **changes})
+
+
+@pytest.mark.parametrize("family", ["T5", "Marian"])
+def test_an_encoder_decoder_from_a_folder_is_cut_with_its_own_tokenizer(
+    family: str, tmp_path: Path
+) -> None:
+    encoder_decoder(tmp_path / "model", family)
+    draw = random.Random(0)
+    texts = [draw.choices(WORDS, k=draw.randint(2, 8)) for _ in range(40)]
+    pairs = [{"en": " ".join(words), "xx": " ".join(reversed(words))} for words in texts]
+    lines = [json.dumps({"translation": pair}) for pair in pairs]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    chosen = pretrained(tmp_path)
+    subject = prepared(chosen, say=lambda line: None)
+    row, tokenizer = subject.data.examples["test"][0], subject.preparation.tokenizer
+    said = tokenizer.decode(row["input_ids"], skip_special_tokens=True).split()
+    target = subject.data.targets["test"][0].split()
+    assert said[:2] == ["w0", "w1"]
+    assert said[-len(target) :] == target[::-1]
+    start = subject.model.config.decoder_start_token_id
+    assert row["decoder_input_ids"] == [start, *row["labels"][:-1]]
+    assert tokenizer.decode(row["labels"], skip_special_tokens=True).split() == target
+
+    record = run_recipe(chosen, out=tmp_path / "out", say=lambda line: None)
+    assert record.status == "done"
+    assert {row.metric for row in record.quality} == {"bleu"}
+    kinds = {site.kind for site in hp.find_sites(hp.from_pretrained(tmp_path / "out" / "model"))}
+    assert kinds == {"self", "causal", "cross"}
+
+
+def test_a_prefix_is_for_translations() -> None:
+    data = {"path": "rows.jsonl", "text": "text", "prefix": "translate: "}
+    with pytest.raises(RecipeError, match=r"data\.prefix: must be left out for text_class"):
+        pretrained(Path("here"), task="text_classification", data=data, decode={})

@@ -1,5 +1,7 @@
-"""Timing of generation: cache bytes are exact, tokens are those of a whole pass, rounds are
-fair."""
+"""Sizes before and after a cut, and timing of generation.
+
+Cache bytes are exact, tokens are those of a whole pass, rounds are fair.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headprune as hp
 from headprune.bench import compare_decoding
+from headprune.bench.size import sizes
 from headprune.core.errors import InvalidValue
 from headprune.recipes.validate import RecipeError, load_recipe
+from tests.laws.support import subject_of
 
 LAYERS, GROUPS, WIDTH = 2, 4, 4
 
@@ -75,3 +79,29 @@ def test_what_cannot_be_timed_is_refused(model: LlamaForCausalLM) -> None:
         compare_decoding(model, copy.deepcopy(model).to("meta"))
     with pytest.raises(RecipeError, match=r"bench.new_tokens: must be left out"):
         load_recipe("digits-vit", ["bench.new_tokens=3"])
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "cache"),
+    # Llama: three layers of three groups, keys and values of width 4 in fp64; one group is removed.
+    [("vit", 5, None), ("bert", 7, None), ("llama", 7, (9 * 64, 8 * 64))],
+)
+def test_sizes_are_those_of_both_models(name: str, tokens: int, cache: tuple[int, int]) -> None:
+    subject = subject_of(name)
+    pruned, first = subject.copy(), subject.sites[0]
+    mask = subject.without({first.name: first.units[0]})
+    hp.prune_(pruned, mask)
+    found = sizes(subject.model, pruned, subject.batch)
+    rows = {row.name: (row.original, row.pruned) for row in found}
+    assert rows["heads"] == (sum(s.n_query_heads for s in subject.sites), mask.n_kept)
+    counts = [sum(p.numel() for p in m.parameters()) for m in (subject.model, pruned)]
+    assert rows["parameters"] == tuple(counts)
+    before, after = rows[f"MACs an example of {tokens} tokens"]
+    assert before > after > 0
+    assert rows.get("KV-cache bytes a token") == cache
+    given = type(subject.sites)(subject.sites[:1], [])  # sites that are given alone count
+    heads = sizes(subject.model, subject.model, subject.batch, sites=given)[0]
+    assert heads.original == heads.pruned == first.n_query_heads
