@@ -60,18 +60,12 @@ def manifest(**changes: Any) -> Damage:
     return lambda folder: edit(folder / MANIFEST, lambda m: m.update(changes))
 
 
-def row(index: int, **changes: Any) -> Damage:
-    """Damage to one row of the manifest's mask."""
-    return lambda folder: edit(
-        folder / MANIFEST, lambda m: m["mask"]["rows"][index].update(changes)
-    )
-
-
 def hashes_made_true(folder: Path) -> None:
     """As if the weights and the configuration had been saved as they are now."""
     for key, name in (("weights_sha256", WEIGHTS), ("config_sha256", CONFIG)):
-        digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        manifest(**{key: digest})(folder)
+        if (folder / name).is_file():
+            digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            manifest(**{key: digest})(folder)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
@@ -79,11 +73,9 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
 
     def damage(folder: Path) -> None:
         found = safetensors.torch.load_file(folder / WEIGHTS)
-        found = {k: v.clone() for k, v in found.items()}
         change(found)
         safetensors.torch.save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
-        digest = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
-        manifest(weights_sha256=digest)(folder)
+        hashes_made_true(folder)
 
     return damage
 
@@ -98,9 +90,8 @@ def config(**changes: Any) -> Damage:
     return damage
 
 
-def written(name: str, content: str | bytes) -> Damage:
+def written(name: str, data: bytes) -> Damage:
     """Damage that replaces a whole file."""
-    data = content.encode() if isinstance(content, str) else content
     return lambda folder: (folder / name).write_bytes(data)
 
 
@@ -108,9 +99,18 @@ def missing(name: str) -> Damage:
     return lambda folder: (folder / name).unlink()
 
 
-def cut_off(size: int) -> Damage:
-    """Weights of which only the first bytes are there."""
-    return lambda folder: written(WEIGHTS, (folder / WEIGHTS).read_bytes()[:size])(folder)
+def broken(data: bytes) -> Damage:
+    """A configuration of other bytes, as if it had been saved so."""
+    return lambda folder: (written(CONFIG, data)(folder), hashes_made_true(folder))
+
+
+def heads(index: int, **changes: Any) -> Damage:
+    """Damage to one row of the manifest's mask."""
+
+    def damage(folder: Path) -> None:
+        edit(folder / MANIFEST, lambda m: m["mask"]["rows"][index].update(changes))
+
+    return damage
 
 
 def flipped(where: int) -> Damage:
@@ -124,12 +124,6 @@ def flipped(where: int) -> Damage:
     return damage
 
 
-def pickled(folder: Path) -> None:
-    """Weights in a pickle, which is not read."""
-    (folder / WEIGHTS).unlink()
-    torch.save({}, folder / "pytorch_model.bin")
-
-
 def refuses(folder: Path, words: str, **options: Any) -> None:
     with pytest.raises(CheckpointError, match=words) as error:
         hp.from_pretrained(folder, **options)
@@ -137,6 +131,7 @@ def refuses(folder: Path, words: str, **options: Any) -> None:
 
 
 def test_the_folder_loads_before_it_is_damaged(folder: Path) -> None:
+    manifest(added_biases=["no.such.module.bias"])(folder)  # leads nowhere and is passed over
     assert [len(s.heads) for s in hp.find_sites(hp.from_pretrained(folder))] == [3, 0, 4]
     assert hp.from_pretrained(str(folder)) is not None
 
@@ -145,19 +140,18 @@ NO_FILE = r"model\.safetensors: must be the model's weights, got no such file"
 NO_SAFETENSORS = r"model\.safetensors: must be a valid safetensors file.*Copy the folder again"
 OTHER_BYTES = r"\(SHA-256 [0-9a-f]{12}\.\.\.\), got a file with other contents"
 UNREADABLE = r"(?s)headprune\.json: must be a manifest that we can read.*"
+NO_CONFIG = r"config\.json: must be a model's configuration"
 NO_MODEL = r"config\.json: must be a valid configuration"
 BIAS = "classifier.bias"
-FOUR_LABELS = {"num_labels": 4, "id2label": {str(i): str(i) for i in range(4)}, "label2id": {}}
 DAMAGE: dict[str, tuple[Damage, str]] = {
-    "weights cut off": (cut_off(200), NO_SAFETENSORS),
+    "weights cut off": (written(WEIGHTS, b"half"), NO_SAFETENSORS),
     "a flipped byte in the length": (flipped(3), NO_SAFETENSORS),
     "a flipped byte in the data": (flipped(-1), OTHER_BYTES),
     "no weights": (missing(WEIGHTS), NO_FILE),
-    "weights in a pickle": (pickled, NO_FILE),
     "a missing tensor": (tensors(lambda t: t.pop(BIAS)), r"1 missing \(classifier\.bias\), 0 unk"),
     "a foreign tensor": (
-        tensors(lambda t: t.update(extra=torch.ones(1))),
-        r"got 0 missing \(\), 1 unknown \(extra\)",
+        tensors(lambda t: t.update(x=t[BIAS].clone())),
+        r"0 missing \(\), 1 unknown",
     ),
     "another shape": (
         tensors(lambda t: t.update({BIAS: torch.ones(4)})),
@@ -167,24 +161,14 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         tensors(lambda t: t.update({BIAS: t[BIAS].long()})),
         r"classifier\.bias: must be of a type like torch\.float32, got torch\.int64",
     ),
-    "an empty manifest": (written(MANIFEST, ""), UNREADABLE + "valid JSON"),
-    "a list as manifest": (written(MANIFEST, "[1]"), UNREADABLE + "JSON object"),
-    "a manifest of no kind": (written(MANIFEST, "{}"), UNREADABLE + "must be 'Manifest', got None"),
+    "an empty manifest": (written(MANIFEST, b""), UNREADABLE + "valid JSON"),
+    "a list as manifest": (written(MANIFEST, b"[1]"), UNREADABLE + "JSON object"),
     "bytes as manifest": (written(MANIFEST, b"\xff\xfe\x00"), UNREADABLE + "readable"),
     "another version": (manifest(version=99), UNREADABLE + "version.*99"),
     "an unknown key": (manifest(model_clas="x"), UNREADABLE + "Did you mean 'model_class'"),
-    "a missing key": (
-        lambda folder: edit(folder / MANIFEST, lambda m: m.pop("mask")),
-        UNREADABLE + "mask",
-    ),
-    "another type": (manifest(transformers="yes"), UNREADABLE + "must be of type bool, got 'yes'"),
-    "a head that is not there": (row(0, kept=[9]), UNREADABLE + "head 9 of .*an index below 4"),
-    "heads out of order": (row(0, kept=[2, 0]), UNREADABLE + "sorted indices"),
-    "other heads": (row(2, kept=[0, 1]), r"layer\.2\..*must be of shape \[8, 16\], got \[16, 16\]"),
-    "other sites": (
-        row(2, site="bert.encoder.layer.7.attention"),
-        r"(?s)a checkpoint of this model.*layer\.[27]\.attention",
-    ),
+    "a head that is not there": (heads(0, kept=[9]), UNREADABLE + "head 9 of .*an index below 4"),
+    "other heads": (heads(2, kept=[0, 1]), r"must be of shape \[8, 16\], got \[16, 16\]"),
+    "other sites": (heads(2, site="layer.7"), r"(?s)a checkpoint of this model.*layer\.[27]"),
     "an alias of nothing": (
         manifest(aliases=[{"name": "no.such", "stored": BIAS}]),
         r"1 unknown \(no\.such\)",
@@ -192,17 +176,16 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "another task": (manifest(model_class="BertForTokenClassification"), "must be"),
     "a class of no name": (manifest(model_class="Nobody"), "must be"),
     "no model class": (manifest(model_class="BertConfig"), "must be"),
-    "another configuration": (
-        written(CONFIG, "{"),
-        r"config\.json: must be the file that headprune\.json describes",
-    ),
+    "another configuration": (written(CONFIG, b"{}"), "must be the file that headprune.json descr"),
+    "a broken configuration": (broken(b"{"), NO_CONFIG),
+    "a list as configuration": (broken(b"[1]"), NO_CONFIG),
+    "no text as configuration": (broken(b"\xff"), NO_CONFIG),
     "no configuration": (missing(CONFIG), NO_MODEL + ", got no such file"),
     "a width that is text": (config(hidden_size="abc"), NO_MODEL),
     "an unknown activation": (config(hidden_act="nope"), NO_MODEL),
     "fewer layers": (config(num_hidden_layers=2), r"layer\.2\.attention.*got one without such a s"),
     "more heads": (config(num_attention_heads=8), "with 4 heads at .*got 8 heads there"),
     "more words": (config(vocab_size=51), r"be of shape \[51, 16\], got \[50, 16\]"),
-    "more labels": (config(**FOUR_LABELS), r"classifier.*\[4"),
 }
 
 
@@ -211,18 +194,6 @@ def test_a_damaged_folder_is_refused_in_words(folder: Path, damage: str) -> None
     do, words = DAMAGE[damage]
     do(folder)
     refuses(folder, words)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "ÿ"])
-def test_a_broken_configuration(folder: Path, text: str) -> None:
-    (folder / CONFIG).write_text(text, encoding="latin1")
-    hashes_made_true(folder)
-    refuses(folder, r"config\.json: must be (a valid|a model's) configuration")
-
-
-def test_a_bias_that_leads_nowhere_is_passed_over(folder: Path) -> None:
-    manifest(added_biases=["no.such.module.bias"])(folder)
-    assert hp.from_pretrained(folder) is not None
 
 
 def test_what_is_no_folder_of_ours(tmp_path: Path) -> None:
@@ -398,22 +369,11 @@ def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
 
 
-def test_weights_that_are_not_contiguous(tmp_path: Path) -> None:
-    model, batch = model_and_batch()
-    weight = model.classifier.weight.detach()
-    model.classifier.weight = nn.Parameter(weight.T.contiguous().T)
-    assert not model.classifier.weight.is_contiguous()
-    hp.save_pretrained(model, tmp_path)
-    # The same numbers; another memory layout may round the product in another way.
-    loaded = hp.from_pretrained(tmp_path)
-    assert_close(loaded.classifier.weight, model.classifier.weight, rtol=0, atol=0)
-    assert_close(loaded(**batch).logits, model(**batch).logits)
-
-
-def test_parameters_that_are_views_of_one_memory(tmp_path: Path) -> None:
+def test_parameters_that_are_views_or_not_contiguous(tmp_path: Path) -> None:
     """Two halves of one tensor are no shared tensor; neither are a matrix and its first rows."""
     model, memory = Mine().eval(), torch.randn(16, 8)
-    model.up.weight, model.down.weight = nn.Parameter(memory[:8]), nn.Parameter(memory[8:])
+    model.up.weight, model.down.weight = nn.Parameter(memory[:8]), nn.Parameter(memory[8:].T)
+    assert not model.down.weight.is_contiguous()
     flat = memory.view(-1)
     model.up.bias, model.down.bias = nn.Parameter(flat[:8]), nn.Parameter(flat[4:12])
     hp.save_pretrained(model, tmp_path / "views")
