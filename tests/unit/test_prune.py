@@ -37,8 +37,14 @@ from tests.unit.test_sites import ODD, odd_model
 
 ONE, TWO = {"0": 2}, {"0": 2, "1": 2}
 TOKENS = torch.zeros(0, 7, dtype=torch.long)
-SOUND = PruningPlan(hp.HeadMask.from_keep({}, ONE), model=ModelFingerprint("0" * 64, "0" * 64))
-LABELS = type("Labels", (nn.Sequential,), {"forward": lambda self, x: self[0](x).argmax(-1)})
+FOREIGN = PruningPlan(hp.HeadMask.from_keep({}, ONE), model=ModelFingerprint("0" * 64, "0" * 64))
+
+
+class Labels(nn.Sequential):
+    """Gives no floating-point output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x).argmax(-1)
 
 
 def small() -> nn.Module:
@@ -53,12 +59,9 @@ def small() -> nn.Module:
         (hp.HeadMask.from_keep({}, {"0": 3}), PlanMismatch, "with 3 heads at '0', .* got 2 heads"),
         (hp.HeadMask.from_keep({}, TWO), PlanMismatch, r"got one without such a site \(1 of 2"),
         (hp.HeadMask.from_keep({}, {"zero": 2}), PlanMismatch, "2 of 2 sites differ"),
-        (SOUND, PlanMismatch, "one for another class or head width"),
+        (FOREIGN, PlanMismatch, "one for another class or head width"),
         ([[1, 1]] * 2, InvalidValue, r"\[layers, heads\] with one row per site, 1, got 2 rows"),
-        ([[1, 1, 1]], InvalidValue, r"array\[0\], for .*: must be one value per head, 2, got 3"),
         ([[0, 2]], InvalidValue, r"array\[0\], .* 1 \(kept\) or 0 \(removed\) per head, got 2"),
-        (np.full((1, 2), np.nan), InvalidValue, "got nan"),
-        ([1], InvalidValue, "must be one value per head, 2, got 1"),
     ],
 )
 def test_a_plan_that_does_not_fit_changes_nothing(plan: Any, error: Any, words: str) -> None:
@@ -77,16 +80,13 @@ NO_INDEX = "heads of layer 0: must be a collection of head indices"
     ("heads", "error", "words"),
     [
         ({3: [0]}, UnknownName, NO_LAYER + "3"),
-        ({-4: [0]}, UnknownName, NO_LAYER + "-4"),
         ({True: [0]}, UnknownName, NO_LAYER + "True"),
         ({"0": [0]}, UnknownName, NO_LAYER + "'0'"),
         ({0: [4]}, UnknownName, "head of layer 0: must be an index below 4, got 4"),
         ({1: [-1]}, UnknownName, "head of layer 1: must be an index below 4, got -1"),
         ({0: [True, False, True, True]}, InvalidValue, NO_INDEX),
-        ({0: [1, 0, 1, 1]}, InvalidValue, NO_INDEX),
         ({0: torch.tensor([0, 1, 0, 0])}, InvalidValue, NO_INDEX),
         ({0: 1}, InvalidValue, NO_INDEX),
-        ({0: "12"}, InvalidValue, NO_INDEX),
         ({0: [1.0]}, InvalidValue, NO_INDEX),
     ],
 )
@@ -118,7 +118,7 @@ def test_an_example_that_proves_nothing_is_refused_before_any_change(
     with pytest.raises(InvalidValue, match=words):
         hp.prune_(subject.model, subject.ragged(), example(subject.batch))
     assert picture(subject.model) == before
-    model = LABELS(hp.MultiHeadAttention(8, 2))
+    model = Labels(hp.MultiHeadAttention(8, 2))
     with pytest.raises(InvalidValue, match="returns floating-point tensors"):
         hp.prune_(model, hp.HeadMask.from_keep({"0": [1]}, ONE), torch.randn(2, 3, 8))
 
