@@ -133,6 +133,15 @@ def test_deepcopy_pickle_and_repr_of_a_pruned_module() -> None:
     assert "n_heads=2, n_kv_heads=1, head_dim=3, heads=[2, 3] of 4" in repr(module)
 
 
+def test_parameters_that_projections_share_stay_shared() -> None:
+    attention = MultiHeadAttention(8, 4)
+    attention.W_k.weight = attention.W_q.weight
+    attention.prune_heads_([1, 3])
+    assert attention.W_k.weight is attention.W_q.weight
+    assert attention.W_k.bias is not attention.W_q.bias
+    assert attention.W_q.weight.shape == (4, 8)
+
+
 # ---------------------------------------------------------------- KV cache
 
 
