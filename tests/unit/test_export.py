@@ -1,5 +1,4 @@
-"""torch.export, torch.compile and ONNX of cut models, with a layer that has no head left in
-each."""
+"""torch.export, torch.compile and ONNX of cut models, each with a layer that keeps no head."""
 
 from __future__ import annotations
 
