@@ -61,6 +61,8 @@ def small() -> nn.Module:
         (hp.HeadMask.from_keep({}, {"zero": 2}), PlanMismatch, "2 of 2 sites differ"),
         (FOREIGN, PlanMismatch, "one for another class or head width"),
         ([[1, 1]] * 2, InvalidValue, r"\[layers, heads\] with one row per site, 1, got 2 rows"),
+        ([[1, 1, 1]], InvalidValue, r"array\[0\], for .*: must be one value per head, 2, got 3"),
+        ([1], InvalidValue, "must be one value per head, 2, got 1"),
         ([[0, 2]], InvalidValue, r"array\[0\], .* 1 \(kept\) or 0 \(removed\) per head, got 2"),
     ],
 )
