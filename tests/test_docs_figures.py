@@ -71,7 +71,7 @@ def test_the_figure_of_the_concepts_is_that_of_the_demo(
     )
     record = RunRecord.load(figures.RECORDS / "demo.json")
     assert (
-        f"{record.plan.mask.n_kept} of {record.plan.mask.n_heads} heads stay" in drawn.read_text()
+        f"{record.plan.mask.n_kept} of {record.plan.mask.n_heads} heads kept" in drawn.read_text()
     )
 
 

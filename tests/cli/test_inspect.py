@@ -105,11 +105,11 @@ def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
     model(**batch)
 
     def refuse(*_: Any) -> Any:
-        raise UnsupportedModel("here", "left with a head", "none kept")
+        raise UnsupportedModel("here", "cut so that it keeps a head", "none kept")
 
     put(registry.get("t5").tiny(0, "t5")[0])
     monkeypatch.setattr("headprune.model.cut.cut_", refuse)
-    said = "all heads of a layer may be removed: no: must be left with a head"
+    said = "all heads of a layer may be removed: no: must be cut so that it keeps a head"
     assert said in done("inspect here").stdout
 
 

@@ -65,7 +65,7 @@ def test_law_5_a_layer_without_heads_is_exact_or_refused(subject: Subject, which
     mask, small = subject.mask({name: [] for name in chosen}), copy.deepcopy(subject.model)
     if subject.family in KEEP_A_HEAD:
         before = picture(small)
-        with pytest.raises(UnsupportedModel, match="left with a head"):
+        with pytest.raises(UnsupportedModel, match="cut so that it keeps a head"):
             hp.prune_(small, mask, sites=subject.sites)
         assert picture(small) == before
         return

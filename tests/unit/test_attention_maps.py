@@ -120,7 +120,7 @@ def test_what_shows_no_map_is_refused(bert: Any) -> None:
     model = copy.deepcopy(bert)
     names = {s.name: s.n_query_heads for s in hp.find_sites(model)}
     hp.prune_(model, hp.HeadMask.from_keep(dict.fromkeys(names, ()), names))
-    with pytest.raises(UnsupportedModel, match="one with a head left, got no head at any site"):
+    with pytest.raises(UnsupportedModel, match="one with a head, got no head at any site"):
         hp.attention_maps(model, padded())
     with pytest.raises((UnsupportedModel, InvalidValue)):
         hp.attention_maps(torch.nn.Linear(4, 4), torch.randn(2, 4))

@@ -4,7 +4,6 @@ is stored."""
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from itertools import combinations, product
@@ -21,7 +20,6 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.attention.kept_heads import KEPT_HEADS, weights_of
-from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
 from headprune.core.errors import InvalidValue
 from headprune.model.fingerprint import fingerprint, weights_digest
 from tests.laws.support import subject_of
@@ -37,32 +35,26 @@ def module_of(keep: tuple[int, ...], n_kv_heads: int, seed: int = 0) -> hp.Multi
     return module
 
 
-def by_torch(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    stored = io.BytesIO()
-    torch.save(state, stored)
-    stored.seek(0)
-    found: dict[str, Tensor] = torch.load(stored, weights_only=True)
-    return found
+def reread(state: dict[str, Tensor], folder: Path, how: str) -> dict[str, Tensor]:
+    """A state dict as it comes back from where it was stored."""
+    file = folder / "state"
+    if how == "torch":
+        torch.save(state, file)
+        return torch.load(file, weights_only=True)
+    if how == "safetensors":
+        safetensors.torch.save_file(state, file)
+        return safetensors.torch.load_file(file)
+    return {k: (v.double() + v.double()) / 2 for k, v in state.items()} if how else state
 
 
-def by_safetensors(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    safetensors.torch.save_file(state, folder / "state.safetensors")
-    return safetensors.torch.load_file(folder / "state.safetensors")
-
-
-STORED: dict[str, Callable[[dict[str, Tensor], Path], dict[str, Tensor]]] = {
-    "in memory": lambda state, folder: state,
-    "torch": by_torch,
-    "safetensors": by_safetensors,
-    "averaged": lambda state, folder: {k: (v.double() + v.double()) / 2 for k, v in state.items()},
-}
+#: Ways to store a state dict, each with a number of key/value heads; "" is in memory.
+STORED = [("", 1), ("", 2), ("", 4), ("torch", 2), ("safetensors", 2), ("averaged", 4)]
 KEPT = [keep for n in (1, 2, 3) for keep in combinations(range(4), n)]
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("how", "n_kv_heads"), STORED)
 def test_a_state_dict_goes_into_the_heads_it_is_of(
-    n_kv_heads: int, stored: str, tmp_path: Path
+    how: str, n_kv_heads: int, tmp_path: Path
 ) -> None:
     """Every two sets of as many heads: either the outputs are those that were stored, or it is an
     error."""
@@ -72,7 +64,7 @@ def test_a_state_dict_goes_into_the_heads_it_is_of(
             continue
         source, target = module_of(ours, n_kv_heads), module_of(theirs, n_kv_heads, seed=1)
         before = copy.deepcopy(target)
-        state = STORED[stored](source.state_dict(), tmp_path)
+        state = reread(source.state_dict(), tmp_path, how)
         if ours == theirs:
             target.load_state_dict(state)
             assert_close(target(x), source(x))
@@ -101,6 +93,8 @@ def test_the_whole_counts_too() -> None:
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
 def test_older_state_dicts_load(n_kv_heads: int) -> None:
     """Those of cut modules do not say which heads they have, those of whole ones never do."""
+    names = [f"W_{name}.{part}" for name in "qkvo" for part in ("weight", "bias")]
+    assert list(module_of((0, 1, 2, 3), n_kv_heads).state_dict()) == names
     for keep in [*KEPT, (0, 1, 2, 3)]:
         source, target = module_of(keep, n_kv_heads), module_of(keep, n_kv_heads, seed=1)
         old = {k: v for k, v in source.state_dict().items() if k != KEPT_HEADS}
@@ -109,31 +103,19 @@ def test_older_state_dicts_load(n_kv_heads: int) -> None:
         assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
 
-def test_a_whole_module_has_the_names_that_it_always_had() -> None:
-    names = [f"W_{name}.{part}" for name in "qkvo" for part in ("weight", "bias")]
-    assert list(hp.MultiHeadAttention(16, 4).state_dict()) == names
-
-
 def test_a_module_that_was_built_small_takes_what_means_the_same_in_it() -> None:
-    x = torch.randn(2, 5, 16)
-    source = module_of((1, 2, 3), 4)
+    x, source = torch.randn(2, 5, 16), module_of((1, 2, 3), 4)
     small = hp.MultiHeadAttention(16, 3, head_dim=4).eval()
     small.load_state_dict(source.state_dict())
     assert_close(small(x), source(x))
+    words = REFUSED + r".*Cut the full-size model to the heads \["
     for uneven, heads in ((module_of((0, 1, 2), 2), 3), (module_of((1, 3), 4), 4)):
-        with pytest.raises(
-            InvalidValue, match=REFUSED + r".*Cut the full-size model to the heads \["
-        ):
-            hp.MultiHeadAttention(16, heads, head_dim=4).load_state_dict(uneven.state_dict())
-
-
-@pytest.mark.parametrize(
-    "stored", [torch.zeros(()), torch.tensor([1]), torch.tensor([4, 2**40, 0]), 4], ids=str
-)
-def test_what_is_no_such_tensor_is_refused(stored: Any) -> None:
-    module = module_of((0, 1), 4)
-    with pytest.raises(InvalidValue, match="must be a tensor"):
-        module.load_state_dict({**module.state_dict(), KEPT_HEADS: stored})
+        other = hp.MultiHeadAttention(16, heads, head_dim=4)
+        with pytest.raises(InvalidValue, match=words):
+            other.load_state_dict(uneven.state_dict())
+    for stored in (torch.zeros(()), torch.tensor([1]), torch.tensor([4, 2**40, 0]), 4):
+        with pytest.raises(InvalidValue, match="must be a tensor"):
+            source.load_state_dict({**source.state_dict(), KEPT_HEADS: stored})
 
 
 # --- in a model
@@ -161,9 +143,7 @@ def test_tools_that_store_models_keep_the_heads(tmp_path: Path) -> None:
         same, _ = cut({0: [0, 1]})
         one(same)
         assert_close(same(**batch), source(**batch), rtol=0, atol=0)
-        with pytest.raises(
-            InvalidValue, match=r"the heads of layers\.0\.attention in the state dict"
-        ):
+        with pytest.raises(InvalidValue, match=r"the heads of layers\.0\.attention in the state"):
             one(copy.deepcopy(other))
 
 
@@ -171,38 +151,16 @@ def test_what_we_store_of_a_model_is_as_it_was(tmp_path: Path) -> None:
     """Folders, fingerprints and digests know the heads by themselves."""
     model, batch = cut({0: [0, 1]})
     hp.save_pretrained(model, tmp_path)
-    assert not any(
-        KEPT_HEADS in k for k in safetensors.torch.load_file(tmp_path / "model.safetensors")
-    )
-    loaded = hp.from_pretrained(tmp_path, copy.deepcopy(subject_of("multi_head_attention").model))
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert not any(KEPT_HEADS in name for name in stored)
+    loaded = hp.from_pretrained(tmp_path, cut({})[0])
     assert_close(loaded(**batch), model(**batch), rtol=0, atol=0)
     assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert weights_of(model).keys() == {n for n, _ in model.named_parameters()}
     marks = [fingerprint(model, hp.find_sites(model)), weights_digest(model)]
-
-    def as_before(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-        destination.pop(prefix + KEPT_HEADS, None)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hp.MultiHeadAttention, "_save_to_state_dict", as_before)
+    with pytest.MonkeyPatch.context() as patch:  # as before modules stored their heads
+        patch.delattr(hp.MultiHeadAttention, "_save_to_state_dict")
         assert [fingerprint(model, hp.find_sites(model)), weights_digest(model)] == marks
-
-
-def test_transformers_stores_the_heads_of_our_encoder_decoder(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    whole = TransformerForTranslation(TransformerConfig(vocab_size=20, d_model=16)).eval()
-    names = hp.find_sites(whole)
-    models = []
-    for gone in (0, 1):
-        models.append(copy.deepcopy(whole))
-        hp.prune_heads_(models[-1], {layer: [gone] for layer in range(len(names))})
-    models[0].save_pretrained(tmp_path)
-    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    same = copy.deepcopy(models[0])
-    same.load_state_dict(stored, strict=False)
-    with pytest.raises(InvalidValue, match=REFUSED):
-        models[1].load_state_dict(stored, strict=False)
 
 
 # --- however a model is moved, stored and loaded
@@ -212,25 +170,14 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "half": lambda model: model.half(),
     "to dtype": lambda model: model.to(torch.bfloat16).double(),
     "copied": copy.deepcopy,
-    "pickled": lambda model: pickled(model),
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
     "given memory": lambda model: filled(
         copy.deepcopy(model).to("meta").to_empty(device="cpu"), model
     ),
     "assigned": lambda model: filled(copy.deepcopy(model).to("meta"), model, assign=True),
 }
-
-
-def pickled(model: nn.Module) -> nn.Module:
-    """With its parts pickled, for the classes of tiny models may be local ones."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, hp.MultiHeadAttention) or type(module).__module__.startswith(
-            "transformers."
-        ):
-            if not name:
-                return pickle.loads(pickle.dumps(model))
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, pickle.loads(pickle.dumps(module)))
-    return model
+CHANGED = [(change, "mpnet") for change in CHANGES]
+CHANGED += [(change, "multi_head_attention") for change in ("half", "given memory", "assigned")]
 
 
 def filled(empty: nn.Module, source: nn.Module, **how: bool) -> nn.Module:
@@ -239,13 +186,12 @@ def filled(empty: nn.Module, source: nn.Module, **how: bool) -> nn.Module:
     return empty
 
 
-@pytest.mark.parametrize("layout", ["multi_head_attention", "mpnet", "bert"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "layout"), [*CHANGED, ("half", "bert")])
 def test_what_changes_a_model_keeps_the_heads(change: str, layout: str) -> None:
     subject = subject_of(layout)
     models = [subject.copy(), subject.copy()]
-    for model, gone in zip(models, (0, -1), strict=True):
-        hp.prune_(model, subject.without({s.name: s.units[gone] for s in subject.sites}))
+    for model, removed in zip(models, (0, -1), strict=True):
+        hp.prune_(model, subject.without({s.name: s.units[removed] for s in subject.sites}))
     n_weights = sum(p.numel() for p in models[0].parameters())
     same, other = (CHANGES[change](model) for model in models)
     state = same.state_dict()
@@ -282,34 +228,27 @@ def test_accelerate_dispatches_a_stored_model(tmp_path: Path) -> None:
     loaded = accelerate.load_checkpoint_and_dispatch(same, file, device_map={"": "cpu"})
     assert_close(loaded(**batch), source(**batch), rtol=0, atol=0)
     accelerate.load_checkpoint_and_dispatch(other, file, device_map={"": "cpu"})
-    with pytest.raises(
-        InvalidValue, match=r"the heads that came with the weights of layers\.0\.attention: must be"
-    ):
+    with pytest.raises(InvalidValue, match=r"the heads that came with the weights of layers\.0\."):
         hp.find_sites(other)
 
 
 @pytest.mark.parametrize("buffers", [False, True])
 def test_a_model_whose_buffers_are_offloaded_can_be_cut(buffers: bool) -> None:
-    (expected, batch), (model, _) = cut({0: [0, 1]}), cut({})
+    (expected, batch), (model, _) = cut({0: [0, 1], 1: [0, 1]}), cut({})
     model = accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=buffers)
-    hp.prune_heads_(model, {0: [0, 1]})
+    for layer in (0, 1):
+        hp.prune_heads_(model, {layer: [0, 1]})
     assert_close(model(**batch), expected(**batch), rtol=0, atol=0)
-    again = accelerate.cpu_offload(expected, torch.device("cpu"), offload_buffers=buffers)
-    assert_close(again(**batch), model(**batch), rtol=0, atol=0)
-    hp.prune_heads_(again, {1: [0, 1]})
-    hp.prune_heads_(model, {1: [0, 1]})
-    assert_close(again(**batch), model(**batch), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("decay", [0.9, 0.95, 0.992, 0.9995, 0.9999])
+@pytest.mark.parametrize("decay", [0.9, 0.9999])
 @torch.no_grad()
 def test_an_average_of_models_keeps_the_heads(decay: float) -> None:
     """Averages of whole numbers are rounded down, a little at every step."""
     module = hp.MultiHeadAttention(36, 18, n_kv_heads=9)
     module.prune_heads_([0, 3, 5, 6, 7, 17], policy="free")
-    averaged = torch.optim.swa_utils.AveragedModel(
-        module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
-    )
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    averaged = torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=average, use_buffers=True)
     for _ in range(200):
         averaged.update_parameters(module)
     module.load_state_dict(averaged.module.state_dict())

@@ -67,11 +67,11 @@ def test_a_plan_prints_as_a_person_reads_it():
     mask = HeadMask.from_keep({"a": [1], "layer.1": [0, 2]}, {"a": 2, "layer.1": 3})
     plan = PruningPlan(mask, Budget(keep_heads=0.5), "uniform", scorer="taylor")
     assert str(plan).splitlines() == [
-        "PruningPlan: 3 of 5 heads stay (uniform, by taylor, keep 50 % of the heads)",
+        "PruningPlan: 3 of 5 heads kept (uniform, by taylor, keep 50 % of the heads)",
         "  a        · ■",
         "  layer.1  ■ · ■",
     ]
-    assert str(PruningPlan(mask)).startswith("PruningPlan: 3 of 5 heads stay (by hand)\n")
+    assert str(PruningPlan(mask)).startswith("PruningPlan: 3 of 5 heads kept (by hand)\n")
 
 
 def test_the_grid_shows_what_is_kept_and_what_was_removed_before():
@@ -137,7 +137,7 @@ def test_rich_shows_the_plain_text_of_the_grid():
     assert markup(scores(EVIL, "b").__rich__()).plain.splitlines()[1] == f"  {EVIL}   0▁ 1▂ 2▄ 3█"
     assert "·· " in markup(scores("a", "b").__rich__()).plain
     plan = PruningPlan(HeadMask.from_keep({"a": [1]}, {"a": 2}))
-    assert markup(plan.__rich__()).plain == "PruningPlan: 1 of 2 heads stay (by hand)\n  a  ··  1 "
+    assert markup(plan.__rich__()).plain == "PruningPlan: 1 of 2 heads kept (by hand)\n  a  ··  1 "
 
 
 def test_an_empty_grid_is_its_title():

@@ -570,7 +570,7 @@ def test_nothing_is_proposed_for_what_has_a_layout() -> None:
 def test_a_detected_layer_keeps_a_head() -> None:
     model, x = model_of(Textbook), torch.randn(3, 5, WIDTH)
     sites = hp.find_sites(model, layouts=hp.propose_layouts(model, x))
-    with pytest.raises(hp.HeadPruneError, match="left with a head"):
+    with pytest.raises(hp.HeadPruneError, match="cut so that it keeps a head"):
         hp.prune_(
             model,
             hp.HeadMask.from_keep({sites[0].name: []}, {s.name: 4 for s in sites}),

@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.checkpoints import building, checkpoint, proof
+from headprune.checkpoints import building, proof
 from headprune.checkpoints.checkpoint import applicable_formats
 from headprune.core.errors import (
     CheckpointError,
@@ -49,15 +49,11 @@ def cut(name: str, units: list[list[int]], policy: Any = "group") -> tuple[Any, 
 UNIFORM, UNEVEN, EMPTY = [[0, 1], [1, 2], [0, 2]], [[0], [0, 1, 2], [1, 2]], [[], [0, 2], [1]]
 
 
-def test_the_public_names() -> None:
-    assert checkpoint.FORMATS == ("headprune", "transformers", "remote-code")
-
-
+#: A class, how it is cut, and its format: every format, with every kind of cut that it can hold.
 CASES = {
     ("vit", "transformers"): UNIFORM,
     ("llama", "transformers"): UNIFORM,
     ("bert", "remote-code"): UNEVEN,
-    ("vit", "remote-code"): EMPTY,
     ("gpt2", "remote-code"): EMPTY,
     ("llama", "remote-code"): EMPTY,
 }
@@ -81,89 +77,71 @@ for folder, auto, trust in json.loads(sys.argv[1]):
 AUTO = {"vit": "AutoModelForImageClassification", "bert": "AutoModelForSequenceClassification"}
 
 
+def outputs_of(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What ``LOADS`` gets too."""
+    found = {"logits": model(**batch).logits.detach()}
+    if model.can_generate():
+        how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+        found["generated"] = model.generate(batch["input_ids"][:2], **how)
+    return found
+
+
 @pytest.fixture(scope="module")
-def elsewhere(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    """What a process without headprune gets from each checkpoint, beside what the saved model
-    gave."""
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """What each saved model gave, and what a process without headprune gets from its checkpoint."""
     home = tmp_path_factory.mktemp("elsewhere")
     jobs, results = [], {}
     for (name, form), units in CASES.items():
         model, batch = cut(name, units)
-        if (name, form) == (
-            "llama",
-            "remote-code",
-        ):  # gives projections biases that the class does not have
+        if (name, form) == ("llama", "remote-code"):
+            # Gives projections biases that the class does not have.
             method = hp.recovery.Lstsq(feed_forward=True)
             assert hp.recover_(model, [batch], method, tiny(name)[0]).metrics["biases_added"] > 3
+        if name == "gpt2":
+            model = model.bfloat16()
         batch = {k: v for k, v in batch.items() if k != "labels"}
         folder = home / f"{name}-{form}"
         hp.save_pretrained(model, folder / "model", format=form)  # type: ignore[arg-type]
         safetensors.torch.save_file(batch, folder / "batch.safetensors")
         jobs.append((str(folder), AUTO.get(name, "AutoModelForCausalLM"), form == "remote-code"))
-        results[name, form] = {"saved": model(**batch).logits.detach()}
-        if model.can_generate():
-            ids = batch["input_ids"][:2]
-            generated = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-            results[name, form]["saved_generated"] = generated
-    environment = {
-        "HF_MODULES_CACHE": str(home / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "PATH": "",
-        "HOME": str(home),
-    }
+        results[name, form] = outputs_of(model, batch)
+    cache = {"HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_OFFLINE": "1", "HOME": str(home)}
     command = [sys.executable, "-c", LOADS, json.dumps(jobs)]
-    process = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, cwd=home
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    process = subprocess.run(command, **options, env={**cache, "PATH": ""}, cwd=home)
     assert process.returncode == 0, process.stderr
-    for (folder, _, _), key in zip(jobs, CASES, strict=True):
-        results[key].update(safetensors.torch.load_file(f"{folder}/got.safetensors"))
-    return results
+    return {
+        key: (results[key], safetensors.torch.load_file(f"{folder}/got.safetensors"))
+        for (folder, _, _), key in zip(jobs, CASES, strict=True)
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_a_process_without_headprune_gets_the_same_numbers(
     case: tuple[str, str], elsewhere: Any
 ) -> None:
-    assert_close(elsewhere[case]["logits"], elsewhere[case]["saved"], rtol=0, atol=0)
-    if "saved_generated" in elsewhere[case]:
-        assert_close(elsewhere[case]["generated"], elsewhere[case]["saved_generated"])
+    saved, found = elsewhere[case]
+    assert_close(found, saved, rtol=0, atol=0)
 
 
 def test_a_transformers_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
-    model, batch = cut("llama", UNIFORM)
+    """Also of other groups in each layer, in equal number."""
+    units = [[0, 2, 4], [1, 3, 5], [0, 3, 4]]
+    (model, batch), folder = cut("llama", units, policy="balanced"), tmp_path / "small"
     before = json.loads(model.config.to_json_string())
-    assert (
-        hp.save_pretrained(model, tmp_path / "small", format="transformers") == tmp_path / "small"
-    )
-    assert json.loads(model.config.to_json_string()) == before, (
-        "the model's own configuration stays"
-    )
-    files = {p.name for p in (tmp_path / "small").iterdir()}
+    assert hp.save_pretrained(model, folder, format="transformers") == folder
+    assert json.loads(model.config.to_json_string()) == before, "the model's own is as it was"
+    files = {p.name for p in folder.iterdir()}
     assert files == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-    assert {p.name for p in tmp_path.iterdir()} == {"small"}, "nothing is left beside it"
-    loaded, info = hf.LlamaForCausalLM.from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"small"}, "nothing lies beside it"
+    loaded, info = hf.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
-    assert (
-        loaded.config.num_attention_heads,
-        loaded.config.num_key_value_heads,
-        loaded.config.head_dim,
-    ) == (4, 2, 4)
+    config = loaded.config
+    counts = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert counts == (3, 3, 4)
     assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
-    with pytest.raises(
-        CheckpointError, match=r"no headprune\.json in it. A folder in the format 'transformers'"
-    ):
-        hp.from_pretrained(tmp_path / "small")
-
-
-def test_heads_of_other_groups_in_equal_number_are_uniform(tmp_path: Path) -> None:
-    model, _ = cut("llama", [[0, 2, 4], [1, 3, 5], [0, 3, 4]], policy="balanced")
-    assert applicable_formats(model)["transformers"] is None
-    hp.save_pretrained(model, tmp_path / "small", format="transformers")
-    config = hf.AutoConfig.from_pretrained(tmp_path / "small")
-    assert (config.num_attention_heads, config.num_key_value_heads) == (3, 3)
+    with pytest.raises(CheckpointError, match=r"no headprune\.json in it. A folder in the format"):
+        hp.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -171,219 +149,157 @@ def test_heads_of_other_groups_in_equal_number_are_uniform(tmp_path: Path) -> No
     [
         ("llama", UNEVEN, "the same number of heads in every layer, got layers with 2, 6, 4 heads"),
         ("llama", EMPTY, r"a head in every layer, got none kept in model\.layers\.0\.self_attn"),
-        ("llama", [[0, 1, 2]] * 3, None),
-        (
-            "bert",
-            UNIFORM,
-            "head counts that the configuration can say, got with these counts BertForSequence",
-        ),
+        ("bert", UNIFORM, "head counts that the configuration can say, got with these counts Bert"),
         ("gpt2", UNIFORM, "head counts that the configuration can say"),
     ],
 )
 def test_what_a_configuration_cannot_say_is_refused(
-    name: str, units: Any, words: str | None, tmp_path: Path
+    name: str, units: Any, words: str, tmp_path: Path
 ) -> None:
     model, _ = cut(name, units)
-    reason = applicable_formats(model)["transformers"]
-    if words is None:
-        assert reason is None, "nothing is cut"
-        return
+    assert applicable_formats(model)["transformers"] is not None
     with pytest.raises(UnsupportedModel, match=words):
         hp.save_pretrained(model, tmp_path / "small", format="transformers")
-    assert reason is not None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_count_that_the_configurations_validator_refuses(tmp_path: Path) -> None:
+def test_which_formats_apply_is_told_without_saving() -> None:
     model, _ = tiny("llama")
-    config = hf.LlamaConfig(
-        **{**model.config.to_dict(), "num_attention_heads": 6, "num_key_value_heads": 6}
-    )
+    assert set(applicable_formats(model).values()) == {None}, "nothing is cut"
+    projection = model.model.layers[0].self_attn.o_proj
+    projection.bias = nn.Parameter(torch.ones(projection.out_features))  # as recovery adds it
+    formats = applicable_formats(model)
+    assert "o_proj.bias" in str(formats.pop("transformers"))
+    assert set(formats.values()) == {None}
+    own = applicable_formats(nn.Sequential(hp.MultiHeadAttention(16, 4)))
+    assert own.pop("headprune") is None
+    assert all("a class of Transformers, got Sequential" in str(reason) for reason in own.values())
+    corrected, _ = tiny("mpnet")
+    hp.prune_heads_(corrected, {0: [1]})
+    assert "run their own code" in str(applicable_formats(corrected)["remote-code"])
+
+
+def test_a_count_that_the_configurations_validator_refuses(tmp_path: Path) -> None:
+    counts = {"num_attention_heads": 6, "num_key_value_heads": 6}
+    config = hf.LlamaConfig(**{**tiny("llama")[0].config.to_dict(), **counts})
     model = hf.LlamaForCausalLM(config).eval()
     keep = {s.name: range(5) for s in hp.find_sites(model)}  # 24 is no multiple of 5
     hp.prune_(model, HeadMask.from_keep(keep, dict.fromkeys(keep, 6)))
     with pytest.raises(UnsupportedModel, match=r"LlamaConfig refuses them: .* not a multiple"):
         hp.save_pretrained(model, tmp_path / "small", format="transformers")
-    hp.save_pretrained(model, tmp_path / "small", format="remote-code")
 
 
 def test_the_modelling_file_is_needed_and_shown(tmp_path: Path) -> None:
     model, _ = cut("llama", UNEVEN)
-    hp.save_pretrained(model, tmp_path, format="remote-code")
+    hp.save_pretrained(model.bfloat16(), tmp_path, format="remote-code")
     text = (tmp_path / "modeling_headprune_llama.py").read_text()
     assert "import headprune" not in text
     assert "class HeadPrunedLlamaForCausalLM(LlamaForCausalLM)" in text
     config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
     assert config["headprune_heads"]["model.layers.0.self_attn"]["heads"] == [0, 1]
     assert "model.layers.1.self_attn" not in config["headprune_heads"], "it keeps every head"
-    with pytest.raises(
-        RuntimeError, match="mismatch"
-    ):  # without the opt-in nothing runs and nothing loads
+    with pytest.raises(RuntimeError, match="mismatch"):  # without the opt-in nothing loads
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_correction_of_ours_does_not_travel(tmp_path: Path) -> None:
-    model, _ = cut(
-        "mpnet", [[0], [0, 1], *[[0, 1, 2]] * (len(hp.find_sites(tiny("mpnet")[0])) - 2)]
-    )
-    words = "modules that run their own code, got .* of headprune corrects"
-    assert "run their own code" in str(applicable_formats(model)["remote-code"])
-    with pytest.raises(UnsupportedModel, match=words):
-        hp.save_pretrained(model, tmp_path / "small", format="remote-code")
-
-
-def test_a_bias_that_recovery_added_needs_one_of_our_formats() -> None:
-    model, _ = cut("llama", UNIFORM)
-    projection = model.model.layers[0].self_attn.o_proj
-    projection.bias = nn.Parameter(torch.ones(projection.out_features))
-    formats = applicable_formats(model)
-    assert "o_proj.bias" in str(formats["transformers"])
-    assert formats["remote-code"] is None
-    assert formats["headprune"] is None
-
-
-def test_a_class_that_transformers_does_not_have() -> None:
-    formats = applicable_formats(nn.Sequential(hp.MultiHeadAttention(16, 4)))
-    assert formats["headprune"] is None
-    assert "a class of Transformers, got Sequential" in str(formats["transformers"])
-    assert "a class of Transformers, got Sequential" in str(formats["remote-code"])
-
-
-def test_an_unknown_format_and_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = cut("vit", UNIFORM)
-    with pytest.raises(
-        InvalidValue,
-        match="format: must be one of headprune, transformers, remote-code, got 'onnx'",
-    ):
-        hp.save_pretrained(model, tmp_path / "small", format="onnx")  # type: ignore[arg-type]
-    monkeypatch.setattr(proof, "example_batch", lambda model: None)
-    with pytest.raises(
-        InvalidValue, match=r"example: must be a batch the model takes.* none can be made up"
-    ):
-        hp.save_pretrained(model, tmp_path / "small", format="transformers")
-    hp.save_pretrained(model, tmp_path / "small", format="transformers", example=batch)
-
-
-def test_a_made_up_example_that_the_model_refuses(
+def test_an_unknown_format_and_examples_that_do_not_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = cut("vit", UNIFORM)
-    monkeypatch.setattr(proof, "example_batch", lambda model: {"words": torch.zeros(1)})
-    with pytest.raises(
-        InvalidValue, match=r"got none, and ViTFor\w+ does not take a made-up one \(.*NoneType.*\)"
+    (model, batch), folder = cut("vit", UNIFORM), tmp_path / "small"
+    words = "format: must be one of headprune, transformers, remote-code, got 'onnx'"
+    with pytest.raises(InvalidValue, match=words):
+        hp.save_pretrained(model, folder, format="onnx")  # type: ignore[arg-type]
+    for made_up, words in (
+        (None, r"example: must be a batch the model takes.* none can be made up"),
+        ({"words": torch.zeros(1)}, r"ViTFor\w+ does not take a made-up one \(.*NoneType.*\)"),
     ):
-        hp.save_pretrained(model, tmp_path / "small", format="transformers")
+        monkeypatch.setattr(proof, "example_batch", lambda model, made_up=made_up: made_up)
+        with pytest.raises(InvalidValue, match=words):
+            hp.save_pretrained(model, folder, format="transformers")
+    hp.save_pretrained(model, folder, format="transformers", example=batch)
 
 
-@pytest.mark.parametrize("name", ["classifier", "attributes", "modules", "auto"])
-def test_what_the_modelling_file_cannot_say_is_refused(name: str, tmp_path: Path) -> None:
+def changed(name: str) -> tuple[Any, str]:
+    """A model that no modelling file of ours can say, and why."""
     model, _ = cut("bert", UNEVEN)
     attention = model.bert.encoder.layer[0].attention
     if name == "classifier":
         model.classifier = nn.Linear(model.config.hidden_size, 7)
-        words = r"tensors that the class has, cut inside of attentions, got classifier\.weight"
-    elif name == "attributes":
-        attention.sizes = (1, [2, None])
-        hp.save_pretrained(model, tmp_path / "said", format="remote-code")
-        config = json.loads((tmp_path / "said" / "config.json").read_text())
-        assert config["headprune_heads"]["bert.encoder.layer.0.attention"]["attributes"][
-            "sizes"
-        ] == [1, [2, None]]
+        return model, r"tensors that the class has, cut inside of attentions, got classifier\.weig"
+    if name == "attributes":
         attention.sizes = (1, [2, object()])
-        words = r"attributes that JSON holds, got bert\.encoder\.layer\.0\.attention\.sizes"
-    elif name == "modules":
+        return model, r"attributes that JSON holds, got bert\.encoder\.layer\.0\.attention\.sizes"
+    if name == "modules":
         attention.extra = nn.Identity()
-        words = r"modules that the class has, got bert\.encoder\.layer\.0\.attention\.extra"
-    else:
-        model = hf.GPT2DoubleHeadsModel(
-            hf.GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=20)
-        )
-        words = "one of Transformers' Auto classes loads, got GPT2DoubleHeadsModel"
+        return model, r"modules that the class has, got bert\.encoder\.layer\.0\.attention\.extra"
+    config = hf.GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=20)
+    words = "one of Transformers' Auto classes loads, got GPT2DoubleHeadsModel"
+    return hf.GPT2DoubleHeadsModel(config), words
+
+
+@pytest.mark.parametrize("name", ["classifier", "attributes", "modules", "auto"])
+def test_what_the_modelling_file_cannot_say_is_refused(name: str, tmp_path: Path) -> None:
+    model, words = changed(name)
     assert name == "auto" or applicable_formats(model)["headprune"] is None
     with pytest.raises(UnsupportedModel, match=words):
         hp.save_pretrained(model, tmp_path / "small", format="remote-code")
     assert not (tmp_path / "small").exists()
 
 
-@pytest.mark.parametrize(
-    ("fails", "kind", "words"),
-    [
-        (OSError(28, "No space left on device"), NotWritten, "got No space left on device"),
-        (
-            ValueError("no\nconversion"),
-            VerificationFailed,
-            "must be what was saved, got no model: no conversion",
-        ),
-        (None, VerificationFailed, r"got missing keys: \['model\.norm\.weight'\]"),
-    ],
-)
+FAILS = {
+    "disk": (OSError(28, "No space left on device"), NotWritten, "got No space left on device"),
+    "words": (ValueError("no\nconversion"), VerificationFailed, "got no model: no conversion"),
+    "norm": (None, VerificationFailed, r"got missing keys: \['model\.norm\.weight'\]"),
+    "swapped": (None, VerificationFailed, r"another tensor 'model\.layers\.0\.self_attn\.k_proj"),
+    "swapped once": (None, None, ""),
+}
+
+
+@pytest.mark.parametrize("case", FAILS)
 def test_what_is_not_written_or_not_whole_is_not_kept(
-    fails: Exception | None,
-    kind: type[Exception],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = cut("llama", UNIFORM)
+    """Swapped as where the names on disk are of a fused projection that is split into equal thirds
+    again."""
+    (model, _), folder = cut("llama", UNIFORM), tmp_path / "small"
+    error, kind, words = FAILS[case]
 
     def lossy(*arguments: Any) -> None:
-        if fails is not None:
-            raise fails
+        if error is not None:
+            raise error
         building.save_as(*arguments)
-        *_, folder, _, _ = arguments
-        tensors = safetensors.torch.load_file(folder / "model.safetensors")
-        del tensors["model.norm.weight"]
-        safetensors.torch.save_file(
-            tensors, folder / "model.safetensors", metadata={"format": "pt"}
-        )
+        *_, place, _, original_names = arguments
+        tensors = safetensors.torch.load_file(place / "model.safetensors")
+        if case == "norm":
+            del tensors["model.norm.weight"]
+        elif original_names or case == "swapped":
+            key, value = (f"model.layers.0.self_attn.{p}_proj.weight" for p in "kv")
+            tensors[key], tensors[value] = tensors[value], tensors[key].clone()
+        safetensors.torch.save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(proof, "save_as", lossy)
-    with pytest.raises(kind, match=words):
-        hp.save_pretrained(model, tmp_path / "small", format="transformers")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("corrupt", ["first time", "always"])
-def test_what_does_not_come_back_is_not_kept(
-    corrupt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the names on disk are of a fused projection that is split into equal thirds
-    again."""
-    model, _ = cut("llama", UNIFORM)
-
-    def swapped(*arguments: Any) -> None:
-        building.save_as(*arguments)
-        *_, folder, _, original_names = arguments
-        if original_names or corrupt == "always":
-            tensors = safetensors.torch.load_file(folder / "model.safetensors")
-            names = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "kv"]
-            tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]].clone()
-            safetensors.torch.save_file(
-                tensors, folder / "model.safetensors", metadata={"format": "pt"}
-            )
-
-    monkeypatch.setattr(proof, "save_as", swapped)
-    if corrupt == "first time":
-        hp.save_pretrained(model, tmp_path / "small", format="transformers")
-        loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "small")
+    if kind is None:
+        hp.save_pretrained(model, folder, format="transformers")
+        loaded = hf.LlamaForCausalLM.from_pretrained(folder)
         assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
         return
-    with pytest.raises(
-        VerificationFailed, match=r"another tensor 'model\.layers\.0\.self_attn\.k_proj\.weight'"
-    ):
-        hp.save_pretrained(model, tmp_path / "small", format="transformers")
+    with pytest.raises(kind, match=words):
+        hp.save_pretrained(model, folder, format="transformers")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_arithmetic_on_the_same_tensors_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_arithmetic_on_the_same_tensors_is_found(tmp_path: Path) -> None:
     model, _ = cut("llama", UNIFORM)
     for layer in model.model.layers:
         layer.self_attn.scaling = 0.9  # what the configuration does not know
+        layer.self_attn.sizes = (1, [2, None])
     with pytest.raises(VerificationFailed, match=r"what was saved, up to .* got outputs that are"):
         hp.save_pretrained(model, tmp_path / "small", format="transformers")
-    hp.save_pretrained(model, tmp_path / "small", format="remote-code")  # records the attribute
+    hp.save_pretrained(model, tmp_path / "small", format="remote-code")  # records the attributes
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    heads = config["headprune_heads"]["model.layers.0.self_attn"]
+    assert heads["attributes"]["sizes"] == [1, [2, None]]
 
 
 def test_a_fused_projection_on_disk(tmp_path: Path) -> None:
@@ -393,26 +309,63 @@ def test_a_fused_projection_on_disk(tmp_path: Path) -> None:
     keep = {s.name: (0, 2) for s in hp.find_sites(model)}
     hp.prune_(model, HeadMask.from_keep(keep, dict.fromkeys(keep, 4)))
     hp.save_pretrained(model, tmp_path, format="transformers")
-    assert any(
-        "Wqkv" in name for name in safetensors.torch.load_file(tmp_path / "model.safetensors")
-    )
-    assert_close(
-        hf.NomicBertModel.from_pretrained(tmp_path).state_dict(), model.state_dict(), rtol=0, atol=0
-    )
-
-
-def test_half_precision_stays(tmp_path: Path) -> None:
-    model, _ = cut("llama", UNEVEN)
-    hp.save_pretrained(model.bfloat16(), tmp_path, format="remote-code")
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert any("Wqkv" in name for name in stored)
+    loaded = hf.NomicBertModel.from_pretrained(tmp_path)
+    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_another_format_in_the_same_folder_replaces_the_files(tmp_path: Path) -> None:
     model, _ = cut("llama", UNIFORM)
-    hp.save_pretrained(model, tmp_path, max_shard_size=4000)
-    hp.save_pretrained(model, tmp_path, format="remote-code")
+    for form in ("headprune", "remote-code", "transformers"):  # all of them in several files
+        hp.save_pretrained(model, tmp_path, format=form, max_shard_size=4000)
+        assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
     hp.save_pretrained(model, tmp_path, format="transformers")
     files = {p.name for p in tmp_path.iterdir()}
     assert files == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     hp.save_pretrained(model, tmp_path)
     assert [len(s.heads) for s in hp.find_sites(hp.from_pretrained(tmp_path))] == [4, 4, 4]
+    with pytest.raises(CheckpointError, match="must be bytes, or text such as '5GB', got 'big'"):
+        hp.save_pretrained(model, tmp_path, max_shard_size="big")
+
+
+# --- in several files
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    model, _ = cut("bert", EMPTY)
+    return hp.save_pretrained(model, tmp_path / "sharded", max_shard_size="3KB")
+
+
+def test_shards_come_back_bit_for_bit(sharded: Path) -> None:
+    model, batch = cut("bert", EMPTY)
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in sharded.glob("model-*-of-*.safetensors"))
+    assert set(index["weight_map"].values()) == set(files)
+    assert len(files) > 2
+    assert not (sharded / "model.safetensors").exists()
+    loaded = hp.from_pretrained(sharded)
+    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
+
+
+def rename(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "index", "no index", "path"])
+def test_a_damaged_shard_is_refused_in_words(sharded: Path, damage: str) -> None:
+    first, second, *_ = sorted(sharded.glob("model-*-of-*.safetensors"))
+    index, manifest = sharded / "model.safetensors.index.json", sharded / "headprune.json"
+    flipped = second.read_bytes()[:-1] + b"\xff"
+    do, words = {
+        "missing": (second.unlink, f"{second.name}: must be the model's weights, got no such file"),
+        "flipped": (lambda: second.write_bytes(flipped), "other contents. Copy the folder again"),
+        "index": (lambda: rename(index, first.name, second.name), "a file with other contents"),
+        "no index": (index.unlink, "the index of the model's weights, got no such file"),
+        "path": (lambda: rename(manifest, '"model-0', '"../model-0'), r"folder, got \.\./model-0"),
+    }[damage]
+    do()
+    with pytest.raises(CheckpointError, match=words):
+        hp.from_pretrained(sharded)

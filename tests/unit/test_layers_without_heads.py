@@ -40,7 +40,7 @@ def check(model: nn.Module) -> set[int]:
     for b in bound:
         nothing = hp.HeadMask.from_keep({b.site.name: []}, {b.site.name: b.site.n_query_heads})
         if b.site.least:
-            words = f"^{re.escape(b.site.name)}: must be left with a head"
+            words = f"^{re.escape(b.site.name)}: must be cut so that it keeps a head"
             with pytest.raises(UnsupportedModel, match=words):
                 cut_(model, [b], nothing)
         else:

@@ -50,7 +50,7 @@ def test_another_processor_is_refused() -> None:
 
 def test_zero_heads_are_refused() -> None:
     model = nn.Sequential(Processed(12, 4))
-    with pytest.raises(UnsupportedModel, match="left with a head"):
+    with pytest.raises(UnsupportedModel, match="cut so that it keeps a head"):
         hp.prune_(model, hp.HeadMask.from_keep({"0": []}, {"0": 4}))
 
 

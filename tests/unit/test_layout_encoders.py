@@ -212,7 +212,7 @@ def test_a_layer_that_is_called_with_something_else_keeps_a_head() -> None:
     sites = hp.find_sites(model)
     mask = hp.HeadMask.from_keep({sites[0].name: []}, {s.name: 4 for s in sites})
     with pytest.raises(
-        UnsupportedModel, match="left with a head, for only one called with hidden_states"
+        UnsupportedModel, match="cut so that it keeps a head, for only one called with hidden_states"
     ):
         hp.prune_(model, mask)
     assert hp.find_sites(model) == sites

@@ -119,7 +119,7 @@ def test_what_passes_between_layers_is_refused_by_a_cut(options: dict[str, Any])
 
 def test_zero_heads_are_refused() -> None:
     model = built({})
-    with pytest.raises(UnsupportedModel, match="left with a head"):
+    with pytest.raises(UnsupportedModel, match="cut so that it keeps a head"):
         hp.prune_(
             model,
             hp.HeadMask.from_keep(

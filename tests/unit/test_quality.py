@@ -1,30 +1,32 @@
-"""Accuracy, perplexity and error, counted by hand; independent of batches and of padding."""
+"""Accuracy, perplexity and error, counted by hand, and the Matthews correlation of scikit-learn;
+independent of batches and of padding."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
+from sklearn.metrics import accuracy_score, matthews_corrcoef
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from headprune.bench.quality import evaluate
 from headprune.core.errors import InvalidValue
+from headprune.core.matthews import matthews, worst_example
+from headprune.core.metrics import drop, drop_words
+from headprune.recipes.validate import check_recipe, load_recipe
+from headprune.run.dry import dry_run
+from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from tests.laws.support import Subject, picture, subject_of
 from tests.laws.support import examples_of as data
 
-BERT = {
-    "vocab_size": 50,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "max_position_embeddings": 16,
-    "initializer_range": 0.5,
-}
+BERT = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 8, "max_position_embeddings": 16, "initializer_range": 0.5}
 
 
 def bert(kind: str, **options: Any) -> nn.Module:
@@ -48,58 +50,46 @@ def test_accuracy_of_sequences_and_images(name: str) -> None:
     batch = data(subject)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     with torch.no_grad():
-        right = [
-            int(subject.model(**one).logits[0].argmax()) == int(y)
-            for one, y in zip(split(inputs, 1), batch["labels"], strict=True)
-        ]
-    found = evaluate(subject.model, split(batch, 3))
-    assert (found.metric, found.n_examples, len(found.losses)) == ("accuracy", 7, 7)
-    assert found.value == sum(right) / 7
-    assert 0 < found.value < 1
-    assert found.loss == pytest.approx(sum(found.losses) / 7, rel=1e-12)
+        guess = [int(subject.model(**one).logits[0].argmax()) for one in split(inputs, 1)]
+    right = sum(int(a == int(b)) for a, b in zip(guess, batch["labels"], strict=True))
+    assert 0 < right < 7
+    for size in (7, 3, 1):
+        found = evaluate(subject.model, split(batch, size))
+        assert (found.metric, found.n_examples, len(found.losses)) == ("accuracy", 7, 7)
+        assert found.value == right / 7
+        assert found.loss == pytest.approx(sum(found.losses) / 7, rel=1e-12)
 
 
 def test_accuracy_of_tokens_leaves_out_what_is_not_labelled() -> None:
     model, batch = bert("BertForTokenClassification", num_labels=2), text()
-    batch["labels"] = torch.randint(0, 2, (5, 6))
-    batch["labels"][0, :3] = -100
-    counted = [
-        (row, t)
-        for row in range(5)
-        for t in range(6)
-        if batch["attention_mask"][row, t] and (row > 0 or t >= 3)
-    ]
     with torch.no_grad():
-        guess = model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-        ).logits.argmax(-1)
-    right = sum(int(guess[at]) == int(batch["labels"][at]) for at in counted)
-    found = evaluate(model, split(batch, 2))
+        guess = model(**batch).logits.argmax(-1)
+    labels = torch.randint(0, 2, (5, 6))
+    labels[0, :3] = -100
+    counted = (labels >= 0) & (batch["attention_mask"] == 1)
+    assert counted.sum() == 21
+    found = evaluate(model, split({**batch, "labels": labels}, 2))
     assert found.metric == "accuracy"
-    assert found.value == right / len(counted)
-    assert len(counted) == 21
+    assert found.value == pytest.approx(float((guess == labels)[counted].double().mean()))
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "side"), [("llama", "right"), ("llama", "left"), ("gpt2", "left")]
+)
 def test_perplexity_weighs_tokens_and_not_examples(name: str, side: str) -> None:
     subject = subject_of(name)
     rows = [torch.randint(3, 50, (n,)) for n in (9, 3, 6)]
-    total, count = 0.0, 0
+    total = 0.0
     for ids in rows:  # every example alone and without padding
         with torch.no_grad():
             log = subject.model(input_ids=ids[None]).logits[0].log_softmax(-1)
-        for position in range(len(ids) - 1):
-            total -= float(log[position, ids[position + 1]])
-            count += 1
-    assert count == 15
+        total -= float(log[:-1].gather(1, ids[1:, None]).sum())
     pad = [(0, 11 - len(r)) if side == "right" else (11 - len(r), 0) for r in rows]
-    ids = torch.stack([nn.functional.pad(r, p, value=5) for r, p in zip(rows, pad, strict=True)])
-    mask = torch.stack(
-        [nn.functional.pad(torch.ones_like(r), p) for r, p in zip(rows, pad, strict=True)]
-    )
+    pairs = list(zip(rows, pad, strict=True))
+    ids = torch.stack([nn.functional.pad(r, p, value=5) for r, p in pairs])
+    mask = torch.stack([nn.functional.pad(torch.ones_like(r), p) for r, p in pairs])
     batch = {"input_ids": ids, "attention_mask": mask}
-    if name == "gpt2" and side == "left":
+    if name == "gpt2":
         batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     # Llama's rotary sines are computed in float32, at other positions if the padding is on the
     # left.
@@ -107,90 +97,60 @@ def test_perplexity_weighs_tokens_and_not_examples(name: str, side: str) -> None
     for size in (1, 2, 3):
         found = evaluate(subject.model, split(batch, size))
         assert found.metric == "perplexity"
-        assert found.value == pytest.approx(math.exp(total / count), rel=tolerance)
-        assert found.value != pytest.approx(math.exp(found.loss), rel=1e-3), (
-            "the mean over examples is another number"
-        )
+        assert found.value == pytest.approx(math.exp(total / 15), rel=tolerance)
+        mean = math.exp(found.loss)
+        assert found.value != pytest.approx(mean, rel=1e-3), "that of examples is another number"
 
 
 def test_mean_squared_error() -> None:
-    model = bert("BertForSequenceClassification", num_labels=1)
-    batch = {**text(), "labels": torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0]).double()}
+    model, inputs = bert("BertForSequenceClassification", num_labels=1), text()
+    labels = torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0]).double()
     with torch.no_grad():
-        guess = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[
-            :, 0
-        ]
-    found = evaluate(model, split(batch, 2))
+        guess = model(**inputs).logits[:, 0]
+    found = evaluate(model, split({**inputs, "labels": labels}, 2))
     assert found.metric == "mse"
-    pairs = list(zip(guess, batch["labels"], strict=True))
-    assert found.value == pytest.approx(sum((float(a) - float(b)) ** 2 for a, b in pairs) / 5)
+    assert found.value == pytest.approx(float(((guess - labels) ** 2).mean()))
     assert found.value == pytest.approx(found.loss)
 
 
 @pytest.mark.parametrize("kind", ["several labels", "question"])
 def test_where_no_metric_fits_it_is_the_loss(kind: str) -> None:
     if kind == "question":
-        model = bert("BertForQuestionAnswering")
-        batch = {**text(), "start_positions": torch.tensor([0, 1, 2, 0, 1])}
-        batch["end_positions"] = batch["start_positions"] + 1
+        model, starts = bert("BertForQuestionAnswering"), torch.tensor([0, 1, 2, 0, 1])
+        batch = {**text(), "start_positions": starts, "end_positions": starts + 1}
     else:
         model = bert("BertForSequenceClassification", num_labels=3)
         batch = {**text(), "labels": torch.randint(0, 2, (5, 3)).double()}
     found = evaluate(model, split(batch, 2))
     assert found.metric == "loss"
-    assert (
-        pytest.approx(found.value, rel=1e-12) == found.loss == pytest.approx(sum(found.losses) / 5)
-    )
+    assert found.value == pytest.approx(found.loss, rel=1e-12)
+    assert found.loss == pytest.approx(sum(found.losses) / 5)
 
 
 def test_a_loss_of_your_own_is_the_metric(subject: Subject) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         out = model(**batch)
-        logits = getattr(out, "logits", out)
-        return logits.flatten(1).square().mean(1)
+        return getattr(out, "logits", out).flatten(1).square().mean(1)
 
     batch = data(subject)
-    found = evaluate(subject.model, split(batch, 3), loss)
     with torch.no_grad():
         expected = [float(loss(subject.model, one)[0]) for one in split(batch, 1)]
+    found = evaluate(subject.model, split(batch, 3), loss)
     assert found.metric == "loss"
-    assert_close(
-        torch.tensor(found.losses, dtype=torch.float64),
-        torch.tensor(expected, dtype=torch.float64),
-        rtol=1e-10,
-        atol=1e-12,
-    )
-    assert pytest.approx(found.value, rel=1e-12) == found.loss == pytest.approx(sum(expected) / 7)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
-def test_batch_size_does_not_matter(name: str) -> None:
-    subject = subject_of(name)
-    batch = data(subject)
-    whole = evaluate(subject.model, [batch])
-    for size in (1, 2, 3):
-        found = evaluate(subject.model, split(batch, size))
-        assert (found.metric, found.n_examples) == (whole.metric, 7)
-        assert found.value == pytest.approx(whole.value, rel=1e-12)
-        assert_close(
-            torch.tensor(found.losses, dtype=torch.float64),
-            torch.tensor(whole.losses, dtype=torch.float64),
-            rtol=1e-10,
-            atol=1e-12,
-        )
+    assert found.losses == pytest.approx(expected, rel=1e-10)
+    assert found.value == pytest.approx(found.loss, rel=1e-12)
+    assert found.loss == pytest.approx(sum(expected) / 7)
 
 
 def test_the_model_is_left_as_it_was() -> None:
     subject = subject_of("bert")
-    subject.model.train()
-    before, state = picture(subject.model), torch.get_rng_state()
-    assert evaluate(subject.model, [subject.batch]) == evaluate(
-        subject.model, iter([subject.batch])
-    )
-    bad = {**subject.batch, "labels": torch.tensor([0, 9, 1])}
+    model, batch = subject.model.train(), subject.batch
+    before, state = picture(model), torch.get_rng_state()
+    assert evaluate(model, [batch]) == evaluate(model, iter([batch]))
+    bad = {**batch, "labels": torch.tensor([0, 9, 1])}
     with pytest.raises(InvalidValue, match="labels of batch 1"):
-        evaluate(subject.model, [subject.batch, bad])
-    assert picture(subject.model) == before
+        evaluate(model, [batch, bad])
+    assert picture(model) == before
     assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
 
 
@@ -213,3 +173,153 @@ def test_perplexity_does_not_overflow() -> None:
     with torch.no_grad():
         subject.model.lm_head.weight *= 1e6
     assert math.isfinite(evaluate(subject.model, [subject.batch]).value)
+
+
+# --- Matthews correlation
+
+
+def rows_of(labels: Any, predictions: Any, n_classes: int) -> Any:
+    one = np.eye(n_classes)
+    labels, predictions = np.asarray(labels), np.asarray(predictions)
+    return np.column_stack([labels == predictions, one[labels], one[predictions]]).astype(float)
+
+
+def answers(labels: Any, predictions: Any, n_classes: int) -> Answers:
+    return Answers("matthews", rows_of(labels, predictions, n_classes), np.ones(len(labels)))
+
+
+@pytest.mark.parametrize(
+    ("labels", "predictions", "expected"),
+    [
+        ([0, 1, 1, 0], [0, 0, 0, 0], 0.0),
+        ([1, 1, 1, 1], [0, 1, 0, 1], 0.0),
+        ([1, 1, 1, 1], [1, 1, 1, 1], 0.0),
+        ([0, 1, 1, 0], [0, 1, 1, 0], 1.0),
+        ([0, 1, 1, 0], [1, 0, 0, 1], -1.0),
+    ],
+)
+def test_its_ends(labels: list[int], predictions: list[int], expected: float) -> None:
+    assert answers(labels, predictions, 2).value == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 7])
+def test_it_is_scikit_learns(n_classes: int) -> None:
+    rng = np.random.default_rng(n_classes)
+    for share in (0.0, 0.3, 0.6):
+        labels = rng.integers(n_classes, size=60)
+        predictions = np.where(rng.random(60) < share, labels, rng.integers(n_classes, size=60))
+        expected = matthews_corrcoef(labels, predictions)
+        assert answers(labels, predictions, n_classes).value == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("n_classes", [2, 4])
+def test_it_is_evaluated_from_logits_whatever_the_batches(n_classes: int) -> None:
+    model = bert("BertForSequenceClassification", num_labels=n_classes)
+    labels, inputs = torch.arange(24) % n_classes, text(24)
+    with torch.no_grad():
+        predictions = model(**inputs).logits.argmax(-1)
+    expected = matthews_corrcoef(labels, predictions)
+    assert expected != 0
+    for size in (24, 5):
+        found = evaluate(model, split({**inputs, "labels": labels}, size), metric="matthews")
+        assert (found.metric, found.value) == ("matthews", pytest.approx(expected, abs=1e-12))
+        assert found.more == {"accuracy": pytest.approx(accuracy_score(labels, predictions))}
+        again = Answers(found.metric, np.array(found.amounts), np.array(found.counts))
+        assert again.value == found.value
+
+
+def test_of_tokens_it_leaves_out_what_is_not_labelled() -> None:
+    model, batch = bert("BertForTokenClassification", num_labels=3), text(6)
+    padding = batch["attention_mask"] == 0
+    labels = torch.randint(3, batch["input_ids"].shape).masked_fill(padding, -100)
+    labels[0, 1] = -100
+    with torch.no_grad():
+        predictions = model(**batch).logits.argmax(-1)
+    counted = labels != -100
+    found = evaluate(model, split({**batch, "labels": labels}, 4), metric="matthews")
+    expected = matthews_corrcoef(labels[counted], predictions[counted])
+    assert found.value == pytest.approx(expected, abs=1e-12)
+    assert sum(found.counts) == int(counted.sum())
+
+
+def test_it_is_refused_where_there_are_no_classes() -> None:
+    model = bert("BertForSequenceClassification", num_labels=1)
+    batch = {**text(), "labels": torch.randn(5).double()}
+    with pytest.raises(InvalidValue, match=r"must be left out .* got 'matthews' for BertFor"):
+        evaluate(model, [batch], metric="matthews")
+    with pytest.raises(InvalidValue, match=r"must be one of accuracy, matthews, or None"):
+        evaluate(model, [batch], metric="f1")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValue, match="left out with a loss of your own"):
+        evaluate(model, [batch], lambda m, b: m(**b).logits[:, 0], metric="matthews")
+
+
+def test_drawn_examples_are_those_of_scikit_learn() -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(3, size=40)
+    models = [
+        np.where(rng.random(40) < share, labels, rng.integers(3, size=40)) for share in (0.8, 0.3)
+    ]
+    base, other = (answers(labels, model, 3) for model in models)
+    found = resampled_drops(base, [other], 50, seed=0)
+    draws = np.random.default_rng(0).integers(40, size=(50, 40))
+    for rows, value in zip(draws, found[:, 0], strict=True):
+        first, second = (matthews_corrcoef(labels[rows], m[rows]) for m in models)
+        assert value == pytest.approx(first - second, abs=1e-12)
+    (one,) = paired_drops(base, [other])
+    assert one.low < one.value < one.high
+    first, second = (matthews_corrcoef(labels, m) for m in models)
+    assert one.value == pytest.approx(first - second)
+    (bound,) = upper_bounds(base, [other], 0.95)
+    assert one.value < bound < one.high + 0.1
+    assert drop_words("matthews", drop("matthews", 0.61, 0.58)) == "3.00 points"
+
+
+def test_a_bound_allows_for_a_wrong_answer_that_was_not_seen() -> None:
+    labels = np.arange(200) % 2
+    right = answers(labels, labels, 2)
+    assert paired_drops(right, [right])[0].high == 0
+    (bound,) = upper_bounds(right, [right], 0.95)
+    share = 1 - matthews_corrcoef(labels, np.where(np.arange(200) < 3, 1 - labels, labels))
+    assert 0.5 * share < bound < 1.5 * share  # the rule of three
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_the_worst_example_is_the_worst_of_all(n_classes: int) -> None:
+    rng, classes = np.random.default_rng(1), range(n_classes)
+    labels = rng.integers(n_classes, size=30)
+    first, second = (
+        np.where(rng.random(30) < 0.7, labels, rng.integers(n_classes, size=30)) for _ in range(2)
+    )
+    tried = []
+    for k, j in itertools.permutations(classes, 2):
+        better, worse = ([*first, k], [*second, j])
+        with_k = [*labels, k]
+        tried.append(matthews_corrcoef(with_k, better) - matthews_corrcoef(with_k, worse))
+    sums = [rows_of(labels, p, n_classes).sum(0) for p in (first, second)]
+    found = worst_example(*sums, 30.0)
+    values = [float(matthews(s + row, 31.0)) for s, row in zip(sums, found, strict=True)]
+    assert values[0] - values[1] == pytest.approx(max(tried), abs=1e-12)
+
+
+def test_a_recipe_asks_for_it() -> None:
+    assert load_recipe("digits-vit").metric is None
+    small = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200"]
+    quick = ["train=null", "bench=null", "recover=[]", "model.config.num_hidden_layers=1"]
+    asked = ["score.random_draws=0", "score.magnitude=false", "metric=matthews"]
+    found = dry_run("digits-vit", [*small, *quick, *asked], say=lambda line: None)
+    assert "quality" in {s.stage for s in found.stages}
+    other = load_recipe("stsb-minilm")
+    assert check_recipe(other.model_dump()) == other, "without it a recipe is as it was"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["metric=f1"], r"metric: must be 'accuracy' or 'matthews', got 'f1'"),
+        (["task=regression", "data.text=x"], r"metric: must be left out for regression"),
+        (["task=causal_lm", "data.text=x"], r"metric: must be left out for causal_lm"),
+    ],
+)
+def test_what_a_recipe_cannot_ask_for(settings: list[str], words: str) -> None:
+    with pytest.raises(InvalidValue, match=words):
+        load_recipe("digits-vit", ["metric=matthews", *settings])

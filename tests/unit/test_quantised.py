@@ -1,9 +1,7 @@
-"""Quantised projections are refused in words before anything changes; floating-point models of any
-width are cut."""
+"""Quantised projections are refused in words before anything changes; gates work on them."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -63,52 +61,50 @@ def replaced(model: nn.Module, kind: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layout", ["bert", "llama", "vit"])
-@pytest.mark.parametrize("kind", [Linear8bit, HiddenScale])
-def test_quantised_projections_are_refused_before_anything_changes(layout: str, kind: Any) -> None:
-    model, batch = tiny(layout)
-    sites = hp.find_sites(model)
-    mask = ragged(sites)
-    model = replaced(model, kind)
-    before, outputs = picture(model), model(**batch).logits
-    with pytest.raises(UnsupportedModel, match="quantised"):
-        hp.prune_(model, mask, sites=sites)
-    assert picture(model) == before
-    assert torch.equal(model(**batch).logits, outputs)
+def by_torchao(model: nn.Module) -> nn.Module:
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    return model
 
 
-def test_one_quantised_layer_is_enough() -> None:
-    model, _ = tiny("llama")
-    mask = ragged(hp.find_sites(model))
+def in_one_place(model: Any) -> nn.Module:
     last = model.model.layers[-1].self_attn
     last.o_proj = Linear8bit(last.o_proj)
-    before = picture(model)
-    with pytest.raises(UnsupportedModel, match=r"layers\.\d\.self_attn\.o_proj.*Int8Parameter"):
-        hp.prune_(model, mask)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "words"),
+    [
+        ("bert", lambda model: replaced(model, Linear8bit), "quantised"),
+        ("vit", lambda model: replaced(model, HiddenScale), "quantised"),
+        ("llama", in_one_place, r"layers\.\d\.self_attn\.o_proj.*Int8Parameter"),
+        ("bert", by_torchao, "quantised"),
+    ],
+    ids=["8 bits", "hidden scale", "one layer", "torchao"],
+)
+def test_quantised_projections_are_refused_before_anything_changes(
+    layout: str, change: Any, words: str
+) -> None:
+    model, batch = tiny(layout)
+    sites = hp.find_sites(model)
+    model = change(model)
+    before, outputs = picture(model), model(**batch).logits
+    with pytest.raises(UnsupportedModel, match=words):
+        hp.prune_(model, ragged(sites), sites=sites)
     assert picture(model) == before
+    assert torch.equal(model(**batch).logits, outputs)
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch announces the end of this module
 def test_dynamically_quantised_linear_layers_are_refused() -> None:
     model, _ = tiny("bert")
-    mask = ragged(hp.find_sites(model))
     sites = hp.find_sites(model)
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     with pytest.raises(UnsupportedModel):
-        hp.prune_(quantised, mask, sites=sites)
+        hp.prune_(quantised, ragged(sites), sites=sites)
     with pytest.raises(UnsupportedModel):
         hp.find_sites(quantised)
-
-
-def test_torchao_is_refused() -> None:
-    torchao = pytest.importorskip("torchao.quantization")
-    model, _ = tiny("bert")
-    mask, sites = ragged(hp.find_sites(model)), hp.find_sites(model)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    before = picture(model)
-    with pytest.raises(UnsupportedModel, match="quantised"):
-        hp.prune_(model, mask, sites=sites)
-    assert picture(model) == before
 
 
 def test_gates_work_on_quantised_projections() -> None:
@@ -119,14 +115,3 @@ def test_gates_work_on_quantised_projections() -> None:
         gated = model(**batch).logits
     assert (gated - full).abs().max() > 1e-4
     assert torch.equal(model(**batch).logits, full)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_floating_point_widths_and_frozen_weights_stay(dtype: torch.dtype) -> None:
-    model, batch = tiny("llama")
-    model = model.to(dtype).requires_grad_(False)
-    small = copy.deepcopy(model)
-    hp.prune_(small, ragged(hp.find_sites(small)))
-    assert {p.dtype for p in small.parameters()} == {dtype}
-    assert not any(p.requires_grad for p in small.parameters())
-    assert small(**batch).logits.dtype == dtype

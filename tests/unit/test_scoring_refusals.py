@@ -243,7 +243,7 @@ def test_a_model_without_heads_is_refused(bert: Subject) -> None:
         hp.score(nn.Linear(2, 2), [torch.ones(1, 2)])
     hp.prune_(bert.model, bert.mask({s.name: [] for s in bert.sites}))
     for scorer in ("taylor", "magnitude"):
-        with pytest.raises(UnsupportedModel, match="with a head left"):
+        with pytest.raises(UnsupportedModel, match="one with a head"):
             score(bert, scorer)
 
 

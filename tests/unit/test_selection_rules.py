@@ -172,8 +172,8 @@ def test_naming_one_head_of_a_unit_names_the_unit(name: str) -> None:
     plan = hp.select(scores, HALF, name, must_keep={"a": [1]}, must_remove={"b": [2]}, **extra)
     assert {0, 1} <= set(plan.mask.kept("a"))
     assert not {2, 3} & set(plan.mask.kept("b"))
-    assert "Told to stay: a[0, 1]." in plan.notes
-    assert "Told to go: b[2, 3]." in plan.notes
+    assert "Kept on request: a[0, 1]." in plan.notes
+    assert "Removed on request: b[2, 3]." in plan.notes
 
 
 def test_named_heads_may_come_from_numpy() -> None:

@@ -268,6 +268,6 @@ def test_a_layer_that_attends_to_an_encoder_and_shares_its_cache_keeps_a_head() 
     assert cross
     mask = hp.HeadMask.from_keep({cross[0].name: []}, {s.name: 4 for s in sites})
     before = {n: (type(m), dict(m.__dict__)) for n, m in model.named_modules()}
-    with pytest.raises(UnsupportedModel, match="left with a head"):
+    with pytest.raises(UnsupportedModel, match="cut so that it keeps a head"):
         hp.prune_(model, mask)
     assert {n: (type(m), dict(m.__dict__)) for n, m in model.named_modules()} == before

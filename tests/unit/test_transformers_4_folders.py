@@ -17,25 +17,16 @@ from headprune.checkpoints.transformers_4 import pruned_heads
 from headprune.core.errors import CheckpointError
 from headprune.data.models import open_model
 
+BERT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 SIZES: dict[str, dict[str, int]] = {
-    "Bert": {
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 24,
-    },
-    "Roberta": {
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 24,
-    },
-    "Electra": {
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 24,
-    },
+    "Bert": BERT,
+    "Roberta": BERT,
+    "Electra": BERT,
     "DistilBert": {"dim": 16, "n_layers": 3, "n_heads": 4, "hidden_dim": 24},
     "GPT2": {"n_embd": 16, "n_layer": 3, "n_head": 4},
 }
@@ -45,11 +36,8 @@ HEADS = {0: [1, 2], 2: [0, 1, 3]}
 def folder_of(family: str, place: Path, said: Any = None) -> tuple[torch.nn.Module, Path]:
     """A folder as Transformers 4 left it: cut weights, sizes of the whole model, and the heads that
     were cut."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        **SIZES[family], vocab_size=40, pad_token_id=0
-    )
-    model = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    kind = getattr(transformers, f"{family}ForSequenceClassification")
+    model = kind(kind.config_class(**SIZES[family], vocab_size=40, pad_token_id=0)).eval()
     hp.prune_heads_(model, HEADS)
     model.save_pretrained(place)
     written = json.loads((place / "config.json").read_text())
@@ -84,13 +72,7 @@ def test_weights_in_a_pickle_of_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (
-            {"0": [1]},
-            (
-                r"all weights of a BertForSequenceClassification without heads .*missing or of"
-                r" another shape"
-            ),
-        ),
+        ({"0": [1]}, "all weights of a BertForSequenceClassification without heads .*missing or"),
         ({"3": [1]}, "must be of the 3 layers of the model, got layer 3"),
         ({"0": [4]}, r"must be heads of layer 0, \[0, 1, 2, 3\], got 4"),
         ([1, 2], "must be lists of removed heads by layer, as Transformers 4 wrote them"),
@@ -103,9 +85,7 @@ def test_what_does_not_fit_is_refused(said: Any, words: str, tmp_path: Path) -> 
         hp.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", '{"pruned_heads": {}}', '{"pruned_heads": null}', "[1]", "no json"]
-)
+@pytest.mark.parametrize("text", ["{}", '{"pruned_heads": null}', "[1]", "no json"])
 def test_a_folder_without_cut_heads_is_opened_as_any_other(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     assert pruned_heads(tmp_path) == {}

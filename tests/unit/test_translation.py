@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from sacrebleu.metrics import BLEU
-from torch.testing import assert_close
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
+import headprune as hp
 from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
 from headprune.bench.quality import evaluate
 from headprune.bench.translation import evaluate_translation, translate
@@ -27,23 +27,22 @@ from headprune.data.datasets import load_rows
 from headprune.data.models import prepare
 from headprune.data.order import LikeLengths
 from headprune.data.vocabulary import train_tokenizer
+from headprune.layouts import registry
 from headprune.recipes.reading import override
-from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import RecipeError, check_recipe
-from headprune.run import prepared
+from headprune.run import prepared, run_recipe
 from headprune.sweep.base import open_base, ready_base
 from headprune.sweep.outcome import ModelOutcome, judge
 from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
-from tests.tiny_models import bert
+from tests.tiny_models import WORDS, bert, encoder_decoder
 
-MULTI30K = Path(__file__).resolve().parents[3] / "shared" / "data" / "multi30k"
-WORDS = ["cat", "dog", "house", "tree", "sun", "moon", "red", "blue"]
+COMMON = ["cat", "dog", "house", "tree", "sun", "moon", "red", "blue"]
 TEXTS = ["A man's dog.", "Straße  über\tLöwe ☃ <s> </s>.", " leading", "trailing \n", "<pad>"]
 
 
 def sentences(count: int, seed: int, longest: int = 7) -> list[str]:
     draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=draw.randint(1, longest))) for _ in range(count)]
+    return [" ".join(draw.choices(COMMON, k=draw.randint(1, longest))) for _ in range(count)]
 
 
 def test_byte_pairs_give_every_text_back_and_end_it(tmp_path: Path) -> None:
@@ -51,22 +50,17 @@ def test_byte_pairs_give_every_text_back_and_end_it(tmp_path: Path) -> None:
     for text in TEXTS:
         ids = tokenizer(text)["input_ids"]
         assert ids[-1] == tokenizer.eos_token_id
-        assert not {tokenizer.pad_token_id, tokenizer.bos_token_id} & set(ids), (
-            "text was taken for a mark"
-        )
+        marks = {tokenizer.pad_token_id, tokenizer.bos_token_id}
+        assert not marks & set(ids), "text was taken for a mark"
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert len(train_tokenizer("bpe", sentences(200, 0), 270)) == 270
+    assert len(train_tokenizer("bpe", sentences(200, 0))) > 270, "all that there is"
     assert set(tokenizer(TEXTS[0])) == {"input_ids", "attention_mask"}
     assert len(tokenizer("cat dog cat")["input_ids"]) == 4, "nothing was merged"
     assert train_tokenizer("bpe", sentences(200, 0), 320).get_vocab() == tokenizer.get_vocab()
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert [again(t)["input_ids"] for t in TEXTS] == [tokenizer(t)["input_ids"] for t in TEXTS]
-
-
-def test_byte_pairs_without_a_count_learn_all_that_there_is() -> None:
-    texts = ["low lower lowest"] * 3
-    assert len(train_tokenizer("bpe", texts)) > len(train_tokenizer("bpe", texts, 260))
 
 
 def test_characters_are_tokens(tmp_path: Path) -> None:
@@ -82,86 +76,66 @@ def test_characters_are_tokens(tmp_path: Path) -> None:
 
 
 def counts_of(said: list[str], true: list[str]) -> tuple[Any, Any]:
-    found = [
-        BLEU(effective_order=True).sentence_score(a, [b]) for a, b in zip(said, true, strict=True)
-    ]
-    return np.array([[*s.counts, *s.totals] for s in found], float), np.array(
-        [s.ref_len for s in found], float
-    )
+    scorer = BLEU(effective_order=True)
+    found = [scorer.sentence_score(a, [b]) for a, b in zip(said, true, strict=True)]
+    counts = np.array([[*s.counts, *s.totals] for s in found], float)
+    return counts, np.array([s.ref_len for s in found], float)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_bleu_is_sacrebleus(seed: int) -> None:
-    draw = random.Random(seed)
-    n = draw.randint(1, 5)
-    said, true = sentences(n, seed), sentences(n, seed + 1000)
-    said = [draw.choice([a, b, "", b + " cat"]) for a, b in zip(said, true, strict=True)]
-    counts, reference = counts_of(said, true)
-    ours = float(bleu(counts.sum(0), reference.sum()))
-    assert_close(100 * ours, BLEU().corpus_score(said, [true]).score, rtol=0.0, atol=1e-9)
+def test_bleu_is_sacrebleus() -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        n = draw.randint(1, 5)
+        said, true = sentences(n, seed), sentences(n, seed + 1000)
+        said = [draw.choice([a, b, "", b + " cat"]) for a, b in zip(said, true, strict=True)]
+        counts, reference = counts_of(said, true)
+        ours = 100 * float(bleu(counts.sum(0), reference.sum()))
+        assert ours == pytest.approx(BLEU().corpus_score(said, [true]).score, abs=1e-9)
 
 
 def test_bleu_needs_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = check_recipe(RECIPE)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        InvalidValue, match=r"task: .* got no package sacrebleu\. Install it: pip install sacrebleu"
-    ):
+    with pytest.raises(InvalidValue, match=r"task: .* Install it: pip install sacrebleu"):
         prepared(recipe, say=lambda line: None)
 
 
 def test_bleu_has_a_direction_and_a_paired_bootstrap() -> None:
-    assert_close(drop("bleu", 0.35, 0.34), 0.01, rtol=0.0, atol=1e-12)
+    assert drop("bleu", 0.35, 0.34) == pytest.approx(0.01)
     assert drop_words("bleu", 0.01) == "1.00 points"
-    true = sentences(30, 1)
-    draw = random.Random(0)
+    true, draw = sentences(30, 1), random.Random(0)
     base, worse = ([t if draw.random() > p else "cat dog" for t in true] for p in (0.2, 0.5))
-    answers = [Answers("bleu", *counts_of(said, true)) for said in (base, worse)]
-    assert_close(
-        100 * answers[0].value, BLEU().corpus_score(base, [true]).score, rtol=0.0, atol=1e-9
-    )
-    found = resampled_drops(answers[0], [answers[1], answers[0]], 20, 3)
-    rows = np.random.default_rng(3).integers(30, size=(20, 30))
-    for i, picked in enumerate(rows):
-        scores = [
-            BLEU().corpus_score([said[k] for k in picked], [[true[k] for k in picked]]).score
-            for said in (base, worse)
-        ]
-        assert_close(float(found[i, 0]), (scores[0] - scores[1]) / 100, rtol=0.0, atol=1e-9)
+    first, second = (Answers("bleu", *counts_of(said, true)) for said in (base, worse))
+    assert 100 * first.value == pytest.approx(BLEU().corpus_score(base, [true]).score, abs=1e-9)
+    found = resampled_drops(first, [second, first], 20, 3)
+    for i, picked in enumerate(np.random.default_rng(3).integers(30, size=(20, 30))):
+        drawn = [true[k] for k in picked]
+        a, b = (
+            BLEU().corpus_score([said[k] for k in picked], [drawn]).score for said in (base, worse)
+        )
+        assert found[i, 0] == pytest.approx((a - b) / 100, abs=1e-9)
     assert not found[:, 1].any()
-    (interval,) = paired_drops(answers[0], [answers[1]], draws=500)
+    (interval,) = paired_drops(first, [second], draws=500)
     assert 0 < interval.low < interval.value < interval.high
-    (bound,) = upper_bounds(answers[0], [answers[1]], 0.95, draws=500)
+    bound, same = (upper_bounds(first, [other], 0.95, draws=500)[0] for other in (second, first))
     assert interval.value < bound < 1
-    (same,) = upper_bounds(answers[0], [answers[0]], 0.95, draws=500)
     assert same == 0
 
 
-def tiny_model(vocabulary: int) -> TransformerForTranslation:
-    torch.manual_seed(0)
-    sizes = {
-        "d_model": 16,
-        "ffn_dim": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = TransformerForTranslation(TransformerConfig(vocab_size=vocabulary, **sizes)).eval()
-    with torch.no_grad():
-        model.decoder.layers[0].feed_forward[3].weight.mul_(20)
-    return model
+SIZES = {"d_model": 16, "ffn_dim": 16, "num_attention_heads": 2}
+SIZES |= {"encoder_layers": 1, "decoder_layers": 1}
 
 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_the_metric_is_sacrebleu_of_the_translations(beams: int) -> None:
-    tokenizer = train_tokenizer("bpe", sentences(200, 0), 320)
-    model, texts = tiny_model(320), sentences(6, 5)
+    model = TransformerForTranslation(TransformerConfig(vocab_size=320, **SIZES))
+    with torch.no_grad():
+        model.decoder.layers[0].feed_forward[3].weight.mul_(20)
+    tokenizer, texts = train_tokenizer("bpe", sentences(200, 0), 320), sentences(6, 5)
     encoded = tokenizer(texts, padding=True, return_tensors="pt")
     labels = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, -100)
-    batches = [
-        {**{k: v[i : i + 3] for k, v in encoded.items()}, "labels": labels[i : i + 3]}
-        for i in (0, 3)
-    ]
+    whole = {**encoded, "labels": labels}
+    batches = [{k: v[i : i + 3] for k, v in whole.items()} for i in (0, 3)]
     how: dict[str, Any] = {"beams": beams, "max_length": 24}
     said = translate(model.train(), batches, tokenizer, **how)
     assert model.training
@@ -172,27 +146,19 @@ def test_the_metric_is_sacrebleu_of_the_translations(beams: int) -> None:
     found = evaluate_translation(model, batches, true, tokenizer, **how)
     assert found.metric == "bleu"
     assert 0 < found.value < 1
-    assert_close(100 * found.value, BLEU().corpus_score(said, [true]).score, rtol=0.0, atol=1e-9)
+    expected = BLEU().corpus_score(said, [true]).score
+    assert 100 * found.value == pytest.approx(expected, abs=1e-9)
     assert found.losses == evaluate(model, batches).losses
     with pytest.raises(InvalidValue, match="references: must be one for each of 6 sentences"):
         evaluate_translation(model, batches, true[1:], tokenizer)
 
 
 def test_bits_per_character_is_the_logarithm_of_perplexity() -> None:
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=9, pad_token_id=None, **sizes))
-    ids = torch.randint(0, 9, (4, 12))
-    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
-    bits, plain = evaluate(model, batches, bits=True), evaluate(model, batches)
+    model, batch = registry.get("llama").tiny(0)
+    bits, plain = evaluate(model, [batch], bits=True), evaluate(model, [batch])
     assert (bits.metric, plain.metric) == ("bits_per_character", "perplexity")
-    assert_close(bits.value, math.log2(plain.value), rtol=1e-9, atol=0.0)
-    assert_close(sum(bits.amounts) / sum(bits.counts), bits.value, rtol=1e-12, atol=0.0)
+    assert bits.value == pytest.approx(math.log2(plain.value), rel=1e-9)
+    assert sum(bits.amounts) / sum(bits.counts) == pytest.approx(bits.value, rel=1e-12)
     assert drop("bits_per_character", 2.0, 2.25) == 0.25
 
 
@@ -224,157 +190,102 @@ RECIPE: dict[str, Any] = {
     "description": "for tests",
     "task": "translation",
     "device": "cpu",
-    "model": {
-        "class_name": "TransformerForTranslation",
-        "config": {
-            "d_model": 16,
-            "ffn_dim": 16,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "num_attention_heads": 2,
-        },
-    },
-    "data": {
-        "path": "rows.jsonl",
-        "text": "en",
-        "target": "de",
-        "tokenizer": "bpe",
-        "vocabulary": 300,
-    },
+    "model": {"class_name": "TransformerForTranslation", "config": SIZES},
+    "data": {"path": "rows.jsonl", "text": "en", "target": "de"},
     "select": {"keep_heads": 0.5},
 }
+RECIPE["data"] |= {"tokenizer": "bpe", "vocabulary": 300}
+#: The same for another task, in place of translation.
+CAUSAL = ["task=causal_lm", "data.tokenizer=null", "data.vocabulary=null"]
+TOKENS = [*CAUSAL, "data.target=null", "data.tokenizer=characters"]
 
 
-OTHER = ["task=causal_lm", "data.tokenizer=null", "data.vocabulary=null"]
+def ready(folder: Path, *changes: str) -> Any:
+    recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(folder)}", *changes]))
+    return prepared(recipe, say=lambda line: None)
 
 
 def test_rows_become_what_a_decoder_reads_and_what_it_should_write(tmp_path: Path) -> None:
-    recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path)}"]))
-    subject = prepared(recipe, say=lambda line: None)
-    tokenizer, data = subject.preparation.tokenizer, subject.data
-    assert subject.model.config.vocab_size == len(tokenizer)
-    assert subject.model.config.decoder_start_token_id == tokenizer.bos_token_id
+    subject = ready(tmp_path)
+    tokenizer, data, model = subject.preparation.tokenizer, subject.data, subject.model
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.decoder_start_token_id == tokenizer.bos_token_id
+
+    def text_of(labels: list[int]) -> str:
+        return tokenizer.decode([i for i in labels if i >= 0], skip_special_tokens=True)
+
     row = data.examples["test"][0]
-    assert tokenizer.decode(row["labels"], skip_special_tokens=True) == data.targets["test"][0]
+    assert text_of(row["labels"]) == data.targets["test"][0]
     assert row["decoder_input_ids"] == [tokenizer.bos_token_id, *row["labels"][:-1]]
     batches, references = data.evaluation("test", 16), data.references("test")
-    rows = [row for batch in batches for row in batch["labels"].tolist()]
-    assert len(rows) == len(references) == 40
-    for labels, reference in zip(rows, references, strict=True):
-        assert (
-            tokenizer.decode([i for i in labels if i >= 0], skip_special_tokens=True) == reference
-        )
+    assert [text_of(r) for batch in batches for r in batch["labels"].tolist()] == references
+    assert len(references) == 40
     assert references != data.targets["test"], "nothing was sorted"
     for batch in [*batches, *data.loader("train", 16)]:
         counted = batch["labels"] >= 0
-        assert torch.equal(
-            subject.model._shifted(batch["labels"])[counted], batch["decoder_input_ids"][counted]
-        )
+        shifted = model._shifted(batch["labels"])
+        assert torch.equal(shifted[counted], batch["decoder_input_ids"][counted])
         assert torch.equal(batch["decoder_attention_mask"], counted.long())
 
 
-def test_a_text_is_cut_into_rows_and_its_end_is_held_out(tmp_path: Path) -> None:
-    text = "".join(f"{i:04d}\n" for i in range(400))
-    (tmp_path / "text.txt").write_text(text)
-    data = {
-        "path": str(tmp_path / "text.txt"),
-        "text": "text",
-        "tokenizer": "characters",
-        "block": 50,
-    }
+def causal(path: Path, **more: Any) -> dict[str, Any]:
+    """A recipe of a text that is cut into blocks of characters."""
+    data = {"path": str(path), "text": "text", "tokenizer": "characters", "block": 50, **more}
     model = {"class_name": "LlamaForCausalLM", "config": {}}
-    raw = {
-        **RECIPE,
-        "task": "causal_lm",
-        "model": model,
-        "data": {**data, "holdout": 4, "test_holdout": 0.1},
-    }
-    rows = load_rows(check_recipe(raw))
-    train, validation, test = (
-        list(rows.splits[n]["text"]) for n in ("train", "validation", "test")
-    )
-    assert "".join([*train, *validation, *test]) == text
-    assert [len(train), len(validation), len(test)] == [32, 4, 4]
-    assert {len(row) for row in (*train, *validation, *test)} == {50}
-    with pytest.raises(InvalidValue, match=r"data\.test_holdout: must be fewer than the 40 blocks"):
-        load_rows(check_recipe({**raw, "data": {**raw["data"], "test_holdout": 40}}))
+    return {**RECIPE, "task": "causal_lm", "model": model, "data": data}
+
+
+def blocks(path: Path, **more: Any) -> list[list[str]]:
+    found = load_rows(check_recipe(causal(path, **more))).splits
+    return [list(found[name]["text"]) for name in ("train", "validation", "test")]
+
+
+def test_a_text_is_cut_into_rows_and_its_end_is_held_out(tmp_path: Path) -> None:
+    path, text = tmp_path / "text.txt", "".join(f"{i:04d}\n" for i in range(400))
+    path.write_text(text)
+    splits = blocks(path, holdout=4, test_holdout=0.1)
+    assert "".join(row for rows in splits for row in rows) == text
+    assert [len(rows) for rows in splits] == [32, 4, 4]
+    assert {len(row) for rows in splits for row in rows} == {50}
+    with pytest.raises(InvalidValue, match=r"test_holdout: must be fewer than the 40 blocks"):
+        blocks(path, holdout=4, test_holdout=40)
     with pytest.raises(InvalidValue, match=r"data\.text: must be a column"):
-        load_rows(check_recipe({**raw, "data": {**raw["data"], "text": "txt"}}))
-
-
-def test_blocks_of_data_with_a_test_file_take_none_from_the_end_of_train(tmp_path: Path) -> None:
-    for name, count in (("train", 40), ("test", 10)):
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name[1]}{i:03d}\n" for i in range(count)))
-    data = {
-        "path": str(tmp_path),
-        "text": "text",
-        "tokenizer": "characters",
-        "block": 25,
-        "holdout": 2,
-    }
-    raw = {
-        **RECIPE,
-        "task": "causal_lm",
-        "model": {"class_name": "LlamaForCausalLM", "config": {}},
-        "data": data,
-    }
-    rows = load_rows(check_recipe(raw)).splits
-    assert "".join(rows["test"]["text"]) == (tmp_path / "test.txt").read_text()
-    assert [len(rows[name]) for name in ("train", "validation", "test")] == [6, 2, 2]
-
-
-def test_blocks_are_cut_of_text_alone(tmp_path: Path) -> None:
+        load_rows(check_recipe(causal(path, text="txt", holdout=4)))
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": i}) for i in range(40)))
-    data = {
-        "path": str(tmp_path / "rows.jsonl"),
-        "text": "text",
-        "tokenizer": "characters",
-        "block": 25,
-    }
-    raw = {
-        **RECIPE,
-        "task": "causal_lm",
-        "model": {"class_name": "LlamaForCausalLM", "config": {}},
-        "data": data,
-    }
-    with pytest.raises(
-        InvalidValue, match="data: train: must be rows of text, to be cut into blocks"
-    ):
-        load_rows(check_recipe(raw))
+    with pytest.raises(InvalidValue, match="must be rows of text, to be cut into blocks"):
+        blocks(tmp_path / "rows.jsonl")
+    (tmp_path / "own").mkdir()
+    for name, count in (("train", 40), ("test", 10)):  # a test file takes none of train's end
+        own = "".join(f"{name[1]}{i:03d}\n" for i in range(count))
+        (tmp_path / "own" / f"{name}.txt").write_text(own)
+    splits = blocks(tmp_path / "own", block=25, holdout=2)
+    assert "".join(splits[2]) == own
+    assert [len(rows) for rows in splits] == [6, 2, 2]
 
 
 def test_what_a_translators_preparation_needs(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"prepare\(texts=\): must be given for data\.tokenizer"):
         prepare(check_recipe(RECIPE))
     given = ["data.tokenizer=null", "data.vocabulary=null", f"model={{path: {bert(tmp_path)}}}"]
-    must = r"model\.path: must be a model whose configuration has a decoder_start_token_id"
-    with pytest.raises(InvalidValue, match=must):
+    with pytest.raises(InvalidValue, match=r"whose configuration has a decoder_start_token_id"):
         prepare(check_recipe(override(RECIPE, given)))
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "pad_token_id", "decoder_start_token_id"])
 def test_what_the_trained_tokenizer_says_is_not_said_otherwise(name: str, tmp_path: Path) -> None:
-    recipe = check_recipe(
-        override(RECIPE, [f"data.path={folder_of(tmp_path)}", f"model.config.{name}=7"])
-    )
-    with pytest.raises(
-        InvalidValue, match=rf"model\.config\.{name}: must be left out, for the trained tokenizer"
-    ):
-        prepared(recipe, say=lambda line: None)
+    words = rf"model\.config\.{name}: must be left out, for the trained tokenizer"
+    with pytest.raises(InvalidValue, match=words):
+        ready(tmp_path, f"model.config.{name}=7")
 
 
 def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_of(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "rows").mkdir()
-    recipe = check_recipe(
-        override(RECIPE, [f"data.path={folder_of(tmp_path / 'rows')}", "decode.max_length=12"])
-    )
-    base, said = (
-        ready_base(recipe, tmp_path / "sweep", lambda line: None),
-        prepared(recipe, say=lambda line: None),
-    )
-    subject = open_base(base, tmp_path / "sweep", recipe)
+    said, sweep = ready(tmp_path / "rows", "decode.max_length=12"), tmp_path / "sweep"
+    recipe = said.recipe
+    base = ready_base(recipe, sweep, lambda line: None)
+    subject = open_base(base, sweep, recipe)
     assert subject.preparation.tokenizer.get_vocab() == said.preparation.tokenizer.get_vocab()
     assert subject.data.examples == said.data.examples
     batches = {split: subject.data.evaluation(split, 16) for split in ("validation", "test")}
@@ -384,7 +295,7 @@ def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_o
     assert found.answers("test").amounts.shape == (40, 8)
     assert found.answers("test").value == said.measure(said.model, "base", 4, "test").value
     other = check_recipe(override(recipe.model_dump(), ["decode.beams=2"]))
-    assert ready_base(other, tmp_path / "sweep", lambda line: None).made_of != base.made_of
+    assert ready_base(other, sweep, lambda line: None).made_of != base.made_of
 
 
 @pytest.mark.parametrize(
@@ -394,30 +305,15 @@ def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_o
         (["data.label=de"], "data.label", "left out: translation has no labels"),
         (["data.text=[en, de]"], "data.text", "the column of the source language"),
         (["data.tokens=ids"], "data.tokens", "left out"),
-        (
-            ["data.tokenizer=characters", "data.vocabulary=null"],
-            "data.tokenizer",
-            "bpe for translation",
-        ),
+        (["data.tokenizer=characters"], "data.tokenizer", "bpe for translation"),
         (["data.tokenizer=null"], "data.vocabulary", "used with tokenizer: bpe"),
         (["data.block=20"], "data.block", "used with causal_lm"),
         (["decode.beams=0"], "decode.beams", "greater than or equal to 1"),
-        ([*OTHER, "data.target=null", "decode.beams=2"], "decode", "only translation decodes"),
-        (OTHER, "data.target", "left out for causal_lm"),
+        ([*CAUSAL, "data.target=null", "decode.beams=2"], "decode", "only translation decodes"),
+        (CAUSAL, "data.target", "left out for causal_lm"),
+        (["model={path: there}"], "data.tokenizer", "the model has its own"),
         (
-            ["model={path: there}", "data.vocabulary=null"],
-            "data.tokenizer",
-            "the model has its own",
-        ),
-        (
-            [
-                "task=causal_lm",
-                "data.target=null",
-                "data.tokenizer=characters",
-                "data.vocabulary=null",
-                "data.text=null",
-                "data.tokens=ids",
-            ],
+            [*TOKENS, "data.text=null", "data.tokens=ids"],
             "data.tokens",
             "left out with data.tokenizer",
         ),
@@ -434,17 +330,55 @@ def test_recipes_that_make_no_sense(changes: list[str], path: str, words: str) -
 def test_a_resolved_recipe_is_one_again_and_rows_need_translations(tmp_path: Path) -> None:
     recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path)}"]))
     assert check_recipe(recipe.model_dump()) == recipe
-    assert isinstance(recipe, Recipe)
     (tmp_path / "test.jsonl").write_text(json.dumps({"en": "a dog", "de": ""}))
-    with pytest.raises(
-        InvalidValue, match="data: test, row 0: must be a translation that is not empty"
-    ):
+    with pytest.raises(InvalidValue, match="test, row 0: must be a translation that is not empty"):
         load_rows(recipe)
 
 
-@pytest.mark.skipif(not MULTI30K.is_dir(), reason="needs Multi30k beside the project")
-def test_real_sentences_come_back_from_their_tokens() -> None:
-    rows = [json.loads(line) for line in (MULTI30K / "test.jsonl").read_text().splitlines()]
-    texts = [row[name] for name in ("en", "de") for row in rows]
-    tokenizer = train_tokenizer("bpe", texts, 2000)
-    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"], skip_special_tokens=True) == texts
+# --- an encoder-decoder as the hub has them
+
+
+def pretrained(folder: Path, **changes: Any) -> Any:
+    columns = {"text": "translation.en", "target": "translation.xx", "prefix": "w0 w1 : "}
+    own = {
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder), **columns, "holdout": 10, "test_holdout": 10},
+        "decode": {"max_length": 12},
+        "score": {"random_draws": 0},
+        "report": False,
+    }
+    return check_recipe({**RECIPE, **own, **changes})
+
+
+@pytest.mark.parametrize("family", ["T5", "Marian"])
+def test_an_encoder_decoder_from_a_folder_is_cut_with_its_own_tokenizer(
+    family: str, tmp_path: Path
+) -> None:
+    encoder_decoder(tmp_path / "model", family)
+    draw = random.Random(0)
+    texts = [draw.choices(WORDS, k=draw.randint(2, 8)) for _ in range(40)]
+    pairs = [{"en": " ".join(words), "xx": " ".join(reversed(words))} for words in texts]
+    lines = [json.dumps({"translation": pair}) for pair in pairs]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    chosen = pretrained(tmp_path)
+    subject = prepared(chosen, say=lambda line: None)
+    row, tokenizer = subject.data.examples["test"][0], subject.preparation.tokenizer
+    said = tokenizer.decode(row["input_ids"], skip_special_tokens=True).split()
+    target = subject.data.targets["test"][0].split()
+    assert said[:2] == ["w0", "w1"]
+    assert said[-len(target) :] == target[::-1]
+    start = subject.model.config.decoder_start_token_id
+    assert row["decoder_input_ids"] == [start, *row["labels"][:-1]]
+    assert tokenizer.decode(row["labels"], skip_special_tokens=True).split() == target
+
+    record = run_recipe(chosen, out=tmp_path / "out", say=lambda line: None)
+    assert record.status == "done"
+    assert {row.metric for row in record.quality} == {"bleu"}
+    kinds = {site.kind for site in hp.find_sites(hp.from_pretrained(tmp_path / "out" / "model"))}
+    assert kinds == {"self", "causal", "cross"}
+
+
+def test_a_prefix_is_for_translations() -> None:
+    data = {"path": "rows.jsonl", "text": "text", "prefix": "translate: "}
+    with pytest.raises(RecipeError, match=r"data\.prefix: must be left out for text_class"):
+        pretrained(Path("here"), task="text_classification", data=data, decode={})
