@@ -101,7 +101,7 @@ def test_sizes_are_those_of_both_models(name: str, tokens: int, cache: tuple[int
     assert rows["parameters"] == tuple(counts)
     before, after = rows[f"MACs an example of {tokens} tokens"]
     assert before > after > 0
-    assert rows.get("KV-cache bytes a token") == cache
+    assert rows.get("KV-cache bytes per token") == cache
     given = type(subject.sites)(subject.sites[:1], [])  # sites that are given alone count
     heads = sizes(subject.model, subject.model, subject.batch, sites=given)[0]
     assert heads.original == heads.pruned == first.n_query_heads
