@@ -10,7 +10,6 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 
-from headprune.core.errors import UnsupportedModel
 from headprune.layouts import _once, _proofs
 from headprune.layouts._once import once
 from headprune.layouts._tiny_textbook import Annotated, Processed, Processor
@@ -56,38 +55,16 @@ def test_layers_built_alike_are_proved_once(runs: list[nn.Module]) -> None:
     assert len(runs) == 2, "another number of heads is another structure"
 
 
-def named(value: Any) -> str:
-    """Without the address of an object, so that all workers collect the same."""
-    return f"{type(value).__name__} {str(value).partition(' at ')[0]}"
-
-
 @pytest.mark.parametrize(
-    "odd", [True, 1, 0.5, "yes", (1,), {"a": 1}, {1}, Processor(), Processed], ids=named
+    "odd",
+    [True, 1, "yes", (1,), {"a": 1}, Processor(), Processed],
+    ids=["a flag", "1", "text", "tuple", "mapping", "object", "class"],
 )
-def test_another_attribute_is_another_structure(runs: list[nn.Module], odd: Any) -> None:
+def test_another_attribute_is_another_structure(odd: Any) -> None:
     """`1` equals `True` and objects may differ within: neither may pass for what was proved."""
-    model = nn.ModuleList([Doubled(12, 4), Doubled(12, 4, odd)])
-    assert [s.name for s in find_sites(model)] == ["0"]
-    assert [
-        s.name for s in find_sites(nn.ModuleList([Doubled(12, 4, ()), Doubled(12, 4, odd)]))
-    ] == ["0"]
-
-
-def test_code_that_was_changed_since_is_proved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Changed(Annotated):
-        pass
-
-    model = nn.ModuleList([Changed(12, 4)])
-    sites = find_sites(model)
-    monkeypatch.setattr(
-        Changed,
-        "forward",
-        lambda self, q, k, v, mask=None: Annotated.forward(self, q * 2, k, v, mask),
-    )
-    with pytest.raises(UnsupportedModel, match="no attention-like module"):
-        find_sites(model)
-    with pytest.raises(UnsupportedModel, match="got something else"):
-        bind(model, sites)
+    for usual in (False, ()):
+        model = nn.ModuleList([Doubled(12, 4, usual), Doubled(12, 4, odd)])
+        assert [s.name for s in find_sites(model)] == ["0"]
 
 
 def test_a_forward_of_the_instance_is_refused_and_hooks_are_not() -> None:

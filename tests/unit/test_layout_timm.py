@@ -75,42 +75,34 @@ def test_newer_code_keeps_its_class_and_older_code_is_replaced() -> None:
         assert getattr(small[0], "attn_dim", 9) == 9
 
 
-#: Heads to keep under a policy, and what is left: query heads, key/value heads and query heads a
-#: key/value head.
+#: Heads to keep under a policy, and the counts after: query heads, key/value heads and query heads
+#: a key/value head.
 POLICIES: dict[Any, tuple[list[int], tuple[int, int, int]]] = {
     "group": ([0, 1, 4, 5], (4, 2, 2)),
     "balanced": ([1, 2, 4], (3, 3, 1)),
 }
 
 
+UNITS = {"group": ((0, 1), (2, 3), (4, 5)), "balanced": tuple((h,) for h in range(6))}
+
+
 def check_grouped_queries(attention: Any, policy: Any, **more: Any) -> None:
-    """Six query heads in three groups: counts stay true, keys and values shrink with whole groups
+    """Six query heads in three groups: counts are true, keys and values shrink with whole groups
     only."""
-    keep, (n_query, n_kv, group) = POLICIES[policy]
+    keep, counts = POLICIES[policy]
     model = nn.Sequential(shaken(attention, norms=False)).double().eval()
-    small, x, sites = (
-        copy.deepcopy(model),
-        torch.randn(2, 5, 12).double(),
-        hp.find_sites(model, policy=policy),
-    )
-    assert (
-        sites[0].units
-        == {"group": ((0, 1), (2, 3), (4, 5)), "balanced": tuple((h,) for h in range(6))}[policy]
-    )
+    small, x = copy.deepcopy(model), torch.randn(2, 5, 12).double()
+    sites = hp.find_sites(model, policy=policy)
+    assert sites[0].units == UNITS[policy]
     mask = hp.HeadMask.from_keep({"0": keep}, {"0": 6})
-    full = model[0](x, **more)
     with hp.gated(model, mask, sites):
         expected = model[0](x, **more)
     hp.prune_(small, mask, sites=sites)
     assert_close(small[0](x, **more), expected, **CLOSE)
-    assert (full - expected).abs().max() > 1e-6
-    cut = small[0]
-    assert (cut.num_heads, cut.num_kv_heads, cut.num_kv_groups, cut.attn_dim) == (
-        n_query,
-        n_kv,
-        group,
-        2 * n_query,
-    )
+    assert (model[0](x, **more) - expected).abs().max() > 1e-6
+    cut, (n_query, n_kv, _) = small[0], counts
+    assert (cut.num_heads, cut.num_kv_heads, cut.num_kv_groups) == counts
+    assert cut.attn_dim == 2 * n_query
     assert cut.q_proj.weight.shape == (2 * n_query, 12)
     assert cut.k_proj.weight.shape == cut.v_proj.weight.shape == (2 * n_kv, 12)
     assert type(cut) is type(attention)
@@ -119,8 +111,7 @@ def check_grouped_queries(attention: Any, policy: Any, **more: Any) -> None:
 MASK = torch.arange(5) < torch.tensor([[5], [3]])[:, None, None]
 
 
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "norms"), [("group", True), ("balanced", False)])
 def test_grouped_queries(policy: Any, norms: bool) -> None:
     check_grouped_queries(AttentionRope(12, 6, norms), policy)
     check_grouped_queries(AttentionRope(12, 6, norms), policy, attn_mask=MASK)
@@ -131,76 +122,66 @@ def test_groups_of_unlike_size_are_refused() -> None:
         hp.find_sites(nn.Sequential(AttentionRope(12, 6)), policy="free")
 
 
-def test_grouped_queries_without_heads() -> None:
-    model = nn.Sequential(shaken(AttentionRope(12, 6, norms=True))).double().eval()
-    hp.prune_(model, hp.HeadMask.from_keep({"0": []}, {"0": 6}))
-    out = model(torch.randn(2, 5, 12).double())
-    assert_close(out, model[0].proj.bias.expand_as(out), **CLOSE)
-
-
 @pytest.fixture
 def timm() -> Any:
     return pytest.importorskip("timm", exc_type=ImportError)
 
 
-MODELS = {
-    "plain": ("vit_tiny_patch16_224", {}),
-    "norms of queries and keys": ("vit_tiny_patch16_224", {"qk_norm": True}),
-    "scale_norm": ("vit_tiny_patch16_224", {"scale_attn_norm": True}),
-    "convit": ("convit_tiny", {}),
-    "eva": ("eva02_tiny_patch14_224", {}),
-    "beit": ("beit_base_patch16_224", {}),
-    "swin": ("swin_tiny_patch4_window7_224", {}),
-    "nest": ("nest_tiny_jx", {}),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_real_models(timm: Any, name: str) -> None:
-    model, settings = MODELS[name]
-    built = timm.create_model(
-        model, **({"depth": 2} if model.startswith("vit") else {}), **settings
-    )
-    if name not in ("plain", "norms of queries and keys", "convit"):
-        with pytest.raises(UnsupportedModel, match="fit no layout"):
-            hp.find_sites(built)
-        return
-    built = shaken(built, norms=False).double().eval()
-    small, sites = copy.deepcopy(built), hp.find_sites(built)
-    x, mask = torch.randn(1, *built.default_cfg["input_size"]).double(), ragged(sites)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("vit_tiny_patch16_224", {"depth": 2, "qk_norm": True}), ("convit_tiny", {})],
+)
+def test_real_models_are_exact(timm: Any, name: str, settings: dict[str, Any]) -> None:
+    model = shaken(timm.create_model(name, **settings), norms=False).double().eval()
+    small, sites = copy.deepcopy(model), hp.find_sites(model)
+    x, mask = torch.randn(1, *model.default_cfg["input_size"]).double(), ragged(sites)
     with torch.no_grad():
-        full = built(x)
-        with hp.gated(built, mask, sites):
-            expected = built(x)
+        with hp.gated(model, mask, sites):
+            expected = model(x)
         hp.prune_(small, mask, sites=sites)
         assert_close(small(x), expected, **CLOSE)
-        assert (full - expected).abs().max() > 1e-6
+        assert (model(x) - expected).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["kernel", "by hand"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_real_grouped_queries(timm: Any, policy: Any, fused: bool) -> None:
-    if "num_kv_heads" not in inspect.signature(timm.layers.AttentionRope.__init__).parameters:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 2, "scale_attn_norm": True}),
+        ("eva02_tiny_patch14_224", {"depth": 2}),
+        ("beit_base_patch16_224", {"depth": 1}),
+        ("swin_tiny_patch4_window7_224", {}),
+        ("nest_tiny_jx", {}),
+    ],
+)
+def test_real_models_that_are_refused(timm: Any, name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="fit no layout"):
+        hp.find_sites(timm.create_model(name, **settings))
+
+
+def rope_with_groups(timm: Any, **options: Any) -> Any:
+    kind = timm.layers.AttentionRope
+    if "num_kv_heads" not in inspect.signature(kind.__init__).parameters:
         pytest.skip("this version of timm has no grouped queries")
-    norms = {"qk_norm": True, "norm_layer": nn.LayerNorm}
-    for options in ({}, norms, {"gated": True}):
-        attention = timm.layers.AttentionRope(
-            12, num_heads=6, num_kv_heads=3, qkv_fused=False, **options
-        )
-        attention.fused_attn = fused
-        check_grouped_queries(attention, policy)
-        check_grouped_queries(attention, policy, attn_mask=MASK)
-        angles = torch.randn(2, 4, 4).double()  # of all tokens but the first, which is the prefix
-        check_grouped_queries(attention, policy, rope=angles[0])
+    return kind(12, num_heads=6, num_kv_heads=3, qkv_fused=False, **options)
+
+
+@pytest.mark.parametrize(("policy", "fused"), [("group", True), ("balanced", False)])
+@pytest.mark.parametrize(
+    "options", [{}, {"qk_norm": True, "norm_layer": nn.LayerNorm}, {"gated": True}]
+)
+def test_real_grouped_queries(timm: Any, policy: Any, fused: bool, options: Any) -> None:
+    attention = rope_with_groups(timm, **options)
+    attention.fused_attn = fused  # the kernel, or code by hand
+    check_grouped_queries(attention, policy, attn_mask=MASK)
+    angles = torch.randn(4, 4).double()  # of all tokens but the first, which is the prefix
+    check_grouped_queries(attention, policy, rope=angles)
 
 
 def test_the_stand_ins_compute_what_the_real_ones_do(timm: Any) -> None:
-    if "num_kv_heads" not in inspect.signature(timm.layers.AttentionRope.__init__).parameters:
-        pytest.skip("this version of timm has no grouped queries")
     x = torch.randn(2, 5, 12)
     for ours, theirs in (
         (Attention(12, 6), timm.layers.Attention(12, 6, qkv_bias=True)),
-        (AttentionRope(12, 6), timm.layers.AttentionRope(12, 6, num_kv_heads=3, qkv_fused=False)),
+        (AttentionRope(12, 6), rope_with_groups(timm)),
     ):
         theirs.load_state_dict(ours.state_dict())
         assert_close(theirs(x), ours(x))

@@ -20,14 +20,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     x_transformers = pytest.importorskip("x_transformers")
 
-SIZES: dict[str, Any] = {
-    "dim": 16,
-    "depth": 2,
-    "heads": 6,
-    "attn_kv_heads": 3,
-    "attn_dim_head": 4,
-    "ff_mult": 1,
-}
+SIZES: dict[str, Any] = {"dim": 16, "depth": 2, "ff_mult": 1}
+SIZES |= {"heads": 6, "attn_kv_heads": 3, "attn_dim_head": 4}
+ROTARY: dict[str, Any] = {"rotary_pos_emb": True, "rotary_emb_dim": 4}
 EXACT_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "flash": {"attn_flash": True},
@@ -39,7 +34,7 @@ EXACT_OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"attn_head_learned_sink": True},
     "wider values": {"attn_value_dim_head": 5},
     "one key/value head a query head": {"attn_kv_heads": None},
-    "rotary": {"rotary_pos_emb": True, "rotary_emb_dim": 4},
+    "rotary": ROTARY,
     "sparse": {"attn_sparse_topk": 3},
 }
 REFUSED: dict[str, dict[str, Any]] = {
@@ -48,12 +43,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "attention on attention": {"attn_on_attn": True},
     "latent": {"attn_use_latent_kv": True, "attn_dim_latent_kv": 8},
     "selective": {"attn_selective": True},
-    "some heads rotated": {
-        "rotary_pos_emb": True,
-        "rotary_emb_dim": 4,
-        "rotate_num_heads": 3,
-        "attn_kv_heads": None,
-    },
+    "some heads rotated": {**ROTARY, "rotate_num_heads": 3, "attn_kv_heads": None},
 }
 REFUSED_BY_A_CUT: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_pos_bias": True},
@@ -73,23 +63,18 @@ def test_gated_is_pruned(options: dict[str, Any]) -> None:
     model = built(options)
     small, sites, x = copy.deepcopy(model), hp.find_sites(model), torch.randn(2, 7, 16).double()
     assert [s.kind for s in sites] == ["causal"] * 2
-    full = model(x)
-    for seed in range(2):
-        mask, small = ragged(sites, seed), copy.deepcopy(model)
-        with hp.gated(model, mask):
-            expected = model(x)
-        hp.prune_(small, mask)
-        assert_close(small(x), expected, **CLOSE)
-        assert (full - expected).abs().max() > 1e-6
+    mask = ragged(sites)
+    with hp.gated(model, mask):
+        expected = model(x)
+    hp.prune_(small, mask)
+    assert_close(small(x), expected, **CLOSE)
+    assert (model(x) - expected).abs().max() > 1e-6
 
 
 def test_padding() -> None:
     model, x = built({}, "Encoder"), torch.randn(2, 7, 16).double()
-    mask, small, sites = (
-        torch.arange(7) < torch.tensor([[7], [3]]),
-        copy.deepcopy(model),
-        hp.find_sites(model),
-    )
+    small, sites = copy.deepcopy(model), hp.find_sites(model)
+    mask = torch.arange(7) < torch.tensor([[7], [3]])
     assert [s.kind for s in sites] == ["self"] * 2
     with hp.gated(model, ragged(sites)):
         expected = model(x, mask=mask)
@@ -115,18 +100,6 @@ def test_what_passes_between_layers_is_refused_by_a_cut(options: dict[str, Any])
     with pytest.raises(UnsupportedModel, match="share nothing between heads"):
         hp.prune_(model, mask)
     assert picture(model) == before
-
-
-def test_zero_heads_are_refused() -> None:
-    model = built({})
-    with pytest.raises(UnsupportedModel, match="left with a head"):
-        hp.prune_(
-            model,
-            hp.HeadMask.from_keep(
-                {s.name: [] for s in hp.find_sites(model)},
-                dict.fromkeys((s.name for s in hp.find_sites(model)), 6),
-            ),
-        )
 
 
 def test_generation_with_a_cache() -> None:
