@@ -1,5 +1,5 @@
-"""torch.nn.MultiheadAttention: the exposed attention is PyTorch's; the native paths are left for a
-gate or a cut."""
+"""torch.nn.MultiheadAttention: the exposed attention is PyTorch's, and what is measured and cut does
+not depend on PyTorch's native paths and nested tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.testing import assert_close
 
 import headprune as hp
@@ -18,8 +19,11 @@ from headprune.core.mixin import mix_in
 from headprune.layouts._tiny_torch_multi_head import EncoderLayers, Mixed
 from headprune.layouts.torch_multi_head import LAYOUT, Exposed
 from headprune.model.sites import reason_against
+from headprune.recovery import registry as recoveries
+from headprune.scoring import registry as scorers
 from tests.laws.support import CLOSE, shaken
 
+NESTED = "ignore:The PyTorch API of nested tensors"
 FORMS: dict[str, dict[str, Any]] = {
     "fused": {},
     "batch first": {"batch_first": True},
@@ -116,7 +120,7 @@ def nested_model() -> tuple[nn.Module, dict[str, Tensor], list[str]]:
     return model, batch, [f"encoder.layers.{i}.self_attn" for i in range(3)]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings(NESTED)
 @pytest.mark.parametrize("removed", [{0: [1]}, {0: [0], 2: [3]}, {1: [0, 1, 2, 3]}], ids=str)
 def test_native_layers_on_nested_tensors(
     removed: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
@@ -154,7 +158,7 @@ def test_native_layers_on_nested_tensors(
         assert_close(pickle.loads(pickle.dumps(small))(**batch), expected, **CLOSE)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings(NESTED)
 def test_nested_tensors_attend_to_themselves_alone() -> None:
     module = attention(batch_first=True)
     hp.prune_(module, hp.HeadMask.from_keep({"": [0, 2]}, {"": 4}))
@@ -166,19 +170,6 @@ def test_nested_tensors_attend_to_themselves_alone() -> None:
     together = module(x, x, x, need_weights=False)[0]
     for example, whole in zip(together.unbind(), x.unbind(), strict=True):
         assert_close(example, module(*[whole[None]] * 3, need_weights=False)[0][0], **CLOSE)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_gate_gradients_through_nested_tensors() -> None:
-    model, batch, names = nested_model()
-    found = []
-    for frozen in (False, True):  # frozen weights let the encoder make nested tensors
-        model.requires_grad_(not frozen)
-        gates = {name: torch.ones(4).double().requires_grad_() for name in names}
-        with hp.gated(model, gates):
-            out = model(**batch)[~batch["padding"]]
-        found.append(torch.autograd.grad((out**2).sum(), list(gates.values())))
-    assert_close(found[1], found[0], **CLOSE)
 
 
 def test_kinds() -> None:
@@ -216,11 +207,87 @@ def test_another_forward_is_refused() -> None:
         hp.find_sites(nn.ModuleDict({"attention": RotatedAttention(8, 2)}))
 
 
-def test_costs_count_the_fused_projection() -> None:
-    model, batch = EncoderLayers(), EncoderLayers.tiny()[1]
-    costs = hp.score(model.eval(), [batch], "magnitude").costs
-    head = costs.units[0][0]
-    assert head.macs_per_token == 4 * 4 * 16
-    assert head.params == 4 * 4 * 16 + 3 * 4
-    layers = 3 * (4 * 16 * 16 + 2 * 16 * 24)
-    assert costs.total.macs_per_token == 16 * 16 + 16 * 3 + layers
+# ---------------------------------------------------------------- padded sentences: by default
+# PyTorch makes nested tensors of them in evaluation
+
+
+class Reader(nn.Module):
+    """An encoder of padded sentences, whose first token, or mean, tells the class."""
+
+    def __init__(self, nested: bool, mean: bool = False) -> None:
+        super().__init__()
+        self.mean, self.embedding = mean, nn.Embedding(30, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.encoder(self.embedding(ids), src_key_padding_mask=ids == 0)
+        found: Tensor = self.head(x.mean(1) if self.mean else x[:, 0])
+        return found
+
+
+def reader(nested: bool, mean: bool = False) -> Reader:
+    torch.manual_seed(0)
+    return shaken(Reader(nested, mean)).double().eval()
+
+
+def sentences() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for length in (9, 7):
+        ids = torch.randint(1, 30, (5, length), generator=generator)
+        ids[::2, 4:] = 0
+        batches.append({"ids": ids, "labels": torch.randint(3, (5,), generator=generator)})
+    return batches
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["ids"]), batch["labels"], reduction="none")
+
+
+def scored(model: nn.Module, scorer: str) -> Any:
+    """Scores, or what refused them."""
+    try:
+        found = hp.score(model, sentences(), scorer, loss=loss, progress=False)
+    except UnsupportedModel as error:  # no map to be seen
+        return str(error)
+    return found.values, found.standard_errors, found.costs, found.notes
+
+
+@pytest.mark.filterwarnings(NESTED)
+@pytest.mark.parametrize("scorer", scorers.names())
+def test_scores_do_not_depend_on_nested_tensors(scorer: str) -> None:
+    default = reader(nested=True)
+    assert scored(default, scorer) == scored(reader(nested=False), scorer)
+    assert default.encoder.use_nested_tensor, "it is as it was"
+
+
+@pytest.mark.filterwarnings(NESTED)
+@pytest.mark.parametrize("method", recoveries.names())
+def test_recoveries_do_not_depend_on_nested_tensors(method: str) -> None:
+    chosen = hp.recovery.Finetune(epochs=1, learning_rate=1e-2) if method == "finetune" else method
+    names = ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
+    mask = hp.HeadMask.from_keep({names[0]: [0, 2, 3], names[1]: [1, 3]}, dict.fromkeys(names, 4))
+    states = []
+    for nested in (True, False):
+        teacher = reader(nested)
+        small = copy.deepcopy(teacher)
+        hp.prune_(small, mask)
+        cut = copy.deepcopy(small)
+        torch.manual_seed(0)
+        needed = {} if method == "finetune" else {"teacher": teacher}
+        hp.recover_(small, sentences(), chosen, loss=loss, **needed)
+        states.append(small.state_dict())
+        ids = sentences()[0]["ids"]
+        assert (small(ids) - cut(ids)).abs().max() > 1e-6
+    assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings(NESTED)
+def test_a_model_that_reads_padding_is_told_of_zeros_there() -> None:
+    model = reader(nested=True, mean=True)
+    (note,) = hp.score(model, sentences(), "taylor", loss=loss, progress=False).notes
+    assert "enable_nested_tensor=False" in note
+    model.encoder.use_nested_tensor = False
+    assert not hp.score(model, sentences(), "taylor", loss=loss, progress=False).notes

@@ -24,9 +24,7 @@ class Scaled(D2l):
     """Divides by the width of the model, which a cut leaves, and by the number of heads, which it
     does not."""
 
-    def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
-    ) -> Tensor:
+    def forward(self, queries: Tensor, keys: Any, values: Any, valid_lens: Any) -> Any:
         return super().forward(queries / self.num_heads, keys, values, valid_lens)
 
 
@@ -42,9 +40,7 @@ class InsideOut(D2l):
     """Lays the heads' outputs inside out: neighbouring inputs of the projection are of different
     heads."""
 
-    def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
-    ) -> Tensor:
+    def forward(self, queries: Tensor, keys: Any, values: Any, valid_lens: Any) -> Any:
         given = (self.W_q, queries), (self.W_k, keys), (self.W_v, values)
         split = [self._split(projection(x)) for projection, x in given]
         heads = self.attention(*split, valid_lens).unflatten(0, (-1, self.num_heads))
@@ -62,9 +58,7 @@ class Additive(D2l):
 class OverQueries(Prepared):
     """Normalises its scores over the queries."""
 
-    def forward(
-        self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, *, query: Tensor, key: Any, value: Any, mask: Any = None) -> Any:
         q, k, v = self.query(query), self.key(key), self.value(value)
         scores = torch.einsum("ibhd,jbhd->ijbh", q, k) * self.scale
         heads = torch.einsum("ijbh,jbhd->ibhd", scores.softmax(0), v)
@@ -172,57 +166,6 @@ def test_gates_of_a_cut_module_are_for_the_heads_that_it_has() -> None:
     expected[..., 9:12] = 0
     with hp.gated(model, {"0": torch.tensor([1.0, 0.0]).double()}):
         assert_close(model[0](x), expected, **CLOSE)
-
-
-class Own(nn.Module):
-    """Separate matrices for each head, in lists of their own, summed through a matrix a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("queries", "keys", "values"):
-            setattr(self, name, nn.ModuleList(nn.Linear(12, 3) for _ in range(4)))
-        self.out = nn.Linear(12, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = [
-            (q(x) @ k(x).transpose(-2, -1) / 3**0.5).softmax(-1) @ v(x)
-            for q, k, v in zip(self.queries, self.keys, self.values, strict=True)
-        ]
-        return self.out(torch.cat(heads, -1) if heads else x.new_zeros(*x.shape[:-1], 0))
-
-
-OWN = hp.AttentionLayout(
-    name="own",
-    gate="out",
-    slabs=(
-        hp.HeadSlab("queries", "list", "query"),
-        hp.HeadSlab("keys", "list", "key"),
-        hp.HeadSlab("values", "list", "value"),
-        hp.HeadSlab("out", "in", "context"),
-    ),
-    head_dim=3,
-)
-
-
-@pytest.mark.parametrize("keep", [[0, 3], []], ids=str)
-def test_lists_of_projections_with_a_layout_of_ones_own(keep: list[int]) -> None:
-    model = shaken(nn.Sequential(Own())).double()
-    small, x = copy.deepcopy(model), torch.randn(2, 5, 12).double()
-    mask, sites = hp.HeadMask.from_keep({"0": keep}, {"0": 4}), find_sites(model, layouts=[OWN])
-    with hp.gated(model, mask, sites):
-        expected = model(x)
-    hp.prune_(small, mask, sites=sites)
-    assert_close(small(x), expected, **CLOSE)
-    assert [len(x) for x in (small[0].queries, small[0].keys, small[0].values)] == [len(keep)] * 3
-
-
-def test_magnitude_of_lists_is_that_of_values_and_output() -> None:
-    model = shaken(nn.Sequential(Own())).double()
-    found = hp.score(model, scorer="magnitude", sites=find_sites(model, layouts=[OWN]))
-    for head, value in enumerate(found.values[0]):
-        own = torch.cat([p.flatten() for p in model[0].values[head].parameters()]).norm()
-        out = model[0].out.weight[:, 3 * head : 3 * head + 3].norm()
-        assert_close(value, float((own * out).detach()), rtol=1e-12, atol=0)
 
 
 def test_heads_of_unlike_widths_are_no_list_of_heads() -> None:

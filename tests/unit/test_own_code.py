@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +151,10 @@ def test_other_code_is_refused_where_ours_would_run_in_its_place(
         bind(subject.model, subject.sites)
 
 
-@pytest.mark.parametrize("layout", ["bert", "llama", "bart"])
 def test_code_that_goes_wrong_under_a_mask_is_refused_on_an_example_without(
-    layout: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    subject = first_family(layout)
+    subject = first_family("bert")
     site = subject.sites[0]
     batch = {k: v for k, v in subject.batch.items() if "mask" not in k}
     subclassed(subject.model.get_submodule(site.name), masked_harm, monkeypatch)
@@ -255,12 +254,6 @@ def masked_annotated(self: Any, query: Tensor, key: Tensor, value: Tensor, mask:
     return Annotated.forward(self, query if mask is None else query * self.h, key, value, mask)
 
 
-def first_of_mask(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
-    """Other outputs from the fourth head on."""
-    out = Annotated.forward(self, query, key, value, mask)
-    return out if mask is None else out * (1 + (self.h > 3))
-
-
 def masked_prepared(self: Any, *, query: Tensor, key: Any, value: Any, mask: Any = None) -> Any:
     query = query if mask is None else query * self.heads
     return Prepared.forward(self, query=query, key=key, value=value, mask=mask)
@@ -318,7 +311,6 @@ def model_of(kind: type[nn.Module], forward: Forward) -> nn.Module:
         (D2l, masked_d2l),
         (D2l, tiled),
         (Annotated, masked_annotated),
-        (Annotated, first_of_mask),
         (Prepared, masked_prepared),
         (Processed, masked_processed),
         (OlderAttention, masked_older),
@@ -480,8 +472,7 @@ def test_a_layout_of_ones_own_is_ones_own_word(
 ) -> None:
     """Who describes code of their own, or lets it be proven on an example, has said what it
     does."""
-    copied = {field.name: getattr(llama.layout, field.name) for field in fields(llama.layout)}
-    mine = hp.AttentionLayout(**{**copied, "name": "mine"})
+    mine = replace(llama.layout, name="mine")
     site = llama.sites[0]
     subclassed(llama.model.get_submodule(site.name), harmless, monkeypatch)
     sites = find_sites(llama.model, layouts=[mine])

@@ -37,18 +37,6 @@ def qwen2_5_vl() -> nn.Module:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def conditional_detr() -> nn.Module:
-    backbone = transformers.ResNetConfig(
-        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], out_features=["stage2"]
-    )
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "num_queries": 4}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_attention_heads": 2, f"{side}_ffn_dim": 16}
-    given = {"use_timm_backbone": False, "backbone": None, "backbone_config": backbone}
-    config = transformers.ConditionalDetrConfig(**given, **sizes)
-    return transformers.ConditionalDetrForObjectDetection(config)
-
-
 def gpt2_with_cross_attention() -> nn.Module:
     sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, add_cross_attention=True))
@@ -57,10 +45,6 @@ def gpt2_with_cross_attention() -> nn.Module:
 #: A model, and the classes of what it has besides, with how many modules there are of each.
 PARTIAL: dict[Callable[[], nn.Module], dict[str, int]] = {
     qwen2_5_vl: {"Qwen2_5_VLVisionAttention": 2},
-    conditional_detr: {
-        "ConditionalDetrDecoderSelfAttention": 2,
-        "ConditionalDetrDecoderCrossAttention": 2,
-    },
     gpt2_with_cross_attention: {"GPT2Attention": 2},
 }
 #: Families of the registry that have linear attention between layers of a known kind.

@@ -143,36 +143,6 @@ def test_cross_attention_of_gpt2_is_kept_whole_and_the_rest_is_exact() -> None:
     assert_cuts_are_exact(model, sites)
 
 
-@pytest.mark.parametrize(("which", "keep"), [("attention", []), ("crossattention", [0, 3])])
-def test_an_encoder_decoder_with_its_pair_of_caches_generates(which: str, keep: list[int]) -> None:
-    """Self- and cross-attention keep their keys in different caches; also a layer without heads
-    must not mix them."""
-    known = transformers.BertConfig().to_dict()
-    config = transformers.BertConfig(**{k: v for k, v in SIZES.items() if k in known})
-    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        config, copy.deepcopy(config)
-    )
-    both.decoder_start_token_id, both.pad_token_id, both.eos_token_id = 1, 0, 2
-    model = shaken(transformers.EncoderDecoderModel(config=both)).double().eval()
-    sites = hp.find_sites(model)
-    assert [s.kind for s in sites] == ["self", "self", "causal", "cross", "causal", "cross"]
-    name = f"decoder.bert.encoder.layer.0.{which}"
-    mask = hp.HeadMask.from_keep({name: keep}, {s.name: 4 for s in sites})
-    ids = torch.randint(3, 50, (2, 7))
-    options: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    options["attention_mask"] = torch.ones_like(ids)
-    small = copy.deepcopy(model)
-    hp.prune_(small, mask)
-    with hp.gated(model, mask):
-        expected = torch.stack(model.generate(ids, **options).logits)
-    got = small.generate(ids, **options)
-    assert_close(torch.stack(got.logits), expected, **CLOSE)
-    assert got.past_key_values.get_seq_length() == 5
-    again = small.generate(ids, use_cache=False, **options)
-    assert_close(torch.stack(again.logits), expected, **CLOSE)
-
-
 def test_a_layer_that_attends_to_an_encoder_and_shares_its_cache_keeps_a_head() -> None:
     sizes = {k: v for k, v in SIZES.items() if k in transformers.T5GemmaModuleConfig().to_dict()}
     side = transformers.T5GemmaModuleConfig(**sizes)
