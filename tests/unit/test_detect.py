@@ -325,12 +325,6 @@ def test_shared_keys_are_described_as_they_are(make: Any, described: str) -> Non
     assert_exact(model, x, sites, mask)
 
 
-def test_modules_of_one_size_keep_their_own_head_counts() -> None:
-    model = nn.Sequential(Layer(Grouped(4, 4)), Layer(Grouped(2, 2)))
-    found = hp.propose_layouts(model, torch.randn(3, 5, WIDTH))
-    assert [s.n_query_heads for s in hp.find_sites(model, layouts=found)] == [4, 2]
-
-
 @pytest.mark.parametrize(
     "example",
     [torch.randn(1, 5, WIDTH), torch.randn(3, 5, WIDTH + 1), {"y": torch.randn(3, 5, WIDTH)}, None],

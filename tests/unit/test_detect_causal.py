@@ -16,6 +16,8 @@ from headprune.detect.causality import is_causal
 
 WIDTH, HEADS, LENGTH = 16, 4, 5
 LOWEST = torch.finfo(torch.float32).min
+EVERY = torch.ones(LENGTH, LENGTH).bool()
+EARLIER = EVERY.tril()
 
 
 class Attention(nn.Module):
@@ -25,29 +27,21 @@ class Attention(nn.Module):
         super().__init__()
         self.how, self.n = how, HEADS
         self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.register_buffer("tril", torch.ones(LENGTH, LENGTH).tril())
+        seen = {"plain": EVERY, "window": EARLIER & ~EARLIER.tril(-2)}.get(how, EARLIER)
+        self.register_buffer("seen", seen)
 
     def forward(self, x: Tensor, other: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         read = x if other is None else other
-        q, k, v = (
-            t.unflatten(-1, (self.n, -1)).transpose(1, 2)
-            for t in (self.a(x), self.b(read), self.c(read))
-        )
+        made = self.a(x), self.b(read), self.c(read)
+        q, k, v = (t.unflatten(-1, (self.n, -1)).transpose(1, 2) for t in made)
         if self.how == "kernel":
             out = scaled_dot_product_attention(q, k, v, is_causal=True)
         elif self.how == "kernel mask":
-            seen = self.tril.bool()
-            if mask is not None:
-                seen = seen & mask[:, None, None, :].bool()
+            seen = self.seen if mask is None else self.seen & mask[:, None, None, :].bool()
             out = scaled_dot_product_attention(q, k, v, attn_mask=seen)
         else:
-            scores = q @ k.transpose(-1, -2)
-            if self.how in ("buffer", "window"):
-                scores = scores.masked_fill(self.tril == 0, float("-inf"))
-            if self.how == "window":
-                scores = scores.masked_fill(self.tril.tril(-2) == 1, float("-inf"))
-            if self.how == "large":
-                scores = scores + (1 - self.tril) * LOWEST
+            hidden = LOWEST if self.how == "large" else -torch.inf
+            scores = (q @ k.transpose(-1, -2)).masked_fill(~self.seen, hidden)
             if mask is not None:
                 # As Transformers 4 added it: a row of padding alone sees everything alike
                 scores = scores + (1 - mask[:, None, None, :]) * LOWEST
@@ -90,9 +84,9 @@ class Twice(nn.Module):
         self.part = Attention("plain")
 
     def forward(self, x: Tensor) -> Tensor:
-        self.part.how = "buffer"
+        self.part.seen = EARLIER
         x = x + self.part(x)
-        self.part.how = "plain"
+        self.part.seen = EVERY
         return x + self.part(x)
 
 
@@ -155,19 +149,18 @@ def test_a_layout_of_causal_modules_fits_a_deeper_model() -> None:
     assert [site.kind for site in deeper] == ["causal", "causal"]
 
 
-LOWER = torch.ones(4, 4).bool().tril()
 PAIRS = {
     "itself": (torch.eye(4).bool(), False),
-    "not itself": (LOWER.tril(-1), False),
-    "more keys": (torch.ones(4, 5).bool().tril(), False),
-    "one token": (torch.ones(1, 1).bool(), False),
-    "later ones": (LOWER.mT, False),
-    "the next one": (torch.ones(4, 4).bool().tril(1), False),
-    "earlier ones": (LOWER.expand(2, 3, 4, 4), True),
-    "one head sees all": (torch.stack([LOWER] * 3 + [torch.ones(4, 4).bool()]), False),
+    "not itself": (EARLIER.tril(-1), False),
+    "more keys": (EARLIER[:4], False),
+    "one token": (EVERY[:1, :1], False),
+    "later ones": (EARLIER.mT, False),
+    "the next one": (EVERY.tril(1), False),
+    "earlier ones": (EARLIER.expand(2, 3, LENGTH, LENGTH), True),
+    "one head sees all": (torch.stack([EARLIER] * 3 + [EVERY]), False),
 }
 
 
 @pytest.mark.parametrize(("pairs", "causal"), PAIRS.values(), ids=PAIRS)
 def test_what_is_causal(pairs: Tensor, causal: bool) -> None:
-    assert is_causal(pairs, torch.zeros(2, 4)) is causal
+    assert is_causal(pairs, torch.zeros(2, LENGTH)) is causal

@@ -55,28 +55,8 @@ def changed(out: Any, factor: float) -> Any:
     return first if isinstance(out, Tensor) else (first, *out[1:])
 
 
-def harmless(forward: Forward) -> Forward:
-    """Adds something to what a module returns."""
-
-    @functools.wraps(forward)
-    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return changed(forward(self, *args, **kwargs), 2.0)
-
-    return other
-
-
-def harmful(forward: Forward) -> Forward:
-    """Adds more, the more heads there are."""
-
-    @functools.wraps(forward)
-    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return changed(forward(self, *args, **kwargs), size(self))
-
-    return other
-
-
-def masked_harm(forward: Forward) -> Forward:
-    """The same, where a mask is given."""
+def adding(forward: Forward, amount: Callable[[Any, bool], float]) -> Forward:
+    """Adds to what a module returns; the amount is told the module and whether a mask is given."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
@@ -84,9 +64,15 @@ def masked_harm(forward: Forward) -> Forward:
         given = signature.bind(self, *args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
         masked = any("mask" in name and isinstance(value, Tensor) for name, value in given.items())
-        return changed(forward(self, *args, **kwargs), size(self) if masked else 0.0)
+        return changed(forward(self, *args, **kwargs), amount(self, masked))
 
     return other
+
+
+harmless = functools.partial(adding, amount=lambda module, masked: 2.0)
+#: The more, the more heads there are.
+harmful = functools.partial(adding, amount=lambda module, masked: size(module))
+masked_harm = functools.partial(adding, amount=lambda module, masked: masked * size(module))
 
 
 def with_forward(module: Any, forward: Forward, name: str = "forward") -> None:

@@ -21,6 +21,8 @@ from headprune.model.near_misses import attention_like
 from headprune.model.sites import Sites, not_taken
 from tests.laws.families import FAMILIES
 from tests.laws.support import subject_of
+from tests.unit.test_sites import ODD
+from tests.unit.test_sites import Odd as WithLayout
 
 TEXT: dict[str, Any] = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 16}
 TEXT |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -113,10 +115,8 @@ class LocalAttn(nn.Module):
         self.mix = nn.Linear(8, 8)
 
 
-class MHSA(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(8, 8)
+class MHSA(LocalAttn):
+    pass
 
 
 class FeedForward(nn.Module):
@@ -223,37 +223,15 @@ def test_a_model_that_is_taken_whole_has_no_note() -> None:
     assert coverage_notes(hp.select(scores, hp.Budget(keep_heads=0.5)).notes) == ()
 
 
-class Own(nn.Module):
-    """Attention of two heads that has an output projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries, self.keys, self.values, self.end = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.queries(x), self.keys(x), self.values(x)
-        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in made)
-        heads = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.end(heads.transpose(1, 2).flatten(2))
-
-
-_SLABS = (("queries", "out", "query"), ("keys", "out", "key"), ("values", "out", "value"))
-OWN = hp.AttentionLayout(
-    name="own",
-    gate="end",
-    slabs=tuple(hp.HeadSlab(*slab) for slab in (*_SLABS, ("end", "in", "context"))),
-    head_dim=4,
-)
-
-
 def test_a_layout_of_ones_own_takes_it_and_no_note_is_there() -> None:
-    model = nn.Sequential(hp.MultiHeadAttention(8, 2), Own())
+    model = nn.Sequential(hp.MultiHeadAttention(10, 2), WithLayout()).double()
     assert [group.modules for group in hp.find_sites(model).not_taken] == [("1",)]
-    sites = hp.find_sites(model, [OWN])
-    assert [site.layout for site in sites] == ["multi_head_attention", "own"]
+    sites = hp.find_sites(model, [ODD])
+    assert [site.layout for site in sites] == ["multi_head_attention", "odd"]
     assert sites.not_taken == ()
+    batches = [torch.randn(4, 5, 10).double()]
     for given in (sites, sites[:1]):
-        assert hp.score(model, BATCHES, loss=loss, sites=given).notes == ()
+        assert hp.score(model, batches, loss=loss, sites=given).notes == ()
 
 
 def test_llama_beside_its_unknown_cousin() -> None:
