@@ -4,7 +4,6 @@ or its options span the heads."""
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -217,22 +216,6 @@ def test_models_of_timm_are_exact(timm: Any, name: str, settings: dict[str, Any]
 def test_models_of_timm_that_are_refused(timm: Any, name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel, match="fit no layout"):
         hp.find_sites(timm.create_model(name, **settings))
-
-
-def test_grouped_queries_of_timm(timm: Any) -> None:
-    kind = timm.layers.AttentionRope
-    if "num_kv_heads" not in inspect.signature(kind.__init__).parameters:
-        pytest.skip("this version of timm has no grouped queries")
-    for policy, options in (("group", {}), ("balanced", {"gated": True})):
-        theirs = kind(12, num_heads=6, num_kv_heads=3, qkv_fused=False, **options)
-        check_grouped_queries(theirs, policy, attn_mask=MASK)
-
-
-def test_the_stand_in_computes_what_the_real_one_does(timm: Any) -> None:
-    ours, theirs = Attention(12, 6), timm.layers.Attention(12, 6, qkv_bias=True)
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(2, 5, 12)
-    assert_close(theirs(x), ours(x))
 
 
 # ---------------------------------------------------------------- x-transformers

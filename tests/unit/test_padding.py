@@ -32,7 +32,7 @@ from headprune.recovery import registry as recoveries
 from headprune.scoring import AttributionPatching, Auto, LeaveOneOut, Surgeon, Taylor
 from headprune.scoring import registry as scorers
 from headprune.scoring._base import Scorer
-from tests.laws.support import picture, shaken
+from tests.laws.support import as_double, picture, shaken
 
 Batch = dict[str, Any]
 
@@ -54,18 +54,30 @@ class Case:
     Args:
         build: Makes the model.
         alone: Makes the examples, each a batch of one without padding.
-        together: Makes one padded batch of them, with so many positions more than the longest.
+        padding: By name of a tensor, what it is padded with; others have one length.
         loss: One number an example that does not depend on padding; None is the default loss.
-        blurred: Positions of padding that the model itself does not tell from an example's last
-            ones: its layers before attention read over the end. Such a batch is compared with one
-                of more padding.
     """
 
     build: Callable[[], nn.Module]
-    alone: Callable[[], list[Any]]
-    together: Callable[[list[Any], int], Any]
+    alone: Callable[[], list[Batch]]
+    padding: dict[str, float]
     loss: Callable[[nn.Module, Any], Tensor] | None = None
-    blurred: int = 0
+
+    def together(self, more: int) -> Batch:
+        """One padded batch, with so many positions more than the longest example."""
+        alone, batch = self.examples(), {}
+        for name in alone[0]:
+            parts = [one[name] for one in alone]
+            if name in self.padding:
+                longest = max(part.shape[1] for part in parts) + more
+                parts = [padded(part, longest, self.padding[name]) for part in parts]
+            batch[name] = torch.cat(parts)
+        return batch
+
+    def examples(self) -> list[Batch]:
+        """In fp64."""
+        torch.manual_seed(1)
+        return [as_double(one) for one in self.alone()]
 
 
 def padded(x: Tensor, length: int, value: float) -> Tensor:
@@ -74,50 +86,9 @@ def padded(x: Tensor, length: int, value: float) -> Tensor:
     return torch.cat([x, more], 1)
 
 
-def stacked(values: dict[str, float]) -> Callable[[list[Any], int], Any]:
-    """Pads tensors by name with these values; others have one length."""
-
-    def together(alone: list[Any], more: int) -> Any:
-        batch = {}
-        for name in alone[0]:
-            parts = [one[name] for one in alone]
-            if name in values:
-                longest = max(part.shape[1] for part in parts) + more
-                parts = [padded(part, longest, values[name]) for part in parts]
-            batch[name] = torch.cat(parts)
-        return batch
-
-    return together
-
-
-def words(labels: bool = True) -> list[Batch]:
+def words() -> list[Batch]:
     rows = [torch.randint(3, 19, (1, length)) for length in _LENGTHS]
-    batches: list[Batch] = [
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows
-    ]
-    for number, batch in enumerate(batches if labels else []):
-        batch["labels"] = torch.tensor([number % 3])
-    return batches
-
-
-#: A word like any other: only the mask says that it is none.
-text = stacked({"input_ids": 7, "attention_mask": 0})
-
-
-def four_axes(alone: list[Any], more: int) -> Any:
-    """The mask as ``[batch, 1, tokens, tokens]``, of floats that are added to scores."""
-    batch = text(alone, more)
-    length = batch["input_ids"].shape[1]
-    hidden = batch["attention_mask"].eq(0)[:, None, None].expand(-1, -1, length, -1)
-    low = torch.finfo(torch.float64).min
-    batch["attention_mask"] = hidden.new_zeros(hidden.shape).double().masked_fill(hidden, low)
-    return batch
-
-
-def bert() -> nn.Module:
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(**_TEXT, **no_dropout, num_labels=3)
-    return transformers.BertForSequenceClassification(config)
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows]
 
 
 def t5() -> nn.Module:
@@ -127,7 +98,7 @@ def t5() -> nn.Module:
 
 
 def translations() -> list[Batch]:
-    sources = words(labels=False)
+    sources = words()
     for source, n in zip(sources, (2, 4, 3), strict=True):
         source["labels"] = torch.randint(3, 19, (1, n))
     return sources
@@ -163,9 +134,6 @@ def waves() -> list[Batch]:
     return batches
 
 
-sound = stacked({"input_values": 0, "attention_mask": 0})
-
-
 def clip() -> nn.Module:
     """Its images have 5 tokens, as many as the longest text."""
     image = {**_SIZES, "image_size": 4, "patch_size": 2, "num_channels": 1}
@@ -175,7 +143,7 @@ def clip() -> nn.Module:
 
 
 def captions() -> list[Batch]:
-    batches = words(labels=False)
+    batches = words()
     for batch in batches:
         batch["input_ids"][:, -1] = 19  # the end of the text, whose state is its embedding
         batch["pixel_values"] = torch.randn(1, 1, 4, 4)
@@ -258,18 +226,19 @@ def own_loss(model: Any, batch: Any) -> Tensor:
     return out.logsumexp(-1).square()
 
 
-_TO_TEXT = stacked({"input_ids": 7, "attention_mask": 0, "labels": -100})
-_HIDDEN = {"x": 0.7, "away": 1}
+_HIDDEN: dict[str, float] = {"x": 0.7, "away": 1}
+_SOUND: dict[str, float] = {"input_values": 0, "attention_mask": 0}
+#: 7 is a word like any other: only the mask says that it is none.
+_WORDS: dict[str, float] = {"input_ids": 7, "attention_mask": 0}
 CASES: dict[str, Case] = {
-    "text encoder, floats of four axes": Case(bert, words, four_axes),
-    "text to text": Case(t5, translations, _TO_TEXT),
-    "speech": Case(speech, waves, sound),
-    "both towers": Case(clip, captions, text, agreement_of_pairs),
-    "torch.nn encoder": Case(TorchEncoder, states, stacked(_HIDDEN), own_loss),
+    "text to text": Case(t5, translations, {**_WORDS, "labels": -100}),
+    "speech": Case(speech, waves, _SOUND),
+    "both towers": Case(clip, captions, _WORDS, agreement_of_pairs),
+    "torch.nn encoder": Case(TorchEncoder, states, _HIDDEN, own_loss),
     "torch.nn decoder": Case(
-        TorchDecoder, two_sequences, stacked({**_HIDDEN, "memory": 0.7, "memory_away": 1}), own_loss
+        TorchDecoder, two_sequences, {**_HIDDEN, "memory": 0.7, "memory_away": 1}, own_loss
     ),
-    "our attention, lengths": Case(OwnLayers, with_lengths, stacked({"x": 0.7}), own_loss),
+    "our attention, lengths": Case(OwnLayers, with_lengths, {"x": 0.7}, own_loss),
 }
 
 #: A few steps tell as much here as the defaults.
@@ -310,22 +279,9 @@ def model_of(name: str) -> nn.Module:
     return shaken(CASES[name].build()).double().eval()
 
 
-def wide(batch: Any) -> Any:
-    """The batch in fp64."""
-    return {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-
-
-def examples(case: Case) -> list[Any]:
-    torch.manual_seed(1)
-    return case.alone()
-
-
-def data(case: Case) -> tuple[list[Any], list[Any]]:
-    """Examples one by one, and one padded batch of them; of a blurred model, a padded batch and one
-    padded further."""
-    alone = examples(case)
-    expected = [case.together(alone, case.blurred)] if case.blurred else alone
-    return [wide(one) for one in expected], [wide(case.together(alone, 2 * case.blurred))]
+def data(case: Case) -> tuple[list[Batch], list[Batch]]:
+    """Examples one by one, and one padded batch of them."""
+    return case.examples(), [case.together(0)]
 
 
 def given(case: Case) -> dict[str, Any]:
@@ -350,14 +306,10 @@ def losses(model: nn.Module, loss: Any, batches: list[Any]) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_model_itself_does_not_depend_on_padding(name: str) -> None:
-    """Else nothing below would say anything; and blurred models do, which is why they are compared
-    otherwise."""
-    case, model = CASES[name], model_of(name)
-    expected, found = (losses(model, case.loss, batches) for batches in data(case))
+    """Else nothing below would say anything."""
+    case = CASES[name]
+    expected, found = (losses(model_of(name), case.loss, batches) for batches in data(case))
     assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    if case.blurred:
-        alone = losses(model, case.loss, [wide(one) for one in examples(case)])
-        assert float((alone - expected).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize(("name", "scorer"), SCORED)
@@ -365,7 +317,7 @@ def test_scores_of_a_padded_batch_are_those_of_its_examples(name: str, scorer: s
     wanted, found = (scores(name, SCORERS[scorer], batches) for batches in data(CASES[name]))
     assert float(flat(wanted.values).abs().max()) > 1e-6
     assert_close(flat(found.values), flat(wanted.values), **CLOSE)
-    if not CASES[name].blurred and found.standard_errors is not None:
+    if found.standard_errors is not None:
         assert_close(flat(found.standard_errors), flat(wanted.standard_errors), **CLOSE)
 
 
@@ -407,7 +359,7 @@ def recovered(name: str, method: Any, batches: list[Any]) -> Tensor:
 def test_refits_on_a_padded_batch_are_those_on_its_examples(name: str, method: str) -> None:
     case = CASES[name]
     wanted, found = (recovered(name, REFITS[method], batches) for batches in data(case))
-    one = recovered(name, REFITS[method], [wide(examples(case)[0])])
+    one = recovered(name, REFITS[method], case.examples()[:1])
     assert float((wanted - one).abs().max()) > 1e-6
     assert_close(found, wanted, rtol=1e-7, atol=1e-7)
 
@@ -416,7 +368,7 @@ def test_refits_on_a_padded_batch_are_those_on_its_examples(name: str, method: s
 def test_training_does_not_depend_on_more_padding(name: str) -> None:
     """The task, the teacher's logits and its hidden states, in a step over the whole batch."""
     case = CASES[name]
-    batches = [[wide(case.together(examples(case), more))] for more in (2, 4)]
+    batches = [[case.together(more)] for more in (2, 4)]
     wanted, found = (recovered(name, FINETUNE, part) for part in batches)
     assert float((wanted - recovered(name, None, [])).abs().max()) > 1e-3
     assert_close(found, wanted, rtol=1e-7, atol=1e-7)
@@ -428,15 +380,17 @@ def test_training_does_not_depend_on_more_padding(name: str) -> None:
 @pytest.mark.parametrize("family", ["Data2VecAudio", "SEW", "SEWD", "WavLM"])
 def test_families_of_speech(family: str) -> None:
     """Frames that are no padding are counted, also where layers run on half of them (SEW)."""
-    model = shaken(speech(family)).double().eval()
-    blurred = 40 if family.startswith("SEW") else 0  # it pools frames before it hides any
-    expected, together = data(Case(speech, waves, sound, blurred=blurred))
-    apart = [losses(model, None, batches) for batches in (expected, together)]
+    model, case = shaken(speech(family)).double().eval(), Case(speech, waves, _SOUND)
+    alone, together = data(case)
+    if family.startswith("SEW"):  # it pools frames before it hides any: only more padding is alike
+        alone, together = ([case.together(more)] for more in (40, 80))
+    apart = [losses(model, None, batches) for batches in (alone, together)]
     assert_close(apart[1], apart[0], rtol=1e-9, atol=1e-9)
-    names = ["activation_norm", "obs"]
-    found = [hp.score(model, part, names, progress=False) for part in (expected, together)]
-    for a, b in zip(*found, strict=True):
-        assert_close(flat(b.values), flat(a.values), **CLOSE)
+    for scorer in ("activation_norm", "obs"):
+        wanted, found = (
+            hp.score(model, batches, scorer, progress=False) for batches in (alone, together)
+        )
+        assert_close(flat(found.values), flat(wanted.values), **CLOSE)
 
 
 HERE = torch.tensor([[1, 1, 0], [1, 0, 0]])
