@@ -32,6 +32,7 @@ from tests.unit.test_detect import (
     kernel,
     model_of,
     plain,
+    sloped,
     split,
 )
 
@@ -317,10 +318,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "'other' beside 'W_o'": lambda: Textbook(run=two_outputs, other=nn.Linear(WIDTH, WIDTH)),
         "the module's own output": lambda: Textbook(run=past_the_output),
     },
-    "no output projection": {
-        "one native function": native,
-        "no projection is given the heads' outputs": lambda: Textbook(run=Textbook.mixed),
-    },
+    "no output projection": {"one native function": native},
     "projections that are no matrices": {
         "'W_q' is a Conv1d": Convolved,
         "'W_v' is a Parametrized": weight_normed,
@@ -381,6 +379,11 @@ def test_every_property_is_seen() -> None:
 @pytest.mark.parametrize(
     ("make", "why", "words"),
     [
+        (
+            lambda: nn.Sequential(Textbook(run=Textbook.mixed, W_o=nn.Identity())),
+            "no output projection",
+            "no projection is given the heads' outputs",
+        ),
         (tied, "shared tensors", "1.attention.W_q.weight: must be cut in one way"),
         (
             lambda: nn.Sequential(Layer(Sized(4)), Layer(Sized(2))),
@@ -393,9 +396,9 @@ def test_every_property_is_seen() -> None:
             "not on all alike: the pruned model: must be equal to the gated one up to 1e-10",
         ),
     ],
-    ids=["tied", "two and four heads", "one of two"],
+    ids=["no output", "tied", "two and four heads", "one of two"],
 )
-def test_layers_that_are_not_alike_are_refused(
+def test_models_that_are_refused(
     make: Any, why: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused, text = refusals(make(), torch.randn(3, 5, WIDTH), monkeypatch)
@@ -405,17 +408,32 @@ def test_layers_that_are_not_alike_are_refused(
 
 @pytest.mark.parametrize(
     ("layout", "why"),
-    [
-        ("bloom", "head counts kept elsewhere"),
-        ("t5", "shared tensors"),
-        ("deepseek_v3", "latent keys"),
-    ],
+    [("bloom", "head counts kept elsewhere"), ("deepseek_v3", "latent keys")],
 )
 def test_known_families_that_need_more_are_refused_by_name(
     layout: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused, _ = refusals(*registry.get(layout).tiny(0), monkeypatch)
     assert refused[0].property == why
+
+
+class Sharing(nn.Module):
+    """The second attention uses the first one's slopes, as T5's layers do its biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Textbook(sloped, slopes=nn.Parameter(torch.rand(HEADS, 1, 1)))
+        self.two = Textbook(lambda module, q, k, v: sloped(module.others[0], q, k, v))
+        self.two.others = (self.one,)  # no part of it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(x + self.one(x))
+
+
+def test_what_one_layer_makes_for_the_next_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, _), text = refusals(Sharing(), torch.randn(3, 5, WIDTH), monkeypatch)
+    assert (first.modules, first.property) == (("one",), "shared tensors")
+    assert "'two' takes what it makes for all heads" in text
 
 
 def test_the_attribute_that_tells_modules_of_one_size_apart_need_not_be_the_first() -> None:

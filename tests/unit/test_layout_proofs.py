@@ -130,7 +130,6 @@ FAMILY_OF = {layout: registry.get(layout).families[0][0] for layout in PROVING}
 FAMILY_OF["timm"] = "timm.Attention before 1.0.24"
 CASES = [("annotated", name) for name in CIRCUMSTANCES]
 CASES += [(layout, "dispatch mode") for layout in PROVING[1:]]
-CASES += [(layout, "fake tensors") for layout in PROVING[1:]]
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
@@ -155,7 +154,7 @@ def test_what_is_refused_is_refused_in_any_circumstance(name: str) -> None:
             ask(lambda: find_sites(model))
 
 
-@pytest.mark.parametrize("layout", [name for name in registry.names() if name not in PROVING])
+@pytest.mark.parametrize("layout", ["bert", "llama", "torch_multi_head", "x_transformers"])
 def test_other_layouts_are_found_in_any_circumstance(layout: str) -> None:
     model = registry.get(layout).tiny(0)[0]
     expected = find_sites(model)

@@ -29,7 +29,7 @@ from headprune.model.running import call
 from headprune.model.sites import bind
 from headprune.recovery import Finetune, Lstsq
 from headprune.recovery import registry as recoveries
-from headprune.scoring import AttributionPatching, Auto, LeaveOneOut, Surgeon, Taylor
+from headprune.scoring import AttributionPatching, LeaveOneOut, Surgeon, Taylor
 from headprune.scoring import registry as scorers
 from headprune.scoring._base import Scorer
 from tests.laws.support import as_double, picture, shaken
@@ -244,17 +244,17 @@ CASES: dict[str, Case] = {
 #: A few steps tell as much here as the defaults.
 _QUICK: dict[str, dict[str, Any]] = {
     "attattr": {"steps": 2},
-    "auto": {"candidates": ("taylor", "obs"), "random_draws": 1},
     "hard_concrete": {"steps": 3, "block": 2},
     "integrated_gradients": {"points": 2},
     "shapley": {"orders": 1, "truncation": 0.0},
     "subset_topk": {"steps": 3, "block": 2},
 }
-#: ``random`` looks at nothing, ``magnitude`` at weights.
+#: ``random`` looks at nothing, ``magnitude`` at weights; tests/laws has ``auto``.
+_ELSEWHERE = {"random", "magnitude", "auto"}
 SCORERS: dict[str, Any] = {
     name: replace(scorers.get(name)(), **_QUICK.get(name, {}))
     for name in scorers.names()
-    if name not in ("random", "magnitude")
+    if name not in _ELSEWHERE
 }
 SCORERS |= {
     "taylor of tokens": Taylor(reduce="token"),
@@ -289,8 +289,6 @@ def given(case: Case) -> dict[str, Any]:
 
 
 def scores(name: str, scorer: Any, batches: list[Any]) -> hp.HeadScores:
-    if isinstance(scorer, Auto):
-        batches = [*batches, *batches]  # it deals the examples to folds, and needs more of them
     found: hp.HeadScores = hp.score(model_of(name), batches, scorer, **given(CASES[name]))
     return found
 
@@ -323,7 +321,7 @@ def test_scores_of_a_padded_batch_are_those_of_its_examples(name: str, scorer: s
 
 def test_every_scorer_and_every_recovery_is_here() -> None:
     found = {scorers.resolve(scorer, Scorer, "scorer")[0] for scorer in SCORERS.values()}
-    assert found == set(scorers.names()) - {"random", "magnitude"}
+    assert found == set(scorers.names()) - _ELSEWHERE
     assert set(REFITS) | {"finetune"} == set(recoveries.names())
 
 
