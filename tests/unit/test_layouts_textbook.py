@@ -21,8 +21,7 @@ from tests.laws.support import CLOSE, picture, shaken
 
 
 class Scaled(D2l):
-    """Divides by the width of the model, which a cut leaves, and by the number of heads, which it
-    does not."""
+    """Divides by the number of heads, which a cut changes."""
 
     def forward(self, queries: Tensor, keys: Any, values: Any, valid_lens: Any) -> Any:
         return super().forward(queries / self.num_heads, keys, values, valid_lens)

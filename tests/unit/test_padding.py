@@ -92,7 +92,7 @@ def words() -> list[Batch]:
 
 
 def t5() -> nn.Module:
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2}
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
     config = transformers.T5Config(**sizes, **_SPECIAL, vocab_size=20, dropout_rate=0.0)
     return transformers.T5ForConditionalGeneration(config)
 

@@ -297,7 +297,7 @@ def test_attention_is_known_by_its_parts_too(names: str, alike: bool) -> None:
     mixer = Mixer()
     for name in names.split():
         mixer.add_module(name, nn.Linear(4, 4))
-    assert bool(attention_like(nn.Sequential(mixer))) == alike
+    assert bool(list(attention_like(nn.Sequential(mixer)))) == alike
     if alike:
         with pytest.raises(UnsupportedModel, match=r"0 \(Mixer; "):
             hp.find_sites(nn.Sequential(mixer))
