@@ -312,7 +312,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "alternate between heads": WidthFirst,
         "the 18 features of 'W_q' are no 4 heads": SpareFeatures,
         "for the 1 x 15 rows": lambda: Textbook(run=one_sequence),
-        "got changes in examples [1, 2]": lambda: Textbook(run=next_example),
+        "got changes in examples [1]": lambda: Textbook(run=next_example),
     },
     "more than one output": {
         "'other' beside 'W_o'": lambda: Textbook(run=two_outputs, other=nn.Linear(WIDTH, WIDTH)),
@@ -365,7 +365,7 @@ def refusals(model: nn.Module, example: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_not_faithful_is_refused_by_name(
     why: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of(REFUSED[why][words])
+    model = nn.Sequential(Layer(REFUSED[why][words]()))
     refused, text = refusals(model, torch.randn(3, 5, WIDTH), monkeypatch)
     assert {r.property for r in refused} == {why}
     assert why in text

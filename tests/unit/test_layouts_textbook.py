@@ -167,6 +167,14 @@ def test_gates_of_a_cut_module_are_for_the_heads_that_it_has() -> None:
         assert_close(model[0](x), expected, **CLOSE)
 
 
+def test_magnitude_of_a_list_is_that_of_its_heads_and_the_output() -> None:
+    model = nn.Sequential(built(Projected))
+    for head, value in enumerate(hp.score(model, scorer="magnitude").values[0]):
+        own = torch.cat([p.flatten() for p in model[0].heads[head].parameters()]).norm()
+        out = model[0].proj.weight[:, 3 * head : 3 * head + 3].norm()
+        assert_close(value, float((own * out).detach()), rtol=1e-12, atol=0)
+
+
 def test_heads_of_unlike_widths_are_no_list_of_heads() -> None:
     class Unlike(SideBySide):
         def __init__(self) -> None:
