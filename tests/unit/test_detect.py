@@ -162,11 +162,6 @@ def tokens_in_a_row(module: Textbook, x: Tensor) -> Tensor:
     return module.W_o(module.mixed(x).flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
-def without_gradients(module: Textbook, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return plain(module, x)
-
-
 def finite_unless_shaken(module: Textbook, x: Tensor) -> Tensor:
     return plain(module, x) * (1 + torch.sqrt(-module.shift.abs()))
 
@@ -251,7 +246,6 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "lists": lambda: Textbook(by_lists),
     "from the right": lambda: Textbook(from_the_right),
     "neither parameter nor buffer": lambda: Textbook(sloped, slopes=torch.rand(HEADS, 1, 1)),
-    "without gradients": lambda: Textbook(run=without_gradients),
     "wide values": WideValues,
     "many scales": scaled,
     "odd when shaken": lambda: Textbook(
@@ -310,7 +304,7 @@ def test_a_fused_projection_is_told_apart_by_proof(grouped: bool) -> None:
         (lambda: Grouped(4, 2, tiled=True), "4 heads in 2 KV groups of width 4"),
         (lambda: Grouped(8, 2), "8 heads in 2 KV groups of width 2"),
     ],
-    ids=["one key", "tiled", "eight"],
+    ids=["one key", "in turn", "side by side"],
 )
 def test_shared_keys_are_described_as_they_are(make: Any, described: str) -> None:
     model, x = model_of(make).double(), torch.randn(3, 5, WIDTH, dtype=torch.float64)
@@ -348,7 +342,6 @@ def test_what_is_no_model_that_can_be_tried_is_named() -> None:
 @pytest.mark.parametrize(
     ("layout", "family", "kind"),
     [
-        ("bert", "bert", "self"),
         ("gpt2", "gpt2", "causal"),
         ("llama", "llama", "causal"),
         ("deberta_v2", "deberta-v2", "self"),
