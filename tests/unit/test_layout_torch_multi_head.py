@@ -1,5 +1,5 @@
-"""torch.nn.MultiheadAttention: the exposed attention is PyTorch's; the native paths are left for a
-gate or a cut."""
+"""torch.nn.MultiheadAttention: the exposed attention is PyTorch's, and what is measured and cut does
+not depend on PyTorch's native paths and nested tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.testing import assert_close
 
 import headprune as hp
@@ -18,8 +19,10 @@ from headprune.core.mixin import mix_in
 from headprune.layouts._tiny_torch_multi_head import EncoderLayers, Mixed
 from headprune.layouts.torch_multi_head import LAYOUT, Exposed
 from headprune.model.sites import reason_against
+from headprune.recovery import registry as recoveries
 from tests.laws.support import CLOSE, shaken
 
+NESTED = "ignore:The PyTorch API of nested tensors"
 FORMS: dict[str, dict[str, Any]] = {
     "fused": {},
     "batch first": {"batch_first": True},
@@ -31,25 +34,25 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 LATER = torch.ones(4, 5, dtype=torch.bool).triu(2)
 PADDED = torch.tensor([[False] * 5, [False, False, True, True, True]])
+BY_HEAD = torch.randn(8, 4, 5, dtype=torch.float64)
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no weights": {"need_weights": False},
     "weights a head": {"average_attn_weights": False},
     "mask": {"attn_mask": LATER},
-    "mask, no weights": {"attn_mask": LATER, "need_weights": False},
     "added mask": {"attn_mask": torch.randn(4, 5, dtype=torch.float64)},
-    "mask a head": {"attn_mask": torch.randn(8, 4, 5, dtype=torch.float64), "need_weights": False},
+    "mask a head": {"attn_mask": BY_HEAD, "need_weights": False},
     "padding": {"key_padding_mask": PADDED},
-    "both": {"key_padding_mask": PADDED, "attn_mask": LATER, "need_weights": False},
+    "both": {"attn_mask": LATER, "key_padding_mask": PADDED, "need_weights": False},
     "causal": {"attn_mask": LATER, "is_causal": True, "need_weights": False},
     "causal, weights": {"attn_mask": LATER, "is_causal": True},
-    "causal, padding": {
-        "attn_mask": LATER,
-        "is_causal": True,
-        "key_padding_mask": PADDED,
-        "need_weights": False,
-    },
 }
+CALLS["causal, padding"] = {**CALLS["causal"], "key_padding_mask": PADDED}
+#: Every call of the most usual form, and every form with calls that add to the keys' masks.
+CASES = [
+    *(("batch first", call) for call in CALLS),
+    *((form, call) for form in FORMS if form != "batch first" for call in ("plain", "both")),
+]
 
 
 def attention(**options: Any) -> nn.MultiheadAttention:
@@ -65,33 +68,23 @@ def inputs(module: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
     return made if module.batch_first else [x.transpose(0, 1) for x in made]
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_exposed_is_the_same_attention(options: dict[str, Any], call: dict[str, Any]) -> None:
-    module = attention(**options)
+@pytest.mark.parametrize(("form", "call"), CASES)
+def test_exposed_is_the_same_attention(form: str, call: str) -> None:
+    module = attention(**FORMS[form])
     given = inputs(module)
-    expected = module(*given, **call)
+    expected = module(*given, **CALLS[call])
     assert mix_in(module, Exposed)
-    got = module(*given, **call)
-    assert_close(got[0], expected[0], equal_nan=True, **CLOSE)
-    assert_close(got[1], expected[1], equal_nan=True, **CLOSE) if expected[1] is not None else None
-    assert (got[1] is None) == (expected[1] is None)
-    seen: list[Tensor] = []
-    handle = module.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    module(*given, **call)
-    handle.remove()
-    assert [tuple(x.shape) for x in seen] == [(2, 4, 12)]
+    seen: list[tuple[int, ...]] = []
+    module.out_proj.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+    got = module(*given, **CALLS[call])
+    assert_close(got, expected, equal_nan=True, **CLOSE)
+    assert seen == [(2, 4, 12)]
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_exposed_without_a_batch(need_weights: bool) -> None:
+def test_exposed_without_a_batch() -> None:
     module = attention(batch_first=True)
     given = inputs(module, batched=False)
-    call = {
-        "key_padding_mask": PADDED[1],
-        "attn_mask": torch.randn(4, 4, 5).double(),
-        "need_weights": need_weights,
-    }
+    call = {"key_padding_mask": PADDED[1], "attn_mask": BY_HEAD[:4]}
     expected = module(*given, **call)
     mix_in(module, Exposed)
     assert_close(module(*given, **call), expected, **CLOSE)
@@ -107,24 +100,29 @@ def test_the_causal_hint_needs_its_mask() -> None:
 def test_a_mask_for_each_head_may_be_for_the_original_heads() -> None:
     model = nn.ModuleDict({"a": attention(batch_first=True)})
     small, given = copy.deepcopy(model), inputs(model["a"])
-    mask = torch.randn(8, 4, 5).double()
     plan = hp.HeadMask.from_keep({"a": [1, 3]}, {"a": 4})
     with hp.gated(model, plan):
-        expected = model["a"](*given, attn_mask=mask, need_weights=False)[0]
+        expected = model["a"](*given, attn_mask=BY_HEAD, need_weights=False)[0]
     hp.prune_(small, plan)
-    assert_close(small["a"](*given, attn_mask=mask, need_weights=False)[0], expected, **CLOSE)
-    present = mask.unflatten(0, (2, 4))[:, [1, 3]].flatten(0, 1)
-    assert_close(small["a"](*given, attn_mask=present, need_weights=False)[0], expected, **CLOSE)
+    present = BY_HEAD.unflatten(0, (2, 4))[:, [1, 3]].flatten(0, 1)
+    for mask in (BY_HEAD, present):
+        got = small["a"](*given, attn_mask=mask, need_weights=False)[0]
+        assert_close(got, expected, **CLOSE)
     with pytest.raises(RuntimeError, match="2 present or 4 original heads"):
-        small["a"](*given, attn_mask=mask[:6], need_weights=False)
+        small["a"](*given, attn_mask=BY_HEAD[:6], need_weights=False)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    "gone", [{0: [1]}, {0: [0], 2: [3]}, {1: [0, 1, 2, 3]}, {2: [0, 1, 2]}], ids=str
-)
+def nested_model() -> tuple[nn.Module, dict[str, Tensor], list[str]]:
+    """A model that PyTorch runs on nested tensors, a batch, and the names of its attentions."""
+    model, batch = shaken(EncoderLayers(nested=True)).double().eval(), EncoderLayers.tiny()[1]
+    batch["x"] = batch["x"].double()
+    return model, batch, [f"encoder.layers.{i}.self_attn" for i in range(3)]
+
+
+@pytest.mark.filterwarnings(NESTED)
+@pytest.mark.parametrize("removed", [{0: [1]}, {0: [0], 2: [3]}, {1: [0, 1, 2, 3]}], ids=str)
 def test_native_layers_on_nested_tensors(
-    gone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+    removed: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native: list[bool] = []
     operation = torch._transformer_encoder_layer_fwd
@@ -134,12 +132,9 @@ def test_native_layers_on_nested_tensors(
         return operation(src, *args)
 
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
-    model, batch = shaken(EncoderLayers(nested=True)).double().eval(), EncoderLayers.tiny()[1]
-    batch["x"] = batch["x"].double()
-    plan = hp.HeadMask.from_keep(
-        {f"encoder.layers.{i}.self_attn": set(range(4)) - set(heads) for i, heads in gone.items()},
-        {f"encoder.layers.{i}.self_attn": 4 for i in range(3)},
-    )
+    model, batch, names = nested_model()
+    keep = {names[i]: set(range(4)) - set(heads) for i, heads in removed.items()}
+    plan = hp.HeadMask.from_keep(keep, dict.fromkeys(names, 4))
     slow = model(**batch)
     with torch.no_grad():
         full = model(**batch)
@@ -150,64 +145,35 @@ def test_native_layers_on_nested_tensors(
         with hp.gated(model, plan):
             expected = model(**batch)
         assert not native, "a gate on every layer takes all off the native operation"
-        with hp.gated(model, {f"encoder.layers.{i}.self_attn": torch.ones(4) for i in gone}):
+        with hp.gated(model, {names[i]: torch.ones(4) for i in removed}):
             assert_close(model(**batch), full, **CLOSE)
-        assert native == [True] * (3 - len(gone)), "the others stay on it"
+        assert native == [True] * (3 - len(removed)), "the others are on it"
         small = copy.deepcopy(model)
         hp.prune_(small, plan)
         native.clear()
         assert_close(small(**batch), expected, **CLOSE)
-        assert native == [True] * (3 - len(gone))
+        assert native == [True] * (3 - len(removed))
         assert (expected - full).abs().max() > 1e-6
         assert_close(pickle.loads(pickle.dumps(small))(**batch), expected, **CLOSE)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings(NESTED)
 def test_nested_tensors_attend_to_themselves_alone() -> None:
     module = attention(batch_first=True)
     hp.prune_(module, hp.HeadMask.from_keep({"": [0, 2]}, {"": 4}))
-    x = torch.nested.nested_tensor(
-        [torch.randn(3, 12, dtype=torch.float64), torch.randn(5, 12, dtype=torch.float64)]
-    )
+    x = torch.nested.nested_tensor([torch.randn(n, 12, dtype=torch.float64) for n in (3, 5)])
     other = torch.nested.nested_tensor([t.clone() for t in x.unbind()])
-    for arguments, more in (
-        ((x, other, x), {}),
-        ((x, x, other), {}),
-        ((x, x, x), {"attn_mask": torch.ones(5, 5)}),
-    ):
-        with pytest.raises(
-            RuntimeError, match="A nested tensor attends to itself and without masks"
-        ):
+    for arguments, more in (((x, x, other), {}), ((x, x, x), {"attn_mask": torch.ones(5, 5)})):
+        with pytest.raises(RuntimeError, match="attends to itself and without masks"):
             module(*arguments, **more)
-    for example, whole in zip(
-        module(x, x, x, need_weights=False)[0].unbind(), x.unbind(), strict=True
-    ):
+    together = module(x, x, x, need_weights=False)[0]
+    for example, whole in zip(together.unbind(), x.unbind(), strict=True):
         assert_close(example, module(*[whole[None]] * 3, need_weights=False)[0][0], **CLOSE)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_gate_gradients_through_nested_tensors() -> None:
-    model, batch = shaken(EncoderLayers(nested=True)).double().eval(), EncoderLayers.tiny()[1]
-    batch["x"] = batch["x"].double()
-    kept = ~batch["padding"]
-    found = []
-    for frozen in (False, True):  # frozen weights let the encoder make nested tensors
-        model.requires_grad_(not frozen)
-        gates = {
-            f"encoder.layers.{i}.self_attn": torch.ones(4).double().requires_grad_()
-            for i in range(3)
-        }
-        with hp.gated(model, gates):
-            out = model(**batch)
-        found.append(torch.autograd.grad((out[kept] ** 2).sum(), list(gates.values())))
-    assert_close(found[1], found[0], **CLOSE)
-
-
 def test_kinds() -> None:
-    kinds = {
-        s.name: s.kind
-        for s in hp.find_sites(nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2), 1))
-    }
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2), 1)
+    kinds = {s.name: s.kind for s in hp.find_sites(decoder)}
     assert kinds == {"layers.0.self_attn": "self", "layers.0.multihead_attn": "cross"}
     assert {s.name: s.kind for s in hp.find_sites(Mixed())}["cross"] == "cross"
 
@@ -216,12 +182,8 @@ def test_callers_find_the_width_they_expect() -> None:
     model = nn.TransformerEncoderLayer(12, 4, 8, batch_first=True).eval()
     hp.prune_(model, hp.HeadMask.from_keep({"self_attn": [2]}, {"self_attn": 4}))
     inner = model.self_attn
-    assert (inner.embed_dim, inner.num_heads, inner.head_dim, inner.in_proj_weight.shape) == (
-        12,
-        1,
-        3,
-        (9, 12),
-    )
+    assert (inner.embed_dim, inner.num_heads, inner.head_dim) == (12, 1, 3)
+    assert inner.in_proj_weight.shape == (9, 12)
     assert isinstance(inner, nn.MultiheadAttention)
     with torch.no_grad():
         assert model(torch.randn(2, 3, 12)).shape == (2, 3, 12)
@@ -233,29 +195,102 @@ class RotatedAttention(nn.MultiheadAttention):
 
 
 def test_another_forward_is_refused() -> None:
-    reason = reason_against(LAYOUT, RotatedAttention(8, 2))
-    assert reason is not None
-    assert "that of torch.nn.MultiheadAttention" in reason
     wrapped = nn.MultiheadAttention(8, 2)
     wrapped.forward = wrapped.forward  # type: ignore[method-assign]
-    assert reason_against(LAYOUT, wrapped) is None, (
-        "its class's own, as accelerate's hooks leave it behind"
-    )
+    # Its class's own, as accelerate's hooks put it on the instance
+    assert reason_against(LAYOUT, wrapped) is None
     wrapped.forward = lambda *args: type(wrapped).forward(wrapped, *args)  # type: ignore[method-assign]
     assert reason_against(LAYOUT, wrapped) is not None
-    with pytest.raises(
-        UnsupportedModel, match=r"must be that of torch\.nn\.MultiheadAttention, got another"
-    ):
+    must = r"must be that of torch\.nn\.MultiheadAttention, got another"
+    with pytest.raises(UnsupportedModel, match=must):
         hp.find_sites(nn.ModuleDict({"attention": RotatedAttention(8, 2)}))
 
 
-def test_costs_count_the_fused_projection() -> None:
-    model, batch = EncoderLayers(), EncoderLayers.tiny()[1]
-    sites = hp.find_sites(model)
-    scores = hp.score(model.eval(), [batch], "magnitude")
-    head = scores.costs.units[0][0]
-    assert head.macs_per_token == 4 * 4 * 16
-    assert head.params == 4 * 4 * 16 + 3 * 4
-    layers = 3 * (4 * 16 * 16 + 2 * 16 * 24)
-    assert scores.costs.total.macs_per_token == 16 * 16 + 16 * 3 + layers
-    assert len(sites) == 3
+# ---------------------------------------------------------------- padded sentences: by default
+# PyTorch makes nested tensors of them in evaluation
+
+
+class Reader(nn.Module):
+    """An encoder of padded sentences, whose first token, or mean, tells the class."""
+
+    def __init__(self, nested: bool, mean: bool = False) -> None:
+        super().__init__()
+        self.mean, self.embedding = mean, nn.Embedding(30, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.encoder(self.embedding(ids), src_key_padding_mask=ids == 0)
+        found: Tensor = self.head(x.mean(1) if self.mean else x[:, 0])
+        return found
+
+
+def reader(nested: bool, mean: bool = False) -> Reader:
+    torch.manual_seed(0)
+    return shaken(Reader(nested, mean)).double().eval()
+
+
+def sentences() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for length in (9, 7):
+        ids = torch.randint(1, 30, (5, length), generator=generator)
+        ids[::2, 4:] = 0
+        batches.append({"ids": ids, "labels": torch.randint(3, (5,), generator=generator)})
+    return batches
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["ids"]), batch["labels"], reduction="none")
+
+
+#: One of each way to look at a model: what projections read, maps, gradients, curvature, passes.
+SCORERS = ["activation_norm", "attattr", "fluctuation", "ggn", "leave_one_out", "obs", "taylor"]
+
+
+def scored(model: nn.Module, scorer: str) -> Any:
+    """Scores, or what refused them."""
+    try:
+        found = hp.score(model, sentences(), scorer, loss=loss, progress=False)
+    except UnsupportedModel as error:  # no map to be seen
+        return str(error)
+    return found.values, found.standard_errors, found.costs, found.notes
+
+
+@pytest.mark.filterwarnings(NESTED)
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_scores_do_not_depend_on_nested_tensors(scorer: str) -> None:
+    default = reader(nested=True)
+    assert scored(default, scorer) == scored(reader(nested=False), scorer)
+    assert default.encoder.use_nested_tensor, "it is as it was"
+
+
+@pytest.mark.filterwarnings(NESTED)
+@pytest.mark.parametrize("method", recoveries.names())
+def test_recoveries_do_not_depend_on_nested_tensors(method: str) -> None:
+    chosen = hp.recovery.Finetune(epochs=1, learning_rate=1e-2) if method == "finetune" else method
+    names = ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
+    mask = hp.HeadMask.from_keep({names[0]: [0, 2, 3], names[1]: [1, 3]}, dict.fromkeys(names, 4))
+    states = []
+    for nested in (True, False):
+        teacher = reader(nested)
+        small = copy.deepcopy(teacher)
+        hp.prune_(small, mask)
+        cut = copy.deepcopy(small)
+        torch.manual_seed(0)
+        needed = {} if method == "finetune" else {"teacher": teacher}
+        hp.recover_(small, sentences(), chosen, loss=loss, **needed)
+        states.append(small.state_dict())
+        ids = sentences()[0]["ids"]
+        assert (small(ids) - cut(ids)).abs().max() > 1e-6
+    assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings(NESTED)
+def test_a_model_that_reads_padding_is_told_of_zeros_there() -> None:
+    model = reader(nested=True, mean=True)
+    (note,) = hp.score(model, sentences(), "taylor", loss=loss, progress=False).notes
+    assert "enable_nested_tensor=False" in note
+    model.encoder.use_nested_tensor = False
+    assert not hp.score(model, sentences(), "taylor", loss=loss, progress=False).notes

@@ -20,7 +20,7 @@ from headprune.layouts import registry
 from headprune.model.matching import reason_against
 from headprune.model.near_misses import attention_like, closest_reason
 from headprune.model.sites import bind
-from tests.laws.support import CLOSE, EXACT, picture, ragged, subject_of
+from tests.laws.support import CLOSE, picture, ragged, subject_of
 
 
 class Odd(nn.Module):
@@ -30,24 +30,16 @@ class Odd(nn.Module):
     attribute (scale).
     """
 
-    def __init__(
-        self,
-        width: int = 10,
-        n_heads: int = 6,
-        n_kv: int = 3,
-        head_dim: int = 4,
-        value_dim: int = 3,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.n_heads, self.n_kv, self.head_dim, self.value_dim = n_heads, n_kv, head_dim, value_dim
-        fused = n_heads * head_dim + n_kv * (head_dim + value_dim)
-        self.qkv = nn.Linear(width, fused)
-        self.out = nn.Linear(n_heads * value_dim, width)
-        self.temperature = nn.Parameter(torch.rand(n_heads) + 0.5)
-        self.table = nn.Parameter(torch.randn(9, n_heads))
-        self.register_buffer("slopes", torch.rand(1, n_heads, 1))
-        self.scale = torch.rand(n_heads, dtype=torch.float64) + 0.5
-        self.norm = nn.LayerNorm(width)
+        self.n_heads, self.n_kv, self.head_dim, self.value_dim = 6, 3, 4, 3
+        self.qkv = nn.Linear(10, 6 * 4 + 3 * (4 + 3))
+        self.out = nn.Linear(6 * 3, 10)
+        self.temperature = nn.Parameter(torch.rand(6) + 0.5)
+        self.table = nn.Parameter(torch.randn(9, 6))
+        self.register_buffer("slopes", torch.rand(1, 6, 1))
+        self.scale = torch.rand(6, dtype=torch.float64) + 0.5
+        self.norm = nn.LayerNorm(10)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -87,25 +79,20 @@ ODD = hp.AttentionLayout(
 
 
 def odd_model() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(Odd(), nn.Tanh(), Odd()).double().eval(), torch.randn(
-        2, 5, 10, dtype=torch.float64
-    )
+    model = nn.Sequential(Odd(), nn.Tanh(), Odd()).double().eval()
+    return model, torch.randn(2, 5, 10, dtype=torch.float64)
 
 
-# --- custom layouts
-# ---------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- custom layouts
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_odd_module_with_a_layout_of_its_own_is_exact(seed: int) -> None:
     model, x = odd_model()
     sites = hp.find_sites(model, layouts=[ODD])
-    assert [
-        (s.name, s.layout, s.n_query_heads, s.n_kv_heads, s.head_dim, s.value_dim) for s in sites
-    ] == [
-        ("0", "odd", 6, 3, 4, 3),
-        ("2", "odd", 6, 3, 4, 3),
-    ]
+    assert [(s.name, s.layout) for s in sites] == [("0", "odd"), ("2", "odd")]
+    sizes = {(s.n_query_heads, s.n_kv_heads, s.head_dim, s.value_dim) for s in sites}
+    assert sizes == {(6, 3, 4, 3)}
     mask, small, names = ragged(sites, seed), copy.deepcopy(model), list(model.state_dict())
     with hp.gated(model, mask, sites):
         expected = model(x)
@@ -113,14 +100,14 @@ def test_an_odd_module_with_a_layout_of_its_own_is_exact(seed: int) -> None:
     assert_close(small(x), expected, **CLOSE)
     assert (expected - model(x)).abs().max() > 1e-3
     assert [name for name in small.state_dict() if not name.endswith(KEPT_HEADS)] == names
-    for index, name in ((0, "0"), (2, "2")):
+    for whole, cut, name in ((model[0], small[0], "0"), (model[2], small[2], "2")):
         kept = list(mask.kept(name))
-        assert torch.equal(small[index].temperature, model[index].temperature[kept])
-        assert torch.equal(small[index].table, model[index].table[:, kept])
-        assert torch.equal(small[index].slopes, model[index].slopes[:, kept])
-        assert torch.equal(small[index].scale, model[index].scale[kept])
-        assert type(small[index].temperature) is nn.Parameter
-        assert (small[index].n_heads, small[index].n_kv) == (len(kept), len(kept) // 2)
+        assert torch.equal(cut.temperature, whole.temperature[kept])
+        assert torch.equal(cut.table, whole.table[:, kept])
+        assert torch.equal(cut.slopes, whole.slopes[:, kept])
+        assert torch.equal(cut.scale, whole.scale[kept])
+        assert type(cut.temperature) is nn.Parameter
+        assert (cut.n_heads, cut.n_kv) == (len(kept), len(kept) // 2)
     again = hp.prune_(small, mask, x, report.sites)  # the sites it returns carry the layout on
     assert again.n_removed == 0
 
@@ -132,6 +119,11 @@ def test_a_layout_given_once_is_tried_before_the_registered_ones() -> None:
     assert hp.find_sites(attention)[0].layout == "multi_head_attention"
 
 
+def with_slab(path: str, axis: Any, role: Any = "head") -> dict[str, Any]:
+    """Another third slab, and none after it."""
+    return {"slabs": (*ODD.slabs[:2], hp.HeadSlab(path, axis, role))}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -140,31 +132,15 @@ def test_a_layout_given_once_is_tried_before_the_registered_ones() -> None:
         ({"untouched": ()}, "its parameter 'norm.weight' is not accounted for"),
         ({"head_dim": 5}, "multiple of the head width"),
         ({"head_dim": "no_such"}, "the width of a head"),
-        (
-            {"slabs": ODD.slabs[:1] + ODD.slabs[1:2] + ODD.slabs[3:]},
-            "its parameter 'temperature' is not accounted for",
-        ),
-        ({"slabs": (*ODD.slabs, hp.HeadSlab("gone", 0, "head"))}, "it has no 'gone'"),
-        (
-            {"slabs": (*ODD.slabs[:2], hp.HeadSlab("temperature", "out", "head"))},
-            "a dimension of the tensor [6]",
-        ),
-        (
-            {"slabs": (*ODD.slabs[:2], hp.HeadSlab("temperature", 1, "head"))},
-            "a dimension of the tensor [6]",
-        ),
-        ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("qkv", 0, "head"))}, "because it is a projection"),
-        (
-            {"slabs": (*ODD.slabs[:2], hp.HeadSlab("norm", "out", "head"))},
-            "a projection or a tensor",
-        ),
-        (
-            {"slabs": (*ODD.slabs[:2], hp.HeadSlab("qkv", "list", "head"))},
-            "and only for one, got 'list' of a Linear",
-        ),
         ({"head_dim": 0}, "Odd.odd: must be a head width >= 1, got 0"),
         ({"value_dim": lambda module: 1.5}, "Odd.odd: must be a head width >= 1, got 1.5"),
-        ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("table", 0, "head"))}, "must be 6"),
+        (with_slab("gone", 0), "it has no 'gone'"),
+        (with_slab("temperature", "out"), "a dimension of the tensor [6]"),
+        (with_slab("temperature", 1), "a dimension of the tensor [6]"),
+        (with_slab("qkv", 0), "because it is a projection"),
+        (with_slab("norm", "out"), "a projection or a tensor"),
+        (with_slab("qkv", "list"), "and only for one, got 'list' of a Linear"),
+        (with_slab("table", 0), "must be 6"),
     ],
 )
 def test_a_layout_that_does_not_fit_says_why(change: dict[str, Any], words: str) -> None:
@@ -176,55 +152,43 @@ def test_a_layout_that_does_not_fit_says_why(change: dict[str, Any], words: str)
 
 
 def test_key_value_heads_that_serve_no_whole_number_of_query_heads() -> None:
-    layout = replace(
-        ODD, slabs=ODD.slabs[:2], grouping="interleaved", untouched=("norm", "temperature", "table")
-    )
-    module = nn.Module()
-    module.qkv, module.out, module.norm = (
-        nn.Linear(10, 6 * 4 + 4 * 7),
-        nn.Linear(18, 10),
-        nn.LayerNorm(10),
-    )
-    module.temperature, module.head_dim, module.value_dim, module.n_heads, module.n_kv = (
-        nn.Identity(),
-        4,
-        3,
-        6,
-        4,
-    )
-    assert "n_kv_heads: must be a divisor of the 6 query heads, got 4" in str(
-        reason_against(layout, module)
-    )
+    module = Odd()
+    module.qkv, module.n_kv = nn.Linear(10, 6 * 4 + 4 * 7), 4
+    layout = replace(ODD, grouping="interleaved")
+    must = "n_kv_heads: must be a divisor of the 6 query heads, got 4"
+    assert must in str(reason_against(layout, module))
 
 
 def test_a_flag_that_is_off_counts_as_absent() -> None:
     model, _ = odd_model()
-    model[0].shares = False
-    model[2].shares = True
-    assert [s.name for s in hp.find_sites(model, layouts=[replace(ODD, absent=("shares",))])] == [
-        "0"
-    ]
+    model[0].shares, model[2].shares = False, True
+    sites = hp.find_sites(model, layouts=[replace(ODD, absent=("shares",))])
+    assert [s.name for s in sites] == ["0"]
+
+
+class Outer(nn.Module):
+    """An attention inside, and a norm of its queries."""
+
+    def __init__(self, features: tuple[int, ...] = (4,)) -> None:
+        super().__init__()
+        self.inner = hp.MultiHeadAttention(8, 2)
+        self.q_norm = nn.LayerNorm(features)
+
+
+_INNER = registry.get("multi_head_attention")
+OUTER = hp.AttentionLayout(
+    name="outer",
+    gate="inner.W_o",
+    slabs=tuple(replace(s, path=f"inner.{s.path}") for s in _INNER.slabs),
+    head_dim="inner.head_dim",
+    per_head=("q_norm",),
+)
 
 
 def test_one_head_may_have_a_norm_and_more_than_one_may_not() -> None:
-    class Normed(nn.Module):
-        def __init__(self, features: tuple[int, ...]) -> None:
-            super().__init__()
-            self.inner = hp.MultiHeadAttention(8, 2)
-            self.q_norm = nn.LayerNorm(features)
-
-    base = subject_of("multi_head_attention").layout
-    slabs = tuple(replace(s, path=f"inner.{s.path}") for s in base.slabs)
-    layout = hp.AttentionLayout(
-        name="normed",
-        gate="inner.W_o",
-        slabs=slabs,
-        head_dim="inner.head_dim",
-        per_head=("q_norm",),
-    )
-    assert reason_against(layout, Normed((4,))) is None
+    assert reason_against(OUTER, Outer()) is None
     for features in ((8,), (2, 4), (1, 4)):
-        assert "not one head's width" in str(reason_against(layout, Normed(features)))
+        assert "not one head's width" in str(reason_against(OUTER, Outer(features)))
 
 
 def test_a_parameter_under_a_second_name_is_accounted_for_too() -> None:
@@ -233,36 +197,20 @@ def test_a_parameter_under_a_second_name_is_accounted_for_too() -> None:
     assert "'alias' is not accounted for" in str(reason_against(ODD, model[0]))
 
 
-# --- what is found
-# ----------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- what is found
 
 
 def test_sites_come_in_model_order_and_print() -> None:
     sites = subject_of("llama").sites
     assert [s.name for s in sites] == [f"model.layers.{i}.self_attn" for i in range(3)]
-    assert (
-        str(sites).splitlines()[0]
-        == "model.layers.0.self_attn: 6 heads in 3 KV groups of width 4 (llama, causal)"
-    )
+    first = "model.layers.0.self_attn: 6 heads in 3 KV groups of width 4 (llama, causal)"
+    assert str(sites).splitlines()[0] == first
 
 
 def test_a_site_is_not_looked_for_inside_a_site() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = hp.MultiHeadAttention(8, 2)
-
-    layout = hp.AttentionLayout(
-        name="outer",
-        gate="inner.W_o",
-        slabs=tuple(
-            replace(s, path=f"inner.{s.path}")
-            for s in subject_of("multi_head_attention").layout.slabs
-        ),
-        head_dim=4,
-    )
-    assert [s.name for s in hp.find_sites(nn.Sequential(Outer()), layouts=[layout])] == ["0"]
-    assert [s.name for s in hp.find_sites(nn.Sequential(Outer()))] == ["0.inner"]
+    model = nn.Sequential(Outer())
+    assert [s.name for s in hp.find_sites(model, layouts=[OUTER])] == ["0"]
+    assert [s.name for s in hp.find_sites(model)] == ["0.inner"]
 
 
 def test_a_module_in_two_places_is_one_site_with_two_names() -> None:
@@ -283,11 +231,10 @@ def test_finding_changes_nothing() -> None:
     assert picture(subject.model) == before
 
 
-# --- refusals
-# ---------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("model", [None, "bert-base", {"model": 1}, lambda x: x])
+@pytest.mark.parametrize("model", [None, "bert-base", lambda x: x])
 def test_something_that_is_no_module(model: Any) -> None:
     with pytest.raises(InvalidValue, match=r"model: must be a torch\.nn\.Module"):
         hp.find_sites(model)
@@ -299,21 +246,22 @@ def test_a_model_without_any_attention() -> None:
     assert "find_sites(model, layouts=[...])" in str(caught.value)
 
 
+class StrangeAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(4, 4) for _ in range(3))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
 def test_unknown_attention_is_listed_with_what_is_missing() -> None:
-    class StrangeAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(4, 4) for _ in range(3))
-
-    class SelfAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
+    parts = {"a": StrangeAttention(), "b": SelfAttention(), "c": nn.Linear(2, 2)}
     with pytest.raises(UnsupportedModel) as caught:
-        hp.find_sites(
-            nn.ModuleDict({"a": StrangeAttention(), "b": SelfAttention(), "c": nn.Linear(2, 2)})
-        )
+        hp.find_sites(nn.ModuleDict(parts))
     text = str(caught.value)
     assert "a (StrangeAttention; nearest layout " in text
     assert ": it has no '" in text
@@ -324,38 +272,35 @@ def test_unknown_attention_is_listed_with_what_is_missing() -> None:
         hp.find_sites(nn.ModuleList(StrangeAttention() for _ in range(11)))
 
 
-def test_attention_is_known_by_its_parts_too() -> None:
-    class Mixer(nn.Module):
-        def __init__(self, *names: str) -> None:
-            super().__init__()
-            for name in names:
-                self.add_module(name, nn.Linear(4, 4))
+class Mixer(nn.Module):
+    """Made of what a test gives it."""
 
-    alike = [
-        ("q", "k", "v", "out_proj"),
-        ("to_q", "to_k", "to_v"),
-        ("Wq", "Wk", "Wv"),
-        ("query_1", "keys", "value"),
-    ]
-    alike += [
-        ("query_key_value", "dense"),
-        ("Wqkv", "out"),
-        ("to_q", "to_kv", "to_out"),
-        ("in_proj_qkvz", "out_proj"),
-    ]
-    others = [
-        ("q", "k", "out"),
-        ("kernel", "quality", "volume"),
-        ("a", "b", "c"),
-        ("to_kv", "out"),
-        ("q", "out"),
-    ]
-    model = nn.ModuleList(Mixer(*names) for names in (*alike, *others))
-    assert [name for name, _ in attention_like(model)] == [str(i) for i in range(len(alike))]
-    with pytest.raises(
-        UnsupportedModel, match=r"0 \(Mixer; near to no layout, made of q, k, v, out_proj\)"
-    ):
-        hp.find_sites(model)
+
+@pytest.mark.parametrize(
+    ("names", "alike"),
+    [
+        ("q k v out_proj", True),
+        ("to_q to_k to_v", True),
+        ("Wq Wk Wv", True),
+        ("query_1 keys value", True),
+        ("query_key_value dense", True),
+        ("Wqkv out", True),
+        ("to_q to_kv to_out", True),
+        ("in_proj_qkvz out_proj", True),
+        ("q k out", False),
+        ("kernel quality volume", False),
+        ("a b c", False),
+        ("to_kv out", False),
+    ],
+)
+def test_attention_is_known_by_its_parts_too(names: str, alike: bool) -> None:
+    mixer = Mixer()
+    for name in names.split():
+        mixer.add_module(name, nn.Linear(4, 4))
+    assert bool(list(attention_like(nn.Sequential(mixer)))) == alike
+    if alike:
+        with pytest.raises(UnsupportedModel, match=r"0 \(Mixer; "):
+            hp.find_sites(nn.Sequential(mixer))
 
 
 def test_the_nearest_layout_lacks_less_than_it_finds() -> None:
@@ -367,14 +312,16 @@ def test_the_nearest_layout_lacks_less_than_it_finds() -> None:
     assert closest_reason(attention, layouts) == "near to no layout, made of o_proj"
 
 
-def test_a_projection_with_something_odd_in_its_place_is_no_crash() -> None:
+@pytest.mark.parametrize(
+    "odd", [nn.LayerNorm(16), nn.Conv1d(16, 16, 1), nn.Embedding(3, 16), nn.Identity()]
+)
+def test_a_projection_with_something_odd_in_its_place_is_no_crash(odd: nn.Module) -> None:
     """Norms, embeddings and convolutions bear the names of projections in some models."""
-    for odd in (nn.LayerNorm(16), nn.Conv1d(16, 16, 1), nn.Embedding(3, 16), nn.Identity()):
-        model = subject_of("llama").model
-        for layer in model.model.layers:
-            layer.self_attn.q_proj = odd
-        with pytest.raises(UnsupportedModel):
-            hp.find_sites(model)
+    model = subject_of("llama").model
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = odd
+    with pytest.raises(UnsupportedModel):
+        hp.find_sites(model)
 
 
 def test_a_module_cut_by_other_hands_is_noticed() -> None:
@@ -407,16 +354,7 @@ def test_bind_reads_the_heads_that_are_there_now() -> None:
     assert bound[0].gate is subject.model.model.layers[0].self_attn.o_proj
 
 
-def test_an_odd_model_is_left_as_it_was_by_gates() -> None:
-    model, x = odd_model()
-    sites, expected, before = hp.find_sites(model, layouts=[ODD]), model(x), picture(model)
-    with hp.gated(model, ragged(sites), sites):
-        model(x)
-    assert picture(model) == before
-    assert_close(model(x), expected, **EXACT)
-
-
-def test_sites_can_be_copied_sliced_and_pickled_with_their_layouts():
+def test_sites_can_be_copied_sliced_and_pickled_with_their_layouts() -> None:
     model, _ = registry.get("bert").tiny(0)
     sites = hp.find_sites(model)
     for twin in (copy.deepcopy(sites), pickle.loads(pickle.dumps(sites)), sites[:]):
