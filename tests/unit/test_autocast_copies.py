@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.model.precision import weights_change
 from headprune.recovery._checkpoint import load_weights_, weights
 from headprune.recovery.finetune import Finetune
 from tests.laws.support import EXACT, subject_of
@@ -122,20 +121,3 @@ def test_gates_and_cuts_inside_of_autocast() -> None:
         cut = logits(model, batch)
         torch.clear_autocast_cache()
         assert_close(logits(model, batch), cut, **EXACT)
-
-
-def test_what_was_set_comes_back() -> None:
-    with weights_change():
-        assert torch.is_autocast_cache_enabled(), (
-            "outside of autocast its blocks take their copies with them"
-        )
-
-    def fails() -> None:
-        with weights_change():
-            assert not torch.is_autocast_cache_enabled()
-            raise Boom
-
-    with torch.autocast(**BF16):
-        with pytest.raises(Boom):
-            fails()
-        assert torch.is_autocast_cache_enabled()

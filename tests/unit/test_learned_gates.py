@@ -111,18 +111,6 @@ def test_evaluation_is_deterministic_and_does_not_count(name: str, dist: GateDis
         assert {float(g) for row in table.values() for g in row} == {0.0, 1.0}
 
 
-def test_draws_have_a_seed_and_a_generator_of_their_own() -> None:
-    subject = subject_of("bert")
-    no_dropout(subject.model).train()
-    state, found = torch.get_rng_state(), []
-    for seed in (0, 0, 1):
-        with hp.learned_gates(subject.model, HARD, seed=seed):
-            found.append(subject.run())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert_close(found[0], found[1], **EXACT)
-    assert (found[0] - found[2]).abs().max() > 1e-4
-
-
 # ---------------------------------------------------------------- nothing remains
 
 

@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import tempfile
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,19 +17,19 @@ import headprune as hp
 from headprune.core.errors import InvalidValue
 from headprune.layouts import registry as layouts
 from headprune.model.losses import default_loss
-from headprune.recovery import Finetune, RecoveryReport
+from headprune.recovery import Finetune
 from headprune.recovery._distillation import answer, logits_gap
 from headprune.surgery.prune import prune_heads_
 
 STATES = (PartialState, AcceleratorState, GradientState)
 
 
-def build(name="bert", dropout=False):
+def build(name="bert"):
+    """A tiny model without dropout, and two batches."""
     model, batch = layouts.get(name).tiny(0)
-    if not dropout:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     second = layouts.get(name).tiny(1)[1]
     return model, [batch, {k: v[:2] for k, v in second.items()}]
 
@@ -117,10 +118,6 @@ def kl(teacher, student, temperature):
     return temperature**2 * (p * (p.log() - torch.log_softmax(student / temperature, -1))).sum(-1)
 
 
-def distillation(teacher, calls, temperature):
-    return logits_gap(calls, answer(teacher, calls), temperature)
-
-
 @pytest.mark.parametrize(
     ("shape", "masked"),
     [((3, 5), True), ((3, 4, 5), False), ((3, 4, 5), True), ((3, 4, 2, 5), True)],
@@ -141,12 +138,11 @@ def test_the_distance_of_logits_is_one_number_an_example(shape, masked):
 
 
 def test_distillation_adds_the_teachers_logits():
-    teacher, batches = build(dropout=True)
-    model = build()[0].double()
-    teacher.double()
+    (teacher, batches), (model, _) = build(), build()
+    teacher, model = teacher.double(), model.double()
     prune_heads_(model, {0: [1], 2: [0, 3]})
     oracle, flags = copy.deepcopy(model), [m.training for m in teacher.modules()]
-    before = parameters(teacher)
+    before, target_of = parameters(teacher), copy.deepcopy(teacher).eval()
     settings = Finetune(
         epochs=2, learning_rate=0.01, schedule="constant", distill=3.0, temperature=2.0
     )
@@ -155,7 +151,7 @@ def test_distillation_adds_the_teachers_logits():
     def loss(student, batch):
         inputs = {k: v for k, v in batch.items() if k != "labels"}
         with torch.no_grad():
-            target = copy.deepcopy(teacher).eval()(**inputs).logits
+            target = target_of(**inputs).logits
         gaps.append(kl(target, student(**inputs).logits, 2.0).mean())
         return mean_loss(student, batch) + 3.0 * gaps[-1]
 
@@ -166,37 +162,41 @@ def test_distillation_adds_the_teachers_logits():
     torch.testing.assert_close(parameters(teacher), before, rtol=0, atol=0)
     assert [m.training for m in teacher.modules()] == flags
     assert all(p.requires_grad and p.grad is None for p in teacher.parameters())
-    assert not any(m._forward_hooks for m in model.modules())
+
+
+class Fixed(nn.Module):
+    """Puts out what it was given."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, x):
+        return self.output
+
+
+def gap(ours, theirs):
+    calls = [((torch.zeros(2),), {}, ours)]
+    return logits_gap(calls, answer(Fixed(theirs), calls), 1.0)
 
 
 def test_distillation_covers_the_usual_outputs_and_refuses_others():
-    class Fixed(nn.Module):
-        def __init__(self, output):
-            super().__init__()
-            self.output = output
-
-        def forward(self, x):
-            return self.output
-
-    def gap(ours, theirs):
-        return distillation(Fixed(theirs), [((torch.zeros(2),), {}, ours)], 1.0)
-
     a, b = torch.randn(2, 4), torch.randn(2, 4)
     torch.testing.assert_close(gap(a, b), kl(b, a, 1.0))
     torch.testing.assert_close(gap((a, None), (b, None)), kl(b, a, 1.0))
     torch.testing.assert_close(gap({"loss": a.sum(), "logits": a}, {"logits": b}), kl(b, a, 1.0))
     answers = gap({"start_logits": a, "end_logits": b}, {"start_logits": b, "end_logits": a})
     torch.testing.assert_close(answers, (kl(b, a, 1.0) + kl(a, b, 1.0)) / 2)
-    half = gap(a.to(torch.bfloat16), b.to(torch.bfloat16))
-    assert half.dtype is torch.float32
-    with pytest.raises(InvalidValue, match="a teacher of the same outputs"):
-        gap(a, b[:, :3])
-    with pytest.raises(InvalidValue, match="two classes or more"):
-        gap(a[:, :1], b[:, :1])
-    with pytest.raises(InvalidValue, match="models that return logits"):
-        gap({"last_hidden_state": a}, {"last_hidden_state": b})
+    assert gap(a.to(torch.bfloat16), b.to(torch.bfloat16)).dtype is torch.float32
+    for ours, theirs, words in (
+        (a, b[:, :3], "a teacher of the same outputs"),
+        (a[:, :1], b[:, :1], "two classes or more"),
+        ({"last_hidden_state": a}, {"last_hidden_state": b}, "models that return logits"),
+    ):
+        with pytest.raises(InvalidValue, match=words):
+            gap(ours, theirs)
     with pytest.raises(InvalidValue, match="a loss that calls model"):
-        distillation(Fixed(a), [], 1.0)
+        logits_gap([], answer(Fixed(a), []), 1.0)
 
 
 def test_a_loss_and_a_model_of_ones_own():
@@ -220,15 +220,6 @@ def test_a_loss_and_a_model_of_ones_own():
     assert report.metrics["steps"] == 40
     assert report.metrics["loss"] < 0.7 * loss(teacher, data[:]).mean().item()
     assert loss.weight.item() == 1.0  # not the model's to train
-
-
-def test_a_compiled_model_is_trained_uncompiled():
-    model, batches = build()
-    twin = copy.deepcopy(model)
-    report = hp.recover_(torch.compile(model, backend="eager"), batches, "finetune")
-    assert report.changed == tuple(parameters(model))
-    hp.recover_(twin, batches, "finetune")
-    torch.testing.assert_close(parameters(model), parameters(twin), rtol=0, atol=0)
 
 
 def test_frozen_parameters_do_not_change():
@@ -265,17 +256,6 @@ def test_the_loader_shuffles_by_the_seed():
     assert sorted(orders[0][:8]) == sorted(orders[0][8:]) == list(range(0, 16, 2))
 
 
-def test_dropout_follows_the_seed():
-    results = []
-    for seed in (0, 0, 1):
-        model, batches = build(dropout=True)
-        hp.recover_(model, batches, Finetune(learning_rate=0.01, seed=seed))
-        results.append(parameters(model)["classifier.weight"])
-        torch.rand(1)
-    assert torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2])
-
-
 def states():
     return {
         "torch": torch.get_rng_state().tolist(),
@@ -289,9 +269,7 @@ def states():
 @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
 def test_nothing_is_left_behind(fails, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, batches = build("gpt2")
     model.train()
     model.transformer.h[0].eval()
@@ -303,31 +281,26 @@ def test_nothing_is_left_behind(fails, tmp_path, monkeypatch, capfd):
 
     def loss(m, batch):
         assert m.training
-        draws.append((torch.rand(1), np.random.rand(), random.random()))
+        assert torch.rand(1) + np.random.rand() + random.random() > 0
         return default_loss(m, batch)
 
     def interrupt(_):
         raise KeyboardInterrupt
 
-    draws = []
     try:
         if fails:
             # in the middle of a backward pass: later layers have their gradients by then
             model.transformer.h[1].mlp.c_fc.weight.register_post_accumulate_grad_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                hp.recover_(model, batches, "finetune", loss=loss)
-        else:
+        with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
             hp.recover_(model, batches, "finetune", loss=loss)
         assert states() == before
     finally:
         PartialState._shared_state.clear()
     assert [m.training for m in model.modules()] == modes
-    assert model.config.to_json_string() == config
-    assert set(vars(model)) == attributes
+    assert (model.config.to_json_string(), set(vars(model))) == (config, attributes)
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
-    assert os.listdir(tmp_path) == ["scratch"]
-    assert not os.listdir(scratch)
+    assert not os.listdir(tmp_path)
     assert capfd.readouterr() == ("", "")
 
 
@@ -448,13 +421,3 @@ def test_settings_are_checked(settings, words):
         Finetune(**settings)
     with pytest.raises(InvalidValue, match="Finetune: must be given epochs or steps"):
         Finetune(epochs=2, steps=3)
-
-
-def test_the_report_is_a_value():
-    model, batches = build()
-    report = hp.recover_(model, batches, Finetune(steps=1, max_grad_norm=None))
-    assert RecoveryReport.from_json(report.to_json()) == report
-    assert report.settings["max_grad_norm"] is None
-    assert report.method == "finetune"
-    assert report.seconds > 0
-    assert "steps 1, loss" in str(report)

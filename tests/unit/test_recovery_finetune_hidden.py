@@ -121,19 +121,6 @@ def test_a_decoders_padding_is_its_own():
     torch.testing.assert_close(compared(model, teacher, run), sum(parts) / 4, **CLOSE)
 
 
-def test_the_weight_means_the_same_at_every_scale():
-    """States ten times as large, at both: the same share is missed."""
-    model = nn.Sequential(hp.MultiHeadAttention(8, 2)).double()
-    teacher, x = copy.deepcopy(model), torch.randn(4, 5, 8).double()
-    prune_heads_(model, {0: [0]})
-    small = compared(model, teacher, lambda m: m(x))
-    with torch.no_grad():
-        for m in (model, teacher):
-            m[0].W_o.weight.mul_(10)
-            m[0].W_o.bias.mul_(10)
-    torch.testing.assert_close(compared(model, teacher, lambda m: m(x)), small, **CLOSE)
-
-
 def test_a_step_is_that_of_the_sum():
     model, teacher, batch = pair("bert")
     oracle = copy.deepcopy(model).train()

@@ -14,15 +14,13 @@ from headprune.model.losses import default_loss
 from headprune.recovery import Finetune
 from headprune.recovery._lora import adapted
 from headprune.surgery.prune import prune_heads_
+from tests.unit.test_recovery_finetune import build as plain
 
 peft = pytest.importorskip("peft")
 
 
 def build(name="bert", cut=None):
-    model, batch = layouts.get(name).tiny(0)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    model, (batch, _) = plain(name)
     prune_heads_(model, cut or {0: [1], 2: [0, 3]})
     return model, batch
 

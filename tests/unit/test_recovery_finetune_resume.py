@@ -141,17 +141,6 @@ def test_a_training_that_stopped_early_is_not_gone_on_with(tmp_path):
     assert report.metrics["steps"] < 24
 
 
-def test_it_may_be_killed_twice(tmp_path):
-    settings = SETTINGS["plain"]
-    whole, _ = train(settings, "shuffled")
-    for kill_at in (11, 23):
-        with pytest.raises(Killed):
-            train(settings, "shuffled", tmp_path, kill_at)
-    model, report = train(settings, "shuffled", tmp_path)
-    torch.testing.assert_close(state(model), state(whole), **EXACT)
-    assert report.notes
-
-
 def test_a_folder_changes_nothing_and_stays_empty(tmp_path):
     settings = SETTINGS["plain"]
     whole, report = train(settings, "shuffled", tmp_path / "made")

@@ -65,7 +65,7 @@ def test_what_is_added_comes_back_to_its_place(way: str) -> None:
     assert_close(call.stream(False), call.output, **EXACT)
 
 
-def test_a_sum_in_place_leaves_the_output_as_it_was() -> None:
+def test_a_sum_in_place_does_not_change_the_output_that_was_seen() -> None:
     added = drawn(2, 3, 6)
     (call,) = followed(lambda y: y.add_(added), 2, 3, 6)
     assert (call.summed, call.added) == (True, True)

@@ -31,10 +31,9 @@ from headprune.recovery._held_out import (
     held_out_errors,
     notes,
 )
-from headprune.recovery._least_squares import LeastSquaresSums, pooled, solved
+from headprune.recovery._least_squares import LeastSquaresSums, pooled
 from headprune.recovery._sensitivity import sensitivities
 from headprune.recovery._side_by_side import quiet
-from headprune.recovery._targets import Target
 from tests.reference import recovery as reference
 from tests.unit.test_recovery_lstsq import TwoSentences, later, pruned, recovered, subject_of
 
@@ -167,9 +166,10 @@ def test_what_cannot_be_differentiated_is_said(loss: Any, error: Any, words: str
 # ---------------------------------------------------------------- weighted fits
 
 
-def weighted(x: Array, e: Array, w: Array, ridge: float) -> tuple[Array, Array]:
-    """Ridge with an intercept, as one long system whose rows are tokens."""
-    x_mean, e_mean = (w[:, None] * x).sum(0) / w.sum(), (w[:, None] * e).sum(0) / w.sum()
+def weighted(x: Array, e: Array, w: Array, ridge: float, intercept: bool = True) -> Any:
+    """Ridge, as one long system whose rows are tokens."""
+    share = w[:, None] / w.sum() * intercept
+    x_mean, e_mean = (share * x).sum(0), (share * e).sum(0)
     centred = x - x_mean
     strength = ridge * (w[:, None] * centred**2).sum() / x.shape[1]
     rows = np.concatenate([np.sqrt(w)[:, None] * centred, math.sqrt(strength) * np.eye(x.shape[1])])
@@ -204,27 +204,6 @@ def test_a_weighted_fit_is_numpys() -> None:
     assert float((alike.weight - dense.weight).detach().abs().max()) > 1e-3
 
 
-def test_moments_of_weighted_tokens() -> None:
-    x, e, w = torch.randn(30, 4).double() + 50, torch.randn(30, 3).double(), torch.rand(30).double()
-    counted = torch.rand(30) > 0.3
-    sums = LeastSquaresSums(torch.float64)
-    spoilt = torch.where(counted[:, None], e, torch.nan)
-    for rows in (slice(0, 12), slice(12, 30)):
-        sums.add(x[rows], spoilt[rows], counted[rows], w[rows])
-    normal = sums.done()
-    x, e, w = x[counted], e[counted], w[counted]
-    x_mean, e_mean = (w[:, None] * x).sum(0) / w.sum(), (w[:, None] * e).sum(0) / w.sum()
-    assert_close(normal.n, w.sum())
-    assert int(normal.tokens) == int(counted.sum())
-    assert_close((normal.x_mean, normal.e_mean), (x_mean, e_mean))
-    assert_close(normal.xx, (x - x_mean).T @ (w[:, None] * (x - x_mean)))
-    assert_close(normal.xe, (x - x_mean).T @ (w[:, None] * (e - e_mean)))
-    assert_close(normal.ee, (w[:, None] * (e - e_mean) ** 2).sum())
-    weight, bias = torch.randn(4, 3).double(), torch.randn(3).double()
-    rest = (w[:, None] * (e - x @ weight - bias) ** 2).sum()
-    assert_close(normal.remaining_error(weight, bias), rest)
-
-
 def test_nothing_felt_weighs_alike() -> None:
     assert_close(_layerwise._weights(torch.zeros(3), torch.zeros(())), torch.ones(3))
     found = _layerwise._weights(torch.tensor([0.0, 4.0]), torch.tensor(2.0))
@@ -250,42 +229,29 @@ def drawn(n: int = 120) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x + 2, noise, torch.rand(n).double() + 0.1, linear
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_held_out_errors_are_those_of_fits_to_the_other_parts(weights: bool) -> None:
+@pytest.mark.parametrize(("weights", "intercept"), [(False, True), (True, True), (False, False)])
+def test_held_out_errors_are_those_of_fits_to_the_other_parts(
+    weights: bool, intercept: bool
+) -> None:
     x, noise, w, linear = drawn()
-    e = x @ linear + noise + 1
+    e = x @ linear + noise + intercept
     parts = parts_of(x, e, w if weights else None)
-    found = held_out_errors(parts, lambda n, r: n.xe, intercept=True)
+    found = held_out_errors(parts, lambda n, r: n.xe, intercept=intercept)
     xs, es, ws = x.numpy(), e.numpy(), w.numpy() if weights else np.ones(len(x))
-    expected = np.zeros(2 + len(RIDGES))
+    of = choices(intercept, 6)
+    expected = np.zeros(len(of))
     for fold in range(4):
         held = np.arange(len(xs)) % 4 == fold
         x_in, e_in, w_in = xs[~held], es[~held], ws[~held]
-        e_mean = (w_in[:, None] * e_in).sum(0) / w_in.sum()
-        left = [es[held], es[held] - e_mean]
+        left = [es[held]]
+        if intercept:
+            left.append(es[held] - (w_in[:, None] * e_in).sum(0) / w_in.sum())
         for ridge in RIDGES:
-            weight, bias = weighted(x_in, e_in, w_in, ridge)
+            weight, bias = weighted(x_in, e_in, w_in, ridge, intercept)
             left.append(es[held] - xs[held] @ weight - bias)
         expected += [(ws[held][:, None] * rest**2).sum() for rest in left]
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4)
-    assert best(found.tolist(), choices(True, 6)) == choices(True, 6)[int(expected.argmin())]
-
-
-def test_without_an_intercept_the_bias_does_not_change() -> None:
-    x, noise, _, linear = drawn()
-    e = x @ linear + noise
-    found = held_out_errors(parts_of(x, e), lambda n, r: n.xe, intercept=False)
-    expected = torch.zeros(1 + len(RIDGES), dtype=torch.float64)
-    for fold in range(4):
-        held = torch.arange(len(x)) % 4 == fold
-        left = [e[held]]
-        for ridge in RIDGES:
-            weight, _ = solved(x[~held].T @ x[~held], x[~held].T @ e[~held], ridge)
-            left.append(e[held] - x[held] @ weight)
-        expected += torch.stack([rest.square().sum() for rest in left])
-    assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-    assert choices(False, 6)[0] == NO_CHANGE
-    assert len(choices(False, 6)) == len(found)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
+    assert best(found.tolist(), of) == of[int(expected.argmin())]
 
 
 def test_noise_is_not_fitted_and_what_is_linear_is() -> None:
@@ -363,25 +329,6 @@ def test_each_run_of_a_pass_has_the_examples_of_its_batch() -> None:
     two, teacher = TwoSentences(pruned(subject)), TwoSentences(subject.model)
     report = recovered(two, [{"first": first, "second": second}], BOTH, teacher)
     assert report.metrics["error_after"] < report.metrics["error_before"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "first", "expected"),
-    [
-        ((3, 2, 4), False, [0, 0, 1, 1, 2, 2]),
-        ((2, 3, 4), False, [0, 1, 2, 0, 1, 2]),  # the tokens come first
-        ((3, 3, 4), True, [0, 1, 2, 0, 1, 2, 0, 1, 2]),
-        ((6, 4), False, [0, 0, 1, 1, 2, 2]),
-        ((6, 2, 4), False, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),
-        ((5, 4), False, [0, 1, 2, 3, 4]),
-    ],
-)
-def test_rows_are_of_the_examples_of_their_batch(
-    shape: tuple[int, ...], first: bool, expected: list[int]
-) -> None:
-    plain = nn.Linear(4, 4)
-    target = Target("down", plain, plain, tokens_first=first)
-    assert target.examples(torch.zeros(shape), None, 3).tolist() == expected
 
 
 @pytest.mark.parametrize("choice", [NO_CHANGE, BIAS_ALONE])

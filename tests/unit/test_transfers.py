@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from headprune.model.cut import Undo
 from headprune.model.fingerprint import fingerprint, sampled_bytes
-from headprune.model.transfers import copies, in_main_memory, sent
+from headprune.model.transfers import copies, in_main_memory
 from headprune.recovery._distillation import _variance
 from headprune.scoring._activations import by_block
 from headprune.scoring._checks import DeferredChecks
@@ -31,13 +31,6 @@ def test_tensors_of_a_device_and_type_come_in_one_copy() -> None:
         assert all(x.device == CPU for x in found)
         assert found[1] is given[1]
     assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_numbers_are_sent_without_a_wait() -> None:
-    with PretendedCuda() as gpu:
-        found = sent([1, 2], CUDA, torch.float64)
-        assert (found.device, found.dtype) == (CUDA, torch.float64)
-        assert gpu.waits == gpu.uploads == []
 
 
 @pytest.mark.parametrize(("free", "where"), [(5 * 40, CUDA), (5 * 40 - 1, CPU)])
