@@ -104,20 +104,3 @@ def test_a_checkpoint_that_is_loaded_is_computed_with() -> None:
         torch.clear_autocast_cache()
         assert_close(logits(model, batch), after, **EXACT)
     assert (before - after).abs().max() > 1e-2
-
-
-def test_gates_and_cuts_inside_of_autocast() -> None:
-    """Neither changes a weight in place: a cut makes new ones."""
-    model, batch = bert()
-    mask = half(model)
-    with torch.autocast(**BF16):
-        before = logits(model, batch)
-        with hp.gated(model, mask):
-            gated = logits(model, batch)
-            torch.clear_autocast_cache()
-            assert_close(logits(model, batch), gated, **EXACT)
-        assert (before - gated).abs().max() > 1e-2
-        hp.prune_(model, mask, example=batch)
-        cut = logits(model, batch)
-        torch.clear_autocast_cache()
-        assert_close(logits(model, batch), cut, **EXACT)

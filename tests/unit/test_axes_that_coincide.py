@@ -17,7 +17,7 @@ from headprune.model.double import Doubled
 from headprune.model.running import call
 from headprune.model.sites import bind
 from tests.laws.families import FAMILIES, over
-from tests.laws.support import CLOSE, Subject, as_double, ragged
+from tests.laws.support import CLOSE, Subject, as_double
 
 
 def square(subject: Subject) -> dict[str, Any]:
@@ -68,23 +68,6 @@ def test_a_gate_an_example_lands_on_it(subject: Subject) -> None:
         for whole, part in zip(together, alone, strict=True):
             rows = whole.unflatten(0, (n, -1))[i]  # windows of an example follow one another
             assert_close(rows.flatten(0, -2), part.flatten(0, -2), **CLOSE)
-
-
-@over([f for f in FAMILIES if f[1] in ("bert", "t5", "swin")])
-def test_cuts_and_scores_on_such_a_batch_are_those_of_other_batches(subject: Subject) -> None:
-    batch, mask = square(subject), ragged(subject.sites, seed=1)
-    n = len(next(iter(batch.values())))
-    apart = [{k: v[i : i + 1] for k, v in batch.items()} for i in range(n)]
-    small, other = subject.copy(), subject.copy()
-    with Doubled():
-        together = hp.score(subject.model, [batch], "activation_norm", sites=subject.sites)
-        alone = hp.score(subject.model, apart, "activation_norm", sites=subject.sites)
-        hp.prune_(small, mask, example=batch)
-        hp.prune_(other, mask, example=subject.batch)
-    for a, b in zip(together.values, alone.values, strict=True):
-        assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-6, atol=1e-9)
-    for found, expected in zip(small.parameters(), other.parameters(), strict=True):
-        assert torch.equal(found, expected)
 
 
 class Textbook(nn.Module):

@@ -182,13 +182,6 @@ def test_a_subset_of_sites_takes_a_table_of_its_own() -> None:
         assert_close(got, subject.run(), **EXACT)
 
 
-def test_a_shared_module_has_one_gate_for_all_its_places() -> None:
-    attention, x = one(), x_of()
-    model = nn.Sequential(attention, attention)
-    with hp.gated(model, {"0": torch.zeros(4, dtype=F64)}):
-        assert_close(model(x), attention.W_o.bias.expand_as(x), **EXACT)
-
-
 def test_layers_without_heads_are_passed_over() -> None:
     subject = subject_of("gpt2")
     mask = subject.mask({subject.sites[0].name: []})
@@ -234,14 +227,6 @@ def test_checkpointing_with_the_backward_outside_of_the_block_is_an_error() -> N
         out.sum().backward()
 
 
-def test_two_models_are_gated_apart_and_a_state_dict_has_no_gates() -> None:
-    model, other, x = two_layers(), two_layers(), x_of()
-    expected = other(x)
-    with hp.gated(model, {"0": torch.zeros(4), "1": torch.zeros(2)}):
-        assert_close(other(x), expected, **EXACT)
-        two_layers().load_state_dict(model.state_dict(), strict=True)
-
-
 def test_sites_of_a_layout_that_is_not_registered_work_only_with_that_layout() -> None:
     model = two_layers()
     mine = replace(subject_of("multi_head_attention").layout, name="mine")
@@ -260,6 +245,7 @@ def test_a_copy_made_inside_the_block_has_no_gates(copied: Any) -> None:
         twin = copied(model)
         assert (model(x) - expected).abs().max() > 1e-3
         assert_close(twin(x), expected, **EXACT)
+        two_layers().load_state_dict(model.state_dict(), strict=True)
     assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
     assert not any(k.startswith("headprune") for m in twin.modules() for k in m.__dict__)
 
@@ -269,7 +255,6 @@ def test_a_plan_for_other_weights_warns_here_too() -> None:
     plan = hp.select(hp.score(subject.model, None, "magnitude"), hp.Budget(keep_heads=0.5))
     with hp.gated(subject.model, plan):
         pass
-    with torch.no_grad():
-        subject.model.classifier.weight.add_(1)
+    nn.init.zeros_(subject.model.classifier.weight)  # type: ignore[union-attr,arg-type]
     with pytest.warns(UserWarning, match="other weights"), hp.gated(subject.model, plan):
         pass

@@ -145,16 +145,6 @@ def test_a_copy_made_inside_has_no_gates(tmp_path: Path) -> None:
     assert_close(subject.run(loaded), expected, **EXACT)
 
 
-def test_gates_multiply_with_those_of_gated() -> None:
-    subject = subject_of("bert")
-    mask = subject.ragged()
-    with hp.learned_gates(subject.model, HARD) as gates, hp.gated(subject.model, mask):
-        both = subject.run()
-        table = table_of(gates, subject, gates.evaluated())
-    with hp.gated(subject.model, mask), hp.gated(subject.model, table):
-        assert_close(both, subject.run(), **CLOSE)
-
-
 # ---------------------------------------------------------------- one's own loop
 
 

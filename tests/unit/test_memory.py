@@ -63,7 +63,7 @@ def test_scoring_takes_no_more_for_more_batches(
     def scored(n: int) -> int:
         return peak(lambda: hp.score(model, Made(n), scorer, loss=loss, progress=False))
 
-    assert scored(24) < scored(8) + 8 * 16 * 32 * 4, "more than four batches of rows"
+    assert scored(16) < scored(6) + 8 * 16 * 32 * 4, "more than four batches of rows"
 
 
 def test_lstsq_takes_no_more_for_more_batches() -> None:
@@ -75,9 +75,9 @@ def test_lstsq_takes_no_more_for_more_batches() -> None:
         model = copy.deepcopy(small)
         return peak(lambda: hp.recover_(model, Made(n), Lstsq(max_bytes=room), teacher))
 
-    few, many, kept = recovered(4, 0), recovered(20, 0), recovered(20, 2**30)
+    few, many, kept = recovered(3, 0), recovered(12, 0), recovered(12, 2**30)
     assert many < 1.05 * few
-    assert kept > few + 16 * 32 * 3 * 32 * 4, "the streams of 16 batches"
+    assert kept > few + 9 * 32 * 3 * 32 * 4, "the streams of 9 batches"
 
 
 GRADIENTS: list[Any] = [
@@ -162,12 +162,12 @@ def test_scores_of_bf16_models_are_those_of_fp64_up_to_its_rounding() -> None:
 
 def test_sums_of_bf16_models_lose_nothing() -> None:
     """The same batch 300 times: a sum in bf16 would stand still after 256 of them."""
-    model, batch = bert_and_batch()
-    model.bfloat16()
-    scorers: list[Any] = ["taylor", "fisher", "wanda"]
-    once = hp.score(model, [batch], scorers, progress=False)
-    often = hp.score(model, [batch] * 300, scorers, progress=False)
+    model, batch = model_of(2).bfloat16(), torch.randn(2, 3, 32).bfloat16()
+    once, often = (
+        hp.score(model, [batch] * n, ["taylor", "fisher", "wanda"], loss=loss, progress=False)
+        for n in (1, 300)
+    )
     for a, b in zip(once, often, strict=True):
         assert_close(b.values, a.values, rtol=1e-9, atol=0)
-    matrices = [scores[1].curvature.matrix for scores in (often, once)]
+    matrices: Any = [scores[1].curvature.matrix for scores in (often, once)]  # type: ignore[union-attr]
     np.testing.assert_allclose(*matrices, rtol=1e-9, atol=1e-30)

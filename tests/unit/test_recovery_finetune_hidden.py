@@ -12,8 +12,8 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.layouts import registry as layouts
 from headprune.model.losses import default_loss
 from headprune.recovery import Finetune
-from headprune.recovery._blocks import Block, blocks_of
-from headprune.recovery._distillation import Comparison, hidden_gap
+from headprune.recovery._blocks import blocks_of
+from headprune.recovery._distillation import Comparison
 from headprune.surgery.prune import prune_heads_
 from tests.unit.test_recovery_lstsq import TwoSentences
 
@@ -137,18 +137,6 @@ def test_a_step_is_that_of_the_sum():
     assert report.metrics["hidden_states"] == pytest.approx(gap.item())
     modules = [*model.modules(), *teacher.modules()]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-
-
-def test_batches_that_come_second_are_told_by_the_layout():
-    """``[tokens, batch, features]`` with as many tokens as examples: only the layout tells them
-    apart."""
-    model, _ = layouts.get("labml").tiny(0)
-    block = Block("", model, "self", 1)
-    h, t = torch.randn(3, 3, 4), torch.randn(3, 3, 4)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
-    got = hidden_gap(model, [block], [(0, h)], [(0, t)], [{"attention_mask": mask}], "all")
-    torch.testing.assert_close(got, literal([h.transpose(0, 1)], [t.transpose(0, 1)], mask))
-    assert {b.batch_axis for b in blocks_of(model, None)} == {1}
 
 
 def test_what_has_no_layers_is_refused_in_words():

@@ -141,14 +141,6 @@ def test_a_training_that_stopped_early_is_not_gone_on_with(tmp_path):
     assert report.metrics["steps"] < 24
 
 
-def test_a_folder_changes_nothing_and_stays_empty(tmp_path):
-    settings = SETTINGS["plain"]
-    whole, report = train(settings, "shuffled", tmp_path / "made")
-    torch.testing.assert_close(state(whole), state(train(settings, "shuffled")[0]), **EXACT)
-    assert report.notes == ()
-    assert list((tmp_path / "made").iterdir()) == []
-
-
 @pytest.fixture
 def killed(tmp_path):
     with pytest.raises(Killed):

@@ -14,13 +14,12 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.layouts._tiny_textbook import SideBySide
 from headprune.model.cut import Undo
 from headprune.model.padding import PaddingInfo
 from headprune.recovery import Lstsq
 from headprune.recovery._replaced import Replaced
 from headprune.recovery._targets import Target
-from headprune.recovery._taught import TeacherCache, key_of
+from headprune.recovery._taught import key_of
 
 
 class Stack(nn.Module):
@@ -91,17 +90,6 @@ def test_a_feed_forward_that_cannot_be_refitted_is_kept_and_named(change: Any, w
     assert not words or words in report.notes
     assert list(report.metrics["errors"]) == ["attention.0.W_o", "attention.1.W_o", "down.1"]
     assert torch.equal(model.down[0].weight, before)
-
-
-def test_an_attention_without_an_output_projection_that_lost_nothing_is_no_hindrance() -> None:
-    attention = nn.ModuleList([hp.MultiHeadAttention(12, 2)])
-    teacher = nn.ModuleDict({"attention": attention, "bare": SideBySide(12, 4)})
-
-    def run(model: Any, x: Tensor) -> Tensor:
-        return model["bare"](x + model["attention"][0](x)).square().mean((1, 2))
-
-    report = hp.recover_(cut(teacher), [torch.randn(3, 5, 12)], Lstsq(), teacher, loss=run)
-    assert list(report.metrics["errors"]) == ["attention.0.W_o"]
 
 
 # --- what goes wrong half way
@@ -198,13 +186,3 @@ def test_batches_are_told_apart_by_all_they_hold() -> None:
     assert len(set(keys)) == len(different)
     assert keys == [key_of(copy.deepcopy(b)) for b in different]
     assert key_of((x, object())) is None
-
-
-def test_what_has_no_key_is_not_learnt_and_the_first_time_counts() -> None:
-    cache = TeacherCache(room=100)
-    cache.learn(None, [[torch.ones(2)]])
-    assert (cache.room, cache.calls(None, 0), cache.streams(None, 0)) == (100, None, None)
-    cache.learn("a", [[torch.ones(2)]])
-    cache.learn("a", [[torch.zeros(2), torch.zeros(2)]])
-    assert (cache.room, cache.calls("a", 0)) == (92, 1)
-    assert_close(cache.streams("a", 0), [torch.ones(2)])
