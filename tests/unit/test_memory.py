@@ -16,9 +16,9 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.core import samples as samples_module
 from headprune.recovery import Lstsq
-from headprune.scoring import Fisher, Ggn, IntegratedGradients, Surgeon, Taylor, Taylor2
+from headprune.scoring import Fisher, IntegratedGradients, Surgeon, Taylor, Taylor2
 from headprune.scoring._rows import SummarizedRows, collected
-from tests.laws.support import subject_of
+from tests.laws.support import labelled_subject
 from tests.scripts import benchmark
 
 CPU = torch.device("cpu")
@@ -107,26 +107,9 @@ def test_scores_without_room_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> No
         assert found.n_examples == a.n_examples == 180
         assert found.samples is not None
         assert found.samples.matrix.nbytes <= 8 * 16 * 16
-
-
-def bert_and_batch() -> tuple[Any, dict[str, Any]]:
-    subject = subject_of("bert")
-    labels = torch.arange(len(subject.batch["input_ids"])) % 2
-    return subject.model, {**subject.batch, "labels": labels}
-
-
-def test_curvature_without_room_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = bert_and_batch()
-    scorers: list[Any] = [Fisher(), Fisher(block=5), Ggn()]
-    expected = hp.score(model, [batch] * 12, scorers, progress=False)
-    n_units = sum(map(len, expected[0].values))
-    monkeypatch.setattr(samples_module, "LIMIT", 8 * n_units**2)
-    found = hp.score(model, [batch] * 12, scorers, progress=False)
-    for a, b in zip(expected, found, strict=True):
-        assert b.samples.matrix.nbytes <= 8 * n_units**2
-        assert a.samples.rows > b.samples.rows or a.scorer == "fisher"
-        assert_close(b.values, a.values, rtol=1e-12, atol=1e-15)
-        np.testing.assert_allclose(b.curvature.matrix, a.curvature.matrix, rtol=1e-12, atol=1e-15)
+        if a.curvature is not None:
+            matrices: Any = (found.curvature.matrix, a.curvature.matrix)  # type: ignore[union-attr]
+            np.testing.assert_allclose(*matrices, rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 37, [5, 0, 1, 16, 9, 6], [37]])
@@ -149,7 +132,8 @@ def test_rows_keep_means_of_neighbours(sizes: list[int], monkeypatch: pytest.Mon
 
 
 def test_scores_of_bf16_models_are_those_of_fp64_up_to_its_rounding() -> None:
-    model, batch = bert_and_batch()
+    subject = labelled_subject("bert")
+    model, batch = subject.model, subject.batch
     model.bfloat16()  # the fp64 model has the rounded weights
     exact = copy.deepcopy(model).double()
     scorers: list[Any] = ["taylor", "fisher", "ggn", "surgeon", "leave_one_out", "wanda", "obs"]

@@ -199,29 +199,6 @@ def test_distillation_covers_the_usual_outputs_and_refuses_others():
         logits_gap([], answer(Fixed(a), []), 1.0)
 
 
-def test_a_loss_and_a_model_of_ones_own():
-    """No config, batches that are tuples, a loss that is a module with weights of its own."""
-    model = nn.Sequential(hp.MultiHeadAttention(8, 2), nn.Flatten(), nn.Linear(24, 3))
-    data = TensorDataset(torch.randn(8, 3, 8), torch.randint(0, 3, (8,)))
-
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, model, batch):
-            x, y = batch
-            return self.weight * nn.functional.cross_entropy(model(x), y, reduction="none")
-
-    loss = Loss()
-    teacher = copy.deepcopy(model)
-    settings = Finetune(epochs=20, learning_rate=0.01, distill=0.1)
-    report = hp.recover_(model, DataLoader(data, 4), settings, teacher=teacher, loss=loss)
-    assert report.metrics["steps"] == 40
-    assert report.metrics["loss"] < 0.7 * loss(teacher, data[:]).mean().item()
-    assert loss.weight.item() == 1.0  # not the model's to train
-
-
 def test_frozen_parameters_do_not_change():
     model, batches = build()
     model.bert.embeddings.requires_grad_(False)
@@ -380,9 +357,7 @@ def test_arguments_without_a_use_are_refused():
 
 WRONG = [
     ({"epochs": 0}, "epochs: must be a number above 0"),
-    ({"epochs": True}, "epochs: must be a number above 0"),
     ({"steps": 0}, "steps: must be a count"),
-    ({"steps": 1.0}, "steps: must be a count"),
     ({"learning_rate": float("inf")}, "learning_rate: must be a number above 0"),
     ({"weight_decay": -1.0}, "weight_decay: must be a number >= 0"),
     ({"distill": "kl"}, "distill: must be a number >= 0"),
@@ -393,7 +368,6 @@ WRONG = [
     ({"seed": -1}, "seed: must be a whole number"),
     ({"schedule": "Linear"}, "schedule: must be one of linear, cosine, constant"),
     ({"distill_hidden": -1.0}, "distill_hidden: must be a number >= 0"),
-    ({"hidden_layers": "first"}, "hidden_layers: must be one of all, last"),
     ({"hidden_layers": "last"}, "hidden_layers: must be used with distill_hidden"),
     ({"precision": "fp32"}, "precision: must be one of bf16, fp16"),
     ({"patience": 0}, "patience: must be a count of"),
@@ -403,7 +377,6 @@ WRONG = [
     ({"lora_alpha": 2.0}, "lora_alpha: must be used with lora_rank"),
     ({"lora_targets": ("query",)}, "lora_targets: must be used with lora_rank"),
     ({"lora_rank": 2, "lora_targets": "query"}, "lora_targets: must be names of projections"),
-    ({"lora_rank": 2, "lora_targets": ()}, "lora_targets: must be names of projections"),
     ({"lora_rank": 2, "lora_alpha": 0}, "lora_alpha: must be a number above 0"),
 ]
 
