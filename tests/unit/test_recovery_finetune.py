@@ -20,6 +20,7 @@ from headprune.model.losses import default_loss
 from headprune.recovery import Finetune
 from headprune.recovery._distillation import answer, logits_gap
 from headprune.surgery.prune import prune_heads_
+from tests.unit.test_recovery_finetune_hidden import compared
 
 STATES = (PartialState, AcceleratorState, GradientState)
 
@@ -137,31 +138,34 @@ def test_the_distance_of_logits_is_one_number_an_example(shape, masked):
     torch.testing.assert_close(found, torch.stack(expected))
 
 
-def test_distillation_adds_the_teachers_logits():
+def test_distillation_adds_the_teachers_logits_and_hidden_states():
     (teacher, batches), (model, _) = build(), build()
     teacher, model = teacher.double(), model.double()
     prune_heads_(model, {0: [1], 2: [0, 3]})
     oracle, flags = copy.deepcopy(model), [m.training for m in teacher.modules()]
     before, target_of = parameters(teacher), copy.deepcopy(teacher).eval()
-    settings = Finetune(
-        epochs=2, learning_rate=0.01, schedule="constant", distill=3.0, temperature=2.0
-    )
+    loop = {"epochs": 2, "learning_rate": 0.01, "schedule": "constant"}
+    settings = Finetune(**loop, distill=3.0, temperature=2.0, distill_hidden=5.0)
     report = hp.recover_(model, batches, settings, teacher=teacher)
 
     def loss(student, batch):
         inputs = {k: v for k, v in batch.items() if k != "labels"}
         with torch.no_grad():
             target = target_of(**inputs).logits
-        gaps.append(kl(target, student(**inputs).logits, 2.0).mean())
-        return mean_loss(student, batch) + 3.0 * gaps[-1]
+        logits.append(kl(target, student(**inputs).logits, 2.0).mean())
+        hidden.append(compared(student, target_of, lambda m: m(**inputs)))
+        return mean_loss(student, batch) + 3.0 * logits[-1] + 5.0 * hidden[-1]
 
-    gaps = []
+    logits, hidden = [], []
     by_hand(oracle, batches, loss, 4, [0.01] * 4, clip=1.0)
     assert_trained_alike(model, oracle)
-    assert report.metrics["distillation"] == pytest.approx((gaps[2] + gaps[3]).item() / 2, rel=1e-3)
+    for name, gaps in (("distillation", logits), ("hidden_states", hidden)):
+        assert report.metrics[name] == pytest.approx((gaps[2] + gaps[3]).item() / 2, rel=1e-3)
     torch.testing.assert_close(parameters(teacher), before, rtol=0, atol=0)
     assert [m.training for m in teacher.modules()] == flags
     assert all(p.requires_grad and p.grad is None for p in teacher.parameters())
+    modules = [*model.modules(), *teacher.modules()]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 class Fixed(nn.Module):
