@@ -268,22 +268,46 @@ def test_tensors_say_where_they_lie() -> None:
     assert_close(there, here)
 
 
-MIXED: list[Callable[[Tensor, Tensor], object]] = [
-    lambda here, there: here + there,
-    lambda here, there: torch.cat([here, there]),
-    lambda here, there: here[there.long()],
-    lambda here, there: torch.nn.functional.linear(there[None], here[None]),
-    lambda here, there: there.index_add(0, torch.arange(3), there.clone()),
-    lambda here, there: there.numpy(),
+#: What runs, and how many waits, copies to the GPU and mixed devices are seen.
+SEEN: list[tuple[Callable[[Tensor, Tensor], object], int, int, int]] = [
+    (lambda here, there: there.sum().item(), 1, 0, 0),
+    (lambda here, there: 1 if there.sum() > 0 else 0, 1, 0, 0),
+    (lambda here, there: there.tolist(), 1, 0, 0),
+    (lambda here, there: there.cpu(), 1, 0, 0),
+    (lambda here, there: here.copy_(there), 1, 0, 0),
+    (lambda here, there: there[there > 0], 1, 0, 0),
+    (lambda here, there: torch.equal(there, there), 1, 0, 0),
+    (lambda here, there: there.repeat_interleave(there.long()), 1, 0, 0),
+    (lambda here, there: torch.linalg.inv(there.diag()), 1, 0, 0),
+    (lambda here, there: torch.cuda.synchronize(), 1, 0, 0),
+    (lambda here, there: here.to("cuda"), 0, 1, 0),
+    (lambda here, there: torch.tensor([1, 2], device="cuda"), 0, 1, 0),
+    (lambda here, there: there[[0, 1]], 0, 1, 0),
+    (lambda here, there: there.copy_(here), 0, 1, 0),
+    (lambda here, there: here + there, 0, 0, 1),
+    (lambda here, there: here[there.long()], 0, 0, 1),
+    (lambda here, there: there.index_add(0, torch.arange(3), there.clone()), 0, 0, 1),
+    (lambda here, there: there.numpy(), 0, 0, 1),
+    (lambda here, there: there * torch.tensor(2.0), 0, 0, 0),
+    (lambda here, there: there.__setitem__(there > 0, 0.0), 0, 0, 0),
+    (lambda here, there: here.to("cuda", non_blocking=True) + there, 0, 0, 0),
+    (lambda here, there: torch.linalg.cholesky_ex(there.diag()), 0, 0, 0),
 ]
 
 
-@pytest.mark.parametrize("mixed", MIXED)
-def test_what_cuda_would_refuse_is_found(mixed: Callable[[Tensor, Tensor], object]) -> None:
+@pytest.mark.parametrize(("run", "waits", "uploads", "mixed"), SEEN)
+def test_waits_copies_and_mixed_devices_are_found_and_nothing_else(
+    run: Callable[[Tensor, Tensor], object], waits: int, uploads: int, mixed: int
+) -> None:
     with PretendedCuda() as gpu:
-        mixed(torch.ones(3), torch.ones(3, device="cuda"))
-    assert len(gpu.mismatches) == 1, gpu.report()
-    assert gpu.mismatches[0].line.startswith("tests/unit/test_pretended_cuda.py:")
+        here, there = torch.ones(3), torch.ones(3, device="cuda")
+        gpu.forget()
+        run(here, there)
+    found = (len(gpu.waits), len(gpu.uploads), len(gpu.mismatches))
+    assert found == (waits, uploads, mixed), gpu.report()
+    for event in (*gpu.waits, *gpu.mismatches):
+        assert event.line.startswith("tests/unit/test_pretended_cuda.py:")
+        assert event.package == "tests"
 
 
 def test_a_mismatch_in_the_backward_pass_is_found() -> None:
@@ -292,54 +316,6 @@ def test_a_mismatch_in_the_backward_pass_is_found() -> None:
         x.register_hook(lambda gradient: gradient * torch.ones(3))
         (x * 2).sum().backward()
     assert len(gpu.mismatches) == 1, gpu.report()
-
-
-WAITS: list[Callable[[Tensor], object]] = [
-    lambda x: x.sum().item(),
-    lambda x: 1 if x.sum() > 0 else 0,
-    lambda x: x.tolist(),
-    lambda x: x.cpu(),
-    lambda x: torch.ones(3).copy_(x),
-    lambda x: x.nonzero(),
-    lambda x: x[x > 0],
-    lambda x: x.unique(),
-    lambda x: torch.equal(x, x),
-    lambda x: x.repeat_interleave(x.long()),
-    lambda x: torch.linalg.inv(x.diag()),
-    lambda x: torch.cuda.synchronize(),
-]
-UPLOADS: list[Callable[[Tensor], object]] = [
-    lambda x: torch.ones(3).to("cuda"),
-    lambda x: torch.tensor([1, 2], device="cuda"),
-    lambda x: x[[0, 1]],
-    lambda x: x.copy_(torch.ones(3)),
-]
-FINE: list[Callable[[Tensor], object]] = [
-    lambda x: x * torch.tensor(2.0),
-    lambda x: x.masked_fill(x > 0, 1.0),
-    lambda x: x[torch.arange(2, device="cuda")],
-    lambda x: x.__setitem__(x > 0, 0.0),
-    lambda x: torch.ones(3).to("cuda", non_blocking=True) + x,
-    lambda x: torch.linalg.cholesky_ex(x.diag()),
-    lambda x: x.repeat_interleave(2),
-]
-SEEN = [*((run, 1, 0) for run in WAITS), *((run, 0, 1) for run in UPLOADS)]
-SEEN += [(run, 0, 0) for run in FINE]
-
-
-@pytest.mark.parametrize(("run", "waits", "uploads"), SEEN)
-def test_waits_and_copies_to_the_gpu_are_found_and_nothing_else(
-    run: Callable[[Tensor], object], waits: int, uploads: int
-) -> None:
-    with PretendedCuda() as gpu:
-        x = torch.ones(3, device="cuda")
-        gpu.forget()
-        run(x)
-    assert (len(gpu.waits), len(gpu.uploads)) == (waits, uploads), gpu.report()
-    assert gpu.mismatches == []
-    for event in gpu.waits:
-        assert event.line.startswith("tests/unit/test_pretended_cuda.py:")
-        assert event.package == "tests"
 
 
 def test_numbers_are_those_of_the_cpu() -> None:
