@@ -97,7 +97,7 @@ def test_the_lagrangian_alone_reaches_its_target() -> None:
         optimizer.zero_grad()
         dist.penalty(w, multipliers, ones(10), step).backward()
         optimizer.step()
-    assert float(dist.expected_open(w, ones(10))) == pytest.approx(3, abs=0.3)
+    assert dist.expected_open(w, ones(10)).item() == pytest.approx(3, abs=0.3)
 
 
 def test_what_is_told_names_what_was_asked() -> None:
