@@ -59,12 +59,11 @@ def told(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "counts"), [(2, (3,)), (3, (4, 2))], ids=["two", "three"])
-def test_scores_of_several_processes_are_those_of_one(
-    size: int, counts: tuple[int, ...], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_scores_of_several_processes_are_those_of_one(tmp_path: Path) -> None:
     """Fewer batches for the last process, and none at all for it; the last batch is smaller."""
-    together(size, "score_all", tmp_path, *map(str, counts))
+    counts = (4, 2)
+    together(3, "score_all", tmp_path, *map(str, counts))
     expected: dict[str, HeadScores] = {
         "until": processes_work.until(),
         "offloaded": processes_work.offloaded(),
@@ -81,7 +80,7 @@ def test_scores_of_several_processes_are_those_of_one(
     for number, scores in enumerate(processes_work.resumed()):
         expected[f"resumed-{number}"] = scores
     for name, scores in expected.items():
-        for rank in range(size):
+        for rank in range(3):
             equal(HeadScores.load(tmp_path / f"{name}-{rank}.json"), scores)
 
 
@@ -117,28 +116,34 @@ def test_a_process_that_is_gone_stops_the_others(
     assert found["seconds"] < 300
 
 
-def test_processes_that_differ_are_refused_and_what_one_raises_is_told(tmp_path: Path) -> None:
-    together(2, "differ", tmp_path, "loss", "data", "weights", "scorer")
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes were told that differ in one thing after the other."""
+    folder = tmp_path_factory.mktemp("refusals")
+    together(2, "differ", folder, "loss", "data", "weights", "scorer", "auto")
+    return folder
+
+
+def test_processes_that_differ_are_refused_and_what_one_raises_is_told(refusals: Path) -> None:
     for what, where in (("data", "batches"), ("weights", "the model"), ("scorer", "score()")):
         for rank in range(2):
-            found = told(tmp_path, f"{what}-{rank}")
+            found = told(refusals, f"{what}-{rank}")
             assert found["kind"] == "InvalidValue"
             assert found["words"].startswith(f"{where}: must be")
             assert f"others in process {1 - rank} than in process {rank}" in found["words"]
-    first, second = (told(tmp_path, f"loss-{rank}") for rank in range(2))
+    first, second = (told(refusals, f"loss-{rank}") for rank in range(2))
     assert (first["kind"], second["kind"]) == ("ProcessFailed", "InvalidValue")
     assert second["words"].startswith("the loss of batch 1, example 0: must be finite")
     assert first["words"].endswith(f"got InvalidValue: {second['words']}")
 
 
-def test_auto_goes_by_the_same_plans_in_every_process(tmp_path: Path) -> None:
-    together(2, "auto", tmp_path)
+def test_auto_goes_by_the_same_plans_in_every_process(refusals: Path) -> None:
     for rank in range(2):
-        found = told(tmp_path, f"plans-{rank}")
+        found = told(refusals, f"plans-{rank}")
         assert found["kind"] == "InvalidValue"
         assert found["words"].startswith("the plans of auto: must be the same in every process")
     # One plan and two processes: both learn that the refit was refused.
-    first, second = (HeadScores.load(tmp_path / f"alone-{rank}.json") for rank in range(2))
+    first, second = (HeadScores.load(refusals / f"alone-{rank}.json") for rank in range(2))
     equal(first, second)
     assert first.choice is not None
     assert first.choice.refit == ""
@@ -203,8 +208,9 @@ def test_a_timeout_is_a_time(timeout: Any) -> None:
         hp.Processes(timeout)
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_groups_in_turn(tmp_path: Path) -> None:
-    small = "--rounds 2 --batches 3 --batch 1 --tokens 4 --layers 1 --width 16 --scorers taylor"
+    small = "--rounds 1 --batches 3 --batch 1 --tokens 4 --layers 1 --width 16 --scorers taylor"
     where = tmp_path / "processes.json"
     out = benchmark("processes").main([*small.split(), "--out", str(where)])
     one, two = json.loads(out.read_text())["rows"]
@@ -213,6 +219,6 @@ def test_the_benchmark_compares_groups_in_turn(tmp_path: Path) -> None:
     assert one["difference"] == 0
     assert two["difference"] < 1e-6, "the workers score what one process scores"
     assert two["efficiency"] == pytest.approx(two["speedup"] / 2)
-    assert len(one["seconds"]) == len(two["seconds"]) == 2
+    assert len(one["seconds"]) == len(two["seconds"]) == 1
     assert one["examples_per_second"] == pytest.approx(3 / np.median(one["seconds"]))
     assert "| `taylor` | 2 |" in benchmark("scale").shared(tmp_path)
