@@ -151,7 +151,7 @@ def test_a_copy_made_inside_has_no_gates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dist", [HardConcrete(keep=2, warmup=30), SubsetTopk(keep=2, steps=100)], ids=lambda d: d.name
 )
-def test_necessary_heads_are_found_and_the_rest_can_go(dist: GateDistribution) -> None:
+def test_necessary_heads_are_found_and_the_rest_can_be_removed(dist: GateDistribution) -> None:
     model = constructed().requires_grad_(False).train()
     with hp.learned_gates(model, dist) as gates:
         optimizer = torch.optim.Adam(gates.parameters(), lr=0.15)

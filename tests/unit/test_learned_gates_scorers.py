@@ -97,7 +97,7 @@ def test_scores_are_those_of_a_literal_loop(name: str, scorer: Any) -> None:
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=lambda s: type(s).__name__)
-def test_the_model_is_left_as_it_was(scorer: Any) -> None:
+def test_the_model_is_as_it_was(scorer: Any) -> None:
     subject = subject_of("llama")
     subject.model.train()
     before, state = picture(subject.model), torch.get_rng_state()

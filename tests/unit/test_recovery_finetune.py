@@ -324,12 +324,19 @@ def test_a_distance_that_is_not_finite_names_the_step(settings, what):
         hp.recover_(model, batches, Finetune(**settings), teacher=teacher)
 
 
+class Lying(list):
+    def __len__(self):
+        return 5
+
+
 def test_batches_must_be_there_and_losses_must_be_of_examples():
     """Batches that can be read once are refused in test_batches.py."""
     model, batches = build()
     for empty in ([], DataLoader(TensorDataset(torch.zeros(0, 2)))):
         with pytest.raises(InvalidValue, match="batches: must be at least one batch"):
             hp.recover_(model, empty, "finetune")
+    with pytest.raises(InvalidValue, match=r"as many as len\(\) says, 5"):
+        hp.recover_(model, Lying(batches), "finetune")
     with pytest.raises(InvalidValue, match=r"step 1: loss.* must be a tensor of shape \[3\]"):
         hp.recover_(model, batches, "finetune", loss=mean_loss)
 
