@@ -199,7 +199,10 @@ def fail(folder: Path, how: str, timeout: str) -> None:
 def differ(folder: Path, *whats: str) -> None:
     """One thing after the other, for what is refused leaves the processes as they were."""
     for what in whats:
-        _differ(folder, what)
+        if what == "auto":
+            auto(folder)
+        else:
+            _differ(folder, what)
 
 
 def _differ(folder: Path, what: str) -> None:

@@ -28,26 +28,21 @@ def randn(n: int, seed: int = 0) -> Tensor:
 # ---------------------------------------------------------------- hard concrete
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"temperature": 0.66, "lower": -0.2, "upper": 1.05}], ids=["usual", "other"]
-)
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.66, "lower": -0.2, "upper": 1.05}])
 def test_a_hard_concrete_gate_is_open_as_often_as_its_formula_says(
     settings: dict[str, Any],
 ) -> None:
-    dist, n = HardConcrete(keep=0.5, **settings), 200_000
+    dist, n = HardConcrete(keep=0.5, **settings), 100_000
     generator = torch.Generator().manual_seed(0)
-    for weight in (-2.5, -0.8, 0.0, 1.5):
+    for weight in (-2.5, 0.0, 1.5):
         weights = torch.full((n,), weight, dtype=F64)
         drawn = dist.sample(weights, dist.noise(n, generator), ones(n), 0)
-        p = dist.p_open(weights[:1])
-        # four standard errors of a share of n
-        assert_close(
-            (drawn > 0).double().mean(), p[0], rtol=0, atol=4 * float((p * (1 - p) / n).sqrt())
-        )
-        assert 0 < float((drawn == 0).double().mean()) < 1
+        p = dist.p_open(weights[:1])[0]
+        error = float((p * (1 - p) / n).sqrt())  # of a share of n
+        assert_close((drawn > 0).double().mean(), p, rtol=0, atol=4 * error)
+        assert bool((drawn == 0).any())
         assert bool((drawn == 1).any()) or weight < 0
-        assert drawn.min() >= 0
-        assert drawn.max() <= 1
+        assert 0 <= drawn.min() <= drawn.max() <= 1
 
 
 def test_a_hard_concrete_gate_is_the_papers_formula() -> None:
@@ -102,9 +97,7 @@ def test_the_lagrangian_alone_reaches_its_target() -> None:
         optimizer.zero_grad()
         dist.penalty(w, multipliers, ones(10), step).backward()
         optimizer.step()
-    assert_close(
-        dist.expected_open(w, ones(10)).detach(), torch.tensor(3.0, dtype=F64), rtol=0, atol=0.3
-    )
+    assert dist.expected_open(w, ones(10)).item() == pytest.approx(3, abs=0.3)
 
 
 def test_what_is_told_names_what_was_asked() -> None:
@@ -115,7 +108,7 @@ def test_what_is_told_names_what_was_asked() -> None:
     assert "asked" not in HardConcrete(price=1.0).notes(closed, ones(10), 5)[0]
 
 
-def test_units_stay_that_are_open_more_often_than_not() -> None:
+def test_units_are_kept_that_are_open_more_often_than_not() -> None:
     dist = HardConcrete(keep=0.5)
     w = torch.linspace(-2, 1, 31, dtype=F64)
     assert torch.equal(dist.hard(w, ones(31)) == 1, dist.p_open(w) > 0.5)
@@ -124,24 +117,18 @@ def test_units_stay_that_are_open_more_often_than_not() -> None:
 # ---------------------------------------------------------------- subset
 
 
-@pytest.mark.parametrize("temperature", [5.0, 1.0, 0.1, 0.003])
-@pytest.mark.parametrize("k", [1, 5, 11])
+@pytest.mark.parametrize(("k", "temperature"), [(1, 0.003), (5, 5.0), (5, 0.1), (11, 1.0)])
 def test_subset_gates_add_up_to_k(k: int, temperature: float) -> None:
-    for seed in range(5):
-        gates = soft_subset(3 * randn(12, seed), k, temperature, ones(12))
-        assert_close(gates.sum(), torch.tensor(float(k), dtype=F64), rtol=1e-9, atol=0)
-        assert bool(((gates >= 0) & (gates <= 1)).all())
+    gates = soft_subset(3 * randn(12), k, temperature, ones(12))
+    assert_close(gates.sum(), torch.tensor(float(k), dtype=F64), rtol=1e-9, atol=0)
+    assert bool(((gates >= 0) & (gates <= 1)).all())
 
 
-def test_subset_gates_add_up_to_k_heads_where_units_have_several() -> None:
+def test_subset_gates_add_up_where_units_have_several_heads_and_in_a_narrow_dtype() -> None:
     sizes = torch.tensor([4.0, 1, 1, 2, 4], dtype=F64)
     gates = soft_subset(randn(5), 6, 0.5, sizes)
     assert_close((gates * sizes).sum(), torch.tensor(6.0, dtype=F64))
-
-
-def test_a_narrow_dtype_adds_up_too() -> None:
     gates = soft_subset(randn(72).float(), 24, 0.1, torch.ones(72))
-    assert gates.dtype == torch.float32
     assert_close(gates.sum(), torch.tensor(24.0), rtol=1e-5, atol=0)
 
 
@@ -155,24 +142,17 @@ def test_gradients_go_through_the_threshold(sizes: list[float]) -> None:
 
 
 def test_without_temperature_it_is_hard_top_k() -> None:
-    for seed in range(5):
-        w = randn(12, seed)
-        soft = soft_subset(w, 5, 1e-6, ones(12))
-        assert_close(soft, top_units(w, 5, ones(12)))
-        assert set(torch.topk(w, 5).indices.tolist()) == set(
-            (soft > 0.5).nonzero().flatten().tolist()
-        )
+    w = randn(12)
+    soft = soft_subset(w, 5, 1e-6, ones(12))
+    assert_close(soft, top_units(w, 5, ones(12)))
+    assert set(torch.topk(w, 5).indices.tolist()) == set((soft > 0.5).nonzero().flatten().tolist())
 
 
 def test_ties_keep_exactly_k() -> None:
     w = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0, 1.0], dtype=F64)
     assert top_units(w, 3, ones(6)).tolist() == [1, 1, 1, 0, 0, 0]
-    assert int((w > w.topk(3).values[-1]).sum()) == 1, (
-        "what comparing with the k-th weight would keep"
-    )
-    assert_close(
-        soft_subset(w, 3, 1e-6, ones(6)), torch.tensor([0.5, 1, 0.5, 0.5, 0, 0.5], dtype=F64)
-    )
+    expected = torch.tensor([0.5, 1, 0.5, 0.5, 0, 0.5], dtype=F64)
+    assert_close(soft_subset(w, 3, 1e-6, ones(6)), expected)
 
 
 def test_a_unit_that_does_not_fit_gives_way_to_one_that_does() -> None:
@@ -180,11 +160,10 @@ def test_a_unit_that_does_not_fit_gives_way_to_one_that_does() -> None:
     assert top_units(w, 3, sizes).tolist() == [1, 0, 1]
 
 
-def test_the_temperature_falls_geometrically_and_stays() -> None:
+def test_the_temperature_falls_geometrically_to_its_end() -> None:
     dist = SubsetTopk(keep=2, steps=10, start=1.0, end=0.01)
-    assert [dist.temperature(step) for step in (0, 5, 10, 50)] == pytest.approx(
-        [1.0, 0.1, 0.01, 0.01]
-    )
+    found = [dist.temperature(step) for step in (0, 5, 10, 50)]
+    assert found == pytest.approx([1.0, 0.1, 0.01, 0.01])
     w, noise = randn(6), dist.noise(6, torch.Generator().manual_seed(0))
     assert_close(dist.sample(w, noise, ones(6), 5), soft_subset(w + noise, 2, 0.1, ones(6)))
 
@@ -198,47 +177,45 @@ def test_gumbel_noise_makes_top_k_draw_without_replacement() -> None:
     assert not SubsetTopk(keep=1, steps=1, gumbel=False).noise(3, torch.Generator()).any()
 
 
-def test_shares_are_rounded_down_to_whole_units() -> None:
-    w = torch.arange(6, dtype=F64)
-    several = torch.tensor([1.0, 2, 2, 1, 1, 1], dtype=F64)
-    for sizes, heads in ((ones(6), 3), (3 * ones(6), 9), (several, 4), (2 * ones(6), 6)):
-        assert int((SubsetTopk(keep=0.5, steps=1).hard(w, sizes) * sizes).sum()) == heads
-    five = 2 * ones(5)
-    assert int((SubsetTopk(keep=0.5, steps=1).hard(w[:5], five) * five).sum()) == 4
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [([1] * 6, 3), ([3] * 6, 9), ([1, 2, 2, 1, 1, 1], 4), ([2] * 6, 6), ([2] * 5, 4)],
+)
+def test_shares_are_rounded_down_to_whole_units(sizes: list[int], heads: int) -> None:
+    n = torch.tensor(sizes, dtype=F64)
+    gates = SubsetTopk(keep=0.5, steps=1).hard(torch.arange(len(sizes), dtype=F64), n)
+    assert int((gates * n).sum()) == heads
 
 
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: HardConcrete(), r"given keep \(a target\) or price"),
-        (lambda: HardConcrete(keep=0.5, price=1.0), "one of them"),
-        (lambda: HardConcrete(keep=1.5), "keep: must be a fraction"),
-        (lambda: HardConcrete(keep=True), "keep: must be a fraction"),
-        (lambda: HardConcrete(price=-1.0), "price: must be a number above 0"),
-        (lambda: HardConcrete(keep=0.5, lower=0.0), "wider than"),
-        (lambda: HardConcrete(keep=0.5, temperature=0.0), "temperature"),
-        (lambda: HardConcrete(keep=0.5, warmup=-1), "warmup"),
-        (
-            lambda: HardConcrete(keep=0.5, temperature=float("inf")),
-            "temperature: must be a number above 0",
-        ),
-        (lambda: HardConcrete(keep=0.5, lower=-float("inf")), "wider than"),
-        (lambda: HardConcrete(keep=0.5, start=float("nan")), "start: must be a number"),
-        (lambda: SubsetTopk(keep=2, steps=1, start=float("inf")), "0 < end <= start"),
-        (lambda: SubsetTopk(keep=0, steps=1), "keep: must be a fraction"),
-        (lambda: SubsetTopk(keep=2, steps=0), "steps"),
-        (lambda: SubsetTopk(keep=2, steps=1, start=0.1, end=0.5), "0 < end <= start"),
-        (lambda: SubsetTopk(keep=6, steps=1).hard(ones(6), ones(6)), "some of the 6 heads"),
-        (
-            lambda: SubsetTopk(keep=3, steps=1).hard(ones(6), 2 * ones(6)),
-            "a multiple of 2 heads, which are removed together",
-        ),
-        (lambda: SubsetTopk(keep=0.1, steps=1).hard(ones(4), ones(4)), "neither none nor all"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(make: Any, words: str) -> None:
+WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
+    (HardConcrete, {}, r"given keep \(a target\) or price"),
+    (HardConcrete, {"keep": 0.5, "price": 1.0}, "one of them"),
+    (HardConcrete, {"keep": 1.5}, "keep: must be a fraction"),
+    (HardConcrete, {"price": -1.0}, "price: must be a number above 0"),
+    (HardConcrete, {"keep": 0.5, "lower": 0.0}, "wider than"),
+    (HardConcrete, {"keep": 0.5, "lower": -float("inf")}, "wider than"),
+    (HardConcrete, {"keep": 0.5, "temperature": 0.0}, "temperature: must be a number above 0"),
+    (HardConcrete, {"keep": 0.5, "warmup": -1}, "warmup"),
+    (HardConcrete, {"keep": 0.5, "start": float("nan")}, "start: must be a number"),
+    (SubsetTopk, {"keep": 2, "steps": 1, "start": 0.1, "end": 0.5}, "0 < end <= start"),
+    (SubsetTopk, {"keep": 0, "steps": 1}, "keep: must be a fraction"),
+    (SubsetTopk, {"keep": 2, "steps": 0}, "steps"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "words"), WRONG)
+def test_settings_that_make_no_sense_are_refused(kind: Any, settings: Any, words: str) -> None:
     with pytest.raises(InvalidValue, match=words):
-        make()
+        kind(**settings)
+
+
+@pytest.mark.parametrize(
+    ("keep", "size", "words"),
+    [(6, 1, "some of the 6 heads"), (3, 2, "a multiple of 2 heads"), (0.1, 1, "neither none nor")],
+)
+def test_counts_that_units_cannot_keep_are_refused(keep: Any, size: int, words: str) -> None:
+    with pytest.raises(InvalidValue, match=words):
+        SubsetTopk(keep=keep, steps=1).hard(ones(6), size * ones(6))

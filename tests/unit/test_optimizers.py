@@ -62,13 +62,9 @@ def mask_of(subject: Subject) -> hp.HeadMask:
     return subject.without({s.name: s.units[i % 2] for i, s in enumerate(subject.sites)})
 
 
-#: Every optimizer with two layouts, every layout with two optimizers.
-PAIRS = [
-    (n, o)
-    for n in ELEMENTWISE
-    for o in LAYOUTS
-    if n in ("AdamW", "SGD") or o in ("multi_head_attention", "bert")
-]
+#: Every optimizer with one layout, every layout with one optimizer.
+PAIRS = [(name, "multi_head_attention") for name in ELEMENTWISE if name != "AdamW"]
+PAIRS += [("AdamW", layout) for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
@@ -90,16 +86,17 @@ def test_training_goes_on_as_if_the_heads_were_gated(name: str, layout: str) -> 
     assert [id(group) for group in optimizers[1].param_groups] == groups
     assert held(optimizers[1]) == {id(p) for p in cut.parameters()}
     assert set(map(id, optimizers[1].state)) <= held(optimizers[1])
-    before = copy.deepcopy(cut.state_dict())
-    for _ in range(4):
+    for _ in range(3):
         with hp.gated(gated, mask, subject.sites):
             step(gated, optimizers[0], subject.batch)
             expected = logits(gated, subject.batch)
+        before = logits(cut, subject.batch)
         step(cut, optimizers[1], subject.batch)
         for schedule in schedules:
             schedule.step()
-        assert_close(logits(cut, subject.batch), expected, **CLOSE)
-    assert any(not torch.equal(before[k], v) for k, v in cut.state_dict().items())
+        after = logits(cut, subject.batch)
+        assert_close(after, expected, **CLOSE)
+        assert not torch.equal(before, after)
     for group in optimizers[1].param_groups:
         assert len(group["params"]) == len(group["param_names"])
 
@@ -108,7 +105,7 @@ def held(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["llama", "head_list", "albert"])
 def test_the_report_says_which_parameter_became_which(layout: str) -> None:
     """From it alone anybody's state can be cut: the old weights, cut so, are the new ones."""
     subject = subject_of(layout)
@@ -123,101 +120,89 @@ def test_the_report_says_which_parameter_became_which(layout: str) -> None:
         if c.became is None:
             continue
         reached.add(c.became)
-        part = (
-            tensor
-            if c.dimension is None
-            else tensor.index_select(c.dimension, torch.tensor(c.kept))
-        )
-        assert torch.equal(part, new[c.became]), name
+        if c.dimension is not None:
+            tensor = tensor.index_select(c.dimension, torch.tensor(c.kept))
+        assert torch.equal(tensor, new[c.became]), name
     assert reached == set(new)
     assert any(c.became is None for c in told.values()) == (layout == "head_list")
 
 
 def pruned(optimizer: Any, model: nn.Module, **more: Any) -> Any:
-    return hp.prune_(
-        model, hp.HeadMask.from_keep({"0": [0, 2]}, {"0": 4}), optimizer=optimizer, **more
-    )
+    mask = hp.HeadMask.from_keep({"0": [0, 2]}, {"0": 4})
+    return hp.prune_(model, mask, optimizer=optimizer, **more)
 
 
-def attention(width: int = 8) -> nn.Module:
+def attention() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(hp.MultiHeadAttention(width, 4), nn.Linear(width, width))
+    return nn.Sequential(hp.MultiHeadAttention(8, 4), nn.Linear(8, 8))
 
 
-def trained(kind: Any, model: nn.Module, parameters: Any = None, **settings: Any) -> Any:
-    optimizer = kind(model.parameters() if parameters is None else parameters, **settings)
-    width = model[1].in_features
-    for _ in range(2):
+def train(optimizer: Any, model: nn.Module) -> Any:
+    """Two steps."""
+
+    def loss() -> Tensor:
         optimizer.zero_grad()
+        found: Tensor = model(torch.ones(2, 3, 8)).square().sum()
+        found.backward()
+        return found
 
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            found: Tensor = model(torch.ones(2, 3, width)).square().sum()
-            found.backward()
-            return found
-
+    for _ in range(2):
         loss()
         optimizer.step(loss) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
     return optimizer
 
 
 KEPT = [0, 1, 4, 5]
+ADAFACTOR = {"lr": 1e-3, "relative_step": False}
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "row", "column"),
     [
         (torch.optim.Adafactor, {}, "row_var", "col_var"),
-        (
-            transformers.Adafactor,
-            {"lr": 1e-3, "relative_step": False},
-            "exp_avg_sq_row",
-            "exp_avg_sq_col",
-        ),
+        (transformers.Adafactor, ADAFACTOR, "exp_avg_sq_row", "exp_avg_sq_col"),
     ],
-    ids=["torch", "transformers"],
 )
 def test_factored_moments_are_cut_along_the_axis_that_they_have(
     kind: Any, settings: Any, row: str, column: str
 ) -> None:
     """Also where rows and columns are equally many, and a shape alone does not tell them apart."""
     model = attention()
-    optimizer = trained(kind, model, **settings)
-    attended = model[0]
-    before = {
-        n: copy.deepcopy(optimizer.state[attended.get_parameter(f"{n}.weight")])
-        for n in ("W_q", "W_o")
-    }
+    optimizer = train(kind(model.parameters(), **settings), model)
+
+    def states() -> list[Any]:
+        weights = (model[0].W_q.weight, model[0].W_o.weight)
+        return [copy.deepcopy(optimizer.state[weight]) for weight in weights]
+
+    before = states()
     report = pruned(optimizer, model)
-    rows, columns = (optimizer.state[attended.get_parameter(f"{n}.weight")] for n in ("W_q", "W_o"))
-    assert_close(rows[row], before["W_q"][row][KEPT], rtol=0, atol=0)
-    assert_close(rows[column], before["W_q"][column], rtol=0, atol=0)
-    assert_close(columns[row], before["W_o"][row], rtol=0, atol=0)
-    assert_close(columns[column].flatten(), before["W_o"][column].flatten()[KEPT], rtol=0, atol=0)
-    assert rows["step"] == before["W_q"]["step"]
+    after = states()
+    assert torch.equal(after[0][row], before[0][row][KEPT])
+    assert torch.equal(after[0][column], before[0][column])
+    assert torch.equal(after[1][row], before[1][row])
+    assert torch.equal(after[1][column].flatten(), before[1][column].flatten()[KEPT])
+    assert after[0]["step"] == before[0]["step"]
     assert "averages over removed rows" in report.warnings[0]
-    trained(lambda *_, **__: optimizer, model)
+    train(optimizer, model)
 
 
 def test_muon_goes_on() -> None:
     model = attention()
-    optimizer = trained(
-        torch.optim.Muon, model, [p for p in model.parameters() if p.ndim == 2], lr=1e-3
-    )
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = train(torch.optim.Muon(matrices, lr=1e-3), model)
     before = optimizer.state[model[0].W_o.weight]["momentum_buffer"].clone()
     assert pruned(optimizer, model).warnings == ()
-    assert_close(
-        optimizer.state[model[0].W_o.weight]["momentum_buffer"], before[:, KEPT], rtol=0, atol=0
-    )
-    trained(lambda *_, **__: optimizer, model)
+    after = optimizer.state[model[0].W_o.weight]["momentum_buffer"]
+    assert torch.equal(after, before[:, KEPT])
+    train(optimizer, model)
 
 
 def test_lbfgs_begins_anew() -> None:
     model = attention()
-    optimizer = trained(torch.optim.LBFGS, model, lr=1e-2)
+    optimizer = train(torch.optim.LBFGS(model.parameters(), lr=1e-2), model)
     assert pruned(optimizer, model).warnings == ("LBFGS begins anew",)
     assert not optimizer.state
-    trained(lambda *_, **__: optimizer, model)
+    train(optimizer, model)
 
 
 class EightBit(torch.optim.SGD):
@@ -237,29 +222,21 @@ class EightBit(torch.optim.SGD):
 
 def test_state_that_cannot_be_cut_begins_anew() -> None:
     model = attention()
-    optimizer = trained(EightBit, model, lr=1e-3)
-    untouched = model[1].weight
+    optimizer = train(EightBit(model.parameters(), lr=1e-3), model)
     report = pruned(optimizer, model)
-    assert (
-        "EightBit begins anew for 0.W_q.weight, 0.W_q.bias, 0.W_k.weight and 4 more"
-        in report.warnings
-    )
-    assert set(optimizer.state) == {untouched, model[1].bias, model[0].W_o.bias}
-    trained(lambda *_, **__: optimizer, model)
+    words = "EightBit begins anew for 0.W_q.weight, 0.W_q.bias, 0.W_k.weight and 4 more"
+    assert words in report.warnings
+    assert set(optimizer.state) == {model[1].weight, model[1].bias, model[0].W_o.bias}
+    train(optimizer, model)
     assert optimizer.state[model[0].W_q.weight]["step"] == 2
 
 
 def test_several_optimizers_and_parameters_that_are_frozen() -> None:
     model = attention()
     model[0].W_k.weight.requires_grad_(False)
-    one = trained(torch.optim.AdamW, model, [*model[0].W_q.parameters()])
-    two = trained(
-        torch.optim.SGD,
-        model,
-        [*model[0].W_o.parameters(), *model[1].parameters()],
-        lr=1e-3,
-        momentum=0.9,
-    )
+    some = [*model[0].W_o.parameters(), *model[1].parameters()]
+    one = train(torch.optim.AdamW(model[0].W_q.parameters()), model)
+    two = train(torch.optim.SGD(some, lr=1e-3, momentum=0.9), model)
     pruned([one, two], model)
     assert held(one) == {id(p) for p in model[0].W_q.parameters()}
     assert held(two) == {id(p) for p in [*model[0].W_o.parameters(), *model[1].parameters()]}
@@ -273,8 +250,8 @@ def test_gradients_that_wait_for_their_step_come_along() -> None:
     model(torch.ones(2, 3, 8)).square().sum().backward()
     before = {n: p.grad for n, p in model.named_parameters()}
     pruned(optimizer, model)
-    assert_close(model[0].W_q.weight.grad, before["0.W_q.weight"][KEPT], rtol=0, atol=0)
-    assert_close(model[0].W_o.weight.grad, before["0.W_o.weight"][:, KEPT], rtol=0, atol=0)
+    assert torch.equal(model[0].W_q.weight.grad, before["0.W_q.weight"][KEPT])
+    assert torch.equal(model[0].W_o.weight.grad, before["0.W_o.weight"][:, KEPT])
     assert model[1].weight.grad is before["1.weight"]
 
 
@@ -282,13 +259,14 @@ def test_accelerate_wraps_optimizers() -> None:
     model = attention()
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        accelerator.backward(model(torch.ones(2, 3, 8)).square().sum())
-        optimizer.step()
-        optimizer.zero_grad()
+    train(optimizer, model)
     pruned(optimizer, model)
     assert held(optimizer) == {id(p) for p in model.parameters()}
     assert optimizer.state[model[0].W_q.weight]["exp_avg"].shape == (4, 8)
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Has the name of the one that spreads its state over processes."""
 
 
 def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
@@ -304,9 +282,8 @@ def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     ):
         with pytest.raises(InvalidValue, match=where):
             pruned(wrong, model)
-    spread = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(model.parameters(), lr=1e-3)
     with pytest.raises(UnsupportedModel, match="state is whole in this process"):
-        pruned(spread, model)
+        pruned(ZeroRedundancyOptimizer(model.parameters(), lr=1e-3), model)
     assert picture(model) == before
     pruned(optimizer, model)
     stale = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1e-3)
@@ -316,18 +293,18 @@ def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     assert held(optimizer) == {id(p) for p in model.parameters()}
 
 
-def test_a_cut_that_fails_leaves_optimizers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_cut_that_fails_optimizers_are_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = attention()
-    optimizer = trained(torch.optim.AdamW, model)
-    before = (
-        copy.deepcopy(optimizer.state_dict()),
-        [id(p) for g in optimizer.param_groups for p in g["params"]],
-    )
+    optimizer = train(torch.optim.AdamW(model.parameters()), model)
+    before = copy.deepcopy(optimizer.state_dict())
+    parameters = [id(p) for p in model.parameters()]
     monkeypatch.setattr("headprune.surgery.prune.compare", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pruned(optimizer, model, example=torch.ones(2, 3, 8))
-    assert_close(optimizer.state_dict(), before[0], rtol=0, atol=0)
-    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == before[1]
+    assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == parameters
     assert held(optimizer) == {id(p) for p in model.parameters()}
 
 
@@ -335,10 +312,7 @@ def test_an_optimizer_that_was_not_given_says_so_when_it_steps() -> None:
     """And only then: one that is thrown away, made later, or of another model says nothing."""
     model, other = attention(), attention()
     stale = torch.optim.SGD(model.parameters(), lr=1e-3)
-    fine = [
-        torch.optim.SGD(other.parameters(), lr=1e-3),
-        torch.optim.SGD(model[1].parameters(), lr=1e-3),
-    ]
+    fine = [torch.optim.SGD(part.parameters(), lr=1e-3) for part in (other, model[1])]
     hp.prune_heads_(model, {0: [1]})
     fine.append(torch.optim.SGD(model.parameters(), lr=1e-3))
     for one in fine:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -18,7 +19,9 @@ import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.scores import HeadScores
 from headprune.model.processes import Workers
+from headprune.scoring import registry
 from headprune.scoring._api import _check_alike
+from headprune.scoring._base import Scorer
 from tests import processes_work
 from tests.processes import started, together
 from tests.scripts import benchmark
@@ -27,20 +30,13 @@ from tests.scripts import benchmark
 CLOSE = 1e-12
 
 
+ALIKE = ("scorer", "settings", "n_examples", "data", "model", "seed", "notes", "costs", "choice")
+
+
 def equal(found: HeadScores, expected: HeadScores) -> None:
     """Everything that one process says: rows to the last bit, sums to rounding."""
     title = f"{expected.scorer} {expected.settings}"
-    for name in (
-        "scorer",
-        "settings",
-        "n_examples",
-        "data",
-        "model",
-        "seed",
-        "notes",
-        "costs",
-        "choice",
-    ):
+    for name in ALIKE:
         assert getattr(found, name) == getattr(expected, name), f"{title}: {name}"
     for name in ("values", "standard_errors", "samples", "curvature"):
         ours, theirs = (_matrix(getattr(scores, name)) for scores in (found, expected))
@@ -58,104 +54,96 @@ def _matrix(value: Any) -> Any:
     return np.asarray(value.matrix)
 
 
-@pytest.mark.parametrize(("size", "counts"), [(2, (3,)), (3, (4, 2))], ids=["two", "three"])
-def test_scores_of_several_processes_are_those_of_one(
-    size: int, counts: tuple[int, ...], tmp_path: Path
-) -> None:
+def told(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_scores_of_several_processes_are_those_of_one(tmp_path: Path) -> None:
     """Fewer batches for the last process, and none at all for it; the last batch is smaller."""
-    together(size, "score_all", tmp_path, *map(str, counts))
+    counts = (4, 2)
+    together(3, "score_all", tmp_path, *map(str, counts))
+    expected: dict[str, HeadScores] = {
+        "until": processes_work.until(),
+        "offloaded": processes_work.offloaded(),
+    }
+    assert expected["until"].n_examples < 79, "it must stop before the end, or this tells nothing"
     for count in counts:
-        for number, expected in enumerate(processes_work.scored(count)):
-            for rank in range(size):
-                equal(HeadScores.load(tmp_path / f"{count}-{number}-{rank}.json"), expected)
-    expected = processes_work.until()
-    assert expected.n_examples < 79, "it must stop before the end, or this tells nothing"
-    for rank in range(size):
-        equal(HeadScores.load(tmp_path / f"until-{rank}.json"), expected)
-    for number, expected in enumerate(processes_work.bounded()):
-        assert expected.n_examples == 39
-        assert expected.samples is not None
-        assert expected.samples.rows < 39, "there must be no room, or this tells nothing"
-        assert (expected.curvature is not None) == (expected.scorer in ("fisher", "ggn"))
-        for rank in range(size):
-            equal(HeadScores.load(tmp_path / f"bounded-{number}-{rank}.json"), expected)
-    expected = processes_work.offloaded()
-    for rank in range(size):
-        equal(HeadScores.load(tmp_path / f"offloaded-{rank}.json"), expected)
-    for number, expected in enumerate(processes_work.resumed()):
-        for rank in range(size):
-            equal(HeadScores.load(tmp_path / f"resumed-{number}-{rank}.json"), expected)
+        many = processes_work.scored(count)
+        expected |= {f"{count}-{number}": scores for number, scores in enumerate(many)}
+    for number, scores in enumerate(processes_work.bounded()):
+        expected[f"bounded-{number}"] = scores
+        assert scores.samples is not None
+        assert scores.samples.rows < scores.n_examples == 39, "there must be no room"
+        assert (scores.curvature is not None) == (scores.scorer in ("fisher", "ggn"))
+    for number, scores in enumerate(processes_work.resumed()):
+        expected[f"resumed-{number}"] = scores
+    for name, scores in expected.items():
+        for rank in range(3):
+            equal(HeadScores.load(tmp_path / f"{name}-{rank}.json"), scores)
 
 
 def test_every_scorer_is_among_them() -> None:
-    from headprune.scoring import registry
-    from headprune.scoring._base import Scorer
-
-    assert {registry.resolve(s, Scorer, "scorer")[0] for s in processes_work.SCORERS} == set(
-        registry.names()
-    )
+    tried = {registry.resolve(s, Scorer, "scorer")[0] for s in processes_work.SCORERS}
+    assert tried == set(registry.names())
 
 
 def test_one_process_without_a_group_shares_with_nobody() -> None:
-    for found, expected in zip(
-        processes_work.scored(2, hp.Processes()), processes_work.scored(2), strict=True
-    ):
-        equal(found, expected)
+    own = processes_work.subject().model
+    data, more = processes_work.batches(2), {"loss": processes_work.loss, "progress": False}
+    found = hp.score(own, data, "taylor", processes=hp.Processes(), **more)
+    equal(found, hp.score(own, data, "taylor", **more))
 
 
 @pytest.mark.parametrize(
-    ("how", "timeout", "within", "words"),
+    ("how", "timeout", "words"),
     [
-        ("kill", 600, 300, "the other processes: must be there"),
-        ("stop", 2, 300, "Timed out waiting 2000ms"),
+        ("kill", 600, "the other processes: must be there"),
+        ("stop", 2, "Timed out waiting 2000ms"),
     ],
 )
 def test_a_process_that_is_gone_stops_the_others(
-    how: str, timeout: float, within: float, words: str, tmp_path: Path
+    how: str, timeout: float, words: str, tmp_path: Path
 ) -> None:
     """SIGKILL is noticed by the closed connection, SIGSTOP by the timeout."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.processes_work",
-        "fail",
-        str(tmp_path),
-        how,
-        str(timeout),
-    ]
-    with started(2, command) as running:
-        running[0].communicate(timeout=within)
-    told = json.loads((tmp_path / "told-0.json").read_text())
-    assert told["kind"] == "ProcessFailed"
-    assert words in told["words"]
-    assert told["seconds"] < within
+    work = [sys.executable, "-m", "tests.processes_work", "fail", str(tmp_path), how, str(timeout)]
+    with started(2, work) as running:
+        running[0].communicate(timeout=300)
+    found = told(tmp_path, "told-0")
+    assert found["kind"] == "ProcessFailed"
+    assert words in found["words"]
+    assert found["seconds"] < 300
 
 
-def test_processes_that_differ_are_refused_and_what_one_raises_is_told(tmp_path: Path) -> None:
-    together(2, "differ", tmp_path, "loss", "data", "weights", "scorer")
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes were told that differ in one thing after the other."""
+    folder = tmp_path_factory.mktemp("refusals")
+    together(2, "differ", folder, "loss", "data", "weights", "scorer", "auto")
+    return folder
+
+
+def test_processes_that_differ_are_refused_and_what_one_raises_is_told(refusals: Path) -> None:
     for what, where in (("data", "batches"), ("weights", "the model"), ("scorer", "score()")):
         for rank in range(2):
-            told = json.loads((tmp_path / f"{what}-{rank}.json").read_text())
-            assert told["kind"] == "InvalidValue"
-            assert told["words"].startswith(f"{where}: must be")
-            assert f"others in process {1 - rank} than in process {rank}" in told["words"]
-    told = [json.loads((tmp_path / f"loss-{rank}.json").read_text()) for rank in range(2)]
-    assert [t["kind"] for t in told] == ["ProcessFailed", "InvalidValue"]
-    assert told[1]["words"].startswith("the loss of batch 1, example 0: must be finite")
-    assert (
-        told[0]["words"]
-        == f"process 1: must be through with its share, got InvalidValue: {told[1]['words']}"
-    )
+            found = told(refusals, f"{what}-{rank}")
+            assert found["kind"] == "InvalidValue"
+            assert found["words"].startswith(f"{where}: must be")
+            assert f"others in process {1 - rank} than in process {rank}" in found["words"]
+    first, second = (told(refusals, f"loss-{rank}") for rank in range(2))
+    assert (first["kind"], second["kind"]) == ("ProcessFailed", "InvalidValue")
+    assert second["words"].startswith("the loss of batch 1, example 0: must be finite")
+    assert first["words"].endswith(f"got InvalidValue: {second['words']}")
 
 
-def test_auto_goes_by_the_same_plans_in_every_process(tmp_path: Path) -> None:
-    together(2, "auto", tmp_path)
+def test_auto_goes_by_the_same_plans_in_every_process(refusals: Path) -> None:
     for rank in range(2):
-        told = json.loads((tmp_path / f"plans-{rank}.json").read_text())
-        assert told["kind"] == "InvalidValue"
-        assert told["words"].startswith("the plans of auto: must be the same in every process")
+        found = told(refusals, f"plans-{rank}")
+        assert found["kind"] == "InvalidValue"
+        assert found["words"].startswith("the plans of auto: must be the same in every process")
     # One plan and two processes: both learn that the refit was refused.
-    first, second = (HeadScores.load(tmp_path / f"alone-{rank}.json") for rank in range(2))
+    first, second = (HeadScores.load(refusals / f"alone-{rank}.json") for rank in range(2))
     equal(first, second)
     assert first.choice is not None
     assert first.choice.refit == ""
@@ -164,12 +152,11 @@ def test_auto_goes_by_the_same_plans_in_every_process(tmp_path: Path) -> None:
 
 def test_loaders_that_deal_out_the_data_are_refused() -> None:
     """They repeat examples: five for two processes are three each."""
-    from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
-
     rows = TensorDataset(torch.zeros(5, 1))
+    sampler = DistributedSampler(rows, num_replicas=2, rank=0)
+    dealt = DataLoader(rows, batch_size=2, sampler=sampler)
+    assert len(sampler) == 3
     plain = DataLoader(rows, batch_size=2)
-    dealt = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows, num_replicas=2, rank=0))
-    assert len(dealt.sampler) == 3
     prepared = prepare_data_loader(plain, num_processes=2, process_index=0)
     assert isinstance(prepared.batch_sampler, BatchSamplerShard)
     for loader in (dealt, prepared):
@@ -178,9 +165,15 @@ def test_loaders_that_deal_out_the_data_are_refused() -> None:
 
 
 def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = processes_work.subject().model
+    with pytest.raises(InvalidValue, match=r"score\(processes=\)"):
+        hp.score(model, None, "magnitude", processes=2)  # type: ignore[call-overload]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidValue, match="init_process_group"):
-        hp.score(processes_work.subject().model, None, "magnitude", processes=hp.Processes())
+        hp.score(model, None, "magnitude", processes=hp.Processes())
+    model._tp_size = 2  # what Transformers has split
+    with pytest.raises(UnsupportedModel, match="over 2 processes"):
+        hp.find_sites(model)
 
 
 def test_a_sharded_model_is_scored_and_cut_once_it_is_gathered_and_a_split_one_is_refused(
@@ -194,29 +187,19 @@ def test_a_sharded_model_is_scored_and_cut_once_it_is_gathered_and_a_split_one_i
             equal(HeadScores.load(tmp_path / f"{number}-{rank}.json"), expected)
     for name in ("prune", "save", "recover", "copy", "share"):
         for rank in range(2):
-            told = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
-            assert told["kind"] == "UnsupportedModel", name
-            assert "sharded over several processes" in told["words"]
-            assert "get_model_state_dict" in told["words"]
+            found = told(tmp_path, f"{name}-{rank}")
+            assert found["kind"] == "UnsupportedModel", name
+            assert "sharded over several processes" in found["words"]
+            assert "get_model_state_dict" in found["words"]
+    logits = load_file(tmp_path / "cut.safetensors")["logits"]
     with hp.gated(own.model, own.ragged()):
-        torch.testing.assert_close(
-            load_file(tmp_path / "cut.safetensors")["logits"], own.run(), rtol=1e-10, atol=1e-10
-        )
+        torch.testing.assert_close(logits, own.run(), rtol=1e-10, atol=1e-10)
     # Under tensor parallelism each process would gate its own part of the heads with the gates of
     # all.
     for name in ("find", "gate", "both"):
-        told = json.loads((tmp_path / f"{name}-1.json").read_text())
-        assert told["kind"] == "UnsupportedModel", name
-        assert told["words"].startswith(
-            "layers.1.attention.W_q.weight: must be run whole by every process"
-        )
-
-
-def test_what_transformers_has_split_is_refused() -> None:
-    model = processes_work.subject().model
-    model._tp_size = 2  # type: ignore[assignment]
-    with pytest.raises(UnsupportedModel, match="over 2 processes"):
-        hp.find_sites(model)
+        found = told(tmp_path, f"{name}-1")
+        assert found["kind"] == "UnsupportedModel", name
+        assert found["words"].startswith("layers.1.attention.W_q.weight: must be run whole by")
 
 
 @pytest.mark.parametrize("timeout", [0, -1, True, "ten"])
@@ -225,35 +208,17 @@ def test_a_timeout_is_a_time(timeout: Any) -> None:
         hp.Processes(timeout)
 
 
-def test_processes_are_a_value() -> None:
-    with pytest.raises(InvalidValue, match=r"score\(processes=\)"):
-        hp.score(processes_work.subject().model, None, "magnitude", processes=2)  # type: ignore[call-overload]
-
-
+@pytest.mark.slow
 def test_the_benchmark_compares_groups_in_turn(tmp_path: Path) -> None:
-    small = [
-        "--rounds",
-        "2",
-        "--batches",
-        "3",
-        "--batch",
-        "1",
-        "--tokens",
-        "4",
-        "--layers",
-        "1",
-        "--width",
-        "16",
-    ]
-    out = benchmark("processes").main(
-        [*small, "--scorers", "taylor", "--out", str(tmp_path / "processes.json")]
-    )
+    small = "--rounds 1 --batches 3 --batch 1 --tokens 4 --layers 1 --width 16 --scorers taylor"
+    where = tmp_path / "processes.json"
+    out = benchmark("processes").main([*small.split(), "--out", str(where)])
     one, two = json.loads(out.read_text())["rows"]
     assert (one["processes"], two["processes"]) == (1, 2)
     assert one["speedup"] == one["efficiency"] == 1
     assert one["difference"] == 0
-    assert two["difference"] < 1e-6, "the workers scores what one process scores"
+    assert two["difference"] < 1e-6, "the workers score what one process scores"
     assert two["efficiency"] == pytest.approx(two["speedup"] / 2)
-    assert len(one["seconds"]) == len(two["seconds"]) == 2
+    assert len(one["seconds"]) == len(two["seconds"]) == 1
     assert one["examples_per_second"] == pytest.approx(3 / np.median(one["seconds"]))
     assert "| `taylor` | 2 |" in benchmark("scale").shared(tmp_path)

@@ -4,6 +4,7 @@ padding and layout."""
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,35 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.double import Doubled
+from headprune.model.running import call
+from headprune.model.sites import bind
 from headprune.recovery import HeadRescale, Lstsq, MeanFold
+from headprune.recovery._follow import follow
+from headprune.recovery._side_by_side import quiet
 from tests.laws.families import FAMILIES
 from tests.laws.support import Subject, family_subject, picture
 from tests.reference import recovery as reference
 
-#: Family: where its streams are, its layers, whether a site may lose all heads here.
+
+def albert(layer: int, feed_forward: bool) -> list[reference.Place]:
+    """One layer, which is called several times."""
+    at = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+    first = reference.Place(f"{at}.attention.dense", f"{at}.attention.LayerNorm", "in")
+    return [first, reference.Place(f"{at}.ffn_output", f"{at}.full_layer_layer_norm", "in")]
+
+
+def gemma2(layer: int, feed_forward: bool) -> list[reference.Place]:
+    """Normalises what attention writes before it is added: the output itself is fitted there."""
+    name = f"model.layers.{layer}.self_attn.o_proj"
+    return [reference.Place(name, name, "out")]
+
+
+#: Family: where its streams are, its layers.
 PLACES: dict[str, tuple[Any, int]] = {
     "bert": (reference.bert, 3),
     "gpt2": (reference.gpt2, 3),
@@ -29,6 +49,8 @@ PLACES: dict[str, tuple[Any, int]] = {
     "multi_head_attention": (reference.multi_head_attention, 2),
     "torch.nn.TransformerEncoder": (reference.torch_encoder, 3),
     "t5": (reference.t5, 4),
+    "albert": (albert, 1),
+    "gemma2": (gemma2, 3),
 }
 CLOSE = {"rtol": 1e-7, "atol": 1e-8}
 #: No ridge, drawn nowhere: the plain problem.
@@ -61,9 +83,9 @@ def later(subject: Subject) -> Any:
     mask = subject.ragged(1)
     names = [s.name for s in subject.sites]
     keep = {name: mask.kept(name) for name in names} | {names[-2]: ()}
-    return subject.mask(
-        {**keep, names[0]: range(subject.n_heads[names[0]])} if len(names) > 2 else keep
-    )
+    if len(names) > 2:
+        keep[names[0]] = tuple(range(subject.n_heads[names[0]]))
+    return subject.mask(keep)
 
 
 def places_of(family: str, feed_forward: bool, first: int = 0) -> list[reference.Place]:
@@ -71,137 +93,68 @@ def places_of(family: str, feed_forward: bool, first: int = 0) -> list[reference
     return [p for layer in range(first, layers) for p in place(layer, feed_forward)]
 
 
-FITTED = [(family, False) for family in PLACES] + [
-    (family, True) for family in ("bert", "gpt2", "llama", "t5")
-]
+#: Feed-forwards with those families that have them, attention alone with the others and two more.
+FITTED = [("bert", True), ("gpt2", True), ("llama", True), ("t5", True), ("albert", True)]
+FITTED += [("gpt2", False), ("llama", False), ("vit", False), ("multi_head_attention", False)]
+FITTED += [("torch.nn.TransformerEncoder", False), ("gemma2", False)]
 
 
 @pytest.mark.parametrize(("family", "feed_forward"), FITTED)
 def test_it_is_numpys_least_squares_layer_by_layer(family: str, feed_forward: bool) -> None:
     subject, batches = subject_of(family, 4 if feed_forward else 2)
-    model, oracle = (pruned(subject, later(subject)) for _ in range(2))
+    everywhere = family in ("albert", "gemma2")
+    mask = subject.ragged() if everywhere else later(subject)
+    model, oracle, raw = (pruned(subject, mask) for _ in range(3))
     report = recovered(model, batches, Lstsq(ridge=0.0, feed_forward=feed_forward), subject.model)
-    first = (
-        1 if len(subject.sites) > 2 else 0
-    )  # before the first cut nothing has anything to make up for
+    # before the first cut nothing has anything to make up for
+    first = 0 if everywhere or len(subject.sites) == 2 else 1
     places = places_of(family, feed_forward, first)
     reference.lstsq(oracle, subject.model, places, batches)
     assert list(report.metrics["errors"]) == [p.projection for p in places]
     assert_close(dict(model.state_dict()), dict(oracle.state_dict()), **CLOSE)
     if not feed_forward:
-        raw = pruned(subject, later(subject))
-        for place, found in list(zip(places, report.metrics["errors"].values(), strict=True))[-1:]:
-            assert found["after"] == pytest.approx(
-                reference.error(oracle, subject.model, place, batches), rel=1e-6
-            )
-            assert found["before"] == pytest.approx(
-                reference.error(raw, subject.model, place, batches), rel=1e-6
-            )
+        found = report.metrics["errors"][places[-1].projection]
+        for when, one in (("before", raw), ("after", oracle)):
+            expected = reference.error(one, subject.model, places[-1], batches)
+            assert found[when] == pytest.approx(expected, rel=1e-6)
     assert report.n_examples == sum(len(next(iter(b.values()))) for b in batches)
-
-
-def test_what_is_left_is_orthogonal_to_what_the_projections_read() -> None:
-    subject, batches = subject_of("bert")
-    model = pruned(subject)
-    recovered(model, batches, PLAIN, subject.model)
-    for place in places_of("bert", False):
-        x, _, ours = reference.rows(model, place, batches)
-        left = reference.rows(subject.model, place, batches)[2] - ours
-        scale = np.abs(x).max() * np.abs(left).max() * len(x)
-        np.testing.assert_allclose(
-            np.concatenate([x, np.ones_like(x[:, :1])], 1).T @ left / scale, 0, atol=1e-11
-        )
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "multi_head_attention"])
-def test_each_method_leaves_less_than_the_one_before(family: str) -> None:
-    """At one cut site, on the rows that were fitted."""
-    subject, batches = subject_of(family)
-    site = subject.sites[-1]
-    name = f"{site.name}.{hp.layouts.registry.get(site.layout).gate}"
-    left = {}
-    for method in (
-        MeanFold(),
-        HeadRescale(),
-        HeadRescale(intercept="none"),
-        PLAIN,
-        Lstsq(ridge=0.0, prior="zero"),
-    ):
-        model = pruned(subject, subject.without({site.name: site.units[0]}))
-        report = recovered(model, batches, method, subject.model)
-        assert list(report.metrics["errors"]) == [name]
-        left[repr(method)] = report.metrics["errors"][name]["after"]
-        zero = report.metrics["errors"][name]["before"]
-    fold, rescale, factors, lstsq, from_zero = left.values()
-    assert zero > fold > lstsq > 0
-    assert zero > factors > rescale > lstsq
-    assert from_zero == pytest.approx(lstsq, rel=1e-8)
-
-
-@pytest.mark.parametrize("family", ["bert", "t5"])
-def test_batches_and_padding_do_not_matter(family: str) -> None:
-    subject, batches = subject_of(family)
-    method = Lstsq(feed_forward=family == "bert")
-    if family == "t5":
-        batches = [
-            {**b, "decoder_attention_mask": torch.ones_like(b["decoder_input_ids"])}
-            for b in batches
-        ]
-    expected = pruned(subject)
-    recovered(expected, batches, method, subject.model)
-    singles = [{k: v[i : i + 1] for k, v in b.items()} for b in batches for i in range(3)]
-    padded = [{k: padding(k, v) for k, v in b.items()} for b in batches]
-    for given in (singles, list(reversed(batches)), padded):
-        model = pruned(subject)
-        recovered(model, given, method, subject.model)
-        assert_close(dict(model.state_dict()), dict(expected.state_dict()), rtol=1e-8, atol=1e-8)
-
-
-def padding(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Three tokens more that do not count."""
-    if tensor.ndim != 2:
-        return tensor
-    filler = torch.full_like(tensor[:, :1], {"labels": -100}.get(name, 0)).expand(-1, 3)
-    return torch.cat([tensor, filler], 1)
+    if family == "gemma2":
+        assert report.notes[0].startswith(", ".join(p.projection for p in places))
 
 
 def test_nan_at_padding_does_not_matter() -> None:
     """Some kernels leave NaN where a token sees nothing."""
     subject, batches = subject_of("bert")
-    expected = pruned(subject)
+    expected, model = pruned(subject), pruned(subject)
     recovered(expected, batches, Lstsq(), subject.model)
-    model = pruned(subject)
-    handles = []
-    for one in (model, subject.model):
-        last = one.bert.encoder.layer[-1].attention.self
-
-        def spoil(module: Any, args: Any, kwargs: Any, out: Any) -> Any:
-            hidden = out[0].clone()
-            hidden[2, -1] = float("nan")  # the last example is padded
-            return (hidden, *out[1:])
-
-        handles.append(last.register_forward_hook(spoil, with_kwargs=True))
     assert not any(bool(b["attention_mask"][2, -1]) for b in batches)
+
+    def spoil(module: Any, args: Any, out: Any) -> Any:
+        hidden = out[0].clone()
+        hidden[2, -1] = float("nan")  # the last example is padded
+        return (hidden, *out[1:])
+
+    for one in (model, subject.model):
+        one.bert.encoder.layer[-1].attention.self.register_forward_hook(spoil)
     recovered(model, batches, Lstsq(), subject.model)
     assert_close(dict(model.state_dict()), dict(expected.state_dict()), rtol=0, atol=1e-12)
 
 
-def test_a_model_that_lost_nothing_is_left_alone() -> None:
+@pytest.mark.parametrize("method", [Lstsq(feed_forward=True, prior="zero"), MeanFold()], ids=str)
+def test_a_model_that_lost_nothing_is_not_changed(method: Any) -> None:
     subject, batches = subject_of("bert")
     model = subject.copy()
     before = picture(model)
-    report = recovered(model, batches, Lstsq(feed_forward=True, prior="zero"), subject.model)
+    report = recovered(model, batches, method, subject.model)
     assert (report.changed, picture(model)) == ((), before)
-    assert "Nothing to refit" in report.notes[0]
+    assert "Nothing to" in report.notes[0]
 
 
 def test_cut_recover_cut_recover_is_cut_and_recover_at_once() -> None:
     """What is fitted does not depend on what was fitted before."""
     subject, batches = subject_of("llama")
-    first, both = (
-        subject.without({subject.sites[1].name: subject.sites[1].units[0]}),
-        later(subject),
-    )
+    site = subject.sites[1]
+    first, both = subject.without({site.name: site.units[0]}), later(subject)
     model, direct = pruned(subject, first), pruned(subject, first & both)
     recovered(model, batches, PLAIN, subject.model)
     hp.prune_(model, first & both)
@@ -213,16 +166,19 @@ def test_cut_recover_cut_recover_is_cut_and_recover_at_once() -> None:
 def test_what_it_made_good_is_not_folded_again() -> None:
     subject, batches = subject_of("gpt2")
     model = pruned(subject)
+
+    def folded(model: nn.Module) -> int:
+        found: int = recovered(model, batches, MeanFold(), subject.model).metrics["heads"]
+        return found
+
     recovered(model, batches, Lstsq(intercept=False), subject.model)
-    assert recovered(copy.deepcopy(model), batches, MeanFold(), subject.model).metrics["heads"] > 0
+    assert folded(copy.deepcopy(model)) > 0
     recovered(model, batches, Lstsq(), subject.model)
-    before = copy.deepcopy(model.state_dict())
-    assert recovered(model, batches, MeanFold(), subject.model).metrics["heads"] == 0
-    assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert folded(model) == 0
     site = next(s for s in hp.find_sites(model) if len(s.heads) > 1)
     kept = {s.name: s.heads for s in hp.find_sites(model)} | {site.name: site.heads[1:]}
     hp.prune_(model, subject.mask(kept))
-    assert recovered(model, batches, MeanFold(), subject.model).metrics["heads"] == 1
+    assert folded(model) == 1
 
 
 def test_the_price_that_obs_names_is_paid() -> None:
@@ -241,20 +197,6 @@ def test_the_price_that_obs_names_is_paid() -> None:
         assert rho == pytest.approx(scores[hp.HeadId(site.name, head)], rel=1e-6)
 
 
-def test_a_shared_projection_is_fitted_over_all_its_calls() -> None:
-    subject, batches = subject_of("albert")
-    layer = "albert.encoder.albert_layer_groups.0.albert_layers.0"
-    places = [
-        reference.Place(f"{layer}.attention.dense", f"{layer}.attention.LayerNorm", "in"),
-        reference.Place(f"{layer}.ffn_output", f"{layer}.full_layer_layer_norm", "in"),
-    ]
-    model, oracle = pruned(subject), pruned(subject)
-    report = recovered(model, batches, Lstsq(ridge=0.0, feed_forward=True), subject.model)
-    reference.lstsq(oracle, subject.model, places, batches)
-    assert_close(dict(model.state_dict()), dict(oracle.state_dict()), **CLOSE)
-    assert list(report.metrics["errors"]) == [p.projection for p in places]
-
-
 class TwoSentences(nn.Module):
     """An encoder that runs once for each sentence."""
 
@@ -262,119 +204,54 @@ class TwoSentences(nn.Module):
         super().__init__()
         self.encoder = encoder
 
-    def forward(
-        self, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, first: dict[str, Any], second: dict[str, Any]) -> torch.Tensor:
         a, b = (self.encoder(**tokens).logits for tokens in (first, second))
         return nn.functional.cosine_similarity(a, b)
 
 
-def test_an_encoder_that_runs_twice_is_fitted_over_both_runs() -> None:
+@pytest.mark.parametrize("method", [Lstsq(ridge=0.0, feed_forward=True), MeanFold()], ids=str)
+def test_an_encoder_that_runs_twice_is_fitted_over_both_runs(method: Any) -> None:
     """Which tokens are padding stands in each run's own inputs; the fit is that of all sentences
     one by one."""
     subject, batches = subject_of("bert")
-    single = pruned(subject)
-    recovered(single, batches, Lstsq(ridge=0.0, feed_forward=True), subject.model)
-    inputs = [{k: v for k, v in b.items() if k != "labels"} for b in batches]
-    model = TwoSentences(pruned(subject))
-    two = [{"first": inputs[0], "second": inputs[1]}]
-    report = recovered(model, two, Lstsq(ridge=0.0, feed_forward=True), TwoSentences(subject.model))
+    single, model = pruned(subject), TwoSentences(pruned(subject))
+    recovered(single, batches, method, subject.model)
+    first, second = ({k: v for k, v in b.items() if k != "labels"} for b in batches)
+    two = [{"first": first, "second": second}]
+    report = recovered(model, two, method, TwoSentences(subject.model))
     assert report.notes == ()
-    assert len(report.metrics["errors"]) == 6
     assert_close(dict(model.encoder.state_dict()), dict(single.state_dict()), **CLOSE)
-    folded = [pruned(subject), TwoSentences(pruned(subject))]
-    recovered(folded[0], batches, "mean_fold", subject.model)
-    recovered(folded[1], two, "mean_fold", TwoSentences(subject.model))
-    assert_close(dict(folded[1].encoder.state_dict()), dict(folded[0].state_dict()), **CLOSE)
 
 
-class InPlace(nn.Module):
-    """Layers whose feed-forward is added to the stream in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.ModuleList(hp.MultiHeadAttention(8, 2, bias=True) for _ in range(3))
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
-        self.up = nn.ModuleList(nn.Linear(8, 12) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(12, 8) for _ in range(3))
-        self.in_place = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for attention, norm, up, down in zip(
-            self.attention, self.norms, self.up, self.down, strict=True
-        ):
-            x = x + attention(x)
-            change = down(up(norm(x)).relu())
-            if self.in_place:
-                x += change
-            else:
-                x = x + change
-        return x
-
-
-def test_streams_that_are_changed_in_place_afterwards() -> None:
-    torch.manual_seed(0)
-    teacher = InPlace().double()
-    batches = [torch.randn(5, 7, 8).double() for _ in range(2)]
-    mask = hp.HeadMask.from_keep(
-        {s.name: [1] for s in hp.find_sites(teacher)}, {f"attention.{i}": 2 for i in range(3)}
-    )
-    model = copy.deepcopy(teacher)
-    hp.prune_(model, mask)
-    other, other_teacher = copy.deepcopy(model), copy.deepcopy(teacher)
-    other.in_place = other_teacher.in_place = False
-    found = [
-        recovered(one, batches, Lstsq(feed_forward=True), of)
-        for one, of in ((model, teacher), (other, other_teacher))
-    ]
-    assert len(found[0].metrics["errors"]) == 6
-    assert_close(dict(model.state_dict()), dict(other.state_dict()), rtol=0, atol=1e-12)
-    for name, errors in found[1].metrics["errors"].items():
-        assert dict(found[0].metrics["errors"][name]) == pytest.approx(dict(errors), rel=1e-9)
-
-
-def test_the_teacher_runs_once_for_all_projections() -> None:
+@pytest.mark.parametrize(("room", "least", "most"), [(2**30, 10, 10), (0, 64, 64), (2000, 11, 63)])
+def test_the_teacher_runs_once_for_all_projections(room: int, least: int, most: int) -> None:
     """Its streams are kept as far as there is room, by what a batch holds: a loader may shuffle."""
-    from torch.utils.data import DataLoader
-
     subject, batches = subject_of("bert", 3)
-    batches = [{k: v[i] for k, v in b.items()} for b in batches for i in range(3)]
-    loader = DataLoader(
-        batches, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(0)
-    )  # type: ignore[arg-type]
+    rows: Any = [{k: v[i] for k, v in b.items()} for b in batches for i in range(3)]
     runs: list[int] = []
     teacher = subject.copy()
     teacher.bert.embeddings.register_forward_hook(lambda *_: runs.append(1))
-    states = []
-    for room, expected in ((2**30, 1 + 9), (0, 1 + 9 + 6 * 9), (2000, None)):
-        runs.clear()
-        states.append(pruned(subject))
-        recovered(states[-1], loader, Lstsq(feed_forward=True, max_bytes=room), teacher)
-        assert len(runs) == expected or (expected is None and 10 < len(runs) < 64)
-    for state in states[1:]:
-        assert_close(dict(state.state_dict()), dict(states[0].state_dict()), rtol=1e-9, atol=1e-9)
+    settings = Lstsq(feed_forward=True, max_bytes=room)
+    recovered(pruned(subject), DataLoader(rows, shuffle=True), settings, teacher)
+    assert least <= len(runs) <= most
 
 
 def test_packed_sentences_of_pytorchs_encoder() -> None:
     """Its fused way packs what is no padding into nested tensors, whose additions cannot be
     followed."""
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     teacher = nn.TransformerEncoder(layer, 2).double().eval()
-    padding = torch.zeros(4, 6, dtype=torch.bool)
+    padding = torch.zeros(4, 9, dtype=torch.bool)
     padding[1:, 4:] = True
-    batches = [
-        {"src": torch.randn(4, 6, 8).double(), "src_key_padding_mask": padding} for _ in range(3)
-    ]
-    longer = [{"src": torch.cat([b["src"], torch.ones(4, 3, 8).double()], 1)} for b in batches]
-    more = torch.cat([padding, torch.ones(4, 3, dtype=torch.bool)], 1)
+    padding[0, 6:] = True
+    sources = [torch.randn(4, 9, 8).double() for _ in range(3)]
     states = []
-    for given in (batches, [{**b, "src_key_padding_mask": more} for b in longer]):
+    for length in (6, 9):
         model = copy.deepcopy(teacher)
-        sites = hp.find_sites(model)
-        hp.prune_(
-            model, hp.HeadMask.from_keep({s.name: [0] for s in sites}, {s.name: 2 for s in sites})
-        )
+        hp.prune_heads_(model, {0: [1], 1: [1]})
+        given = [
+            {"src": x[:, :length], "src_key_padding_mask": padding[:, :length]} for x in sources
+        ]
         report = recovered(model, given, Lstsq(feed_forward=True), teacher)
         assert (report.notes, len(report.metrics["errors"])) == ((), 4)
         states.append(dict(model.state_dict()))
@@ -382,58 +259,31 @@ def test_packed_sentences_of_pytorchs_encoder() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_a_norm_on_the_output_is_said() -> None:
-    """Gemma 2 normalises what attention writes before it is added: the output itself is fitted
-    there."""
-    subject, batches = subject_of("gemma2")
-    names = [f"model.layers.{i}.self_attn.o_proj" for i in range(3)]
-    model, oracle = pruned(subject), pruned(subject)
-    report = recovered(model, batches, PLAIN, subject.model)
-    reference.lstsq(
-        oracle, subject.model, [reference.Place(name, name, "out") for name in names], batches
-    )
-    assert_close(dict(model.state_dict()), dict(oracle.state_dict()), **CLOSE)
-    (note,) = report.notes
-    assert note.startswith(", ".join(names))
-
-
-REARRANGED = [
-    "swin",
-    "torch.nn.MultiheadAttention",
-    "torch.nn.TransformerDecoder",
-    "falcon",
-    "gptj",
-    "gpt_neox",
-]
-
-
 @pytest.mark.parametrize(
-    "family", [*REARRANGED, "bloom", "t5", "whisper", "x_transformers.Encoder"]
+    "family",
+    ["swin", "torch.nn.MultiheadAttention", "torch.nn.TransformerDecoder", "falcon", "bloom", "t5"],
 )
 def test_the_stream_is_in_the_order_of_the_output(family: str) -> None:
     """Noise on what a projection puts out comes out in the stream, token by token, and nothing else
     does."""
-    from headprune.model.running import call
-    from headprune.model.sites import bind
-    from headprune.recovery._follow import follow
-    from headprune.recovery._side_by_side import quiet
-
     subject, _ = subject_of(family)
     bound = bind(subject.model)
+
+    def followed(number: int, gate: Any) -> Any:
+        (found,) = follow(lambda: call(subject.model, subject.batch), {number: gate}, 1)
+        return found
+
     with quiet(subject.model, subject.copy(), list(zip(bound, bound, strict=True))), Doubled():
         for number, b in enumerate(bound):
-            (plain,) = follow(lambda: call(subject.model, subject.batch), {number: b.gate}, 1)
-            noise = torch.randn(
-                plain.output.shape, generator=torch.Generator().manual_seed(number)
-            ).double()
+            plain = followed(number, b.gate)
+            noise = torch.randn(plain.output.shape).double()
             handle = b.gate.register_forward_hook(lambda m, a, out, noise=noise: out + noise)
-            (noisy,) = follow(lambda: call(subject.model, subject.batch), {number: b.gate}, 1)
+            noisy = followed(number, b.gate)
             handle.remove()
             assert plain.summed, b.site.name
             assert_close(noisy.stream(True) - plain.stream(True), noise, rtol=0, atol=1e-9)
-            assert (
-                float((plain.stream(True) - plain.output).abs().max()) > 1e-3
-            )  # something was added
+            # something was added
+            assert float((plain.stream(True) - plain.output).abs().max()) > 1e-3
 
 
 def test_biases_it_added_are_saved(tmp_path: Any) -> None:
@@ -449,32 +299,33 @@ def test_biases_it_added_are_saved(tmp_path: Any) -> None:
     assert again.metrics["heads"] == 0  # what the biases hold is known
 
 
-def test_all_is_left_as_it_was_but_the_projections() -> None:
-    subject, batches = subject_of("llama")
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", Lstsq()), ("llama", MeanFold()), ("gpt2", MeanFold())], ids=str
+)
+def test_all_is_as_it_was_but_the_projections(family: str, method: Any) -> None:
+    """New biases are parameters that are frozen like the weight; an existing one is the same
+    parameter as before, for an optimizer must go on holding it."""
+    subject, batches = subject_of(family)
     model = pruned(subject, later(subject))
     model.train()
-    frozen = model.model.layers[1].self_attn.o_proj.weight
-    frozen.requires_grad_(False)
-    teacher, state, before = (
-        picture(subject.model),
-        torch.get_rng_state(),
-        copy.deepcopy(model.state_dict()),
-    )
-    report = recovered(model, batches, Lstsq(), subject.model)
+    gates = [model.get_submodule(f"{s.name}.{subject.layout.gate}") for s in subject.sites[1:]]
+    gates[0].weight.requires_grad_(False)
+    parameters, before = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    teacher, state = picture(subject.model), torch.get_rng_state()
+    report = recovered(model, batches, method, subject.model)
     assert picture(subject.model) == teacher
-    assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(m.training for m in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert model.model.layers[1].self_attn.o_proj.weight is frozen
-    for layer, needed in ((1, False), (2, True)):
-        projection = model.model.layers[layer].self_attn.o_proj
-        assert type(projection.bias) is nn.Parameter
-        assert projection.bias.requires_grad == projection.weight.requires_grad == needed
+    now = dict(model.named_parameters())
+    assert all(now[name] is parameter for name, parameter in parameters.items())
+    assert all(type(gate.bias) is nn.Parameter for gate in gates)
+    assert family == "gpt2" or [gate.bias.requires_grad for gate in gates] == [False, True]
+    assert report.metrics["biases_added"] == (2 if family == "llama" else 0)
     for name, tensor in model.state_dict().items():
-        if name in report.changed:
-            assert name not in before or not torch.equal(tensor, before[name])
-        else:
-            assert_close(tensor, before[name], rtol=0, atol=0)
+        same = name in before and torch.equal(tensor, before[name])
+        assert same == (name not in report.changed), name
+        assert same or name.endswith("bias") or method == Lstsq()
 
 
 class Breaking(list):
@@ -493,7 +344,7 @@ class Breaking(list):
 @pytest.mark.parametrize(
     "method", [Lstsq(feed_forward=True), HeadRescale(), MeanFold()], ids=lambda m: type(m).__name__
 )
-def test_an_error_half_way_leaves_the_model_as_it_was(method: Any) -> None:
+def test_after_an_error_half_way_the_model_is_as_it_was(method: Any) -> None:
     subject, batches = subject_of("llama")
     model = pruned(subject, later(subject))
     before, values = picture(model), copy.deepcopy(model.state_dict())
@@ -522,25 +373,15 @@ def test_narrow_models_are_fitted_in_wide_arithmetic() -> None:
     assert left[torch.bfloat16] < 1.1 * left[torch.float64] + 0.01
 
 
-def test_sums_in_fp32_are_near_those_in_fp64() -> None:
-    subject, batches = subject_of("bert")
-    models = []
-    for precision in ("float64", "float32"):
-        models.append(pruned(subject))
-        hp.recover_(models[-1], batches, Lstsq(precision=precision), subject.model)  # type: ignore[arg-type]
-    assert_close(dict(models[1].state_dict()), dict(models[0].state_dict()), rtol=1e-3, atol=1e-3)
-
-
 def test_inputs_that_depend_on_each_other_are_said() -> None:
     subject, batches = subject_of("bert")
     few = [{k: v[:1, :3] if v.ndim == 2 else v[:1] for k, v in batches[0].items()}]
-    model = pruned(subject)
-    report = recovered(model, few, PLAIN, subject.model)
+    report = recovered(pruned(subject), few, PLAIN, subject.model)
     assert report.metrics["error_after"] < 1e-12
     assert any("depend on each other" in note for note in report.notes)
     (note,) = recovered(pruned(subject), few, Lstsq(), subject.model).notes
     assert note.startswith("Few examples for 3 of 3 projections: ")
-    assert "fits 12 numbers per output channel to 3 tokens. 8 examples in place of 1" in note
+    assert "12 numbers per output channel to 3 tokens. 8 examples in place of 1" in note
 
 
 def test_the_ridge_draws_to_the_prior() -> None:
@@ -558,57 +399,51 @@ def test_what_cannot_be_refitted_is_refused_in_words() -> None:
     subject, batches = subject_of("bert")
     model = pruned(subject)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InvalidValue, match="batches: must be readable more than once"):
-        recovered(model, iter(batches), "lstsq", subject.model)  # type: ignore[arg-type]
-    with pytest.raises(InvalidValue, match="batches: must be at least one batch"):
-        recovered(model, [], "lstsq", subject.model)
     blank = {**batches[0], "attention_mask": torch.zeros_like(batches[0]["attention_mask"])}
-    with pytest.raises(InvalidValue, match="only padding"):
-        recovered(model, [blank], "lstsq", subject.model)
-    with torch.no_grad():
-        subject.model.bert.encoder.layer[1].attention.output.dense.bias[0] = float("nan")
+    for given, words in (([], "at least one batch"), ([blank], "only padding")):
+        with pytest.raises(InvalidValue, match=words):
+            recovered(model, given, "lstsq", subject.model)
+    nn.init.constant_(subject.model.bert.encoder.layer[1].attention.output.dense.bias, math.nan)
     with pytest.raises(InvalidValue, match="must be finite"):
         recovered(model, batches, "lstsq", subject.model)
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_shared_parameters_are_refused() -> None:
+def test_parameters_that_are_shared_are_refused() -> None:
+    """Also frozen ones of the teacher, which would be changed with the model."""
     subject, batches = subject_of("bert")
-    layers = subject.model.bert.encoder.layer
-    layers[2].attention.output.dense.weight = layers[1].attention.output.dense.weight
-    names = [s.name for s in subject.sites]
-    mask = subject.without({names[0]: [1]})
-    model = pruned(subject, mask)
+    mask = subject.without({subject.sites[0].name: [1]})
+    model = pruned(subject, mask).requires_grad_(False)
+    projections = [layer.attention.output.dense for layer in subject.model.bert.encoder.layer]
+    projections[2].weight = model.bert.encoder.layer[2].attention.output.dense.weight
+    words = r"teacher: must be without the parameters of the model's bert\.encoder"
+    with pytest.raises(InvalidValue, match=words):
+        recovered(model, batches, "lstsq", subject.model)
+    projections[2].weight = projections[1].weight
     with pytest.raises(UnsupportedModel, match="the weight of one projection"):
-        recovered(model, batches, "lstsq", subject.model)
+        recovered(pruned(subject, mask), batches, "lstsq", subject.model)
 
 
-def test_a_teacher_that_shares_frozen_weights_is_refused() -> None:
-    """It would be changed with the model."""
-    subject, batches = subject_of("bert")
-    names = [s.name for s in subject.sites]
-    model = pruned(subject, subject.without({names[0]: [1]})).requires_grad_(False)
-    subject.model.bert.encoder.layer[2].attention.output.dense.weight = model.bert.encoder.layer[
-        2
-    ].attention.output.dense.weight
-    with pytest.raises(
-        InvalidValue, match=r"teacher: must be without the parameters of the model's bert\.encoder"
-    ):
-        recovered(model, batches, "lstsq", subject.model)
+BAD: list[tuple[Any, dict[str, Any]]] = [
+    (Lstsq, {"ridge": -1.0}),
+    (Lstsq, {"prior": "mean"}),
+    (Lstsq, {"precision": "bfloat16"}),
+    (Lstsq, {"token_weights": "some"}),
+    (Lstsq, {"max_bytes": -1}),
+    (Lstsq, {"max_bytes": 1e9}),
+    (HeadRescale, {"ridge": -1.0}),
+    (HeadRescale, {"intercept": True}),
+    (HeadRescale, {"precision": "float16"}),
+]
 
 
-BAD = [{"ridge": -1.0}, {"ridge": "1"}, {"prior": "mean"}, {"precision": "bfloat16"}]
+@pytest.mark.parametrize(("kind", "settings"), BAD)
+def test_bad_settings_are_refused(kind: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue, match=f"{kind.__name__}.{next(iter(settings))}: must be"):
+        kind(**settings)
 
 
-@pytest.mark.parametrize(
-    "settings", [*BAD, {"max_bytes": -1}, {"max_bytes": True}, {"max_bytes": 1e9}]
-)
-def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(InvalidValue, match=f"Lstsq.{next(iter(settings))}"):
-        Lstsq(**settings)
-
-
-def test_the_report_stays_short() -> None:
+def test_the_report_is_short() -> None:
     subject, batches = subject_of("bert")
     report = recovered(pruned(subject), batches, "lstsq", subject.model)
     assert hp.recovery.RecoveryReport.from_json(report.to_json()) == report

@@ -12,17 +12,20 @@ import torch
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.layouts import registry as layouts
-from headprune.recovery import HeadRescale, Lstsq
+from headprune.core.errors import UnsupportedModel
+from headprune.recipes.validate import RecipeError, check_recipe
+from headprune.recovery import HeadRescale
+from headprune.run import runner
 from tests.laws.support import picture
 from tests.reference import recovery as reference
 from tests.reference.scores import columns
 from tests.unit.test_recovery_lstsq import places_of, pruned, recovered, subject_of
+from tests.unit.test_run_gradual import raw
 
 
-@pytest.mark.parametrize("intercept", ["fold", "drop", "none"])
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "intercept"), [("bert", "fold"), ("gpt2", "none"), ("llama", "drop")]
+)
 def test_it_is_the_solution_of_one_long_system(family: str, intercept: Any) -> None:
     subject, batches = subject_of(family)
     site, place = subject.sites[-1], places_of(family, False)[-1]
@@ -31,43 +34,32 @@ def test_it_is_the_solution_of_one_long_system(family: str, intercept: Any) -> N
     report = recovered(model, batches, HeadRescale(intercept=intercept, ridge=0.0), subject.model)
     here = next(s for s in hp.find_sites(before) if s.name == site.name)
     slices = [columns(here, head) for head in here.heads]
+    with_one = intercept != "none"
     factors, extra = reference.rescale(
-        before, subject.model, place, slices, batches, intercept != "none"
+        before, subject.model, place, slices, batches, intercept=with_one
     )
     old, new = (m.get_submodule(place.projection) for m in (before, model))
-    per_channel = torch.from_numpy(np.repeat(factors, site.value_dim))
-    assert_close(
-        new.weight,
-        old.weight * (per_channel[:, None] if family == "gpt2" else per_channel),
-        rtol=0,
-        atol=1e-8,
-    )
-    bias = (
-        torch.zeros(len(old.weight) if old.bias is None else len(old.bias)).double()
-        if old.bias is None
-        else old.bias
-    )
+    by_channel = torch.from_numpy(np.repeat(factors, site.value_dim))
+    by_channel = by_channel[:, None] if family == "gpt2" else by_channel
+    assert_close(new.weight, old.weight * by_channel, rtol=0, atol=1e-8)
     if intercept == "fold":
-        assert_close(new.bias, bias + torch.from_numpy(extra), rtol=0, atol=1e-8)
+        assert_close(new.bias, old.bias + torch.from_numpy(extra), rtol=0, atol=1e-8)
         assert len(report.changed) == 2
     else:
         assert (new.bias is None) == (old.bias is None)
         assert old.bias is None or torch.equal(new.bias, old.bias)
         assert report.changed == (f"{place.projection}.weight",)
-    assert report.metrics["error_after"] == pytest.approx(
-        reference.error(model, subject.model, place, batches)
-    )
+    expected = reference.error(model, subject.model, place, batches)
+    assert report.metrics["error_after"] == pytest.approx(expected)
 
 
-def test_without_an_intercept_a_later_mean_fold_folds_and_with_one_it_does_not() -> None:
+@pytest.mark.parametrize("intercept", ["fold", "drop"])
+def test_only_without_an_intercept_a_later_mean_fold_folds(intercept: Any) -> None:
     subject, batches = subject_of("bert")
-    for intercept, heads in (
-        ("fold", 0),
-        ("drop", subject.ragged().n_heads - subject.ragged().n_kept),
-    ):
-        model = pruned(subject)
-        recovered(model, batches, HeadRescale(intercept=intercept), subject.model)  # type: ignore[arg-type]
-        assert recovered(model, batches, "mean_fold", subject.model).metrics["heads"] == heads
+    model, mask = pruned(subject), subject.ragged()
+    recovered(model, batches, HeadRescale(intercept=intercept), subject.model)
+    folded = recovered(model, batches, "mean_fold", subject.model).metrics["heads"]
+    assert folded == (0 if intercept == "fold" else mask.n_heads - mask.n_kept)
 
 
 @pytest.mark.parametrize("intercept", ["fold", "drop"])
@@ -87,7 +79,7 @@ def test_a_site_without_heads_gets_its_bias_alone(intercept: Any) -> None:
         assert not any(changed.startswith(name) for changed in report.changed)
 
 
-@pytest.mark.parametrize("method", ["lstsq", "head_rescale"])
+@pytest.mark.parametrize("method", ["lstsq", "head_rescale", "mean_fold"])
 def test_an_attention_without_an_output_projection_is_refused(method: str) -> None:
     subject, batches = subject_of("list of heads without output")
     model = pruned(subject)
@@ -97,46 +89,32 @@ def test_an_attention_without_an_output_projection_is_refused(method: str) -> No
     assert picture(model) == before
 
 
-@pytest.mark.parametrize(
-    "settings", [{"ridge": -1.0}, {"intercept": True}, {"precision": "float16"}]
-)
-def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(InvalidValue, match=f"HeadRescale.{next(iter(settings))}"):
-        HeadRescale(**settings)
+@pytest.mark.parametrize("method", ["lstsq", "mean_fold"])
+def test_a_loss_says_how_both_models_are_run(method: str) -> None:
+    subject, (batch, _) = subject_of("gpt2")
+    # Padding is told from the batch's own attention_mask, which a nested batch hides
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    plain, nested = pruned(subject), pruned(subject)
+    recovered(plain, [batch], method, subject.model)
+    loss: Any = lambda m, b: m(**b["inputs"]).logits.sum(1)  # noqa: E731
+    recovered(nested, [{"inputs": batch}], method, subject.model, loss=loss)
+    assert_close(nested.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
-def test_a_loss_says_how_both_models_are_run() -> None:
-    model, batch = layouts.get("gpt2").tiny(0)
-    teacher = model.double().eval()
-    batch = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
-    counts = {s.name: s.n_query_heads for s in hp.find_sites(teacher)}
-    models = []
-    for nested in (False, True):
-        models.append(layouts.get("gpt2").tiny(0)[0].double().eval())
-        hp.prune_(models[-1], hp.HeadMask.from_keep({next(iter(counts)): [1]}, counts))
-        given = [{"inputs": batch}] if nested else [batch]
-        loss: Any = (lambda m, b: m(**b["inputs"]).logits.sum(1)) if nested else None
-        hp.recover_(models[-1], given, Lstsq(), teacher, loss=loss)
-    assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
-
-
-def test_a_recipe_names_it(tmp_path: Path) -> None:
-    from tests.unit.test_run_runner import bert as saved
-    from tests.unit.test_run_runner import quiet_run, recipe
-
-    class Factory:
-        def mktemp(self, name: str) -> Path:
-            (tmp_path / name).mkdir()
-            return tmp_path / name
-
-    folder = saved.__wrapped__(Factory())  # type: ignore[attr-defined]
-    steps = [{"method": "lstsq", "settings": {"feed_forward": True}}, {"method": "head_rescale"}]
-    record = quiet_run(recipe(folder, tmp_path, recover=steps))
+def test_a_recipe_names_methods_and_their_settings(tmp_path: Path) -> None:
+    settings = {"ridge": None, "token_weights": "output", "feed_forward": True}
+    steps = [{"method": "lstsq", "settings": settings}, {"method": "head_rescale"}]
+    recipe = check_recipe(raw(tmp_path, recover=steps, report=True))
+    assert dict(recipe.recover[0].settings) == settings
+    record = runner.run_recipe(recipe, say=lambda line: None)
     assert record.status == "done"
     first = record.metrics["recovery"]["0"]
-    assert (first["method"], first["rows"], first["projections"]) == ("lstsq", "calibration", 4)
+    assert (first["method"], first["rows"]) == ("lstsq", "calibration")
+    assert first["ridges"]
     assert first["error_after"] < first["error_before"]
-    assert {"recovered (lstsq)", "recovered (lstsq + head_rescale)"} <= {
-        row.name for row in record.quality
-    }
-    assert [proof.what for proof in record.proofs] == ["outputs", "reload"]
+    names = {row.name for row in record.quality}
+    assert {"recovered (lstsq)", "recovered (lstsq + head_rescale)"} <= names
+    assert {"outputs", "reload"} <= {proof.what for proof in record.proofs}
+    wrong = {"method": "lstsq", "settings": {"token_weights": "all"}}
+    with pytest.raises(RecipeError, match="must be 'equal' or 'output'"):
+        check_recipe(raw(tmp_path, recover=[wrong]))

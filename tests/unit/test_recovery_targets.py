@@ -14,13 +14,12 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.layouts._tiny_textbook import SideBySide
 from headprune.model.cut import Undo
 from headprune.model.padding import PaddingInfo
 from headprune.recovery import Lstsq
 from headprune.recovery._replaced import Replaced
 from headprune.recovery._targets import Target
-from headprune.recovery._taught import TeacherCache, key_of
+from headprune.recovery._taught import key_of
 
 
 class Stack(nn.Module):
@@ -42,12 +41,9 @@ class Stack(nn.Module):
 
 
 def cut(teacher: nn.Module) -> Any:
-    torch.manual_seed(0)
     model = copy.deepcopy(teacher)
-    hp.prune_(
-        model,
-        hp.HeadMask.from_keep({"attention.0": [1]}, {s.name: 2 for s in hp.find_sites(model)}),
-    )
+    counts = {s.name: s.n_query_heads for s in hp.find_sites(model)}
+    hp.prune_(model, hp.HeadMask.from_keep({"attention.0": [1]}, counts))
     return model
 
 
@@ -59,62 +55,44 @@ def test_attentions_without_a_feed_forward_are_named() -> None:
     teacher = Stack(feed_forward=False)
     report = hp.recover_(cut(teacher), batches(), Lstsq(feed_forward=True), teacher)
     must = "no plain linear layer that is added to the stream was found there"
-    assert report.notes == (
-        f"No feed-forward refitted after attention.0.W_o, attention.1.W_o: {must}.",
-    )
+    names = "attention.0.W_o, attention.1.W_o"
+    assert report.notes == (f"No feed-forward refitted after {names}: {must}.",)
 
 
-def tied(model: Stack) -> None:
-    model.other = nn.Linear(8, 8)
-    model.other.weight = model.down[0].weight
+def tied(model: Any, teacher: Any) -> None:
+    for one in (model, teacher):
+        one.other = nn.Linear(8, 8)
+        one.other.weight = one.down[0].weight
 
 
-def hooked(model: Stack) -> None:
+def with_a_buffer(model: Any, teacher: Any) -> None:
     model.down[0].register_buffer("scale", torch.ones(1))
+
+
+def of_another_kind(model: Any, teacher: Any) -> None:
+    teacher.down[0] = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(tied, "is shared by ['down.0', 'other']"), (hooked, "is Linear with scale")],
+    [
+        (tied, "Left as they are: down.0 (is shared by ['down.0', 'other'])."),
+        (with_a_buffer, "Left as they are: down.0 (is Linear with scale)."),
+        (of_another_kind, ""),
+    ],
 )
-def test_a_feed_forward_that_cannot_be_refitted_stays_and_is_named(change: Any, words: str) -> None:
-    torch.manual_seed(0)
+def test_a_feed_forward_that_cannot_be_refitted_is_kept_and_named(change: Any, words: str) -> None:
     teacher = Stack()
-    change(teacher)
     model = cut(teacher)
+    change(model, teacher)
     before = model.down[0].weight.detach().clone()
     report = hp.recover_(model, batches(), Lstsq(feed_forward=True), teacher)
-    assert f"Left as they are: down.0 ({words})." in report.notes
+    assert not words or words in report.notes
     assert list(report.metrics["errors"]) == ["attention.0.W_o", "attention.1.W_o", "down.1"]
-    assert_close(model.down[0].weight, before, rtol=0, atol=0)
-
-
-def test_a_feed_forward_of_another_shape_or_kind_than_the_teachers_stays() -> None:
-    teacher = Stack()
-    model = cut(teacher)
-    teacher.down[0] = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))  # type: ignore[assignment]
-    report = hp.recover_(model, batches(), Lstsq(feed_forward=True), teacher)
-    assert list(report.metrics["errors"]) == ["attention.0.W_o", "attention.1.W_o", "down.1"]
-
-
-def test_an_attention_without_an_output_projection_that_lost_nothing_is_no_hindrance() -> None:
-    torch.manual_seed(0)
-    teacher = nn.ModuleDict(
-        {"attention": nn.ModuleList([hp.MultiHeadAttention(12, 2)]), "bare": SideBySide(12, 4)}
-    )
-
-    def run(model: Any, x: Tensor) -> Tensor:
-        return model["bare"](x + model["attention"][0](x)).square().mean((1, 2))
-
-    model = copy.deepcopy(teacher)
-    sites = {s.name: s.n_query_heads for s in hp.find_sites(model)}
-    hp.prune_(model, hp.HeadMask.from_keep({"attention.0": [1]}, sites))
-    report = hp.recover_(model, [torch.randn(3, 5, 12)], Lstsq(), teacher, loss=run)
-    assert list(report.metrics["errors"]) == ["attention.0.W_o"]
+    assert torch.equal(model.down[0].weight, before)
 
 
 # --- what goes wrong half way
-# -----------------------------------------------------------------------------------------
 
 
 def test_models_that_run_differently_often_later_on_are_refused() -> None:
@@ -122,10 +100,8 @@ def test_models_that_run_differently_often_later_on_are_refused() -> None:
     model = cut(teacher)
     model.rounds = 2
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        UnsupportedModel,
-        match=r"attention\.0\.W_o: .*every batch, got 2 runs, and 1 of the teacher's",
-    ):
+    words = r"attention\.0\.W_o: .*every batch, got 2 runs, and 1 of the teacher's"
+    with pytest.raises(UnsupportedModel, match=words):
         hp.recover_(model, batches(), "lstsq", teacher)
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 
@@ -144,37 +120,26 @@ class Changing(list):  # type: ignore[type-arg]
         return iter(next(self.times))
 
 
+FINITE = r"what model and teacher write at attention\.0\.W_o: must be finite"
+
+
 @pytest.mark.parametrize(
     ("passes", "words"),
     [
-        (
-            [[ONES], []],
-            (
-                "batches: must be readable more than once, got a Changing whose batches were read"
-                " before"
-            ),
-        ),
-        (
-            [[ONES, ONES * torch.nan]],
-            "what model and teacher write at attention.0.W_o: must be finite",
-        ),
-        (
-            [[ONES], [ONES * torch.nan]],
-            "what model and teacher write at attention.0.W_o: must be finite",
-        ),
+        ([[ONES], []], "readable more than once, got a Changing whose batches were read before"),
+        ([[ONES, ONES * torch.nan]], FINITE),
+        ([[ONES], [ONES * torch.nan]], FINITE),
     ],
     ids=["nothing", "NaN", "NaN after the errors were measured"],
 )
-def test_a_loader_that_changes_is_refused_and_nothing_is_left(
+def test_a_loader_that_changes_is_refused_and_the_model_is_as_it_was(
     passes: list[Any], words: str
 ) -> None:
-    torch.manual_seed(0)
     teacher = Stack()
     model = cut(teacher)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InvalidValue) as caught:
+    with pytest.raises(InvalidValue, match=words):
         hp.recover_(model, Changing(*passes), "lstsq", teacher)
-    assert words in str(caught.value)
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
@@ -183,12 +148,10 @@ def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
     before = linear.weight.detach().clone()
     undo = Undo()
     replaced = Replaced(nn.Sequential(linear), undo, adds_biases=False)
-    replaced.add_(
-        Target("out", linear, linear), "weight", torch.full((4, 6), 1e6, dtype=torch.float64)
-    )
+    change = torch.full((4, 6), 1e6, dtype=torch.float64)
+    replaced.add_(Target("out", linear, linear), "weight", change)
     with pytest.raises(
-        InvalidValue,
-        match=r"out\.weight: must be within the range of torch\.float16, got an infinite",
+        InvalidValue, match=r"out\.weight: must be within the range of torch\.float16"
     ):
         replaced.check()
     undo.restore()
@@ -196,56 +159,30 @@ def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
 
 
 # --- which tokens count, and which batch is which
-# ---------------------------------------------------------------------
 
 
-def test_tokens_of_a_feed_forward_in_any_shape() -> None:
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 3, 4), [True, True, False, True, False, False]),
+        ((6, 4), [True, True, False, True, False, False]),
+        ((2, 3, 1, 4), [True, True, False, True, False, False]),
+        ((3, 2, 4), [True, True, True, False, False, False]),
+        ((5, 4), None),  # packed: no row is a token of a known place
+    ],
+)
+def test_tokens_of_a_feed_forward_in_any_shape(shape: tuple[int, ...], expected: Any) -> None:
     linear, mask = nn.Linear(4, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
     target, batch = Target("down", linear, linear), PaddingInfo({"attention_mask": mask})
-    for shape in ((2, 3, 4), (6, 4), (2, 3, 1, 4)):
-        counted = target.counted(linear, torch.zeros(shape), batch)
-        assert counted is not None
-        assert counted.tolist() == [True, True, False, True, False, False]
-    assert target.counted(linear, torch.zeros(3, 2, 4), batch).tolist() == [
-        True,
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]  # type: ignore[union-attr]
-    assert (
-        target.counted(linear, torch.zeros(5, 4), batch) is None
-    )  # packed: no row is a token of a known place
+    counted = target.counted(linear, torch.zeros(shape), batch)
+    assert (None if counted is None else counted.tolist()) == expected
 
 
 def test_batches_are_told_apart_by_all_they_hold() -> None:
     x, y = torch.ones(2), torch.zeros(2)
-    batches = [
-        x,
-        y,
-        {"a": x},
-        {"b": x},
-        [x, y],
-        [y, x],
-        (x, "left"),
-        (x, "right"),
-        (x, None),
-        (x, 1),
-        (x, 1.5),
-        (x,),
-    ]
-    keys = [key_of(b) for b in batches]
-    assert len(set(keys)) == len(batches)
-    assert keys == [key_of(copy.deepcopy(b)) for b in batches]
+    different: list[Any] = [x, y, {"a": x}, {"b": x}, [x, y], [y, x], (x,), (x, "left")]
+    different += [(x, "right"), (x, None), (x, 1), (x, 1.5)]
+    keys = [key_of(b) for b in different]
+    assert len(set(keys)) == len(different)
+    assert keys == [key_of(copy.deepcopy(b)) for b in different]
     assert key_of((x, object())) is None
-
-
-def test_what_has_no_key_is_not_learnt_and_the_first_time_counts() -> None:
-    cache = TeacherCache(room=100)
-    cache.learn(None, [[torch.ones(2)]])
-    assert (cache.room, cache.calls(None, 0), cache.streams(None, 0)) == (100, None, None)
-    cache.learn("a", [[torch.ones(2)]])
-    cache.learn("a", [[torch.zeros(2), torch.zeros(2)]])
-    assert (cache.room, cache.calls("a", 0)) == (92, 1)
-    assert_close(cache.streams("a", 0), [torch.ones(2)])
