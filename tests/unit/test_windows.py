@@ -4,7 +4,6 @@ are an image's."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -68,19 +67,10 @@ def test_gates_of_an_example_act_on_all_its_windows_and_on_no_other_example(
         alone = logits(swin, {n: g[i : i + 1] for n, g in given.items()}, slice(i, i + 1))
         assert_close(together[i : i + 1], alone, **CLOSE)
     assert (together - logits(swin, {n: g.roll(1, 0) for n, g in given.items()})).abs().min() > 1e-4
-
-
-def test_gates_of_an_example_are_those_of_each_of_its_tokens(swin: Subject) -> None:
-    given = gates(swin, 3)
-    spread = {
-        n: g[:, None].expand(-1, t, -1)
-        for (n, g), t in zip(given.items(), tokens_of(swin), strict=True)
-    }
-    assert_close(logits(swin, spread), logits(swin, given), **CLOSE)
     shared = {n: g[0] for n, g in given.items()}
-    assert_close(
-        logits(swin, {n: g.expand(3, -1) for n, g in shared.items()}), logits(swin, shared), **CLOSE
-    )
+    repeated = {n: g.expand(3, *g.shape) for n, g in shared.items()}
+    if not tokens:
+        assert_close(logits(swin, repeated), logits(swin, shared), **CLOSE)
 
 
 def test_tokens_are_counted_window_by_window(swin: Subject) -> None:
@@ -123,18 +113,6 @@ def test_gate_gradients_are_those_of_finite_differences(swin: Subject) -> None:
     assert found.abs().min() > 0
 
 
-def test_gate_gradients_of_a_batch_are_those_of_its_examples(swin: Subject) -> None:
-    one_by_one = [{k: v[i : i + 1] for k, v in swin.batch.items()} for i in range(3)]
-    together = gate_gradients(swin.model, [swin.batch], sites=swin.sites)
-    assert_close(gate_gradients(swin.model, one_by_one, sites=swin.sites), together, **CLOSE)
-
-
-def problem(subject: Subject, batches: list[Any]) -> ScoringProblem:
-    return ScoringProblem(
-        subject.model, bind(subject.model, subject.sites), batches, default_loss, progress=False
-    )
-
-
 def test_gradients_of_tokens_add_up_to_those_of_the_example(swin: Subject) -> None:
     bound = bind(swin.model, swin.sites)
     ones = {n: torch.ones_like(g).requires_grad_() for n, g in gates(swin, 3, tokens=True).items()}
@@ -142,7 +120,8 @@ def test_gradients_of_tokens_add_up_to_those_of_the_example(swin: Subject) -> No
         found = torch.autograd.grad(default_loss(swin.model, swin.batch).sum(), list(ones.values()))
     expected = gate_gradients(swin.model, [swin.batch], sites=swin.sites)
     assert_close(torch.cat([g.sum(1) for g in found], 1), expected, **CLOSE)
-    absolute = token_gradients(problem(swin, [swin.batch]))
+    problem = ScoringProblem(swin.model, bound, [swin.batch], default_loss, progress=False)
+    absolute = token_gradients(problem)
     assert_close(absolute, torch.cat([g.abs().sum(1) for g in found], 1), **CLOSE)
 
 
