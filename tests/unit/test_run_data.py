@@ -175,6 +175,7 @@ def with_row(**row: Any) -> list[dict[str, Any]]:
         (with_row(label=None), TEXTS, {}, "train, row 9: must be labelled"),
         (with_row(label=-1), TEXTS, {}, "class numbers >= 0"),
         (with_row(label=None), GRADES, {}, "row 9: .*finite number"),
+        ([{"text": f"t{i}", "label": "3.5"} for i in range(9)], GRADES, {}, "finite number"),
         ([{"ids": [1, 2]}] * 5 + [{"ids": []}], TOKENS, {}, "row 5: must be a list that is not"),
     ],
 )
@@ -292,6 +293,8 @@ def test_collate_pads_on_either_side() -> None:
     assert Collate(pad=7)(examples)["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert Collate(pad=7)(examples)["labels"].tolist() == [[1, 1, 1], [0, -100, -100]]
     assert Collate(pad=7, side="left")(examples)["input_ids"].tolist() == [[1, 2, 3], [7, 7, 4]]
+    with pytest.raises(InvalidValue, match="batch: must be made of examples, got none"):
+        Collate()([])
 
 
 # --- splits by name, and what is not used
@@ -328,21 +331,16 @@ def test_splits_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("splits", "words"),
     [
-        (["test"], r"data\.train_split: must be a split of someone/something, got only test"),
-        ([], r"data\.train_split: must be a split of someone/something, got only none"),
+        ({"test": 20}, r"data\.train_split: must be a split of .* got only test"),
+        ({}, r"data\.train_split: must be a split of .* got only none"),
+        ({"train": 20, "test": 0}, r"test: must be at least one row .* got an empty split"),
     ],
 )
-def test_a_hub_data_set_without_rows_for_training(
-    monkeypatch: pytest.MonkeyPatch, splits: list[str], words: str
+def test_a_hub_data_set_without_rows(
+    monkeypatch: pytest.MonkeyPatch, splits: dict[str, int], words: str
 ) -> None:
-    hub(monkeypatch, **dict.fromkeys(splits, questions(20)))
+    hub(monkeypatch, **{name: questions(n) for name, n in splits.items()})
     with pytest.raises(InvalidValue, match=words):
-        load_rows(recipe("someone/something"))
-
-
-def test_an_empty_split_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub(monkeypatch, train=questions(20), test=[])
-    with pytest.raises(InvalidValue, match=r"test: must be at least one row .* got an empty split"):
         load_rows(recipe("someone/something"))
 
 
@@ -355,8 +353,8 @@ def test_a_split_that_is_named_for_one_purpose_serves_no_other(tmp_path: Path) -
     assert (raw.facts["validation"]["from"], raw.facts["validation"]["rows"]) == ("train", 8)
 
 
-@pytest.mark.parametrize("name", ["val", "valid"])
-def test_other_names_for_validation(tmp_path: Path, name: str) -> None:
+def test_other_names_for_validation(tmp_path: Path) -> None:
+    name = "valid"
     write_rows(tmp_path / "train.jsonl", questions(40))
     write_rows(tmp_path / f"{name}.jsonl", questions(7, start=50))
     raw = load_rows(recipe(tmp_path))
@@ -367,13 +365,6 @@ def test_other_names_for_validation(tmp_path: Path, name: str) -> None:
     raw = load_rows(recipe(tmp_path))
     assert raw.facts["validation"]["rows"] == 5
     assert raw.warnings == (f"{tmp_path / name}.jsonl was not used",)
-
-
-def test_a_revision_that_local_data_has_not_is_said(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", questions(30))
-    facts = load_rows(recipe(path, revision="refs/convert/parquet")).facts["source"]
-    assert facts["not used, the data is local"] == {"revision": "refs/convert/parquet"}
-    assert "not used, the data is local" not in load_rows(recipe(path)).facts["source"]
 
 
 def test_row_numbers_are_found_by_their_digest(tmp_path: Path) -> None:
@@ -396,8 +387,3 @@ def test_an_image_of_no_numbers(tmp_path: Path) -> None:
     rows.to_parquet(tmp_path / "train.parquet")
     with pytest.raises(InvalidValue, match="row 9: must be an image of finite numbers, got NaN"):
         load_rows(recipe(tmp_path, "image_classification"))
-
-
-def test_a_batch_of_nothing() -> None:
-    with pytest.raises(InvalidValue, match="batch: must be made of examples, got none"):
-        Collate()([])

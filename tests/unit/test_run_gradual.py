@@ -14,8 +14,6 @@ import headprune as hp
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
 from headprune.layouts import registry as layouts
 from headprune.model.losses import default_loss
-from headprune.recipes import schema as recipes
-from headprune.recipes.validate import RecipeError
 from headprune.recovery import Finetune
 from headprune.run import gradual, prune_gradually_, runner
 from headprune.run.gradual import GradualReport, stage_budget
@@ -326,38 +324,3 @@ def test_a_recipe_asks_for_it_and_its_rules_hold_in_every_stage(tmp_path):
     assert record.metrics["recovery"]["0"]["evaluations"] == 3
     model = hp.from_pretrained(tmp_path / "out" / "model")
     assert sum(len(heads) for heads in heads_of(model).values()) == 4 == record.plan.mask.n_kept
-
-
-@pytest.mark.parametrize(
-    ("sections", "places"),
-    [
-        (
-            {
-                "gradual": {"stages": 0, "settings": {"patience": 2, "step": 3}},
-                "select": {"sites": {"causal": {"keep_heads": 0.5}}},
-                "recover": [{"method": "finetune", "settings": {"checkpoint_every": 5}}],
-                "score": {"until": {"k": 2}},
-            },
-            {
-                *("gradual.stages", "gradual.settings.patience", "gradual.settings.step"),
-                *("select.sites", "score.until", "recover.0.settings.checkpoint_every"),
-            },
-        ),
-        (
-            {
-                "gradual": {},
-                "select": {
-                    "speedup": 1.2,
-                    "selector": "iterative",
-                    "recover": [{"method": "mean_fold"}],
-                },
-            },
-            {"select.recover", "select.speedup"},
-        ),
-    ],
-)
-def test_a_recipe_says_what_is_wrong_with_it(tmp_path, sections, places):
-    with pytest.raises(RecipeError) as error:
-        recipe(tmp_path, **sections)
-    assert {problem.where for problem in error.value.problems} == places
-    assert recipes.GradualSection().stages == 8

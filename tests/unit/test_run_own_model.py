@@ -17,7 +17,7 @@ from headprune.core.files import sha256_file
 from headprune.data.imported import source_files
 from headprune.recipes.reading import override
 from headprune.recipes.schema import ModelSection
-from headprune.recipes.validate import RecipeError, check_recipe
+from headprune.recipes.validate import check_recipe
 from headprune.run import pick, sweep
 from headprune.run.example_model import LAYOUT, row_transformer
 from tests.small_recipes import quiet_run, quietly_prepared
@@ -123,26 +123,6 @@ def test_what_cannot_be_built_is_refused_in_words(
         (module / "my_model.py").write_text(code)
     with pytest.raises(InvalidValue, match=rf"model\.{where}: must be .*{words}"):
         quietly_prepared(own("model.import_path=my_model:build", *settings))
-
-
-ORPHAN = "model={class_name: ViTModel, layouts: 'a:b'}"
-TEXTS = ["task=text_classification", "data.text=text"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "where", "words"),
-    [
-        (["model.import_path=my.module"], "model.import_path", "written package.module:name"),
-        (["model.class_name=ViTModel"], "model", "got class_name and import_path"),
-        ([ORPHAN], "model.layouts", "only a model by import_path"),
-        (TEXTS, "model.import_path", "used with image_classification or"),
-    ],
-)
-def test_recipes_that_make_no_sense(settings: list[str], where: str, words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        own(*settings)
-    found = {problem.where: str(problem) for problem in caught.value.problems}
-    assert words in found[where], found
 
 
 def test_a_model_without_a_layout_says_what_was_seen() -> None:

@@ -180,9 +180,17 @@ def test_all_errors_at_once_each_with_path_and_suggestion() -> None:
         assert f"Did you mean '{closest}'" in found[path]
 
 
+DIGITS = {"class_name": "ViTModel"}
+HALF = {"keep_heads": 0.5}
+NAMED = {**HALF, "selector": "iterative"}
+FEW = {"speedup": 1.2, "latency": {"batch_size": 0}}
+FOLD, FOULD = [{"method": "mean_fold"}], [{"method": "mean_fould"}]
+UNTIL = {"scorer": "taylor", "until": {"k": 2}}
+WATCHED = {"method": "finetune", "settings": {"checkpoint_every": 5}}
 REDUCE = {"scorer": "taylor", "settings": {"reduce": "exampel"}}
 BLOCK = {"scorer": "taylor", "settings": {"block": 8}}
-INNER = {"selector": "local_search", "settings": {"inner": "nope"}, "keep_heads": 0.5}
+UNKNOWN = {"selector": "local_search", "settings": {"inner": "nope"}, "keep_heads": 0.5}
+INNER = {"inner": "iterative"}
 
 
 @pytest.mark.parametrize(
@@ -198,6 +206,12 @@ INNER = {"selector": "local_search", "settings": {"inner": "nope"}, "keep_heads"
         ({"task": "image_classification"}, "data.text", "left out"),
         ({"data__normalise": True}, "data.normalise", "has its own"),
         ({"data__holdout": 0}, "data.holdout", "greater than"),
+        ({"data__labels": [1, "1"]}, "data.labels", "a list without repetitions"),
+        (
+            {"task": "regression", "data__labels": [1, 2]},
+            "data.labels",
+            "regression has no classes",
+        ),
         ({"select": {}}, "select", "exactly one of"),
         ({"select__keep_kv": 0.5}, "select", "got keep_heads, keep_kv"),
         ({"select__keep_heads": 0}, "select.keep_heads", "a count >= 1 or a fraction"),
@@ -205,7 +219,7 @@ INNER = {"selector": "local_search", "settings": {"inner": "nope"}, "keep_heads"
         ({"select__length": 4}, "select.length", "with keep_macs only"),
         ({"select__selector": "globl"}, "select.selector", "Did you mean 'global_topk'"),
         ({"select__policy": "fre"}, "select.policy", "Did you mean 'free'?"),
-        ({"select": INNER}, "select.settings", "a registered selector, got 'nope'"),
+        ({"select": UNKNOWN}, "select.settings", "a registered selector, got 'nope'"),
         ({"score": REDUCE}, "score.settings.reduce", "one of example"),
         ({"score": BLOCK}, "score.settings.block", "with reduce='batch' only"),
         ({"score__batch_size": 0}, "score.batch_size", "greater than or equal to 1"),
@@ -218,6 +232,35 @@ INNER = {"selector": "local_search", "settings": {"inner": "nope"}, "keep_heads"
         ({"recover": [{"settings": {}}]}, "recover.0.method", "given"),
         ({"recover": {"method": "mean_fold"}}, "recover", "list"),
         ({"threads": 0}, "threads", "greater than or equal to 1"),
+        # sound and models of one's own
+        ({"task": "audio_classification"}, "data.text", "left out for audio_classification"),
+        ({"data__seconds": 0.5}, "data.seconds", "left out: only audio_classification"),
+        ({"model": {"import_path": "a.b"}}, "model.import_path", "package.module:name"),
+        ({"model": {"import_path": "a:b", **DIGITS}}, "model", "got class_name and import_path"),
+        ({"model": {**DIGITS, "layouts": "a:b"}}, "model.layouts", "only a model by import_path"),
+        ({"model": {"import_path": "a:b"}}, "model.import_path", "image_classification or"),
+        # speed, and heads that must be kept
+        ({"select": {"speedup": 1}}, "select.speedup", "a number above 1"),
+        ({"select__speedup": 1.2}, "select", "got keep_heads, speedup"),
+        ({"select": {"speedup": 1.2, "length": 8}}, "select.length", "keep_macs"),
+        ({"select": FEW}, "select.latency.batch_size", "greater than or equal to 1"),
+        ({"select__latency": {"batch_size": 8}}, "select.latency", "speedup"),
+        ({"select": {"sites": {"self": {"speedup": 0.9}}}}, "select.sites.self.speedup", "1"),
+        ({"select__must_keep": {"a": 1}}, "select.must_keep.a", "list"),
+        # selectors that look at the model
+        ({"select__recover": FOLD}, "select.recover", "global_topk"),
+        ({"select": {**NAMED, "recover": FOULD}}, "select.recover.0.method", "mean_fold"),
+        ({"select": {**NAMED, "settings": INNER}}, "select.settings.inner", "needs scores alone"),
+        ({"select": {**NAMED, "settings": {"step": 3}}}, "select.settings.step", "'steps'"),
+        # stages
+        ({"gradual": {"stages": 0}}, "gradual.stages", "greater than or equal to 1"),
+        ({"gradual": {"settings": {"patience": 2}}}, "gradual.settings.patience", "left out"),
+        ({"gradual": {"settings": {"step": 3}}}, "gradual.settings.step", "'steps'"),
+        ({"gradual": {}, "select": {"speedup": 1.2}}, "select.speedup", "gradual"),
+        ({"gradual": {}, "select": {"sites": {"self": HALF}}}, "select.sites", "gradual"),
+        ({"gradual": {}, "select": {**NAMED, "recover": FOLD}}, "select.recover", "gradual"),
+        ({"gradual": {}, "score": UNTIL}, "score.until", "gradual"),
+        ({"recover": [WATCHED]}, "recover.0.settings.checkpoint_every", "left out"),
         ({"model__dtype": "int8"}, "model.dtype", "bfloat16"),
     ],
 )

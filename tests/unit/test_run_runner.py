@@ -147,12 +147,7 @@ def failing(error: BaseException) -> Any:
     ],
 )
 def test_a_broken_run_says_how_far_it_came(
-    bert: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    status: str,
-    text: str,
+    bert: Path, tmp_path: Path, monkeypatch: Any, error: BaseException, status: str, text: str
 ) -> None:
     monkeypatch.setattr(stages, "compare_plans", failing(error))
     with pytest.raises(type(error)):
@@ -267,22 +262,14 @@ def test_fresh_models_come_from_the_seed_and_leave_the_random_state(tmp_path: Pa
     assert one.config.id2label == {0: "a", 1: "b", 2: "c"}
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        *("package:no_such_package/model", "package:headprune/none", "package:a b/c"),
-        *("./none", "/none", "a/b/c"),
-    ],
-)
-def test_a_path_that_leads_nowhere(bad: str) -> None:
-    with pytest.raises(InvalidValue, match=r"model.path"):
-        resolve_path(bad)
-
-
 def test_paths(tmp_path: Path) -> None:
     assert resolve_path("someone/model") == "someone/model"
     assert resolve_path(str(tmp_path)) == str(tmp_path)
     assert Path(resolve_path("package:headprune/layouts")).name == "layouts"
+    packaged = ("package:no_such_package/model", "package:headprune/none", "package:a b/c")
+    for bad in (*packaged, "./none", "/none", "a/b/c"):
+        with pytest.raises(InvalidValue, match=r"model.path"):
+            resolve_path(bad)
 
 
 def test_open_model_tells_what_is_wrong(
@@ -343,62 +330,35 @@ def trained(bert: Path, folder: Path, names: list[str]) -> Path:
     return folder / "trained"
 
 
-def with_labels(chosen: Recipe, names: list[str], as_numbers: bool) -> Recipe:
-    """The recipe's rows labelled by name; or by number, with the names beside, as the hub has
-    them."""
-    from datasets import ClassLabel, Dataset
-
+def with_labels(chosen: Recipe, names: list[str]) -> Recipe:
+    """The recipe's rows, labelled by name."""
     path = Path(chosen.data.path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    labels = [i % len(names) for i in range(len(rows))]
-    if not as_numbers:
-        write_rows(path, ({**row, "label": names[i]} for row, i in zip(rows, labels, strict=True)))
-        return chosen
-    data = Dataset.from_dict({"text": [row["text"] for row in rows], "label": labels})
-    path = path.with_suffix(".parquet")
-    data.cast_column("label", ClassLabel(names=names)).to_parquet(path)
-    return chosen.model_copy(update={"data": chosen.data.model_copy(update={"path": str(path)})})
+    write_rows(path, ({**row, "label": names[i % len(names)]} for i, row in enumerate(rows)))
+    return chosen
 
 
 @pytest.mark.parametrize(
     ("model_names", "data_names", "train", "expected"),
     [
         (["NEG", "POS", "MIXED"], ["pos", "neg"], False, ["NEG", "POS", "MIXED"]),
-        (["good", "bad", "mixed"], None, False, ["good", "bad", "mixed"]),
-        (["good", "bad", "mixed"], None, True, ["0", "1", "2"]),
-        (None, ["b", "a"], True, ["b", "a"]),
+        (["good", "bad", "mixed"], [2, 0, 1], False, ["good", "bad", "mixed"]),
+        (["good", "bad", "mixed"], [2, 0, 1], True, ["0", "1", "2"]),
+        (None, ["b", "a"], True, ["a", "b"]),
     ],
 )
 def test_classes_are_called_as_the_model_calls_them_or_a_new_head_as_the_data_does(
-    bert: Path,
-    tmp_path: Path,
-    model_names: list[str] | None,
-    data_names: list[str] | None,
-    train: bool,
-    expected: list[str],
+    bert: Path, tmp_path: Path, model_names: Any, data_names: Any, train: bool, expected: list[str]
 ) -> None:
     model = trained(bert, tmp_path, model_names) if model_names else bert
-    chosen = recipe(model, tmp_path, **({} if train else {"train": None}))
-    if data_names:
-        chosen = with_labels(chosen, data_names, as_numbers=True)
+    chosen = with_labels(recipe(model, tmp_path), data_names)
+    chosen = chosen if train else chosen.model_copy(update={"train": None})
     assert quietly_prepared(chosen).model.config.id2label == dict(enumerate(expected))
-
-
-def test_numbers_with_names_that_the_model_lacks_are_taken_as_they_are(
-    bert: Path, tmp_path: Path
-) -> None:
-    model = trained(bert, tmp_path, ["good", "bad"])
-    chosen = with_labels(recipe(model, tmp_path, train=None), ["pos", "neg"], as_numbers=True)
-    subject = quietly_prepared(chosen)
-    given = load_rows(chosen).splits["test"]["label"]
-    assert [example["labels"] for example in subject.data.examples["test"]] == list(given)
-    said = " ".join(subject.journal.record.warnings)
-    assert "calls its classes good, bad; the data calls them pos" in said
 
 
 def test_other_labels_than_the_models_need_training(bert: Path, tmp_path: Path) -> None:
     model = trained(bert, tmp_path, ["negative", "positive"])
-    chosen = with_labels(recipe(model, tmp_path), ["neg", "positive"], as_numbers=False)
+    chosen = with_labels(recipe(model, tmp_path), ["neg", "positive"])
     (warning,) = number_labels(chosen, load_rows(chosen)).warnings
     assert "lack neg" in warning
     assert "trained anew" in warning
@@ -414,7 +374,7 @@ def test_names_that_number_no_classes_are_none(tmp_path: Path, names: dict[int, 
     numbers = {n: i for i, n in names.items()}
     BertConfig(id2label=names, label2id=numbers).save_pretrained(tmp_path / "model")
     chosen = recipe(tmp_path / "model", tmp_path, train=None)
-    raw = number_labels(chosen, load_rows(with_labels(chosen, ["pos", "neg"], as_numbers=False)))
+    raw = number_labels(chosen, load_rows(with_labels(chosen, ["pos", "neg"])))
     assert (raw.labels, raw.label_ids) == (("neg", "pos"), {"neg": 0, "pos": 1})
     assert "does not name its classes" in raw.warnings[0]
 

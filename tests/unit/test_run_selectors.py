@@ -11,7 +11,6 @@ import torch
 
 import headprune as hp
 from headprune.recipes.schema import Recipe
-from headprune.recipes.validate import RecipeError
 from headprune.report.repeat import python_lines
 from headprune.run import choosing
 from tests.small_recipes import checked_recipe, quiet_run, write_rows
@@ -102,25 +101,3 @@ def test_recoveries_between_the_choices(
     select = {"selector": selector, "settings": settings, "recover": [{"method": "mean_fold"}]}
     assert quiet_run(recipe(folder, tmp_path, "taylor", **select)).status == "done"
     assert seen == expected
-
-
-@pytest.mark.parametrize(
-    ("select", "words"),
-    [
-        (
-            {"recover": [{"method": "mean_fold"}]},
-            r"select\.recover: must be left out .*global_topk",
-        ),
-        (
-            {"selector": "iterative", "recover": [{"method": "mean_fould"}]},
-            r"select\.recover\.0\.method: .*mean_fold",
-        ),
-        ({"selector": "iterative", "settings": {"inner": "iterative"}}, "inner: must be the name"),
-        ({"selector": "iterative", "settings": {"step": 3}}, "Did you mean 'steps'"),
-    ],
-)
-def test_recoveries_and_settings_are_checked(
-    folder: Path, tmp_path: Path, select: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(RecipeError, match=words):
-        recipe(folder, tmp_path, **select)

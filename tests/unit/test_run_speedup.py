@@ -147,27 +147,6 @@ def test_heads_that_cannot_be_are_refused_before_training(
     assert hp.RunRecord.load(tmp_path / "out" / "record.json").stage == "model"
 
 
-@pytest.mark.parametrize(
-    ("select", "path"),
-    [
-        ({"speedup": 1}, "select.speedup"),
-        ({"speedup": 1.2, "keep_heads": 0.5}, "select"),
-        ({"speedup": 1.2, "length": 8}, "select.length"),
-        ({"speedup": 1.2, "latency": {"batch_size": 0}}, "select.latency.batch_size"),
-        ({"speedup": 1.2, "latency": {"batches": 2}}, "select.latency.batches"),
-        ({"keep_heads": 0.5, "latency": {"batch_size": 8}}, "select.latency"),
-        ({"sites": {"causal": {"speedup": 0.9}}}, "select.sites.causal.speedup"),
-        ({"keep_heads": 0.5, "must_keep": {"a": 1}}, "select.must_keep.a"),
-    ],
-)
-def test_a_recipe_that_is_wrong_says_where(
-    tmp_path: Path, select: dict[str, Any], path: str
-) -> None:
-    with pytest.raises(RecipeError) as caught:
-        recipe(tmp_path, select)
-    assert [problem.where for problem in caught.value.problems] == [path]
-
-
 def test_images_have_a_length_of_their_own() -> None:
     speed = ["select.keep_heads=null", "select.speedup=1.2"]
     assert load_recipe("digits-vit", speed).select.timed

@@ -19,7 +19,6 @@ from headprune.data.datasets import load_rows
 from headprune.data.features import Collate
 from headprune.data.sound import Clip, Sounds, clip_of
 from headprune.recipes.schema import Recipe
-from headprune.recipes.validate import RecipeError
 from headprune.run.identity import facts_of
 from tests.small_recipes import checked_recipe, quiet_run, write_rows
 from tests.tiny_models import wav2vec2, write_wav
@@ -196,11 +195,3 @@ def test_a_run(tmp_path: Path, form: str) -> None:
     model = hp.from_pretrained(tmp_path / "out" / "model")
     assert model.config.id2label == {0: "high", 1: "low"}
     assert (tmp_path / "out" / "model" / "preprocessor_config.json").is_file()
-
-
-def test_what_makes_no_sense() -> None:
-    with pytest.raises(RecipeError, match=rf"data\.text: must be left out for {AUDIO}"):
-        checked_recipe(AUDIO, Path("here"), {"path": "rows", "text": "text"})
-    data = {"path": "rows", "seconds": 0.5}
-    with pytest.raises(RecipeError, match=rf"data\.seconds: must be left out: only {AUDIO}"):
-        checked_recipe("image_classification", Path("here"), data)

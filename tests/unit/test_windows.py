@@ -133,14 +133,3 @@ def test_scores_do_not_depend_on_the_batch_size(swin: Subject, method: str) -> N
     assert [len(s.heads) for s in swin.sites] == [3, 3, 4]
     for a, b in zip(together.values, apart.values, strict=True):
         assert a == pytest.approx(b, rel=1e-9, abs=1e-12)
-
-
-def test_leave_one_out_is_the_loss_without_the_head(swin: Subject) -> None:
-    found = hp.score(swin.model, [swin.batch], "leave_one_out", sites=swin.sites)
-    base = losses(swin, {}).mean()
-    for site in swin.sites:
-        for head in site.heads:
-            gate = torch.ones(len(site.heads), dtype=torch.float64)
-            gate[head] = 0
-            expected = (losses(swin, {site.name: gate}).mean() - base).item()
-            assert found[hp.HeadId(site.name, head)] == pytest.approx(expected, rel=1e-9, abs=1e-12)
