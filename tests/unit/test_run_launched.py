@@ -90,12 +90,7 @@ def test_two_processes_leave_what_one_leaves(recipe: Path, tmp_path: Path) -> No
     [("score_heads", True, "accelerate"), ("compare_plans", False, "torchrun")],
 )
 def test_two_processes_go_on_where_one_ended(
-    ended: str,
-    again: bool,
-    launcher: str,
-    recipe: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    ended: str, again: bool, launcher: str, recipe: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Where the scores are there, the second process would else wait for ever; where not, they
     share the rest."""

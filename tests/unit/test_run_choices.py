@@ -1,5 +1,4 @@
-"""Recipes with a budget of speed, and with heads that must stay or go: from the checks to the
-record."""
+"""Runs that choose heads by speed, by rules for single heads, or by looking at the model."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import headprune as hp
 from headprune.bench.latency import compare_latency
@@ -24,23 +24,21 @@ from tests.steady_clock import steady_table
 CONFIG = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 CONFIG |= {"num_attention_heads": 4, "max_position_embeddings": 32}
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
-
-
 MODEL = {
     "class_name": "LlamaForCausalLM",
-    "config": {**CONFIG, "bos_token_id": 1, "eos_token_id": 2},
+    "config": {**CONFIG, "attention_bias": True, "bos_token_id": 1, "eos_token_id": 2},
 }
 TIMED = {"speedup": 1.4, "latency": {"batch_size": 3, "length": 5, "seconds": 0.01}}
 
 
-def recipe(folder: Path, select: dict[str, Any]) -> Recipe:
+def recipe(folder: Path, select: dict[str, Any], scorer: str = "auto") -> Recipe:
     draw = random.Random(0)
     rows = ({"tokens": draw.choices(range(17), k=8)} for _ in range(40))
     data = {"path": str(write_rows(folder / "rows.jsonl", rows)), "tokens": "tokens"}
     sections = {
         "out": str(folder / "out"),
         "train": {"epochs": 1, "batch_size": 16},
-        "score": {"random_draws": 1},
+        "score": {"scorer": scorer, "random_draws": 1},
         "select": select,
     }
     return checked_recipe("causal_lm", MODEL, data, **sections)
@@ -161,3 +159,58 @@ def test_the_selector_of_a_speedup_is_the_knapsack_unless_another_is_named(tmp_p
     chosen = recipe(tmp_path, {"sites": {"causal": {"speedup": 1.2}}, "latency": {"length": 4}})
     assert (chosen.select.selector, chosen.select.timed) == ("knapsack", True)
     assert check_recipe(chosen.model_dump()) == chosen
+
+
+# ---------------------------------------------------------------- selectors that look at the model
+
+ITERATIVE = {"steps": 2, "inner": "quadratic"}
+
+
+@pytest.mark.parametrize(
+    ("selector", "settings", "note", "line"),
+    [
+        ("quadratic", {}, "", "hp.select("),
+        ("iterative", ITERATIVE, "scored anew 1 times.", "rescorer(model, batches, hp.scoring."),
+        ("local_search", {"max_losses": 20}, "plans measured.", "loss=hp.scoring.loss_of"),
+    ],
+)
+def test_a_run_gives_selectors_what_they_need(
+    tmp_path: Path, selector: str, settings: dict[str, Any], note: str, line: str
+) -> None:
+    select = {"keep_heads": 0.5, "selector": selector, "settings": settings}
+    record = quiet_run(recipe(tmp_path, select, "fisher"))
+    assert record.status == "done"
+    assert record.plan is not None
+    assert (record.plan.selector, record.plan.mask.n_kept) == (selector, 4)
+    assert note in " ".join(record.plan.notes)
+    assert line in python_lines(record), "these lines would run"
+    assert (tmp_path / "out" / "scores.curvature.safetensors").is_file()
+    assert {"base", "fisher", "magnitude", "random"} <= {row.name for row in record.quality}
+
+
+@pytest.mark.parametrize(
+    ("selector", "settings", "expected"),
+    [("iterative", {"steps": 3}, [7, 5]), ("local_search", {"max_losses": 6}, [4] * 6)],
+)
+def test_recoveries_between_the_choices(
+    tmp_path: Path, monkeypatch: Any, selector: str, settings: Any, expected: list[int]
+) -> None:
+    seen: list[int] = []
+    real = choosing.recoverer
+
+    def counted(subject: Any, steps: Any) -> Any:
+        recover = real(subject, steps)
+
+        def call(small: Any) -> None:
+            before = [p.detach().clone() for p in small.parameters()]
+            recover(small)
+            pairs = zip(before, small.parameters(), strict=True)
+            assert any(b.shape == a.shape and not torch.equal(b, a) for b, a in pairs)
+            seen.append(sum(len(site.heads) for site in hp.find_sites(small)))
+
+        return call if recover else None
+
+    monkeypatch.setattr(choosing, "recoverer", counted)
+    select = {"selector": selector, "settings": settings, "recover": [{"method": "mean_fold"}]}
+    assert quiet_run(recipe(tmp_path, {"keep_heads": 0.5, **select}, "taylor")).status == "done"
+    assert seen == expected
