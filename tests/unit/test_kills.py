@@ -130,7 +130,7 @@ def _killed_over(work: Callable[[str], None], old: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_a_save_over_an_earlier_one_killed_at_every_file_call_leaves_the_one_or_the_other(
+def test_a_save_over_an_earlier_one_killed_at_every_file_call_is_one_of_both(
     tmp_path: Path,
 ) -> None:
     old, new = killing.cut_model(0), killing.cut_model(1)
@@ -150,9 +150,7 @@ def test_a_save_over_an_earlier_one_killed_at_every_file_call_leaves_the_one_or_
     assert set(seen) == {"old", "new"}
 
 
-def test_scores_saved_over_earlier_ones_killed_at_every_file_call_have_their_own_numbers(
-    tmp_path: Path,
-) -> None:
+def test_scores_saved_over_earlier_ones_and_killed_have_their_own_numbers(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     whole = [killing.sampled_scores(seed) for seed in (0, 1)]
     whole[0].save(tmp_path / "old" / "scores.json")

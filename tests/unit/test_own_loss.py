@@ -37,12 +37,8 @@ BART = {
     "decoder_ffn_dim": 32,
 }
 WIDE = {"init_std": 0.3, "is_decoder": True, "is_encoder_decoder": False}
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 16,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 16}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(3, 50, (4, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -106,9 +102,8 @@ def llava() -> nn.Module:
     sizes = {**SIZES, "hidden_size": 32}
     text = hf.LlamaConfig(vocab_size=60, num_key_value_heads=4, initializer_range=0.3, **sizes)
     vision = hf.CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=32, **sizes)
-    config = hf.LlavaConfig(
-        text_config=text, vision_config=vision, image_token_index=59, vision_feature_layer=-1
-    )
+    parts = {"text_config": text, "vision_config": vision}
+    config = hf.LlavaConfig(**parts, image_token_index=59, vision_feature_layer=-1)
     return hf.LlavaForConditionalGeneration(config).eval()
 
 
@@ -314,11 +309,8 @@ def classifier(kind: type = hf.BertForSequenceClassification) -> nn.Module:
     return kind(hf.BertConfig(vocab_size=60, num_labels=3, initializer_range=0.5, **SIZES)).eval()
 
 
-CLASSES = {
-    "input_ids": IDS,
-    "attention_mask": torch.ones_like(IDS),
-    "labels": torch.tensor([0, 2, 1, 1]),
-}
+CLASSES = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+CLASSES |= {"labels": torch.tensor([0, 2, 1, 1])}
 
 
 def test_another_loss_is_refused_wherever_it_is_asked() -> None:

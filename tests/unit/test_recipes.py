@@ -7,7 +7,7 @@ import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -85,9 +85,7 @@ def test_recipe_is_valid_short_and_at_home(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipe_runs_a_smoke_step(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(subject, "latency_table", steady_table)
     settings = given(path.stem, tmp_path / "given")
     recipe = yaml.safe_load(path.read_text())

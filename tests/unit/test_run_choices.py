@@ -58,9 +58,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> list[LatencyTable]:
     return measured
 
 
-def test_a_run_measures_chooses_and_measures_again(
-    tmp_path: Path, clocked: list[LatencyTable]
-) -> None:
+def test_a_run_measures_chooses_and_measures_again(tmp_path: Path, clocked: Any) -> None:
     said: list[str] = []
     rules = {"must_keep": {FIRST: [3]}, "must_remove": {SECOND: [0]}}
     chosen = recipe(tmp_path, {**TIMED, **rules})
@@ -117,9 +115,7 @@ def test_a_run_that_goes_on_takes_the_table_that_was_measured(
     assert not [w for w in record.warnings if "slower than" in w]
 
 
-def test_a_speedup_that_cannot_be_is_refused_before_scores(
-    tmp_path: Path, clocked: list[LatencyTable]
-) -> None:
+def test_a_speedup_that_cannot_be_is_refused_before_scores(tmp_path: Path, clocked: Any) -> None:
     chosen = recipe(tmp_path, {"speedup": 4, "latency": {"seconds": 0.01}})
     with pytest.raises(InfeasibleBudget, match=r"Budget\.speedup: must be at most 2\.5, got 4"):
         quiet_run(chosen)

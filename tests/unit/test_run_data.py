@@ -63,11 +63,7 @@ def test_parts_never_overlap_although_rows_repeat() -> None:
 
 
 def test_leaks_are_dropped_from_the_earlier_part_and_test_stays_whole() -> None:
-    keys = {
-        "train": ["a", "b", "c", "d", "e"],
-        "validation": ["b", "x", "t"],
-        "test": ["c", "t", "t"],
-    }
+    keys = {"train": list("abcde"), "validation": ["b", "x", "t"], "test": ["c", "t", "t"]}
     parts = parts_of(keys)
     assert parts["test"].rows == (0, 1, 2)
     assert parts["test"].duplicates == 1
@@ -107,9 +103,7 @@ def test_holdout_counts_and_keeps_proportions() -> None:
         ({"train": ["a"] * 5, "test": "b"}, {"holdout": 9}, "must be fewer than the 5 rows"),
     ],
 )
-def test_parts_without_rows_are_refused(
-    keys: dict[str, Any], settings: dict[str, Any], words: str
-) -> None:
+def test_parts_without_rows_are_refused(keys: Any, settings: Any, words: str) -> None:
     with pytest.raises(InvalidValue, match=words):
         parts_of({part: list(rows) for part, rows in keys.items()}, **settings)
 
@@ -281,9 +275,8 @@ def test_tokens_are_cut_padded_and_batched(tmp_path: Path) -> None:
 
 
 def test_one_token_is_too_short_for_a_language_model(tmp_path: Path) -> None:
-    chosen = recipe(
-        write_rows(tmp_path / "rows.jsonl", [{"ids": [i]} for i in range(30)]), "causal_lm"
-    )
+    path = write_rows(tmp_path / "rows.jsonl", [{"ids": [i]} for i in range(30)])
+    chosen = recipe(path, "causal_lm")
     with pytest.raises(InvalidValue, match="at least two tokens"):
         encode_rows(chosen, load_rows(chosen), Preparation())
 
@@ -308,9 +301,7 @@ def test_collate_pads_on_either_side() -> None:
         ({"validation_split": "vall"}, r"data.validation_split: .*Did you mean 'val'"),
     ],
 )
-def test_a_mistyped_split_is_no_holdout(
-    tmp_path: Path, settings: dict[str, str], words: str
-) -> None:
+def test_a_mistyped_split_is_no_holdout(tmp_path: Path, settings: Any, words: str) -> None:
     for name, start in (("train", 0), ("val", 50), ("test", 60)):
         write_rows(tmp_path / f"{name}.jsonl", questions(10, start))
     with pytest.raises(InvalidValue, match=words):
@@ -336,9 +327,7 @@ def test_splits_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train": 20, "test": 0}, r"test: must be at least one row .* got an empty split"),
     ],
 )
-def test_a_hub_data_set_without_rows(
-    monkeypatch: pytest.MonkeyPatch, splits: dict[str, int], words: str
-) -> None:
+def test_a_hub_data_set_without_rows(monkeypatch: Any, splits: Any, words: str) -> None:
     hub(monkeypatch, **{name: questions(n) for name, n in splits.items()})
     with pytest.raises(InvalidValue, match=words):
         load_rows(recipe("someone/something"))

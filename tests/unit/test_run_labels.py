@@ -236,9 +236,7 @@ def test_who_insists_on_another_order_is_warned(trained: dict[str, Path], tmp_pa
     assert "data.labels: [b, c, a] says so" in notes[-1]
 
 
-def test_the_mapping_and_what_fits_are_said_before_the_run(
-    trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_mapping_is_said_before_the_run(trained: dict[str, Path], tmp_path: Path) -> None:
     data = written(tmp_path / "data", "other names, sorted right", False)
     lines: list[str] = []
     subject = runner.prepared(recipe(trained["text"], data), say=lines.append)
@@ -275,9 +273,7 @@ def test_a_model_with_more_classes_than_the_data(trained: dict[str, Path], tmp_p
         assert quietly_prepared(chosen).model.config.num_labels == 3
 
 
-def test_a_model_that_answers_by_chance_is_no_reason_to_stop(
-    trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_answers_by_chance_are_no_reason_to_stop(trained: dict[str, Path], tmp_path: Path) -> None:
     """Where no order fits far better, labels are numbered as before; that nothing speaks for it is
     said."""
     torch.manual_seed(1)
@@ -323,9 +319,7 @@ def test_an_order_without_a_label_of_the_data(trained: dict[str, Path], tmp_path
         number_labels(chosen, load_rows(chosen))
 
 
-def test_a_model_that_the_recipe_trains_is_not_asked(
-    trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_model_that_is_trained_is_not_asked(trained: dict[str, Path], tmp_path: Path) -> None:
     data = written(tmp_path / "data", "other names, sorted wrong", False)
     raw = {**recipe(trained["text"], data).model_dump(), "train": {"epochs": 0.05}}
     lines: list[str] = []

@@ -69,7 +69,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_two_processes_leave_what_one_leaves(recipe: Path, tmp_path: Path) -> None:
+def test_two_processes_write_what_one_writes(recipe: Path, tmp_path: Path) -> None:
     """The second has the weights that the first has trained, or its scores would be refused as
     another model's."""
     together, alone = tmp_path / "together", tmp_path / "alone"

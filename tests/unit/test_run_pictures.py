@@ -67,9 +67,7 @@ def test_a_picture_is_shrunk_by_means() -> None:
     assert len(text) == 4 * 16 * 32
 
 
-def test_text_has_its_tokens_and_short_rows_come_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_has_its_tokens_and_short_rows_come_first(tmp_path: Path, monkeypatch: Any) -> None:
     path = write_rows(tmp_path / "rows.jsonl", ({"text": t} for t in TEXT * 3))
     config = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2}

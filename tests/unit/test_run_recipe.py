@@ -207,11 +207,7 @@ INNER = {"inner": "iterative"}
         ({"data__normalise": True}, "data.normalise", "has its own"),
         ({"data__holdout": 0}, "data.holdout", "greater than"),
         ({"data__labels": [1, "1"]}, "data.labels", "a list without repetitions"),
-        (
-            {"task": "regression", "data__labels": [1, 2]},
-            "data.labels",
-            "regression has no classes",
-        ),
+        ({"task": "regression", "data__labels": [1, 2]}, "data.labels", "has no classes"),
         ({"select": {}}, "select", "exactly one of"),
         ({"select__keep_kv": 0.5}, "select", "got keep_heads, keep_kv"),
         ({"select__keep_heads": 0}, "select.keep_heads", "a count >= 1 or a fraction"),

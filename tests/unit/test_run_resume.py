@@ -31,10 +31,8 @@ from tests.killing import same_runs
 from tests.laws.support import subject_of
 from tests.tiny_recipe import TINY, interrupt_after
 
-RECOVER = [
-    {"method": "mean_fold"},
-    {"method": "finetune", "batch_size": 64, "settings": {"steps": 5}},
-]
+TUNE = {"method": "finetune", "batch_size": 64, "settings": {"steps": 5}}
+RECOVER = [{"method": "mean_fold"}, TUNE]
 SHORT = {"score": {"scorer": "taylor", "random_draws": 1}, "recover": RECOVER, "report": False}
 
 
@@ -170,9 +168,7 @@ def test_a_damaged_piece_of_work_is_made_anew(failed: Path, whole: Path) -> None
     same_runs(failed, whole)
 
 
-def test_overwrite_begins_anew_and_the_history_keeps_every_attempt(
-    failed: Path, whole: Path
-) -> None:
+def test_overwrite_begins_anew_and_keeps_the_history(failed: Path, whole: Path) -> None:
     (failed / "mine.txt").write_text("mine")
     before = (failed / "history.jsonl").read_text()
     assert taken(go(recipe(failed), overwrite=True)) == []
@@ -237,9 +233,7 @@ def test_a_training_that_came_to_its_end_is_not_repeated(
     same_runs(tmp_path / "out", whole)
 
 
-def test_other_weights_make_everything_after_them_anew(
-    failed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_after_other_weights_is_made_anew(failed: Path, monkeypatch: Any) -> None:
     """As a GPU may train them, when the base model was lost."""
     plain = subject.recover_
 

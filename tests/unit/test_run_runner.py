@@ -37,6 +37,7 @@ from tests.tiny_models import llama
 
 WORDS = [f"w{i}" for i in range(20)]
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+TAGS = "token_classification"
 RECOVER = [{"method": "mean_fold"}, {"method": "finetune", "settings": {"steps": 1}}]
 
 
@@ -48,16 +49,13 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_bert(folder, "BertModel", hidden_size=16, max_position_embeddings=32)
 
 
-def recipe(
-    model: object, folder: Path, task: str = "text_classification", **sections: Any
-) -> Recipe:
+def recipe(model: Any, folder: Path, task: str = "text_classification", **more: Any) -> Recipe:
     draw = random.Random(0)
     rows = []
     for i in range(60):
         words = draw.choices(WORDS, k=draw.randint(2, 8))
-        label = {"regression": i / 60, "token_classification": [w[-1] for w in words]}.get(
-            task, i % 3
-        )
+        labels = {"regression": i / 60, "token_classification": [w[-1] for w in words]}
+        label = labels.get(task, i % 3)
         text = words if task == "token_classification" else " ".join(words)
         rows.append({"text": text, "other": words[0], "label": label})
     data = {"path": str(write_rows(folder / "rows.jsonl", rows)), "text": "text"}
@@ -66,7 +64,7 @@ def recipe(
         "train": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3},
         "score": {"scorer": "taylor", "random_draws": 2},
     }
-    return checked_recipe(task, model, data, **{**standard, **sections})
+    return checked_recipe(task, model, data, **{**standard, **more})
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +76,7 @@ def finished(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reci
 
 @pytest.mark.parametrize(
     ("task", "metric"),
-    [
-        ("text_classification", "accuracy"),
-        ("regression", "mse"),
-        ("token_classification", "accuracy"),
-    ],
+    [("text_classification", "accuracy"), ("regression", "mse"), (TAGS, "accuracy")],
 )
 def test_tasks(task: str, metric: str, bert: Path, finished: Any, tmp_path: Path) -> None:
     if task == "text_classification":
@@ -158,9 +152,7 @@ def test_a_broken_run_says_how_far_it_came(
     assert "compare" not in record.timings
 
 
-def test_a_report_that_fails_fails_the_run(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from headprune.run import reporting
 
     chosen = recipe(bert, tmp_path, report=True)
@@ -193,9 +185,7 @@ def test_a_checked_recipe_takes_no_settings(bert: Path, tmp_path: Path) -> None:
         runner.prepared(recipe(bert, tmp_path), ["seed=1"])
 
 
-def test_scoring_alone_writes_nothing(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scoring_alone_writes_nothing(bert: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     scores = runner.score_recipe(recipe(bert, tmp_path, out=None), say=lambda line: None)
     assert (scores.scorer, scores.n_heads) == ("taylor", 8)
@@ -272,9 +262,7 @@ def test_paths(tmp_path: Path) -> None:
             resolve_path(bad)
 
 
-def test_open_model_tells_what_is_wrong(
-    tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_model_tells_what_is_wrong(tmp_path: Path, bert: Path, monkeypatch: Any) -> None:
     assert type(open_model(str(bert))).__name__ == "BertModel"
     with pytest.raises(InvalidValue, match=r"without config.json"):
         open_model(str(tmp_path))
@@ -295,9 +283,7 @@ def test_cuda_without_a_gpu() -> None:
     assert resolve_device("auto").type == "cpu"
 
 
-def test_a_policy_that_the_models_layout_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_that_the_models_layout_lacks(tmp_path: Path, monkeypatch: Any) -> None:
     alone = dataclasses.replace(layouts.registry.get("llama"), policies=("group",))
     monkeypatch.setitem(layouts.registry._loaded, "llama", alone)
     select = {"keep_heads": 0.5, "policy": "free"}

@@ -25,9 +25,8 @@ from tests.tiny_models import wav2vec2, write_wav
 
 
 def tone(pitch: float, seconds: float = 0.5, rate: int = 100, phase: float = 0.0) -> np.ndarray:
-    return np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate + phase).astype(
-        np.float32
-    )
+    times = np.arange(round(seconds * rate)) / rate
+    return np.sin(2 * np.pi * pitch * times + phase).astype(np.float32)
 
 
 def in_wav(frames: bytes, width: int, channels: int = 1) -> bytes:
@@ -181,9 +180,8 @@ def test_a_run(tmp_path: Path, form: str) -> None:
         samples = tone({"low": 3, "high": 15}[label], 0.3 + i / 100, 200, phase=i)
         write_wav(folder / f"{i}.wav", samples, 200)
         array = {"array": samples.tolist(), "sampling_rate": 200}
-        rows.append(
-            {"audio": array if form == "arrays" else str(folder / f"{i}.wav"), "label": label}
-        )
+        audio = array if form == "arrays" else str(folder / f"{i}.wav")
+        rows.append({"audio": audio, "label": label})
     if form == "hub":
         data = Dataset.from_list(rows).cast_column("audio", Audio(decode=False))
         data.cast_column("audio", Audio()).to_parquet(folder / "train.parquet")

@@ -72,7 +72,7 @@ def built(kind: Any) -> nn.Module:
 
 
 class Freely(transformers.TrainerCallback):
-    """Cuts by a fixed plan, which leaves groups of unlike size."""
+    """Cuts by a fixed plan, after which groups have unlike sizes."""
 
     def __init__(self, masks: dict[int, dict[int, list[int]]]) -> None:
         self.masks = masks

@@ -58,9 +58,7 @@ def logits(subject: Subject, given: dict[str, Tensor], rows: slice = slice(None)
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_gates_of_an_example_act_on_all_its_windows_and_on_no_other_example(
-    swin: Subject, tokens: bool
-) -> None:
+def test_gates_act_on_all_windows_of_their_example_alone(swin: Subject, tokens: bool) -> None:
     given = gates(swin, 3, tokens=tokens)
     together = logits(swin, given)
     for i in range(3):
