@@ -10,64 +10,31 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-#: Sizes by the names that configurations have for them.
-SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "text_vocab_size"), 60),
-    **dict.fromkeys(
-        (
-            "hidden_size",
-            "d_model",
-            "n_embd",
-            "dim",
-            "emb_dim",
-            "embed_dim",
-            "embedding_size",
-            "n_embed",
-        ),
-        32,
-    ),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth"), 2
-    ),
-    **dict.fromkeys(
-        ("encoder_layers", "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers"), 2
-    ),
-    **dict.fromkeys(("encoder_num_hidden_layers", "num_encoder_layers", "latent_layers"), 2),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"), 4
-    ),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "attention_heads"), 4),
-    **dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), 4),
-    **dict.fromkeys(
-        ("encoder_num_key_value_heads", "decoder_num_key_value_heads", "num_kv_heads"), 4
-    ),
-    **dict.fromkeys(
-        ("intermediate_size", "d_inner", "d_ff", "hidden_dim", "ffn_dim", "moe_intermediate_size"),
-        48,
-    ),
-    **dict.fromkeys(
-        ("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size", "mlp_dim"), 48
-    ),
-    **dict.fromkeys(
-        ("head_dim", "rotary_dim", "d_kv", "attention_head_size", "qk_nope_head_dim", "v_head_dim"),
-        8,
-    ),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
-        128,
-    ),
-    **dict.fromkeys(("pad_token_id",), 0),
-    **dict.fromkeys(("bos_token_id", "decoder_start_token_id", "cls_token_id"), 1),
-    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
-    **dict.fromkeys(("initializer_range", "init_std", "init_range", "initializer_factor"), 0.3),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
-    "num_experts_per_tok": 2,
-    "image_size": 32,
-    "patch_size": 8,
-    "projection_dim": 32,
-    "out_hidden_size": 32,
-    "output_dim": 32,
-}
+#: Sizes, and the names that configurations have for them.
+_SIZES = [
+    (60, "vocab_size text_vocab_size"),
+    (32, "hidden_size d_model n_embd dim emb_dim embed_dim embedding_size n_embed"),
+    (2, "num_hidden_layers n_layer n_layers num_layers num_blocks depth latent_layers"),
+    (2, "encoder_layers decoder_layers num_decoder_layers decoder_num_hidden_layers"),
+    (2, "encoder_num_hidden_layers num_encoder_layers"),
+    (4, "num_attention_heads n_head n_heads num_heads num_key_value_heads num_kv_heads"),
+    (4, "encoder_attention_heads decoder_attention_heads attention_heads"),
+    (4, "encoder_num_attention_heads decoder_num_attention_heads"),
+    (4, "encoder_num_key_value_heads decoder_num_key_value_heads"),
+    (48, "intermediate_size d_inner d_ff hidden_dim ffn_dim moe_intermediate_size mlp_dim"),
+    (48, "encoder_ffn_dim decoder_ffn_dim shared_expert_intermediate_size"),
+    (8, "head_dim rotary_dim d_kv attention_head_size qk_nope_head_dim v_head_dim"),
+    (128, "max_position_embeddings n_positions max_source_positions max_target_positions"),
+    (0, "pad_token_id"),
+    (1, "bos_token_id decoder_start_token_id cls_token_id"),
+    (2, "eos_token_id sep_token_id"),
+    (0.3, "initializer_range init_std init_range initializer_factor"),
+    (4, "num_local_experts num_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok"),
+    (32, "image_size projection_dim out_hidden_size output_dim"),
+    (8, "patch_size"),
+]
+SMALL: dict[str, Any] = {name: size for size, names in _SIZES for name in names.split()}
 #: Configurations of models that rotate by three positions, and do not say by how much each.
 THREE_POSITIONS = ("Qwen2VLTextConfig", "Qwen2_5_VLTextConfig", "PaddleOCRTextConfig")
 

@@ -3,11 +3,13 @@ nothing happened to."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,52 +21,63 @@ from tests import killing
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL on Windows")
 
 Whole = tuple[Path, tuple[float, int]]
-
-
-def _whole(factory: pytest.TempPathFactory, work: Callable[[str], None]) -> Whole:
-    folder = factory.mktemp("undisturbed") / "out"
-    killing.undisturbed(work, folder)  # its time has the start of the fork server in it
-    again = folder.with_name("again")
-    whole = killing.undisturbed(work, again)
-    return folder, whole
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return _whole(tmp_path_factory, killing.the_run)
-
-
-@pytest.fixture(scope="module")
-def gradual_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return _whole(tmp_path_factory, killing.the_gradual_run)
+#: Of a saved model.
+FILES = {"model.safetensors", "headprune.json", "config.json", "README.md"}
+#: What is done, how results are compared, and the seed of the moments.
+WORK: dict[str, Any] = {
+    "a run": (killing.the_run, killing.same_runs, 0),
+    "a run in stages": (killing.the_gradual_run, killing.same_runs, 2),
+    "a sweep": (killing.the_sweep, killing.same_sweeps, 3),
+}
+#: Even numbers are moments in time, odd ones calls that change files; number 2 is killed twice.
+MOMENTS = [(1, "a run"), (2, "a run")]
+MANY = [
+    *((number, "a run") for number in (0, *range(3, 20))),
+    *((number, "a run in stages") for number in range(6)),
+    *((number, "a sweep") for number in range(5)),
+]
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return _whole(tmp_path_factory, killing.the_sweep)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
+    """The result of work that nothing happens to, its seconds and its calls."""
+    killing.undisturbed(killing.the_scores, tmp_path_factory.mktemp("server") / "out")  # starts it
+
+    @functools.cache
+    def find(what: str) -> Whole:
+        folder = tmp_path_factory.mktemp("undisturbed") / "out"
+        return folder, killing.undisturbed(WORK[what][0], folder)
+
+    return find
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [*MOMENTS, *(pytest.param(*moment, marks=pytest.mark.long) for moment in MANY)],
+)
+def test_work_that_is_killed_and_called_again_leaves_what_it_leaves_undisturbed(
+    undisturbed: Callable[[str], Whole], tmp_path: Path, number: int, what: str
+) -> None:
+    folder, whole = undisturbed(what)
+    work, same, seed = WORK[what]
+    print(*killing.killed_and_finished(work, tmp_path / "out", number, seed, whole), sep="\n")
+    same(tmp_path / "out", folder)
 
 
 def _old_run(folder: Path) -> dict[str, bytes]:
     """A finished run, with what a run may leave."""
     RunRecord("old", "done", "report", "2020").save(folder / "record.json")
-    for name in (
-        "plan.json",
-        "recipe.yaml",
-        "base/config.json",
-        "model/headprune.json",
-        "mine.txt",
-    ):
+    new = ("plan.json", "recipe.yaml", "base/config.json", "model/headprune.json")
+    for name in (*new, "mine.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("old")
     return _contents(folder)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    found = {
-        p
-        for p in folder.rglob("*")
-        if p.is_file() and p.name != ".lock" and not p.name.endswith(".part")
-    }
+    files = (p for p in folder.rglob("*") if p.is_file())
+    found = [p for p in files if p.name != ".lock" and not p.name.endswith(".part")]
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 
@@ -92,9 +105,8 @@ def test_a_run_killed_at_every_file_call_around_its_stages(tmp_path: Path, anew:
         if anew and _contents(out) == before:
             ends.add("as it was")
             continue
-        done = (out / "record.json").is_file() and RunRecord.load(
-            out / "record.json"
-        ).status == "done"
+        record = out / "record.json"
+        done = record.is_file() and RunRecord.load(record).status == "done"
         again = killing.begun(killing.the_frame, out)
         again.join()
         assert again.exitcode == (1 if done else 0), f"call {call} of {calls}"
@@ -102,48 +114,8 @@ def test_a_run_killed_at_every_file_call_around_its_stages(tmp_path: Path, anew:
         assert _contents(out).keys() == _contents(whole).keys(), f"call {call} of {calls}"
         assert not list(out.glob(".*.part"))
         assert (out / "plan.json").read_text() == "new"
-        assert RunRecord.load(out / "record.json").status == "done"
+        assert RunRecord.load(record).status == "done"
     assert ends == {"finished", "gone on with", *(["as it was"] if anew else [])}
-
-
-def _killed(
-    work: Callable[[str], None],
-    undisturbed: Whole,
-    out: Path,
-    number: int,
-    seed: int,
-    same: Callable[[Path, Path], None],
-) -> None:
-    """Work killed at a moment of its own, and called again, leaves what it leaves undisturbed."""
-    folder, whole = undisturbed
-    print(*killing.killed_and_finished(work, out, number, seed, whole), sep="\n")
-    same(out, folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(3))
-def test_a_killed_run(run: Whole, tmp_path: Path, number: int) -> None:
-    _killed(killing.the_run, run, tmp_path / "out", number, 0, killing.same_runs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(20))
-def test_a_run_killed_at_twenty_moments(run: Whole, tmp_path: Path, number: int) -> None:
-    _killed(killing.the_run, run, tmp_path / "out", number, 1, killing.same_runs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(6))
-def test_a_run_in_stages_killed_at_six_moments(
-    gradual_run: Whole, tmp_path: Path, number: int
-) -> None:
-    _killed(killing.the_gradual_run, gradual_run, tmp_path / "out", number, 2, killing.same_runs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(5))
-def test_a_sweep_killed_at_five_moments(sweep: Whole, tmp_path: Path, number: int) -> None:
-    _killed(killing.the_sweep, sweep, tmp_path / "out", number, 3, killing.same_sweeps)
 
 
 def _killed_over(work: Callable[[str], None], old: Path) -> Iterator[Path]:
@@ -158,33 +130,27 @@ def _killed_over(work: Callable[[str], None], old: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_a_save_over_an_earlier_one_killed_at_every_file_call_leaves_the_one_or_the_other(
+def test_a_save_over_an_earlier_one_killed_at_every_file_call_is_one_of_both(
     tmp_path: Path,
 ) -> None:
-    whole = {name: killing.cut_model(seed).state_dict() for name, seed in (("old", 0), ("new", 1))}
-    hp.save_pretrained(killing.cut_model(0), tmp_path / "old", max_shard_size="20KB")
+    old, new = killing.cut_model(0), killing.cut_model(1)
+    hp.save_pretrained(old, tmp_path / "old", max_shard_size="20KB")
     seen = []
-    for call, folder in enumerate(_killed_over(killing.the_save, tmp_path / "old"), start=1):
+    for folder in _killed_over(killing.the_save, tmp_path / "old"):
         state = hp.from_pretrained(folder).state_dict()
-        seen += [
-            n
-            for n, own in whole.items()
-            if all(k in state and torch.equal(state[k], t) for k, t in own.items())
-        ]
-        assert len(seen) == call, "neither the one nor the other"
-        hp.save_pretrained(killing.cut_model(1), folder)
-        assert {p.name for p in folder.iterdir()} == {
-            p.name for p in (tmp_path / "whole").iterdir()
-        }
+        is_old, is_new = (
+            all(k in state and torch.equal(state[k], t) for k, t in model.state_dict().items())
+            for model in (old, new)
+        )
+        assert is_old != is_new, "neither the one nor the other"
+        seen.append("old" if is_old else "new")
+        hp.save_pretrained(new, folder)
+        assert {p.name for p in folder.iterdir()} == FILES
     assert seen == sorted(seen, reverse=True), "first the old one, then the new one"
     assert set(seen) == {"old", "new"}
-    names = {"model.safetensors", "headprune.json", "config.json", "README.md"}
-    assert {p.name for p in (tmp_path / "whole").iterdir()} == names
 
 
-def test_scores_saved_over_earlier_ones_killed_at_every_file_call_have_their_own_numbers(
-    tmp_path: Path,
-) -> None:
+def test_scores_saved_over_earlier_ones_and_killed_have_their_own_numbers(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     whole = [killing.sampled_scores(seed) for seed in (0, 1)]
     whole[0].save(tmp_path / "old" / "scores.json")

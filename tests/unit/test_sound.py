@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import wave
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Audio, Dataset
 
 import headprune as hp
 from headprune.core.errors import InvalidValue
@@ -18,16 +18,15 @@ from headprune.data import sound
 from headprune.data.datasets import load_rows
 from headprune.data.features import Collate
 from headprune.data.sound import Clip, Sounds, clip_of
-from headprune.recipes.validate import RecipeError, check_recipe
-from headprune.run import run_recipe
+from headprune.recipes.schema import Recipe
 from headprune.run.identity import facts_of
+from tests.small_recipes import checked_recipe, quiet_run, write_rows
 from tests.tiny_models import wav2vec2, write_wav
 
 
 def tone(pitch: float, seconds: float = 0.5, rate: int = 100, phase: float = 0.0) -> np.ndarray:
-    return np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate + phase).astype(
-        np.float32
-    )
+    times = np.arange(round(seconds * rate)) / rate
+    return np.sin(2 * np.pi * pitch * times + phase).astype(np.float32)
 
 
 def in_wav(frames: bytes, width: int, channels: int = 1) -> bytes:
@@ -51,10 +50,8 @@ def test_channels_are_averaged_and_arrays_are_taken_as_they_are(tmp_path: Path) 
     frames = np.array([[16384, 0], [-32768, 16384]], dtype="<i2").tobytes()
     (tmp_path / "a.wav").write_bytes(in_wav(frames, 2, channels=2))
     assert clip_of("a.wav", "here", tmp_path).samples.tolist() == [0.25, -0.25]
-    assert clip_of({"path": "a.wav", "bytes": None}, "here", tmp_path).samples.tolist() == [
-        0.25,
-        -0.25,
-    ]
+    given = {"path": "a.wav", "bytes": None}
+    assert clip_of(given, "here", tmp_path).samples.tolist() == [0.25, -0.25]
     clip = clip_of({"array": [0.5, 1.0], "sampling_rate": 7}, "here", tmp_path)
     assert (clip.samples.tolist(), clip.rate) == ([0.5, 1.0], 7)
 
@@ -71,10 +68,7 @@ def test_another_rate_keeps_the_tone_and_drops_what_it_cannot_hold() -> None:
     ("value", "words"),
     [
         ("none.wav", "the path of a file that can be read"),
-        (
-            {"bytes": b"RIFFnothing", "path": "a.wav"},
-            "a wav file of whole numbers|a sound file that can be read",
-        ),
+        ({"bytes": b"RIFFnothing", "path": "a.wav"}, "a wav file of whole|a sound file that can"),
         ({"array": [0.0, float("nan")], "sampling_rate": 8}, "sound of finite samples"),
         ({"array": [], "sampling_rate": 8}, "sound of finite samples, at least one"),
         ({"array": [0.0]}, "an array with its sampling_rate"),
@@ -97,10 +91,7 @@ def test_a_wav_file_that_nobody_records(
     data = bytearray(in_wav(bytes(10), 2))
     data[24:28], data[34:36] = rate.to_bytes(4, "little"), (8 * width).to_bytes(2, "little")
     monkeypatch.setattr(sound.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        InvalidValue,
-        match=rf"wav file of whole numbers, got 'a' \(.*{words}.*pip install soundfile",
-    ):
+    with pytest.raises(InvalidValue, match=rf"whole numbers, got .*{words}.*install soundfile"):
         clip_of({"bytes": bytes(data), "path": "a"}, "here", Path())
 
 
@@ -120,21 +111,14 @@ def test_clips_are_cut_filled_and_normalised_as_the_extractor_does(tmp_path: Pat
     batch = Collate()(examples)["input_values"]
     # Told of a mask, it leaves padding out of the mean; without one a clip would depend on its
     # batch.
-    asked = {
-        "sampling_rate": 100,
-        "padding": True,
-        "return_attention_mask": True,
-        "return_tensors": "pt",
-    }
-    padded = extractor([v["array"][:50] for v in values], **asked)
+    asked = {"padding": True, "return_attention_mask": True, "return_tensors": "pt"}
+    padded = extractor([v["array"][:50] for v in values], sampling_rate=100, **asked)
     torch.testing.assert_close(batch, padded["input_values"])
-    with pytest.raises(
-        InvalidValue, match=r"data\.seconds: must be given, because clips differ in length"
-    ):
+    with pytest.raises(InvalidValue, match=r"data\.seconds: must be given, because clips differ"):
         Sounds(tmp_path, extractor).encode(values)
 
 
-def test_without_an_extractor_samples_stay_as_they_are() -> None:
+def test_without_an_extractor_samples_are_kept_as_they_are() -> None:
     values = [{"array": tone(3, s), "sampling_rate": 100} for s in (0.2, 0.8)]
     short, long = (example["input_values"] for example in Sounds(Path(), None, 0.5).encode(values))
     assert torch.equal(short, torch.cat([torch.from_numpy(tone(3, 0.2)), torch.zeros(30)]))
@@ -143,8 +127,7 @@ def test_without_an_extractor_samples_stay_as_they_are() -> None:
 
 def test_extractors_that_cannot_serve() -> None:
     class Spectra:
-        """Makes features of as many columns as the clip is long, as extractors of spectrograms
-        do."""
+        """Makes features of as many columns as the clip is long."""
 
         sampling_rate = 100
 
@@ -152,40 +135,30 @@ def test_extractors_that_cannot_serve() -> None:
             return {"input_features": torch.zeros(1, 4, len(samples))}
 
     values = [{"array": tone(3, s), "sampling_rate": 100} for s in (0.2, 0.8)]
-    with pytest.raises(
-        InvalidValue,
-        match=r"data\.seconds: must be at most the shortest clip, 0\.2: Spectra makes no",
-    ):
+    with pytest.raises(InvalidValue, match=r"at most the shortest clip, 0\.2: Spectra makes no"):
         Sounds(Path(), Spectra(), 0.5).encode(values)
     assert len(Sounds(Path(), Spectra(), 0.2).encode(values)) == 2
     with pytest.raises(InvalidValue, match=r"model\.path: must be a model of sound, .* got dict"):
         Sounds(Path(), {}).encode(values)
 
 
-def recipe(folder: Path, **changes: Any) -> Any:
-    return check_recipe(
-        {
-            "name": "tones",
-            "description": "for tests",
-            "task": "audio_classification",
-            "device": "cpu",
-            "model": {"path": str(folder / "model")},
-            "data": {"path": str(folder / "rows"), "seconds": 0.5, "holdout": 8, "test_holdout": 8},
-            "train": {"epochs": 1, "batch_size": 16},
-            "score": {"random_draws": 1},
-            "select": {"keep_heads": 0.5},
-            "bench": {"batch_sizes": [2], "seconds": 0.01},
-            "report": False,
-            **changes,
-        }
-    )
+AUDIO = "audio_classification"
+
+
+def recipe(folder: Path) -> Recipe:
+    data = {"path": str(folder / "rows"), "seconds": 0.5, "holdout": 8, "test_holdout": 8}
+    sections = {
+        "train": {"epochs": 1, "batch_size": 16},
+        "score": {"random_draws": 1},
+        "bench": {"batch_sizes": [2], "seconds": 0.01},
+    }
+    return checked_recipe(AUDIO, folder / "model", data, **sections)
 
 
 def test_replaced_sound_is_other_data(tmp_path: Path) -> None:
     """The table that names the files is as it was."""
-    (tmp_path / "rows").mkdir()
     rows = [{"audio": f"{i}.wav", "label": "ab"[i % 2]} for i in range(40)]
-    (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "rows" / "train.jsonl", rows)
     for i in range(40):
         write_wav(tmp_path / "rows" / f"{i}.wav", tone(3 + i), 200)
     before = load_rows(recipe(tmp_path)).facts
@@ -196,40 +169,27 @@ def test_replaced_sound_is_other_data(tmp_path: Path) -> None:
     assert facts_of(after) != facts_of(before)
 
 
-@pytest.mark.parametrize("form", ["paths", "arrays", "hub"])
+@pytest.mark.parametrize("form", ["arrays", "hub"])
 def test_a_run(tmp_path: Path, form: str) -> None:
     torch.manual_seed(0)
     wav2vec2(tmp_path / "model")
-    (tmp_path / "rows").mkdir()
-    pitches = {"low": 3, "high": 15}
-    rows: list[dict[str, Any]] = []
+    folder, rows = tmp_path / "rows", list[dict[str, Any]]()
+    folder.mkdir()
     for i in range(40):
-        label = list(pitches)[i % 2]
-        samples, path = tone(pitches[label], 0.3 + i / 100, 200, phase=i), f"{i}.wav"
-        write_wav(tmp_path / "rows" / path, samples, 200)
-        value = path if form != "arrays" else {"array": samples.tolist(), "sampling_rate": 200}
-        rows.append(
-            {"audio": value if form != "hub" else str(tmp_path / "rows" / path), "label": label}
-        )
+        label = ["low", "high"][i % 2]
+        samples = tone({"low": 3, "high": 15}[label], 0.3 + i / 100, 200, phase=i)
+        write_wav(folder / f"{i}.wav", samples, 200)
+        array = {"array": samples.tolist(), "sampling_rate": 200}
+        audio = array if form == "arrays" else str(folder / f"{i}.wav")
+        rows.append({"audio": audio, "label": label})
     if form == "hub":
-        from datasets import Audio, Dataset
-
         data = Dataset.from_list(rows).cast_column("audio", Audio(decode=False))
-        data.cast_column("audio", Audio()).to_parquet(tmp_path / "rows" / "train.parquet")
+        data.cast_column("audio", Audio()).to_parquet(folder / "train.parquet")
     else:
-        (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    record = run_recipe(recipe(tmp_path), out=tmp_path / "out", say=lambda line: None)
+        write_rows(folder / "train.jsonl", rows)
+    record = quiet_run(recipe(tmp_path), out=tmp_path / "out")
     assert record.status == "done"
     assert {row.metric for row in record.quality} == {"accuracy"}
     model = hp.from_pretrained(tmp_path / "out" / "model")
     assert model.config.id2label == {0: "high", 1: "low"}
     assert (tmp_path / "out" / "model" / "preprocessor_config.json").is_file()
-
-
-def test_what_makes_no_sense() -> None:
-    with pytest.raises(RecipeError, match=r"data\.text: must be left out for audio_classification"):
-        recipe(Path("here"), data={"path": "rows", "text": "text"})
-    with pytest.raises(
-        RecipeError, match=r"data\.seconds: must be left out: only audio_classification"
-    ):
-        recipe(Path("here"), task="image_classification")

@@ -1,0 +1,43 @@
+"""Recipes on rows that a test writes, and runs that say nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import headprune as hp
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import check_recipe
+from headprune.run import prepared, run_recipe
+from headprune.run.subject import Subject
+
+
+def checked_recipe(task: str, model: object, data: dict[str, Any], **sections: Any) -> Recipe:
+    """A recipe that keeps half of the heads; ``model`` is its section, or a folder."""
+    base = {
+        "name": "test",
+        "description": "for tests",
+        "task": task,
+        "device": "cpu",
+        "model": model if isinstance(model, dict) else {"path": str(model)},
+        "data": data,
+        "select": {"keep_heads": 0.5},
+        "report": False,
+    }
+    return check_recipe({**base, **sections})
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def quiet_run(chosen: Recipe, **options: Any) -> hp.RunRecord:
+    return run_recipe(chosen, say=lambda line: None, **options)
+
+
+def quietly_prepared(chosen: Recipe) -> Subject:
+    return prepared(chosen, say=lambda line: None)
