@@ -43,7 +43,7 @@ class Magnitude(Scorer):
 def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
     """The product of the norms of a unit's weights in all slabs."""
     site = bound.site
-    positions = [site.heads.index(h) for h in unit]
+    positions = site.positions(unit)
     groups = used_groups(site.geometry, positions)
     # Whether the values have a slab of their own.
     has_values = any("value" in slab.units for slab in bound.slabs)
