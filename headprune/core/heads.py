@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -119,7 +120,7 @@ class AttentionSite(Value):
             must = f"a partition of the heads {list(self.heads)}"
             raise InvalidValue("AttentionSite.bundles", must, self.bundles)
 
-    @property
+    @cached_property
     def geometry(self) -> HeadGeometry:
         """Head counts, widths and shared key/value heads of the present heads."""
         n_query, n_kv = self.n_query_heads, self.n_kv_heads
@@ -141,9 +142,11 @@ class AttentionSite(Value):
             return head // self.group_size
         return head % self.n_kv_heads
 
-    @property
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The present heads (original indices) by the key/value head that they read."""
+        if self.group_size == 1:
+            return tuple((head,) for head in self.heads)
         # Key/value heads whose query heads were all removed do not appear.
         groups: dict[int, list[int]] = {}
         for head in self.heads:
@@ -155,7 +158,7 @@ class AttentionSite(Value):
         place = {head: number for number, head in enumerate(self.heads)}
         return [place[head] for head in heads]
 
-    @property
+    @cached_property
     def units(self) -> tuple[tuple[int, ...], ...]:
         """The sets of present heads (original indices) that are scored and removed together.
 
