@@ -25,7 +25,12 @@ from headprune.model.matching import (
     slab_length,
     slabs_of,
 )
-from headprune.model.near_misses import attention_like, closest_reason, no_sites_error
+from headprune.model.near_misses import (
+    attention_like,
+    closest_reason,
+    no_feed_forwards_error,
+    no_sites_error,
+)
 from headprune.model.transfers import in_main_memory
 
 # Other rooms import all of these from here, wherever they are defined.
@@ -176,7 +181,8 @@ def find_sites(
 
     Raises:
         UnsupportedModel: no site; the message lists the attention-like modules and what each lacks.
-            Or a site whose layout does not allow ``policy``.
+            Or no feed-forward where they were asked for, or a site whose layout does not allow
+            ``policy``.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -239,7 +245,10 @@ def _located(
     if feed_forward:
         neurons += _registered(feed_forward=True)
     if neurons:
-        bound = _in_model_order(model, [*bound, *_matched(model, neurons, policy)])
+        found = _matched(model, neurons, policy)
+        if feed_forward and not found:
+            raise no_feed_forwards_error(model)
+        bound = _in_model_order(model, [*bound, *found])
     if not bound:
         raise no_sites_error(model, attention)
     _check_stored(bound)
