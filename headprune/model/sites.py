@@ -223,7 +223,7 @@ def _has_cut_neurons(model: nn.Module) -> bool:
     for module in model.modules():
         state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
         name = None if state is None else state.layout
-        if name in registry and registry.get(name).is_feed_forward:
+        if name is not None and name in registry and registry.get(name).is_feed_forward:
             return True
     return False
 
