@@ -7,7 +7,7 @@ every neuron by itself; other code is compared under masks when it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ def feed_forward(
     optional: tuple[str, ...] = (),
     untouched: tuple[str, ...] = (),
     exposed: type[Mixin] | None = None,
+    width: int | Callable[[Any], int] = 1,
 ) -> AttentionLayout:
     """Return the layout of a feed-forward, or of a layer that holds its projections itself.
 
@@ -34,13 +35,14 @@ def feed_forward(
         optional: Those of them that a module may lack.
         untouched: Paths of parameters that do not depend on neurons.
         exposed: As in ``AttentionLayout``.
+        width: Of a neuron, 1; or a function that first refuses modules by raising.
     """
     slabs = [HeadSlab(path, "out", unit, optional=path in optional) for path, unit in up.items()]
     return AttentionLayout(
         name=name,
         gate=down,
         slabs=(*slabs, HeadSlab(down, "in", "context")),
-        head_dim=1,
+        head_dim=width,
         kind="feed_forward",
         untouched=untouched,
         exposed=exposed,

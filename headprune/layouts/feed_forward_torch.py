@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from headprune.core.errors import UnsupportedModel
 from headprune.core.mixin import Mixin
 from headprune.layouts._feed_forward import feed_forward
 
@@ -15,10 +18,19 @@ class CallsItsLayers(Mixin):
         return 0
 
 
+def _width(module: Any) -> int:
+    """Refuse layers whose tokens come before the examples, where gates are per example."""
+    if not module.self_attn.batch_first:
+        must, got = "built with batch_first=True", "batch_first=False"
+        raise UnsupportedModel(type(module).__name__, must, got)
+    return 1
+
+
 LAYOUT = feed_forward(
     "feed_forward_torch",
     "linear2",
     {"linear1": "head"},
     untouched=("self_attn", "multihead_attn", "norm1", "norm2", "norm3"),
     exposed=CallsItsLayers,
+    width=_width,
 )
