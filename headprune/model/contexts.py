@@ -129,7 +129,8 @@ def rows_of(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
         if len(x) == batch_size(batch):  # [batch, width]: one token per example
             return x.unsqueeze(1)
         if b.layout.is_feed_forward and not len(x) % batch_size(batch):
-            return x.unflatten(0, (batch_size(batch), -1))  # [batch * tokens, neurons], as OPT's
+            # [batch * tokens, neurons], as OPT's
+            return x.reshape(batch_size(batch), -1, x.shape[1])
         return x.unsqueeze(0)  # [tokens, width]: one example
     if x.ndim == 3:
         # [tokens, batch, width] or [batch, tokens, width]
