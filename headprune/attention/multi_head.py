@@ -17,7 +17,7 @@ from headprune.attention.kept_heads import check_heads, say_heads, store_heads_
 from headprune.attention.linear import Axis, cut_features, replace_features_
 from headprune.attention.masks import join_masks
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.core.heads import KINDS, AttentionSite, Kind, Policy
+from headprune.core.heads import ATTENTION_KINDS, AttentionSite, Kind, Policy
 from headprune.core.indices import indices
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
@@ -101,8 +101,8 @@ class MultiHeadAttention(nn.Module):
             raise InvalidValue("query_size", f"a multiple of n_heads = {n_heads}", query_size, hint)
         if not 0 <= dropout < 1:
             raise InvalidValue("dropout", "a probability, 0 <= dropout < 1", dropout)
-        if kind not in KINDS:
-            raise InvalidValue("kind", f"one of {', '.join(KINDS)}", repr(kind))
+        if kind not in ATTENTION_KINDS:
+            raise InvalidValue("kind", f"one of {', '.join(ATTENTION_KINDS)}", repr(kind))
         self.kind = kind
         self.n_heads = n_heads
         self.n_kv_heads = _or(n_kv_heads, n_heads)

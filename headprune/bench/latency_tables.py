@@ -31,6 +31,7 @@ from headprune.bench.recording import RecordedCall, fresh, recorded, tokens_of
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
+from headprune.core.levels import level_widths
 from headprune.model.cut import cut_
 from headprune.model.running import batch_size as rows_in
 from headprune.model.running import call, device_of, to_device, undisturbed
@@ -160,7 +161,12 @@ def _shaped(batch: Any, size: int | None, length: int | None) -> Any:
 
 
 def _keeps(site: AttentionSite) -> list[tuple[int, ...]]:
-    """Return one choice of kept heads for every number of heads that the policy allows."""
+    """Return one choice of kept heads for every number of heads that the policy allows.
+
+    Of neurons, only numbers that a selector chooses from.
+    """
+    if site.kind == "feed_forward":
+        return [site.heads[:count] for count in level_widths(len(site.heads))]
     # Whole groups one after another; or single heads spread over all groups. A choice that empties
     # groups is somewhat faster than the table says.
     order: list[int] = []
@@ -233,6 +239,8 @@ class _Clock:
         row: list[float | None] = [None] * (len(recorded_call.bound.site.heads) + 1)
         for count, median in zip(variants, np.median(times, axis=0).tolist(), strict=True):
             row[count] = median
+        if recorded_call.bound.layout.is_feed_forward:
+            return _above_none(row)
         return row
 
     def _rounds(self, ready: Sequence[_Ready], seconds: float) -> NDArray[np.float64]:
@@ -271,6 +279,12 @@ def _ready(module: nn.Module, recorded_call: RecordedCall) -> Callable[[], Any]:
     args = fresh(recorded_call.args)
     kwargs = fresh(recorded_call.kwargs)
     return lambda: module(*args, **kwargs)
+
+
+def _above_none(row: SecondsByHeads) -> SecondsByHeads:
+    """Subtract the time without neurons: the module may be a whole layer, with its attention."""
+    without = row[0] or 0.0
+    return [None if seconds is None else max(0.0, seconds - without) for seconds in row]
 
 
 def _smoothed(row: SecondsByHeads) -> SecondsByHeads:

@@ -30,7 +30,7 @@ from headprune.core.plan import PruningPlan
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import count_parameters, offloaded
-from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
+from headprune.model.sites import BoundSite, Sites, all_cut_sites, bind, sites_for, unwrap
 
 Format = Literal["headprune", "transformers", "remote-code"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -88,7 +88,7 @@ def save_pretrained(
     if processor is not None:
         companions.check(processor)
     check_shard_size(max_shard_size)
-    bound = bind(model, sites)
+    bound = bind(model, all_cut_sites(model) if sites is None else sites)
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
     with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
@@ -146,7 +146,7 @@ def applicable_formats(
         None for each format that can hold it, else the reason why not.
     """
     model = unwrap(model)
-    bound = bind(model, sites)
+    bound = bind(model, all_cut_sites(model) if sites is None else sites)
     return {
         "headprune": None,
         "transformers": _reason_against(plain.config_of_cut, model, bound),
@@ -254,7 +254,7 @@ def _sites_to_cut(
 ) -> list[BoundSite]:
     """The sites of a full-size model, which must have the structure that a manifest states."""
     if sites is None:
-        located = find_sites(model)
+        located = sites_for(model, manifest.mask.sites)
     else:
         located = sites if isinstance(sites, Sites) else Sites(sites, ())
     if offloaded(model):

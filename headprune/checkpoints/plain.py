@@ -27,6 +27,16 @@ _QUERY = (
     "decoder_attention_heads",
 )
 _KEY_VALUE = ("num_key_value_heads", "num_kv_heads")
+#: Names of the number of neurons of a feed-forward.
+_NEURONS = (
+    "intermediate_size",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "hidden_dim",
+    "d_ff",
+    "n_inner",
+)
 _WHERE = "format 'transformers'"
 
 
@@ -124,7 +134,28 @@ def _parts(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _set_counts(section: Any, sites: list[BoundSite], with_width: bool) -> None:
-    """Set the head counts in a part of a configuration."""
+    """Set the counts of heads and of neurons in a part of a configuration."""
+    neurons = [b for b in sites if b.layout.is_feed_forward]
+    if neurons:
+        _set_neurons(section, neurons)
+    heads = [b for b in sites if not b.layout.is_feed_forward]
+    if heads:
+        _set_heads(section, heads, with_width)
+
+
+def _set_neurons(section: Any, sites: list[BoundSite]) -> None:
+    counts = {len(b.site.heads) for b in sites}
+    if len(counts) > 1:
+        must, got = "for the same number of neurons in every layer", sorted(counts)
+        raise UnsupportedModel(_WHERE, must, f"layers with {', '.join(map(str, got))} neurons")
+    (kept,) = counts
+    for name in _NEURONS:
+        # GPT-2's is None where it is four times the width.
+        if getattr(section, name, 0) in (sites[0].site.n_query_heads, None):
+            setattr(section, name, kept)
+
+
+def _set_heads(section: Any, sites: list[BoundSite], with_width: bool) -> None:
     counts = {(b.site.geometry.n_query_heads, b.site.geometry.n_kv_heads) for b in sites}
     if len(counts) > 1:
         each = ", ".join(str(len(b.site.heads)) for b in sites)

@@ -159,7 +159,7 @@ def _removed(bound: list[BoundSite], mask: HeadMask) -> tuple[tuple[str, tuple[i
     """The heads that a mask removes, for each site where it removes any."""
     removed = []
     for b in bound:
-        kept = mask.kept(b.site.name)
+        kept = frozenset(mask.kept(b.site.name))
         heads = tuple(h for h in b.site.heads if h not in kept)
         if heads:
             removed.append((b.site.name, heads))

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -18,8 +19,10 @@ from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_y
 from headprune.core.indices import indices, kept_in_row
 from headprune.core.slabs import MOST_HEADS, HeadGeometry
 
-Kind = Literal["self", "causal", "cross"]
-KINDS: tuple[Kind, ...] = ("self", "causal", "cross")
+#: Kinds of attention, and feed-forwards, whose heads are neurons of width 1.
+Kind = Literal["self", "causal", "cross", "feed_forward"]
+ATTENTION_KINDS: tuple[Kind, ...] = ("self", "causal", "cross")
+KINDS: tuple[Kind, ...] = (*ATTENTION_KINDS, "feed_forward")
 
 #: Which query heads can be removed where several share a key/value head: ``group`` all of them
 #: together (the cache shrinks), ``balanced`` the same number in every group that is kept, ``free``
@@ -31,6 +34,8 @@ POLICIES: tuple[Policy, ...] = ("group", "balanced", "free")
 Grouping = Literal["contiguous", "interleaved"]
 
 _Heads = frozenset[int]
+#: Heads that are shown one by one in a line.
+_MOST_MARKS = 128
 
 
 @dataclass(frozen=True, order=True)
@@ -59,7 +64,8 @@ class AttentionSite(Value):
     Args:
         name: The module's qualified name.
         layout: Name of the layout that matched.
-        kind: ``self`` (bidirectional), ``causal`` (may hold a KV cache) or ``cross``.
+        kind: ``self`` (bidirectional), ``causal`` (may hold a KV cache) or ``cross``;
+            ``feed_forward`` where heads are neurons.
         n_query_heads: Query heads of the uncut module.
         n_kv_heads: Key/value heads of the uncut module.
         head_dim: Width of a query or key head.
@@ -95,7 +101,7 @@ class AttentionSite(Value):
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InvalidValue("AttentionSite.kind", "'self', 'causal' or 'cross'", repr(self.kind))
+            raise InvalidValue("AttentionSite.kind", f"one of {', '.join(KINDS)}", repr(self.kind))
         if self.policy not in POLICIES:
             must = f"one of {', '.join(POLICIES)}"
             raise InvalidValue("AttentionSite.policy", must, repr(self.policy))
@@ -114,7 +120,7 @@ class AttentionSite(Value):
             must = f"a partition of the heads {list(self.heads)}"
             raise InvalidValue("AttentionSite.bundles", must, self.bundles)
 
-    @property
+    @cached_property
     def geometry(self) -> HeadGeometry:
         """Head counts, widths and shared key/value heads of the present heads."""
         n_query, n_kv = self.n_query_heads, self.n_kv_heads
@@ -136,16 +142,23 @@ class AttentionSite(Value):
             return head // self.group_size
         return head % self.n_kv_heads
 
-    @property
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The present heads (original indices) by the key/value head that they read."""
+        if self.group_size == 1:
+            return tuple((head,) for head in self.heads)
         # Key/value heads whose query heads were all removed do not appear.
         groups: dict[int, list[int]] = {}
         for head in self.heads:
             groups.setdefault(self.kv_head(head), []).append(head)
         return tuple(tuple(groups[kv]) for kv in sorted(groups))
 
-    @property
+    def positions(self, heads: Iterable[int]) -> list[int]:
+        """The places of these heads (original indices) among the present ones."""
+        place = {head: number for number, head in enumerate(self.heads)}
+        return [place[head] for head in heads]
+
+    @cached_property
     def units(self) -> tuple[tuple[int, ...], ...]:
         """The sets of present heads (original indices) that are scored and removed together.
 
@@ -176,11 +189,14 @@ class AttentionSite(Value):
             InvalidValue: the policy forbids it: a part of a KV group, or groups of unlike size.
         """
         kept = tuple(sorted(set(keep)))
+        present = frozenset(self.heads)
         for head in kept:
-            if head not in self.heads:
+            if head not in present:
                 must = f"one of the present heads {list(self.heads)}"
                 raise UnknownName(f"head {head} of {self.name}", must, head)
 
+        if self.group_size == 1:  # no heads share anything
+            return kept
         where = f"keep for {self.name}"
         hint = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
         kept_groups, counts = [], []
@@ -212,6 +228,10 @@ class AttentionSite(Value):
         return replace(self, policy="free")
 
     def __str__(self) -> str:
+        if self.kind == "feed_forward":
+            present = len(self.heads)
+            cut = "" if present == self.n_query_heads else f", {present} present"
+            return f"{self.name}: {self.n_query_heads} neurons{cut} ({self.layout})"
         heads = f"{self.n_query_heads} heads"
         if self.n_kv_heads != self.n_query_heads:
             heads += f" in {self.n_kv_heads} KV groups"
@@ -375,7 +395,8 @@ class HeadMask(Value):
     def removed(self, site: str) -> tuple[int, ...]:
         """Removed original indices of one site."""
         row = self.row(site)
-        return tuple(head for head in range(row.n_heads) if head not in row.kept)
+        kept = frozenset(row.kept)
+        return tuple(head for head in range(row.n_heads) if head not in kept)
 
     @property
     def n_kept(self) -> int:
@@ -425,10 +446,18 @@ class HeadMask(Value):
         width = max(map(len, self.sites), default=0)
         lines = [f"HeadMask: {self.n_kept} of {self.n_heads} heads kept"]
         for row in self.rows:
-            # The same marks as in the grids of plans.
-            marks = "".join("■" if h in row.kept else "·" for h in range(row.n_heads))
+            marks = _marks(row)
             lines.append(f"  {row.site:<{width}}  {marks}  {len(row.kept)}/{row.n_heads}")
         return "\n".join(lines)
+
+
+def _marks(row: SiteKeep) -> str:
+    """One mark per head of a row; none where a line cannot hold them, as for neurons."""
+    if row.n_heads > _MOST_MARKS:
+        return ""
+    kept = frozenset(row.kept)
+    # The same marks as in the grids of plans.
+    return "".join("■" if head in kept else "·" for head in range(row.n_heads))
 
 
 def without(sites: Iterable[AttentionSite], removed: Mapping[str, Iterable[int]]) -> HeadMask:

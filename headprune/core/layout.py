@@ -122,7 +122,7 @@ class AttentionLayout:
         head_dim: Width of a query head.
         value_dim: Width of a value head; None where it is ``head_dim``.
         key_dim: Width of a key's block; None where it is ``head_dim``.
-        kind: ``self``, ``causal`` or ``cross``.
+        kind: ``self``, ``causal``, ``cross`` or ``feed_forward``.
         requires: Attributes that must exist.
         absent: Attributes that must not exist.
         untouched: Paths of parameters that do not depend on heads.
@@ -212,6 +212,11 @@ class AttentionLayout:
         if not self.policies or not set(self.policies) <= set(POLICIES):
             must = f"some of {', '.join(POLICIES)}"
             raise InvalidValue(f"layout {self.name!r}.policies", must, self.policies)
+
+    @property
+    def is_feed_forward(self) -> bool:
+        """Whether its heads are the neurons of a feed-forward."""
+        return self.kind == "feed_forward"
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
         """Why a module must keep a head; None where it can lose all of them.

@@ -112,6 +112,8 @@ class HeadGeometry:
 
     def members(self, kv_head: int) -> list[int]:
         """The query heads that share a key/value head."""
+        if self.kv_of is None:
+            return list(range(kv_head * self.group_size, (kv_head + 1) * self.group_size))
         return [head for head in range(self.n_query_heads) if self.kv_head(head) == kv_head]
 
     def width(self, unit: str) -> int:
@@ -143,7 +145,8 @@ class HeadGeometry:
         heads = sorted(set(heads))
         # Key/value heads are renumbered: positions count the present ones.
         used = used_groups(self, heads)
-        kv_of = tuple(used.index(self.kv_head(head)) for head in heads)
+        number = {kv: i for i, kv in enumerate(used)}
+        kv_of = tuple(number[self.kv_head(head)] for head in heads)
         return HeadGeometry(
             len(heads), len(used), self.head_dim, self.value_dim, self.key_dim, kv_of
         )

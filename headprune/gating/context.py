@@ -29,7 +29,7 @@ from headprune.model.exposed import exposed
 from headprune.model.fingerprint import check_plan
 from headprune.model.refusals import check_unshared
 from headprune.model.running import device_of
-from headprune.model.sites import BoundSite, bind
+from headprune.model.sites import BoundSite, Sites, bind, sites_for
 from headprune.model.transfers import sent
 
 Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
@@ -73,8 +73,22 @@ def gated(
     >>> off.grad.shape
     torch.Size([1, 2])
     """
+    if sites is None:
+        sites = _sites_of(model, gates)
     with installed(model, gate_tensors(model, gates, bind(model, sites))):
         yield model
+
+
+def _sites_of(model: nn.Module, gates: Gates) -> Sites:
+    """The sites of a model that gates name; its attention for a tensor."""
+    names: Iterable[str] = ()
+    if isinstance(gates, PruningPlan):
+        names = gates.mask.sites
+    elif isinstance(gates, HeadMask):
+        names = gates.sites
+    elif isinstance(gates, Mapping):
+        names = map(str, gates)
+    return sites_for(model, names)
 
 
 @contextmanager
@@ -143,7 +157,7 @@ def _from_mapping(
 
 
 def _from_mask(bound: BoundSite, mask: HeadMask) -> Tensor:
-    kept = mask.kept(bound.site.name)
+    kept = frozenset(mask.kept(bound.site.name))
     device = device_of(bound.module)
     if device.type == "meta":
         # Offloaded weights come to the module when it runs; the gates follow them then.

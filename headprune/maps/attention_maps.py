@@ -19,7 +19,7 @@ from headprune.core.errors import (
     did_you_mean,
 )
 from headprune.core.files import write_atomic
-from headprune.core.heads import KINDS, HeadId
+from headprune.core.heads import ATTENTION_KINDS, HeadId
 from headprune.core.opening import check_file, reason
 from headprune.maps.patterns import Pattern, find_patterns, main_pattern
 
@@ -252,7 +252,7 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
 
 def _check_site(name: Any, kind: Any, heads: Any) -> None:
     only_ints = {type(head) for head in heads} == {int}
-    if not isinstance(name, str) or kind not in KINDS or not only_ints:
+    if not isinstance(name, str) or kind not in ATTENTION_KINDS or not only_ints:
         raise TypeError(f"the site {name!r} is described by other things than words and heads")
 
 

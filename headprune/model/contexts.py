@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from headprune.core.heads import Kind
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.model.exposed import exposed
 from headprune.model.padding import PaddingInfo, inputs_of, query_mask
@@ -97,7 +98,15 @@ def counted(model: nn.Module, b: BoundSite, rows: Tensor, info: PaddingInfo) -> 
     """
     if b.layout.windows:  # windows of an image have no padding that a batch shows
         return None
-    return query_mask(model, b.site.kind, info, (rows.shape[0], rows.shape[1]))
+    return query_mask(model, _kind_of_queries(b), info, (rows.shape[0], rows.shape[1]))
+
+
+def _kind_of_queries(b: BoundSite) -> Kind:
+    """The kind of the attention around a feed-forward, whose tokens it reads; else its own."""
+    if not b.layout.is_feed_forward:
+        return b.site.kind
+    # Only an encoder-decoder has both, in parts of these names.
+    return "causal" if "decoder" in b.site.name.split(".") else "self"
 
 
 def tokens_first(b: BoundSite) -> bool:
@@ -119,6 +128,9 @@ def rows_of(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
     if x.ndim == 2:
         if len(x) == batch_size(batch):  # [batch, width]: one token per example
             return x.unsqueeze(1)
+        if b.layout.is_feed_forward and not len(x) % batch_size(batch):
+            # [batch * tokens, neurons], as OPT's
+            return x.reshape(batch_size(batch), -1, x.shape[1])
         return x.unsqueeze(0)  # [tokens, width]: one example
     if x.ndim == 3:
         # [tokens, batch, width] or [batch, tokens, width]

@@ -122,6 +122,8 @@ class _Recorder:
         """Count the layers of the model and these sites inside the block."""
         with ExitStack() as stack:
             for site in sites:
+                if site.layout.is_feed_forward:  # its linear layers are counted as such
+                    continue
                 values = _value_weights(site)
                 count = partial(self._count_attention, site, list(map(base_of, values)))
                 stack.callback(site.gate.register_forward_pre_hook(count).remove)
@@ -275,6 +277,8 @@ def _products(bound: BoundSite, counts: _PassCounts) -> _Count:
     They are those with the keys, with the values, and the layout's ``products``.
     """
     site, layout = bound.site, bound.layout
+    if layout.is_feed_forward:
+        return _Count()
     macs = counts.pairs_of(site.name).times(site.head_dim + site.value_dim)
     if layout.products:
         macs_per_query, macs_per_key = layout.products(bound.module)
@@ -324,21 +328,26 @@ def unit_costs(bound: BoundSite, counts: _PassCounts | None = None) -> tuple[Cos
     """
     if counts is None:
         counts = _PassCounts(1)
+    units = bound.site.units
+    # Neurons cost all alike, and there are thousands of them.
+    if bound.layout.is_feed_forward and units:
+        return (_unit_cost(bound, units[0], counts),) * len(units)
+    return tuple(_unit_cost(bound, unit, counts) for unit in units)
+
+
+def _unit_cost(bound: BoundSite, unit: tuple[int, ...], counts: _PassCounts) -> Cost:
+    """What the model saves without one unit of a site."""
     site = bound.site
-    products = _products(bound, counts)
-    costs = []
-    for unit in site.units:
-        positions = [site.heads.index(head) for head in unit]
-        groups = freed_groups(site.geometry, positions)
-        params = 0
-        macs = products.times(len(unit)) + _per_head_macs(bound, len(unit), counts)
-        for slab in bound.slabs:
-            slab_params, slab_macs = _slab_cost(bound, slab, positions, groups, counts)
-            params += slab_params
-            macs += slab_macs
-        kv_bytes = _cache_bytes(bound, len(unit), len(groups))
-        costs.append(Cost(params, macs.fixed, macs.per_token, macs.per_pair, kv_bytes))
-    return tuple(costs)
+    positions = site.positions(unit)
+    groups = freed_groups(site.geometry, positions)
+    params = 0
+    macs = _products(bound, counts).times(len(unit)) + _per_head_macs(bound, len(unit), counts)
+    for slab in bound.slabs:
+        slab_params, slab_macs = _slab_cost(bound, slab, positions, groups, counts)
+        params += slab_params
+        macs += slab_macs
+    kv_bytes = _cache_bytes(bound, len(unit), len(groups))
+    return Cost(params, macs.fixed, macs.per_token, macs.per_pair, kv_bytes)
 
 
 def _per_head_macs(bound: BoundSite, n_heads: int, counts: _PassCounts) -> _Count:

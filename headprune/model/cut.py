@@ -371,7 +371,7 @@ def _planned(
     sites: list[_SiteCut] = []
     cuts: list[_Cut] = []
     for b in bound:
-        kept = mask.kept(b.site.name)
+        kept = frozenset(mask.kept(b.site.name))
         heads = b.site.check(head for head in b.site.heads if head in kept)
         if heads == b.site.heads:  # nothing to remove
             continue
@@ -382,7 +382,7 @@ def _planned(
         if refused is not None:
             raise UnsupportedModel(b.site.name, refused.must, refused.got, refused.hint)
         before = b.site.geometry
-        positions = [b.site.heads.index(head) for head in heads]
+        positions = b.site.positions(heads)
         sites.append(_SiteCut(b, heads, before.keep(positions)))
         cuts += [_Cut(b, slab, _rows(slab, before, positions)) for slab in b.slabs]
     check_cut(model, [(cut.bound, cut.slab.path) for cut in cuts])

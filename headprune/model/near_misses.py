@@ -18,6 +18,8 @@ from headprune.model.matching import lookup, reason_against
 _LISTED = 8
 #: Class names of attention.
 _KIND = re.compile(r"attention|attn|MHS?A(?![a-z])")
+#: Class names of feed-forwards.
+_FEED_FORWARD = re.compile(r"mlp|feed_?forward|ffn|experts", re.IGNORECASE)
 #: Names of projections of queries, of keys and of values.
 _QUERIES = re.compile(r"(^|_)w?(q|query|queries)(_|\d|$)", re.IGNORECASE)
 _KEYS = re.compile(r"(^|_)w?(k|keys?)(_|\d|$)", re.IGNORECASE)
@@ -183,6 +185,23 @@ def unmatched_attention(
         reason = closest_reason(module, layouts)
         groups.setdefault((type(module).__name__, reason), []).append(name)
     return tuple(NotTaken(tuple(names), kind, reason) for (kind, reason), names in groups.items())
+
+
+def no_feed_forwards_error(model: nn.Module) -> UnsupportedModel:
+    """Make the error for a model none of whose feed-forwards a layout takes."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if _FEED_FORWARD.search(type(module).__name__) and _has_parameters(module):
+            found.setdefault(type(module).__name__, name)
+    got = "no module that looks like one"
+    if found:
+        got = "none of " + ", ".join(f"{kind} ({name})" for kind, name in found.items())
+    hint = (
+        "Experts that share one tensor cannot be cut one by one. For a module of your own give"
+        " find_sites a layout of kind 'feed_forward'."
+    )
+    must = "a model with a feed-forward that headprune knows"
+    return UnsupportedModel(type(model).__name__, must, got, hint)
 
 
 def _names_around(names: Iterable[str]) -> Iterator[str]:

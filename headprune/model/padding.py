@@ -375,9 +375,10 @@ def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
     called: ``attention_mask`` ``[batch, tokens]``, or PyTorch's ``src_key_padding_mask``. In all of
     them attention shows what it hides.
     """
-    bound = list(bound)
-    sites = {b.site.name: b.module for b in bound}
-    inputs = Inputs(model, bound)
+    # A feed-forward hides nothing: its tokens are those of the attention that ran before it.
+    attention = [b for b in bound if not b.layout.is_feed_forward]
+    sites = {b.site.name: b.module for b in attention}
+    inputs = Inputs(model, attention)
 
     def called(name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if name not in sites:

@@ -25,7 +25,12 @@ from headprune.model.matching import (
     slab_length,
     slabs_of,
 )
-from headprune.model.near_misses import attention_like, closest_reason, no_sites_error
+from headprune.model.near_misses import (
+    attention_like,
+    closest_reason,
+    no_feed_forwards_error,
+    no_sites_error,
+)
 from headprune.model.transfers import in_main_memory
 
 # Other rooms import all of these from here, wherever they are defined.
@@ -135,8 +140,10 @@ def not_taken(
     return near_misses.unmatched_attention(unwrap(model), [site.name for site in sites], known)
 
 
-def _registered() -> list[AttentionLayout]:
-    return [registry.get(name) for name in registry]
+def _registered(feed_forward: bool = False) -> list[AttentionLayout]:
+    """The registered layouts of attention, or those of feed-forwards."""
+    layouts: list[AttentionLayout] = [registry.get(name) for name in registry]
+    return [layout for layout in layouts if layout.is_feed_forward == feed_forward]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -146,9 +153,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def find_sites(
-    model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group"
+    model: nn.Module,
+    layouts: Iterable[AttentionLayout] = (),
+    policy: Policy = "group",
+    feed_forward: bool = False,
 ) -> Sites:
-    """Find every attention module whose heads can be pruned.
+    """Find every attention module whose heads can be pruned, and every feed-forward if asked to.
 
     A module matches a layout when every slab of the layout is there, every length is explained by
     whole heads and every parameter is accounted for. Layouts given here are tried before the
@@ -161,6 +171,8 @@ def find_sites(
             groups, so that the KV cache shrinks; ``balanced`` the same number of query heads from
             every kept group; ``free`` any query heads. With a single key/value head for all query
             heads (MQA), ``group`` acts as ``balanced``.
+        feed_forward: Whether to find feed-forwards too. Their heads are neurons: a row of the
+            projection up, a column of the projection down.
 
     Returns:
         The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of
@@ -169,7 +181,8 @@ def find_sites(
 
     Raises:
         UnsupportedModel: no site; the message lists the attention-like modules and what each lacks.
-            Or a site whose layout does not allow ``policy``.
+            Or no feed-forward where they were asked for, or a site whose layout does not allow
+            ``policy``.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -181,16 +194,72 @@ def find_sites(
     if policy not in POLICIES:
         raise InvalidValue("policy", f"one of {', '.join(POLICIES)}", repr(policy))
     layouts = tuple(layouts)
-    sites = sites_of(_located(model, layouts, policy))
+    sites = sites_of(_located(model, layouts, policy, feed_forward))
     return Sites(sites, sites.layouts.values(), not_taken(model, sites, layouts))
 
 
+def sites_for(
+    model: nn.Module,
+    names: Iterable[str],
+    layouts: Iterable[AttentionLayout] = (),
+    policy: Policy = "group",
+) -> Sites:
+    """Find the attention of a model, and its feed-forwards where one of these names is theirs."""
+    sites = find_sites(model, layouts, policy)
+    if {site.name for site in sites}.issuperset(names):
+        return sites
+    return find_sites(model, layouts, policy, feed_forward=True)
+
+
+def all_cut_sites(model: nn.Module) -> Sites:
+    """Find the attention of a model, and its feed-forwards where one of them lost neurons."""
+    sites = find_sites(model)
+    if not _has_cut_neurons(unwrap(model)):
+        return sites
+    return find_sites(model, feed_forward=True)
+
+
+def _has_cut_neurons(model: nn.Module) -> bool:
+    for module in model.modules():
+        state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
+        name = None if state is None else state.layout
+        if name is not None and name in registry and registry.get(name).is_feed_forward:
+            return True
+    return False
+
+
 def _located(
-    model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group"
+    model: nn.Module,
+    layouts: Iterable[AttentionLayout] = (),
+    policy: Policy = "group",
+    feed_forward: bool = False,
 ) -> list[BoundSite]:
     """Bind every module that matches a layout; raise if there is none."""
     model = unwrap(model)
-    candidates = [*layouts, *_registered()]
+    own = list(layouts)
+    # 1. Attention.
+    attention = [layout for layout in own if not layout.is_feed_forward] + _registered()
+    bound = _matched(model, attention, policy)
+    # 2. Feed-forwards; layouts of the user's own are always tried.
+    neurons = [layout for layout in own if layout.is_feed_forward]
+    if feed_forward:
+        neurons += _registered(feed_forward=True)
+    if neurons:
+        found = _matched(model, neurons, policy)
+        if feed_forward and not found:
+            raise no_feed_forwards_error(model)
+        bound = _in_model_order(model, [*bound, *found])
+    if not bound:
+        raise no_sites_error(model, attention)
+    _check_stored(bound)
+    return bound
+
+
+def _matched(
+    model: nn.Module, candidates: Iterable[AttentionLayout], policy: Policy
+) -> list[BoundSite]:
+    """Bind every module that matches one of these layouts."""
+    candidates = list(candidates)
     # A module may be in several places (ALBERT's layers): its first name counts.
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -199,6 +268,9 @@ def _located(
     inside: tuple[str, ...] = ()  # prefixes of modules that are sites already
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
+            continue
+        # An expert of a mixture sees some tokens of some examples: no gate fits them.
+        if "experts" in name.split("."):
             continue
         for layout in candidates:
             now = matched_geometry(layout, module)
@@ -209,10 +281,13 @@ def _located(
             bound.append(_bound(layout, module, now, name, shared, policy))
             inside = (*inside, f"{name}." if name else "")
             break
-    if not bound:
-        raise no_sites_error(model, candidates)
-    _check_stored(bound)
     return bound
+
+
+def _in_model_order(model: nn.Module, bound: Iterable[BoundSite]) -> list[BoundSite]:
+    """Sort sites by their gates: a layer that is a feed-forward comes before its own attention."""
+    order = {id(module): number for number, module in enumerate(model.modules())}
+    return sorted(bound, key=lambda b: order[id(b.gate)])
 
 
 def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list[BoundSite]:

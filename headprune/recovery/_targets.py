@@ -173,7 +173,8 @@ def sites_as_targets(pairs: Iterable[SitePair]) -> list[Target]:
     # By identity of the module: several sites may share one projection.
     targets: dict[int, Target] = {}
     for ours, theirs in pairs:
-        removed = tuple(head for head in theirs.site.heads if head not in ours.site.heads)
+        present = frozenset(ours.site.heads)
+        removed = tuple(head for head in theirs.site.heads if head not in present)
         if ours.layout.gate:
             name = f"{ours.site.name}.{ours.layout.gate}".lstrip(".")
             target = Target(name, ours.gate, theirs.gate, ours.site.kind, ours, removed)

@@ -174,7 +174,7 @@ def _columns_of(b: BoundSite, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the columns of the output projection that read these heads."""
     slab = next(slab for slab in b.layout.slabs if slab.path == b.layout.gate)
     # A site keeps the original numbers of its heads; columns follow their positions.
-    positions = [b.site.heads.index(head) for head in heads]
+    positions = b.site.positions(heads)
     return tuple(rows_of(b.site.geometry, slab.units, slab.packing, "context", positions))
 
 

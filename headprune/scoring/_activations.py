@@ -346,6 +346,11 @@ def output_weight(bound: BoundSite) -> Tensor:
     return sent(torch.kron(places, torch.eye(site.value_dim)), device_of(bound.module))
 
 
+def has_unit_per_channel(bound: BoundSite) -> bool:
+    """Whether every unit is one channel of the contexts, as the neurons of a feed-forward are."""
+    return bound.layout.is_feed_forward and bound.site.bundles is None
+
+
 def unit_columns(bound: BoundSite) -> list[Tensor]:
     """The columns of every unit in its site's contexts: those of all its heads."""
     site = bound.site

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headprune.model.transfers import sent
-from headprune.scoring._activations import unit_columns
+from headprune.scoring._activations import has_unit_per_channel, unit_columns
 from headprune.scoring._factors import Factors
 from headprune.scoring._inverse import inverted
 
@@ -19,6 +19,8 @@ from headprune.scoring._inverse import inverted
 AT_ONCE = 2**28
 #: Peak memory of a run, in matrices of ``width ** 2`` fp64 numbers: C, and to find A's inverse.
 MATRICES = 5
+#: Neurons are removed in so many steps for each halving or so: the cheapest 1/64 of the kept ones.
+_STEPS = 64
 #: A's diagonal is at least this share of the contexts' mean square.
 _ROUNDING = 1e-10
 
@@ -57,7 +59,10 @@ def removed(
 
         # 2. Remove the units.
         shape = of_sites[0][0].shape
-        orders = _in_order(inverse, c, failed, *shape)
+        if shape[1] == 1:  # neurons
+            orders = _neurons_in_order(inverse, c, failed)
+        else:
+            orders = _in_order(inverse, c, failed, *shape)
 
         # 3. Give every site its runs.
         n_runs = list(map(len, jobs.values()))
@@ -95,6 +100,11 @@ class _UnitTable:
 
     def __init__(self, factors: Factors) -> None:
         self.factors = factors
+        if has_unit_per_channel(factors.bound):
+            device = factors.weight.device
+            self.shape, self.n_more, self.in_order = (factors.width, 1), 0, True
+            self.table = torch.arange(factors.width, device=device)
+            return
         columns = unit_columns(factors.bound)
         length = max(map(len, columns))
         #: Units, and channels of each.
@@ -192,6 +202,64 @@ def _in_order(inverse: Tensor, c: Tensor, failed: Tensor, n_units: int, length: 
         inverse, c = (matrix[:, :-length, :-length] for matrix in (inverse, c))
     prices = torch.cat(paid, 1).masked_fill(failed[:, None], torch.nan)
     return torch.stack([torch.cat(order, 1).to(prices), prices], 1)
+
+
+def _neurons_in_order(inverse: Tensor, c: Tensor, failed: Tensor) -> Tensor:
+    """Remove all units of one channel, the cheapest first, several at a time.
+
+    Thousands of single removals would read the matrices thousands of times. The prices in a step
+    are those of single removals; the others compensate for all of them together.
+
+    Args:
+        inverse: ``[runs, neurons, neurons]``, of A.
+        c: C, as ``inverse``.
+        failed: ``[runs]``: where there is no inverse.
+
+    Returns:
+        ``[runs, 2, neurons]``: as ``_in_order``.
+    """
+    n_runs, n_units = c.shape[:2]
+    # [runs, kept neurons]: the number of the neuron at each place.
+    names = torch.arange(n_units, device=c.device).repeat(n_runs, 1)
+    order, paid = [], []
+    while True:
+        # 1. The cheapest neurons of each run.
+        n_kept = names.shape[1]
+        n_removed = -(-n_kept // _STEPS)
+        own = inverse.diagonal(dim1=1, dim2=2)
+        failed = failed | (own <= 0).any(1)
+        prices = (c.diagonal(dim1=1, dim2=2) / own / 2).clamp(min=0)
+        by_price = prices.argsort(dim=1, stable=True)
+        removed_now, rest = by_price[:, :n_removed], by_price[:, n_removed:]
+        order.append(names.gather(1, removed_now))
+        paid.append(prices.gather(1, removed_now))
+        if n_removed == n_kept:
+            break
+        # 2. Remove them; the others compensate.
+        names = names.gather(1, rest)
+        own, others, inverse = _split(inverse, removed_now, rest)
+        taken, code = torch.linalg.solve_ex(own, others)  # [runs, removed, rest]
+        failed = failed | (code != 0)
+        inverse.baddbmm_(others.mT, taken, alpha=-1)
+        own, others, c = _split(c, removed_now, rest)
+        half = others - own @ taken / 2
+        c.baddbmm_(torch.cat([half, taken], 1).mT, torch.cat([taken, half], 1), alpha=-1)
+    all_prices = torch.cat(paid, 1).masked_fill(failed[:, None], torch.nan)
+    return torch.stack([torch.cat(order, 1).to(all_prices), all_prices], 1)
+
+
+def _split(matrix: Tensor, first: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The blocks of a symmetric matrix ``[runs, n, n]``: first by first, first by rest, and rest by
+    rest."""
+
+    def rows(of: Tensor, which: Tensor) -> Tensor:
+        return of.gather(1, which[:, :, None].expand(-1, -1, of.shape[2]))
+
+    def columns(of: Tensor, which: Tensor) -> Tensor:
+        return of.gather(2, which[:, None, :].expand(-1, of.shape[1], -1))
+
+    top = rows(matrix, first)
+    return columns(top, first), columns(top, rest), columns(rows(matrix, rest), rest)
 
 
 def _prices(inverse: Tensor, c: Tensor, n_units: int, length: int) -> tuple[Tensor, Tensor]:

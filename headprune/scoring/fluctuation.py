@@ -13,6 +13,7 @@ from headprune.scoring._activations import (
     ActivationScorer,
     ChannelMoments,
     Gathers,
+    has_unit_per_channel,
     output_weight,
     unit_columns,
 )
@@ -59,6 +60,8 @@ class Fluctuation(ActivationScorer):
                 spread = channels.std()
             # Chosen on the device, so that nothing waits for it.
             channels = torch.where(spread > 0, centred / spread, 0)
+        if has_unit_per_channel(statistic.bound):
+            return channels
         return torch.stack([channels[unit].mean() for unit in unit_columns(statistic.bound)])
 
     def notes(self, statistics: Iterable[ChannelMoments]) -> tuple[str, ...]:

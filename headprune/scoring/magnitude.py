@@ -14,8 +14,10 @@ from headprune.attention.sharded import whole
 from headprune.core.layout import HeadSlab
 from headprune.core.slabs import HeadGeometry, rows_of, used_groups
 from headprune.model.offloaded import fetched
+from headprune.model.running import device_of
 from headprune.model.sites import BoundSite, lookup
 from headprune.model.transfers import in_main_memory, sent
+from headprune.scoring._activations import has_unit_per_channel
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
 
@@ -36,14 +38,17 @@ class Magnitude(Scorer):
         sizes = []
         for b in problem.bound:
             with fetched(b.module):
-                sizes += [_size(b, unit) for unit in b.site.units]
-        return Estimate(torch.stack(in_main_memory(sizes)))
+                if has_unit_per_channel(b):
+                    sizes.append(_neuron_sizes(b))
+                else:
+                    sizes += [_size(b, unit).unsqueeze(0) for unit in b.site.units]
+        return Estimate(torch.cat(in_main_memory(sizes)))
 
 
 def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
     """The product of the norms of a unit's weights in all slabs."""
     site = bound.site
-    positions = [site.heads.index(h) for h in unit]
+    positions = site.positions(unit)
     groups = used_groups(site.geometry, positions)
     # Whether the values have a slab of their own.
     has_values = any("value" in slab.units for slab in bound.slabs)
@@ -76,6 +81,19 @@ def _norms(
             rows = rows_of(geometry, slab.units, slab.packing, kind, heads)
             index = sent(rows, weight.device, torch.long)
             yield weight.detach().index_select(dimension, index).double().norm()
+
+
+def _neuron_sizes(bound: BoundSite) -> Tensor:
+    """For each neuron the product of the norms of its rows and its column, ``[neurons]``."""
+    n_neurons = len(bound.site.heads)
+    size = torch.ones(n_neurons, dtype=torch.float64, device=device_of(bound.module))
+    for slab in bound.slabs:
+        weight = effective_weight(lookup(bound.module, slab.path)).detach().double()
+        if slab.axis == "in":  # one column per neuron
+            weight = weight.T
+        # A fused projection has several rows per neuron: [parts, neurons, in].
+        size = size * weight.unflatten(0, (-1, n_neurons)).square().sum((0, 2)).sqrt()
+    return size
 
 
 def _norm_of_modules(modules: nn.ModuleList, heads: list[int]) -> Tensor:

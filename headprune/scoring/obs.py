@@ -12,6 +12,7 @@ from headprune.scoring._activations import (
     ActivationScorer,
     Gathers,
     Products,
+    has_unit_per_channel,
     output_weight,
     unit_columns,
 )
@@ -66,6 +67,9 @@ class Obs(ActivationScorer, ConstantWork):
         identity = torch.eye(len(products), dtype=products.dtype, device=products.device)
         inverse, failed = inverted(products + added * identity)
         weight = output_weight(statistic.bound).to(products)
+        if has_unit_per_channel(statistic.bound):
+            neurons = weight.square().sum(0) / inverse.diagonal()
+            return neurons.masked_fill(failed, torch.nan)
         values = []
         # Failures are collected without reading them, which would wait for an accelerator: a number
         # is missing then, and ``refused`` says why.

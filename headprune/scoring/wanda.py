@@ -11,6 +11,7 @@ from headprune.scoring._activations import (
     ActivationScorer,
     ChannelMoments,
     Gathers,
+    has_unit_per_channel,
     output_weight,
     unit_columns,
 )
@@ -39,4 +40,6 @@ class Wanda(ActivationScorer):
     def site_values(self, statistic: ChannelMoments, weights: Tensor) -> Tensor:
         size = statistic.mean_square(weights).sqrt()  # [heads * width]
         channels = size * output_weight(statistic.bound).to(size).abs().mean(0)
+        if has_unit_per_channel(statistic.bound):
+            return channels
         return torch.stack([channels[unit].sum() for unit in unit_columns(statistic.bound)])

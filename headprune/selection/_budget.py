@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from headprune.core.errors import InfeasibleBudget, InvalidValue
+from headprune.core.heads import AttentionSite
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, allowance
 from headprune.core.scores import Cost, HeadScores, ScoredUnit
@@ -28,8 +29,8 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
     if budget.kind == "speedup":
         return _timed(scores, budget, latency)
     if budget.kind == "keep_heads":
-        costs = tuple(tuple(map(len, site.units)) for site in scores.sites)
-        total = scores.n_heads
+        costs = tuple(map(_head_counts, scores.sites))
+        total = sum(map(sum, costs))
     else:
         costs, total = _prices(scores, budget)
     if total == 0 or (budget.kind == "keep_kv" and not any(map(any, costs))):
@@ -37,6 +38,13 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
     # The parts that no selector can remove: their cost is taken off the limit.
     fixed = total - sum(map(sum, costs))
     return Problem(scores, budget, costs, fixed, allowance(budget.amount, total) - fixed)
+
+
+def _head_counts(site: AttentionSite) -> tuple[int, ...]:
+    """Heads of each unit; a budget of heads does not count neurons."""
+    if site.kind == "feed_forward":
+        return (0,) * len(site.units)
+    return tuple(map(len, site.units))
 
 
 def _prices(scores: HeadScores, budget: Budget) -> tuple[tuple[tuple[int, ...], ...], int]:

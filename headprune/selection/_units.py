@@ -1,14 +1,16 @@
-"""Prune units of the policy ``balanced``: bundles of one head from every key/value group."""
+"""Prune units that are made for a call: bundles of heads, and levels of neurons."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadId
+from headprune.core.levels import LEVELS, level_widths
 from headprune.core.samples import if_there
 from headprune.core.scores import Cost, HeadScores
 
@@ -24,11 +26,17 @@ def bundled(
     must_remove: frozenset[HeadId] = frozenset(),
     like: Sequence[AttentionSite] | None = None,
 ) -> HeadScores:
-    """Bundle one head of every group into one unit, at sites of the policy ``balanced``.
+    """Bundle units that are kept or removed together.
 
-    Heads are bundled by rank within their group: the best of every group, then the second best, and
-    so on. So whatever number of bundles a selector keeps, every group keeps as many heads. A
-    bundle's score and cost are the sums of its heads'; its curvature is that of its heads together.
+    At feed-forwards, neurons are bundled by rank into levels (``level_widths``): a selector decides
+    on a dozen units, not on thousands.
+
+    At sites of the policy ``balanced``, one head of every group is bundled into one unit. Heads are
+    bundled by rank within their group: the best of every group, then the second best, and so on.
+    So whatever number of bundles a selector keeps, every group keeps as many heads.
+
+    A bundle's score and cost are the sums of its members'; its curvature is that of its members
+    together.
 
     Args:
         scores: Of single heads at such sites.
@@ -79,6 +87,8 @@ def bundled(
 
 
 def _has_bundles(site: AttentionSite) -> bool:
+    if site.kind == "feed_forward":
+        return site.bundles is None and len(site.heads) > LEVELS
     return site.policy == "balanced" and len(site.groups) > 1
 
 
@@ -133,7 +143,7 @@ def _bundles(
     must_keep: frozenset[HeadId],
     must_remove: frozenset[HeadId],
 ) -> tuple[tuple[int, ...], ...]:
-    """Heads of equal rank within their groups, best first."""
+    """Heads of equal rank within their groups, or levels of neurons; best first."""
     if len(set(map(len, site.groups))) > 1:
         hint = "Find the sites with policy='free' or 'group'."
         raise InvalidValue(
@@ -146,6 +156,10 @@ def _bundles(
         # False sorts before True, and equal scores keep the order of the heads.
         return name not in must_keep, name in must_remove, -value[head], head
 
+    if site.kind == "feed_forward":
+        neurons = sorted(site.heads, key=rank)
+        widths = pairwise(level_widths(len(neurons)))
+        return tuple(tuple(sorted(neurons[start:stop])) for start, stop in widths)
     # One row per group; the columns are the bundles.
     ranked = [sorted(group, key=rank) for group in site.groups]
     return tuple(tuple(sorted(heads)) for heads in zip(*ranked, strict=True))

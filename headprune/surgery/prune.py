@@ -24,7 +24,7 @@ from headprune.model.fingerprint import check_plan
 from headprune.model.offloaded import count_parameters
 from headprune.model.own_code import own_code
 from headprune.model.running import batch_size
-from headprune.model.sites import BoundSite, Sites, bind, find_sites, not_taken, unwrap
+from headprune.model.sites import BoundSite, Sites, bind, find_sites, not_taken, sites_for, unwrap
 from headprune.model.wrappers import check_unwrapped, retire_wrappers
 from headprune.surgery.masked import MaskedCalls
 from headprune.surgery.parameters import (
@@ -110,9 +110,8 @@ def prune_(
         UnsupportedModel: a projection that cannot be cut, or a wrapper that would keep the old
             parameters (``DistributedDataParallel``).
     """
-    policy = plan.policy if isinstance(plan, PruningPlan) else "group"
     if sites is None:
-        sites = find_sites(model, policy=policy)
+        sites = _sites_of(model, plan)
     # Sites from elsewhere come without layouts of their own.
     located = sites if isinstance(sites, Sites) else Sites(sites, ())
     plan = _as_plan(plan, located)
@@ -182,6 +181,15 @@ def _cut_and_compared(
     return report, [weakref.ref(change.old) for change in changes if change.new is not change.old]
 
 
+def _sites_of(model: nn.Module, plan: PruningPlan | HeadMask | ArrayLike) -> Sites:
+    """The sites of a model that a plan names; its attention for an array."""
+    if isinstance(plan, PruningPlan):
+        return sites_for(model, plan.mask.sites, policy=plan.policy)
+    if isinstance(plan, HeadMask):
+        return sites_for(model, plan.sites)
+    return find_sites(model)
+
+
 def _as_plan(plan: Any, sites: Sites) -> PruningPlan | HeadMask:
     """A plan or a mask unchanged, an array ``[layers, heads]`` as a mask."""
     if isinstance(plan, (PruningPlan, HeadMask)):
@@ -202,7 +210,7 @@ def _changes(
     removed: list[tuple[str, tuple[int, ...]]] = []
     own: dict[BoundSite, str] = {}
     for b in bound:
-        kept = mask.kept(b.site.name)
+        kept = frozenset(mask.kept(b.site.name))
         heads = tuple(head for head in b.site.heads if head not in kept)
         if not heads:
             continue

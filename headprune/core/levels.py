@@ -1,0 +1,24 @@
+"""Levels of a feed-forward: how many neurons it may keep, so that choices stay few."""
+
+from __future__ import annotations
+
+#: Levels above none.
+LEVELS = 12
+#: Widths that matrix kernels like are multiples of these, the largest that leaves ``LEVELS``.
+_MULTIPLES = (64, 8, 1)
+
+
+def level_widths(n_neurons: int) -> tuple[int, ...]:
+    """Return the numbers of neurons that may be kept, from none to all.
+
+    >>> level_widths(1536)
+    (0, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536)
+    >>> level_widths(100)
+    (0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 100)
+    """
+    multiple = next(m for m in _MULTIPLES if n_neurons >= LEVELS * m or m == 1)
+    widths = {0, n_neurons}
+    for level in range(1, LEVELS):
+        share = level * n_neurons / LEVELS
+        widths.add(min(n_neurons, round(share / multiple) * multiple))
+    return tuple(sorted(widths))

@@ -1,0 +1,7 @@
+"""Feed-forward of BLOOM, Falcon and GPT-NeoX: `dense_h_to_4h` and `dense_4h_to_h`."""
+
+from __future__ import annotations
+
+from headprune.layouts._feed_forward import feed_forward
+
+LAYOUT = feed_forward("feed_forward_bloom", "dense_4h_to_h", {"dense_h_to_4h": "head"})

@@ -1,0 +1,7 @@
+"""Feed-forward of GPT-J: `fc_in` and `fc_out`."""
+
+from __future__ import annotations
+
+from headprune.layouts._feed_forward import feed_forward
+
+LAYOUT = feed_forward("feed_forward_gptj", "fc_out", {"fc_in": "head"})

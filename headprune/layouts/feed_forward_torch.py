@@ -1,0 +1,36 @@
+"""Feed-forward of PyTorch's transformer layers: `linear1` and `linear2`, in the layer itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.errors import UnsupportedModel
+from headprune.core.mixin import Mixin
+from headprune.layouts._feed_forward import feed_forward
+
+
+class CallsItsLayers(Mixin):
+    """Put in front of an encoder layer: no native operation in place of its linear layers."""
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        # The layer, and the encoder around it, ask for this before they run the operation.
+        return 0
+
+
+def _width(module: Any) -> int:
+    """Refuse layers whose tokens come before the examples, where gates are per example."""
+    if not module.self_attn.batch_first:
+        must, got = "built with batch_first=True", "batch_first=False"
+        raise UnsupportedModel(type(module).__name__, must, got)
+    return 1
+
+
+LAYOUT = feed_forward(
+    "feed_forward_torch",
+    "linear2",
+    {"linear1": "head"},
+    untouched=("self_attn", "multihead_attn", "norm1", "norm2", "norm3"),
+    exposed=CallsItsLayers,
+    width=_width,
+)

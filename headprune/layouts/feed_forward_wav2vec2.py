@@ -1,0 +1,7 @@
+"""Feed-forward of wav2vec 2.0, HuBERT and WavLM: `intermediate_dense` and `output_dense`."""
+
+from __future__ import annotations
+
+from headprune.layouts._feed_forward import feed_forward
+
+LAYOUT = feed_forward("feed_forward_wav2vec2", "output_dense", {"intermediate_dense": "head"})

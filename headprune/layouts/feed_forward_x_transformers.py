@@ -1,0 +1,7 @@
+"""Feed-forward of x-transformers without a gate: `ff.0.0` and `ff.2`."""
+
+from __future__ import annotations
+
+from headprune.layouts._feed_forward import feed_forward
+
+LAYOUT = feed_forward("feed_forward_x_transformers", "ff.2", {"ff.0.0": "head"})
