@@ -32,7 +32,8 @@ def layouts() -> str:
     from headprune.core.heads import POLICIES
     from headprune.layouts import registry
 
-    found = {name: registry.get(name) for name in registry.names()}
+    every = {name: registry.get(name) for name in registry.names()}
+    found = {name: layout for name, layout in every.items() if not layout.is_feed_forward}
     families = sum(len(layout.families) for layout in found.values())
     rows, sections = [], []
     for name, layout in found.items():
@@ -53,14 +54,34 @@ def layouts() -> str:
 layout matches structure, so it also takes every other model that is built the same way; [coverage](coverage.md) tries
 some. What fits none is looked at by [`hp.propose_layouts`](custom-models.md) or [refused](refusals.md).
 
-*Gate* is the output projection whose input is gated. *Unit* is what leaves together by default, *policies* what may
-leave where query heads share a key/value head. *No heads left* says whether a layer may lose all its heads.
+*Gate* is the output projection whose input is gated. *Unit* is what is removed together by default, *policies* what may
+be removed where query heads share a key/value head. *No heads kept* says whether a layer may lose all its heads.
 
-| layout | families | gate | unit | policies | no heads left |
+| layout | families | gate | unit | policies | no heads kept |
 | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
 
+## Feed-forwards
+
+With `hp.find_sites(model, feed_forward=True)` the neurons of a feed-forward are found too. Each is one row of the
+projections up and one column of the projection down, whose input is gated. A feed-forward may lose all its neurons.
+
+| layout | up | down | |
+| --- | --- | --- | --- |
+{chr(10).join(_feed_forwards(every))}
+
 {chr(10).join(sections)}"""
+
+
+def _feed_forwards(layouts: Mapping[str, Any]) -> list[str]:
+    from headprune.layouts import registry
+
+    rows = []
+    for name, layout in layouts.items():
+        if layout.is_feed_forward:
+            up = ", ".join(f"`{slab.path}`" for slab in layout.slabs[:-1])
+            rows.append(f"| {name} | {up} | `{layout.gate}` | {registry.summary(name)} |")
+    return rows
 
 
 def _section(name: str, layout: Any, summary: str, refused: list[str]) -> str:
@@ -442,7 +463,11 @@ def readme() -> str:
     from headprune import scoring
     from headprune.layouts import registry
 
-    names = [name for name in registry.names() if registry.is_own(name)]
+    names = [
+        name
+        for name in registry.names()
+        if registry.is_own(name) and not registry.get(name).is_feed_forward
+    ]
     n_families = sum(len(registry.get(name).families) for name in names)
     n_scorers = sum(scoring.registry.is_own(name) for name in scoring.registry.names())
     text = (ROOT / "README.md").read_text(encoding="utf-8")
