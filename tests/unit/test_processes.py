@@ -176,6 +176,7 @@ def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.Monke
         hp.find_sites(model)
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_scored_and_cut_once_it_is_gathered_and_a_split_one_is_refused(
     tmp_path: Path,
 ) -> None:
