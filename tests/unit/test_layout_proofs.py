@@ -62,8 +62,8 @@ def test_layers_built_alike_are_proved_once(runs: list[nn.Module]) -> None:
 
 @pytest.mark.parametrize(
     "odd",
-    [True, 1, "yes", (1,), {"a": 1}, Processor(), Processed],
-    ids=["a flag", "1", "text", "tuple", "mapping", "object", "class"],
+    [True, 1, "yes", (1,), {"a": 1}, {1}, Processor(), Processed],
+    ids=["a flag", "1", "text", "tuple", "mapping", "set", "object", "class"],
 )
 def test_another_attribute_is_another_structure(odd: Any) -> None:
     """`1` equals `True` and objects may differ within: neither may pass for what was proved."""
