@@ -352,6 +352,7 @@ def test_a_proven_subclass_needs_no_example(kind: Any) -> None:
 # ---------------------------------------------------------------- what needs no example, as before
 
 
+@pytest.mark.slow
 def test_no_class_of_transformers_needs_an_example() -> None:
     found, seen = [], 0
     files = sorted(Path(transformers.models.__file__ or "").parent.glob("*/modeling_*.py"))
