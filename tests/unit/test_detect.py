@@ -342,6 +342,7 @@ def test_what_is_no_model_that_can_be_tried_is_named() -> None:
 @pytest.mark.parametrize(
     ("layout", "family", "kind"),
     [
+        ("bert", "bert", "self"),
         ("gpt2", "gpt2", "causal"),
         ("llama", "llama", "causal"),
         ("deberta_v2", "deberta-v2", "self"),

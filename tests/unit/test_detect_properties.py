@@ -270,21 +270,12 @@ def native() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=True)
 
 
-def softmax_over_features() -> nn.Module:
-    parts = nn.Unflatten(-1, (HEADS, -1)), nn.Softmax(-1), nn.Flatten(2)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *parts)
-
-
 def weight_normed() -> nn.Module:
     return Textbook(W_v=nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
 
 
 def wider() -> nn.Module:
     return Textbook(run=more_beside, W_o=nn.Linear(WIDTH + 3, WIDTH))
-
-
-def square() -> nn.Parameter:
-    return nn.Parameter(torch.randn(HEADS, HEADS))
 
 
 def tied() -> nn.Module:
@@ -299,7 +290,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "norm over the whole projection": {"'query_norm' spans": WholeNorm},
     "talking heads": {
         "pass talk": lambda: Textbook(talking, talk=nn.Linear(HEADS, HEADS)),
-        "probabilities pass": lambda: Textbook(talking_by_tensor, talk=square()),
+        "probabilities pass": lambda: Textbook(talking_by_tensor, talk=nn.Parameter(torch.eye(4))),
     },
     "depends on all heads": {
         "cut to": lambda: Textbook(slopes),
@@ -341,10 +332,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "got TypeError: only float32": lambda: Textbook(run=float32_only),
         "outputs are finite, got none that is": lambda: Textbook(run=no_number),
     },
-    "no softmax attention": {
-        "none was seen on this example": router,
-        "": softmax_over_features,
-    },
+    "no softmax attention": {"none was seen on this example": router},
     "no layout found": {
         "fit no packing of unknown heads in a width of 19": wider,
         "the pruned model: must be equal to": lambda: Textbook(run=without_attention_when_cut),

@@ -245,8 +245,9 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(model(batch["ids"]), batch["labels"], reduction="none")
 
 
-#: One of each way to look at a model: what projections read, maps, gradients, curvature, passes.
-SCORERS = ["activation_norm", "attattr", "fluctuation", "ggn", "leave_one_out", "obs", "taylor"]
+#: One of each way to look at a model: what projections read, maps, curvature, passes, weights,
+#: gradients.
+SCORERS = ("activation_norm", "attattr", "ggn", "leave_one_out", "magnitude", "obs", "taylor")
 
 
 def scored(model: nn.Module, scorer: str) -> Any:

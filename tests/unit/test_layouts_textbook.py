@@ -167,12 +167,37 @@ def test_gates_of_a_cut_module_are_for_the_heads_that_it_has() -> None:
         assert_close(model[0](x), expected, **CLOSE)
 
 
-def test_magnitude_of_a_list_is_that_of_its_heads_and_the_output() -> None:
-    model = nn.Sequential(built(Projected))
-    for head, value in enumerate(hp.score(model, scorer="magnitude").values[0]):
-        own = torch.cat([p.flatten() for p in model[0].heads[head].parameters()]).norm()
-        out = model[0].proj.weight[:, 3 * head : 3 * head + 3].norm()
-        assert_close(value, float((own * out).detach()), rtol=1e-12, atol=0)
+class Lists(nn.Module):
+    """A list of projections each of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("queries", "keys", "heads"):
+            setattr(self, name, nn.ModuleList(nn.Linear(12, 3) for _ in range(4)))
+        self.proj = nn.Linear(12, 12)
+
+
+LISTS = hp.AttentionLayout(
+    name="lists",
+    gate="proj",
+    slabs=(
+        hp.HeadSlab("queries", "list", "query"),
+        hp.HeadSlab("keys", "list", "key"),
+        hp.HeadSlab("heads", "list", "value"),
+        hp.HeadSlab("proj", "in", "context"),
+    ),
+    head_dim=3,
+)
+
+
+@pytest.mark.parametrize("module", [built(Projected), Lists()])
+def test_magnitude_of_a_list_is_that_of_its_values_and_the_output(module: Any) -> None:
+    sites = find_sites(nn.Sequential(module), layouts=[LISTS])
+    scores = hp.score(nn.Sequential(module), scorer="magnitude", sites=sites)
+    for head, value in enumerate(scores.values[0]):
+        own = torch.cat([p.flatten() for p in module.heads[head].parameters()]).norm()
+        out = module.proj.weight[:, 3 * head : 3 * head + 3].norm()
+        assert_close(value, float((own * out).detach()), rtol=1e-6, atol=0)
 
 
 def test_heads_of_unlike_widths_are_no_list_of_heads() -> None:
