@@ -6,11 +6,12 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-long release-check lint mutants docs docs-figures gpu-rehearsal clean
+.PHONY: help demo test test-all test-long release-check lint mutants docs docs-figures gpu-rehearsal clean
 
 help:
 	@echo "make demo   environment, install, the two-minute recipe; prints where the report is"
-	@echo "make test   environment, install, all checks and tests"
+	@echo "make test   environment, install, the core: laws, API, command line, house; some minutes"
+	@echo "make test-all   all checks and tests"
 	@echo "make test-long   what takes long: thousands of damaged files, runs killed at random moments, old versions"
 	@echo "make release-check   builds sdist and wheel, installs the wheel into an empty environment, runs the demo"
 	@echo "make lint   ruff, mypy and import-linter alone"
@@ -37,6 +38,9 @@ demo: $(VENV)/.runtime
 	$(BIN)/headprune run digits-vit --overwrite
 
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest @tests/core.txt -m "not slow and not long" -n $(JOBS) --dist worksteal --durations=5
+
+test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15
 
 test-long: $(VENV)/.dev

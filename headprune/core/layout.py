@@ -125,7 +125,7 @@ class AttentionLayout:
         kind: ``self``, ``causal``, ``cross`` or ``feed_forward``.
         requires: Attributes that must exist.
         absent: Attributes that must not exist.
-        untouched: Paths of parameters that do not depend on heads.
+        untouched: Paths of parameters without heads.
         per_head: Paths of modules that each head passes by itself.
         counts: Attributes that count heads or widths.
         batch_axis: The axis of examples in the gate's input.

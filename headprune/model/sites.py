@@ -161,18 +161,16 @@ def find_sites(
     """Find every attention module whose heads can be pruned, and every feed-forward if asked to.
 
     A module matches a layout when every slab of the layout is there, every length is explained by
-    whole heads and every parameter is accounted for. Layouts given here are tried before the
-    registered ones.
+    whole heads and every parameter is accounted for.
 
     Args:
         model: Any module; one wrapped by ``torch.compile`` is unwrapped.
-        layouts: Layouts for your own attention modules.
+        layouts: Layouts for your own modules, tried before the registered ones.
         policy: What may be removed where query heads share a key/value head: ``group`` whole
             groups, so that the KV cache shrinks; ``balanced`` the same number of query heads from
             every kept group; ``free`` any query heads. With a single key/value head for all query
             heads (MQA), ``group`` acts as ``balanced``.
-        feed_forward: Whether to find feed-forwards too. Their heads are neurons: a row of the
-            projection up, a column of the projection down.
+        feed_forward: Whether to find feed-forwards too, whose heads are neurons.
 
     Returns:
         The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of
@@ -180,9 +178,8 @@ def find_sites(
         layout takes them.
 
     Raises:
-        UnsupportedModel: no site; the message lists the attention-like modules and what each lacks.
-            Or no feed-forward where they were asked for, or a site whose layout does not allow
-            ``policy``.
+        UnsupportedModel: no site, or no feed-forward that was asked for; the message lists similar
+            modules. Or a site whose layout does not allow ``policy``.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -208,7 +205,10 @@ def sites_for(
     sites = find_sites(model, layouts, policy)
     if {site.name for site in sites}.issuperset(names):
         return sites
-    return find_sites(model, layouts, policy, feed_forward=True)
+    try:
+        return find_sites(model, layouts, policy, feed_forward=True)
+    except UnsupportedModel:
+        return sites  # the names are another model's, which the caller reports
 
 
 def all_cut_sites(model: nn.Module) -> Sites:

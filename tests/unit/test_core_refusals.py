@@ -103,7 +103,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: HeadId("a", -1), "HeadId.head: must be an index >= 0, got -1"),
     (
         lambda: replace(SITE, kind="sideways"),
-        "AttentionSite.kind: must be 'self', 'causal' or 'cross', got 'sideways'",
+        "AttentionSite.kind: must be one of self, causal, cross, feed_forward, got 'sideways'",
     ),
     (
         lambda: replace(SITE, policy="any"),
