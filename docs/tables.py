@@ -232,7 +232,7 @@ def selectors() -> str:
     return f"""{WRITTEN}
 # Selectors
 
-Which heads stay under a budget: `hp.select(scores, hp.Budget(keep_heads=0.5))`, with a selector by name or configured:
+Which heads are kept under a budget: `hp.select(scores, hp.Budget(keep_heads=0.5))`, with a selector by name or configured:
 `hp.select(scores, budget, hp.selection.Quadratic(min_heads=2))`. All are deterministic, and none ever exceeds a budget.
 Of equal scores the later site, then the later head, goes first. Selectors that go by scores alone name close calls in
 the plan's notes: heads on either side of the cut that could change places and differ by no more than standard errors.
@@ -243,9 +243,9 @@ the plan's notes: heads on either side of the cut that could change places and d
 
 Every selector also takes `min_heads` (heads that a layer keeps at least; 1) and `multiple_of` (a layer keeps a multiple
 of so many heads, or all it has, for hardware that likes such widths; 1). With `min_heads=0` a layer may lose its
-attention altogether and is left with a bias, which the plan's notes say; where a module cannot run that way
+attention altogether and adds only a bias, which the plan's notes say; where a module cannot run that way
 (`headprune inspect` tells) it keeps a head all the same, and the model keeps one in any case. What that gains and risks
-where few heads stay is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
+where few heads are kept is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
 
 ## Budgets
 
@@ -261,6 +261,17 @@ plan = hp.select(
     {{"self": hp.Budget(keep_heads=0.5), "cross": hp.Budget(keep_heads=0.8)}},
     must_keep={{"model.encoder.layers.0.self_attn": [3]}},
 )
+```
+
+## Heads and neurons under one budget
+
+Neurons of feed-forwards compete with heads where the sites hold both. A selector decides on about twelve levels per
+feed-forward, made of its neurons by rank; the latency table measures those levels. `keep_heads` counts heads alone.
+
+```python
+sites = hp.find_sites(model, feed_forward=True)
+both = hp.score(model, batches, "surgeon", sites=sites)
+plan = hp.select(both, hp.Budget(keep_macs=0.8))  # or speedup=, with a latency table of these sites
 ```
 
 ## Speed
