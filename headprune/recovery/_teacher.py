@@ -15,7 +15,7 @@ from headprune.model.batches import EMPTY
 from headprune.model.contexts import reading, wide
 from headprune.model.fingerprint import fingerprint
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
-from headprune.model.sites import BoundSite, bind
+from headprune.model.sites import BoundSite, all_cut_sites, bind
 from headprune.model.transfers import in_main_memory, sent
 
 _MUST = "the model that the pruned one was cut from"
@@ -29,6 +29,8 @@ def paired(
     Raises:
         PlanMismatch: the teacher has another structure, or lacks heads that the model has.
     """
+    if sites is None:
+        sites = all_cut_sites(model)
     ours = bind(model, sites)
     # The same sites, so that a layout that the user gave holds for both.
     try:
