@@ -67,7 +67,7 @@ ASKED_FOR = {
         " return_outputs should_training_stop"
     ),
     "diffusers' and torch's attention, by our stand-ins": (
-        "Decoder inner_dim inner_kv_dim sliceable_head_dim"
+        "activation_relu_or_gelu Decoder inner_dim inner_kv_dim sliceable_head_dim"
     ),
     "layouts, by the name of file and class": (
         "NormedWithoutHeads OnlyResidual WithoutHeadsWithPositionBias"

@@ -164,7 +164,7 @@ def find_sites(
     whole heads and every parameter is accounted for.
 
     Args:
-        model: Any module; one wrapped by ``torch.compile`` is unwrapped.
+        model: Any module, or ``torch.compile``'s wrapper of one.
         layouts: Layouts for your own modules, tried before the registered ones.
         policy: What may be removed where query heads share a key/value head: ``group`` whole
             groups, so that the KV cache shrinks; ``balanced`` the same number of query heads from

@@ -63,7 +63,12 @@ ONE_EACH = [
 
 
 def sites_of(subject: Subject) -> hp.Sites:
-    return hp.find_sites(subject.model, feed_forward=True)
+    try:
+        return hp.find_sites(subject.model, feed_forward=True)
+    except UnsupportedModel as error:
+        if "no module that looks like one" in error.got:
+            pytest.skip("its tiny model has no feed-forward")
+        raise
 
 
 def neurons_of(sites: hp.Sites) -> list[hp.AttentionSite]:
@@ -143,6 +148,6 @@ def test_save_and_load_give_the_same_bits(subject: Subject, tmp_path: Path) -> N
 @over(pair for pair in FAMILIES if pair[1] in WITHOUT | EXPERTS)
 def test_a_model_without_such_a_feed_forward_is_refused(subject: Subject) -> None:
     with pytest.raises(UnsupportedModel, match="feed-forward") as refused:
-        sites_of(subject)
+        hp.find_sites(subject.model, feed_forward=True)
     if subject.family in EXPERTS:
         assert "Experts" in str(refused.value)

@@ -1,4 +1,4 @@
-"""Law 6 in numbers: how far scores of 24 examples move, relative to their layer's largest, in fp64
+"""Law 6 in numbers: how far scores of 64 examples move, relative to their layer's largest, in fp64
 and in fp32.
 
 ``test_law_6_scores`` tries the law in every corner; here every change comes with the bound that
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.parametrize("dtype", list(BOUNDS), ids=["fp64", "fp32"]),
 ]
 #: Examples of a batch; a multiple of no batch size below.
-EXAMPLES = 24
+EXAMPLES = 64
 names = pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "multi_head_attention"])
 
 
@@ -70,9 +70,6 @@ def test_batch_size_and_order(name: str, dtype: torch.dtype) -> None:
     subject, batch = examples(name, dtype)
     expected = scored(subject, ALL, [batch])
     check(scored(subject, ALL, split(batch, 7)), expected, dtype)
-    check(
-        scored(subject, CHEAP, split(batch, 1)), expected[: len(CHEAP)], dtype
-    )  # FEW: in test_law_6_scores
     free = [i for i, s in enumerate(ALL) if s not in BLOCKS]
     order = torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(0))
     found = scored(

@@ -104,7 +104,10 @@ def test_michel_is_judged_by_the_interval(
     findings: ModuleType, important: list[float], share: int, word: str
 ) -> None:
     page = told(findings, record(important, TRAINED))
-    assert f"{share} % of the heads go, least important first, for surely at most 1 point" in page
+    assert (
+        f"{share} % of the heads can be removed, least important first, at a loss of at most 1"
+        in page
+    )
     assert "Alone, 3 of 10 heads raise the loss" in page
     assert f"at once). **{word}.**" in page
     assert "Voita" not in page, "there is no record of learned gates"

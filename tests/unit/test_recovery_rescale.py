@@ -13,14 +13,14 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
-from headprune.recipes.validate import RecipeError, check_recipe
+from headprune.recipes.validate import RecipeError
 from headprune.recovery import HeadRescale
 from headprune.run import runner
 from tests.laws.support import picture
 from tests.reference import recovery as reference
 from tests.reference.scores import columns
 from tests.unit.test_recovery_lstsq import places_of, pruned, recovered, subject_of
-from tests.unit.test_run_gradual import raw
+from tests.unit.test_run_gradual import recipe as checked
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_loss_says_how_both_models_are_run(method: str) -> None:
 def test_a_recipe_names_methods_and_their_settings(tmp_path: Path) -> None:
     settings = {"ridge": None, "token_weights": "output", "feed_forward": True}
     steps = [{"method": "lstsq", "settings": settings}, {"method": "head_rescale"}]
-    recipe = check_recipe(raw(tmp_path, recover=steps, report=True))
+    recipe = checked(tmp_path, recover=steps, report=True)
     assert dict(recipe.recover[0].settings) == settings
     record = runner.run_recipe(recipe, say=lambda line: None)
     assert record.status == "done"
@@ -117,4 +117,4 @@ def test_a_recipe_names_methods_and_their_settings(tmp_path: Path) -> None:
     assert {"outputs", "reload"} <= {proof.what for proof in record.proofs}
     wrong = {"method": "lstsq", "settings": {"token_weights": "all"}}
     with pytest.raises(RecipeError, match="must be 'equal' or 'output'"):
-        check_recipe(raw(tmp_path, recover=[wrong]))
+        checked(tmp_path, recover=[wrong])
