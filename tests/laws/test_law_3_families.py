@@ -192,6 +192,7 @@ def hooked(model: nn.Module) -> nn.Module:
     return twin
 
 
+@pytest.mark.slow
 @over()
 def test_law_3_beneath_the_hooks_of_accelerate(subject: Subject) -> None:
     mask, small = subject.ragged(), hooked(subject.model)
@@ -222,6 +223,7 @@ NOT_OFFLOADED = {
 }
 
 
+@pytest.mark.slow
 @over()
 def test_law_3_offloaded_by_accelerate(subject: Subject) -> None:
     mask, plain = subject.ragged(), copy.deepcopy(subject.model)

@@ -198,6 +198,7 @@ def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) 
 
 # Dynamo looks at .grad of the gates' views, behind a filter of its own that does not stop warnings
 # from being errors.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_a_model_that_was_compiled_and_run_before(subject: Subject) -> None:

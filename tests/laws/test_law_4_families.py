@@ -17,6 +17,7 @@ from tests.laws.families import FAMILIES, KEEP_A_HEAD, assert_equal, over
 from tests.laws.support import EXACT, Subject, shaken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @over()
 def test_law_4_what_survives(subject: Subject, dtype: torch.dtype) -> None:

@@ -81,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("subject", "policy"), CASES, indirect=["subject"])
 def test_law_4_a_state_dict_gives_the_model_it_is_of_or_an_error(
     subject: Subject, policy: Policy

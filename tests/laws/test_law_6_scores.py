@@ -108,6 +108,7 @@ def test_batch_size(subject: Subject) -> None:
         same(score(subject, SCORERS, split(batch, size)), expected)
 
 
+@pytest.mark.slow
 def test_order_of_the_data(subject: Subject) -> None:
     batch, order = data(subject, 5), [3, 0, 4, 2, 1]
     mixed = {k: v[order] for k, v in batch.items()}
