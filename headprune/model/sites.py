@@ -170,12 +170,12 @@ def find_sites(
             groups, so that the KV cache shrinks; ``balanced`` the same number of query heads from
             every kept group; ``free`` any query heads. With a single key/value head for all query
             heads (MQA), ``group`` acts as ``balanced``.
-        feed_forward: Whether to find feed-forwards too, whose heads are neurons.
+        feed_forward: Whether to find feed-forwards too: their heads are neurons.
 
     Returns:
         The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of
-        your own. Their ``not_taken`` lists other modules that look like attention, and why no
-        layout takes them.
+        your own. Their ``not_taken`` lists other modules like attention, and why no layout takes
+        them.
 
     Raises:
         UnsupportedModel: no site, or no feed-forward that was asked for; the message lists similar

@@ -15,7 +15,7 @@ from headprune.model.batches import EMPTY
 from headprune.model.contexts import reading, wide
 from headprune.model.fingerprint import fingerprint
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
-from headprune.model.sites import BoundSite, all_cut_sites, bind
+from headprune.model.sites import BoundSite, all_cut_sites, bind, find_sites
 from headprune.model.transfers import in_main_memory, sent
 
 _MUST = "the model that the pruned one was cut from"
@@ -29,11 +29,12 @@ def paired(
     Raises:
         PlanMismatch: the teacher has another structure, or lacks heads that the model has.
     """
-    if sites is None:
-        sites = all_cut_sites(model)
-    ours = bind(model, sites)
+    ours = bind(model, all_cut_sites(model) if sites is None else sites)
     # The same sites, so that a layout that the user gave holds for both.
     try:
+        if sites is None:
+            neurons = any(b.layout.is_feed_forward for b in ours)
+            sites = find_sites(teacher, feed_forward=neurons)
         theirs = bind(teacher, sites)
     except HeadPruneError as error:
         raise PlanMismatch("teacher", _MUST, f"a {type(teacher).__name__} ({error})") from error
