@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 
 import headprune as hp
+from headprune.checkpoints.checkpoint import applicable_formats
 from headprune.core.errors import UnsupportedModel
 from headprune.core.levels import level_widths
 from headprune.layouts import registry
@@ -216,3 +217,23 @@ def test_one_layout_fits_each_feed_forward() -> None:
     layouts = [registry.get(name) for name in registry if registry.get(name).is_feed_forward]
     assert len({layout.name for layout in layouts}) == len(layouts)
     assert all(layout.families == () for layout in layouts)
+
+
+def test_a_site_of_neurons_prints_their_number(bert: Any) -> None:
+    sites = hp.find_sites(bert, feed_forward=True)
+    (first, _) = neurons(sites)
+    assert str(first) == "bert.encoder.layer.0: 96 neurons (feed_forward_bert)"
+    n_heads = {site.name: site.n_query_heads for site in sites}
+    mask = hp.HeadMask.from_keep({first.name: range(40)}, n_heads)
+    hp.prune_(bert, mask)
+    (cut, _) = neurons(hp.find_sites(bert, feed_forward=True))
+    assert str(cut) == "bert.encoder.layer.0: 96 neurons, 40 present (feed_forward_bert)"
+
+
+def test_layers_of_unlike_widths_need_another_format(bert: Any) -> None:
+    sites = hp.find_sites(bert, feed_forward=True)
+    n_heads = {site.name: site.n_query_heads for site in sites}
+    hp.prune_(bert, hp.HeadMask.from_keep({neurons(sites)[0].name: range(40)}, n_heads))
+    reason = applicable_formats(bert)["transformers"]
+    assert reason is not None
+    assert "layers with 40, 96 neurons" in reason
