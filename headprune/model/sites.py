@@ -270,9 +270,10 @@ def _matched(
         if inside and name.startswith(inside):
             continue
         # An expert of a mixture sees some tokens of some examples: no gate fits them.
-        if "experts" in name.split("."):
-            continue
+        is_expert = "experts" in name.split(".")
         for layout in candidates:
+            if is_expert and layout.is_feed_forward:
+                continue
             now = matched_geometry(layout, module)
             if isinstance(now, str):
                 continue
