@@ -30,7 +30,15 @@ from headprune.core.plan import PruningPlan
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import count_parameters, offloaded
-from headprune.model.sites import BoundSite, Sites, all_cut_sites, bind, sites_for, unwrap
+from headprune.model.sites import (
+    BoundSite,
+    Sites,
+    all_cut_sites,
+    bind,
+    has_cut_neurons,
+    sites_for,
+    unwrap,
+)
 
 Format = Literal["headprune", "transformers", "remote-code"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -89,6 +97,7 @@ def save_pretrained(
         companions.check(processor)
     check_shard_size(max_shard_size)
     bound = bind(model, all_cut_sites(model) if sites is None else sites)
+    _check_no_cut_beyond(model, bound)
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
     with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
@@ -100,6 +109,18 @@ def save_pretrained(
         if processor is not None:
             companions.save(processor, place)
     return folder
+
+
+def _check_no_cut_beyond(model: nn.Module, bound: list[BoundSite]) -> None:
+    """Refuse sites without the feed-forwards that lost neurons: such a folder would not load."""
+    if not has_cut_neurons(model):
+        return
+    given = {b.site.name for b in bound}
+    for site in all_cut_sites(model):
+        is_cut = len(site.heads) < site.n_query_heads
+        if site.kind == "feed_forward" and is_cut and site.name not in given:
+            must = "all sites that were cut, feed-forwards too"
+            raise InvalidValue("sites", must, f"none of {site.name}", "Leave sites= out.")
 
 
 def write_card(

@@ -33,7 +33,7 @@ from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions
 from headprune.model.offloaded import count_parameters
 from headprune.model.running import default_dtype
-from headprune.model.sites import BoundSite, bind, find_sites
+from headprune.model.sites import BoundSite, bind, find_sites, has_cut_neurons
 
 _WHOLE = "Load the model and cut it with prune_, or without --streaming."
 
@@ -116,6 +116,9 @@ def prune_checkpoint(
     full_plan = plan if isinstance(plan, PruningPlan) else None
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
     sites = find_sites(model, policy="group" if full_plan is None else full_plan.policy)
+    if has_cut_neurons(model):
+        must, got = "one whose feed-forwards are whole", "one with cut feed-forwards"
+        raise UnsupportedModel(str(folder), must, got, "Load the model and cut it with prune_.")
     bound = bind(model, sites)
 
     def sample(name: str, tensor: Tensor) -> bytes:

@@ -20,8 +20,9 @@ class CallsItsLayers(Mixin):
 
 def _width(module: Any) -> int:
     """Refuse layers whose tokens come before the examples, where gates are per example."""
-    if not module.self_attn.batch_first:
-        must, got = "built with batch_first=True", "batch_first=False"
+    attention = getattr(module, "self_attn", None)
+    if not getattr(attention, "batch_first", False):
+        must, got = "built with batch_first=True", "another layer"
         raise UnsupportedModel(type(module).__name__, must, got)
     return 1
 

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from headprune.attention.kept_heads import KEPT_HEADS, check_stored
 from headprune.attention.sharded import check_no_tensor_parallel
 from headprune.core.coverage import NotTaken
-from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel, did_you_mean
+from headprune.core.errors import (
+    HeadPruneError,
+    InvalidValue,
+    UnknownName,
+    UnsupportedModel,
+    did_you_mean,
+)
 from headprune.core.heads import POLICIES, AttentionSite, Policy
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState
 from headprune.core.slabs import HeadGeometry
@@ -203,23 +209,27 @@ def sites_for(
 ) -> Sites:
     """Find the attention of a model, and its feed-forwards where one of these names is theirs."""
     sites = find_sites(model, layouts, policy)
-    if {site.name for site in sites}.issuperset(names):
+    unknown = set(names).difference(site.name for site in sites)
+    if not unknown:
         return sites
     try:
-        return find_sites(model, layouts, policy, feed_forward=True)
-    except UnsupportedModel:
-        return sites  # the names are another model's, which the caller reports
+        more = find_sites(model, layouts, policy, feed_forward=True)
+    except HeadPruneError:
+        return sites
+    # Names of neither kind are another model's, which the caller reports.
+    return more if unknown.intersection(site.name for site in more) else sites
 
 
 def all_cut_sites(model: nn.Module) -> Sites:
     """Find the attention of a model, and its feed-forwards where one of them lost neurons."""
     sites = find_sites(model)
-    if not _has_cut_neurons(unwrap(model)):
+    if not has_cut_neurons(unwrap(model)):
         return sites
     return find_sites(model, feed_forward=True)
 
 
-def _has_cut_neurons(model: nn.Module) -> bool:
+def has_cut_neurons(model: nn.Module) -> bool:
+    """Whether a feed-forward of a registered layout lost neurons."""
     for module in model.modules():
         state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
         name = None if state is None else state.layout

@@ -59,7 +59,7 @@ def removed(
 
         # 2. Remove the units.
         shape = of_sites[0][0].shape
-        if shape[1] == 1:  # neurons
+        if of_sites[0][0].are_neurons:
             orders = _neurons_in_order(inverse, c, failed)
         else:
             orders = _in_order(inverse, c, failed, *shape)
@@ -78,10 +78,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _together(sites: Sequence[_UnitTable], n_runs: int) -> Iterator[dict[int, list[int]]]:
     """Runs to be made at once, by number of the site; these sites have one device and one shape."""
-    alike: dict[tuple[torch.device, tuple[int, int]], list[int]] = {}
+    alike: dict[tuple[torch.device, tuple[int, int], bool], list[int]] = {}
     for number, site in enumerate(sites):
-        alike.setdefault((site.table.device, site.shape), []).append(number)
-    for (_, (n_units, length)), numbers in alike.items():
+        alike.setdefault((site.table.device, site.shape, site.are_neurons), []).append(number)
+    for (_, (n_units, length), _), numbers in alike.items():
         at_once = max(1, AT_ONCE // (MATRICES * 8 * (n_units * length) ** 2))
         runs = list(product(numbers, range(n_runs)))
         for first in range(0, len(runs), at_once):
@@ -100,7 +100,8 @@ class _UnitTable:
 
     def __init__(self, factors: Factors) -> None:
         self.factors = factors
-        if has_unit_per_channel(factors.bound):
+        self.are_neurons = has_unit_per_channel(factors.bound)
+        if self.are_neurons:
             device = factors.weight.device
             self.shape, self.n_more, self.in_order = (factors.width, 1), 0, True
             self.table = torch.arange(factors.width, device=device)

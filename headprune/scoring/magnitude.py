@@ -86,6 +86,8 @@ def _norms(
 def _neuron_sizes(bound: BoundSite) -> Tensor:
     """For each neuron the product of the norms of its rows and its column, ``[neurons]``."""
     n_neurons = len(bound.site.heads)
+    if not n_neurons:
+        return torch.empty(0, dtype=torch.float64)
     size = torch.ones(n_neurons, dtype=torch.float64, device=device_of(bound.module))
     for slab in bound.slabs:
         weight = effective_weight(lookup(bound.module, slab.path)).detach().double()

@@ -13,7 +13,8 @@ from transformers import AutoModelForSequenceClassification
 
 import headprune as hp
 from headprune.checkpoints.checkpoint import applicable_formats
-from headprune.core.errors import UnsupportedModel
+from headprune.checkpoints.streaming import prune_checkpoint
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.levels import level_widths
 from headprune.layouts import registry
 from headprune.model.running import call
@@ -237,3 +238,37 @@ def test_layers_of_unlike_widths_need_another_format(bert: Any) -> None:
     reason = applicable_formats(bert)["transformers"]
     assert reason is not None
     assert "layers with 40, 96 neurons" in reason
+
+
+def test_a_folder_that_would_not_load_is_not_written(
+    bert: Any, batches: Any, tmp_path: Path
+) -> None:
+    attention = hp.find_sites(bert)
+    sites = hp.find_sites(bert, feed_forward=True)
+    n_heads = {site.name: site.n_query_heads for site in sites}
+    hp.prune_(bert, hp.HeadMask.from_keep({neurons(sites)[0].name: range(40)}, n_heads))
+    with pytest.raises(InvalidValue, match="all sites that were cut, feed-forwards too"):
+        hp.save_pretrained(bert, tmp_path / "a", sites=attention)
+    hp.save_pretrained(bert, tmp_path / "b")
+    with pytest.raises(UnsupportedModel, match="feed-forwards are whole"):
+        prune_checkpoint(tmp_path / "b", hp.HeadMask.full(attention), tmp_path / "c")
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "c").exists()
+
+
+def test_layers_named_like_those_of_torch_are_passed_over() -> None:
+    named = torch.nn.ModuleDict(
+        {"linear1": torch.nn.Linear(8, 6), "linear2": torch.nn.Linear(6, 8)}
+    )
+    model = torch.nn.Sequential(hp.MultiHeadAttention(8, 2), named)
+    with pytest.raises(UnsupportedModel, match="feed-forward"):
+        hp.find_sites(model, feed_forward=True)
+
+
+def test_an_empty_feed_forward_has_no_scores(bert: Any) -> None:
+    sites = hp.find_sites(bert, feed_forward=True)
+    n_heads = {site.name: site.n_query_heads for site in sites}
+    hp.prune_(bert, hp.HeadMask.from_keep({neurons(sites)[0].name: ()}, n_heads))
+    sites = hp.find_sites(bert, feed_forward=True)
+    scores = hp.score(bert, None, "magnitude", sites=sites)
+    assert [len(row) for row in scores.values] == [4, 0, 4, WIDTH]
