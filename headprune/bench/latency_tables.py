@@ -165,7 +165,7 @@ def _keeps(site: AttentionSite) -> list[tuple[int, ...]]:
 
     Of neurons, only numbers that a selector chooses from.
     """
-    if site.kind == "feed_forward":
+    if site.is_feed_forward:
         return [site.heads[:count] for count in level_widths(len(site.heads))]
     # Whole groups one after another; or single heads spread over all groups. A choice that empties
     # groups is somewhat faster than the table says.
@@ -239,7 +239,7 @@ class _Clock:
         row: list[float | None] = [None] * (len(recorded_call.bound.site.heads) + 1)
         for count, median in zip(variants, np.median(times, axis=0).tolist(), strict=True):
             row[count] = median
-        if recorded_call.bound.layout.is_feed_forward:
+        if recorded_call.bound.site.is_feed_forward:
             return _above_none(row)
         return row
 

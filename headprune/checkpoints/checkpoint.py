@@ -96,8 +96,11 @@ def save_pretrained(
     if processor is not None:
         companions.check(processor)
     check_shard_size(max_shard_size)
-    bound = bind(model, all_cut_sites(model) if sites is None else sites)
-    _check_no_cut_beyond(model, bound)
+    if sites is None:
+        bound = bind(model, all_cut_sites(model))
+    else:
+        bound = bind(model, sites)
+        _check_no_cut_beyond(model, bound)
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
     with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
@@ -118,7 +121,7 @@ def _check_no_cut_beyond(model: nn.Module, bound: list[BoundSite]) -> None:
     given = {b.site.name for b in bound}
     for site in all_cut_sites(model):
         is_cut = len(site.heads) < site.n_query_heads
-        if site.kind == "feed_forward" and is_cut and site.name not in given:
+        if site.is_feed_forward and is_cut and site.name not in given:
             must = "all sites that were cut, feed-forwards too"
             raise InvalidValue("sites", must, f"none of {site.name}", "Leave sites= out.")
 

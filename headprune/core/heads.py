@@ -120,6 +120,11 @@ class AttentionSite(Value):
             must = f"a partition of the heads {list(self.heads)}"
             raise InvalidValue("AttentionSite.bundles", must, self.bundles)
 
+    @property
+    def is_feed_forward(self) -> bool:
+        """Whether its heads are the neurons of a feed-forward."""
+        return self.kind == "feed_forward"
+
     @cached_property
     def geometry(self) -> HeadGeometry:
         """Head counts, widths and shared key/value heads of the present heads."""
@@ -228,7 +233,7 @@ class AttentionSite(Value):
         return replace(self, policy="free")
 
     def __str__(self) -> str:
-        if self.kind == "feed_forward":
+        if self.is_feed_forward:
             present = len(self.heads)
             cut = "" if present == self.n_query_heads else f", {present} present"
             return f"{self.name}: {self.n_query_heads} neurons{cut} ({self.layout})"

@@ -29,7 +29,7 @@ from headprune.model.exposed import exposed
 from headprune.model.fingerprint import check_plan
 from headprune.model.refusals import check_unshared
 from headprune.model.running import device_of
-from headprune.model.sites import BoundSite, Sites, bind, sites_for
+from headprune.model.sites import BoundSite, bind, sites_for
 from headprune.model.transfers import sent
 
 Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
@@ -74,21 +74,20 @@ def gated(
     torch.Size([1, 2])
     """
     if sites is None:
-        sites = _sites_of(model, gates)
+        sites = sites_for(model, site_names(gates))
     with installed(model, gate_tensors(model, gates, bind(model, sites))):
         yield model
 
 
-def _sites_of(model: nn.Module, gates: Gates) -> Sites:
-    """The sites of a model that gates name; its attention for a tensor."""
-    names: Iterable[str] = ()
-    if isinstance(gates, PruningPlan):
-        names = gates.mask.sites
-    elif isinstance(gates, HeadMask):
-        names = gates.sites
-    elif isinstance(gates, Mapping):
-        names = map(str, gates)
-    return sites_for(model, names)
+def site_names(given: Any) -> tuple[str, ...]:
+    """The sites that a plan, a mask or a mapping names; none for a table."""
+    if isinstance(given, PruningPlan):
+        return given.mask.sites
+    if isinstance(given, HeadMask):
+        return given.sites
+    if isinstance(given, Mapping):
+        return tuple(map(str, given))
+    return ()
 
 
 @contextmanager

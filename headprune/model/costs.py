@@ -330,7 +330,7 @@ def unit_costs(bound: BoundSite, counts: _PassCounts | None = None) -> tuple[Cos
         counts = _PassCounts(1)
     units = bound.site.units
     # Neurons cost all alike, and there are thousands of them.
-    if bound.layout.is_feed_forward and units:
+    if bound.layout.is_feed_forward and bound.site.bundles is None and units:
         return (_unit_cost(bound, units[0], counts),) * len(units)
     return tuple(_unit_cost(bound, unit, counts) for unit in units)
 

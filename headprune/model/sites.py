@@ -192,28 +192,31 @@ def find_sites(
     >>> print(find_sites(torch.nn.Sequential(MultiHeadAttention(32, 4))))
     0: 4 heads of width 8 (multi_head_attention, self)
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidValue("model", "a torch.nn.Module", type(model).__name__)
-    if policy not in POLICIES:
-        raise InvalidValue("policy", f"one of {', '.join(POLICIES)}", repr(policy))
+    _check(model, policy)
     layouts = tuple(layouts)
     sites = sites_of(_located(model, layouts, policy, feed_forward))
     return Sites(sites, sites.layouts.values(), not_taken(model, sites, layouts))
 
 
-def sites_for(
-    model: nn.Module,
-    names: Iterable[str],
-    layouts: Iterable[AttentionLayout] = (),
-    policy: Policy = "group",
-) -> Sites:
+def _check(model: object, policy: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidValue("model", "a torch.nn.Module", type(model).__name__)
+    if policy not in POLICIES:
+        raise InvalidValue("policy", f"one of {', '.join(POLICIES)}", repr(policy))
+
+
+# Neither of these two looks for what is not taken.
+
+
+def sites_for(model: nn.Module, names: Iterable[str], policy: Policy = "group") -> Sites:
     """Find the attention of a model, and its feed-forwards where one of these names is theirs."""
-    sites = find_sites(model, layouts, policy)
+    _check(model, policy)
+    sites = sites_of(_located(model, policy=policy))
     unknown = set(names).difference(site.name for site in sites)
     if not unknown:
         return sites
     try:
-        more = find_sites(model, layouts, policy, feed_forward=True)
+        more = sites_of(_located(model, policy=policy, feed_forward=True))
     except HeadPruneError:
         return sites
     # Names of neither kind are another model's, which the caller reports.
@@ -222,15 +225,12 @@ def sites_for(
 
 def all_cut_sites(model: nn.Module) -> Sites:
     """Find the attention of a model, and its feed-forwards where one of them lost neurons."""
-    sites = find_sites(model)
-    if not has_cut_neurons(unwrap(model)):
-        return sites
-    return find_sites(model, feed_forward=True)
+    return sites_of(_located(model, feed_forward=has_cut_neurons(model)))
 
 
 def has_cut_neurons(model: nn.Module) -> bool:
     """Whether a feed-forward of a registered layout lost neurons."""
-    for module in model.modules():
+    for module in unwrap(model).modules():
         state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
         name = None if state is None else state.layout
         if name is not None and name in registry and registry.get(name).is_feed_forward:

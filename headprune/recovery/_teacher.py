@@ -15,7 +15,7 @@ from headprune.model.batches import EMPTY
 from headprune.model.contexts import reading, wide
 from headprune.model.fingerprint import fingerprint
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
-from headprune.model.sites import BoundSite, all_cut_sites, bind, find_sites
+from headprune.model.sites import BoundSite, all_cut_sites, bind, sites_for
 from headprune.model.transfers import in_main_memory, sent
 
 _MUST = "the model that the pruned one was cut from"
@@ -33,8 +33,7 @@ def paired(
     # The same sites, so that a layout that the user gave holds for both.
     try:
         if sites is None:
-            neurons = any(b.layout.is_feed_forward for b in ours)
-            sites = find_sites(teacher, feed_forward=neurons)
+            sites = sites_for(teacher, [b.site.name for b in ours])
         theirs = bind(teacher, sites)
     except HeadPruneError as error:
         raise PlanMismatch("teacher", _MUST, f"a {type(teacher).__name__} ({error})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, product
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ AT_ONCE = 2**28
 MATRICES = 5
 #: Neurons are removed in so many steps for each halving or so: the cheapest 1/64 of the kept ones.
 _STEPS = 64
+#: Blocks of a symmetric matrix ``[runs, n, n]``: removed by removed, removed by rest, rest by rest.
+_Blocks: TypeAlias = tuple[Tensor, Tensor, Tensor]
 #: A's diagonal is at least this share of the contexts' mean square.
 _ROUNDING = 1e-10
 
@@ -238,18 +241,14 @@ def _neurons_in_order(inverse: Tensor, c: Tensor, failed: Tensor) -> Tensor:
             break
         # 2. Remove them; the others compensate.
         names = names.gather(1, rest)
-        own, others, inverse = _split(inverse, removed_now, rest)
-        taken, code = torch.linalg.solve_ex(own, others)  # [runs, removed, rest]
-        failed = failed | (code != 0)
-        inverse.baddbmm_(others.mT, taken, alpha=-1)
-        own, others, c = _split(c, removed_now, rest)
-        half = others - own @ taken / 2
-        c.baddbmm_(torch.cat([half, taken], 1).mT, torch.cat([taken, half], 1), alpha=-1)
+        of_inverse, of_c = (_split(matrix, removed_now, rest) for matrix in (inverse, c))
+        failed = failed | _compensate_(of_inverse, of_c)
+        inverse, c = of_inverse[2], of_c[2]
     all_prices = torch.cat(paid, 1).masked_fill(failed[:, None], torch.nan)
     return torch.stack([torch.cat(order, 1).to(all_prices), all_prices], 1)
 
 
-def _split(matrix: Tensor, first: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _split(matrix: Tensor, first: Tensor, rest: Tensor) -> _Blocks:
     """The blocks of a symmetric matrix ``[runs, n, n]``: first by first, first by rest, and rest by
     rest."""
 
@@ -291,16 +290,30 @@ def _remove_(inverse: Tensor, c: Tensor, u: Tensor) -> Tensor:
     Returns:
         ``[runs]``: where this has no answer.
     """
-    own, others = _taken_out_(inverse, u)
-    taken, code = torch.linalg.solve_ex(own, others)
-    n_rest = others.shape[2]
-    inverse[:, :n_rest, :n_rest].baddbmm_(others.mT, taken, alpha=-1)
-    own, others = _taken_out_(c, u)
+    n_rest = inverse.shape[2] - u.shape[1]
+    of_inverse, of_c = (
+        (*_taken_out_(matrix, u), matrix[:, :n_rest, :n_rest]) for matrix in (inverse, c)
+    )
+    return _compensate_(of_inverse, of_c)
+
+
+def _compensate_(of_inverse: _Blocks, of_c: _Blocks) -> Tensor:
+    """Let the rest compensate for what is removed: update its blocks in place.
+
+    Args:
+        of_inverse: Of the inverse, the blocks removed by removed, removed by rest, rest by rest.
+        of_c: The same of C.
+
+    Returns:
+        ``[runs]``: where this has no answer.
+    """
+    own, others, rest = of_inverse
+    taken, code = torch.linalg.solve_ex(own, others)  # [runs, removed, rest]
+    rest.baddbmm_(others.mT, taken, alpha=-1)
+    own, others, rest = of_c
     # c - others' taken - taken' others + taken' own taken, in one product
     half = others - own @ taken / 2
-    c[:, :n_rest, :n_rest].baddbmm_(
-        torch.cat([half, taken], 1).mT, torch.cat([taken, half], 1), alpha=-1
-    )
+    rest.baddbmm_(torch.cat([half, taken], 1).mT, torch.cat([taken, half], 1), alpha=-1)
     broken: Tensor = code != 0
     return broken
 

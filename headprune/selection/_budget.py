@@ -42,7 +42,7 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
 
 def _head_counts(site: AttentionSite) -> tuple[int, ...]:
     """Heads of each unit; a budget of heads does not count neurons."""
-    if site.kind == "feed_forward":
+    if site.is_feed_forward:
         return (0,) * len(site.units)
     return tuple(map(len, site.units))
 

@@ -87,7 +87,7 @@ def bundled(
 
 
 def _has_bundles(site: AttentionSite) -> bool:
-    if site.kind == "feed_forward":
+    if site.is_feed_forward:
         return site.bundles is None and len(site.heads) > LEVELS
     return site.policy == "balanced" and len(site.groups) > 1
 
@@ -156,7 +156,7 @@ def _bundles(
         # False sorts before True, and equal scores keep the order of the heads.
         return name not in must_keep, name in must_remove, -value[head], head
 
-    if site.kind == "feed_forward":
+    if site.is_feed_forward:
         neurons = sorted(site.heads, key=rank)
         widths = pairwise(level_widths(len(neurons)))
         return tuple(tuple(sorted(neurons[start:stop])) for start, stop in widths)

@@ -18,7 +18,7 @@ from headprune.core.heads import AttentionSite, HeadMask, without
 from headprune.core.indices import indices
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
-from headprune.gating.context import gated
+from headprune.gating.context import gated, site_names
 from headprune.model.cut import Undo, cut_
 from headprune.model.fingerprint import check_plan
 from headprune.model.offloaded import count_parameters
@@ -111,7 +111,8 @@ def prune_(
             parameters (``DistributedDataParallel``).
     """
     if sites is None:
-        sites = _sites_of(model, plan)
+        policy = plan.policy if isinstance(plan, PruningPlan) else "group"
+        sites = sites_for(model, site_names(plan), policy)
     # Sites from elsewhere come without layouts of their own.
     located = sites if isinstance(sites, Sites) else Sites(sites, ())
     plan = _as_plan(plan, located)
@@ -179,15 +180,6 @@ def _cut_and_compared(
     report = PruneReport(removed, now, before, after, proof, warned, cuts)
     # Weak, so that nothing here keeps the old parameters alive.
     return report, [weakref.ref(change.old) for change in changes if change.new is not change.old]
-
-
-def _sites_of(model: nn.Module, plan: PruningPlan | HeadMask | ArrayLike) -> Sites:
-    """The sites of a model that a plan names; its attention for an array."""
-    if isinstance(plan, PruningPlan):
-        return sites_for(model, plan.mask.sites, policy=plan.policy)
-    if isinstance(plan, HeadMask):
-        return sites_for(model, plan.sites)
-    return find_sites(model)
 
 
 def _as_plan(plan: Any, sites: Sites) -> PruningPlan | HeadMask:

@@ -1,5 +1,5 @@
 """Law 5 over every family: one cut after the other is both at once, nothing pruned is nothing
-changed, and a layer may lose all its heads or the plan is refused in words; fp64."""
+changed, and a layer may lose all its heads or the plan is refused with an error; fp64."""
 
 from __future__ import annotations
 

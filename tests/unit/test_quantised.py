@@ -1,4 +1,4 @@
-"""Quantised projections are refused in words before anything changes; gates work on them."""
+"""Quantised projections are refused with an error before anything changes; gates work on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rest of a model does with an attention that fits: refused in words before anything
+"""What the rest of a model does with an attention that fits: refused with an error before anything
 changes."""
 
 from __future__ import annotations

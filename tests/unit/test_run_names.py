@@ -1,4 +1,4 @@
-"""Names of files and folders: any is read as it stands or refused in words, and none ends a run."""
+"""Names of files and folders: any is read as it stands or refused with an error, and none ends a run."""
 
 from __future__ import annotations
 

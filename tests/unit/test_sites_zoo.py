@@ -1,4 +1,4 @@
-"""Transformers architectures that are not under law: exact when cut, or refused in words; never
+"""Transformers architectures that are not under law: exact when cut, or refused with an error; never
 silently wrong."""
 
 from __future__ import annotations
