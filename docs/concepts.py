@@ -169,7 +169,7 @@ def _prove(record: RunRecord) -> list[str]:
     """Both models' outputs, and how far apart they are."""
     worst = max(proof.max_difference for proof in record.proofs)
     lines = [_text(140, 122, "=", 28, anchor="middle")]
-    for x, name, says in ((16, "gated", "heads off"), (164, "pruned", "heads removed")):
+    for x, name, says in ((16, "gated", "heads off"), (164, "pruned", "heads cut")):
         lines += [
             _box(x, 78, 100, 72, "none", _BLUE, ' stroke-width="2"'),
             _text(x + 50, 108, name, 16, anchor="middle"),
