@@ -8,8 +8,11 @@ recipe). It stands above the rooms that it puts together: scores, selection, the
 import importlib
 from typing import Any
 
+#: Imported on first use.
+_HOME = {"Auto": "headprune.choice.auto", "Ladder": "headprune.choice.ladder"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Auto":
-        return importlib.import_module("headprune.choice.auto").Auto
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,12 +33,13 @@ class Folds:
     Args:
         problem: With the batches.
         count: Folds.
+        least: Rows that a fold must have on average.
 
     Raises:
-        InvalidValue: fewer rows than folds.
+        InvalidValue: fewer rows than that.
     """
 
-    def __init__(self, problem: ScoringProblem, count: int) -> None:
+    def __init__(self, problem: ScoringProblem, count: int, least: int = 2) -> None:
         self.count = count
         #: By fold, the numbers of its rows, and its part of each batch, in main memory.
         self.rows: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * count
@@ -54,8 +55,8 @@ class Folds:
                     self.rows[fold] = torch.cat([self.rows[fold], first + places])
             first += size
         self.size = first
-        if self.size < 2 * count:
-            must = f"with at least {2 * count} examples for {count} folds"
+        if self.size < least * count:
+            must = f"with at least {least * count} examples for {count} folds"
             hint = "Give more examples, or name a scorer that holds none out: taylor, for example."
             raise InvalidValue("batches", must, self.size, hint)
 

@@ -16,18 +16,19 @@ from torch import nn
 from headprune import recovery, scoring
 from headprune.attention.sharded import check_whole
 from headprune.choice._held_out import Folds, Refit, RefitRefused, held_out_losses, whole_losses
+from headprune.choice._scores import as_scores
 from headprune.choice._statistics import Asked, Floats, interval, ranked
 from headprune.core.choice import RANDOM, Choice, Refitting, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InfeasibleBudget, InvalidValue, did_you_mean
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan
-from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.core.scores import HeadScores
 from headprune.model.own_loss import is_default
 from headprune.model.sites import sites_of
 from headprune.recovery._api import recover_
 from headprune.recovery._base import Recovery
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, units_per_site
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._coupling import losses_are_coupled, refuse_coupled
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
@@ -278,7 +279,7 @@ class Auto(Scorer):
         plans: list[PruningPlan] = []
 
         def add(named: Named, estimate: Estimate, alone: bool) -> None:
-            plan = self.plan(_scores(problem, named[0], estimate), alone)
+            plan = self.plan(as_scores(problem, named[0], estimate), alone)
             if plan is not None:
                 asked.append((*named, alone))
                 plans.append(plan)
@@ -361,22 +362,6 @@ def _with_choice(estimate: Estimate, choice: Choice) -> Estimate:
     notes += [choice.doubt, choice.refit_doubt]
     of_auto = [f"auto: {note}" for note in notes if note]
     return replace(estimate, notes=(*estimate.notes, *of_auto), choice=choice)
-
-
-def _scores(problem: ScoringProblem, name: str, estimate: Estimate) -> HeadScores:
-    """An estimate as a selector takes it."""
-    sites = tuple(b.site for b in problem.bound)
-    by_site = estimate.values.split(units_per_site(problem.bound))
-    return HeadScores(
-        sites=sites,
-        values=tuple(tuple(row.tolist()) for row in by_site),
-        standard_errors=None,
-        scorer=name,
-        settings=EMPTY,
-        n_examples=estimate.n_examples,
-        model=ModelFingerprint("", ""),  # these scores are never compared with a model
-        costs=problem.costs,
-    )
 
 
 def _configured(name: str, settings: Mapping[str, Any]) -> Scorer:

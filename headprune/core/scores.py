@@ -18,6 +18,7 @@ from headprune.core.files import atomic_paths
 from headprune.core.frames import scores_frame
 from headprune.core.grids import score_rows
 from headprune.core.heads import AttentionSite, HeadId, places
+from headprune.core.ladders import SiteLadder
 from headprune.core.samples import Curvature, Samples, if_there
 from headprune.core.uncertainty import Stability, half_width, lowest_shares, rank_bounds, stability
 from headprune.core.units import Cost, CostTable, ScoredUnit
@@ -65,6 +66,8 @@ class HeadScores(Value):
         notes: Messages for the user.
         curvature: How the loss bends when several units are removed, for ``quadratic``.
         choice: How ``auto`` chose the scorer; None where the user did.
+        ladders: For every site, the measured price of keeping fewer units; None where the scorer
+            measures none.
     """
 
     # The numbers.
@@ -84,6 +87,7 @@ class HeadScores(Value):
     notes: tuple[str, ...] = ()
     curvature: Curvature | None = None
     choice: Choice | None = field(default=None, metadata=LATER)
+    ladders: tuple[SiteLadder, ...] | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -103,6 +107,10 @@ class HeadScores(Value):
             _check_rows("standard_errors", [len(row) for row in self.standard_errors], shape)
         if self.costs is not None:
             _check_rows("costs.units", [len(row) for row in self.costs.units], shape)
+        if self.ladders is not None:
+            names = [site.name for site in self.sites]
+            if [ladder.site for ladder in self.ladders] != names:
+                raise InvalidValue("HeadScores.ladders", f"one per site, {names}", self.ladders)
         n_units = sum(shape)
         if self.samples is not None and self.samples.units != n_units:
             must = f"one column per unit, {n_units}"
@@ -169,6 +177,7 @@ class HeadScores(Value):
             errors = _chosen(errors, wanted)
         if costs is not None:
             costs = replace(costs, units=_chosen(costs.units, wanted))
+        ladders = None if self.ladders is None else _chosen(self.ladders, wanted)
 
         # 2. Matrices, column by column. One whose file is missing becomes a note.
         columns = [i for i, unit in enumerate(self.units()) if unit.site in wanted]
@@ -188,6 +197,7 @@ class HeadScores(Value):
             samples=samples,
             notes=notes,
             curvature=curvature,
+            ladders=ladders,
         )
 
     def units(self) -> Iterator[ScoredUnit]:

@@ -10,7 +10,10 @@ from typing import Any
 from headprune.core.registry import Registry
 
 registry = Registry(
-    "scorer", "headprune.scoring", "headprune.scorers", elsewhere={"auto": "headprune.choice.auto"}
+    "scorer",
+    "headprune.scoring",
+    "headprune.scorers",
+    elsewhere={"auto": "headprune.choice.auto", "ladder": "headprune.choice.ladder"},
 )
 
 #: Where the other public names are defined; their modules, and torch, are imported on first use.

@@ -267,6 +267,7 @@ def _result(
         notes=notes,
         curvature=curvature,
         choice=e.choice,
+        ladders=e.ladders,
     )
 
 

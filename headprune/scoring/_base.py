@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headprune.core.choice import Choice
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
+from headprune.core.ladders import SiteLadder
 from headprune.core.scores import CostTable
 from headprune.model.batches import Batches
 from headprune.model.costs import measure_costs
@@ -55,6 +56,8 @@ class Estimate:
             the scorer has none.
         choice: How `auto` chose the scorer that the numbers are of; None where it was asked for by
             name.
+        ladders: For every site, the measured price of keeping fewer units; None where the scorer
+            measures none.
     """
 
     values: Tensor
@@ -65,6 +68,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     curvature: Tensor | None = None
     choice: Choice | None = None
+    ladders: tuple[SiteLadder, ...] | None = None
 
 
 class Scorer(ABC):

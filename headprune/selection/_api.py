@@ -49,7 +49,7 @@ def select(
         budget: An upper bound. Or budgets by kind of attention or by pattern over sites' names
             (``"*decoder*"``); other sites keep every head.
         selector: Its name, or a configured one. Default ``global_topk``; ``knapsack``
-            for a budget of speed.
+            for a budget of speed, and for scores with ladders.
         must_keep: Original indices by site's name.
         must_remove: The same.
         loss: The rise of each example's loss, ``[masks, examples]``, for selectors that measure.
@@ -92,8 +92,10 @@ def select(
         return _in_every_kind(scores, budget, again)
     timed = _timed(budget)
     if selector is None:
-        # The cost of a head in time depends on how many others its site keeps; knapsack is exact.
-        selector = "knapsack" if timed else "global_topk"
+        # The cost in time depends on how many heads the site keeps, and so do measured prices;
+        # knapsack is exact for both.
+        priced = scores.ladders is not None
+        selector = "knapsack" if timed or priced else "global_topk"
     name, chosen = registry.resolve(selector, Selector, "select(selector=)")
     _check_given(chosen, name, loss=loss, rescore=rescore)
     _check_latency(latency, timed)

@@ -9,7 +9,8 @@ from itertools import count
 
 import numpy as np
 
-from headprune.core.scores import HeadScores
+from headprune.core.ladders import SiteLadder
+from headprune.core.scores import HeadScores, ScoredUnit
 from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, check_leaves_a_head, infeasible, places
 from headprune.selection._choice import Option, best_choice, undominated
@@ -40,11 +41,15 @@ class Knapsack(Selector):
     def keep(self, problem: Problem) -> frozenset[Position]:
         check_leaves_a_head(problem)
         worth = _worth(problem.scores)
-        best = problem.states(places(best_first(problem.scores)))
+        ladders = problem.scores.ladders
+        best = problem.states(_ranking(problem.scores))
         # 1. One class per site, one option for each set of units that it may keep.
         sets: list[list[_Set]] = []
         for site, states in enumerate(best):
-            sets.append(_possible_sets(problem, site, states, worth))
+            if ladders is None:
+                sets.append(_possible_sets(problem, site, states, worth))
+            else:
+                sets.append(_priced_sets(problem, site, states, ladders))
         classes = [_options(site_sets) for site_sets in sets]
         # 2. One option of every class.
         chosen = best_choice(classes, problem.limit)
@@ -85,6 +90,35 @@ def _worth(scores: HeadScores) -> _Worth:
         second = (len(unit.heads) << _DEFICIT_BITS) - deficit
         worth[unit.site, unit.unit] = value, second
     return worth
+
+
+def _ranking(scores: HeadScores) -> list[Position]:
+    """Every unit, the best of a site first; levels keep the order in which they were measured."""
+    if scores.ladders is None:
+        return places(best_first(scores))
+    bundles: list[ScoredUnit] = []
+    others: list[ScoredUnit] = []
+    for unit in best_first(scores):
+        is_bundle = scores.sites[unit.site].bundles is not None
+        (bundles if is_bundle else others).append(unit)
+    return sorted(places(bundles)) + places(others)
+
+
+def _priced_sets(
+    problem: Problem, site: int, states: dict[int, tuple[int, ...]], ladders: Sequence[SiteLadder]
+) -> list[_Set]:
+    """What one site may keep, by the measured price of each level; see ``_possible_sets``."""
+    # All sites have one scale: what the loss rises by where every site keeps nothing.
+    most = math.fsum(ladder.rises[0] for ladder in ladders)
+    exponent = math.frexp(most)[1]
+    sets = []
+    for n_kept, units in states.items():
+        saved = ladders[site].rises[0] - ladders[site].at(n_kept)
+        value = round(math.ldexp(saved, _VALUE_BITS - exponent))
+        option = Option(problem.site_cost(site, units), value, n_kept)
+        sets.append(_Set(option, units))
+    sets.sort(key=lambda one: -problem.heads(site, one.units))
+    return [sets[i] for i in sorted(_undominated(sets))]
 
 
 def _integers(values: list[float], bits: int) -> list[int]:

@@ -1,0 +1,51 @@
+"""SiteLadder: what the loss rises by when one site keeps fewer units."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from headprune.core.errors import InvalidValue
+
+
+@dataclass(frozen=True)
+class SiteLadder:
+    """The measured price of every level of one site: how many heads or neurons it keeps.
+
+    Args:
+        site: The site's name.
+        kept: Heads or neurons kept at each level, from the fewest to all that are present.
+        rises: Per level, how much the loss rises when this site alone keeps so many, the best
+            ones, and the rest of the site makes up for the others. The last one is 0.
+
+    >>> ladder = SiteLadder("layer", (0, 64, 128), (0.5, 0.1, 0.0))
+    >>> ladder.at(64), ladder.at(96)
+    (0.1, 0.05)
+    """
+
+    site: str
+    kept: tuple[int, ...]
+    rises: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        where = f"ladder of {self.site}"
+        ascending = all(a < b for a, b in zip(self.kept, self.kept[1:], strict=False))
+        if not self.kept or not ascending or len(self.rises) != len(self.kept):
+            must = "one rise per level, from the fewest kept to all"
+            raise InvalidValue(where, must, (self.kept, self.rises))
+        if not all(map(math.isfinite, self.rises)):
+            raise InvalidValue(where, "of finite rises", self.rises)
+
+    def at(self, count: int) -> float:
+        """The rise with so many kept; between two measured levels, on the line between them."""
+        if count <= self.kept[0]:
+            return self.rises[0]
+        if count >= self.kept[-1]:
+            return self.rises[-1]
+        upper = bisect_left(self.kept, count)
+        if self.kept[upper] == count:
+            return self.rises[upper]
+        below, above = self.kept[upper - 1], self.kept[upper]
+        share = (count - below) / (above - below)
+        return self.rises[upper - 1] + share * (self.rises[upper] - self.rises[upper - 1])

@@ -1,0 +1,133 @@
+"""``ladder``: the measured price of every level of a site, and the choice by it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import headprune as hp
+from headprune.core.errors import InvalidValue
+from headprune.core.ladders import SiteLadder
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=50,
+        initializer_range=0.3,
+    )
+    return BertForSequenceClassification(config).eval()
+
+
+def _batches(n: int = 3) -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    batches = []
+    for _ in range(n):
+        ids = torch.randint(0, 50, (6, 7))
+        mask = torch.ones_like(ids)
+        mask[2:, 5:] = 0
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    return batches
+
+
+@pytest.fixture(scope="module")
+def scores() -> hp.HeadScores:
+    model = _model()
+    sites = hp.find_sites(model, feed_forward=True)
+    return hp.score(model, _batches(), "ladder", sites=sites, progress=False)
+
+
+def test_prices_fall_to_zero_as_more_is_kept(scores: hp.HeadScores) -> None:
+    assert scores.ladders is not None
+    assert [len(ladder.kept) for ladder in scores.ladders] == [5, 13, 5, 13]
+    for ladder in scores.ladders:
+        assert list(ladder.rises) == sorted(ladder.rises, reverse=True)
+        assert ladder.rises[0] > 0
+        assert ladder.rises[-1] == 0
+
+
+def test_a_price_is_the_divergence_of_the_cut_and_refitted_model(scores: hp.HeadScores) -> None:
+    """The ladder's pass from a site on gives what a cut and ``lstsq`` of that site give."""
+    assert scores.ladders is not None
+    model, batches = _model(), _batches()
+    place = 2  # attention of the last layer; nothing after it is refitted
+    site, ladder = scores.sites[place], scores.ladders[place]
+    ranked = sorted(range(4), key=lambda unit: -scores.values[place][unit])
+    small = copy.deepcopy(model)
+    first = scores.sites[0].name
+    keep = {first: range(4), site.name: ranked[:2]}
+    hp.prune_(small, hp.HeadMask.from_keep(keep, {first: 4, site.name: 4}))
+    hp.recover_(small, batches, hp.recovery.Lstsq(), teacher=model, progress=False)
+    total, rows = 0.0, 0
+    with torch.no_grad():
+        # Prices are measured on every second row.
+        for batch in batches:
+            part = {name: value[1::2] for name, value in batch.items()}
+            p = model(**part).logits.double().log_softmax(-1)
+            q = small(**part).logits.double().log_softmax(-1)
+            total += float((p.exp() * (p - q)).sum())
+            rows += len(p)
+    assert ladder.at(2) == pytest.approx(total / rows, rel=1e-3)
+
+
+def test_scores_with_ladders_are_read_back(scores: hp.HeadScores) -> None:
+    assert hp.HeadScores.from_json(scores.to_json()) == scores
+    part = scores.of("feed_forward")
+    assert part.ladders is not None
+    assert [ladder.site for ladder in part.ladders] == [site.name for site in part.sites]
+
+
+def test_the_knapsack_takes_the_cheapest_levels(scores: hp.HeadScores) -> None:
+    """No other choice of levels within the budget has a lower sum of prices."""
+    assert scores.ladders is not None
+    budget = hp.Budget(keep_params=0.8)
+    plan = hp.select(scores, budget)
+    assert plan.selector == "knapsack"
+    assert scores.costs is not None
+    # The least sum of prices by parameters saved, site by site.
+    allowed = scores.costs.total.params * 0.2
+    best: dict[int, float] = {0: 0.0}
+    for ladder, costs in zip(scores.ladders, scores.costs.units, strict=True):
+        grown: dict[int, float] = {}
+        for saved, price in best.items():
+            for kept, rise in zip(ladder.kept[1:], ladder.rises[1:], strict=True):
+                total = saved + (ladder.kept[-1] - kept) * costs[0].params
+                grown[total] = min(grown.get(total, float("inf")), price + rise)
+        best = grown
+    least = min(price for saved, price in best.items() if saved >= allowed)
+    rows = zip(scores.ladders, plan.mask.rows, strict=True)
+    assert sum(ladder.at(len(row.kept)) for ladder, row in rows) == pytest.approx(least)
+
+
+def test_a_loss_of_the_users_is_priced(scores: hp.HeadScores) -> None:
+    model = _model()
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        return model(**batch).logits.square().sum(1)
+
+    found = hp.score(model, _batches(), "ladder", loss=loss, progress=False)
+    assert found.ladders is not None
+    assert found.ladders[0].rises != scores.ladders[0].rises  # type: ignore[index]
+
+
+@pytest.mark.parametrize("settings", [{"order": "auto"}, {"ridge": 0.0}])
+def test_settings_that_it_refuses(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue):
+        hp.scoring.registry.get("ladder")(**settings)
+
+
+@pytest.mark.parametrize(
+    ("kept", "rises"), [((), ()), ((2, 1), (0.0, 0.0)), ((0, 1), (0.0,)), ((0,), (float("nan"),))]
+)
+def test_ladders_that_are_refused(kept: Any, rises: Any) -> None:
+    with pytest.raises(InvalidValue):
+        SiteLadder("layer", kept, rises)
