@@ -49,7 +49,7 @@ def select(
         budget: An upper bound. Or budgets by kind of attention or by pattern over sites' names
             (``"*decoder*"``); other sites keep every head.
         selector: Its name, or a configured one. Default ``global_topk``; ``knapsack``
-            for a budget of speed, and for scores with ladders.
+            for speed and ladders.
         must_keep: Original indices by site's name.
         must_remove: The same.
         loss: The rise of each example's loss, ``[masks, examples]``, for selectors that measure.
