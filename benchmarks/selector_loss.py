@@ -27,8 +27,8 @@ import torch
 import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.core.files import write_atomic
+from headprune.core.paired import Answers, paired_drops
 from headprune.run.surroundings import git_commit
-from headprune.sweep.paired import Answers, paired_drops
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies

@@ -33,6 +33,7 @@ import torch
 
 import headprune as hp
 from headprune.core.files import write_atomic
+from headprune.core.paired import Answers, paired_drops
 from headprune.recipes.reading import locate
 from headprune.recipes.schema import Recipe, RecoverStep
 from headprune.recipes.validate import load_recipe
@@ -40,7 +41,6 @@ from headprune.run.recovering import recover_once
 from headprune.run.subject import EVALUATION_BATCH, Subject
 from headprune.run.surroundings import git_commit
 from headprune.sweep.base import open_base, ready_base
-from headprune.sweep.paired import Answers, paired_drops
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies

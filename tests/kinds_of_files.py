@@ -28,6 +28,7 @@ from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.heads import HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
+from headprune.core.paired import Drop, paired_drops
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.samples import Curvature, Samples
@@ -49,7 +50,6 @@ from headprune.run.progress import Finished, Progress, take_folder
 from headprune.scoring import _resume_cache
 from headprune.sweep.base import Base
 from headprune.sweep.outcome import SPLITS, ModelOutcome
-from headprune.sweep.paired import Drop, paired_drops
 from headprune.sweep.pick import Pick, SettingVerdict
 from headprune.sweep.runs import PlannedRun, SweepRun, recipe_of
 from headprune.sweep.tables import write_timings

@@ -53,6 +53,7 @@ class Quality:
             ``sum(amounts) / sum(counts)``, and its exponential for perplexity. For BLEU and
             Matthews correlation see ``headprune.core.bleu`` and ``headprune.core.matthews``.
         more: Other metrics of the same answers, by name.
+        classes: For one class per example: its label and the model's answer, in data order.
     """
 
     metric: str
@@ -63,6 +64,7 @@ class Quality:
     amounts: tuple[Any, ...]
     counts: tuple[float, ...]
     more: Mapping[str, float] = field(default_factory=dict)
+    classes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -74,12 +76,14 @@ class _MetricSums:
         amounts: Numerators, numbers or tuples of numbers.
         counts: Denominators.
         unread: ``[examples, amounts and a count]`` per batch, on the model's device.
+        classes: ``[examples, label and answer]`` per batch, where an example has one class.
     """
 
     metric: str = "loss"
     amounts: list[Any] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     unread: list[Tensor] = field(default_factory=list)
+    classes: list[Tensor] = field(default_factory=list)
 
     def add(self, metric: str, amounts: Tensor, counts: Tensor | None = None) -> None:
         """Add a batch: amounts ``[examples]`` or ``[examples, several]``, counts ``[examples]``."""
@@ -171,6 +175,7 @@ def evaluate(
     # 3. The metric; the mean loss where no label counts for another.
     if not sum(totals.counts):
         totals = _MetricSums("loss", flat.tolist(), [1.0] * len(flat))
+    classes = [tuple(row) for rows in in_main_memory(totals.classes) for row in rows.tolist()]
     more = {}
     if totals.metric == MATTHEWS:
         n_right = math.fsum(row[0] for row in totals.amounts)
@@ -184,6 +189,7 @@ def evaluate(
         amounts=tuple(totals.amounts),
         counts=tuple(totals.counts),
         more=more,
+        classes=tuple(classes),
     )
 
 
@@ -230,6 +236,7 @@ def _count(
     if kind == "single_label_classification":
         labels = labels.reshape(-1, 1)  # [examples, 1]
         counted = torch.ones_like(labels, dtype=torch.bool)
+        totals.classes.append(torch.cat([labels, logits.argmax(-1, keepdim=True)], 1))
         # One place per example: logits [examples, 1, classes].
         _count_classes(totals, logits[:, None], labels, counted, metric)
     elif kind == "regression":

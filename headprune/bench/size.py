@@ -1,10 +1,10 @@
-"""Sizes before and after: heads, parameters, multiply-adds, KV-cache bytes."""
+"""Sizes before and after: heads, parameters, bytes on disk, multiply-adds, KV-cache bytes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headprune.core.record import SizeRow
 from headprune.model.costs import measure_costs
@@ -29,7 +29,8 @@ def sizes(
         loss: Calls the models, where a batch is not simply their arguments.
 
     Returns:
-        Rows for heads, parameters, multiply-adds and, where there is a cache, its bytes per token.
+        Rows for heads, parameters, bytes on disk, multiply-adds and, where there is a cache, its
+        bytes per token.
     """
     if sites is None:
         sites = find_sites(original)
@@ -42,11 +43,21 @@ def sizes(
     rows = [
         _row("heads", _n_heads(bound_before), _n_heads(bound_after)),
         _row("parameters", before.params, after.params),
+        _row("bytes on disk", stored_bytes(original), stored_bytes(pruned)),
         _row(f"MACs an example of {length} tokens", before.macs(length), after.macs(length)),
     ]
     if before.kv_bytes:
         rows.append(_row("KV-cache bytes per token", before.kv_bytes, after.kv_bytes))
     return tuple(rows)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Count the bytes of the weights in a checkpoint; tied ones are stored once."""
+    stored = set(model.state_dict())
+    tensors: list[Tensor] = [*model.parameters()]
+    # Buffers that are computed again, such as positions, are not stored.
+    tensors += [buffer for name, buffer in model.named_buffers() if name in stored]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _row(name: str, original: float, pruned: float) -> SizeRow:

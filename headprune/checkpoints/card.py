@@ -1,4 +1,4 @@
-"""Write the model card's section on a cut: kept heads, plan, sizes, loading."""
+"""Write the model card's section on a cut: kept heads, plan, sizes, results, loading."""
 
 from __future__ import annotations
 
@@ -122,6 +122,23 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
     if begin and end:
         return write_atomic(path, (before + block + after.removeprefix("\n")).encode())
     return write_atomic(path, f"{old}{_gap_after(old)}{block}".encode())
+
+
+def add_results(folder: Path, lines: Iterable[str]) -> Path:
+    """Write what was measured into the section of a folder's card, before its list of heads.
+
+    Args:
+        folder: With a card that has a section.
+        lines: One result each; any text.
+
+    Returns:
+        The card.
+    """
+    path = folder / CARD
+    before, begin, rest = read_bytes(path).decode().partition(BEGIN)
+    above, table, below = rest.partition("\n\n| attention |")
+    items = "".join(f"\n- {escape(line)}" for line in lines)
+    return write_atomic(path, f"{before}{begin}{above}{items}{table}{below}".encode())
 
 
 def _gap_after(text: str) -> str:

@@ -117,6 +117,8 @@ def prune(
 ) -> None:
     """Cut, prove and save a model; with data, also score, refit and measure it."""
     with guarded(debug):
+        from headprune.checkpoints import card
+
         # 1. Check the options before anything is loaded.
         if format not in ("auto", "headprune", "transformers", "remote-code"):
             must = "auto, headprune, transformers or remote-code"
@@ -151,6 +153,8 @@ def prune(
 
         # 3. Save and report.
         written = _write(cut, target)
+        if cut.results:
+            card.add_results(out, cut.results)
         if cut.copy is not None:
             shutil.rmtree(cut.copy)
         if as_json:
@@ -202,6 +206,7 @@ class _CutModel:
         text: What was done, for people.
         facts: The same as data.
         copy: A folder that has the model too, to be removed when the model is saved.
+        results: What was measured, for the model card.
     """
 
     model: Any
@@ -210,6 +215,7 @@ class _CutModel:
     text: str
     facts: dict[str, Any]
     copy: Path | None = None
+    results: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -409,6 +415,7 @@ def _on_data(
 ) -> _CutModel:
     """Score, cut, refit and measure on data, in a run inside the model's folder."""
     from headprune.model.examples import example_batch
+    from headprune.report.verdict import card_lines, verdict
     from headprune.run.journal import MODEL, RUN
     from headprune.run.on_data import prune_on_data
 
@@ -418,9 +425,11 @@ def _on_data(
         target.model, data, folder, task=task, settings=settings, **watching(quiet)
     )
     assert record.plan is not None  # a finished run has one
-    text = f"{record}\nreport: {folder / 'report.html'}"
+    judged = verdict(record, str(folder))
+    text = f"{judged}\n\n{record}\nreport: {folder / 'report.html'}"
     facts = {"record": record.to_dict()}
-    return _CutModel(cut, record.plan, example_batch(cut), text, facts, folder / MODEL)
+    example, results = example_batch(cut), tuple(card_lines(record))
+    return _CutModel(cut, record.plan, example, text, facts, folder / MODEL, results)
 
 
 # ------------------------------------------------------------------------------- save and report

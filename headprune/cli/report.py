@@ -37,7 +37,8 @@ def report(
         from headprune.core.errors import InvalidValue
         from headprune.core.record import RunRecord
         from headprune.run.journal import record_path
-        from headprune.run.reporting import compare_runs, is_sweep, report_run, report_sweep
+        from headprune.run.reporting import compare_runs, report_run
+        from headprune.sweep.reporting import is_sweep, report_sweep
 
         # 1. Several records: one page.
         if len(records) > 1:

@@ -13,6 +13,7 @@ from headprune.cli._shared import (
     Quiet,
     RecipeName,
     Settings,
+    echo,
     emit,
     guarded,
     watching,
@@ -75,4 +76,7 @@ def run(
         if as_json:
             emit(record.to_dict())
         else:
+            from headprune.report.verdict import verdict
+
+            echo(f"{verdict(record, str(out) if out is not None else None)}\n")
             show_value(record)

@@ -80,14 +80,40 @@ def drops(metric: str, base: _Numbers, value: _Numbers) -> _Numbers:
     return lost
 
 
-def drop_words(metric: str, amount: float) -> str:
-    """Format a drop: points, per cent, or the plain number.
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of ``n`` rows (Wilson 1927).
+
+    >>> low, high = wilson(0.9, 100)
+    >>> round(low, 3), round(high, 3)
+    (0.826, 0.945)
+    """
+    z = 1.959964
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def drop_words(metric: str, amount: float, digits: int = 2) -> str:
+    """Format a drop: points, per cent, or the plain number with two digits more.
 
     >>> drop_words("accuracy", 0.0123), drop_words("perplexity", -0.05), drop_words("loss", 0.25)
     ('1.23 points', '-5.00 %', '0.2500')
     """
     if is_one_of(metric, POINTS):
-        return f"{100 * amount:.2f} points"
+        return f"{100 * amount:.{digits}f} points"
     if is_one_of(metric, RATIO):
-        return f"{100 * amount:.2f} %"
-    return f"{amount:.4f}"
+        return f"{100 * amount:.{digits}f} %"
+    return f"{amount:.{digits + 2}f}"
+
+
+def apart(metric: str, amount: float, other: float) -> tuple[str, str]:
+    """Format two drops with as many digits as it takes to see that they differ.
+
+    >>> apart("accuracy", 0.01, 0.01004)
+    ('1.000 points', '1.004 points')
+    """
+    for digits in range(2, 9):
+        texts = drop_words(metric, amount, digits), drop_words(metric, other, digits)
+        if amount == other or texts[0] != texts[1]:
+            break
+    return texts

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from headprune.core.codec import EMPTY, FrozenDict, Value
+from headprune.core.codec import EMPTY, LATER, FrozenDict, Value
 from headprune.core.display import clean, rich_table
 from headprune.core.errors import InvalidValue
 from headprune.core.plan import PruningPlan
@@ -38,6 +38,7 @@ class QualityRow:
         draws: Number of random draws behind the row.
         spread: Standard deviation over the draws.
         trained: Whether the model was trained after the cut.
+        low, high: 95 % interval of the value over rows; None where it was not computed.
     """
 
     name: str
@@ -50,6 +51,49 @@ class QualityRow:
     draws: int = 1
     spread: float | None = None
     trained: bool = False
+    low: float | None = field(default=None, metadata=LATER)
+    high: float | None = field(default=None, metadata=LATER)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same rows: how much more the first one loses.
+
+    Args:
+        name: The model, as in the accuracy table.
+        against: What it is compared with: ``base`` or ``random``.
+        metric: The metric.
+        split: Which rows.
+        n_examples: How many of them.
+        drop: See ``headprune.core.metrics.drop``; above 0 the first model is worse.
+        low, high: 95 % interval by the paired bootstrap over rows and, for ``random``, draws.
+    """
+
+    name: str
+    against: str
+    metric: str
+    split: str
+    n_examples: int
+    drop: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """Test rows of one class, and how many of them two models get right.
+
+    Args:
+        label: The class.
+        n_examples: Rows with this label.
+        before: How many the uncut model gets right.
+        after: How many the final model gets right.
+    """
+
+    label: str
+    n_examples: int
+    before: int
+    after: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +178,8 @@ class RunRecord(Value):
         warnings: Messages for the reader.
         metrics: Other measurements.
         error: Why it stopped, if it did.
+        comparisons: Rows of ``quality`` compared on the same examples.
+        classes: Results per class, for classification.
     """
 
     # How far the run came.
@@ -160,6 +206,15 @@ class RunRecord(Value):
     warnings: tuple[str, ...] = ()
     metrics: FrozenDict = EMPTY
     error: str | None = None
+    comparisons: tuple[Comparison, ...] = field(default=(), metadata=LATER)
+    classes: tuple[ClassRow, ...] = field(default=(), metadata=LATER)
+
+    def compared(self, name: str, against: str, metric: str, split: str) -> Comparison | None:
+        """Find the comparison of a row of ``quality``; None where there is none."""
+        for row in self.comparisons:
+            if (row.name, row.against, row.metric, row.split) == (name, against, metric, split):
+                return row
+        return None
 
     def __post_init__(self) -> None:
         # Type checkers see Literal; a file may hold any text.

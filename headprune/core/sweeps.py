@@ -56,6 +56,11 @@ class Setting:
     validation: Spread
     test: Spread
 
+    @property
+    def is_random(self) -> bool:
+        """Whether its heads were drawn at random, by the grid's value."""
+        return "random" in (self.values.get("scorer"), self.values.get("score.scorer"))
+
     def size(self, by: str) -> float:
         """Mean size over the draws."""
         return statistics.fmean(row[by] for row in self.rows)

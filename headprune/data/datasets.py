@@ -103,6 +103,7 @@ class Data:
         targets: What generated answers are compared with: true translations, or questions with
             their true answers.
         warnings: Notes for readers of the record.
+        texts: Of every test row, as the data has it; empty where the model reads none.
     """
 
     examples: dict[str, list[Example]]
@@ -110,6 +111,7 @@ class Data:
     seed: int
     targets: dict[str, list[Any]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
     def batches(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Return batches of ``size`` rows in data order."""
@@ -118,11 +120,11 @@ class Data:
     def evaluation(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Return batches of like length: less padding, the same results."""
         rows = self.examples[purpose]
-        return self._collated([rows[i] for i in self._by_length(purpose)], size)
+        return self._collated([rows[i] for i in self.evaluated(purpose)], size)
 
     def references(self, purpose: str) -> list[Any]:
         """Return the targets, in the order of ``evaluation``."""
-        return [self.targets[purpose][i] for i in self._by_length(purpose)]
+        return [self.targets[purpose][i] for i in self.evaluated(purpose)]
 
     def _collated(
         self,
@@ -131,7 +133,8 @@ class Data:
     ) -> list[dict[str, Tensor]]:
         return [self.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
-    def _by_length(self, purpose: str) -> list[int]:
+    def evaluated(self, purpose: str) -> list[int]:
+        """Return the rows' numbers in the order of ``evaluation``: by length."""
         rows = self.examples[purpose]
         return sorted(range(len(rows)), key=lambda i: len(rows[i].get("input_ids", ())))
 
@@ -433,7 +436,16 @@ def encode_rows(
             _check_lengths(examples[name], name)
         if section.target:
             targets[name] = list(rows[section.target])
-    return Data(examples, Collate(preparation.pad, dtype=dtype), recipe.seed, targets)
+    collate = Collate(preparation.pad, dtype=dtype)
+    return Data(examples, collate, recipe.seed, targets, texts=_texts(recipe, raw))
+
+
+def _texts(recipe: Recipe, raw: RawData) -> tuple[str, ...]:
+    """Return the text of every test row, for the tasks whose report shows changed answers."""
+    if recipe.task not in CLASSIFICATIONS or recipe.task == "token_classification":
+        return ()
+    columns = [raw.splits["test"][name] for name in recipe.data.text_columns]
+    return tuple(" / ".join(map(str, texts)) for texts in zip(*columns, strict=True))
 
 
 def _check_lengths(examples: Sequence[Example], name: str) -> None:

@@ -12,9 +12,29 @@ from headprune.report.series import Series, TradeoffPoint, series_of
 
 #: Size of the drawing, and the margins around its axes.
 WIDTH, HEIGHT = 720, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 44
-#: Marks and dashes tell lines apart without colour; a template has a shape for each mark.
-MARKS = ("circle", "square", "diamond", "triangle")
+_LEFT, _RIGHT, _TOP, _BOTTOM = 92, 16, 14, 52
+#: A template has a shape for each mark; the second is matplotlib's.
+MARKS = {
+    "circle": "o",
+    "square": "s",
+    "diamond": "D",
+    "triangle": "^",
+    "wedge": "v",
+    "plus": "P",
+    "cross": "X",
+}
+#: Colours of methods on white and on black. There is one more than marks, so that 56 methods differ
+#: in one or the other; none of them means good or bad.
+COLOURS = (
+    ("#0067a5", "#6cb8f0"),
+    ("#b8520a", "#f5a35c"),
+    ("#7a3e9d", "#c79be8"),
+    ("#00796b", "#4fc9b4"),
+    ("#b03a74", "#f08fbd"),
+    ("#7d6a00", "#d8c24a"),
+    ("#4a4f55", "#b9c0c6"),
+    ("#8c3b2e", "#e59a8c"),
+)
 _DASHES = ("", "7 4", "2 4", "9 3 2 3")
 #: Lines are drawn in this order, so that methods cover the band of chance.
 _LAYERS = ("random", "base", "method")
@@ -37,6 +57,7 @@ class CurveLine:
     name: str
     role: str  # base, random or method
     mark: str  # one of `MARKS`
+    colour: int  # place in `COLOURS`
     dash: str  # an SVG dash array
     points: tuple[CurvePoint, ...]
     path: str  # SVG points of the line
@@ -164,7 +185,8 @@ def _line(series: Series, number: int, x: _AxisScale, y: _AxisScale) -> CurveLin
     return CurveLine(
         name=name,
         role=series.role,
-        mark=MARKS[number % len(MARKS)],
+        mark=list(MARKS)[number % len(MARKS)],
+        colour=number % len(COLOURS),
         dash=_DASHES[number % len(_DASHES)],
         points=tuple(points),
         path=" ".join(path),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import shlex
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,9 +17,9 @@ from headprune.core.display import clean
 from headprune.core.record import RunRecord
 from headprune.core.sweeps import SweepTable
 from headprune.report.comparison import Compared, comparison_view
-from headprune.report.curve import HEIGHT, WIDTH, curve
+from headprune.report.curve import COLOURS, HEIGHT, WIDTH, curve
 from headprune.report.figures import agreement_dots, bars, intervals
-from headprune.report.inputs import NOTHING, ReportInputs
+from headprune.report.inputs import NOTHING, TABLE_ALONE, ReportInputs, SweepInputs
 from headprune.report.series import points_of_sweep
 from headprune.report.tradeoff import sweep_view
 from headprune.report.view import view
@@ -43,7 +41,8 @@ def _environment() -> Environment:
     script = "\n" + source.read_text(encoding="utf-8")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page_script = Markup(script)  # a file of this package  # nosec B704
-    environment.globals.update(script=page_script, script_hash=allowed, measures=list(MEASURES))
+    environment.globals.update(script=page_script, script_hash=allowed)
+    environment.globals.update(measures=list(MEASURES), colours=COLOURS)
     return environment
 
 
@@ -100,12 +99,12 @@ def render_comparison_html(compared: Sequence[Compared], agreement: Agreement | 
     )
 
 
-def render_sweep_html(table: SweepTable, folder: str | Path = ".") -> str:
-    """Render a sweep as one page: its trade-off on validation and test rows, and its best settings.
+def render_sweep_html(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> str:
+    """Render a sweep as one page: its trade-off on validation and test rows, and all its settings.
 
     Args:
         table: The sweep's table.
-        folder: Where the sweep lies, for the command that the page shows.
+        inputs: Speeds, random heads, and what `pick` answers.
     """
     template = _environment().get_template("sweep.html.j2")
     curves = []
@@ -115,6 +114,4 @@ def render_sweep_html(table: SweepTable, folder: str | Path = ".") -> str:
         if drawn is not None:
             curves.append(drawn)
     size = {"width": WIDTH, "height": HEIGHT}
-    return template.render(
-        view=sweep_view(table), curves_drawn=curves, size=size, folder=shlex.quote(str(folder))
-    )
+    return template.render(view=sweep_view(table, inputs), curves_drawn=curves, size=size)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headprune.core.agreement import Agreement
+from headprune.core.changed import ChangedAnswers
+from headprune.core.codec import EMPTY
+from headprune.core.paired import Drop
+from headprune.core.record import SpeedRow
 from headprune.core.scores import HeadScores
 from headprune.maps.pictures import AttentionPictures
 
@@ -18,11 +23,38 @@ class ReportInputs:
         scores: Other scores of the same model; the head map switches between them and the record's
             own.
         agreement: How alike the scores order the heads.
+        changed: The test rows whose answer changed.
+        folder: The run's folder, for commands; by default that of the recipe.
     """
 
     pictures: AttentionPictures | None = None
     scores: tuple[HeadScores, ...] = ()
     agreement: Agreement | None = None
+    changed: ChangedAnswers | None = None
+    folder: str | None = None
 
 
 NOTHING = ReportInputs()
+
+
+@dataclass(frozen=True)
+class SweepInputs:
+    """What the page of a sweep shows beside its table; each may be missing.
+
+    Args:
+        speeds: The measured speed of each cut model, by its plan's file.
+        against_random: For each setting of the table, how much more it loses on test rows than
+            random heads of the same budget; None where no such heads were tried.
+        pick: What ``pick`` answers at one point, or one per cent.
+        max_drop: A ``--max-drop`` at which ``pick`` finds a model; None if that is not known.
+        folder: The sweep's folder, for the command.
+    """
+
+    speeds: Mapping[str, SpeedRow] = EMPTY
+    against_random: tuple[Drop | None, ...] = ()
+    pick: str = ""
+    max_drop: float | None = None
+    folder: str = "."
+
+
+TABLE_ALONE = SweepInputs()

@@ -26,6 +26,7 @@ from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.core.sweeps import SweepTable
 from headprune.maps.attention_maps import AttentionMaps
+from headprune.report.curve import COLOURS, MARKS
 from headprune.report.formats import significant
 from headprune.report.series import (
     Comparable,
@@ -183,8 +184,10 @@ def tradeoff(
     points, metric = _one_group(records, split)
     if ax is None:
         ax = _axes(5.2, 3.6)
+    n_drawn = 0
     for series in series_of(points):
-        _draw_series(ax, series)
+        _draw_series(ax, series, n_drawn)
+        n_drawn += series.role == "method"
     lower = is_one_of(metric, (*RATIO, *LOWER))
     label = f"{plain(metric)} on {split} rows"
     if lower:
@@ -430,8 +433,11 @@ def _one_group(
     return points, metrics.pop()
 
 
-def _draw_series(ax: Axes, series: Series) -> None:
-    """Draw one method: a dashed line without a cut, a band for random heads, else error bars."""
+def _draw_series(ax: Axes, series: Series, number: int) -> None:
+    """Draw one method: a dashed line without a cut, a band for random heads, else error bars.
+
+    Of 56 methods each has its own colour and mark, by its number.
+    """
     kept, means, spreads = zip(*series.points, strict=True)
     name = plain(series.method)
     if series.role == "base":
@@ -441,8 +447,18 @@ def _draw_series(ax: Axes, series: Series) -> None:
         ax.fill_between(kept, low, high, color="0.85", linewidth=0)
         ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=name)
     else:
-        bars: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "linewidth": 1.2}
-        ax.errorbar(kept, means, spreads, label=name, **bars)
+        ax.errorbar(kept, means, spreads, label=name, **style(number))
+
+
+def style(number: int) -> dict[str, Any]:
+    """Return matplotlib's arguments for the line of a method, by its number."""
+    return {
+        "color": COLOURS[number % len(COLOURS)][0],
+        "marker": list(MARKS.values())[number % len(MARKS)],
+        "markersize": 5,
+        "capsize": 2,
+        "linewidth": 1.2,
+    }
 
 
 def band(means: Sequence[float], spreads: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headprune.core.metrics import LOWER, POINTS, RATIO, is_one_of
-from headprune.core.record import QualityRow, RunRecord
+from headprune.core.metrics import LOWER, POINTS, RATIO, is_one_of, wilson
+from headprune.core.record import Comparison, QualityRow, RunRecord
 from headprune.report.formats import fixed, signed, times
 
 Role = Literal["base", "chosen", "random", "magnitude", "other", "recovered"]
@@ -39,8 +39,10 @@ class QualityLine:
     short: str  # the metric, for the headline
     spread: str  # such as `± 0.0214`; empty without
     delta: str  # change from the original model
-    tone: str  # base, good, bad or plain
+    tone: str  # base, good or bad; plain within the noise
     loss: str
+    interval: str  # the value's own, 95 %; empty without
+    delta_interval: str  # of the change, 95 %; empty without
     amount: float | None  # None where no change is defined
     spread_amount: float | None
 
@@ -53,6 +55,7 @@ class QualityGroup:
     split: str
     n_examples: str  # such as `872`, or `872 or 500`
     delta_header: str  # points, ratio or difference; empty without a base row
+    known: bool  # whether a row has an interval
     chart_label: str  # axis of the bar chart
     rows: tuple[QualityLine, ...]
     remarks: tuple[str, ...]  # sentences below the table
@@ -72,19 +75,37 @@ class QualityGroup:
 
 def quality_groups(record: RunRecord) -> tuple[QualityGroup, ...]:
     """Make the tables of a record, in the order in which their metrics first appear."""
-    # (metric, split) to rows
-    groups: dict[tuple[str, str], list[QualityRow]] = {}
-    for row in record.quality:
-        groups.setdefault((row.metric, row.split), []).append(row)
+    return tuple(_group(record, rows) for rows in _tables(record))
+
+
+def headline_rows(record: RunRecord) -> dict[Role, QualityRow]:
+    """The rows of the table that the verdict is about, by role; of several the last.
+
+    It is the first table with the uncut model and another, on test rows if possible.
+    """
+    tables: list[dict[Role, QualityRow]] = [dict(rows) for rows in _tables(record)]
+    for table in tables:
+        table.pop("other", None)
+    complete = [table for table in tables if len(table) > 1 and "base" in table]
+    chosen = complete or [table for table in tables if table]
+    # False comes before True.
+    chosen.sort(key=lambda table: next(iter(table.values())).split != "test")
+    return chosen[0] if chosen else {}
+
+
+def _tables(record: RunRecord) -> list[list[tuple[Role, QualityRow]]]:
+    """Group rows by metric and split; sort each group by role."""
+    groups: dict[tuple[str, str], list[tuple[Role, QualityRow]]] = {}
     scorer = ""
     if record.plan is not None and record.plan.scorer:
         scorer = record.plan.scorer
     elif record.scores is not None:
         scorer = record.scores.scorer
-    tables = []
-    for (metric, split), rows in groups.items():
-        tables.append(_group(metric, split, rows, scorer))
-    return tuple(tables)
+    for row in record.quality:
+        groups.setdefault((row.metric, row.split), []).append((_role(row, scorer), row))
+    for rows in groups.values():
+        rows.sort(key=lambda pair: _ORDER.index(pair[0]))
+    return list(groups.values())
 
 
 def _role(row: QualityRow, scorer: str) -> Role:
@@ -103,24 +124,25 @@ def _role(row: QualityRow, scorer: str) -> Role:
     return _BASELINES.get(first, "other")
 
 
-def _group(metric: str, split: str, rows: Sequence[QualityRow], scorer: str) -> QualityGroup:
-    ordered = [(_role(row, scorer), row) for row in rows]
-    ordered.sort(key=lambda pair: _ORDER.index(pair[0]))
-    base = _first(ordered, "base")
+def _group(record: RunRecord, rows: Sequence[tuple[Role, QualityRow]]) -> QualityGroup:
+    base = _first(rows, "base")
+    metric, split = rows[0][1].metric, rows[0][1].split
     header, label = "", metric
     if base is not None:
         header = _comparison(metric)
         unit = _CHART_UNITS[header] or metric
         label = f"change of {metric} from the original model, {unit}"
-    examples = sorted({row.n_examples for row in rows})
+    examples = sorted({row.n_examples for _, row in rows})
+    lines = tuple(_line(record, row, role, base) for role, row in rows)
     return QualityGroup(
         metric=metric,
         split=split,
         n_examples=" or ".join(f"{n:,}" for n in examples),
         delta_header=header,
+        known=any(line.interval or line.delta_interval for line in lines),
         chart_label=label,
-        rows=tuple(_line(row, role, base) for role, row in ordered),
-        remarks=tuple(_remarks(metric, ordered, base)),
+        rows=lines,
+        remarks=tuple(_remarks(record, rows, base)),
     )
 
 
@@ -138,15 +160,14 @@ def _comparison(metric: str) -> Literal["points", "ratio", "difference"]:
     return "ratio" if is_one_of(metric, RATIO) else "difference"
 
 
-def _line(row: QualityRow, role: Role, base: QualityRow | None) -> QualityLine:
+def _line(record: RunRecord, row: QualityRow, role: Role, base: QualityRow | None) -> QualityLine:
     amount, scale, delta = _change(row, base)
-    tone = _tone(row.metric, amount, base)
+    found = record.compared(row.name, "base", row.metric, row.split)
+    tone = _tone(found, row, base)
     if row is base:
         delta, tone = "", "base"
-    # Values of 10 and more, such as perplexities, have fewer decimals.
-    digits, short_digits = 2, 2
-    if abs(row.value) < 10:
-        digits, short_digits = 4, 3
+    digits = _digits(row.value)
+    short_digits = min(digits, 3)
     spread, spread_amount = "", None
     if row.spread is not None:
         spread = f"± {fixed(row.spread, digits)}"
@@ -163,6 +184,8 @@ def _line(row: QualityRow, role: Role, base: QualityRow | None) -> QualityLine:
         delta=delta,
         tone=tone,
         loss=fixed(row.loss, 4),
+        interval=own_interval(row),
+        delta_interval=_delta_interval(found, row, base),
         amount=amount,
         spread_amount=spread_amount,
     )
@@ -203,26 +226,66 @@ def _change(row: QualityRow, base: QualityRow | None) -> tuple[float | None, flo
     return 100 * (ratio - 1), 100 / base.value, times(ratio)
 
 
-def _tone(metric: str, amount: float | None, base: QualityRow | None) -> str:
-    """Whether a change is good or bad; plain where the metric's direction is not known."""
-    if base is None or amount is None or not math.isfinite(amount) or amount == 0:
+def _digits(value: float) -> int:
+    """Decimals; values of 10 and more, such as perplexities, have fewer."""
+    return 4 if abs(value) < 10 else 2
+
+
+def own_interval(row: QualityRow) -> str:
+    """The value's own 95 % interval; Wilson's for the accuracy of an older record."""
+    low, high = row.low, row.high
+    if low is None or high is None:
+        one_draw = row.spread is None and row.n_examples > 0
+        if row.metric.lower() != "accuracy" or not one_draw or not 0 <= row.value <= 1:
+            return ""
+        low, high = wilson(row.value, row.n_examples)
+    digits = _digits(row.value)
+    return f"{fixed(low, digits)} to {fixed(high, digits)}"
+
+
+def _delta_interval(found: Comparison | None, row: QualityRow, base: QualityRow | None) -> str:
+    """The change's 95 % interval, in the unit of its column."""
+    if found is None or row is base or base is None:
+        return ""
+    header = _comparison(row.metric)
+    if header == "points":
+        return f"{signed(-100 * found.high, 2)} to {signed(-100 * found.low, 2)}"
+    if header == "ratio":
+        return f"{times(1 + found.low)} to {times(1 + found.high)}"
+    return f"{signed(found.low, 4)} to {signed(found.high, 4)}"
+
+
+def _tone(found: Comparison | None, row: QualityRow, base: QualityRow | None) -> str:
+    """Whether a change is good or bad; plain within the noise, or where that is not known."""
+    if base is None or row is base:
         return "plain"
-    if is_one_of(metric, POINTS):
-        return "good" if amount > 0 else "bad"
-    if is_one_of(metric, (*RATIO, *LOWER)):
-        return "good" if amount < 0 else "bad"
-    return "plain"
+    if found is not None:
+        if found.low > 0:
+            return "bad"
+        return "good" if found.high < 0 else "plain"
+    # Without results per row: two separate samples differ by more than the same rows do.
+    n, ends = min(row.n_examples, base.n_examples), (row.value, base.value)
+    if row.metric.lower() != "accuracy" or n < 1 or not all(0 <= end <= 1 for end in ends):
+        return "plain"
+    error = math.sqrt(sum(end * (1 - end) for end in ends) / n)
+    if row.spread is not None:
+        error = math.hypot(error, row.spread)
+    if abs(row.value - base.value) <= 1.96 * error:
+        return "plain"
+    return "good" if row.value > base.value else "bad"
 
 
 def _remarks(
-    metric: str, rows: Sequence[tuple[Role, QualityRow]], base: QualityRow | None
+    record: RunRecord, rows: Sequence[tuple[Role, QualityRow]], base: QualityRow | None
 ) -> list[str]:
     """Write the sentences below the table: chance, unlike budgets, and the size of one example."""
     remarks = []
+    metric = rows[0][1].metric
     chosen, drawn = _first(rows, "chosen"), _first(rows, "random")
     directed = is_one_of(metric, (*POINTS, *RATIO, *LOWER))
     if chosen is not None and drawn is not None and directed:
-        remarks.append(_against_random(metric, chosen, drawn))
+        found = record.compared(chosen.name, "random", metric, chosen.split)
+        remarks.append(_against_random(metric, chosen, drawn, found))
     # The original model has no budget.
     budgets = sorted({row.kept_heads for _, row in rows if row is not base})
     if len(budgets) > 1:
@@ -230,26 +293,19 @@ def _remarks(
         remarks.append(
             f"The rows do not all keep the same number of heads ({kept}); compare with care."
         )
-    if base is not None and metric.lower() == "accuracy":
-        remarks += _precision(base)
+    if base is not None and metric.lower() == "accuracy" and base.n_examples > 0:
+        n = base.n_examples
+        remarks.append(f"With {n:,} examples one example is {fixed(100 / n, 2)} points.")
     return remarks
 
 
-def _precision(base: QualityRow) -> list[str]:
-    """Say how much one example weighs, and how well an accuracy is known; empty without rows."""
-    n, accuracy = base.n_examples, base.value
-    if n <= 0 or not 0 <= accuracy <= 1:
-        return []
-    # Half of the 95 % interval of a binomial share, in points.
-    margin = 196 * math.sqrt(accuracy * (1 - accuracy) / n)
-    return [
-        f"With {n:,} examples one example is {fixed(100 / n, 2)} points, and the original model's"
-        f" own accuracy is known to about ± {fixed(margin, 1)} points (95 %)."
-    ]
+def _against_random(
+    metric: str, chosen: QualityRow, drawn: QualityRow, found: Comparison | None
+) -> str:
+    """Compare the plan with random heads, by the interval where there is one.
 
-
-def _against_random(metric: str, chosen: QualityRow, drawn: QualityRow) -> str:
-    """Compare the plan with random heads; within one standard deviation there is no difference."""
+    Older records have none; there, two standard deviations of the draws are the noise.
+    """
     if chosen.kept_heads != drawn.kept_heads:
         return (
             f"{chosen.name} and random removal keep different numbers of heads; they are not"
@@ -261,10 +317,15 @@ def _against_random(metric: str, chosen: QualityRow, drawn: QualityRow) -> str:
     else:
         gain = drawn.value - chosen.value
         amount = f"{fixed(abs(gain), 4)} {metric}"
-    if drawn.spread is not None and abs(gain) <= drawn.spread:
+    noise = ""
+    if found is not None and found.low <= 0 <= found.high:
+        noise = "which chance can explain"
+    elif found is None and drawn.spread is not None and abs(gain) <= 2 * drawn.spread:
+        noise = f"within two standard deviations of the {drawn.draws} draws"
+    if noise:
         return (
             f"{chosen.name} is no better and no worse than removing as many heads at random: they"
-            f" differ by {amount}, within one standard deviation of the {drawn.draws} draws."
+            f" differ by {amount}, {noise}."
         )
     word = "better" if gain > 0 else "worse"
     return (

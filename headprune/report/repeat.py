@@ -32,15 +32,33 @@ _RECORDED = 'plan = hp.RunRecord.load("record.json").plan'
 _WIDTH = 100
 
 
-def command(record: RunRecord) -> str:
-    """Write the shell line that repeats the whole recipe, as it was resolved, into a new folder."""
-    if "task" not in record.recipe:  # not a recipe's record
-        return f"headprune run {shlex.quote(record.name)}"
-    folder = str(record.recipe.get("out") or f"runs/{record.name}")
+def recipe_file(record: RunRecord, folder: str | None = None) -> str:
+    """Name the recipe that the run wrote; empty for the record of no recipe.
+
+    Args:
+        record: The record.
+        folder: The run's folder; default that of its recipe.
+    """
+    if "task" not in record.recipe:
+        return ""
+    folder = folder or str(record.recipe.get("out") or f"runs/{record.name}")
     if folder.startswith("-"):
         folder = f"./{folder}"  # else the shell line has one more option
-    recipe, out = shlex.quote(f"{folder}/recipe.yaml"), shlex.quote(f"{folder}-again")
-    return f"headprune run {recipe} --out {out}"
+    return f"{folder}/recipe.yaml"
+
+
+def command(record: RunRecord, folder: str | None = None) -> str:
+    """Write the shell line that repeats the whole recipe, as it was resolved, into a new folder.
+
+    Args:
+        record: The record; one of no recipe has no such line.
+        folder: The run's folder; default that of its recipe.
+    """
+    recipe = recipe_file(record, folder)
+    if not recipe:
+        return ""
+    out = f"{recipe.removesuffix('/recipe.yaml')}-again"
+    return f"headprune run {shlex.quote(recipe)} --out {shlex.quote(out)}"
 
 
 def python_lines(record: RunRecord) -> str:

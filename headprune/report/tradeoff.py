@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.core.display import escape
 from headprune.core.files import atomic_path
-from headprune.core.metrics import POINTS, RATIO, is_one_of
+from headprune.core.metrics import POINTS, RATIO, drop_words, is_one_of
+from headprune.core.paired import Drop
+from headprune.core.record import SpeedRow
 from headprune.core.sweeps import SIZES, Setting, SweepTable, words
-from headprune.report.formats import count
-from headprune.report.plot import band, plain
+from headprune.report.formats import count, fixed, times
+from headprune.report.inputs import TABLE_ALONE, SweepInputs
+from headprune.report.plot import band, plain, style
+from headprune.report.speed import verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,9 +70,12 @@ def _panel(panel: Axes, table: SweepTable, front: Sequence[Setting], split: str,
     for setting in table.settings():
         methods.setdefault(setting.method, []).append(setting)
     scale = _scale(table.metric)
+    n_drawn = 0
     for method, settings in methods.items():
         settings.sort(key=lambda setting: setting.size(by))
-        _method(panel, plain(method), settings, split, by, scale)
+        _method(panel, plain(method), settings, split, by, scale, n_drawn)
+        # As in the page's curves, random heads have no colour.
+        n_drawn += not settings[0].is_random
     rings: dict[str, Any] = {"s": 90, "facecolors": "none", "edgecolors": "black", "zorder": 3}
     sizes, drops = [], []
     for setting in front:
@@ -81,7 +90,13 @@ def _panel(panel: Axes, table: SweepTable, front: Sequence[Setting], split: str,
 
 
 def _method(
-    panel: Axes, name: str, settings: Sequence[Setting], split: str, by: str, scale: float
+    panel: Axes,
+    name: str,
+    settings: Sequence[Setting],
+    split: str,
+    by: str,
+    scale: float,
+    number: int,
 ) -> None:
     """Draw one method's settings, in order of size: a line with error bars, or a band."""
     sizes, means, deviations = [], [], []
@@ -91,17 +106,12 @@ def _method(
         means.append(scale * spread.mean)
         # One draw has no standard deviation.
         deviations.append(scale * (spread.sd or 0.0))
-    if _is_random(settings[0]):
+    if settings[0].is_random:
         low, high = band(means, deviations)
         panel.fill_between(sizes, low, high, color="0.85", linewidth=0)
         panel.plot(sizes, means, color="0.6", linestyle="--", label=name)
     else:
-        bars: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "linewidth": 1.2}
-        panel.errorbar(sizes, means, yerr=deviations, label=name, **bars)
-
-
-def _is_random(setting: Setting) -> bool:
-    return "random" in (setting.values.get("scorer"), setting.values.get("score.scorer"))
+        panel.errorbar(sizes, means, yerr=deviations, label=name, **style(number))
 
 
 def _scale(metric: str) -> float:
@@ -118,65 +128,118 @@ def _drop_label(metric: str) -> str:
 
 
 @dataclass(frozen=True)
-class SweepRow:
-    """A setting: its cells, by ``SweepView.header``, and the file of its best plan."""
+class SweepCell:
+    """A cell of the table: its text, what it is sorted by, and a smaller note."""
 
-    cells: tuple[str, ...]
+    text: str
+    key: float | None = None  # None is text
+    note: str = ""
+
+    @property
+    def script_key(self) -> str:
+        """The number as the page's script reads it; empty for text."""
+        if self.key is None:
+            return ""
+        return str(self.key).replace("inf", "Infinity").replace("nan", "Infinity")
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """A setting: its cells, by ``SweepView.header``, and the file of its best plan.
+
+    ``marks`` says whether it is the best of its budget, or on the Pareto curve.
+    """
+
+    cells: tuple[SweepCell, ...]
     plan: str  # path in the sweep's folder
+    marks: str
 
 
 @dataclass(frozen=True)
 class SweepView:
-    """The tables of a sweep, formatted.
+    """The table of a sweep, formatted.
 
     Args:
         title: The sweep and how many runs it has.
-        notes: The uncut model, and how to read the tables.
-        header: Columns of both tables; a column for the plan follows.
-        best: The best setting of every budget.
-        front: The Pareto curve.
+        verdict: One sentence: what was tried, and what `pick` finds.
+        notes: The uncut model, and how to read the table.
+        header: Columns; one for the plan follows.
+        rows: Every setting with a finished run.
+        command: A shell line that picks a model; empty where none is known to.
+        here: Whether that line is for the folder of the page.
         failed: Runs that ended in an error.
     """
 
     title: str
+    verdict: str
     notes: tuple[str, ...]
     header: tuple[str, ...]
-    best: tuple[SweepRow, ...]
-    front: tuple[SweepRow, ...]
+    rows: tuple[SweepRow, ...]
+    command: str
+    here: bool
     failed: tuple[str, ...]
 
 
-def sweep_view(table: SweepTable) -> SweepView:
+def sweep_view(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> SweepView:
     """Format a sweep for its page and its summary."""
     base = table.base
     # Only decoders have a cache.
-    sizes, labels, counts = [], [], []
-    for size in SIZES:
-        if base[size] is not None:
-            sizes.append(size)
-            labels.append(_LABELS[size])
-            counts.append(f"{count(base[size])} {_LABELS[size]}")
+    sizes = [size for size in SIZES if base[size] is not None]
+    counts = [f"{count(base[size])} {_LABELS[size]}" for size in sizes]
     values = [f"{base[split]:.4f} on {base[f'{split}_rows']:,} {split} rows" for split in _SPLITS]
-    best: Sequence[Setting] = ()
-    front: Sequence[Setting] = ()
-    # Without a finished run there is nothing to rank.
-    if table.rows:
-        best, front = table.best(), table.front()
+    header = ["budget", "setting", *(_LABELS[size] for size in sizes)]
+    header += ["validation drop", "test drop"]
+    notes = [
+        f"The uncut model: {table.metric} {', '.join(values)}; {', '.join(counts)}.",
+        (
+            "Drops are means over calibration draws, ± one standard deviation; below zero is better"
+            " than the uncut model. Settings are ranked by validation rows; test rows are only"
+            " reported."
+        ),
+    ]
+    if any(inputs.against_random):
+        header.append("against random")
+        notes.append(
+            "Against random: how much less it loses on test rows than random heads of the same"
+            " budget, with a 95 % interval."
+        )
+    if inputs.speeds:
+        header.append("speed")
+        row = next(iter(inputs.speeds.values()))
+        notes.append(
+            f"Speed: times as fast as the uncut model at batch {row.batch:,} × {row.length:,}"
+            " tokens, timed in turn, with a 95 % interval; ≈ is no measurable difference."
+        )
+    command = ""
+    if inputs.max_drop is not None:
+        folder = shlex.quote(inputs.folder)
+        command = f"headprune pick {folder} --max-drop {inputs.max_drop:g} --out small"
     return SweepView(
         title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
-        notes=(
-            f"The uncut model: {table.metric} {', '.join(values)}; {', '.join(counts)}.",
-            (
-                "Drops are means over calibration draws, ± one standard deviation; below zero is"
-                " better than the uncut model."
-            ),
-            "Settings are ranked by validation rows; test rows are only reported.",
-        ),
-        header=("budget", "setting", *labels, "validation drop", "test drop"),
-        best=_sweep_rows(table, best, sizes),
-        front=_sweep_rows(table, front, sizes),
+        verdict=_sweep_verdict(table, inputs),
+        notes=tuple(notes),
+        header=tuple(header),
+        rows=_sweep_rows(table, inputs, sizes),
+        command=command,
+        here=inputs.folder == ".",
         failed=tuple(map(_failure, table.failed)),
     )
+
+
+def _sweep_verdict(table: SweepTable, inputs: SweepInputs) -> str:
+    """Say what the sweep found, random heads included."""
+    if not table.rows:
+        return "No run of this sweep is finished."
+    picked = " ".join(inputs.pick.split())
+    parts = [f"{picked[:1].upper()}{picked[1:]}."] if picked else []
+    known = [drop for drop in inputs.against_random if drop is not None]
+    if known:
+        better = sum(drop.high < 0 for drop in known)
+        parts.append(
+            f"{better} of {len(known)} settings are shown to lose less than random heads of the"
+            " same budget."
+        )
+    return " ".join(parts)
 
 
 def _failure(run: Mapping[str, Any]) -> str:
@@ -185,40 +248,84 @@ def _failure(run: Mapping[str, Any]) -> str:
 
 
 def _sweep_rows(
-    table: SweepTable, settings: Sequence[Setting], sizes: Sequence[str]
+    table: SweepTable, inputs: SweepInputs, sizes: Sequence[str]
 ) -> tuple[SweepRow, ...]:
+    settings = table.settings()
+    # Without a finished run there is nothing to rank.
+    best = {setting.values for setting in table.best()} if settings else set()
+    front = {setting.values for setting in table.front()} if settings else set()
+    against = inputs.against_random or (None,) * len(settings)
     rows = []
-    for setting in settings:
-        counts = [count(round(setting.size(size), 1)) for size in sizes]
-        drops = (table.spread(setting.validation), table.spread(setting.test))
-        cells = (setting.budget, setting.method, *counts, *drops)
-        rows.append(SweepRow(cells, setting.best["plan"]))
+    for setting, drop in zip(settings, against, strict=True):
+        cells = [SweepCell(setting.budget or "all"), SweepCell(setting.method)]
+        for size in sizes:
+            value = setting.size(size)
+            cells.append(SweepCell(count(round(value, 1)), value))
+        for split in _SPLITS:
+            spread = getattr(setting, split)
+            cells.append(SweepCell(table.spread(spread), spread.mean))
+        if any(inputs.against_random):
+            cells.append(_against_random(table.metric, setting, drop))
+        if inputs.speeds:
+            cells.append(_speed_cell(inputs.speeds.get(setting.best["plan"])))
+        marks = []
+        if setting.values in best:
+            marks.append("best of its budget")
+        if setting.values in front:
+            marks.append("Pareto curve")
+        rows.append(SweepRow(tuple(cells), setting.best["plan"], ", ".join(marks)))
     return tuple(rows)
 
 
-def render_tradeoff(table: SweepTable) -> str:
-    """Write the summary as Markdown: the best settings, the Pareto curve and failed runs."""
-    view = sweep_view(table)
-    lines = [f"# {escape(view.title)}", "", *map(escape, view.notes)]
-    if table.rows:
-        lines += ["", "## Best setting of every budget", "", *_markdown_table(view, view.best)]
-        lines += ["", "## Pareto curve: heads against the validation drop", ""]
-        lines += _markdown_table(view, view.front)
+def _against_random(metric: str, setting: Setting, drop: Drop | None) -> SweepCell:
+    if setting.is_random:
+        return SweepCell("random", -math.inf)
+    if drop is None:
+        return SweepCell("–", -math.inf)
+    word = "ties"
+    if drop.high < 0:
+        word = "better"
+    elif drop.low > 0:
+        word = "worse"
+    gains = [-drop.value, -drop.high, -drop.low]
+    gain, low, high = (drop_words(metric, one).replace("-", "−") for one in gains)
+    return SweepCell(f"{word}, {gain}", -drop.value, f"{low.split()[0]} to {high}")
+
+
+def _speed_cell(row: SpeedRow | None) -> SweepCell:
+    if row is None:
+        return SweepCell("–", -math.inf)
+    ratio = times(row.ratio)
+    if verdict(row)[1] == "plain":
+        ratio = f"≈ {ratio}"
+    return SweepCell(ratio, row.ratio, f"{fixed(row.low, 2)} to {fixed(row.high, 2)}")
+
+
+def render_tradeoff(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> str:
+    """Write the summary as Markdown: every setting, and failed runs."""
+    view = sweep_view(table, inputs)
+    lines = [f"# {escape(view.title)}", ""]
+    if view.verdict:
+        lines += [escape(view.verdict), ""]
+    lines += [f"- {escape(note)}" for note in view.notes]
+    if view.rows:
+        # Budget and setting are text, marks and plan too; all other columns are numbers.
+        rule = f"| --- | --- |{' ---: |' * (len(view.header) - 2)} --- | --- |"
+        lines += ["", "## All settings", "", _markdown_row([*view.header, "", "best plan"]), rule]
+        lines += map(_markdown_setting, view.rows)
         lines += ["", "![Trade-off](tradeoff.svg)"]
     if view.failed:
         lines += ["", "## Failed", "", *(f"- {escape(failed)}" for failed in view.failed)]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(view: SweepView, rows: Sequence[SweepRow]) -> list[str]:
-    # Budget and setting are text, the plan is a link; all other columns are numbers.
-    numbers = " ---: |" * (len(view.header) - 2)
-    lines = [_markdown_row([*view.header, "best plan"]), f"| --- | --- |{numbers} --- |"]
-    for row in rows:
-        # A plan's file is called plans/DIGEST.json.
-        link = f"[{row.plan[6:14]}]({row.plan})"
-        lines.append(_markdown_row([*map(escape, row.cells), link]))
-    return lines
+def _markdown_setting(row: SweepRow) -> str:
+    cells = []
+    for cell in row.cells:
+        note = f" ({cell.note})" if cell.note else ""
+        cells.append(escape(f"{cell.text}{note}"))
+    # A plan's file is called plans/DIGEST.json.
+    return _markdown_row([*cells, row.marks, f"[{row.plan[6:14]}]({row.plan})"])
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -9,27 +9,24 @@ from dataclasses import dataclass
 import yaml
 
 from headprune.core.agreement import Agreement
-from headprune.core.record import Proof, RunRecord, SizeRow, SpeedRow
+from headprune.core.changed import ChangedAnswers
+from headprune.core.metrics import wilson
+from headprune.core.record import ClassRow, Proof, RunRecord, SizeRow, SpeedRow
 from headprune.report.attention import AttentionView, attention_view
 from headprune.report.choice import ChoiceTable, choice_table
 from headprune.report.decoding import DecodingLine, decoding_lines
-from headprune.report.formats import count, flat, signed, significant
+from headprune.report.formats import count, fixed, flat, signed, significant
 from headprune.report.heatmap import HeatMap, heat_map
 from headprune.report.inputs import NOTHING, ReportInputs
 from headprune.report.layers import LayerTable, layer_table
 from headprune.report.provenance import Pairs, provenance
-from headprune.report.quality import QualityGroup, quality_groups
+from headprune.report.quality import QualityGroup, headline_rows, quality_groups
 from headprune.report.repeat import command, python_lines
-from headprune.report.speed import SpeedGrid, SpeedLine, speed_grid, speed_line, verdict
+from headprune.report.speed import SpeedGrid, SpeedLine, speed_grid, speed_line
+from headprune.report.verdict import Verdict, headline_speed, removed_counts, verdict
 
 #: How a difference is named in the headline figures, by the header of its column.
 _UNITS = {"points": "points", "ratio": "the original", "difference": ""}
-#: How the sentence about a run that is not done begins.
-_UNFINISHED = {
-    "failed": "The run failed in stage",
-    "interrupted": "The run was interrupted in stage",
-    "running": "The run is in stage",
-}
 
 
 @dataclass(frozen=True)
@@ -63,11 +60,24 @@ class ProofLine:
 
 
 @dataclass(frozen=True)
+class ClassLine:
+    """One formatted row of the table of classes."""
+
+    label: str
+    n_examples: str
+    before: str  # share that is right, per cent
+    after: str  # share that is right, per cent
+    interval: str  # of ``after``, 95 %
+    change: str  # rows, such as `−3`
+
+
+@dataclass(frozen=True)
 class View:
     """Everything both templates need."""
 
     record: RunRecord
-    sentence: str  # the headline
+    verdict: Verdict  # the headline
+    contents: tuple[tuple[str, str], ...]  # the main sections: anchor and title
     facts: tuple[Fact, ...]  # figures under the headline
     plan: str  # one sentence; empty without a plan
     heads: tuple[HeatMap, ...]  # one map per scorer, the record's first
@@ -75,6 +85,8 @@ class View:
     agreement: Agreement | None  # of the scorers
     choice: ChoiceTable | None
     quality: tuple[QualityGroup, ...]  # one table per metric and split
+    classes: tuple[ClassLine, ...]
+    changed: ChangedAnswers | None  # rows whose answer changed
     speed: tuple[SpeedLine, ...]
     grid: SpeedGrid | None  # None with fewer than two shapes
     decoding: tuple[DecodingLine, ...]  # generation; empty for encoders
@@ -84,14 +96,14 @@ class View:
     provenance: tuple[tuple[str, Pairs], ...]  # titled tables
     measurements: Pairs  # metrics without a table of their own
     recipe: str  # YAML
-    command: str  # shell line that repeats the run
+    command: str  # shell line that repeats the run; empty for the record of no recipe
     python: str  # lines that repeat the run
     missing: tuple[str, ...]  # parts that the record lacks
 
 
 def view(record: RunRecord, inputs: ReportInputs = NOTHING) -> View:
     """Format a record and the other inputs of its report."""
-    quality = quality_groups(record)
+    quality, heads = quality_groups(record), _heat_maps(record, inputs)
     decoding = decoding_lines(record)
     proofs = tuple(map(_proof_line, record.proofs))
     metrics = dict(record.metrics)
@@ -100,14 +112,17 @@ def view(record: RunRecord, inputs: ReportInputs = NOTHING) -> View:
         del metrics["decoding"]
     return View(
         record=record,
-        sentence=_sentence(record, quality),
+        verdict=verdict(record, inputs.folder),
+        contents=_contents(record, inputs, bool(heads)),
         facts=tuple(_facts(record, quality, proofs)),
         plan=_plan_words(record),
-        heads=_heat_maps(record, inputs),
+        heads=heads,
         attention=attention_view(record, inputs.pictures),
         agreement=inputs.agreement,
         choice=choice_table(record),
         quality=quality,
+        classes=tuple(map(_class_line, record.classes)),
+        changed=inputs.changed,
         speed=tuple(map(speed_line, record.speed)),
         grid=speed_grid(record.speed),
         decoding=decoding,
@@ -117,9 +132,34 @@ def view(record: RunRecord, inputs: ReportInputs = NOTHING) -> View:
         provenance=provenance(record),
         measurements=flat(metrics),
         recipe=_recipe_text(record),
-        command=command(record),
+        command=command(record, inputs.folder),
         python=python_lines(record),
         missing=_missing(record),
+    )
+
+
+def _contents(record: RunRecord, inputs: ReportInputs, heads: bool) -> tuple[tuple[str, str], ...]:
+    """List the main sections that the record has, in the order of the page."""
+    sections = (
+        ("quality", "Quality", record.quality),
+        ("speed-and-size", "Speed and size", record.speed or record.size),
+        ("the-heads", "Heads", heads),
+        ("attention", "Attention", inputs.pictures),
+        ("agreement", "Agreement", inputs.agreement),
+        ("origin", "Provenance", True),
+    )
+    return tuple((anchor, title) for anchor, title, there in sections if there)
+
+
+def _class_line(row: ClassRow) -> ClassLine:
+    low, high = wilson(row.after / row.n_examples, row.n_examples)
+    return ClassLine(
+        label=row.label,
+        n_examples=f"{row.n_examples:,}",
+        before=fixed(100 * row.before / row.n_examples, 1),
+        after=fixed(100 * row.after / row.n_examples, 1),
+        interval=f"{fixed(100 * low, 1)} to {fixed(100 * high, 1)}",
+        change=signed(row.after - row.before, 0),
     )
 
 
@@ -156,22 +196,12 @@ def _heat_maps(record: RunRecord, inputs: ReportInputs) -> tuple[HeatMap, ...]:
     return tuple(maps)
 
 
-def _removed(record: RunRecord) -> tuple[int, int] | None:
-    """Count the heads that the plan removes, and those present before it."""
-    if record.plan is None:
-        return None
-    mask = record.plan.mask
-    # The mask also counts heads that were removed before; the scores do not.
-    present = mask.n_heads if record.scores is None else record.scores.n_heads
-    return present - mask.n_kept, present
-
-
 def _plan_words(record: RunRecord) -> str:
     """Say how many heads are kept and how they were chosen.
 
     Unlike ``PruningPlan.title`` it does not count heads that were removed before.
     """
-    plan, removed = record.plan, _removed(record)
+    plan, removed = record.plan, removed_counts(record)
     if plan is None or removed is None:
         return ""
     how = plan.selector if plan.selector == "by hand" else f"with {plan.selector}"
@@ -182,62 +212,13 @@ def _plan_words(record: RunRecord) -> str:
     return f"{plan.mask.n_kept:,} of {removed[1]:,} heads are kept, chosen {how}."
 
 
-def _headline_speed(record: RunRecord) -> SpeedRow | None:
-    """The row with the most tokens per call: fixed in advance, not the best one."""
-    return max(record.speed, key=lambda row: (row.batch * row.length, row.batch), default=None)
-
-
-def _headline_quality(quality: Sequence[QualityGroup]) -> QualityGroup | None:
-    """The first table with the original model and a model to compare, on test rows if possible."""
-    groups = [group for group in quality if len(group.rows) > 1 and group.find("base")]
-    if not groups:
-        groups = [group for group in quality if group.rows]
-    for group in groups:
-        if group.split == "test":
-            return group
-    return groups[0] if groups else None
-
-
-def _quality_words(group: QualityGroup) -> str:
-    """Give the metric before the cut, after it and after recovery, as far as they are known."""
-    base, chosen, recovered = group.find("base"), group.find("chosen"), group.find("recovered")
-    start = f"{group.metric} "
-    if base:
-        start += base.short
-    if chosen or recovered:
-        start += " → " if base else ""
-    if chosen and recovered:
-        return f"{start}{chosen.short} before recovery, {recovered.short} after"
-    if recovered:
-        return f"{start}{recovered.short} after recovery"
-    if chosen:
-        return f"{start}{chosen.short} after the cut"
-    return f"{start} before the cut" if base else ""
-
-
-def _sentence(record: RunRecord, quality: Sequence[QualityGroup]) -> str:
-    """Write the headline: heads, quality and speed, and where a run stopped."""
-    parts = []
-    # 1. What was measured, as far as the run came.
-    removed = _removed(record)
-    if removed:
-        parts.append(f"{removed[0]:,} of {removed[1]:,} heads removed")
-    elif record.scores is not None:
-        parts.append(f"{record.scores.n_heads:,} heads scored, none removed")
-    group = _headline_quality(quality)
-    if group is not None:
-        parts.append(_quality_words(group))
-    speed = _headline_speed(record)
-    if speed is not None:
-        parts.append(f"{verdict(speed)[0]} at batch {speed.batch} × {speed.length} tokens")
-    # 2. Where the run stopped. A table without the original or the chosen model has no words.
-    text = "; ".join(filter(None, parts))
-    if record.status == "done":
-        return f"{text}." if text else "The run is done; its record holds no results."
-    start = f"{_UNFINISHED[record.status]} {record.stage}"
-    if not text:
-        return f"{start}, before anything was measured."
-    return f"{start}. Until then: {text}."
+def _headline_quality(record: RunRecord, quality: Sequence[QualityGroup]) -> QualityGroup | None:
+    """The table that the verdict is about."""
+    for row in headline_rows(record).values():
+        for group in quality:
+            if (group.metric, group.split) == (row.metric, row.split):
+                return group
+    return None
 
 
 def _size_line(row: SizeRow) -> SizeLine:
@@ -271,14 +252,14 @@ def _facts(
 ) -> list[Fact]:
     """List the figures under the headline; what was not measured has none."""
     facts = []
-    removed = _removed(record)
+    removed = removed_counts(record)
     if record.plan is not None and removed:
         budget = record.plan.wanted or "by hand"
         facts.append(Fact("Heads removed", f"{removed[0]:,} of {removed[1]:,}", budget))
-    group = _headline_quality(quality)
+    group = _headline_quality(record, quality)
     if group is not None:
         facts += _quality_facts(group)
-    speed = _headline_speed(record)
+    speed = headline_speed(record)
     if speed is not None:
         facts.append(_speed_fact(speed))
     for row in record.size:
@@ -307,6 +288,8 @@ def _quality_facts(group: QualityGroup) -> list[Fact]:
     note = last.note
     if last.delta:
         note = f"{last.delta} {_UNITS.get(group.delta_header, '')}".strip()
+    if last.delta_interval:
+        note += f" ({last.delta_interval})"
     return [Fact(f"{group.title}, {group.split}", last.short, note, last.tone)]
 
 

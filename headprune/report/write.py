@@ -11,7 +11,7 @@ from headprune.core.record import RunRecord
 from headprune.core.sweeps import SweepTable
 from headprune.report.comparison import Compared
 from headprune.report.html import render_comparison_html, render_html, render_sweep_html
-from headprune.report.inputs import NOTHING, ReportInputs
+from headprune.report.inputs import NOTHING, TABLE_ALONE, ReportInputs, SweepInputs
 from headprune.report.markdown import render_comparison_markdown, render_markdown
 from headprune.report.tradeoff import draw_tradeoff, render_tradeoff
 
@@ -58,7 +58,7 @@ def write_comparison(
 
 
 def write_tradeoff(
-    table: SweepTable, folder: str | Path, sweep: str | Path | None = None
+    table: SweepTable, folder: str | Path, inputs: SweepInputs = TABLE_ALONE
 ) -> list[Path]:
     """Write the page, the summary and the pictures of a sweep; return their paths.
 
@@ -68,15 +68,15 @@ def write_tradeoff(
     Args:
         table: The sweep's table.
         folder: Made if it does not exist.
-        sweep: The sweep's folder, where that is not ``folder``.
+        inputs: Speeds, random heads, and what `pick` answers.
     """
     folder = Path(folder)
     paths = []
     if table.rows:
         paths.append(draw_tradeoff(table, folder / "tradeoff.svg"))
         paths.append(draw_tradeoff(table, folder / "tradeoff.png"))
-    html = render_sweep_html(table, sweep or ".")
-    markdown = render_tradeoff(table)
+    html = render_sweep_html(table, inputs)
+    markdown = render_tradeoff(table, inputs)
     return [*paths, *_write(folder / HTML_NAME, html, folder / SUMMARY, markdown)]
 
 

@@ -40,6 +40,8 @@ LATENCY = "latency.json"
 RECIPE = "recipe.yaml"
 #: What the heads attend to in some test rows.
 ATTENTION = "attention.json"
+#: The test rows whose answer changed.
+ANSWERS = "answers.json"
 #: The scores of the magnitude baseline.
 MAGNITUDE = "scores-magnitude.json"
 #: The folder of a run inside that of the model which comes of it: ``headprune prune --data``.
@@ -58,6 +60,7 @@ FILES = (
     LATENCY,
     RECIPE,
     ATTENTION,
+    ANSWERS,
     MAGNITUDE,
     "report.html",
     "report.md",

@@ -1,20 +1,21 @@
-"""Reports of runs and sweeps, with the pictures and other scores in a record's folder."""
+"""Reports of runs, with the pictures, answers and other scores in a record's folder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from headprune.core.agreement import Agreement
+from headprune.core.changed import ChangedAnswers
 from headprune.core.errors import InvalidValue
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
-from headprune.core.sweeps import SweepTable
 from headprune.maps.pictures import AttentionPictures
 from headprune.report.comparison import Compared
 from headprune.report.inputs import ReportInputs
-from headprune.report.write import write_comparison, write_report, write_tradeoff
-from headprune.run.journal import ATTENTION, RECORD, TABLE, record_path
+from headprune.report.write import write_comparison, write_report
+from headprune.run.journal import ANSWERS, ATTENTION, RECIPE, record_path
 
 #: Other scores of the run's model, by the run itself or by ``headprune score --out``.
 _SCORES = "scores-*.json"
@@ -32,25 +33,6 @@ def report_run(record: RunRecord, folder: Path, out: Path | None = None) -> tupl
         InvalidValue: a file of pictures or scores that cannot be read.
     """
     return write_report(record, out or folder, inputs_in(record, folder))
-
-
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder is a sweep's, with a table and no record."""
-    return (folder / TABLE).is_file() and not (folder / RECORD).exists()
-
-
-def report_sweep(folder: Path, out: Path | None = None) -> list[Path]:
-    """Draw the pages and pictures of a sweep's table again; return their paths.
-
-    Args:
-        folder: The sweep's folder.
-        out: Folder for the pages; default ``folder``.
-
-    Raises:
-        InvalidValue: a table that cannot be read.
-    """
-    table = SweepTable.load(folder / TABLE)
-    return write_tradeoff(table, out or folder, sweep=folder if out else None)
 
 
 def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:
@@ -81,16 +63,21 @@ def check_different(where: str, paths: Sequence[Path]) -> None:
 
 
 def inputs_in(record: RunRecord, folder: Path) -> ReportInputs:
-    """Load from a folder the pictures and other scores that belong to the record's model."""
+    """Load from a folder what belongs to the record: pictures, answers, and other scores."""
     # A run without a report has no pictures, and a killed one may have no scores.
-    pictures = None
+    pictures, changed = None, None
     if (folder / ATTENTION).is_file():
         pictures = AttentionPictures.load(folder / ATTENTION)
+    if (folder / ANSWERS).is_file():
+        changed = ChangedAnswers.load(folder / ANSWERS)
+    # Commands name the recipe where it lies.
+    place = str(folder) if (folder / RECIPE).is_file() else None
+    found = ReportInputs(pictures, changed=changed, folder=place)
     if record.scores is None:
-        return ReportInputs(pictures)
+        return found
     loaded = [HeadScores.load(path) for path in sorted(folder.glob(_SCORES))]
     others = tuple(scores for scores in loaded if _comparable(scores, record.scores))
-    return ReportInputs(pictures, others, _agreement([record.scores, *others], None))
+    return replace(found, scores=others, agreement=_agreement([record.scores, *others], None))
 
 
 def agreement_of(records: Sequence[RunRecord], names: Sequence[str]) -> Agreement | None:

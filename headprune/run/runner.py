@@ -22,6 +22,7 @@ from headprune.recipes.validate import load_recipe, recipe_yaml
 from headprune.run import stages
 from headprune.run.choosing import choose_heads, load_table, measure_speed, measure_table
 from headprune.run.journal import (
+    ANSWERS,
     ATTENTION,
     COMPANIONS,
     LATENCY,
@@ -147,11 +148,15 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
         with journal.stage("recover"):
             pruned = stages.recover(subject, pruned, progress)
 
-    # 10. Measure sizes and speed.
+    # 10. Compare the answers of the final model with those of the uncut one.
+    compare_answers = partial(_compare_answers, subject, pruned, folder)
+    progress.once("answers", compare_answers, _nothing, (ANSWERS,))
+
+    # 11. Measure sizes and speed.
     length = scores.chosen.costs.length if scores.chosen.costs else 1
     progress.once("bench", partial(_bench, subject, pruned, length), _nothing)
 
-    # 11. Save the cut model and prove that it loads again unchanged.
+    # 12. Save the cut model and prove that it loads again unchanged.
     with journal.stage("save"):
         stages.save_model(subject, pruned, folder)
 
@@ -213,6 +218,12 @@ def _cut_gradually(
     pruned = progress.once("prune", make, load, (place,))
     _plan_of(subject.journal).save(folder / PLAN)  # the heads that the last stage kept
     return pruned
+
+
+def _compare_answers(subject: Subject, pruned: nn.Module, folder: Path) -> None:
+    changed = stages.compare_answers(subject, pruned)
+    if changed is not None:
+        changed.save(folder / ANSWERS)
 
 
 def _bench(subject: Subject, pruned: nn.Module, length: int) -> None:

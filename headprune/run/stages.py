@@ -14,8 +14,11 @@ from torch import nn
 from headprune import recovery, scoring, selection
 from headprune.bench.decoding import DecodingRow, compare_decoding
 from headprune.bench.latency import compare_latency, shaped_batch
+from headprune.bench.quality import Quality
 from headprune.bench.size import sizes
+from headprune.checkpoints import card
 from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
+from headprune.core.changed import ChangedAnswers
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
@@ -25,14 +28,22 @@ from headprune.model.running import device_of
 from headprune.model.sites import bind
 from headprune.recipes.schema import BenchSection
 from headprune.recipes.validate import configured
+from headprune.report.verdict import card_lines
 from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, WORK
+from headprune.run.judging import (
+    against_base,
+    against_random,
+    changed_answers,
+    class_names,
+    class_rows,
+)
 from headprune.run.progress import Progress
 from headprune.run.proofs import generation_proof, reload_proof
 from headprune.run.recovering import recover_once, seeded
-from headprune.run.subject import Subject
+from headprune.run.subject import Subject, quality_row
 from headprune.scoring._api import score
 from headprune.surgery.prune import prune_
 
@@ -141,33 +152,36 @@ def score_calibration(
 
 def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> None:
     """Measure the plan and the baselines' plans at the same budget, with gates, unrecovered."""
-    journal = subject.journal
+    journal, base = subject.journal, subject.base["test"]
 
     # 1. The plan itself, on test and validation rows.
+    name = scores.chosen.scorer
     with gated(subject.model, plan, subject.sites):
-        subject.report(subject.model, scores.chosen.scorer, plan.mask.n_kept)
+        chosen = subject.report(subject.model, name, plan.mask.n_kept)["test"]
 
     # 2. Magnitude, on test rows.
     if scores.magnitude is not None:
-        row = _baseline_row(subject, scores.magnitude)
-        journal.note(quality=(row,))
+        quality, row = _baseline(subject, scores.magnitude)
+        journal.note(quality=(row,), comparisons=against_base(row.name, "test", base, quality))
         journal.tell(f"magnitude: test {row.metric} {row.value:.4f}")
 
     # 3. Random heads, several draws, on test rows.
-    draws = [_baseline_row(subject, random) for random in scores.random]
+    draws = [_baseline(subject, random) for random in scores.random]
     if draws:
-        row = _mean(draws)
-        values = tuple(draw.value for draw in draws)
-        journal.note(quality=(row,), metrics={"random_draws": values})
+        row = _mean([row for _, row in draws])
+        values = tuple(row.value for _, row in draws)
+        compared = against_random(name, chosen, [quality for quality, _ in draws])
+        journal.note(quality=(row,), metrics={"random_draws": values}, comparisons=compared)
         spread = "" if row.spread is None else f" ± {row.spread:.4f}"
         journal.tell(f"random: test {row.metric} {row.value:.4f}{spread} ({row.draws} draws)")
 
 
-def _baseline_row(subject: Subject, scores: HeadScores) -> QualityRow:
-    """Accuracy on test rows with the heads gated that a baseline's scores would remove."""
+def _baseline(subject: Subject, scores: HeadScores) -> tuple[Quality, QualityRow]:
+    """Results on test rows with the heads gated that a baseline's scores would remove."""
     plan = choose_heads(subject, scores, baseline=True)
     with gated(subject.model, plan, subject.sites):
-        return subject.measure(subject.model, scores.scorer, plan.mask.n_kept, "test")
+        quality = subject.judge(subject.model, "test")
+    return quality, quality_row(quality, scores.scorer, plan.mask.n_kept, "test")
 
 
 def _mean(rows: list[QualityRow]) -> QualityRow:
@@ -180,7 +194,26 @@ def _mean(rows: list[QualityRow]) -> QualityRow:
         loss=statistics.fmean(row.loss for row in rows),
         draws=len(rows),
         spread=statistics.stdev(values) if len(values) > 1 else None,
+        # The interval of one draw is not that of their mean.
+        low=None,
+        high=None,
     )
+
+
+def compare_answers(subject: Subject, pruned: nn.Module) -> ChangedAnswers | None:
+    """Note the final model's results per class; return the test rows whose answer changed.
+
+    None for a task without one class per example.
+    """
+    base = subject.base["test"]
+    if not base.classes:
+        return None
+    final, names = subject.judge(pruned, "test"), class_names(subject.model)
+    subject.journal.note(classes=class_rows(base, final, names))
+    rows, texts = subject.data.evaluated("test"), subject.data.texts
+    changed = changed_answers(base, final, names, rows, texts)
+    subject.journal.tell(changed.title)
+    return changed
 
 
 # -------------------------------------------------------------------------------------------- cut
@@ -394,6 +427,7 @@ def save_model(subject: Subject, pruned: nn.Module, folder: Path) -> None:
     """Save the cut model with its tokenizer, and prove that it loads unchanged."""
     place = folder / MODEL
     save_pretrained(pruned, place, subject.sites, processor=subject.preparation.tools)
+    card.add_results(place, card_lines(subject.journal.record))
     proof = reload_proof(pruned, place, subject.example, subject.whole(), subject.sites)
     subject.journal.note(proofs=(proof,))
     subject.journal.tell(f"{place}: loads back bit for bit")

@@ -22,7 +22,7 @@ from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.files import staged, write_atomic
 from headprune.core.latency import LatencyTable
-from headprune.core.record import QualityRow
+from headprune.core.record import Comparison, QualityRow
 from headprune.data.datasets import Data, RawData, encode_rows, load_rows
 from headprune.data.imported import check_takes, own_layouts
 from headprune.data.label_order import check_order, facts_of_labels, mapping_words
@@ -43,6 +43,7 @@ from headprune.recipes.schema import Recipe, SelectSection
 from headprune.recipes.validate import configured
 from headprune.recovery._api import recover_
 from headprune.run.journal import BASE, ROWS, Journal
+from headprune.run.judging import against_base, interval_of
 from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
@@ -51,6 +52,8 @@ from headprune.selection._task import check_possible
 
 #: Rows per batch of every evaluation.
 EVALUATION_BATCH = 64
+#: Splits that models are measured on.
+_SPLITS = ("test", "validation")
 #: Rows of the small batch that proofs run on.
 _EXAMPLE_ROWS = 8
 
@@ -112,8 +115,7 @@ class Subject:
 
     @cached_property
     def _batches(self) -> dict[str, list[Any]]:
-        splits = ("test", "validation")
-        return {split: self.data.evaluation(split, EVALUATION_BATCH) for split in splits}
+        return {split: self.data.evaluation(split, EVALUATION_BATCH) for split in _SPLITS}
 
     def evaluate(self, model: nn.Module, split: str, batches: list[Any]) -> Quality:
         """Evaluate a model on the batches of a split, by the metric of the task."""
@@ -132,26 +134,37 @@ class Subject:
             metric=self.recipe.metric,
         )
 
-    def measure(
-        self, model: nn.Module, name: str, kept_heads: int, split: str, trained: bool = False
-    ) -> QualityRow:
-        """Evaluate a model on a split; return a row of the accuracy table."""
-        quality = self.evaluate(model, split, self._batches[split])
-        return self._row(quality, name, kept_heads, split, trained)
+    @cached_property
+    def base(self) -> dict[str, Quality]:
+        """Results of the uncut model, which others are compared with; read it without gates."""
+        return {split: self.evaluate(self.model, split, self._batches[split]) for split in _SPLITS}
 
-    def report(self, model: nn.Module, name: str, kept_heads: int, trained: bool = False) -> None:
+    def judge(self, model: nn.Module, split: str) -> Quality:
+        """Evaluate a model on all rows of a split."""
+        return self.evaluate(model, split, self._batches[split])
+
+    def report(
+        self, model: nn.Module, name: str, kept_heads: int, trained: bool = False
+    ) -> dict[str, Quality]:
         """Evaluate a model on test and validation rows, and note and print both.
 
-        A run chooses nothing by these figures.
+        A run chooses nothing by these figures. A gated model is compared with ``base``, which must
+        have been read before.
+
+        Returns:
+            The results by split.
         """
-        # 1. The metric of the task.
+        # 1. The metric of the task, with its interval and its difference from the uncut model's.
         by_split: dict[str, Quality] = {}
         rows: list[QualityRow] = []
-        for split in ("test", "validation"):
-            quality = self.evaluate(model, split, self._batches[split])
+        comparisons: tuple[Comparison, ...] = ()
+        for split in _SPLITS:
+            quality = self.base[split] if name == "base" else self.judge(model, split)
             by_split[split] = quality
-            rows.append(self._row(quality, name, kept_heads, split, trained))
-        self.journal.note(quality=tuple(rows))
+            rows.append(quality_row(quality, name, kept_heads, split, trained))
+            if name != "base":
+                comparisons += against_base(name, split, self.base[split], quality)
+        self.journal.note(quality=tuple(rows), comparisons=comparisons)
         texts = [f"{name}: {row.split} {row.metric} {row.value:.4f}" for row in rows]
         self.journal.tell(", ".join(texts))
 
@@ -162,19 +175,26 @@ class Subject:
             self.journal.note(metrics={metric: {**earlier, name: values}})
             texts = [f"{name}: {split} {metric} {value:.4f}" for split, value in values.items()]
             self.journal.tell(", ".join(texts))
+        return by_split
 
-    @staticmethod
-    def _row(quality: Quality, name: str, kept_heads: int, split: str, trained: bool) -> QualityRow:
-        return QualityRow(
-            name,
-            kept_heads,
-            quality.metric,
-            quality.value,
-            split,
-            quality.n_examples,
-            quality.loss,
-            trained=trained,
-        )
+
+def quality_row(
+    quality: Quality, name: str, kept_heads: int, split: str, trained: bool = False
+) -> QualityRow:
+    """Make a row of the accuracy table."""
+    low, high = interval_of(quality)
+    return QualityRow(
+        name,
+        kept_heads,
+        quality.metric,
+        quality.value,
+        split,
+        quality.n_examples,
+        quality.loss,
+        trained=trained,
+        low=low,
+        high=high,
+    )
 
 
 def quiet() -> None:

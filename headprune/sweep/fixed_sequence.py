@@ -6,7 +6,7 @@ sequence, and so each test may use the whole error probability (Maurer, Hothorn 
 Dmitrienko et al. 2009, section 2.6). Each method is a sequence of its own, a chain; chains share
 the error probability equally (Bonferroni). Hence the probability that any accepted model truly
 loses more than allowed is at most ``1 - confidence``, if the bootstrap's bound is correct (see
-``headprune.sweep.paired.upper_bounds``). So the smallest accepted model may be taken.
+``headprune.core.paired.upper_bounds``). So the smallest accepted model may be taken.
 
 A setting has one model per draw of calibration rows. It passes if the models of all draws pass: an
 intersection-union test, which needs no share of the error.
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headprune.core.errors import InvalidValue
-from headprune.sweep.paired import Answers, upper_bounds
+from headprune.core.metrics import drop
+from headprune.core.paired import Answers, upper_bounds
 
 #: At least so many resamples must lie beyond a bound, or it is a guess.
 _TAIL = 10
@@ -47,11 +48,13 @@ class Verdict:
         tested: False if its chain had ended before.
         bound: Upper bound of the worst draw's drop, at the chain's confidence; None if not tested.
         passed: The bound is at most the allowed drop.
+        drop: The drop of the draw with that bound; None if not tested.
     """
 
     tested: bool
     bound: float | None
     passed: bool
+    drop: float | None = None
 
 
 def fixed_sequence(
@@ -98,8 +101,11 @@ def fixed_sequence(
     verdicts = [Verdict(False, None, False)] * len(candidates)
     for chain in chains.values():
         for i in chain:
-            bound = max(upper_bounds(base, candidates[i].draws, 1 - error, draws, seed))
-            verdicts[i] = Verdict(True, bound, bound <= max_drop)
+            bounds = upper_bounds(base, candidates[i].draws, 1 - error, draws, seed)
+            bound = max(bounds)
+            worst = candidates[i].draws[bounds.index(bound)]
+            lost = drop(base.metric, base.value, worst.value)
+            verdicts[i] = Verdict(True, bound, bound <= max_drop, lost)
             if not verdicts[i].passed:
                 break
     return tuple(verdicts)

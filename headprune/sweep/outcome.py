@@ -16,10 +16,10 @@ from headprune.core.arrays import packed
 from headprune.core.codec import FrozenDict
 from headprune.core.files import write_atomic
 from headprune.core.opening import check_file
+from headprune.core.paired import Answers
 from headprune.model.costs import measure_costs
 from headprune.model.sites import bind
 from headprune.run.subject import Subject
-from headprune.sweep.paired import Answers
 
 #: Splits that models are compared on; choices go by the first one alone.
 SPLITS = ("validation", "test")
@@ -33,7 +33,7 @@ class ModelOutcome:
 
     Args:
         metric: The metric that ``amounts`` and ``counts`` give; see
-            ``headprune.sweep.paired.Answers``.
+            ``headprune.core.paired.Answers``.
         sizes: ``heads``, ``params``, ``macs`` and ``kv`` (None without a cache).
         arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, a row per example, in the same
             order for all models.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
 
 from headprune.checkpoints.checkpoint import save_pretrained
-from headprune.core.codec import FrozenDict, Value
+from headprune.core.codec import LATER, FrozenDict, Value
 from headprune.core.errors import InvalidValue, VerificationFailed
 from headprune.core.files import write_atomic
-from headprune.core.metrics import drop_words
+from headprune.core.metrics import apart, drop_words
+from headprune.core.paired import Drop, paired_drops, upper_bounds
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import Setting, SweepTable, check_size, words
 from headprune.run.journal import MODEL, PLAN, TABLE, to_stderr
@@ -21,9 +22,8 @@ from headprune.run.subject import Subject
 from headprune.sweep.base import BASES, MARK, Base
 from headprune.sweep.fixed_sequence import CandidateSetting, Verdict, fixed_sequence
 from headprune.sweep.outcome import SPLITS, ModelOutcome, judge
-from headprune.sweep.paired import Drop, paired_drops, upper_bounds
 from headprune.sweep.runs import RUNS, SweepRun, outcome_key, recipe_of
-from headprune.sweep.sweeping import SweepResult
+from headprune.sweep.tables import SweepResult
 from headprune.sweep.tasks import SweepTask, close, cut_and_recovered, opened, outcome_of
 
 #: The file of a pick.
@@ -45,12 +45,14 @@ class SettingVerdict:
         size: Size of its largest model.
         bound: Upper bound of its worst draw's drop on validation rows; None if not tested.
         passed: The bound is at most the allowed drop.
+        drop: The drop of the draw with that bound; None if not tested.
     """
 
     setting: str
     size: float
     bound: float | None
     passed: bool
+    drop: float | None = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Pick(Value):
         test: Its drop on test rows, which take no part in the choice.
         test_bound: One-sided upper bound of the drop on test rows, at ``confidence``.
         looks: The tests of all settings, in the order of the table.
+        rows: Validation rows that they were tested on.
     """
 
     max_drop: float
@@ -84,33 +87,87 @@ class Pick(Value):
     test: Drop | None
     test_bound: float | None
     looks: tuple[SettingVerdict, ...]
+    rows: int = field(default=0, metadata=LATER)
 
     @property
     def confirmed(self) -> bool:
         """Whether the test rows alone lead to the same conclusion, at the same confidence."""
         return self.test_bound is not None and self.test_bound <= self.max_drop
 
-    def __str__(self) -> str:
-        confidence = f"{100 * self.confidence:g} % confidence"
-        allowed = f"{drop_words(self.metric, self.max_drop)} at {confidence}"
+    @property
+    def nearest(self) -> SettingVerdict | None:
+        """The tested setting that needs the fewest more rows; None if none was tested."""
         tested = [look for look in self.looks if look.bound is not None]
-        counts = f"{len(tested)} of {len(self.looks)} settings were tested"
+        return min(tested, key=lambda look: (self._needed(look), look.bound), default=None)
+
+    @property
+    def needed_rows(self) -> int | None:
+        """About how many validation rows would show ``nearest`` to be good enough.
+
+        None where its drop on these rows is above ``max_drop``: more rows would not help.
+        """
+        if self.nearest is None or not math.isfinite(self._needed(self.nearest)):
+            return None
+        n = math.ceil(self._needed(self.nearest))
+        # Two significant digits, upwards: the estimate is no better.
+        step: int = 10 ** max(0, len(str(n)) - 2)
+        return -(-n // step) * step
+
+    @property
+    def allowable(self) -> float:
+        """A ``max_drop`` at which ``nearest`` passes; 0 if none was tested."""
+        if self.nearest is None or self.nearest.bound is None:
+            return 0.0
+        return math.ceil(1000 * self.nearest.bound) / 1000
+
+    def _needed(self, look: SettingVerdict) -> float:
+        """Rows at which the bound meets the limit, if its distance shrinks as 1 / sqrt(rows)."""
+        if look.bound is None or look.drop is None or look.drop >= self.max_drop:
+            return math.inf
+        return self.rows * ((look.bound - look.drop) / (self.max_drop - look.drop)) ** 2
+
+    def __str__(self) -> str:
         if self.validation is None or self.test is None or self.test_bound is None:
-            text = f"no model of the sweep is shown to lose at most {allowed}; {counts}"
-            if tested:
-                best = min(tested, key=lambda look: (look.bound, look.setting))
-                bound = drop_words(self.metric, best.bound or 0.0)
-                text += f", the least bound is {bound}, of {best.setting}"
-            return text
+            return self._without_pick()
         size = f"{self.size:,.0f} {self.by}"
         confirm = "confirm it" if self.confirmed else "do not confirm it"
-        test_bound = drop_words(self.metric, self.test_bound)
+        allowed, bound = apart(self.metric, self.max_drop, self.test_bound)
         lines = [
-            f"{self.setting}: {size}, loses at most {allowed} ({counts})",
+            f"{self.setting}: {size}, shown by validation rows to lose at most {self._at(allowed)}",
             f"  validation rows: {_interval(self.metric, self.validation)}",
-            f"  test rows: {_interval(self.metric, self.test)}; "
-            f"they {confirm} (bound {test_bound})",
+            f"  test rows: {_interval(self.metric, self.test)}; they {confirm} (bound {bound})",
         ]
+        return "\n".join(lines)
+
+    def _at(self, allowed: str) -> str:
+        tested = sum(look.bound is not None for look in self.looks)
+        counts = f"{tested} of {len(self.looks)} settings were tested"
+        return f"{allowed} at {100 * self.confidence:g} % confidence ({counts})"
+
+    def _without_pick(self) -> str:
+        nearest = self.nearest
+        if nearest is None or nearest.bound is None:
+            allowed = drop_words(self.metric, self.max_drop)
+            return f"no model of the sweep is shown to lose at most {self._at(allowed)}"
+        allowed, bound = apart(self.metric, self.max_drop, nearest.bound)
+        lines = [f"no model of the sweep is shown to lose at most {self._at(allowed)}"]
+        if nearest.drop is None:  # of a file by an older version
+            return f"{lines[0]}; nearest: {nearest.setting}, upper bound {bound}"
+        lost, _ = apart(self.metric, nearest.drop, self.max_drop)
+        lines.append(
+            f"  nearest: {nearest.setting}; on the {self.rows:,} validation rows there are its drop"
+            f" is {lost}, with an upper bound of {bound}"
+        )
+        if self.needed_rows is None:
+            lines.append(
+                "  more rows would not help while the drop itself is not below what is allowed;"
+                f" keep more, or allow more: --max-drop {self.allowable:g}"
+            )
+        else:
+            lines.append(
+                f"  about {self.needed_rows:,} validation rows would be needed to show it, if that"
+                f" drop holds on them; or allow more: --max-drop {self.allowable:g}"
+            )
         return "\n".join(lines)
 
 
@@ -170,7 +227,7 @@ def pick(
     for setting, verdict in zip(settings, verdicts, strict=True):
         size = _largest(setting, by)
         text = words(setting.values)
-        looks.append(SettingVerdict(text, size, verdict.bound, verdict.passed))
+        looks.append(SettingVerdict(text, size, verdict.bound, verdict.passed, verdict.drop))
         if verdict.passed:
             passed.extend(setting.rows)
     answer = Pick(
@@ -186,6 +243,7 @@ def pick(
         test=None,
         test_bound=None,
         looks=tuple(looks),
+        rows=table.base["validation_rows"],
     )
     if not passed:
         return answer

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -17,14 +16,22 @@ from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import SweepTable
 from headprune.recipes.schema import Recipe
 from headprune.report.formats import duration
-from headprune.report.write import write_tradeoff
 from headprune.run.journal import WORK, to_stderr
-from headprune.run.subject import quiet
+from headprune.run.subject import Subject, quiet
 from headprune.sweep.base import Base, ready_base
 from headprune.sweep.grid import Design, Grid, lay_out
 from headprune.sweep.outcome import ModelOutcome
+from headprune.sweep.reporting import report_sweep
 from headprune.sweep.runs import PlannedRun, SweepRun, outcome_key, runs_of
-from headprune.sweep.tables import TIMINGS, table_of, write_surroundings, write_table, write_timings
+from headprune.sweep.speeds import measure_speeds
+from headprune.sweep.tables import (
+    TIMINGS,
+    SweepResult,
+    table_of,
+    write_surroundings,
+    write_table,
+    write_timings,
+)
 from headprune.sweep.tasks import (
     SCORING,
     Kind,
@@ -33,20 +40,10 @@ from headprune.sweep.tasks import (
     close,
     file_of,
     load_plan,
+    opened,
     outcome_of,
     work,
 )
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """A finished sweep: its folder and its table."""
-
-    folder: Path
-    table: SweepTable
-
-    def __str__(self) -> str:
-        return f"{self.table}\n  {self.folder}"
 
 
 def sweep(
@@ -108,15 +105,14 @@ def sweep(
         running = _RunningSweep(folder.resolve(), base, runs, jobs, backend, say)
         try:
             base_outcome = running.run_all()
+            # 4. Write the table and what is drawn from it.
+            return SweepResult(folder, _write_results(design, running, base_outcome))
         except KeyboardInterrupt:
             done = f"{len(running.files)} of {len(runs)} runs are done"
             say(f"stopped: {done}; the same command resumes here")
             raise
         finally:
             close()
-
-        # 4. Write the table and what is drawn from it.
-        return SweepResult(folder, _write_results(design, running, base_outcome))
 
 
 def _check_count(name: str, value: int, fits: bool, must: str) -> None:
@@ -131,7 +127,9 @@ def _write_results(design: Design, running: _RunningSweep, base: ModelOutcome) -
     write_table(table, folder)
     write_timings(runs, files, folder)
     write_surroundings(design.recipe, folder)
-    for path in write_tradeoff(table, folder):
+    if table.rows and design.recipe.bench is not None:
+        measure_speeds(table, folder, running.open_base, running.say)
+    for path in report_sweep(folder):
         running.say(f"wrote {path}")
     return table
 
@@ -194,6 +192,10 @@ class _RunningSweep:
         remaining = self._make_plans(remaining)
         self._make_models(remaining)
         return outcome_of(self.folder, base_task.key)
+
+    def open_base(self) -> Subject:
+        """Open the base model in this process, as the last one did."""
+        return opened(self._base_task())[0]
 
     def _base_task(self) -> SweepTask:
         key = outcome_key(self.runs[0], None)

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headprune.core.codec import FrozenDict
 from headprune.core.files import atomic_path, write_atomic
 from headprune.core.opening import read_bytes
+from headprune.core.paired import Drop, paired_drops
 from headprune.core.sweeps import SweepTable
 from headprune.data.models import resolve_device
 from headprune.recipes.schema import Recipe
@@ -19,7 +21,6 @@ from headprune.run.journal import TABLE
 from headprune.run.surroundings import hardware, versions
 from headprune.sweep.grid import Design
 from headprune.sweep.outcome import SPLITS, ModelOutcome
-from headprune.sweep.paired import Drop, paired_drops
 from headprune.sweep.runs import PlannedRun, SweepRun
 from headprune.sweep.tasks import file_of, outcome_of
 
@@ -32,6 +33,17 @@ _NUMBER = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
 TIMINGS = "timings.jsonl"
 #: Versions and hardware of the last call.
 SURROUNDINGS = "surroundings.json"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """A finished sweep: its folder and its table."""
+
+    folder: Path
+    table: SweepTable
+
+    def __str__(self) -> str:
+        return f"{self.table}\n  {self.folder}"
 
 
 def table_of(

@@ -103,10 +103,10 @@ KEY = "0123456789abcdef" * 4
 
 def made_by_sweeps() -> list[Value]:
     """One of every kind that the commands of a sweep leave for later ones."""
+    from headprune.core.paired import Drop
     from headprune.core.scores import ModelFingerprint
     from headprune.recipes.validate import load_recipe
     from headprune.sweep.base import Base
-    from headprune.sweep.paired import Drop
     from headprune.sweep.pick import Pick, SettingVerdict
     from headprune.sweep.runs import SweepRun
 

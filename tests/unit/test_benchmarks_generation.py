@@ -114,7 +114,7 @@ def test_translators_are_cut_by_kind_and_a_run_goes_on(
     keep = {site.name: range(4) for site in hp.find_sites(subject.model)}
     keep[best[0].name] = [unit.heads[0] for unit in best]
     hp.prune_(subject.model, hp.HeadMask.from_keep(keep, dict.fromkeys(keep, 4)))
-    found = subject.measure(subject.model, "cut", 2, "test")
+    found = subject.judge(subject.model, "test")
     row = ways["cross", 2, "cut"]["test"]
     assert row["bleu"] == pytest.approx(found.value)
     assert row["drop"] == pytest.approx(record["base"]["test"] - found.value)

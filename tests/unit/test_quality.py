@@ -19,9 +19,9 @@ from headprune.bench.quality import evaluate
 from headprune.core.errors import InvalidValue
 from headprune.core.matthews import matthews, worst_example
 from headprune.core.metrics import drop, drop_words
+from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from headprune.recipes.validate import check_recipe, load_recipe
 from headprune.run.dry import dry_run
-from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from tests.laws.support import Subject, picture, subject_of
 from tests.laws.support import examples_of as data
 

@@ -163,7 +163,7 @@ def test_a_row_is_what_the_verbs_give(swept: sweeping.SweepResult) -> None:
     hp.prune_(model, plan)
     hp.recover_(model, batches, "mean_fold", teacher=subject.model)
     for split in ("validation", "test"):
-        quality = subject.measure(model, "x", 4, split)
+        quality = subject.judge(model, split)
         assert row[split] == quality.value
         assert row[f"{split}_loss"] == pytest.approx(quality.loss, abs=1e-5)
         assert row[f"{split}_drop"] == pytest.approx(swept.table.base[split] - row[split])
@@ -480,7 +480,7 @@ def test_a_pick_is_made_again_and_saved(swept: sweeping.SweepResult, tmp_path: P
     model = hp.from_pretrained(tmp_path / "picked" / "model")
     assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
     subject = hp.run.prepared(tiny(), say=lambda line: None)
-    assert subject.measure(model, "x", 4, "test").value == smallest["test"]
+    assert subject.judge(model, "test").value == smallest["test"]
     with pytest.raises(InvalidValue, match="an earlier pick"):
         hp.run.pick(swept, max_drop=0.9, out=tmp_path / "picked")
 

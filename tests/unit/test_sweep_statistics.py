@@ -14,12 +14,12 @@ import pytest
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue, UnknownName
 from headprune.core.metrics import drop, drop_words
+from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from headprune.core.sweeps import SweepTable, check_size, pareto
 from headprune.report.html import render_sweep_html
 from headprune.report.tradeoff import draw_tradeoff, render_tradeoff
 from headprune.report.write import write_tradeoff
 from headprune.sweep.fixed_sequence import CandidateSetting, fixed_sequence
-from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from tests.report_records import sweep_table
 
 
@@ -101,7 +101,7 @@ def test_resamples_do_not_depend_on_the_other_models_or_on_memory(
     whole = resampled_drops(base, others, 100, 0)
     alone = resampled_drops(base, others[1:2], 100, 0)
     np.testing.assert_allclose(alone[:, 0], whole[:, 1], rtol=0, atol=1e-15)
-    monkeypatch.setattr("headprune.sweep.paired._STEP", 350)
+    monkeypatch.setattr("headprune.core.paired._STEP", 350)
     np.testing.assert_allclose(resampled_drops(base, others, 100, 0), whole, rtol=0, atol=1e-15)
 
 

@@ -23,6 +23,7 @@ from headprune.bench.translation import evaluate_translation, translate
 from headprune.core.bleu import bleu
 from headprune.core.errors import InvalidValue
 from headprune.core.metrics import drop, drop_words
+from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from headprune.data.datasets import load_rows
 from headprune.data.models import prepare
 from headprune.data.order import LikeLengths
@@ -33,7 +34,6 @@ from headprune.recipes.validate import RecipeError, check_recipe
 from headprune.run import prepared, run_recipe
 from headprune.sweep.base import open_base, ready_base
 from headprune.sweep.outcome import ModelOutcome, judge
-from headprune.sweep.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from tests.tiny_models import WORDS, bert, encoder_decoder
 
 COMMON = ["cat", "dog", "house", "tree", "sun", "moon", "red", "blue"]
@@ -293,7 +293,7 @@ def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_o
     found = ModelOutcome.find(path, "key")
     assert found is not None
     assert found.answers("test").amounts.shape == (40, 8)
-    assert found.answers("test").value == said.measure(said.model, "base", 4, "test").value
+    assert found.answers("test").value == said.judge(said.model, "test").value
     other = check_recipe(override(recipe.model_dump(), ["decode.beams=2"]))
     assert ready_base(other, sweep, lambda line: None).made_of != base.made_of
 

@@ -11,6 +11,28 @@
   const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
   all("[data-script]").forEach((element) => { element.hidden = false; });
 
+  // ---------------------------------------------------------------- tables that sort by a column
+  all("table.sortable").forEach((table) => {
+    const heads = all("thead th", table), body = table.tBodies[0];
+    heads.forEach((head, column) => {
+      const key = (row) => row.cells[column].dataset.key || row.cells[column].textContent.trim();
+      const button = make("button", "sort", head.textContent);
+      button.type = "button";
+      head.replaceChildren(button);
+      button.addEventListener("click", () => {
+        const falling = head.getAttribute("aria-sort") === "ascending";
+        heads.forEach((other) => other.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", falling ? "descending" : "ascending");
+        const compared = (a, b) => {
+          const [x, y] = [Number(key(a)), Number(key(b))];
+          if (Number.isNaN(x) || Number.isNaN(y)) return key(a).localeCompare(key(b));
+          return x === y ? 0 : x - y; // infinite ones have no difference
+        };
+        body.append(...[...body.rows].sort((a, b) => (falling ? compared(b, a) : compared(a, b))));
+      });
+    });
+  });
+
   // ---------------------------------------------------------------- head map: scorer, order, arrow keys
   const scorer = byId("scorer"), order = byId("order");
   if (scorer) {

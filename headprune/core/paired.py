@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headprune.core.bleu import ORDER, bleu
 from headprune.core.errors import InvalidValue
 from headprune.core.matthews import matthews, worst_example
-from headprune.core.metrics import MATTHEWS, POINTS, drop, drops, is_one_of
+from headprune.core.metrics import MATTHEWS, POINTS, drop, drops, is_one_of, wilson
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,6 +90,58 @@ def paired_drops(
     return tuple(Drop(v, float(a), float(b)) for v, a, b in zip(values, low, high, strict=True))
 
 
+def own_interval(answers: Answers, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """Return the 95 % interval of a model's metric over rows.
+
+    Wilson's (1927) for a share of rows, which the bootstrap calls certain at 0 and 1; else the
+    percentile bootstrap.
+
+    >>> import numpy as np
+    >>> low, high = own_interval(Answers("accuracy", np.ones(20), np.ones(20)))
+    >>> round(low, 3), high
+    (0.839, 1.0)
+    """
+    import numpy as np
+
+    if is_one_of(answers.metric, ("accuracy",)) and bool((answers.counts == 1).all()):
+        return wilson(answers.value, len(answers.counts))
+    (values,) = _resampled_values([answers], draws, seed).T
+    low, high = np.quantile(values, [0.025, 0.975], method="inverted_cdf")
+    return float(low), float(high)
+
+
+def drop_from_random(
+    chosen: Sequence[Answers], random: Sequence[Answers], draws: int = 2000, seed: int = 0
+) -> Drop:
+    """Return how much more chosen heads lose than random ones, with a 95 % interval.
+
+    Means over draws are compared. The bootstrap resamples rows, the same ones for all models, and
+    draws.
+
+    Args:
+        chosen: A model per draw of calibration rows.
+        random: A model per random draw.
+        draws: Resamples.
+        seed: Of the resamples.
+    """
+    import numpy as np
+
+    models = [*chosen, *random]
+    _check(models[0], models[1:])
+    values = _resampled_values(models, draws, seed)  # [draws, models]
+    rng = np.random.default_rng(seed + 1)
+    means = []
+    for columns in (values[:, : len(chosen)], values[:, len(chosen) :]):
+        n, mean = columns.shape[1], columns.mean(1)
+        # Means of n resampled draws vary less than means of n new ones, by (n - 1) / n.
+        again = np.take_along_axis(columns, rng.integers(n, size=columns.shape), axis=1).mean(1)
+        means.append(mean + (again - mean) * np.sqrt(n / max(1, n - 1)))
+    metric = models[0].metric
+    low, high = np.quantile(drops(metric, means[1], means[0]), [0.025, 0.975])
+    centres = [float(np.mean([one.value for one in some])) for some in (random, chosen)]
+    return Drop(drop(metric, *centres), float(low), float(high))
+
+
 def upper_bounds(
     base: Answers, others: Sequence[Answers], confidence: float, draws: int = 10_000, seed: int = 0
 ) -> tuple[float, ...]:
@@ -160,9 +212,17 @@ def _with_wrong_answer(base: Answers, other: Answers) -> tuple[Answers, Answers]
 
 def resampled_drops(base: Answers, others: Sequence[Answers], draws: int, seed: int) -> Floats:
     """Return drops on resampled examples, the same ones for all models: ``[draws, models]``."""
+    _check(base, others)
+    values = _resampled_values([base, *others], draws, seed)  # [draws, 1 + models]
+    result: Floats = drops(base.metric, values[:, :1], values[:, 1:])
+    return result
+
+
+def _resampled_values(models: Sequence[Answers], draws: int, seed: int) -> Floats:
+    """Return the models' metric on resampled examples: ``[draws, models]``."""
     import numpy as np
 
-    _check(base, others)
+    base, *others = models
     n, rng = len(base.amounts), np.random.default_rng(seed)
 
     # 1. Sum counts and amounts over each draw's examples, as a product of matrices: how often each
@@ -178,11 +238,10 @@ def resampled_drops(base: Answers, others: Sequence[Answers], draws: int, seed: 
         sums.append(times_drawn @ columns)
     totals = np.concatenate(sums)  # [draws, columns]
 
-    # 2. Compute the metric of every draw and model, and its drop against the base.
-    amounts = totals[:, 1:].reshape(draws, 1 + len(others), *base.amounts.shape[1:])
-    values = _metric(base.metric, amounts, totals[:, :1])  # [draws, 1 + models]
-    result: Floats = drops(base.metric, values[:, :1], values[:, 1:])
-    return result
+    # 2. Compute the metric of every draw and model.
+    amounts = totals[:, 1:].reshape(draws, len(models), *base.amounts.shape[1:])
+    values: Floats = _metric(base.metric, amounts, totals[:, :1])
+    return values
 
 
 def _metric(metric: str, amounts: Any, counts: Any) -> Any:

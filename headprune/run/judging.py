@@ -1,0 +1,114 @@
+"""Comparisons of a run's models on the same rows: drops with intervals, classes, answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from headprune.bench.quality import Quality
+from headprune.core.changed import ChangedAnswer, ChangedAnswers
+from headprune.core.metrics import LOWER, POINTS, RATIO, is_one_of
+from headprune.core.paired import Answers, Drop, drop_from_random, own_interval, paired_drops
+from headprune.core.record import ClassRow, Comparison
+
+#: Resamples of the bootstrap.
+_DRAWS = 2000
+#: Changed rows with their text in the report, and the longest text of one.
+_MOST_ROWS = 200
+_LONGEST = 400
+
+
+def answers_of(quality: Quality) -> Answers | None:
+    """The results per row; None where nothing can be resampled."""
+    if len(quality.amounts) < 2 or not is_one_of(quality.metric, (*POINTS, *RATIO, *LOWER)):
+        return None
+    amounts, counts = np.array(quality.amounts, float), np.array(quality.counts, float)
+    return Answers(quality.metric, amounts, counts)
+
+
+def interval_of(quality: Quality) -> tuple[float, float] | tuple[None, None]:
+    """The 95 % interval of a metric over rows; None twice where nothing can be resampled."""
+    answers = answers_of(quality)
+    return (None, None) if answers is None else own_interval(answers, _DRAWS)
+
+
+def against_base(name: str, split: str, base: Quality, other: Quality) -> tuple[Comparison, ...]:
+    """Compare a model with the uncut one on the same rows; empty where they cannot be compared."""
+    first, second = answers_of(base), answers_of(other)
+    if first is None or second is None or first.metric != second.metric:
+        return ()
+    (drop,) = paired_drops(first, [second], draws=_DRAWS)
+    return _comparison(name, "base", split, other, drop)
+
+
+def against_random(name: str, chosen: Quality, draws: Sequence[Quality]) -> tuple[Comparison, ...]:
+    """Compare a model with the mean of random draws, on the same test rows."""
+    first, others = answers_of(chosen), [answers_of(one) for one in draws]
+    known = [one for one in others if one is not None]
+    if first is None or not known or len(known) < len(draws):
+        return ()
+    drop = drop_from_random([first], known, _DRAWS)
+    return _comparison(name, "random", "test", chosen, drop)
+
+
+def _comparison(
+    name: str, against: str, split: str, quality: Quality, drop: Drop
+) -> tuple[Comparison, ...]:
+    # A ratio to a perplexity or an error of 0 is none.
+    if not np.isfinite([drop.value, drop.low, drop.high]).all():
+        return ()
+    ends = (drop.value, drop.low, drop.high)
+    return (Comparison(name, against, quality.metric, split, quality.n_examples, *ends),)
+
+
+def class_rows(base: Quality, final: Quality, names: Mapping[int, str]) -> tuple[ClassRow, ...]:
+    """Count the right answers of both models per class, in the order of the classes."""
+    before = _right(base)
+    after = _right(final)
+    rows = []
+    for label, n in sorted(Counter(label for label, _ in base.classes).items()):
+        rows.append(ClassRow(_name(label, names), n, before[label], after[label]))
+    return tuple(rows)
+
+
+def _right(quality: Quality) -> Counter[int]:
+    return Counter(label for label, predicted in quality.classes if label == predicted)
+
+
+def changed_answers(
+    base: Quality, final: Quality, names: Mapping[int, str], rows: Sequence[int], texts: Any
+) -> ChangedAnswers:
+    """List the rows to which the models give different classes, in the order of the data.
+
+    Args:
+        base: Results of the uncut model.
+        final: Results of the final model.
+        names: Names of the classes.
+        rows: The number of each result's row.
+        texts: The text of every row; empty where the model reads none.
+    """
+    changed = []
+    for i in sorted(range(len(rows)), key=rows.__getitem__):
+        (label, before), (_, after) = base.classes[i], final.classes[i]
+        if before != after:
+            text = _short(texts[rows[i]]) if texts else ""
+            said = (_name(each, names) for each in (label, before, after))
+            changed.append(ChangedAnswer(rows[i], text, *said))
+    return ChangedAnswers.of(changed, len(rows), _MOST_ROWS)
+
+
+def class_names(model: nn.Module) -> Mapping[int, str]:
+    """Names of a model's classes by their numbers; empty where its configuration has none."""
+    return getattr(getattr(model, "config", None), "id2label", None) or {}
+
+
+def _name(label: int, names: Mapping[int, str]) -> str:
+    return str(names.get(label, label))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -1,0 +1,86 @@
+"""Speed of a sweep's cut models, each timed in turn with the uncut one, in one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headprune.bench.latency import compare_latency, shaped_batch
+from headprune.core.files import write_atomic
+from headprune.core.opening import read_bytes
+from headprune.core.plan import PruningPlan
+from headprune.core.record import SpeedRow
+from headprune.core.sweeps import SweepTable
+from headprune.model.costs import measure_costs
+from headprune.model.sites import bind
+from headprune.report.formats import times
+from headprune.run.subject import Subject
+from headprune.surgery.prune import prune_
+
+#: A row per plan's file.
+SPEEDS = "speeds.json"
+
+
+def measure_speeds(
+    table: SweepTable, folder: Path, open_subject: Callable[[], Subject], say: Callable[[str], None]
+) -> None:
+    """Time the model of every plan that has no speed yet, and write ``speeds.json``.
+
+    Models that keep as many heads in every layer have one speed, whatever was recovered. The shape
+    is the largest of the recipe's ``bench`` section, which it must have.
+
+    Args:
+        table: The sweep's table.
+        folder: The sweep's folder.
+        open_subject: Opens the base model.
+        say: Takes a line per measurement.
+    """
+    speeds = dict(load_speeds(folder))
+    plans = [row["plan"] for row in table.rows if row["plan"] not in speeds]
+    if not plans:
+        return
+    subject = open_subject()
+    known: dict[Any, SpeedRow] = {}
+    for file in dict.fromkeys([*speeds, *plans]):
+        plan = PruningPlan.load(folder / file)
+        counts = tuple((row.site, len(row.kept)) for row in plan.mask.rows)
+        if file in speeds:
+            known[counts] = speeds[file]
+            continue
+        if counts not in known:
+            known[counts] = _measured(subject, plan)
+            say(f"[speed] {plan.mask.n_kept} heads: {times(known[counts].ratio)} as fast")
+        speeds[file] = known[counts]
+    data = {file: asdict(row) for file, row in speeds.items()}
+    write_atomic(folder / SPEEDS, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def _measured(subject: Subject, plan: PruningPlan) -> SpeedRow:
+    wanted, example = subject.recipe.bench, subject.example
+    assert wanted is not None
+    pruned = copy.deepcopy(subject.model)
+    prune_(pruned, plan, example=example, sites=subject.sites)
+    length = max(wanted.lengths or [0])
+    if not length:  # that of the examples
+        bound = bind(subject.model, subject.sites)
+        length = measure_costs(subject.model, bound, example).length
+    make = partial(shaped_batch, example)
+    sizes = [max(wanted.batch_sizes)], [length]
+    (row,) = compare_latency(subject.model, pruned, make, *sizes, seconds=wanted.seconds)
+    return row
+
+
+def load_speeds(folder: Path) -> Mapping[str, SpeedRow]:
+    """Read the speeds of a sweep, by the plans' files; empty if none were measured."""
+    if not (folder / SPEEDS).is_file():
+        return {}
+    try:
+        data = json.loads(read_bytes(folder / SPEEDS))
+        return {str(file): SpeedRow(**row) for file, row in data.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}  # damaged: measured again by the next sweep
