@@ -110,35 +110,35 @@ def own_interval(answers: Answers, draws: int = 2000, seed: int = 0) -> tuple[fl
     return float(low), float(high)
 
 
-def drop_from_random(
-    chosen: Sequence[Answers], random: Sequence[Answers], draws: int = 2000, seed: int = 0
+def drop_of_means(
+    base: Sequence[Answers], others: Sequence[Answers], draws: int = 2000, seed: int = 0
 ) -> Drop:
-    """Return how much more chosen heads lose than random ones, with a 95 % interval.
+    """Return how much more a way of choosing heads loses than another, with a 95 % interval.
 
-    Means over draws are compared. The bootstrap resamples rows, the same ones for all models, and
-    draws.
+    Means over its models are compared. The bootstrap resamples rows, the same ones for all models,
+    and the models of each way.
 
     Args:
-        chosen: A model per draw of calibration rows.
-        random: A model per random draw.
+        base: A model per draw of one way, such as random heads.
+        others: A model per draw of the other.
         draws: Resamples.
         seed: Of the resamples.
     """
     import numpy as np
 
-    models = [*chosen, *random]
+    models = [*base, *others]
     _check(models[0], models[1:])
     values = _resampled_values(models, draws, seed)  # [draws, models]
     rng = np.random.default_rng(seed + 1)
     means = []
-    for columns in (values[:, : len(chosen)], values[:, len(chosen) :]):
+    for columns in (values[:, : len(base)], values[:, len(base) :]):
         n, mean = columns.shape[1], columns.mean(1)
         # Means of n resampled draws vary less than means of n new ones, by (n - 1) / n.
         again = np.take_along_axis(columns, rng.integers(n, size=columns.shape), axis=1).mean(1)
         means.append(mean + (again - mean) * np.sqrt(n / max(1, n - 1)))
     metric = models[0].metric
-    low, high = np.quantile(drops(metric, means[1], means[0]), [0.025, 0.975])
-    centres = [float(np.mean([one.value for one in some])) for some in (random, chosen)]
+    low, high = np.quantile(drops(metric, *means), [0.025, 0.975])
+    centres = [float(np.mean([one.value for one in some])) for some in (base, others)]
     return Drop(drop(metric, *centres), float(low), float(high))
 
 

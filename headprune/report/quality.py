@@ -269,7 +269,7 @@ def _tone(found: Comparison | None, row: QualityRow, base: QualityRow | None) ->
         return "plain"
     error = math.sqrt(sum(end * (1 - end) for end in ends) / n)
     if row.spread is not None:
-        error = math.hypot(error, row.spread)
+        error = math.hypot(error, row.spread / math.sqrt(max(1, row.draws)))
     if abs(row.value - base.value) <= 1.96 * error:
         return "plain"
     return "good" if row.value > base.value else "bad"

@@ -188,7 +188,8 @@ def sweep_view(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> SweepVie
     counts = [f"{count(base[size])} {_LABELS[size]}" for size in sizes]
     values = [f"{base[split]:.4f} on {base[f'{split}_rows']:,} {split} rows" for split in _SPLITS]
     header = ["budget", "setting", *(_LABELS[size] for size in sizes)]
-    header += ["validation drop", "test drop"]
+    unit = drop_words(table.metric, 0.0).partition(" ")[2]
+    header += [f"{split} drop{', ' * bool(unit)}{unit}" for split in _SPLITS]
     notes = [
         f"The uncut model: {table.metric} {', '.join(values)}; {', '.join(counts)}.",
         (
@@ -230,7 +231,7 @@ def _sweep_verdict(table: SweepTable, inputs: SweepInputs) -> str:
     """Say what the sweep found, random heads included."""
     if not table.rows:
         return "No run of this sweep is finished."
-    picked = " ".join(inputs.pick.split())
+    picked = "; ".join(line.strip() for line in inputs.pick.splitlines())
     parts = [f"{picked[:1].upper()}{picked[1:]}."] if picked else []
     known = [drop for drop in inputs.against_random if drop is not None]
     if known:
@@ -263,7 +264,7 @@ def _sweep_rows(
             cells.append(SweepCell(count(round(value, 1)), value))
         for split in _SPLITS:
             spread = getattr(setting, split)
-            cells.append(SweepCell(table.spread(spread), spread.mean))
+            cells.append(SweepCell(_number(table.spread(spread)), spread.mean))
         if any(inputs.against_random):
             cells.append(_against_random(table.metric, setting, drop))
         if inputs.speeds:
@@ -288,8 +289,13 @@ def _against_random(metric: str, setting: Setting, drop: Drop | None) -> SweepCe
     elif drop.low > 0:
         word = "worse"
     gains = [-drop.value, -drop.high, -drop.low]
-    gain, low, high = (drop_words(metric, one).replace("-", "−") for one in gains)
-    return SweepCell(f"{word}, {gain}", -drop.value, f"{low.split()[0]} to {high}")
+    gain, low, high = (_number(drop_words(metric, one)) for one in gains)
+    return SweepCell(f"{word}, {gain}", -drop.value, f"{low} to {high}")
+
+
+def _number(drop: str) -> str:
+    """A drop without its unit, which the header has."""
+    return drop.removesuffix(" points").removesuffix(" %").replace("-", "−")
 
 
 def _speed_cell(row: SpeedRow | None) -> SweepCell:

@@ -12,7 +12,7 @@ from torch import nn
 from headprune.bench.quality import Quality
 from headprune.core.changed import ChangedAnswer, ChangedAnswers
 from headprune.core.metrics import LOWER, POINTS, RATIO, is_one_of
-from headprune.core.paired import Answers, Drop, drop_from_random, own_interval, paired_drops
+from headprune.core.paired import Answers, drop_of_means, own_interval
 from headprune.core.record import ClassRow, Comparison
 
 #: Resamples of the bootstrap.
@@ -36,33 +36,34 @@ def interval_of(quality: Quality) -> tuple[float, float] | tuple[None, None]:
     return (None, None) if answers is None else own_interval(answers, _DRAWS)
 
 
-def against_base(name: str, split: str, base: Quality, other: Quality) -> tuple[Comparison, ...]:
-    """Compare a model with the uncut one on the same rows; empty where they cannot be compared."""
-    first, second = answers_of(base), answers_of(other)
-    if first is None or second is None or first.metric != second.metric:
-        return ()
-    (drop,) = paired_drops(first, [second], draws=_DRAWS)
-    return _comparison(name, "base", split, other, drop)
-
-
-def against_random(name: str, chosen: Quality, draws: Sequence[Quality]) -> tuple[Comparison, ...]:
-    """Compare a model with the mean of random draws, on the same test rows."""
-    first, others = answers_of(chosen), [answers_of(one) for one in draws]
-    known = [one for one in others if one is not None]
-    if first is None or not known or len(known) < len(draws):
-        return ()
-    drop = drop_from_random([first], known, _DRAWS)
-    return _comparison(name, "random", "test", chosen, drop)
-
-
-def _comparison(
-    name: str, against: str, split: str, quality: Quality, drop: Drop
+def compared(
+    name: str, against: str, split: str, base: Sequence[Quality], others: Sequence[Quality]
 ) -> tuple[Comparison, ...]:
-    # A ratio to a perplexity or an error of 0 is none.
-    if not np.isfinite([drop.value, drop.low, drop.high]).all():
+    """Compare models, or means of draws, on the same rows; empty where they cannot be compared.
+
+    Args:
+        name: What the row of the second ones is called.
+        against: What the first ones are: ``base`` or ``random``.
+        split: Which rows.
+        base: Results of the uncut model, or of each random draw.
+        others: Results of the model, or of each draw.
+    """
+    first, second = _all_answers(base), _all_answers(others)
+    if not first or not second or first[0].metric != second[0].metric:
         return ()
+    drop = drop_of_means(first, second, _DRAWS)
     ends = (drop.value, drop.low, drop.high)
-    return (Comparison(name, against, quality.metric, split, quality.n_examples, *ends),)
+    # A ratio to a perplexity or an error of 0 is none.
+    if not np.isfinite(ends).all():
+        return ()
+    n = others[0].n_examples
+    return (Comparison(name, against, first[0].metric, split, n, *ends),)
+
+
+def _all_answers(some: Sequence[Quality]) -> list[Answers]:
+    """The results of all models; empty where one has none."""
+    known = [answers for answers in map(answers_of, some) if answers is not None]
+    return known if len(known) == len(some) else []
 
 
 def class_rows(base: Quality, final: Quality, names: Mapping[int, str]) -> tuple[ClassRow, ...]:

@@ -33,13 +33,7 @@ from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, WORK
-from headprune.run.judging import (
-    against_base,
-    against_random,
-    changed_answers,
-    class_names,
-    class_rows,
-)
+from headprune.run.judging import changed_answers, class_names, class_rows, compared
 from headprune.run.progress import Progress
 from headprune.run.proofs import generation_proof, reload_proof
 from headprune.run.recovering import recover_once, seeded
@@ -162,7 +156,9 @@ def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> Non
     # 2. Magnitude, on test rows.
     if scores.magnitude is not None:
         quality, row = _baseline(subject, scores.magnitude)
-        journal.note(quality=(row,), comparisons=against_base(row.name, "test", base, quality))
+        journal.note(
+            quality=(row,), comparisons=compared(row.name, "base", "test", [base], [quality])
+        )
         journal.tell(f"magnitude: test {row.metric} {row.value:.4f}")
 
     # 3. Random heads, several draws, on test rows.
@@ -170,8 +166,12 @@ def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> Non
     if draws:
         row = _mean([row for _, row in draws])
         values = tuple(row.value for _, row in draws)
-        compared = against_random(name, chosen, [quality for quality, _ in draws])
-        journal.note(quality=(row,), metrics={"random_draws": values}, comparisons=compared)
+        judged = [quality for quality, _ in draws]
+        comparisons = (
+            *compared(row.name, "base", "test", [base], judged),
+            *compared(name, "random", "test", judged, [chosen]),
+        )
+        journal.note(quality=(row,), metrics={"random_draws": values}, comparisons=comparisons)
         spread = "" if row.spread is None else f" ± {row.spread:.4f}"
         journal.tell(f"random: test {row.metric} {row.value:.4f}{spread} ({row.draws} draws)")
 

@@ -43,7 +43,7 @@ from headprune.recipes.schema import Recipe, SelectSection
 from headprune.recipes.validate import configured
 from headprune.recovery._api import recover_
 from headprune.run.journal import BASE, ROWS, Journal
-from headprune.run.judging import against_base, interval_of
+from headprune.run.judging import compared, interval_of
 from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
@@ -163,7 +163,7 @@ class Subject:
             by_split[split] = quality
             rows.append(quality_row(quality, name, kept_heads, split, trained))
             if name != "base":
-                comparisons += against_base(name, split, self.base[split], quality)
+                comparisons += compared(name, "base", split, [self.base[split]], [quality])
         self.journal.note(quality=tuple(rows), comparisons=comparisons)
         texts = [f"{name}: {row.split} {row.metric} {row.value:.4f}" for row in rows]
         self.journal.tell(", ".join(texts))

@@ -102,7 +102,7 @@ class Pick(Value):
 
     @property
     def needed_rows(self) -> int | None:
-        """About how many validation rows would show ``nearest`` to be good enough.
+        """About how many validation rows, at most, would show ``nearest`` to be good enough.
 
         None where its drop on these rows is above ``max_drop``: more rows would not help.
         """
@@ -165,8 +165,8 @@ class Pick(Value):
             )
         else:
             lines.append(
-                f"  about {self.needed_rows:,} validation rows would be needed to show it, if that"
-                f" drop holds on them; or allow more: --max-drop {self.allowable:g}"
+                f"  at most about {self.needed_rows:,} validation rows would be needed to show it, if"
+                f" that drop holds on them; or allow more: --max-drop {self.allowable:g}"
             )
         return "\n".join(lines)
 

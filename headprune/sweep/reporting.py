@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import HeadPruneError
-from headprune.core.paired import Answers, Drop, drop_from_random
+from headprune.core.paired import Answers, Drop, drop_of_means
 from headprune.core.sweeps import Setting, SweepTable
 from headprune.report.inputs import SweepInputs
 from headprune.report.write import write_tradeoff
@@ -74,7 +74,7 @@ def _against_random(table: SweepTable, folder: Path) -> tuple[Drop | None, ...]:
             continue
         try:
             own, others = _answers(setting.rows, folder), _answers(random.rows, folder)
-            found.append(drop_from_random(own, others))
+            found.append(drop_of_means(others, own))
         except HeadPruneError:
             found.append(None)
     return tuple(found)

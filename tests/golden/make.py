@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headprune.core.agreement import Agreement, Measure, Pair
+from headprune.core.changed import ChangedAnswer, ChangedAnswers
 from headprune.core.choice import Candidate, Choice
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.heads import HeadId
@@ -65,6 +66,7 @@ def made() -> list[Value]:
             ("few",),
         ),
         table,
+        ChangedAnswers.of([ChangedAnswer(3, "a film", "good", "good", "bad")], 20, 5),
         explain(plan, replace(scores, samples=None)),
         plan_difference(plan, other, ("run", "other")),
         record_difference(record, replace(record, name="other", plan=other), ("run", "other")),

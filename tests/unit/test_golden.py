@@ -58,6 +58,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
         [len(p.sites), p.sites[0].heads, p.whole] == [2, (0, 1, 2, 3), True]
     ),
     "Agreement-1": lambda a: [a.names, a.pairs[0].spearman.low] == [("taylor", "fisher"), -0.25],
+    "ChangedAnswers-1": lambda c: [c.n_lost, c.rows[0].after] == [1, "bad"],
     "LatencyTable-1": lambda t: [t.whole, t.sites[0].seconds] == [1.0, (0.1, 0.3, 0.4)],
     "Explanation-1": lambda e: [len(e.units), len(e.removed)] == [4, 2],
     "PlanDifference-1": lambda d: "kept by other alone: model.layers.1.self_attn[0, 1]" in str(d),

@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 
 from headprune.bench.decoding import DecodingRow
+from headprune.core.changed import ChangedAnswer, ChangedAnswers
 from headprune.core.choice import Candidate, Choice
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.display import clean
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import PruningPlan
-from headprune.core.record import QualityRow, RunRecord, SizeRow, SpeedRow
+from headprune.core.record import ClassRow, Comparison, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.report import ReportInputs, render_html, render_markdown, write_report
 from headprune.report.formats import count, counts, duration, fixed, signed, times
+from headprune.report.quality import quality_groups
+from headprune.report.verdict import verdict
 from headprune.scoring._agreement import agreement
-from tests.report_records import Page, costed, record_of, scores_of
+from tests.report_records import Page, costed, pictures_of, record_of, scores_of
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +45,65 @@ def markdown(record: RunRecord) -> str:
 # accuracy
 
 
-def test_the_headline_follows_from_the_record(html: str, markdown: str) -> None:
-    sentence = (
-        "16 of 32 heads removed; accuracy 0.976 → 0.969 before recovery, 0.974 after; "
-        "1.12× faster at batch 32 × 128 tokens."
+def test_the_verdict_is_the_headline_and_the_parts_follow_in_order(record: RunRecord) -> None:
+    sentence = verdict(record).sentence
+    inputs = ReportInputs(pictures_of(record))
+    html, markdown = render_html(record, inputs), render_markdown(record, inputs)
+    assert f'<p class="lead">{sentence}</p>' in html
+    assert markdown.splitlines()[2] == sentence
+    titles = ["Accuracy", "Speed", "Size", "Heads", "What heads attend to", "Proof"]
+    found = [line[3:] for line in markdown.splitlines() if line.startswith("## ")]
+    assert [title for title in found if title in titles] == titles
+    links = re.findall(r'<li><a href="#([^"]*)">(.*?)</a>', html)
+    assert [title for _, title in links] == [
+        "Quality",
+        "Speed and size",
+        "Heads",
+        "Attention",
+        "Provenance",
+    ]
+    places = [html.index(f'id="{anchor}"') for anchor, _ in links]
+    assert places == sorted(places)
+
+
+def test_classes_and_changed_answers_have_their_rows(record: RunRecord) -> None:
+    text = "a | <b>film</b>"
+    changed = ChangedAnswers.of(
+        [
+            ChangedAnswer(3, "other", "neutral", "good", "bad"),
+            ChangedAnswer(4, "gained", "bad", "good", "bad"),
+            ChangedAnswer(9, text, "good", "good", "bad"),
+        ],
+        n_examples=872,
+        most=2,
     )
-    assert sentence in Page(html).text
-    assert sentence in markdown
+    assert [row.row for row in changed.rows] == [9, 4], "lost answers come first"
+    found = replace(record, classes=(ClassRow("good", 400, 390, 385),))
+    html, markdown = (
+        each(found, ReportInputs(changed=changed)) for each in (render_html, render_markdown)
+    )
+    words = "3 of 872 test rows changed their answer: right before and wrong now 1"
+    for page in (Page(html).text, markdown):
+        assert words in page
+    assert "| 9 | a \\| \\<b\\>film\\</b\\> | good | good | bad |" in markdown
+    assert "<b>film" not in html
+    assert "400 97.5 96.2 93.9 to 97.7 −5" in Page(html).table_row("good", html)
+    none = ChangedAnswers.of([], 872, 2)
+    assert none.title == "None of 872 test rows changed its answer."
+
+
+def test_nothing_is_coloured_within_the_noise(record: RunRecord) -> None:
+    """By the interval where there is one, else by that of two separate samples."""
+
+    def tones(low: float, high: float) -> list[str]:
+        name = record.quality[-1].name
+        drop = Comparison(name, "base", "accuracy", "test", 872, 0.0023, low, high)
+        (group,) = quality_groups(replace(record, comparisons=(drop,)))
+        return [row.tone for row in group.rows]
+
+    assert tones(-0.01, 0.01) == ["base", "plain", "bad", "bad", "plain"]
+    assert tones(0.001, 0.01)[-1] == "bad"
+    assert tones(-0.01, -0.001)[-1] == "good"
 
 
 @pytest.mark.parametrize(
@@ -77,11 +132,12 @@ def test_differences_are_taken_from_the_base_of_the_same_split_and_metric() -> N
         QualityRow("taylor", 16, "perplexity", 25.0, "test", 100, 3.2),
     )
     text = render_markdown(record_of(quality=rows))
-    assert "| taylor | 16 | 0.6000 | +10.00 |" in text
+    assert "| taylor | 16 | 0.6000 (0.5020 to 0.6906) | +10.00 |" in text
     assert "| taylor | 16 | 25.00 | 1.25× |" in text
-    html = render_html(record_of(quality=rows[3:]))
+    drop = Comparison("taylor", "base", "perplexity", "test", 100, 0.25, 0.2, 0.3)
+    html = render_html(record_of(quality=rows[3:], comparisons=(drop,)))
     assert 'class="bar bad"' in html, "a higher perplexity is worse"
-    assert 'class="bar good"' not in html
+    assert "1.20× to 1.30×" in html
 
 
 def test_a_comparison_with_random_heads_is_not_claimed_within_the_spread(
@@ -93,7 +149,7 @@ def test_a_comparison_with_random_heads_is_not_claimed_within_the_spread(
 
     assert "taylor is 5.66 points of accuracy better than removing as many heads" in markdown
     assert "no better and no worse than removing as many heads at random" in told(value=0.965)
-    assert "2.96 points of accuracy worse" in told(value=0.999)
+    assert "2.96 points of accuracy worse" in told(value=0.999, spread=0.01)
     assert "do not all keep the same number of heads (16, 20)" in told(kept_heads=20)
 
 
@@ -104,9 +160,9 @@ def test_without_a_base_row_there_are_no_differences(record: RunRecord) -> None:
     base, taylor, chance, *_ = record.quality
     without = told(*record.quality[1:])
     assert "against base" not in without
-    assert "accuracy 0.969 before recovery, 0.974 after" in without
-    assert "; accuracy 0.969 after the cut" in told(taylor)
-    assert "accuracy 0.976 before the cut" in told(base)
+    assert "gives accuracy 0.974, which nothing is compared with" in without
+    assert "gives accuracy 0.969" in told(taylor)
+    assert "has no measured cost" in told(base)
     assert "accuracy" not in told(chance).partition("## ")[0]
 
 
@@ -151,10 +207,10 @@ def test_an_interval_that_spans_one_is_no_difference(html: str, markdown: str) -
 def test_the_headline_speed_is_that_of_the_largest_batch(record: RunRecord) -> None:
     best = replace(record.speed[0], ratio=3.0, low=2.9, high=3.1)
     text = render_markdown(replace(record, speed=(best, record.speed[2])))
-    assert "1.12× faster at batch 32" in text.splitlines()[2]
+    assert "made it 1.12× as fast at batch 32" in text.splitlines()[2]
     slow = SpeedRow(4, 16, 0.1, 0.1, 0.125, 0.13, 0.8, 0.78, 0.82, 50)
     text = render_markdown(replace(record, speed=(slow,)))
-    assert "1.25× slower at batch 4 × 16 tokens" in text
+    assert "made it slower, 0.80× as fast, at batch 4 × 16 tokens" in text
 
 
 def test_the_speed_grid_draws_break_even_between_faster_and_not_faster(record: RunRecord) -> None:
@@ -288,7 +344,7 @@ def test_heads_removed_before_the_run_are_not_counted_as_removed_by_it() -> None
     mask = HeadMask.from_keep({"a.0": [0, 3], "a.1": [0, 1]}, {"a.0": 4, "a.1": 2})
     scores, plan = scores_of(sites), PruningPlan(mask)
     page = Page(render_html(RunRecord("x", "done", "report", "2026", scores=scores, plan=plan)))
-    assert "1 of 5 heads removed" in page.text
+    assert "Removing 1 of 5 heads" in page.text
     assert "4 of 5 heads are kept, chosen by hand." in page.text
     states = [(cell["class"] or "").split()[1] for cell in page.cells()]
     assert states == ["kept", "absent", "removed", "kept", "kept", "kept"]
@@ -324,8 +380,8 @@ def test_every_number_of_the_page_is_in_its_twin(html: str, markdown: str) -> No
 
 
 def test_do_it_yourself_lines_are_safe_and_run_the_same_method(record: RunRecord) -> None:
-    text = render_markdown(replace(record, name="my run; rm"))
-    assert "headprune run 'my run; rm'" in text
+    text = render_markdown(record)
+    assert "headprune run" not in text, "this record is of no recipe"
     resolved = replace(record, recipe=FrozenDict({"task": "causal_lm", "out": "my runs/a"}))
     again = "headprune run 'my runs/a/recipe.yaml' --out 'my runs/a-again'"
     assert again in render_markdown(resolved)

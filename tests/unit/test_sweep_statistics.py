@@ -14,12 +14,24 @@ import pytest
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue, UnknownName
 from headprune.core.metrics import drop, drop_words
-from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
+from headprune.core.paired import (
+    Answers,
+    Drop,
+    drop_of_means,
+    paired_drops,
+    resampled_drops,
+    upper_bounds,
+)
+from headprune.core.record import SpeedRow
 from headprune.core.sweeps import SweepTable, check_size, pareto
+from headprune.report.curve import curve
 from headprune.report.html import render_sweep_html
-from headprune.report.tradeoff import draw_tradeoff, render_tradeoff
+from headprune.report.inputs import SweepInputs
+from headprune.report.series import TradeoffPoint
+from headprune.report.tradeoff import draw_tradeoff, render_tradeoff, sweep_view
 from headprune.report.write import write_tradeoff
 from headprune.sweep.fixed_sequence import CandidateSetting, fixed_sequence
+from headprune.sweep.pick import Pick, SettingVerdict
 from tests.report_records import sweep_table
 
 
@@ -287,12 +299,13 @@ def test_page_and_summary_say_the_same_and_escape_it(tmp_path: Path) -> None:
     failed = (FrozenDict({"keep": 1, "error": "<script>x"}),)
     page = render_sweep_html(replace(sweep_table(), failed=failed))
     assert "demo: 8 runs of 4 settings" in page
-    assert '<td role="cell" data-label="validation drop">2.00 ± 1.41 points</td>' in page
+    assert 'data-label="validation drop, points" class="nowrap" data-key="0.02"' in page
+    assert "<span>2.00 ± 1.41</span>" in page
     assert 'href="plans/abcdefgh.json"' in page
     assert "keep 1: &lt;script&gt;x" in page
     text = render_tradeoff(sweep_table())
     assert "accuracy 0.9000 on 300 validation rows, 0.9100 on 420 test rows" in text
-    drops = "2.00 ± 1.41 points | 3.00 ± 1.41 points"
+    drops = "2.00 ± 1.41 | 3.00 ± 1.41"
     assert f"| keep 0.5 | scorer taylor | 16 | 16,000 | 160 | {drops} |" in text
     assert "scorer fisher, keep 0.5, seed 0: no \\| labels" in text
 
@@ -301,11 +314,86 @@ def test_the_files_of_a_sweep_do_not_name_where_they_lie(tmp_path: Path) -> None
     names = [path.name for path in write_tradeoff(sweep_table(), tmp_path)]
     assert names == ["tradeoff.svg", "tradeoff.png", "report.html", "summary.md"]
     page = (tmp_path / "report.html").read_text()
-    assert "headprune pick . --max-drop 0.01" in page
+    assert "headprune pick" not in page, "it is not known to find a model"
     assert str(tmp_path) not in page
-    write_tradeoff(sweep_table(), tmp_path / "pages", sweep="my sweeps/a")
+    inputs = SweepInputs(pick="none", max_drop=0.02, folder="my sweeps/a")
+    write_tradeoff(sweep_table(), tmp_path / "pages", inputs)
     page = (tmp_path / "pages" / "report.html").read_text()
-    assert "headprune pick &#39;my sweeps/a&#39; --max-drop" in page
+    assert "headprune pick &#39;my sweeps/a&#39; --max-drop 0.02" in page
     empty = replace(sweep_table(), rows=())
     names = [path.name for path in write_tradeoff(empty, tmp_path)]
     assert names == ["report.html", "summary.md"]
+
+
+def test_a_sweep_has_every_setting_with_speed_and_random_heads() -> None:
+    row = SpeedRow(32, 128, 0.1, 0.1, 0.1, 0.1, 1.01, 0.99, 1.03, 50)
+    against = (Drop(-0.13, -0.2, -0.05), Drop(0.03, -0.01, 0.05), None, None)
+    view = sweep_view(sweep_table(), SweepInputs({"plans/abcdefgh.json": row}, against))
+    cells = [[cell.text for cell in row.cells[-2:]] for row in view.rows]
+    assert cells == [
+        ["better, 13.00", "≈ 1.01×"],
+        ["ties, −3.00", "≈ 1.01×"],
+        ["random", "≈ 1.01×"],
+        ["random", "≈ 1.01×"],
+    ]
+    assert "1 of 2 settings are shown to lose less than random heads" in view.verdict
+
+
+def test_series_differ_in_colour_or_mark() -> None:
+    points = []
+    for i in range(20):
+        points += [TradeoffPoint("accuracy", f"m{i}", n, 0.5 + i / 100, 0.0) for n in (8, 16)]
+    drawn = curve(points, "test")
+    assert drawn is not None
+    assert len({(line.colour, line.mark) for line in drawn.lines}) == 20
+
+
+# ----------------------------------------------------------------------------------------------
+# one model against random draws, and what a sweep lacks
+
+
+def test_the_mean_of_random_draws_is_compared_on_the_same_rows() -> None:
+    """The interval covers the true difference about as often as it says."""
+    rng, n, n_draws, trials = np.random.default_rng(0), 200, 5, 200
+    covered = 0
+    for trial in range(trials):
+        hard = rng.random(n)
+        shares = rng.normal(0.8, 0.03, n_draws)
+        chosen = Answers("accuracy", (hard < 0.85).astype(float), np.ones(n))
+        random = [Answers("accuracy", (hard < p).astype(float), np.ones(n)) for p in shares]
+        drop = drop_of_means(random, [chosen], draws=300, seed=trial)
+        covered += drop.low <= -0.05 <= drop.high
+    assert 0.85 <= covered / trials <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("look", "rows", "words"),
+    [
+        (
+            SettingVerdict("taylor", 16.0, 0.03, False, 0.005),
+            2500,
+            "about 2,500 validation rows would be needed to show it",
+        ),
+        (
+            SettingVerdict("taylor", 16.0, 0.03, False, 0.012),
+            None,
+            "more rows would not help while the drop itself is not below what is allowed",
+        ),
+        (
+            SettingVerdict("taylor", 16.0, 0.01004, False, 0.005),
+            110,
+            "lose at most 1.000 points",
+        ),
+    ],
+)
+def test_a_pick_of_nothing_says_how_many_rows_it_lacks(
+    look: SettingVerdict, rows: int | None, words: str
+) -> None:
+    nothing = (None, "", None, None, None, None, None)
+    found = Pick(0.01, 0.95, "heads", "accuracy", *nothing, (look,), rows=100)
+    assert found.needed_rows == rows
+    text = str(found)
+    assert words in text
+    assert "on the 100 validation rows there are" in text
+    assert f"--max-drop {found.allowable:g}" in text
+    assert found.allowable >= (look.bound or 0)
