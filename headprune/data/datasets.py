@@ -104,6 +104,7 @@ class Data:
             their true answers.
         warnings: Notes for readers of the record.
         texts: Of every test row, as the data has it; empty where the model reads none.
+        one_class: Whether an example has one label, a class.
     """
 
     examples: dict[str, list[Example]]
@@ -112,6 +113,7 @@ class Data:
     targets: dict[str, list[Any]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
+    one_class: bool = False
 
     def batches(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Return batches of ``size`` rows in data order."""
@@ -437,13 +439,13 @@ def encode_rows(
         if section.target:
             targets[name] = list(rows[section.target])
     collate = Collate(preparation.pad, dtype=dtype)
-    return Data(examples, collate, recipe.seed, targets, texts=_texts(recipe, raw))
+    one_class = task in CLASSIFICATIONS and task != "token_classification"
+    texts = _texts(recipe, raw) if one_class else ()
+    return Data(examples, collate, recipe.seed, targets, texts=texts, one_class=one_class)
 
 
 def _texts(recipe: Recipe, raw: RawData) -> tuple[str, ...]:
-    """Return the text of every test row, for the tasks whose report shows changed answers."""
-    if recipe.task not in CLASSIFICATIONS or recipe.task == "token_classification":
-        return ()
+    """Return the text of every test row, for reports; empty for images and sound."""
     columns = [raw.splits["test"][name] for name in recipe.data.text_columns]
     return tuple(" / ".join(map(str, texts)) for texts in zip(*columns, strict=True))
 

@@ -17,6 +17,7 @@ from headprune.report.heatmap import short_names
 from headprune.report.quality import QualityGroup, QualityLine, Role, quality_groups
 from headprune.report.series import comparable
 from headprune.report.speed import speed_line
+from headprune.report.verdict import removed_words, verdict
 
 #: Recipe keys that name and place a run; they are not compared.
 _PLACES = ("name", "description", "out")
@@ -163,6 +164,7 @@ def comparison_view(
 def _sections(records: Sequence[RunRecord]) -> tuple[ComparedSection, ...]:
     """Compare everything that has a table; sections without rows are left out."""
     sections = (
+        ComparedSection("Verdict", "Of each run by itself.", _verdicts(records)),
         ComparedSection(
             "Quality",
             "The difference is from the original model of the same run.",
@@ -184,6 +186,21 @@ def _sections(records: Sequence[RunRecord]) -> tuple[ComparedSection, ...]:
         ComparedSection("Where the surroundings differ", "", _surroundings(records)),
     )
     return tuple(section for section in sections if section.rows)
+
+
+def _verdicts(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
+    columns = []
+    for record in records:
+        judged = verdict(record)
+        clauses = {
+            "removed": removed_words(record),
+            "cost": judged.cost,
+            "speed": judged.gain,
+            "random heads": judged.random,
+            "next": judged.next,
+        }
+        columns.append({key: ComparedCell("", text) for key, text in clauses.items() if text})
+    return _rows(columns)
 
 
 def _curves(compared: Sequence[Compared]) -> tuple[ComparedCurve, ...]:

@@ -384,11 +384,11 @@ def _evaluations(subject: Subject) -> StageEstimate:
     """Estimate all evaluations from one batch of test rows.
 
     The base model, the plan and every recovery are measured on test and validation rows, the
-    baselines on test rows only.
+    baselines on test rows only; there, classes are compared once more.
     """
     recipe, data = subject.recipe, subject.data
     n_both = 2 + len(recipe.recover)
-    n_test_only = recipe.score.random_draws + recipe.score.magnitude
+    n_test_only = recipe.score.random_draws + recipe.score.magnitude + data.one_class
 
     # Time one batch.
     few = {name: rows[:EVALUATION_BATCH] for name, rows in data.examples.items()}

@@ -165,8 +165,8 @@ class Pick(Value):
             )
         else:
             lines.append(
-                f"  at most about {self.needed_rows:,} validation rows would be needed to show it, if"
-                f" that drop holds on them; or allow more: --max-drop {self.allowable:g}"
+                f"  at most about {self.needed_rows:,} validation rows would be needed to show it,"
+                f" if that drop holds on them; or allow more: --max-drop {self.allowable:g}"
             )
         return "\n".join(lines)
 

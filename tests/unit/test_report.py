@@ -49,7 +49,7 @@ def test_the_verdict_is_the_headline_and_the_parts_follow_in_order(record: RunRe
     sentence = verdict(record).sentence
     inputs = ReportInputs(pictures_of(record))
     html, markdown = render_html(record, inputs), render_markdown(record, inputs)
-    assert f'<p class="lead">{sentence}</p>' in html
+    assert f'<p class="lead">{sentence}</p>' in html.replace("\u00a0", " ")
     assert markdown.splitlines()[2] == sentence
     titles = ["Accuracy", "Speed", "Size", "Heads", "What heads attend to", "Proof"]
     found = [line[3:] for line in markdown.splitlines() if line.startswith("## ")]

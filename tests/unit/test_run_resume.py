@@ -83,7 +83,7 @@ def failed(at_the_benchmark: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(at_the_benchmark, tmp_path / "out"))
 
 
-ALL = ["train", "base quality", "score", "select", "compare", "recover 0", "recover 1"]
+ALL = ["train", "base quality", "score", "select", "compare", "recover 0", "recover 1", "answers"]
 
 
 @pytest.mark.parametrize("status", ["failed", "running"])
@@ -212,10 +212,10 @@ def test_a_training_that_came_to_its_end_is_not_repeated(
         seen[0] += 1
         plain(self, *args, **kwargs)
 
-    def unjudged(self: Any, model: Any, name: str, *more: Any) -> None:
+    def unjudged(self: Any, model: Any, name: str, *more: Any) -> Any:
         if "finetune" in name:
             raise KeyboardInterrupt
-        judged(self, model, name, *more)
+        return judged(self, model, name, *more)
 
     monkeypatch.setattr(_steps.Steps, "on_step_end", counted)
     for owner, name, error in (

@@ -16,6 +16,7 @@ import torch
 
 import headprune as hp
 from headprune import layouts
+from headprune.core.changed import ChangedAnswers
 from headprune.core.errors import InvalidValue, VerificationFailed
 from headprune.data.datasets import load_rows
 from headprune.data.labels import number_labels
@@ -100,6 +101,36 @@ def test_tasks(task: str, metric: str, bert: Path, finished: Any, tmp_path: Path
     assert [proof.what for proof in record.proofs] == ["outputs", "reload"]
     assert record.versions["torch"] == torch.__version__
     assert record.hardware["device"] == "cpu"
+
+
+def test_every_row_is_compared_with_the_uncut_model_on_the_same_rows(finished: Any) -> None:
+    chosen, record = finished
+    for row in record.quality:
+        found = record.compared(row.name, "base", row.metric, row.split)
+        assert (found is None) == (row.name == "base")
+        if found is not None:
+            base = next(r for r in record.quality if (r.name, r.split) == ("base", row.split))
+            assert found.drop == pytest.approx(base.value - row.value)
+            assert found.low <= found.drop <= found.high
+        if row.name != "random":
+            assert row.low <= row.value <= row.high
+    assert record.compared("taylor", "random", "accuracy", "test") is not None
+
+    # What the final model answers, row by row, adds up to its accuracy.
+    rows = {row.name: row for row in record.quality if row.split == "test"}
+    final = rows["recovered (mean_fold + finetune)"]
+    assert sum(c.n_examples for c in record.classes) == final.n_examples
+    for name, row in (("before", rows["base"]), ("after", final)):
+        right = sum(getattr(c, name) for c in record.classes)
+        assert right == pytest.approx(row.value * row.n_examples)
+    changed = ChangedAnswers.load(Path(chosen.folder) / "answers.json")
+    gained = sum(c.after - c.before for c in record.classes)
+    assert changed.n_gained - changed.n_lost == gained
+    texts = [json.loads(line)["text"] for line in Path(chosen.data.path).read_text().splitlines()]
+    numbers = json.loads((Path(chosen.folder) / "rows.json").read_text())["test"]["rows"]
+    assert all(each.text == texts[numbers[each.row]] for each in changed.rows)
+    card = (Path(chosen.folder) / "model" / "README.md").read_text()
+    assert "Verdict: removing 4 of 8 heads" in card
 
 
 def test_a_run_depends_on_its_seed_alone(finished: Any, tmp_path: Path) -> None:

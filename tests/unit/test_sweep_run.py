@@ -31,6 +31,7 @@ from headprune.sweep import pick, runs, sweeping, tasks
 from headprune.sweep.base import Base, open_base, ready_base
 from headprune.sweep.outcome import ModelOutcome
 from headprune.sweep.runs import SweepRun
+from headprune.sweep.speeds import load_speeds
 from tests.tiny_recipe import TINY, interrupt_after
 
 GRID = ["scorer=taylor,random", "keep=0.75,0.5", "recover=none,mean_fold"]
@@ -70,7 +71,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> sweeping.SweepResult:
 @pytest.fixture
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take longer than such models; the first sweep has drawn one."""
-    monkeypatch.setattr(sweeping, "write_tradeoff", lambda table, folder: [])
+    monkeypatch.setattr(sweeping, "report_sweep", lambda folder: [])
 
 
 @pytest.fixture
@@ -191,6 +192,22 @@ def test_a_sweep_does_only_what_is_not_done(copied: Path, counted: list[str], wh
     assert counted.count("plans") == 2
     assert unchanged(copied, before)
     assert len(larger.rows) == 6
+
+
+def test_cut_models_are_timed_once_and_beside_the_base(copied: Path, whole: bytes) -> None:
+    timed, lines = tiny(bench={"batch_sizes": [1, 2], "seconds": 0.001}), list[str]()
+    sweep(copied, recipe=timed, lines=lines)
+    said = [line for line in lines if line.startswith("[speed]")]
+    speeds = load_speeds(copied)
+    assert {row["plan"] for row in SweepTable.load(copied / "table.json").rows} == set(speeds)
+    assert {row.batch for row in speeds.values()} == {2}, "the largest shape of the recipe"
+    assert len(said) <= len(speeds), "models of one shape have one speed"
+    assert (copied / "table.json").read_bytes() == whole, "the table has no times"
+    again = list[str]()
+    sweep(copied, recipe=timed, lines=again)
+    assert not [line for line in again if line.startswith("[speed]")]
+    (copied / "speeds.json").write_text("{")
+    assert load_speeds(copied) == {}
 
 
 @pytest.mark.parametrize("change", ["versions", "device"])
