@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from headprune.core.record import RunRecord, SpeedRow
+from headprune.core.changed import ChangedAnswer, ChangedAnswers
+from headprune.core.paired import Drop
+from headprune.core.record import ClassRow, Comparison, RunRecord, SpeedRow
 from headprune.maps.pictures import AttentionPictures
 from headprune.report import Compared, ReportInputs, render_html
 from headprune.report.html import render_comparison_html, render_sweep_html
+from headprune.report.inputs import SweepInputs
 from headprune.scoring._agreement import agreement
 from tests.browser import CHROMIUM, REQUIRED, Browser
 from tests.report_records import (
@@ -53,7 +56,22 @@ def full() -> tuple[RunRecord, ReportInputs]:
     other = replace(record.scores, values=values, scorer="entropy")
     words = (("[CLS]", NASTY, " a", "b", "."), ("[CLS]", "c", "d", "e", "f"))
     pictures = AttentionPictures.of(replace(maps_of(record, 2, 5), tokens=words))
-    return record, ReportInputs(pictures, (other,), agreement(record.scores, other))
+    classes = tuple(ClassRow(f"{NASTY} {i}", 40, 39, 38) for i in range(30))
+    last = record.quality[-1].name
+    drop = Comparison(last, "base", "accuracy", "test", 872, 0.0023, -0.004, 0.009)
+    record = replace(record, classes=classes, comparisons=(drop,))
+    answers = [ChangedAnswer(i, f"{NASTY} {'long ' * 30}", "a", "a", "b") for i in range(9)]
+    changed = ChangedAnswers.of(answers, 872, 9)
+    agreed = agreement(record.scores, other)
+    return record, ReportInputs(pictures, (other,), agreed, changed)
+
+
+def swept() -> str:
+    """The page of a sweep with speeds and random heads."""
+    row = SpeedRow(32, 128, 0.1, 0.1, 0.1, 0.1, 1.01, 0.99, 1.03, 50)
+    against = (Drop(-0.13, -0.2, -0.05), Drop(0.03, -0.01, 0.05), None, None)
+    inputs = SweepInputs({"plans/abcdefgh.json": row}, against, "none fits", 0.05)
+    return render_sweep_html(sweep_table(), inputs)
 
 
 def compared() -> str:
@@ -73,7 +91,7 @@ def compared() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "page": lambda: render_html(*full()),
     "comparison": compared,
-    "sweep": lambda: render_sweep_html(sweep_table()),
+    "sweep": swept,
 }
 
 
@@ -218,6 +236,20 @@ def test_heads_and_layers_are_sorted_and_the_scorer_switched_by_key(
     focus(browser, "scorer")
     browser.press("ArrowDown")
     assert scores(browser) == [[-v for v in row] for row in model]
+
+
+def test_settings_are_sorted_by_a_column(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["sweep"])
+    drops = (
+        "[...document.querySelectorAll('td[data-label^=\"test drop\"]')].map(e => e.dataset.key)"
+    )
+    model = [float(key) for key in browser.run(drops)]
+    assert sorted(model) != model
+    click = "[...document.querySelectorAll('.sort')].find(b => b.textContent.startsWith('test')).click()"
+    for wanted in (sorted(model), sorted(model, reverse=True)):
+        browser.run(click)
+        assert [float(key) for key in browser.run(drops)] == wanted
+    assert browser.run("document.querySelectorAll('[aria-sort=descending]').length") == 1
 
 
 # ----------------------------------------------------------------------------------------------
