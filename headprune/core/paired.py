@@ -130,15 +130,15 @@ def drop_of_means(
     _check(models[0], models[1:])
     values = _resampled_values(models, draws, seed)  # [draws, models]
     rng = np.random.default_rng(seed + 1)
-    means = []
-    for columns in (values[:, : len(base)], values[:, len(base) :]):
+    means, centres = [], []
+    for some, columns in ((base, values[:, : len(base)]), (others, values[:, len(base) :])):
         n, mean = columns.shape[1], columns.mean(1)
+        centres.append(float(np.mean([one.value for one in some])))
         # Means of n resampled draws vary less than means of n new ones, by (n - 1) / n.
         again = np.take_along_axis(columns, rng.integers(n, size=columns.shape), axis=1).mean(1)
         means.append(mean + (again - mean) * np.sqrt(n / max(1, n - 1)))
     metric = models[0].metric
     low, high = np.quantile(drops(metric, *means), [0.025, 0.975])
-    centres = [float(np.mean([one.value for one in some])) for some in (base, others)]
     return Drop(drop(metric, *centres), float(low), float(high))
 
 
