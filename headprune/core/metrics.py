@@ -11,6 +11,8 @@ from headprune.core.errors import InvalidValue
 #: A float, or an array of them.
 _Numbers = TypeVar("_Numbers", bound=Any)
 
+#: Standard errors on each side of a 95 % interval.
+Z = 1.959964
 #: Matthews correlation, as ``evaluate`` names it.
 MATTHEWS = "matthews"
 #: Fractions of one, higher is better. Differences are given in points: hundredths, which for BLEU
@@ -87,7 +89,7 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     >>> round(low, 3), round(high, 3)
     (0.826, 0.945)
     """
-    z = 1.959964
+    z = Z
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, middle - half), min(1.0, middle + half)

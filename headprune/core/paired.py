@@ -7,6 +7,7 @@ the other. The drop is computed in every draw, and its quantiles are the interva
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headprune.core.bleu import ORDER, bleu
 from headprune.core.errors import InvalidValue
 from headprune.core.matthews import matthews, worst_example
-from headprune.core.metrics import MATTHEWS, POINTS, drop, drops, is_one_of, wilson
+from headprune.core.metrics import MATTHEWS, POINTS, Z, drop, drops, is_one_of, wilson
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,7 +104,7 @@ def own_interval(answers: Answers, draws: int = 2000, seed: int = 0) -> tuple[fl
     """
     import numpy as np
 
-    if is_one_of(answers.metric, ("accuracy",)) and bool((answers.counts == 1).all()):
+    if _is_share(answers):
         return wilson(answers.value, len(answers.counts))
     (values,) = _resampled_values([answers], draws, seed).T
     low, high = np.quantile(values, [0.025, 0.975], method="inverted_cdf")
@@ -116,7 +117,8 @@ def drop_of_means(
     """Return how much more a way of choosing heads loses than another, with a 95 % interval.
 
     Means over its models are compared. The bootstrap resamples rows, the same ones for all models,
-    and the models of each way.
+    and the models of each way. For the accuracies of two models the interval is that of Agresti and
+    Min (2005): where few answers differ, the bootstrap is too sure.
 
     Args:
         base: A model per draw of one way, such as random heads.
@@ -128,6 +130,8 @@ def drop_of_means(
 
     models = [*base, *others]
     _check(models[0], models[1:])
+    if len(models) == 2 and _is_share(models[0]):
+        return _drop_of_share(*models)
     values = _resampled_values(models, draws, seed)  # [draws, models]
     rng = np.random.default_rng(seed + 1)
     means, centres = [], []
@@ -140,6 +144,29 @@ def drop_of_means(
     metric = models[0].metric
     low, high = np.quantile(drops(metric, *means), [0.025, 0.975])
     return Drop(drop(metric, *centres), float(low), float(high))
+
+
+def _is_share(answers: Answers) -> bool:
+    """Whether the metric is the share of rows that are right."""
+    return is_one_of(answers.metric, ("accuracy",)) and bool((answers.counts == 1).all())
+
+
+def _drop_of_share(base: Answers, other: Answers) -> Drop:
+    """Return the drop of a share of rows, with half a row added to each kind of pair.
+
+    >>> import numpy as np
+    >>> right = Answers("accuracy", np.ones(98), np.ones(98))
+    >>> drop = _drop_of_share(right, right)
+    >>> round(drop.low, 3), drop.value, round(drop.high, 3)
+    (-0.02, 0.0, 0.02)
+    """
+    n = len(base.counts)
+    lost = float((base.amounts > other.amounts).sum()) + 0.5
+    gained = float((base.amounts < other.amounts).sum()) + 0.5
+    middle = (lost - gained) / (n + 2)
+    error = math.sqrt(lost + gained - (lost - gained) ** 2 / (n + 2)) / (n + 2)
+    low, high = max(-1.0, middle - Z * error), min(1.0, middle + Z * error)
+    return Drop(drop(base.metric, base.value, other.value), low, high)
 
 
 def upper_bounds(

@@ -366,6 +366,17 @@ def test_the_mean_of_random_draws_is_compared_on_the_same_rows() -> None:
     assert 0.85 <= covered / trials <= 1.0
 
 
+def test_few_changed_answers_are_no_proof_of_a_loss() -> None:
+    """Where the exact test of the changed rows does not see a loss, the interval does not either."""
+
+    def low(n_lost: int) -> float:
+        worse = answers([0.0] * n_lost + [1.0] * (400 - n_lost))
+        return drop_of_means([answers([1.0] * 400)], [worse]).low
+
+    # Two-sided sign tests: p = 0.125 for 4 of 4, and 0.031 for 6 of 6.
+    assert low(4) < 0 < low(6)
+
+
 @pytest.mark.parametrize(
     ("look", "rows", "words"),
     [
