@@ -23,7 +23,7 @@ from headprune.model.contexts import reading, watched, wide
 from headprune.model.distributions import Distributions, distributions
 from headprune.model.losses import shaped_losses
 from headprune.model.own_loss import is_default, shift_of
-from headprune.model.running import device_of, to_device
+from headprune.model.running import batch_size, device_of, some_examples, to_device
 from headprune.model.sites import BoundSite
 from headprune.recovery._blocks import blocks_around
 from headprune.recovery._least_squares import LeastSquaresSums, Normal, solved
@@ -52,23 +52,27 @@ class Ladder(Scorer):
     Source: ZipLM (Kurtic et al. 2023, section 3.2) prices levels by a layer's own error.
 
     When: heads and neurons share one budget, above all ``Budget(speedup=)``.
-    Cost: the other scorer's, a pass, and a pass from each site on for each of its levels, over half
-    of the examples. Memory: ``width ** 2`` numbers per site.
+    Cost: the other scorer's, a pass, and a pass from each site on for each of its levels, over
+    ``examples`` rows. Memory: ``width ** 2`` numbers per site.
 
     Args:
         order: The registered scorer that ranks the units of a site.
         order_settings: Its settings.
+        examples: The most rows that rises are measured on.
         ridge: Of the prediction, as ``Lstsq.ridge``.
     """
 
     order: str = "surgeon"
     order_settings: Mapping[str, Any] = EMPTY
+    examples: int = 128
     ridge: float = 0.3
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order_settings", FrozenDict(self.order_settings))
         if self.order in ("auto", "ladder"):
             raise InvalidValue("Ladder.order", "a scorer of single units", repr(self.order))
+        if type(self.examples) is not int or self.examples < 1:
+            raise InvalidValue("Ladder.examples", "a count >= 1", repr(self.examples))
         if not self.ridge > 0:
             raise InvalidValue("Ladder.ridge", "a share > 0", self.ridge)
         self._ranks()  # refuses unknown names and settings
@@ -101,7 +105,8 @@ class Ladder(Scorer):
         with torch.no_grad():
             sums = _context_sums(problem, folds)
             # A single row has to do for both.
-            meter = _Meter(problem, folds.batches[_PRICED] or folds.batches[0])
+            priced = folds.batches[_PRICED] or folds.batches[0]
+            meter = _Meter(problem, _spread(priced, self.examples))
             own = range(problem.workers.rank, len(sites), problem.workers.size)
 
             def of_own_sites() -> dict[str, Tensor]:
@@ -285,6 +290,23 @@ def _context_sums(problem: ScoringProblem, folds: Folds) -> dict[int, Normal]:
                 begin(on_device)
                 run(problem.model, on_device, problem.loss)
     return {number: total.done() for number, total in sums.items()}
+
+
+def _spread(batches: Sequence[Any], most: int) -> list[Any]:
+    """Take at most so many examples, spread evenly over the batches."""
+    total = sum(map(batch_size, batches))
+    if total <= most:
+        return list(batches)
+    chosen = torch.linspace(0, total - 1, most).round().long()
+    taken = []
+    first = 0
+    for batch in batches:
+        size = batch_size(batch)
+        places = chosen[(chosen >= first) & (chosen < first + size)] - first
+        if len(places):
+            taken.append(some_examples(batch, places))
+        first += size
+    return taken
 
 
 def _monotone(rises: Sequence[float]) -> tuple[float, ...]:
