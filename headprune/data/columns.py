@@ -308,10 +308,9 @@ def _text(names: Sequence[str], table: Table) -> str:
     if known is not None:
         return known
     words = {name: _words_per_row(table.rows, name) for name in names}
-    most = sorted(words, key=lambda name: -words[name])
-    if len(most) > 1 and words[most[0]] >= 2 * max(words[most[1]], 0.5):
-        return most[0]
-    return _only(tuple(names), "--text", "text", table)
+    # Those with far fewer words than another one are codes, dates or names.
+    among = [name for name in names if 2 * words[name] > max(words.values())]
+    return _only(tuple(among or names), "--text", "text", table)
 
 
 def _words_per_row(rows: Any, name: str) -> float:

@@ -165,7 +165,7 @@ def _by_number(raw: RawData, names: Sequence[str]) -> RawData:
             f"given, for the numbers of the data, {least} to {most}, are not those of the model's"
             f" classes, 0 to {most - 1}"
         )
-        example = f"data.labels: {list(range(1, most + 1))}"
+        example = f"--set 'data.labels={list(range(1, most + 1))}'"
         hint = f"{example} takes {least} for class {least - 1}, and so on."
         raise InvalidValue("data.labels", must, "none", hint)
     # A model with fewer classes than numbers is refused when it is loaded.

@@ -111,7 +111,10 @@ def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Pat
     assert choice is not None
     assert (choice.budget, choice.refit) == (record.plan.wanted, "lstsq")
     assert "recovered (lstsq)" in [row.name for row in record.quality]
-    for words in (f"auto took {choice.chosen}: ", "label: label (has the numbers of the model's 3 classes); text: text"):
+    for words in (
+        f"auto took {choice.chosen}: ",
+        "label: label (has the numbers of the model's 3 classes); text: text",
+    ):
         assert words in result.stderr
     assert str(folder / "run" / "report.html") in result.stdout
     assert (folder / "run" / "report.html").is_file()
