@@ -421,7 +421,7 @@ def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
 def _on_data(
     target: _Target,
     data: str,
-    named: dict[str, str | None],
+    named: dict[str, Any],
     settings: list[str],
     quiet: bool,
 ) -> _CutModel:

@@ -188,7 +188,9 @@ def _task_of_columns(rows: Any, columns: Columns, data: str, label: str | None) 
 def _row_lines(task: Task, source: Source, choice: Choice) -> list[tuple[str, str]]:
     """Return lines, with reasons, about rows that lack a text or a label."""
     label = choice.columns.get("label")
-    lines = _test_lines(source, label) if isinstance(label, str) else []
+    if not isinstance(label, str):  # a task without labels
+        return []
+    lines = _test_lines(source, label)
     if task not in LABELLED_TEXT:
         return lines
     needed = [label, *choice.texts]

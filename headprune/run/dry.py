@@ -251,7 +251,7 @@ def _training_estimate(
     """Estimate a training by the time of one step."""
     per_step = f"a batch of {step.rows} takes {1e3 * step.seconds:.0f} ms forward and backward"
     seconds = step.seconds_of(round(epochs * n_rows))
-    return StageEstimate(stage, seconds, f"{epochs} epochs; {per_step}")
+    return StageEstimate(stage, seconds, f"{epochs:g} epochs; {per_step}")
 
 
 def _recovery_estimate(subject: Subject, step: _TrainingStep, wanted: RecoverStep) -> StageEstimate:
