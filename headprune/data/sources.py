@@ -298,7 +298,8 @@ def _read_files(
                 rows.data.table.validate(full=True)
         except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
             reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
-            raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error
+            hint = "Save it as UTF-8." if "codec can't decode" in reason else ""
+            raise InvalidValue("data.path", "readable data", f"{path}: {reason}", hint) from error
     return dict(loaded)
 
 
@@ -310,7 +311,7 @@ def _csv_options(file: Path) -> dict[str, Any]:
     if file.suffix == ".tsv":
         return {**options, "sep": "\t"}
     with open(file, encoding="utf-8-sig", errors="replace", newline="") as lines:
-        header = lines.readline()
+        header = lines.readline(10_000)
     try:
         delimiter = csv.Sniffer().sniff(header, _DELIMITERS).delimiter
     except csv.Error:  # a single column
