@@ -87,9 +87,10 @@ class DryRun(Value):
 
         # 2. Time, by stage.
         lines.append(f"about {duration(self.seconds)}:")
+        width = max((len(stage.stage) for stage in self.stages), default=0)
         for stage in self.stages:
             about = "not estimated" if stage.seconds is None else duration(stage.seconds)
-            lines.append(f"  {stage.stage:<10} {about:>14}  {stage.basis}")
+            lines.append(f"  {stage.stage:<{width}} {about:>14}  {stage.basis}")
 
         # 3. Memory, by purpose.
         lines.append(f"memory, at least {size(sum(self.memory.values()))}:")
