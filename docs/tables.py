@@ -352,7 +352,7 @@ reached, `model.path` and `data.path` are folders, as the comments at the top of
 
 ## Rows
 
-Data is a hub data set, a file (json, jsonl, csv, parquet, txt) or a folder with a file for each split.
+Data is a hub data set, a file (json, jsonl, csv, tsv, parquet, txt) or a folder with a file for each split.
 
 | task | what a row has | metric |
 | --- | --- | --- |

@@ -152,6 +152,7 @@ def save_recipe(folder: Path) -> None:
 
 ROWS = [{"text": f"w{i} w{i + 1}", "label": i % 2} for i in range(30)]
 CSV = "text,label\n" + "".join(f'"w{i}, w{i + 1}",{i % 2}\n' for i in range(30))
+TSV = "text\tlabel\n" + "".join(f"w{i}, w{i + 1}\t{i % 2}\n" for i in range(30))
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
@@ -411,6 +412,7 @@ KINDS: dict[str, Kind] = {
         "recipe.yaml", save_recipe, lambda f: load_recipe(f / "recipe.yaml"), mutated_bytes
     ),
     "csv": Kind("data.csv", text_of_rows("data.csv", CSV), rows_of("data.csv"), mutated_bytes),
+    "tsv": Kind("a.tsv", text_of_rows("a.tsv", TSV), rows_of("a.tsv"), mutated_bytes),
     "jsonl": Kind("a.jsonl", text_of_rows("a.jsonl", JSONL), rows_of("a.jsonl"), mutated_bytes),
     "json rows": Kind("a.json", text_of_rows("a.json", json.dumps(ROWS)), rows_of("a.json")),
     "parquet": Kind("data.parquet", save_parquet, rows_of("data.parquet"), mutated_bytes),

@@ -24,7 +24,7 @@ from tests.kinds_of_files import KINDS, TRAINED, Kind, save_plan, training_of
 PATIENCE = 20
 #: Reading rows takes a tenth of a second each time, opening adapters the same.
 SLOW = {"timings": 0.5, "adapter": 0.2, "adapter weights": 0.2}
-SLOW |= dict.fromkeys(("csv", "jsonl", "json rows", "parquet"), 0.3)
+SLOW |= dict.fromkeys(("csv", "tsv", "jsonl", "json rows", "parquet"), 0.3)
 #: PEFT asks Transformers by an old name.
 IGNORED = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"

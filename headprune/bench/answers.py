@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headprune.bench.quality import Quality, evaluate
 from headprune.core.answers import exact_match, f1
+from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue
 from headprune.model.batches import Batches
 from headprune.model.losses import inputs_of
@@ -61,7 +62,7 @@ def answer(
     answers: list[str] = []
     device = device_of(model)
     with undisturbed(model, packed=True), torch.no_grad():
-        for batch in batches:
+        for batch in bar(batches, "answers"):
             output = call(model, to_device(inputs_of(model, batch), device))
             starts = output["start_logits"].float().cpu()  # [batch, tokens]
             ends = output["end_logits"].float().cpu()

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue
 from headprune.core.record import SpeedRow
 from headprune.model.running import call, device_of, to_device, undisturbed
@@ -113,7 +113,7 @@ def compare_latency(
         stack.enter_context(undisturbed(original, compiled=True, packed=True))
         stack.enter_context(undisturbed(pruned, compiled=True, packed=True))
         stack.enter_context(torch.inference_mode())
-        for batch, length in tqdm(cells, desc="latency", disable=not progress, leave=False):
+        for batch, length in bar(cells, "latency", progress):
             inputs = to_device(make_batch(batch, length), device)
             runs = [partial(call, original, inputs), partial(call, pruned, inputs)]
             rows.append(speed_row(batch, length, in_turn(runs, device, effort), seed))

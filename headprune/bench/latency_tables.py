@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 from torch import nn
-from tqdm.auto import tqdm
 
 from headprune.bench.latency import (
     TOKENS,
@@ -28,6 +27,7 @@ from headprune.bench.latency import (
     synchronize,
 )
 from headprune.bench.recording import RecordedCall, fresh, recorded, tokens_of
+from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
@@ -104,8 +104,7 @@ def latency_table(
         kinds = _kinds(calls)
         clock = _Clock(device, seconds, len(kinds))
         measured: dict[Any, SecondsByHeads] = {}
-        bar = tqdm(kinds.items(), desc="latency table", disable=not progress, leave=False)
-        for key, one in bar:
+        for key, one in bar(kinds.items(), "latency table", progress):
             # The whole model before, between and after the modules, so that drift affects both.
             clock.time_whole(lambda: call(model, inputs))
             measured[key] = clock.time_site(model, one)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue
 from headprune.core.matthews import matthews
 from headprune.core.metrics import MATTHEWS
@@ -146,7 +147,7 @@ def evaluate(
 
     # 1. Losses and metric of every batch, on the model's device.
     with undisturbed(model, packed=True), torch.no_grad(), explained(model, batches):
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(bar(batches, "evaluation")):
             batch = to_device(batch, device)
             # For another loss the mean loss is the metric.
             if loss is not None and not is_default(loss):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from headprune.bench.quality import Quality, evaluate
+from headprune.core.bars import bar
 from headprune.core.bleu import bleu
 from headprune.core.errors import InvalidValue
 from headprune.model.batches import Batches
@@ -59,7 +60,7 @@ def translate(
     }
     device = device_of(model)
     with undisturbed(model, packed=True), torch.no_grad():
-        for batch in batches:
+        for batch in bar(batches, "translation"):
             sources = {name: batch[name] for name in ("input_ids", "attention_mask")}
             tokens = generate(**to_device(sources, device), **options)  # [batch, target tokens]
             translations += tokenizer.batch_decode(tokens, skip_special_tokens=True)

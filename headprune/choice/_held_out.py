@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.model.cut import cut_
@@ -88,7 +88,6 @@ def held_out_losses(
     Raises:
         RefitRefused: in every process, where a refit was refused in one of them.
     """
-    disable = None if problem.progress is None else not problem.progress
 
     def losses(mask: HeadMask) -> Tensor:
         of_rows = torch.zeros(folds.size, dtype=torch.float64)
@@ -100,10 +99,9 @@ def held_out_losses(
 
     def own_share() -> dict[str, Tensor]:
         mine = range(problem.workers.rank, len(plans), problem.workers.size)
-        bar = tqdm(mine, desc="cut and refit", disable=disable, leave=False)
         try:
             # Each plan is judged by one process.
-            return {str(i): losses(plans[i]) for i in bar}
+            return {str(i): losses(plans[i]) for i in bar(mine, "cut and refit", problem.progress)}
         except UnsupportedModel as error:
             if refit is None:
                 raise

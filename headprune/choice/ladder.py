@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from headprune import scoring
 from headprune.choice._held_out import Folds
 from headprune.choice._scores import as_scores
+from headprune.core.bars import bar
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
@@ -110,9 +110,8 @@ class Ladder(Scorer):
             own = range(problem.workers.rank, len(sites), problem.workers.size)
 
             def of_own_sites() -> dict[str, Tensor]:
-                disable = None if problem.progress is None else not problem.progress
                 rises = {}
-                for number in tqdm(own, desc="prices of levels", disable=disable, leave=False):
+                for number in bar(own, "prices of levels", problem.progress):
                     levels = _levels(sites[number])
                     rises[str(number)] = self._rises(meter, number, levels, sums.get(number))
                 return rises

@@ -63,6 +63,14 @@ Settings = Annotated[
         autocompletion=scorers_of("score.scorer"),
     ),
 ]
+TextColumn = Annotated[str | None, typer.Option("--text", help="With --data: the column of text.")]
+PairColumn = Annotated[
+    str | None,
+    typer.Option("--text-pair", help="With --data: the column of the second text of a pair."),
+]
+LabelColumn = Annotated[
+    str | None, typer.Option("--label", help="With --data: the column of labels.")
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")
 ]

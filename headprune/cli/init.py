@@ -7,19 +7,34 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, echo, emit, guarded, say
+from headprune.cli._shared import (
+    AsJson,
+    Debug,
+    LabelColumn,
+    PairColumn,
+    TextColumn,
+    echo,
+    emit,
+    guarded,
+    say,
+)
 
 
 def init(
     model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
     data: Annotated[
         str,
-        typer.Option(help="A csv, json, parquet or txt file, a folder with splits, or a hub name."),
+        typer.Option(
+            help="A csv, tsv, json, parquet or txt file, a folder with splits, or a hub name."
+        ),
     ],
     task: Annotated[
         str | None,
         typer.Option(help="The task, if the model's class and the columns do not determine it."),
     ] = None,
+    text: TextColumn = None,
+    text_pair: PairColumn = None,
+    label: LabelColumn = None,
     keep: Annotated[
         str, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")
     ] = "0.5",
@@ -38,7 +53,9 @@ def init(
 
         # 1. Guess the recipe from the model's class and the data's columns.
         quiet()
-        guessed = guess(model, data, task=task, keep=keep)
+        guessed = guess(
+            model, data, task=task, text=text, text_pair=text_pair, label=label, keep=keep
+        )
         recipe = guessed.recipe()
         # 2. Choose the file; `-` is standard output.
         path = out or Path(f"{recipe.name}.yaml")

@@ -13,8 +13,11 @@ import typer
 from headprune.cli._shared import (
     AsJson,
     Debug,
+    LabelColumn,
+    PairColumn,
     Quiet,
     Settings,
+    TextColumn,
     echo,
     emit,
     guarded,
@@ -48,8 +51,8 @@ def prune(
         str | None,
         typer.Option(
             help=(
-                "Data to score on, to refit by and to measure with: a csv, json, parquet or txt "
-                "file, a folder with splits, or a hub name; with --keep. "
+                "Data to score on, to refit by and to measure with: a csv, tsv, json, parquet or "
+                "txt file, a folder with splits, or a hub name; with --keep. "
                 "The run's record and report are in OUT/run."
             )
         ),
@@ -58,6 +61,9 @@ def prune(
         str | None,
         typer.Option(help="With --data, if model and columns do not determine it."),
     ] = None,
+    text: TextColumn = None,
+    text_pair: PairColumn = None,
+    label: LabelColumn = None,
     settings: Settings = None,
     # How many heads to keep: one of these four.
     keep: Annotated[
@@ -125,7 +131,8 @@ def prune(
             raise InvalidValue("--format", must, repr(format))
         _check_out(out, on_data=data is not None)
         sources = {"--plan": plan, "--scores": scores, "--data": data}
-        _check_source(sources, {"--task": task, "--set": settings})
+        columns = {"--text": text, "--text-pair": text_pair, "--label": label}
+        _check_source(sources, {"--task": task, **columns, "--set": settings})
         amounts = {
             "--keep": keep,
             "--keep-params": keep_params,
@@ -149,7 +156,8 @@ def prune(
         if decided is not None:
             cut = _by_plan(model, decided)
         else:
-            cut = _on_data(target, str(data), task, recipe_settings, quiet)
+            named = {"task": task, "text": text, "text_pair": text_pair, "label": label}
+            cut = _on_data(target, str(data), named, recipe_settings, quiet)
 
         # 3. Save and report.
         written = _write(cut, target)
@@ -411,7 +419,11 @@ def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
 
 
 def _on_data(
-    target: _Target, data: str, task: str | None, settings: list[str], quiet: bool
+    target: _Target,
+    data: str,
+    named: dict[str, Any],
+    settings: list[str],
+    quiet: bool,
 ) -> _CutModel:
     """Score, cut, refit and measure on data, in a run inside the model's folder."""
     from headprune.model.examples import example_batch
@@ -422,7 +434,7 @@ def _on_data(
     # If this is killed and called again, the run resumes, or is reused.
     folder = target.out / RUN
     cut, record = prune_on_data(
-        target.model, data, folder, task=task, settings=settings, **watching(quiet)
+        target.model, data, folder, **named, settings=settings, **watching(quiet)
     )
     assert record.plan is not None  # a finished run has one
     judged = verdict(record, str(folder))

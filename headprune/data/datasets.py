@@ -33,6 +33,7 @@ from headprune.data.questions import (
 from headprune.data.sound import clip_of
 from headprune.data.sources import Source, check_pictures, folder_of, load_source, undecoded
 from headprune.data.splits import Part, calibration_rows, normalised, partition
+from headprune.data.tidy import with_plain_labels, without_incomplete
 from headprune.recipes.schema import CLASSIFICATIONS, UNLABELLED, DataSection, Recipe, Task
 
 
@@ -177,9 +178,17 @@ def load_rows(recipe: Recipe) -> RawData:
     # 1. Load and check every column that the task needs.
     source = _openable(load_source(section), section, task)
     label = _label_column(source, section)
-    keys: dict[str, list[str]] = {}
     for role, rows in source.splits.items():
         _check_columns(rows, section, task, role, label)
+    # The numbers of the rows in the data, where some of them are dropped.
+    numbers: Mapping[str, Sequence[int]] = {}
+    if section.drop_incomplete:
+        needed = _needed_columns(section, task, label).values()
+        source, numbers = without_incomplete(source, needed)
+    if task in CLASSIFICATIONS:
+        source = with_plain_labels(source, label)
+    keys: dict[str, list[str]] = {}
+    for role, rows in source.splits.items():
         keys[role] = _keys(rows, section, task, role)
         _check_answers(rows, section, task, role, label)
     # 2. Number the labels.
@@ -198,10 +207,13 @@ def load_rows(recipe: Recipe) -> RawData:
         of_source["label"] = label
     facts: dict[str, Any] = {"source": of_source}
     splits = {}
+    overlap = given_twice(keys, parts)
     for name, part in parts.items():
         splits[name] = source.splits[part.source].select(part.rows)
-        facts[name] = part.facts
-    overlap = given_twice(keys, parts)
+        if numbers:
+            in_data = numbers[part.source]
+            parts[name] = replace(part, rows=tuple(in_data[i] for i in part.rows))
+        facts[name] = parts[name].facts
     facts["overlap"] = {"given": overlap}
     columns = section.text_columns
     if section.target:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -13,12 +12,26 @@ from typing import Any, get_args
 import yaml
 
 from headprune.core.errors import InvalidValue, did_you_mean
+from headprune.data.columns import (
+    LABELLED_TEXT,
+    LABELS,
+    Choice,
+    Columns,
+    Table,
+    check_asked,
+    choose,
+    columns_of,
+    first_of,
+    has_fractions,
+)
+from headprune.data.labels import class_names
 from headprune.data.models import model_config
-from headprune.data.sources import Source, load_source, undecoded
+from headprune.data.sources import Source, load_source
+from headprune.data.tidy import complete_rows
 from headprune.model.classes import class_name_of
 from headprune.recipes.reading import override, parse_yaml
 from headprune.recipes.references import REFERENCE
-from headprune.recipes.schema import UNLABELLED, DataSection, Recipe, Task
+from headprune.recipes.schema import DataSection, Recipe, Task
 from headprune.recipes.validate import check_recipe
 
 #: The task of a model by the end of its class's name; other classes have no head for a task.
@@ -34,64 +47,10 @@ _BY_CLASS: dict[str, Task] = {
     "MTModel": "translation",
     "ForTranslation": "translation",
 }
-#: Names of label columns, the likeliest first.
-_LABELS = (
-    "label",
-    "labels",
-    "class",
-    "category",
-    "target",
-    "coarse_label",
-    "score",
-    "similarity",
-    "ner_tags",
-    "tags",
-)
-#: Names of columns of paths to sound.
-_SOUNDS = ("audio", "file", "path", "wav")
-#: Pairs of text columns, of which the second is no translation.
-_PAIRS = (
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("question", "sentence"),
-    ("text1", "text2"),
-    ("text_a", "text_b"),
-)
 #: Tasks whose examples have no tokens.
 _WITHOUT_TOKENS = ("image_classification", "audio_classification")
 #: Tokens of the longest example in a guessed recipe.
 _LONGEST = 256
-#: Rows that are searched for a value of a column.
-_LOOKED_AT = 100
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of the data by what they hold.
-
-    Args:
-        texts: One text per row.
-        words: A list of words per row.
-        images: A picture per row.
-        sounds: Sound with its sampling rate.
-        ids: A list of numbers per row.
-        others: The rest, mostly numbers: possible labels.
-        fractions: Those of the others that hold numbers with a fraction.
-    """
-
-    texts: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
-    images: tuple[str, ...] = ()
-    sounds: tuple[str, ...] = ()
-    ids: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    fractions: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All columns."""
-        return (*self.texts, *self.words, *self.images, *self.sounds, *self.ids, *self.others)
 
 
 @dataclass(frozen=True)
@@ -115,28 +74,14 @@ class Guess:
         return check_recipe(override(parse_yaml(self.text, "the recipe"), settings), "the recipe")
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """The section ``data`` of a guessed recipe, without its path.
-
-    Args:
-        values: YAML values by key.
-        why: The reasons, one per line.
-    """
-
-    values: dict[str, str]
-    why: list[str]
-
-    @property
-    def lines(self) -> list[str]:
-        return [f"{key}: {value}" for key, value in self.values.items()]
-
-
 def guess(
     model: str,
     data: str,
     *,
     task: str | None = None,
+    text: str | None = None,
+    text_pair: str | None = None,
+    label: str | None = None,
     keep: str = "0.5",
 ) -> Guess:
     """Guess a recipe that scores, cuts and refits a model on data.
@@ -145,6 +90,9 @@ def guess(
         model: A model folder, hub name or ``package:NAME/FOLDER``.
         data: A file, a folder with train/validation/test files, or a hub name.
         task: A recipe's task, where model and columns leave it open.
+        text: The column of text, where the columns leave it open.
+        text_pair: The column of the second text of a pair.
+        label: The column of labels.
         keep: Heads to keep: a count or a fraction.
 
     Raises:
@@ -159,7 +107,11 @@ def guess(
         raise InvalidValue("--task", must, repr(task), did_you_mean(task, tasks))
     # 1. Look at the data and at the model.
     source = load_source(DataSection(path=data))
-    columns = _columns(source.splits["train"])
+    rows = source.splits["train"]
+    columns = columns_of(rows)
+    options = {"--text": text, "--text-pair": text_pair, "--label": label}
+    asked = {option: name for option, name in options.items() if name is not None}
+    check_asked(asked, columns, data)
     config = model_config(model)
     kind = class_name_of(config) or type(config).__name__
     of_class = _task_of_class(kind, config)
@@ -167,7 +119,7 @@ def guess(
     if not kind.isidentifier():
         kind = repr(kind)
     # 2. Choose the task.
-    chosen: Any = task or of_class or _task_of_columns(columns, data)
+    chosen: Any = task or of_class or _task_of_columns(rows, columns, data, label)
     if chosen is None:
         listed = ", ".join(columns.names)
         must = f"given: neither {kind} nor the columns of {data} ({listed}) say it"
@@ -176,12 +128,12 @@ def guess(
     head = f"{kind} has no head for it, so it is trained first"
     if has_head:
         head = f"{kind} is a model for it"
-    # 3. Choose the columns, with a reason for each.
-    draft = _draft_of(chosen, columns, data)
-    why = [f"the task is {chosen}: {head}", *draft.why]
-    lines = draft.lines
-    label = parse_yaml("\n".join(lines), "the columns").get("label")
-    for line, note in _test_lines(source, label):
+    # 3. Choose the columns, and say which.
+    classes = _classes(config) if has_head else ()
+    choice = choose(chosen, Table(data, rows, columns, asked, classes))
+    why = [f"the task is {chosen}: {head}", choice.words(columns.in_order)]
+    lines = [f"{key}: {_listed(names)}" for key, names in choice.columns.items()]
+    for line, note in _row_lines(chosen, source, choice):
         lines.append(_noted(line, note, 2))
         why.append(note)
     if chosen not in _WITHOUT_TOKENS:
@@ -207,7 +159,12 @@ def _task_of_class(kind: str, config: Any) -> Task | None:
     return "regression" if grades else "text_classification"
 
 
-def _task_of_columns(columns: Columns, data: str) -> Task | None:
+def _classes(config: Any) -> tuple[str, ...]:
+    """Return the names of a model's classes; numbers where they are not in order."""
+    return class_names(config) or tuple(map(str, range(config.num_labels)))
+
+
+def _task_of_columns(rows: Any, columns: Columns, data: str, label: str | None) -> Task | None:
     """Return the task of a model without a head, where the columns allow only one."""
     if columns.images:
         return "image_classification"
@@ -218,151 +175,42 @@ def _task_of_columns(columns: Columns, data: str) -> Task | None:
     if not columns.texts:
         return None
     # Text alone says little: a label decides.
-    label = _first_of(_LABELS, columns.names)
-    if label in columns.fractions:
-        return "regression"
+    label = label or first_of(LABELS, columns.names)
     if label is not None:
-        return "text_classification"
+        return "regression" if has_fractions(rows, label) else "text_classification"
     plain_text = len(columns.texts) == 1 and Path(data).suffix == ".txt"
     return "causal_lm" if plain_text else None
 
 
-# ---------------------------------------------------------------- the columns
+# ---------------------------------------------------------------- rows
 
 
-def _columns(rows: Any) -> Columns:
-    """Sort the columns by their first value that is not empty."""
-    names: defaultdict[str, list[str]] = defaultdict(list)
-    for name in rows.column_names:
-        stored = undecoded(rows, name)
-        kind = "sounds"
-        if stored is rows:  # else ``datasets`` declares it as sound
-            value = next((v for v in rows[name][:_LOOKED_AT] if v is not None), None)
-            kind = _kind_of(value)
-            if isinstance(value, float):
-                names["fractions"].append(name)
-        names[kind].append(name)
-    return Columns(**{kind: tuple(of_kind) for kind, of_kind in names.items()})
+def _row_lines(task: Task, source: Source, choice: Choice) -> list[tuple[str, str]]:
+    """Return lines, with reasons, about rows that lack a text or a label."""
+    label = choice.columns.get("label")
+    if not isinstance(label, str):  # a task without labels
+        return []
+    lines = _test_lines(source, label)
+    if task not in LABELLED_TEXT:
+        return lines
+    needed = [label, *choice.texts]
+    incomplete = 0
+    for role, rows in source.splits.items():
+        unused = role == "test" and lines
+        if not unused and set(needed) <= set(rows.column_names):
+            incomplete += len(rows) - len(complete_rows(rows, needed))
+    if incomplete:
+        lines.append(("drop_incomplete: true", f"{incomplete:,} rows lack a text or a label"))
+    return lines
 
 
-def _kind_of(value: Any) -> str:
-    """Return the field of ``Columns`` for a column with such a value."""
-    if isinstance(value, str):
-        return "texts"
-    if hasattr(value, "convert"):  # an image of Pillow
-        return "images"
-    if isinstance(value, Mapping) and "sampling_rate" in value:
-        return "sounds"
-    if not isinstance(value, list) or not value:
-        return "others"
-    if isinstance(value[0], list):  # rows of pixels
-        return "images"
-    return "words" if isinstance(value[0], str) else "ids"
-
-
-def _draft_of(task: Task, columns: Columns, data: str) -> _Draft:
-    """Choose the columns of inputs and labels for a task."""
-    if task == "question_answering":
-        if not {"question", "context", "answers"} <= set(columns.names):
-            must = "the columns question, context and answers, as SQuAD has them"
-            raise _unclear("text", must, columns.names, data)
-        values = {"text": "[question, context]", "label": "answers"}
-        return _Draft(values, ["the columns are those of SQuAD"])
-    if task == "causal_lm" and not columns.texts and columns.ids:
-        name = "input_ids" if "input_ids" in columns.ids else columns.ids[0]
-        return _Draft({"tokens": _quoted(name)}, [f"the tokens are in {name!r}"])
-    if task in ("text_classification", "regression"):
-        return _labelled_text(columns, data)
-    inputs = _inputs(task, columns, data)
-    values, why = {}, []
-    for key, name in inputs.items():
-        values[key] = _quoted(name)
-        why.append(f"{key} is in {name!r}")
-    if task not in UNLABELLED:
-        label = _label(columns, tuple(inputs.values()), data)
-        values["label"] = _quoted(label)
-        why.append(f"the labels are in {label!r}")
-    return _Draft(values, why)
-
-
-def _inputs(task: Task, columns: Columns, data: str) -> dict[str, str]:
-    """Return the input columns of a task, by the recipe's key."""
-    if task == "image_classification":
-        return {"image": _only(columns.images, "image", "images", data)}
-    if task == "audio_classification":
-        # A path is text like any other: only the column's name tells that it leads to sound.
-        sounds = columns.sounds or tuple(name for name in columns.names if name in _SOUNDS)
-        what = "sound, or of paths by the name of audio"
-        return {"audio": _only(sounds, "audio", what, data)}
-    if task == "token_classification":
-        # Tags may be words too.
-        words = _without(columns.words, _LABELS)
-        return {"text": _only(words, "text", "lists of words", data)}
-    if task == "translation":
-        if len(columns.texts) != 2:
-            raise _unclear("text and data.target", "two columns of text", columns.texts, data)
-        # Their order is the only sign of the direction.
-        source, target = columns.texts
-        return {"text": source, "target": target}
-    return {"text": _only(columns.texts, "text", "text", data)}
-
-
-def _labelled_text(columns: Columns, data: str) -> _Draft:
-    """Choose one column of text or a pair, and the label."""
-    pair = next((pair for pair in _PAIRS if set(pair) <= set(columns.texts)), ())
-    label = _label(columns, pair, data)
-    texts = pair or _without(columns.texts, (label,))
-    # A model reads one text, or two as a pair.
-    if not 1 <= len(texts) <= 2:
-        raise _unclear("text", "one column of text, or two of a pair", texts, data)
-    text = ", ".join(map(_quoted, texts))
-    if len(texts) == 2:
-        text = f"[{text}]"
-    why = [f"the text is in {' and '.join(map(repr, texts))}", f"the labels are in {label!r}"]
-    return _Draft({"text": text, "label": _quoted(label)}, why)
-
-
-def _label(columns: Columns, taken: Sequence[str], data: str) -> str:
-    """Return the label column: by its name, else the only column that is no input."""
-    known = _first_of(_LABELS, _without(columns.names, taken))
-    if known is not None:
-        return known
-    rest = _without((*columns.others, *columns.ids), taken)
-    if taken and not rest:
-        rest = _without(columns.texts, taken)  # labels may be names
-    return _only(rest, "label", "labels", data)
-
-
-def _without(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in taken)
-
-
-def _first_of(wanted: Iterable[str], present: Sequence[str]) -> str | None:
-    return next((name for name in wanted if name in present), None)
-
-
-def _only(names: tuple[str, ...], key: str, what: str, data: str) -> str:
-    if len(names) != 1:
-        raise _unclear(key, f"one column of {what}", names, data)
-    return names[0]
-
-
-def _unclear(key: str, must: str, names: Sequence[str], data: str) -> InvalidValue:
-    hint = (
-        "Rename the columns, or write the recipe by hand: `headprune show trec-minilm` is a"
-        " complete one."
-    )
-    got = ", ".join(names) or "none"
-    return InvalidValue(f"data.{key}", f"clear from {must} in {data}", got, hint)
-
-
-def _test_lines(source: Source, label: str | None) -> list[tuple[str, str]]:
+def _test_lines(source: Source, label: str) -> list[tuple[str, str]]:
     """Return lines, with reasons, for data whose test rows have no labels.
 
     Contests publish test rows with -1 or nothing as their label.
     """
     splits = source.splits
-    if label is None or not {"test", "validation"} <= splits.keys():
+    if not {"test", "validation"} <= splits.keys():
         return []
     if label not in splits["test"].column_names:
         return []
@@ -418,6 +266,13 @@ def _quoted(name: str) -> str:
     except InvalidValue:
         plain = False
     return name if plain else yaml.safe_dump(name, default_style='"', width=math.inf).strip()
+
+
+def _listed(names: str | list[str]) -> str:
+    """Return a name, or a list of names, as YAML."""
+    if isinstance(names, str):
+        return _quoted(names)
+    return f"[{', '.join(map(_quoted, names))}]"
 
 
 def _noted(line: str, note: str, indent: int = 0) -> str:

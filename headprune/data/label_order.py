@@ -67,8 +67,8 @@ class Fit:
         return self.accuracy <= self.usual
 
 
-def mapping_words(raw: RawData) -> str:
-    """Return a sentence that says which label is which class of the model."""
+def mapping_words(raw: RawData, new: bool = False) -> str:
+    """Return a sentence that says which label is which class of the model, which may be new."""
     # By class number, so that the sentence reads in the model's own order.
     ids = sorted(raw.label_ids.items(), key=lambda item: item[1])
     shown = []
@@ -76,7 +76,8 @@ def mapping_words(raw: RawData) -> str:
         name = str(raw.labels[number])
         shown.append(f"{value!r} is class {number}" + (f" ({name})" if name != str(value) else ""))
     more = f", and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
-    return f"labels: {', '.join(shown)}{more} ({_HOW[raw.numbering]})"
+    how = "of a new head" if new else _HOW[raw.numbering]
+    return f"labels: {', '.join(shown)}{more} ({how})"
 
 
 def check_order(

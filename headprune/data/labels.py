@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ def number_labels(recipe: Recipe, raw: RawData) -> RawData:
     path, trained = recipe.model.path, recipe.train is not None
     names: tuple[str, ...] = ()
     if path is not None:
-        names = _class_names(model_config(path))
+        names = class_names(model_config(path))
     if recipe.data.labels is not None:
         return _in_given_order(raw, recipe.data.labels, () if trained else names)
     if path is None:
@@ -67,7 +67,7 @@ def number_labels(recipe: Recipe, raw: RawData) -> RawData:
     return _renamed(path, raw, names)
 
 
-def _class_names(config: Any) -> tuple[str, ...]:
+def class_names(config: Any) -> tuple[str, ...]:
     """Return a model's class names in order; none unless numbered 0, 1, 2 ..."""
     by_number: Mapping[int, str] = getattr(config, "id2label", None) or {}
     by_name: Mapping[str, int] = getattr(config, "label2id", None) or {}
@@ -80,6 +80,19 @@ def _class_names(config: Any) -> tuple[str, ...]:
     if not complete or not distinct:
         return ()
     return tuple(dict(sorted(names.items())).values())
+
+
+def is_class_number(label: Any) -> bool:
+    """Whether a label is a class number, as text too."""
+    if isinstance(label, str):
+        return label.isdecimal() and str(int(label)) == label
+    return isinstance(label, int)
+
+
+def are_names_of(labels: Iterable[Any], names: Iterable[str]) -> bool:
+    """Whether every label is one of these names, in any spelling."""
+    known = set(map(_loose, names))
+    return all(isinstance(label, str) and _loose(label) in known for label in labels)
 
 
 def _is_unnamed(names: Any) -> bool:
@@ -99,7 +112,7 @@ def _are_numbers(raw: RawData) -> bool:
         return True
     if raw.dataset_names:
         return False
-    return all(label.isdecimal() and str(int(label)) == label for label in raw.labels)
+    return all(map(is_class_number, raw.labels))
 
 
 def _in_given_order(
@@ -152,7 +165,7 @@ def _by_number(raw: RawData, names: Sequence[str]) -> RawData:
             f"given, for the numbers of the data, {least} to {most}, are not those of the model's"
             f" classes, 0 to {most - 1}"
         )
-        example = f"data.labels: {list(range(1, most + 1))}"
+        example = f"--set 'data.labels={list(range(1, most + 1))}'"
         hint = f"{example} takes {least} for class {least - 1}, and so on."
         raise InvalidValue("data.labels", must, "none", hint)
     # A model with fewer classes than numbers is refused when it is loaded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import os
 import tempfile
@@ -19,9 +20,12 @@ _FORMATS = {
     ".json": "json",
     ".jsonl": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".txt": "text",
 }
+#: Characters that may stand between the cells of a csv file.
+_DELIMITERS = ",;\t|"
 _ROLES = ("train", "validation", "test")
 #: Other common names of the default splits.
 _ALIASES = {"validation": ("val", "valid", "dev")}
@@ -278,7 +282,11 @@ def _read_files(
             if not file.stat().st_size:
                 raise InvalidValue("data.path", "files with rows", f"{file}, which is empty")
         patterns[role] = [_as_pattern(file) for file in of_split]
-    options = {"sample_by": "document"} if data_format == "text" else {}
+    options: dict[str, Any] = {}
+    if data_format == "text":
+        options = {"sample_by": "document"}
+    elif data_format == "csv":
+        options = _csv_options(files["train"][0])
     # The shared cache is keyed by path and time, and would serve a file that was replaced.
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         try:
@@ -290,8 +298,25 @@ def _read_files(
                 rows.data.table.validate(full=True)
         except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
             reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
-            raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error
+            hint = "Save it as UTF-8." if "codec can't decode" in reason else ""
+            raise InvalidValue("data.path", "readable data", f"{path}: {reason}", hint) from error
     return dict(loaded)
+
+
+def _csv_options(file: Path) -> dict[str, Any]:
+    """Return how pandas is to read a csv or tsv file, and others like it."""
+    # Excel puts a byte order mark first. "None" and "NA" may be classes, so they are not missing.
+    missing = ["", "nan", "NaN", "#N/A"]
+    options = {"encoding": "utf-8-sig", "keep_default_na": False, "na_values": missing}
+    if file.suffix == ".tsv":
+        return {**options, "sep": "\t"}
+    with open(file, encoding="utf-8-sig", errors="replace", newline="") as lines:
+        header = lines.readline(10_000)
+    try:
+        delimiter = csv.Sniffer().sniff(header, _DELIMITERS).delimiter
+    except csv.Error:  # a single column
+        delimiter = ","
+    return {**options, "sep": delimiter}
 
 
 def _as_pattern(file: Path) -> str:

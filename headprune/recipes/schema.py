@@ -81,7 +81,7 @@ class DataSection(Section):
     """
 
     # ---- where the rows come from
-    #: A hub name, a local json, jsonl, csv, parquet or txt file, a folder with
+    #: A hub name, a local json, jsonl, csv, tsv, parquet or txt file, a folder with
     #: train/validation/test files, or ``sklearn:digits``. A txt file is one row, column ``text``.
     path: str
     #: Configuration and revision of a hub data set; local data has none.
@@ -132,6 +132,8 @@ class DataSection(Section):
     labels: Annotated[list[str | int], Field(min_length=2)] | None = None
 
     # ---- amounts
+    #: Drop rows without a text or a label, and say how many; by default such a row is an error.
+    drop_incomplete: bool = False
     #: Tokens per example at most; of a question and its context, the context is cut.
     max_length: Positive | None = None
     #: Rows (or fraction) of train that become validation rows where the data has none.

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from headprune.core.bars import bar
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import wide
@@ -231,8 +231,7 @@ class LayerwiseRecovery(Recovery):
     def _refit_(self, refit: _Refit) -> RefitResults:
         """Change one projection after the other."""
         results = RefitResults()
-        bar = tqdm(refit.targets, disable=not refit.job.progress, leave=False)
-        for number, target in enumerate(bar):
+        for number, target in enumerate(bar(refit.targets, "refit", refit.job.progress)):
             # 1. The sums over all tokens, with all projections before it refitted.
             calls = compared_calls(
                 refit.job, refit.pairs, refit.targets, number, refit.run, refit.caches

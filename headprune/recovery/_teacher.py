@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from headprune.core.bars import bar
 from headprune.core.errors import HeadPruneError, InvalidValue, PlanMismatch, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.model.batches import EMPTY
@@ -121,9 +121,8 @@ def mean_contexts(
     sums = _ColumnSums([columns for _, columns in wanted])
     device = device_of(teacher)
     examples = 0
-    bar = tqdm(batches, desc="teacher", disable=not progress, leave=False)
     with undisturbed(teacher), torch.no_grad(), reading(teacher, bound, sums.add) as begin:
-        for number, batch in enumerate(bar):
+        for number, batch in enumerate(bar(batches, "teacher", progress)):
             examples += batch_size(batch, f"batch {number}")
             batch = to_device(batch, device)
             begin(batch)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm.auto import tqdm
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from headprune.attention.linear import base_of
+from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue
 from headprune.model.judging import Judge
 from headprune.model.running import device_of, undisturbed
@@ -114,12 +114,13 @@ def train_(settings: TrainingSettings, job: Job, steps: int) -> Outcome:
         objective = Objective(model, loss, comparison, distances, part[0])
         # The Trainer wants a folder, though it writes nothing there.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="headprune-"))
-        bar = tqdm(total=steps, desc="finetune", disable=not job.progress, leave=False)
-        stack.enter_context(bar)
+        shown = stack.enter_context(bar(None, "finetune", job.progress, steps))
         arguments = _arguments(settings, folder, steps, part[1], device_of(model))
         trainer = _Trainer(objective, arguments, stream, part)
         eval_every = settings.eval_every or length
-        callback = Steps(trainer, objective, stream, bar, early_stopping, eval_every, keeper, loss)
+        callback = Steps(
+            trainer, objective, stream, shown, early_stopping, eval_every, keeper, loss
+        )
         trainer.add_callback(callback)
 
         # 3. Train, unless a checkpoint of the end is there.

@@ -90,8 +90,7 @@ class AutoOfRun(Auto):
             InvalidValue: fewer rows than two per fold.
         """
         subject = self._run
-        scores = score(subject.model, batches[:1], "random", sites=subject.sites, progress=False)
-        mask = _half_of(scores)
+        mask = half_of_heads(subject)
         with undisturbed(subject.model) as model:
             bound = bind(model, subject.sites)
             problem = ScoringProblem(model, bound, batches, default_loss, progress=False)
@@ -104,8 +103,10 @@ class AutoOfRun(Auto):
                 losses_of_fold(problem, folds, 0, mask, None)
 
 
-def _half_of(scores: HeadScores) -> HeadMask:
-    """Keep half of the heads, or all of them if layers have one head."""
+def half_of_heads(subject: Subject) -> HeadMask:
+    """Keep a random half of the heads, or all of them if layers have one head."""
+    batch = subject.data.batches("calibration", subject.recipe.score.batch_size)[:1]
+    scores = score(subject.model, batch, "random", sites=subject.sites, progress=False)
     # Every layer keeps at least one head.
     try:
         return select(scores, Budget(keep_heads=0.5)).mask

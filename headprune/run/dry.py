@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 from headprune import recovery
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.heads import AttentionSite
+from headprune.model.cut import cut_
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device, undisturbed
-from headprune.model.sites import Sites
+from headprune.model.sites import Sites, bind
 from headprune.recipes.schema import Recipe, RecoverStep, SelectSection
 from headprune.recipes.validate import configured
-from headprune.run.auto import AutoOfRun, scorer_of
+from headprune.run.auto import AutoOfRun, half_of_heads, scorer_of
 from headprune.run.journal import Journal, to_stderr
+from headprune.run.recovering import recover_once
 from headprune.run.runner import resolved
 from headprune.run.subject import EVALUATION_BATCH, Subject, prepare_subject, quiet
 from headprune.scoring._api import score
@@ -84,9 +87,10 @@ class DryRun(Value):
 
         # 2. Time, by stage.
         lines.append(f"about {duration(self.seconds)}:")
+        width = max((len(stage.stage) for stage in self.stages), default=0)
         for stage in self.stages:
             about = "not estimated" if stage.seconds is None else duration(stage.seconds)
-            lines.append(f"  {stage.stage:<10} {about:>14}  {stage.basis}")
+            lines.append(f"  {stage.stage:<{width}} {about:>14}  {stage.basis}")
 
         # 3. Memory, by purpose.
         lines.append(f"memory, at least {size(sum(self.memory.values()))}:")
@@ -248,18 +252,40 @@ def _training_estimate(
     """Estimate a training by the time of one step."""
     per_step = f"a batch of {step.rows} takes {1e3 * step.seconds:.0f} ms forward and backward"
     seconds = step.seconds_of(round(epochs * n_rows))
-    return StageEstimate(stage, seconds, f"{epochs} epochs; {per_step}")
+    return StageEstimate(stage, seconds, f"{epochs:g} epochs; {per_step}")
 
 
 def _recovery_estimate(subject: Subject, step: _TrainingStep, wanted: RecoverStep) -> StageEstimate:
-    """Estimate a recovery if it trains for epochs; other recoveries are not estimated."""
+    """Estimate a recovery: one that trains by the training step, others by a few rows."""
     method: Any = configured(recovery.registry, wanted.method, wanted.settings)
     name = f"recover ({wanted.method})"
-    trains = method.trains and getattr(method, "epochs", None)
-    n_rows = len(subject.data.examples[wanted.rows or ("train" if trains else "calibration")])
-    if trains:
-        return _training_estimate(name, step, method.epochs, n_rows)
-    return StageEstimate(name, None, f"on {n_rows:,} rows")
+    purpose = wanted.rows or ("train" if method.trains else "calibration")
+    n_rows = len(subject.data.examples[purpose])
+    if method.trains:
+        steps = getattr(method, "steps", None)
+        epochs = steps * wanted.batch_size / n_rows if steps else getattr(method, "epochs", 1)
+        return _training_estimate(name, step, epochs, n_rows)
+
+    # Solving takes as long for few rows as for many: only the difference grows with the rows.
+    few, twice = min(2 * wanted.batch_size, n_rows), min(4 * wanted.batch_size, n_rows)
+    once = _timed_recovery(subject, wanted, purpose, few)
+    seconds, timed = once, f"{few:,}"
+    if twice > few:
+        more = max(_timed_recovery(subject, wanted, purpose, twice) - once, 0.0)
+        seconds += more * (n_rows - few) / (twice - few)
+        timed += f" and {twice:,}"
+    return StageEstimate(name, seconds, f"on {n_rows:,} rows, {timed} of which were timed")
+
+
+def _timed_recovery(subject: Subject, wanted: RecoverStep, purpose: str, rows: int) -> float:
+    """Seconds of a recovery on so many rows, of a copy that half of the heads are cut out of."""
+    examples = {**subject.data.examples, purpose: subject.data.examples[purpose][:rows]}
+    small = replace(subject, data=replace(subject.data, examples=examples))
+    pruned = copy.deepcopy(subject.model)
+    cut_(pruned, bind(pruned, subject.sites), half_of_heads(subject))
+    start = perf_counter()
+    recover_once(small, pruned, wanted)
+    return perf_counter() - start
 
 
 def _scoring(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:

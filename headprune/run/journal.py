@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from headprune.core.bars import lines_to
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
 from headprune.core.files import append_line
@@ -89,7 +90,8 @@ class Journal:
         recipe: The resolved recipe.
         folder: Where the record is written; None writes no record.
         say: Takes one line of progress.
-        progress: Show progress bars within stages; None shows them on a terminal.
+        progress: Show progress bars within stages; None shows them on a terminal, and prints a
+            line now and then elsewhere.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Journal:
         self.record = RunRecord(name, "running", "start", _now(), FrozenDict(recipe))
         self.folder, self.say = folder, say
         self.progress = sys.stderr.isatty() if progress is None else progress
+        self._lines = self.tell if progress is None and not self.progress else None
         self._collected: RunRecord | None = None  # the notes of a stage; see `collected`
 
     def begin(self) -> None:
@@ -156,7 +159,8 @@ class Journal:
         self.write()
         self.say(f"[{name}]")
         start = perf_counter()
-        yield
+        with lines_to(self._lines):
+            yield
         seconds = perf_counter() - start
         self.note(timings={name: round(seconds, 3)})
         self.tell(f"{seconds:.1f} s")

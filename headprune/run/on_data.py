@@ -23,6 +23,9 @@ def prune_on_data(
     folder: Path,
     *,
     task: str | None = None,
+    text: str | None = None,
+    text_pair: str | None = None,
+    label: str | None = None,
     settings: Iterable[str] = (),
     say: Callable[[str], None] = to_stderr,
     progress: bool | None = None,
@@ -35,6 +38,9 @@ def prune_on_data(
         folder: The run's folder: record, report, plan, scores and the cut model. A run that was
             killed there is resumed; a finished run by the same recipe is reused.
         task: The task, if the model's class and the columns do not determine it.
+        text: The column of text, if the columns do not determine it.
+        text_pair: The column of the second text of a pair.
+        label: The column of labels.
         settings: ``dotted.key=value`` overrides of that recipe.
         say: Takes lines of progress.
         progress: Show progress bars; None shows them on a terminal.
@@ -45,7 +51,7 @@ def prune_on_data(
     Raises:
         HeadPruneError: bad input, or a proof that failed.
     """
-    guessed = guess(model, data, task=task)
+    guessed = guess(model, data, task=task, text=text, text_pair=text_pair, label=label)
     recipe = guessed.recipe(settings).model_copy(update={"out": str(folder)})
     for line in guessed.why:
         say(line)

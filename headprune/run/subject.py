@@ -274,6 +274,9 @@ def _load_rows(recipe: Recipe, journal: Journal) -> RawData:
         write_atomic(journal.folder / ROWS, (json.dumps(raw.numbers()) + "\n").encode())
     counts = [f"{name} {len(rows)}" for name, rows in raw.splits.items()]
     journal.tell(", ".join(counts))
+    overlap = raw.facts["overlap"]["given"]
+    if not overlap["test"]["train"] + overlap["validation"]["train"]:
+        journal.tell("no test or validation row is among the train rows")
     _warn(journal, raw.warnings)
     return raw
 
@@ -330,10 +333,13 @@ def _check_labels(
     recipe: Recipe, journal: Journal, model: nn.Module, data: Data, raw: RawData
 ) -> None:
     """Print which label is which class, and check that by the model's answers."""
-    # A model that is trained here, or of a class of the user, gets its labels from the data.
-    if not raw.labels or recipe.train is not None or recipe.model.class_name is not None:
+    if not raw.labels:
         return
-    journal.tell(mapping_words(raw))
+    # A model that is trained here, or of a class of the user, gets its labels from the data.
+    new = recipe.train is not None or recipe.model.class_name is not None
+    journal.tell(mapping_words(raw, new))
+    if new:
+        return
     fit, notes = check_order(model, data, raw)
     journal.tell(f"the model is {fit}")
     journal.note(metrics={"labels": facts_of_labels(raw, fit)})

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from tqdm.auto import tqdm
-
+from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue
 from headprune.model.batches import EMPTY, Batches
 from headprune.model.mistakes import refuse_caches
@@ -70,7 +68,7 @@ class BatchReader:
         examples = 0
 
         # 1. Hand out every batch.
-        for number, batch in enumerate(self._with_bar(self.batches, what), self.before):
+        for number, batch in enumerate(bar(self.batches, what, self._progress), self.before):
             examples += batch_size(batch, f"batch {number}")
             refuse_caches(batch, number)
             if number == self.before:
@@ -94,17 +92,6 @@ class BatchReader:
         self.data = digest.hexdigest()
         self.examples = examples
         self._order = bytes(order)
-
-    def _with_bar(self, batches: Batches, what: str) -> Iterable[Any]:
-        """The batches of one pass, with a progress bar."""
-        disable = None if self._progress is None else not self._progress
-        total = operator.length_hint(batches) or None
-        # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each:
-        # give it one.
-        bar: Iterable[Any] = tqdm(
-            iter(batches), desc=what, total=total, disable=disable, leave=False
-        )
-        return bar
 
     def _differs(self, order: bytearray) -> bool:
         """Whether the last batch is another one than in the earlier pass."""

@@ -173,3 +173,25 @@ def test_auto_goes_on_where_the_model_refuses_the_refit(monkeypatch: pytest.Monk
     monkeypatch.setattr(dry, "score", lambda *args, **kwargs: None)
     monkeypatch.setattr(run_auto.AutoOfRun, "refit_", refuse)
     assert dried(*AUTO, "recover=[{method: lstsq}]")["choose"].seconds is not None
+
+
+def test_a_recovery_without_training_is_timed_on_a_few_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second for every row and 100 for every solving: 64 rows."""
+    clock = [0.0]
+
+    def recovered(subject: Any, pruned: Any, step: Any) -> None:
+        kept = sum(module.num_attention_heads for module in _attentions(pruned))
+        assert kept < sum(module.num_attention_heads for module in _attentions(subject.model))
+        clock[0] += 100 + len(subject.data.examples["calibration"])
+
+    monkeypatch.setattr(dry, "recover_once", recovered)
+    monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
+    stage = dried(*ALONE[:-3], "recover=[{method: lstsq, batch_size: 8}]", "score.scorer=taylor")
+    assert stage["recover (lstsq)"].seconds == 100 + 64
+    assert stage["recover (lstsq)"].basis == "on 64 rows, 16 and 32 of which were timed"
+
+
+def _attentions(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "num_attention_heads")]

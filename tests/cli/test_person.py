@@ -78,8 +78,8 @@ def test_init_writes_a_recipe_that_runs(given: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "row", "asked"),
     [
-        ("id,text,stars", "7,a b,3", {"data.label": "id, stars"}),
-        ("a,b,c,label", "x y,y z,z x,0", {"data.text": "a, b, c"}),
+        ("id,text,stars", "7,a b,3", {"--label": "id, stars"}),
+        ("a,b,c,label", "x y,y z,z x,0", {"--text": "a, b, c"}),
     ],
 )
 def test_columns_that_could_be_either_are_asked_for(
@@ -111,7 +111,10 @@ def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Pat
     assert choice is not None
     assert (choice.budget, choice.refit) == (record.plan.wanted, "lstsq")
     assert "recovered (lstsq)" in [row.name for row in record.quality]
-    for words in (f"auto took {choice.chosen}: ", "the labels are in 'label'"):
+    for words in (
+        f"auto took {choice.chosen}: ",
+        "label: label (has the numbers of the model's 3 classes); text: text",
+    ):
         assert words in result.stderr
     assert str(folder / "run" / "report.html") in result.stdout
     assert (folder / "run" / "report.html").is_file()

@@ -105,7 +105,8 @@ def test_only_rows_without_any_label_give_way(
     contest: Path, tmp_path: Path, kind: Any, labels: dict[str, list[Any]], without: bool
 ) -> None:
     write(tmp_path, kind, **labels)
-    found = yaml.safe_load(guess(str(contest / "model"), str(tmp_path)).text)["data"]
+    task = "regression" if kind.dtype == "float64" else None
+    found = yaml.safe_load(guess(str(contest / "model"), str(tmp_path), task=task).text)["data"]
     asked = (found.get("test_split"), found.get("holdout"))
     assert asked == (("validation", 0.1) if without else (None, None))
 
@@ -132,9 +133,14 @@ def configured(folder: Path, kind: str, **settings: Any) -> Path:
     return folder / "model"
 
 
-def guessed(folder: Path, kind: str, row: Any, task: str | None = None, **settings: Any) -> Any:
+def guessed(
+    folder: Path, kind: str, row: Any, task: str | None = None, text: Any = (), **settings: Any
+) -> Any:
+    """What is guessed from three equal rows; ``text`` names the columns of a pair."""
     (folder / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 3))
-    return guess(str(configured(folder, kind, **settings)), str(folder / "rows.jsonl"), task=task)
+    named = dict(zip(("text", "text_pair"), text, strict=False))
+    model = configured(folder, kind, **settings)
+    return guess(str(model), str(folder / "rows.jsonl"), task=task, **named)
 
 
 PICTURE = [[0.0, 0.5], [1.0, 0.0]]
@@ -190,8 +196,7 @@ def test_task_and_columns_follow_from_the_model_and_from_what_the_columns_hold(
 def test_a_model_of_one_number_grades(tmp_path: Path, settings: dict[str, Any]) -> None:
     found = guessed(tmp_path, TEXTS, {**PAIR, "score": 0.5}, **settings)
     assert found.recipe().task == "regression"
-    said = ("the text is in 'sentence1' and 'sentence2'", "the labels are in 'score'")
-    assert found.why[1:] == said
+    assert found.why[1:] == ("label: score (by its name); text: sentence1 and sentence2",)
 
 
 def test_a_text_without_labels_is_for_a_language_model(tmp_path: Path) -> None:
@@ -206,15 +211,15 @@ def test_a_text_without_labels_is_for_a_language_model(tmp_path: Path) -> None:
         (None, {"text": "we", "more": "do"}, "--task", "none"),
         (None, {"number": 1}, "--task", "none"),
         (IMAGES, {"a": PICTURE, "b": PICTURE, "label": 1}, "data.image", "a, b"),
-        (IMAGES, {"a": PICTURE}, "data.label", "none"),
+        (IMAGES, {"a": PICTURE}, "--label", "none"),
         (CLIPS, {"sound": "a.wav", "label": 1}, "data.audio", "none"),
-        (CLIPS, {"audio": "a.wav", "a": "b", "c": "d"}, "data.label", "a, c"),
-        (TAGS, {"text": "we do", "tags": [1]}, "data.text", "none"),
+        (CLIPS, {"audio": "a.wav", "a": "b", "c": "d"}, "--label", "a, c"),
+        (TAGS, {"text": "we do", "tags": [1]}, "--text", "none"),
         ("question_answering", {"question": "a", "context": "b"}, "data.text", "question, context"),
         ("translation", {"a": "b", "c": "d", "e": "f"}, "data.text and data.target", "a, c, e"),
-        ("causal_lm", {"a": "we", "b": "do"}, "data.text", "a, b"),
-        (CLASSES, {"text": "we"}, "data.label", "none"),
-        (CLASSES, {"label": 1}, "data.text", "none"),
+        ("causal_lm", {"a": "we", "b": "do"}, "--text", "a, b"),
+        (CLASSES, {"text": "we"}, "--label", "none"),
+        (CLASSES, {"label": 1}, "--text", "none"),
     ],
 )
 def test_columns_that_could_be_either_are_asked_for(
@@ -229,7 +234,7 @@ def test_sound_as_the_hub_has_it_is_told_without_what_decodes_it(tmp_path: Path)
     from datasets import Audio
 
     write_wav(tmp_path / "a.wav", [0.0, 0.5], 8)
-    rows = Dataset.from_dict({"clip": [None, str(tmp_path / "a.wav")], "label": [0, 1]})
+    rows = Dataset.from_dict({"clip": [None, str(tmp_path / "a.wav")] * 2, "label": [0, 1] * 2})
     rows.cast_column("clip", Audio()).to_parquet(tmp_path / "rows.parquet")
     model = configured(tmp_path, "WavLMForSequenceClassification")
     found = guess(str(model), str(tmp_path / "rows.parquet")).recipe()
@@ -267,7 +272,8 @@ def test_what_is_guessed_reads_the_data_for_the_model(tmp_path: Path, name: str)
     ],
 )
 def test_a_name_is_written_so_that_it_is_read_again(tmp_path: Path, name: str) -> None:
-    found = guessed(tmp_path, "BertModel", {name: "we", "other": "do", "label": 1}).recipe()
+    row = {name: "we", "other": "do", "label": 1}
+    found = guessed(tmp_path, "BertModel", row, text=(name, "other")).recipe()
     assert (found.data.text, found.data.label) == ([name, "other"], "label")
 
 
@@ -284,7 +290,7 @@ def test_a_name_that_a_recipe_would_fill_in_is_refused(
     tmp_path: Path, column: str, folder: str, file: str, where: str
 ) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(f"{column},other,label\nwe,us,1\ndo,so,0\n")
+    (tmp_path / file).write_text(f"{column},label\nwe,1\ndo,0\n us,0")
     configured(tmp_path, "BertModel").rename(tmp_path / folder)
     with pytest.raises(InvalidValue, match=r"must be without \$\{.*Rename the") as refused:
         guess(str(tmp_path / folder), str(tmp_path / file))
@@ -306,7 +312,7 @@ def test_a_column_that_is_not_used_may_have_any_name(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_is_named_after_the_models_folder(tmp_path: Path, folder: str, name: str) -> None:
-    (tmp_path / "rows.csv").write_text("text,label\nwe,1\ndo,0\n")
+    (tmp_path / "rows.csv").write_text("text,label\nwe,1\ndo,0\nus,0\n")
     configured(tmp_path, "BertModel").rename(tmp_path / folder)
     assert guess(str(tmp_path / folder), str(tmp_path / "rows.csv")).recipe().name == name
 

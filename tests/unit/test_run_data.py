@@ -208,9 +208,9 @@ def test_missing_and_empty_data(tmp_path: Path, name: str | None, text: str, wor
 def test_paths_that_are_no_data(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"data.path: must be an existing file or folder"):
         load_rows(recipe(tmp_path / "nothing"))
-    (tmp_path / "rows.tsv").write_text("x")
+    (tmp_path / "rows.xlsx").write_text("x")
     with pytest.raises(InvalidValue, match=r"files of one format"):
-        load_rows(recipe(tmp_path / "rows.tsv"))
+        load_rows(recipe(tmp_path / "rows.xlsx"))
     with pytest.raises(InvalidValue, match=r"data\.path: .*'sklearn:digits'.* 'sklearn:iris'"):
         load_rows(recipe("sklearn:iris", "image_classification"))
 

@@ -325,4 +325,5 @@ def test_a_model_that_is_trained_is_not_asked(trained: dict[str, Path], tmp_path
     lines: list[str] = []
     subject = runner.prepared(check_recipe(raw), say=lines.append)
     assert "labels" not in subject.journal.record.metrics
-    assert not [line for line in lines if "labels: " in line]
+    assert "    labels: 'a' is class 0, 'b' is class 1, 'c' is class 2 (of a new head)" in lines
+    assert not [line for line in lines if "right on" in line]

@@ -1,0 +1,226 @@
+"""Tables as people have them: the label and the text are found in each, or asked for in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from headprune.core.errors import InvalidValue
+from headprune.data.datasets import load_rows
+from headprune.data.guess import guess
+from headprune.data.labels import number_labels
+
+QUEUES = ("billing", "technical", "sales", "spam mail")
+STARS = ("bad", "good")
+NLI = ("entailment", "neutral", "contradiction")
+N = 40
+
+
+def classifier(folder: Path, classes: Sequence[str]) -> str:
+    """The configuration of a classifier of these classes: a guess reads no more of a model."""
+    (folder / "model").mkdir()
+    id2label = dict(enumerate(classes))
+    facts = {
+        "model_type": "bert",
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": id2label,
+        "label2id": {name: i for i, name in id2label.items()},
+    }
+    (folder / "model" / "config.json").write_text(json.dumps(facts))
+    return str(folder / "model")
+
+
+def message(i: int) -> str:
+    return f"please look at my order number {i} again"
+
+
+def date(i: int) -> str:
+    return f"2024-0{1 + i % 9}-{10 + i % 3}"
+
+
+def queue(i: int) -> str:
+    return QUEUES[i % 4]
+
+
+def table(folder: Path, lines: Sequence[str], name: str = "rows.csv", **how: str) -> str:
+    (folder / name).write_text("\n".join(lines), newline="", **how)
+    return str(folder / name)
+
+
+TABLES: dict[str, tuple[str, Any, Sequence[str], str]] = {
+    "message,queue": (
+        "message,queue",
+        lambda i: f"{message(i)},{queue(i)}",
+        QUEUES,
+        "label: queue (matches the model's 4 classes); text: message",
+    ),
+    "with ids": (
+        "id,message,queue",
+        lambda i: f"{i},{message(i)},{queue(i)}",
+        QUEUES,
+        "label: queue (matches the model's 4 classes); text: message. Other columns: id",
+    ),
+    "uids of letters": (
+        "uid,text,label",
+        lambda i: f"u{i}x,{message(i)},{i % 2}",
+        ("LABEL_0", "LABEL_1"),
+        "label: label (has the numbers of the model's 2 classes); text: text. Other columns: uid",
+    ),
+    "dates": (
+        "body,class,date",
+        lambda i: f"{message(i)},{queue(i).upper()},{date(i)}",
+        QUEUES,
+        "label: class (matches the model's 4 classes); text: body. Other columns: date",
+    ),
+    "semicolons": (
+        "review;rating",
+        lambda i: f"{message(i)}, really;{STARS[i % 2]}",
+        STARS,
+        "label: rating (matches the model's 2 classes); text: review",
+    ),
+    "tsv": (
+        "message, as sent\tqueue",
+        lambda i: f"{message(i)}, thanks\t{queue(i)}",
+        QUEUES,
+        "label: queue (matches the model's 4 classes); text: message, as sent",
+    ),
+    "quoted newlines": (
+        '"message","queue"',
+        lambda i: f'"{message(i)},\n""quoted""",{queue(i)}',
+        QUEUES,
+        "label: queue (matches the model's 4 classes); text: message",
+    ),
+    "an index without a name": (
+        ",message,queue",
+        lambda i: f"{i},{message(i)},{queue(i)}",
+        QUEUES,
+        "label: queue (matches the model's 4 classes); text: message. Other columns: Unnamed: 0",
+    ),
+    "labels as floats": (
+        "text,label",
+        lambda i: f"{message(i)},{i % 2}.0",
+        ("LABEL_0", "LABEL_1"),
+        "label: label (has the numbers of the model's 2 classes); text: text",
+    ),
+    "labels with blanks": (
+        "message,queue",
+        lambda i: f"{message(i)},{'' if i == 7 else f' {queue(i)} '}",
+        QUEUES,
+        "label: queue (matches the model's 4 classes); text: message",
+    ),
+    "pairs": (
+        "premise,hypothesis,label",
+        lambda i: f"{message(i)},no {message(i)},{NLI[i % 3]}",
+        NLI,
+        "label: label (matches the model's 3 classes); text: premise and hypothesis",
+    ),
+    "from Excel": (
+        "text;label",
+        lambda i: f"{message(i)};{STARS[i % 2]}\r",
+        STARS,
+        "label: label (matches the model's 2 classes); text: text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_columns_of_a_table_are_found(name: str, tmp_path: Path) -> None:
+    header, row, classes, words = TABLES[name]
+    ending = "\r" if name == "from Excel" else ""
+    lines = [header + ending, *map(row, range(N))]
+    encoding = "utf-8-sig" if name == "from Excel" else "utf-8"
+    data = table(tmp_path, lines, "rows.tsv" if name == "tsv" else "rows.csv", encoding=encoding)
+    found = guess(classifier(tmp_path, classes), data)
+    assert found.why[1] == words
+    # Every row is read, and its label is one of the model's classes.
+    raw = load_rows(found.recipe())
+    assert number_labels(found.recipe(), raw).labels == tuple(classes)
+    blank = name == "labels with blanks"
+    assert sum(len(raw.splits[part]) for part in ("train", "validation", "test")) == N - blank
+    dropped = "1 of 40 train rows were dropped: 'message' or 'queue' is empty there"
+    assert raw.warnings == ((dropped,) if blank else ())
+    # Row numbers are those of the data.
+    rows = sorted(row for part in ("train", "validation", "test") for row in raw.parts[part].rows)
+    assert rows == [i for i in range(N) if not (blank and i == 7)]
+
+
+def test_numbers_from_1_on_are_asked_about(tmp_path: Path) -> None:
+    data = table(tmp_path, ["text,label", *(f"{message(i)},{1 + i % 2}.0" for i in range(N))])
+    found = guess(classifier(tmp_path, ("LABEL_0", "LABEL_1")), data)
+    assert found.why[1].startswith("label: label (has as many values as the model has classes, 2)")
+    with pytest.raises(InvalidValue, match=r"--set 'data.labels=\[1, 2\]' takes 1 for class 0"):
+        number_labels(found.recipe(), load_rows(found.recipe()))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_other_files_are_tables_too(kind: str, tmp_path: Path) -> None:
+    columns = {"id": list(range(N)), "message": list(map(message, range(N)))}
+    rows = Dataset.from_dict({**columns, "queue": list(map(queue, range(N)))})
+    path = tmp_path / f"rows.{kind}"
+    (rows.to_json if kind == "jsonl" else rows.to_parquet)(str(path))
+    found = guess(classifier(tmp_path, QUEUES), str(path))
+    assert found.why[1].startswith("label: queue (matches the model's 4 classes); text: message.")
+
+
+def test_none_may_be_a_class(tmp_path: Path) -> None:
+    classes = ("None", "NA", "null")
+    data = table(tmp_path, ["text,label", *(f"{message(i)},{classes[i % 3]}" for i in range(N))])
+    raw = load_rows(guess(classifier(tmp_path, classes), data).recipe())
+    assert (set(raw.labels), raw.warnings) == (set(classes), ())
+
+
+# ---------------------------------------------------------------- the user decides
+
+
+def tickets(folder: Path) -> str:
+    """Two columns fit the model, two hold text, and one counts the rows."""
+    lines = [f"{i},{queue(i)},{queue(i + 1)},{message(i)},{message(i + 9)}" for i in range(N)]
+    return table(folder, ["id,from,to,subject,answer", *lines])
+
+
+def test_a_column_that_the_user_names_is_taken_before_any_guess(tmp_path: Path) -> None:
+    model, data = classifier(tmp_path, QUEUES), tickets(tmp_path)
+    found = guess(model, data, label="to", text="answer")
+    words = "label: to (as asked); text: answer. Other columns: id, from (could be the label), "
+    assert found.why[1] == f"{words}subject"
+    pair = guess(model, data, label="from", text="subject", text_pair="answer").recipe()
+    assert (pair.data.text, pair.data.label) == (["subject", "answer"], "from")
+
+
+@pytest.mark.parametrize(
+    ("named", "where", "words"),
+    [
+        ({"text": "answer"}, "--label", "got from, to. The columns are id, from, to, subject,"),
+        ({"label": "to", "text": "from", "text_pair": "from"}, "--text, --text-pair", "differ"),
+        ({"label": "form"}, "--label", "Did you mean 'from'"),
+        ({"label": "to"}, "--text", "Name one, such as --text subject."),
+        ({"task": "causal_lm", "label": "to"}, "--label", "left out for the task causal_lm"),
+    ],
+)
+def test_what_is_unclear_is_asked_for_in_one_line(
+    named: dict[str, str], where: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        guess(classifier(tmp_path, QUEUES), tickets(tmp_path), **named)
+    assert refused.value.where == where
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_column_whose_values_all_differ_is_no_label(tmp_path: Path) -> None:
+    data = table(tmp_path, ["text,label", *(f"{message(i)},{i}" for i in range(N))])
+    with pytest.raises(InvalidValue, match="--label: must be clear from one column of labels that"):
+        guess(classifier(tmp_path, [f"LABEL_{i}" for i in range(N)]), data)
+
+
+def test_the_label_of_a_model_that_grades_is_a_number(tmp_path: Path) -> None:
+    lines = [f"{i},{message(i)},{i % 2},{i / 8}" for i in range(N)]
+    data = table(tmp_path, ["id,message,read,likes", *lines])
+    found = guess(classifier(tmp_path, ["LABEL_0"]), data)
+    assert found.recipe().task == "regression"
+    assert found.why[1].startswith("label: likes (the only one with fractions); text: message.")
