@@ -7,12 +7,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from headprune.core.files import write_atomic
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_page
 import studies
-from pages import Record, Row, distinct, machine, of, plain, ratio, read, table, threads
+from pages import Record, Row, distinct, machine, of, plain, publish, ratio, read, table
 from tradeoff_others import natives, scoring, startup
 from tradeoff_times import (
     DISTURBED,
@@ -50,7 +48,26 @@ def draw(records: Path, docs: Path) -> Path:
     found = drawable(one_each(tradeoffs(records)))
     if found:
         picture(found, docs / PICTURE)
-    return write_atomic(docs / PAGE, page(records).encode())
+    return publish(docs / PAGE, lead(found), page(records))
+
+
+def lead(records: list[Record]) -> str:
+    """What was found, and for whom: a third of the heads, in the cell of the figure."""
+    words = []
+    for record in records:
+        kept, way = record["heads"] // 3, recovered(record)
+        row = next((row for row in shown(record) if row["kept"] == kept), None)
+        apart = paired(record, way, kept)
+        if row and apart:
+            words.append(
+                f"{title(record)}: {100 * apart['difference']:+.1f} points {_points(apart)},"
+                f" {ratio(row)} times as fast."
+            )
+    return (
+        "For whoever asks how much faster a model gets without some of its heads, and at what"
+        f" price. A third of an encoder's heads kept, nothing trained. {' '.join(words)} Small"
+        " batches and short inputs gain less: the tables have every batch and length."
+    )
 
 
 def tradeoffs(records: Path) -> list[Record]:
