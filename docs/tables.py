@@ -4,7 +4,7 @@
 
 From the registries: docs/layouts.md, scorers.md, selectors.md, the lists of api-methods.md and the
 counts in README.md. From the table of properties: refusals.md. From the recipes: recipes.md. From
-the imports: a table of architecture.md.
+the imports and docs/decisions: a table and a list of architecture.md.
 
 Whether a layer may lose all its heads is not read off a layout but tried, on each family's tiny
 model.
@@ -401,10 +401,14 @@ Data is a hub data set, a file (json, jsonl, csv, parquet, txt) or a folder with
 IMPORTS = re.compile(
     r"(<!-- imports, by `python docs/tables.py` -->\n).*?(\n<!-- end of imports -->)", re.DOTALL
 )
+#: Where it lists the decisions.
+DECISIONS = re.compile(
+    r"(<!-- decisions, by `python docs/tables.py` -->\n).*?(\n<!-- end of decisions -->)", re.DOTALL
+)
 
 
 def architecture() -> str:
-    """docs/architecture.md, with the imports of today."""
+    """docs/architecture.md, with the imports and the decisions of today."""
     import grimp
 
     graph = grimp.build_graph("headprune", include_external_packages=True, cache_dir=None)
@@ -432,7 +436,17 @@ def architecture() -> str:
         cells = [", ".join(sorted(found.get(room, ()))) for found in (rooms, outside)]
         lines.append(f"| `{room}` | {' | '.join(cells)} |")
     text = (HERE / "architecture.md").read_text(encoding="utf-8")
-    return IMPORTS.sub(lambda found: f"{found[1]}{chr(10).join(lines)}{found[2]}", text)
+    text = IMPORTS.sub(lambda found: f"{found[1]}{chr(10).join(lines)}{found[2]}", text)
+    return DECISIONS.sub(lambda found: f"{found[1]}{decisions()}{found[2]}", text)
+
+
+def decisions() -> str:
+    """The notes of docs/decisions, by number and title."""
+    lines = []
+    for note in sorted((HERE / "decisions").glob("*.md")):
+        number, _, title = note.read_text(encoding="utf-8").partition("\n")[0][2:].partition(". ")
+        lines.append(f"{number}. [{title}](decisions/{note.name})")
+    return "\n".join(lines)
 
 
 def _room(module: str) -> str:

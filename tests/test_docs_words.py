@@ -12,7 +12,7 @@ from tests.documents import DOCS, ROOT, words
 #: What a script writes begins like this, as a page or as a part of one.
 WRITTEN = re.compile(r"(?:^<!-- )?Written by `")
 PART = re.compile(
-    r"<!-- (?:make docs-figures: [\w-]+|imports, .*?|formats: begin) -->"
+    r"<!-- (?:make docs-figures: [\w-]+|(?:imports|decisions), .*?|formats: begin) -->"
     r".*?<!-- (?:end of [\w-]+|formats: end) -->",
     re.DOTALL,
 )
