@@ -27,6 +27,7 @@ import torch
 
 import headprune as hp
 from headprune.bench.quality import evaluate
+from headprune.core.paired import Answers, paired_drops
 from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 import headprune as hp
+from headprune.core.paired import Answers, paired_drops
 from headprune.recipes.reading import locate
 from headprune.recipes.schema import Recipe, RecoverStep
 from headprune.recipes.validate import load_recipe
