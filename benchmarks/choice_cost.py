@@ -25,7 +25,6 @@ import torch
 
 import headprune as hp
 from headprune.choice.auto import DEFAULT, Auto
-from headprune.core.files import write_atomic
 from headprune.recovery.lstsq import Lstsq
 from headprune.run.surroundings import git_commit
 from headprune.scoring.surgeon import Surgeon
@@ -34,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import regret
 import scoring_cost
 import studies
+from pages import publish
 
 PAGE = "choice-cost.md"
 TITLES = {
@@ -138,7 +138,27 @@ def in_turn(
 def draw(records: Path, docs: Path) -> Path:
     """Write the page from every record there is."""
     found = studies.records_in(records, "choice-cost")
-    return write_atomic(docs / PAGE, page(found).encode())
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def lead(records: Sequence[dict[str, Any]]) -> str:
+    """What was found, and for whom."""
+    words = []
+    for record in records:
+        timed = [row for row in record["rows"] if row["what"] == "seconds"]
+        auto, surgeon = (
+            statistics.median(row[name] / row["taylor"] for row in timed)
+            for name in ("auto", "surgeon")
+        )
+        words.append(
+            f"On {regret.TITLES[record['task']]}, `auto` took {auto:.0f} times the CPU time of"
+            f" `taylor`, `surgeon` {surgeon:.1f} times."
+        )
+    return (
+        "For whoever asks whether `auto` is worth waiting for. It scores with several scorers, and"
+        f" cuts, refits and measures a model for each. {' '.join(words)} To save that time, name a"
+        " [scorer](scorers.md)."
+    )
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:

@@ -25,13 +25,13 @@ from torch import nn
 import headprune as hp
 from headprune.choice.auto import Auto
 from headprune.core.choice import RANDOM, Choice, candidate_name
-from headprune.core.files import write_atomic
 from headprune.model.losses import default_loss, shaped_losses
 from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import regret
 import studies
+from pages import publish
 
 PAGE = "choice-intervals.md"
 #: Heads kept.
@@ -189,7 +189,18 @@ def counts(found: Sequence[dict[str, Any]]) -> dict[float, tuple[int, int]]:
 def draw(records: Path, docs: Path) -> Path:
     """Write the page from every record there is."""
     found = studies.records_in(records, "choice-intervals")
-    return write_atomic(docs / PAGE, page(found).encode())
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def lead(records: Sequence[dict[str, Any]]) -> str:
+    """What was found, and for whom."""
+    pairs = [pair for record in records for pair in counts(record["rows"]).values()]
+    n, within = (sum(column) for column in zip(*pairs, strict=True))
+    return (
+        "For whoever relies on the last line of the table of `auto`, which bounds what a wrong"
+        f" choice can cost at 95 % confidence: in {within} of {n} repetitions the true cost was"
+        " within that bound."
+    )
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:

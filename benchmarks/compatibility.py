@@ -32,9 +32,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from pages import publish
 from studies import RECORDS, ROOT, keep, now
 
-from headprune.core.files import write_atomic
 from headprune.run.surroundings import git_commit
 
 #: Tests that need a model.
@@ -330,7 +330,13 @@ def draw(records: Path, docs: Path) -> Path:
         lines.append(f"| {' | '.join(cell or '' for cell in cells)} | {said(row)} |")
     systems = ", ".join(dict.fromkeys(row["system"] for row in rows))
     text = PAGE.format(rows="\n".join(lines), systems=systems, **declared())
-    return write_atomic(docs / "compatibility.md", text.encode())
+    ran = [row for row in rows if "missing" not in row]
+    passed = sum(not row["tests"]["failed"] for row in ran)
+    lead = (
+        "For whoever installs headprune beside other versions of Python, torch and Transformers:"
+        f" {passed} of the {len(ran)} combinations that were run pass all tests."
+    )
+    return publish(docs / "compatibility.md", lead, text)
 
 
 def declared() -> dict[str, str]:

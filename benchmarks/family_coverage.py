@@ -32,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from pages import shaped  # noqa: E402
 from shrunk import built  # noqa: E402  (a script's neighbour)
 
 
@@ -263,12 +264,18 @@ def table(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     apart = ", ".join(f"{r['model_type']} ({r['class']})" for r in without) or "none"
     redrawn = "\n".join(f"- {r['model_type']}: {r['reason']}" for r in record["redrawn"]) or "None."
-    return f"""<!-- Written by `python benchmarks/family_coverage.py`; do not edit. -->
+    n_refused = len(rows) - len(exact) - len(wrong)
+    lead = (
+        "For whoever has a model that no [layout](layouts.md) names. Of"
+        f" {len(rows)} such classes of Transformers, drawn by chance, **{len(exact)} are cut"
+        f" exactly, {n_refused} are refused with the reason, {len(wrong)} are wrong.** For one of"
+        " your own see [your own attention](custom-models.md)."
+    )
+    text = f"""<!-- Written by `python benchmarks/family_coverage.py`; do not edit. -->
 # Coverage: model classes that no layout was written for
 
 {len(rows)} classes with attention, drawn from the model types of Transformers that no [layout](layouts.md) names (seed
-{record["seed"]}), each with random weights from its default configuration with every size shrunk. **{len(exact)} of
-{len(rows)} are cut exactly, {len(rows) - len(exact) - len(wrong)} are refused, {len(wrong)} are wrong.** Exact means
+{record["seed"]}), each with random weights from its default configuration with every size shrunk. Exact means
 that every softmax attention which the batch runs is a site, of a registered layout or of one that
 `hp.propose_layouts` found (`detected_...`), and that |gated - pruned| in fp64, of outputs and gradients, stays below
 1e-10 of the largest output for each head alone, for ragged masks and with two units left. A refused class may have
@@ -288,21 +295,19 @@ Drawn again, because the shrunk default configuration could not be built or run 
 
 Made with {versions}, in {record["seconds"]} s.
 """
+    return shaped(lead, text)
 
 
 def readme(records: Path) -> str:
-    """What the README says of it, in an item of a list."""
+    """What the README says of it."""
     rows = json.loads((records / "coverage.json").read_text())["rows"]
     counts = Counter(row["status"] for row in rows)
     exact, wrong = counts["exact"], counts["wrong"]
-    lines = [
-        (
-            f"Of [{len(rows)} model classes drawn by chance](docs/coverage.md), {exact} are cut"
-            f" exactly, {len(rows) - exact - wrong} refused with the"
-        ),
-        f"reason, {wrong or 'none'} {'are' if wrong > 1 else 'is'} wrong in what its batch runs.",
-    ]
-    return "\n".join(f"  {line}" for line in lines)
+    return (
+        f"Of [{len(rows)} other model classes, drawn by chance](docs/coverage.md), {exact} are cut"
+        f" exactly, {len(rows) - exact - wrong} refused with the\nreason, and"
+        f" {wrong or 'none'} cut wrongly."
+    )
 
 
 def _cells(row: dict[str, Any]) -> str:

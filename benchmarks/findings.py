@@ -24,8 +24,10 @@ them) say. Where they disagree it is undecided.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +40,6 @@ from torch import nn
 
 import headprune as hp
 from headprune.bench.quality import evaluate
-from headprune.core.files import write_atomic
 from headprune.data.datasets import Data, encode_rows, load_rows
 from headprune.data.labels import number_labels
 from headprune.data.models import build_model, prepare
@@ -50,6 +51,7 @@ from headprune.run.surroundings import git_commit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import learned_gates
 import studies
+from pages import publish
 from scorers import encoder_recipe, tuned_
 from studies import RECORDS, deviation, spread
 
@@ -215,7 +217,20 @@ def draw(records: Path, docs: Path) -> Path:
         if list(records.glob("learned-gates-*.json"))
         else []
     )
-    return write_atomic(docs / PAGE, page(found, gates).encode())
+    text = page(found, gates)
+    return publish(docs / PAGE, lead(text), text)
+
+
+def lead(text: str) -> str:
+    """What was found, and for whom, from the verdicts of the page."""
+    verdicts = Counter(re.findall(r"\*\*(Reproduced|Contradicted|Undecided)\.\*\*", text))
+    words = ", ".join(f"{count} {word.lower()}" for word, count in sorted(verdicts.items()))
+    return (
+        "For whoever read that most heads are superfluous (Michel et al. 2019), that any heads will"
+        " do after training (Prasanna et al. 2020), or that learned gates find the few that matter"
+        " (Voita et al. 2019): the three findings, tried again on small models and small tasks."
+        f" Verdicts: {words}."
+    )
 
 
 class Share(NamedTuple):

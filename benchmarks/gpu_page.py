@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headprune.core.files import write_atomic
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from gpu_time import BUSY, Cell
-from pages import Record, Row, distinct, interval, machine, of, plain, ratio, read, table
+from pages import Record, Row, distinct, interval, machine, of, plain, publish, ratio, read, table
 from tradeoff_times import break_even
 
 PAGE = "gpu.md"
@@ -40,7 +38,11 @@ Energy is read over back-to-back replays alone. How to run it: [benchmarks](http
 
 def draw(records: Path, docs: Path) -> Path:
     """Write the page, from every record there is."""
-    return write_atomic(docs / PAGE, page(records).encode())
+    lead = (
+        "For whoever runs a cut model on a GPU: how long a call takes, how long the GPU itself is"
+        " busy, and how near that comes to what fewer multiply-adds allow."
+    )
+    return publish(docs / PAGE, lead, page(records))
 
 
 def page(records: Path) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,6 @@ from torch import nn
 
 import headprune as hp
 from headprune.bench.quality import evaluate
-from headprune.core.files import write_atomic
 from headprune.data.datasets import Data, encode_rows, load_rows
 from headprune.data.labels import number_labels
 from headprune.data.models import build_model, prepare
@@ -36,7 +36,7 @@ from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
-from pages import machine
+from pages import machine, publish
 from studies import RECORDS, ROOT, spread
 
 PAGE = "kv-groups.md"
@@ -173,7 +173,28 @@ def perplexity(model: nn.Module, data: Data) -> float:
 
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page from the record."""
-    return write_atomic(docs / PAGE, page(studies.records_in(records, "kv-groups")[0]).encode())
+    (record, *_) = studies.records_in(records, "kv-groups")
+    return publish(docs / PAGE, lead(record), page(record))
+
+
+def lead(record: dict[str, Any]) -> str:
+    """What was found, and for whom."""
+    words = []
+    for keep in sorted({r["keep"] for r in record["rows"] if r["scorer"] != "dense"}, reverse=True):
+        for way in ("cut", "trained"):
+            found: dict[str, list[float]] = {}
+            for r in record["rows"]:
+                if (r["keep"], r["way"]) == (keep, way) and r["scorer"] != "dense":
+                    found.setdefault(r["scorer"], []).append(r["perplexity"])
+            means = {name: statistics.fmean(values) for name, values in found.items()}
+            best = min(means, key=lambda name: means[name])
+            chance = f" (random groups: {means['random']:.2f})" * ("random" in means)
+            words.append(f"{keep:.0%} kept, {way}: {means[best]:.2f}{chance}")
+    return (
+        "For whoever cuts a small language model with grouped queries, so that its cache shrinks:"
+        f" it has few heads to spare. Perplexity of {record['base']:.2f} becomes, by the best"
+        f" scorer, {'; '.join(words)}. Lower is better."
+    )
 
 
 def page(record: dict[str, Any]) -> str:

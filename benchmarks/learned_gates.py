@@ -39,12 +39,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import studies
+from pages import publish
 from scorers import TASKS, TITLES, begin, configured, drawn, prepared
 from studies import RECORDS, spread
 
 import headprune as hp
 from headprune.bench.quality import evaluate
-from headprune.core.files import write_atomic
 from headprune.data.datasets import Data
 from headprune.gating import GateDistribution, HardConcrete, SubsetTopk
 from headprune.model.losses import default_loss
@@ -220,7 +220,28 @@ def _batches(data: Data) -> Iterator[Any]:
 
 def write_page(records: Path, docs: Path) -> Path:
     """Writes the page from every record there is."""
-    return write_atomic(docs / PAGE, page(studies.records_in(records, "learned-gates")).encode())
+    found = studies.records_in(records, "learned-gates")
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def lead(records: list[dict[str, Any]]) -> str:
+    """What was found, and for whom."""
+    words = []
+    for record in records:
+        kept = min(record["budgets"])
+        rows = [row for row in record["rows"] if row["kept"] == kept]
+        accuracies: dict[str, list[float]] = {}
+        for row in rows:
+            accuracies.setdefault(row["method"], []).append(row["accuracy"])
+        ranked = sorted(accuracies, key=lambda name: -statistics.fmean(accuracies[name]))
+        shown = ", ".join(f"`{name}` {spread(accuracies[name])}" for name in ranked)
+        task = TITLES[record["task"]].partition(",")[0]
+        words.append(f"{task}, {kept} of {record['heads']} heads kept: {shown}.")
+    return (
+        "For whoever asks whether gates that are trained choose better heads than scores do"
+        f" ({', '.join(f'`{name}`' for name in LEARNED)} are trained). Accuracy after equally many"
+        f" training steps, best first. {' '.join(words)}"
+    )
 
 
 def page(records: list[dict[str, Any]]) -> str:

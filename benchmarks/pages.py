@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
+
+from headprune.core.files import write_atomic
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -63,3 +67,42 @@ def interval(middle: float, low: float, high: float) -> str:
 def table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
     rule = ["---"] * left + ["---:"] * (len(head) - left)
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+
+
+#: Rows of a table that a page shows; a longer one is folded.
+SHOWN = 8
+_TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+_RESULTS = re.compile(r"^(?:#{2,} |!\[|\|)", re.MULTILINE)
+
+
+def publish(path: Path, lead: str, text: str) -> Path:
+    """Write a page of results, which begins with what was found and for whom."""
+    return write_atomic(path, shaped(lead, text).encode())
+
+
+def shaped(lead: str, text: str) -> str:
+    """The page with ``lead`` after its title; how it was measured, and long tables, are folded.
+
+    What stands before the first heading, picture or table says how it was measured.
+    """
+    title, _, rest = text.partition("\n\n")
+    first = _RESULTS.search(rest)
+    end = first.start() if first else len(rest)
+    method = folded("How it was measured", rest[:end].strip())
+    results = _TABLE.sub(lambda found: _short(found[0]), rest[end:])
+    return (
+        f"{title}\n\n{fill(lead, 100, break_long_words=False, break_on_hyphens=False)}\n\n{method}\n{results}".rstrip()
+        + "\n"
+    )
+
+
+def _short(rows: str) -> str:
+    count = rows.count("\n") - 2  # without head and rule
+    if count <= SHOWN:
+        return rows
+    return folded(f"Table of {count} rows", rows.rstrip())
+
+
+def folded(summary: str, text: str) -> str:
+    """Markdown that a reader unfolds, on a code host and on the site."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>\n'

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 import headprune as hp
-from headprune.core.files import atomic_path, write_atomic
+from headprune.core.files import atomic_path
 from headprune.recipes.presets import PRESETS
 from headprune.recipes.validate import configured as validated
 from headprune.run.surroundings import git_commit
@@ -41,22 +41,19 @@ from headprune.run.surroundings import git_commit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from encoder_tasks import TITLES, Task, encoder_task
+from pages import publish
 from studies import RECORDS, deviation, now, spread
 
 PAGE, PICTURE = "pipelines.md", "pipelines.svg"
-#: What the README shows, and how it says it.
-README_TASKS = ("sst2",)
-README_ROWS = {
-    "surgeon/lstsq+ff": "`surgeon`, then `lstsq` with the feed-forwards",
-    "surgeon-min0/lstsq+ff": "the same, where a layer may lose its last head (`min_heads=0`)",
-    "random-min0/lstsq+ff": "random heads, then the same `lstsq` (`min_heads=0`)",
-    "kwon2022/kwon2022": "Kwon et al. 2022 (`preset=kwon2022`), with its own recovery",
-    "flap2024/flap2024": "FLAP 2024 (`preset=flap2024`), with its own recovery",
-    "random/none": "random heads, not refitted",
-}
 #: What the authors' pipelines are compared with: the defaults of ``score``, ``select`` and
 #: ``recover_``, and what the docs advise where few heads may stay.
 REFERENCES = ("taylor/lstsq", "taylor-min0/lstsq+ff", "surgeon-min0/lstsq+ff")
+#: What a page begins with.
+IN_SHORT = {
+    "surgeon/lstsq+ff": "`surgeon` and a refit",
+    "random-min0/lstsq+ff": "random heads and the same refit",
+    "random/none": "random heads alone",
+}
 #: What any choice of heads has to beat: with the refit, and without.
 RANDOM = ("random-min0/lstsq+ff", "random/none")
 #: What the figure shows.
@@ -383,7 +380,25 @@ def draw(records: Path, docs: Path) -> Path:
     """Writes the page with the tables and the figure, from every record there is."""
     found = studies.records_in(records, "pipelines")
     picture(found, docs / PICTURE)
-    return write_atomic(docs / PAGE, page(found).encode())
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def lead(records: list[dict[str, Any]]) -> str:
+    """What was found, and for whom: a third of the heads, on test rows."""
+    words = []
+    for record in records:
+        kept, found = record["heads"] // 3, cells(record, "test")
+        shown = [
+            f"{title} {spread(found[name][kept])}"
+            for name, title in IN_SHORT.items()
+            if kept in found.get(name, {})
+        ]
+        task = TITLES[record["task"]]
+        words.append(f"{task} {record['base']['test']:.3f} with all heads: {', '.join(shown)}.")
+    return (
+        "For whoever names scorer, selector and recovery themselves. A third of the heads is kept,"
+        f" nothing is trained after the cut. {' '.join(words)}"
+    )
 
 
 def cells(record: dict[str, Any], split: str) -> dict[str, dict[int, list[float]]]:
@@ -511,53 +526,6 @@ def differences(record: dict[str, Any]) -> list[str]:
             f" {words[1]} |"
         )
     return lines
-
-
-def readme(records: Path) -> str:
-    """The block of the README: ours, random heads refitted alike and not at all, the authors'
-    pipelines; test rows."""
-    found = [r for r in studies.records_in(records, "pipelines") if r["task"] in README_TASKS]
-    lines = []
-    draws = len({row["seed"] for row in found[0]["rows"]})
-    for record in found:
-        budgets = sorted({row["kept"] for row in record["rows"]}, reverse=True)
-        every = cells(record, "test")
-        table = {
-            name: v
-            for name, v in every.items()
-            if all(len(v.get(kept, ())) == draws for kept in budgets)
-        }
-        lines += [
-            (
-                f"{TITLES[record['task']]} on {record['judged']['test']} test rows; all"
-                f" {record['heads']} heads: {record['base']['test']:.3f}."
-            ),
-            "",
-            "| heads kept | " + " | ".join(map(str, budgets)) + " |",
-            "| --- |" + " ---: |" * len(budgets),
-            *(
-                f"| {words} | " + " | ".join(spread(table[name][kept]) for kept in budgets) + " |"
-                for name, words in README_ROWS.items()
-                if name in table
-            ),
-            "",
-        ]
-    about = [
-        (
-            f"A BERT-style encoder after the cut, **nothing trained**: {found[0]['calibration']}"
-            " sentences choose the"
-        ),
-        (
-            "heads and refit the rest, `surgeon` and `lstsq` without their labels; mean ±"
-            " standard deviation over"
-        ),
-        (
-            f"{draws} draws of them. What a choice of heads is worth shows beside random heads that"
-            " were refitted alike."
-        ),
-        "",
-    ]
-    return "\n".join([*about, *lines, f"More pipelines and tasks: [docs/{PAGE}](docs/{PAGE})."])
 
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:

@@ -18,13 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from headprune.core.codec import FrozenDict
-from headprune.core.files import write_atomic
 from headprune.core.record import QualityRow, RunRecord
 from headprune.report.decoding import decoding_lines
 from headprune.report.formats import fixed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from pages import interval, plain, ran_on, table
+from pages import interval, plain, publish, ran_on, table
 from studies import RECORDS, ROOT, no_gpu
 
 PAGE = "recipe-runs.md"
@@ -69,7 +68,24 @@ def draw(records: Path, docs: Path) -> Path:
         for path in (records / "demo.json", *sorted(records.glob("run-*.json")))
         if path.is_file()
     ]
-    return write_atomic(docs / PAGE, page([RunRecord.load(path) for path in paths]).encode())
+    found = [RunRecord.load(path) for path in paths]
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def lead(records: Sequence[RunRecord]) -> str:
+    """What was found, and for whom: the whole model and the last cut one."""
+    words = []
+    for record in records:
+        rows = [row for row in record.quality if row.split == "test"]
+        first, last = rows[0], rows[-1]
+        words.append(
+            f"`{record.name}`: {first.kept_heads} to {last.kept_heads} heads,"
+            f" {first.metric} {first.value:.3f} to {last.value:.3f}"
+        )
+    return (
+        "For whoever wants to know what a shipped recipe gives before running it: quality on test"
+        f" rows, sizes and speed. {'; '.join(words)}."
+    )
 
 
 def page(records: Sequence[RunRecord]) -> str:

@@ -37,7 +37,6 @@ import headprune as hp
 from headprune.choice.auto import DEFAULT
 from headprune.core.choice import candidate_name
 from headprune.core.errors import InfeasibleBudget
-from headprune.core.files import write_atomic
 from headprune.core.metrics import drop
 from headprune.core.scores import HeadScores
 from headprune.model.running import undisturbed
@@ -53,6 +52,7 @@ from headprune.sweep.base import open_base, ready_base
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
+from pages import publish
 from studies import RECORDS
 
 #: Recipe and settings of every task; ``{data}`` and ``{work}`` are the folders that are given.
@@ -130,6 +130,8 @@ ROWS = {"stories": 64, "char-gpt": 64}
 SHARES = (0.5, 1 / 3, 14 / 72, 8 / 72)
 AUTO, RANDOM = "auto", "random"
 PAGE = "regret.md"
+#: What the page begins with.
+IN_SHORT = ("auto, lstsq", "surgeon, lstsq", "taylor, lstsq", "random, lstsq")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -400,7 +402,23 @@ def points(metric: str, whole: float) -> Callable[[float], float]:
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page from every record there is."""
     found = studies.records_in(records, "regret")
-    return write_atomic(docs / PAGE, page(found).encode())
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def lead(records: Sequence[dict[str, Any]]) -> str:
+    """What was found, and for whom."""
+    confirming = [task for task in TASKS if task not in CHOOSING]
+    words = []
+    for name, at in regrets(records).items():
+        lost = [value for (task, _), value in at.items() if task in confirming]
+        if name in IN_SHORT and lost:
+            words.append(f"`{name}` {statistics.fmean(lost):.1f} ({max(lost):.1f})")
+    return (
+        "For whoever asks which scorer to trust on a task that nobody tuned: how many points a"
+        " pipeline stays below the best one of the same task and size. On tasks that played no part"
+        f" in any choice, mean and worst: {', '.join(words) or 'not measured'}. A refit"
+        " (`lstsq`) follows every choice."
+    )
 
 
 #: Points of every model and draw, by pipeline, at one task and share.
@@ -534,24 +552,6 @@ def _mean_and_worst(part: Sequence[float]) -> str:
     if not part:
         return "- | -"
     return f"{statistics.fmean(part):.2f} | {max(part):.2f}"
-
-
-def readme(records: Path) -> str:
-    """Return the README's block: regret of each pipeline on the tasks that confirm."""
-    found = studies.records_in(records, "regret")
-    confirming = [r["task"] for r in found if r["task"] not in CHOOSING]
-    table = _regret_table(regrets(found), confirming)
-    names = "; ".join(TITLES[task] for task in confirming)
-    lines = [
-        "Which scorer? No single one is best on every task, so `auto` tries several on your own",
-        "calibration rows. Regret is how many points a pipeline is below the best one of the same",
-        f"task and budget; tasks that played no part in the choice: {names}.",
-        "",
-        *table[:-1],
-        "",
-        "More: [docs/regret.md](docs/regret.md).",
-    ]
-    return "\n".join(lines)
 
 
 def _task_lines(record: dict[str, Any]) -> list[str]:

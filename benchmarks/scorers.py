@@ -36,7 +36,6 @@ from torch import nn
 import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.core.errors import HeadPruneError
-from headprune.core.files import write_atomic
 from headprune.data.datasets import Data, encode_rows, load_rows
 from headprune.data.labels import number_labels
 from headprune.data.models import build_model, prepare, resolve_device
@@ -47,6 +46,7 @@ from headprune.recipes.validate import load_recipe
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
+from pages import publish
 from studies import RECORDS, spread
 
 PAGE, PICTURE = "scorers-accuracy.md", "scorers-accuracy.svg"
@@ -260,7 +260,23 @@ def draw(records: Path, docs: Path) -> Path:
     """Writes the page with the tables and the figure, from every record there is."""
     found = studies.records_in(records, "scorers")
     picture([(record, table(record)) for record in found], docs / PICTURE)
-    return write_atomic(docs / PAGE, page(found).encode())
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def lead(records: list[dict[str, Any]]) -> str:
+    """What was found, and for whom."""
+    words = []
+    for record in records:
+        names = list(table(record))
+        best = ", ".join(f"`{name}`" for name in names[:3])
+        chance = f", random heads are number {names.index('random') + 1}" * ("random" in names)
+        task = TITLES[record["task"]].partition(",")[0]
+        words.append(f"{task}: {best}{chance} of {len(names)}")
+    return (
+        "For whoever names a scorer in place of [`auto`](how-to.md#which-scorer): which one keeps"
+        " the right heads of a fine-tuned encoder, if nothing is refitted or trained after the cut?"
+        f" The best three, by their mean over all sizes. {'; '.join(words)}."
+    )
 
 
 def table(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]:

@@ -14,6 +14,7 @@ is there, and a run that is started again goes on after the last one.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,13 +27,13 @@ import torch
 
 import headprune as hp
 from headprune.bench.quality import evaluate
-from headprune.core.files import write_atomic
 from headprune.core.paired import Answers, paired_drops
 from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from encoder_tasks import TITLES, Task, encoder_task
+from pages import publish
 from pipelines import MEASURED, scorer, select
 from studies import RECORDS, spread
 
@@ -122,7 +123,23 @@ def missing(
 
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page from every record there is."""
-    return write_atomic(docs / PAGE, page(studies.records_in(records, "selector-loss")).encode())
+    text = page(studies.records_in(records, "selector-loss"))
+    return publish(docs / PAGE, lead(text), text)
+
+
+def lead(text: str) -> str:
+    """What was found, and for whom, from the differences of the page."""
+    words = []
+    for selector in dict.fromkeys(name for pair, name in PAIRS if PAIRS[pair, name]):
+        rows = re.findall(rf"\| `{selector}` \|.* \S+ \[(\S+), (\S+)\] \|$", text, re.MULTILINE)
+        lower = sum(float(high) < 0 for _, high in rows)
+        higher = sum(float(low) > 0 for low, _ in rows)
+        words.append(f"`{selector}`: lower {lower}, higher {higher} of {len(rows)} times")
+    return (
+        "For whoever asks whether a selector that weighs heads against each other is worth its"
+        " time. Loss on unseen rows beside plain `global_topk` by the same scorer, counted where the"
+        f" 95 % interval excludes zero. {'; '.join(words)}. Nothing was refitted."
+    )
 
 
 def page(records: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""docs/tradeoff.md, its figure, and the README's block about it, from the records alone."""
+"""docs/tradeoff.md and its figure, from the records alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from headprune.core.files import write_atomic
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_page
 import studies
-from pages import Record, Row, distinct, machine, of, plain, ratio, read, table, threads
+from pages import Record, Row, distinct, machine, of, plain, publish, ratio, read, table
 from tradeoff_others import natives, scoring, startup
 from tradeoff_times import (
     DISTURBED,
@@ -50,7 +48,26 @@ def draw(records: Path, docs: Path) -> Path:
     found = drawable(one_each(tradeoffs(records)))
     if found:
         picture(found, docs / PICTURE)
-    return write_atomic(docs / PAGE, page(records).encode())
+    return publish(docs / PAGE, lead(found), page(records))
+
+
+def lead(records: list[Record]) -> str:
+    """What was found, and for whom: a third of the heads, in the cell of the figure."""
+    words = []
+    for record in records:
+        kept, way = record["heads"] // 3, recovered(record)
+        row = next((row for row in shown(record) if row["kept"] == kept), None)
+        apart = paired(record, way, kept)
+        if row and apart:
+            words.append(
+                f"{title(record)}: {100 * apart['difference']:+.1f} points {_points(apart)},"
+                f" {ratio(row)} times as fast."
+            )
+    return (
+        "For whoever asks how much faster a model gets without some of its heads, and at what"
+        f" price. A third of an encoder's heads kept, nothing trained. {' '.join(words)} Small"
+        " batches and short inputs gain less: the tables have every batch and length."
+    )
 
 
 def tradeoffs(records: Path) -> list[Record]:
@@ -468,7 +485,7 @@ def decoder(records: list[Record]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------
-# figure and README
+# figure
 
 
 def shown(record: Record) -> list[Row]:
@@ -490,67 +507,6 @@ def shown(record: Record) -> list[Row]:
         )  # type: ignore[arg-type, return-value]
         rows = [row for row in rows if row[key] == near]
     return sorted(rows, key=lambda row: -row["kept"])
-
-
-def readme(records: Path) -> str:
-    """The block of the README: what the figure shows, in words, and of a record without accuracy
-    its speed."""
-    every = one_each(tradeoffs(records))
-    said: dict[str, list[str]] = {}
-    for record in every:
-        if shown(record):
-            lead, bullet = in_words(record)
-            said.setdefault(lead, []).append(bullet)
-    if not said:
-        return "Speed against accuracy of encoders, by `benchmarks/tradeoff.py`: no record yet."
-    lines = [f"![quality against speed](docs/{PICTURE})", ""] if drawable(every) else []
-    for lead, bullets in said.items():
-        lines += [lead, "", *bullets, ""]
-    key = [
-        "x: times as fast as with all heads; in brackets its 95 % interval over the rounds of one"
-        " process."
-    ]
-    key += between_processes(records)
-    key[:0] = ["±: standard deviation over draws of calibration rows."] * any(
-        "±" in line for line in lines
-    )
-    without = " ".join(studies.no_gpu(record["hardware"] for record in every)).strip()
-    return "\n".join(
-        [*lines, *key, "", f"All cells: [docs/{PAGE}](docs/{PAGE}). {without}".strip()]
-    )
-
-
-def in_words(record: Record) -> tuple[str, str]:
-    """How a record's cell of the figure was measured, and what it says."""
-    rows, here = shown(record), record["hardware"]
-    where = here.get("gpu") or f"a CPU ({here['processor']}, {threads(here)})"
-    cell = (
-        f"at batch {rows[0]['batch']} of {rows[0]['length']} tokens{rows[0].get('said', '')}, on"
-        f" {where}"
-    )
-    speeds = {row["kept"]: timed(row).replace(" ", "x ", 1) for row in rows}
-    if not of(record, "quality"):
-        best = [f"{kept} heads {speed}" for kept, speed in speeds.items()]
-        return (
-            f"Speed alone, {cell}:",
-            f"- {metric(record)}, of all {record['heads']} heads: {'; '.join(best)}",
-        )
-    way = recovered(record) or distinct(of(record, "quality"), "way")[0]
-    scorer, _, after = way.partition(" + ")
-    draws = {
-        kept: [row["quality"] for row in of(record, "quality", kept=kept, way=way)]
-        for kept in speeds
-    }
-    best = [
-        f"{kept} heads {studies.spread(draws[kept])} at {speed}"
-        for kept, speed in speeds.items()
-        if draws[kept]
-    ]
-    bullet = (
-        f"- {metric(record)}, {record['base']:.3f} with all {record['heads']} heads:"
-        f" {'; '.join(best)}"
-    )
-    return f"Heads chosen by `{scorer}`, {AFTER[after]}; {cell}:", bullet
 
 
 def picture(records: list[Record], path: Path) -> None:

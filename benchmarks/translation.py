@@ -32,7 +32,6 @@ import numpy as np
 import torch
 
 import headprune as hp
-from headprune.core.files import write_atomic
 from headprune.core.paired import Answers, paired_drops
 from headprune.recipes.reading import locate
 from headprune.recipes.schema import Recipe, RecoverStep
@@ -45,6 +44,7 @@ from headprune.sweep.base import open_base, ready_base
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
+from pages import publish
 from studies import RECORDS, ROOT
 
 PAGE = "translation.md"
@@ -273,7 +273,30 @@ def judged(subject: Subject, model: torch.nn.Module) -> dict[str, Answers]:
 
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page from every record there is."""
-    return write_atomic(docs / PAGE, page(studies.records_in(records, "translation")).encode())
+    found = studies.records_in(records, "translation")
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def lead(records: list[dict[str, Any]]) -> str:
+    """What was found, and for whom: half of the heads, of each kind alone."""
+    words = []
+    for record in records[:1]:
+        for part, name in PARTS.items():
+            of = sum(record["heads"].values()) if part == "all" else record["heads"][part]
+            for way in ("cut", "distilled"):
+                rows = [
+                    row
+                    for row in record["rows"]
+                    if (row["part"], row["kept"], row["way"]) == (part, of // 2, way)
+                ]
+                if rows:
+                    lost = 0 - statistics.fmean(100 * row["test"]["drop"] for row in rows)
+                    words.append(f"{name}, {way}: {lost:+.1f}")
+    return (
+        "For whoever cuts an encoder-decoder: which kind of attention can spare heads? Points of"
+        " BLEU gained or lost when half of the heads of one kind are removed, right after the cut"
+        f" and after distillation. {'; '.join(words)}."
+    )
 
 
 def page(records: list[dict[str, Any]]) -> str:

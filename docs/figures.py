@@ -14,11 +14,9 @@ import argparse
 import importlib
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "peers"))
@@ -30,6 +28,7 @@ import concepts
 import family_coverage
 import findings
 import gpu_page
+import headline
 import kv_groups
 import learned_gates
 import pipelines
@@ -40,11 +39,9 @@ import scorers
 import selector_loss
 import tradeoff_page
 import translation
-from pages import table, threads
 from studies import RECORDS, ROOT
 
 from headprune.core.files import write_atomic
-from headprune.core.record import RunRecord
 
 #: Records, and what writes the pages about them: ``(records, docs)``.
 PAGES: dict[str, Callable[[Path, Path], object]] = {
@@ -93,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tradeoff_page.draw(args.records, args.docs)
     gpu_page.draw(args.records, args.docs)
     concepts.draw(args.records, args.docs)
+    headline.draw(args.records, args.docs)
     args.readme.write_text(
         filled(args.readme.read_text(encoding="utf-8"), args.records), encoding="utf-8"
     )
@@ -112,79 +110,10 @@ def filled(text: str, records: Path) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found[2]](records)}{found[3]}", text)
 
 
-def trec(records: Path) -> str:
-    """An encoder without half of its heads, by scorer."""
-    record = json.loads((records / "scorers-trec.json").read_text())
-    kept = str(record["heads"] // 2)
-    draws: dict[str, list[float]] = {}
-    for row in record["rows"]:
-        if kept in row.get("accuracy", {}):
-            draws.setdefault(row["scorer"], []).append(row["accuracy"][kept])
-    mean = {name: f"{statistics.fmean(values):.3f}" for name, values in draws.items()}
-    judged: dict[str, Any] = record["judged"]
-    about = (
-        f"accuracy on {judged['n']} test questions: {judged['accuracy']:.3f} before,"
-        f" {mean['taylor']} by `taylor`,"
-    )
-    chance = (
-        f"{mean['random']} by chance (mean of {len(draws['random'])} draws), {mean['magnitude']} by"
-        " weight magnitude."
-    )
-    lines = [
-        (
-            f"A BERT-style encoder on TREC, {kept} of its {record['heads']} heads removed, nothing"
-            " trained or refitted;"
-        ),
-        about,
-        f"{chance} More: [scorers-accuracy](docs/scorers-accuracy.md).",
-    ]
-    return "\n".join(lines)
-
-
-def demo(records: Path) -> str:
-    """What ``make demo`` gave, from the record of that run."""
-    record = RunRecord.load(records / "demo.json")
-    rows = [row for row in record.quality if row.split == "test"]
-    sizes = {row.name: row for row in record.size}
-    speed, proof = (
-        max(record.speed, key=lambda row: row.batch),
-        max(p.max_difference for p in record.proofs),
-    )
-    less = 1 - sizes["parameters"].pruned / sizes["parameters"].original
-    lines = [
-        (
-            f"Measured by `make demo` ({record.hardware['processor']}, {threads(record.hardware)}):"
-            " half of the"
-        ),
-        (
-            f"heads of a ViT on scikit-learn's digits removed, {rows[0].metric} on"
-            f" {rows[0].n_examples} test images. The cut"
-        ),
-        (
-            f"model is {100 * less:.0f} % smaller, runs {speed.ratio:.2f}x as fast at batch"
-            f" {speed.batch} (95 % interval"
-        ),
-        (
-            f"{speed.low:.2f} to {speed.high:.2f}) and gives the gated model's outputs up to"
-            f" {proof:.1e}."
-        ),
-        "",
-        *table(
-            ["chosen by", "heads kept", rows[0].metric],
-            [[row.name, str(row.kept_heads), f"{row.value:.3f}"] for row in rows],
-        ),
-    ]
-    return "\n".join(lines)
-
-
 #: What writes each block.
 BLOCKS: dict[str, Callable[[Path], str]] = {
-    "tradeoff": tradeoff_page.readme,
-    "pipelines": pipelines.readme,
-    "regret": regret.readme,
+    "headline": headline.readme,
     "coverage": family_coverage.readme,
-    "trec": trec,
-    "demo": demo,
     "scale-paper": scale.paper,
     "scale-checked": scale.checked,
     "scale-processes": scale.shared,

@@ -4,7 +4,7 @@
 
 From the registries: docs/layouts.md, scorers.md, selectors.md, the lists of api-methods.md and the
 counts in README.md. From the table of properties: refusals.md. From the recipes: recipes.md. From
-the imports: a table of architecture.md.
+the imports and docs/decisions: a table and a list of architecture.md.
 
 Whether a layer may lose all its heads is not read off a layout but tried, on each family's tiny
 model.
@@ -143,21 +143,20 @@ def refusals() -> str:
     return f"""{WRITTEN}
 # What is refused
 
-headprune cuts a module only if the kept part computes the gated model's numbers. A module that it cannot do this for is
-refused before anything changes, and the message says why. The properties that `hp.propose_layouts` and
-[coverage](coverage.md) name:
+headprune cuts a module only if the kept part computes what the gated model computes. Any other module is refused before
+anything changes, and the message names one of these properties:
 
 | property | meaning |
 | --- | --- |
 {rows}
 
-Registered [layouts](layouts.md) know corrections for some of them (norms over the whole projection, head counts of a
-shared configuration, `torch.nn.MultiheadAttention`). Besides, `prune_` refuses: a layer without heads where its code
+Registered [layouts](layouts.md) correct some of them (norms over the whole projection, head counts of a shared
+configuration, `torch.nn.MultiheadAttention`). `prune_` also refuses: a layer without heads where its code
 or its cache needs one; quantised, sharded or adapted projections; weights that accelerate fetches for a module around
 theirs; adapters around a whole attention, and prefixes that PEFT makes for all heads; tensors that are shared with
 something that is not cut, and projections that sit in two places (`gated` refuses these too); part of a group of query
 heads that share a key/value head, unless the policy allows it (x-transformers finds a key/value head by a query head's
-place, so there whole groups leave, policy `group`); a module whose `forward` someone replaced, where a cut has to
+place, so there only whole groups can be removed, policy `group`); a module whose `forward` someone replaced, where a cut has to
 replace it too (accelerate's hooks are no such thing); a cut inside a `gated` block; and, given an example, every
 result that is not the gated model's.
 `select` refuses `keep_kv` where no head shrinks the cache: latents that all heads share (DeepSeek), or no cache at all.
@@ -204,9 +203,9 @@ it, its cost and its settings: `help(hp.scoring.Taylor)`.
 {chr(10).join(rows)}
 
 A unit is a head, or with policy `group` a key/value head with all its query heads: their signed gradients are summed
-before anything is made positive. Which scores can be trusted how far is said by `scores.interval`,
-`scores.rank_interval`, `scores.lowest(k)` and `scores.stable(k)`; `hp.agreement` compares scorers. Which of them keep
-the right heads of two fine-tuned encoders is measured in [scorers-accuracy.md](scorers-accuracy.md).
+before anything is made positive. `scores.interval`, `scores.rank_interval`, `scores.lowest(k)` and `scores.stable(k)`
+say how far to trust a score; `hp.agreement` compares scorers. [Measured](scorers-accuracy.md): which scorers keep the right
+heads of two fine-tuned encoders.
 """
 
 
@@ -401,10 +400,14 @@ Data is a hub data set, a file (json, jsonl, csv, tsv, parquet, txt) or a folder
 IMPORTS = re.compile(
     r"(<!-- imports, by `python docs/tables.py` -->\n).*?(\n<!-- end of imports -->)", re.DOTALL
 )
+#: Where it lists the decisions.
+DECISIONS = re.compile(
+    r"(<!-- decisions, by `python docs/tables.py` -->\n).*?(\n<!-- end of decisions -->)", re.DOTALL
+)
 
 
 def architecture() -> str:
-    """docs/architecture.md, with the imports of today."""
+    """docs/architecture.md, with the imports and the decisions of today."""
     import grimp
 
     graph = grimp.build_graph("headprune", include_external_packages=True, cache_dir=None)
@@ -432,7 +435,17 @@ def architecture() -> str:
         cells = [", ".join(sorted(found.get(room, ()))) for found in (rooms, outside)]
         lines.append(f"| `{room}` | {' | '.join(cells)} |")
     text = (HERE / "architecture.md").read_text(encoding="utf-8")
-    return IMPORTS.sub(lambda found: f"{found[1]}{chr(10).join(lines)}{found[2]}", text)
+    text = IMPORTS.sub(lambda found: f"{found[1]}{chr(10).join(lines)}{found[2]}", text)
+    return DECISIONS.sub(lambda found: f"{found[1]}{decisions()}{found[2]}", text)
+
+
+def decisions() -> str:
+    """The notes of docs/decisions, by number and title."""
+    lines = []
+    for note in sorted((HERE / "decisions").glob("*.md")):
+        number, _, title = note.read_text(encoding="utf-8").partition("\n")[0][2:].partition(". ")
+        lines.append(f"{number}. [{title}](decisions/{note.name})")
+    return "\n".join(lines)
 
 
 def _room(module: str) -> str:

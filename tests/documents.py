@@ -73,6 +73,15 @@ def mentions(page: Path) -> Iterator[list[str]]:
         yield shlex.split(" ".join(found[1].split()))
 
 
+def words(text: str) -> int:
+    """Words of Markdown, of tables too; code blocks, comments and addresses of links do not
+    count."""
+    text = re.sub(r"<!--.*?-->", "", _FENCE.sub("", text), flags=re.DOTALL)
+    lines = [line for line in text.split("\n") if not line.startswith("    ")]
+    text = re.sub(r"\]\([^)]*\)", "]", "\n".join(lines))
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
 def _indented(text: str) -> list[str]:
     return [line[4:] for line in _FENCE.sub("", text).split("\n") if line.startswith("    ")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from datetime import datetime
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 import studies
 import verdict
+from pages import publish
 from roster import OWN, PEERS, REFERENCE, TITLES
 
-from headprune.core.files import write_atomic
-
 PAGE = "peers.md"
+OUTCOMES = ("won", "tied", "a trade", "lost")
 #: A base model that takes so many times the fastest one's time, in the same environment, was timed
 #: beside other work.
 SLOWER = 1.3
@@ -21,7 +22,25 @@ SLOWER = 1.3
 
 def write(records: Path, docs: Path) -> Path:
     """Writes the page."""
-    return write_atomic(docs / PAGE, text(studies.records_in(records, "peers")).encode())
+    found = studies.records_in(records, "peers")
+    made = text(found)
+    return publish(docs / PAGE, lead(made), made)
+
+
+def lead(made: str) -> str:
+    """What was found, and for whom, from the outcomes of the page."""
+    row = re.compile(r"^\| ([^|]+) \| .* \| (won|\*\*lost\*\*|a trade|tied) \|$", re.MULTILINE)
+    found: dict[str, list[str]] = {}
+    for peer, outcome in row.findall(made):
+        found.setdefault(outcome.strip("*"), []).append(peer)
+    counts = ", ".join(f"{name} {len(found.get(name, ()))}" for name in OUTCOMES)
+    ahead = ", ".join(dict.fromkeys(found.get("lost", ()))) or "none"
+    return (
+        "For whoever chooses a tool: other head pruners, a smaller architecture and INT8 beside"
+        " headprune, on the same weights, rows and judging code. Outcomes for headprune, by accuracy"
+        f" and speed together: {counts}. Ahead of it somewhere: {ahead}. Others can also start from"
+        " its cut model: the last tables of each task show that."
+    )
 
 
 def text(records: list[dict[str, Any]]) -> str:

@@ -104,7 +104,6 @@ def test_the_page_says_the_record(
     first = (tmp_path / "tradeoff.svg").read_bytes()
     page_of(tradeoff, tmp_path, "tradeoff.md")
     assert (tmp_path / "tradeoff.svg").read_bytes() == first
-    assert "6 heads" in tradeoff.tradeoff_page.readme(tmp_path)
 
 
 def test_a_run_measures_what_is_missing_or_failed(
