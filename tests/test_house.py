@@ -73,7 +73,7 @@ ASKED_FOR = {
         "NormedWithoutHeads OnlyResidual WithoutHeadsWithPositionBias"
     ),
     "scorers, by the name of file and class": "Ladder",
-    "pydantic": "_default_selector test_split validation_split",
+    "pydantic": "_default_selector _selector_of_ladders test_split validation_split",
     "tokenizers, Typer": "_main post_processor pre_tokenizer",
     "whoever reads a report's numbers": "bytes_read bytes_written",
 }

@@ -118,7 +118,8 @@ def latency_table(
     table = []
     for name, of_site in calls.items():
         of_calls = [rows[key] for key, _ in of_site]
-        table.append(SiteLatency(name, _sum(of_calls)))
+        neurons = of_site[0][1].bound.site.is_feed_forward
+        table.append(SiteLatency(name, _sum(of_calls), neurons))
 
     # 3. Scale to the whole model. Alone, modules find their weights in a processor's cache more
     # easily than in the model, or pay more for each call.

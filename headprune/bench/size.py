@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headprune.core.heads import HeadCounts
 from headprune.core.record import SizeRow
 from headprune.model.costs import measure_costs
 from headprune.model.losses import Loss
-from headprune.model.sites import BoundSite, Sites, bind, find_sites
+from headprune.model.sites import Sites, bind, find_sites
 
 
 def sizes(
@@ -29,8 +30,8 @@ def sizes(
         loss: Calls the models, where a batch is not simply their arguments.
 
     Returns:
-        Rows for heads, parameters, bytes on disk, multiply-adds and, where there is a cache, its
-        bytes per token.
+        Rows for heads, neurons of feed-forwards that are sites, parameters, bytes on disk,
+        multiply-adds and, where there is a cache, its bytes per token.
     """
     if sites is None:
         sites = find_sites(original)
@@ -40,8 +41,12 @@ def sizes(
     before = costs.total
     after = measure_costs(pruned, bound_after, batch, loss).total
     length = costs.length
-    rows = [
-        _row("heads", _n_heads(bound_before), _n_heads(bound_after)),
+    counts_before = HeadCounts.present(b.site for b in bound_before)
+    counts_after = HeadCounts.present(b.site for b in bound_after)
+    rows = [_row("heads", counts_before.heads, counts_after.heads)]
+    if counts_before.neurons is not None:
+        rows.append(_row("neurons", counts_before.neurons, counts_after.neurons or 0))
+    rows += [
         _row("parameters", before.params, after.params),
         _row("bytes on disk", stored_bytes(original), stored_bytes(pruned)),
         _row(f"MACs an example of {length} tokens", before.macs(length), after.macs(length)),
@@ -62,7 +67,3 @@ def stored_bytes(model: nn.Module) -> int:
 
 def _row(name: str, original: float, pruned: float) -> SizeRow:
     return SizeRow(name, float(original), float(pruned))
-
-
-def _n_heads(bound: list[BoundSite]) -> int:
-    return sum(len(b.site.heads) for b in bound)

@@ -12,7 +12,7 @@ from torch import nn
 
 from headprune.core.display import escape
 from headprune.core.files import write_atomic
-from headprune.core.heads import AttentionSite
+from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
 from headprune.core.version import __version__
@@ -56,12 +56,12 @@ def section(
         params_before: Parameters of the whole model, if that is known.
     """
     sites = list(sites)
-    n_kept = sum(len(s.heads) for s in sites)
-    n_heads = sum(s.n_query_heads for s in sites)
+    kept = HeadCounts.present(sites)
+    whole = HeadCounts.sum((s.n_query_heads, s.is_feed_forward) for s in sites)
     lines = [
         _TITLE,
         "",
-        f"headprune {__version__} kept {n_kept} of {n_heads} heads.",
+        f"headprune {__version__} kept {kept.of(whole)}.",
         "",
         f"- Model: {_code(type(model).__name__)}",
     ]
@@ -74,7 +74,9 @@ def section(
     lines += ["", "| attention | heads kept | which |", "| --- | --- | --- |"]
     for s in sites:
         count = f"{len(s.heads)} of {s.n_query_heads}"
-        lines.append(f"| {_code(s.name)} | {count} | {_ranges(s.heads)} |")
+        # Thousands of neurons have no place in a table; the folder's files list them.
+        which = "neurons" if s.is_feed_forward else _ranges(s.heads)
+        lines.append(f"| {_code(s.name)} | {count} | {which} |")
     lines += ["", "```python", loading, "```"]
     return "\n".join(lines)
 

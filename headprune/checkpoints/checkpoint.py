@@ -68,8 +68,8 @@ def save_pretrained(
 
     Args:
         model: A cut or whole model, or a ``torch.compile`` wrapper of one.
-        folder: Made if it does not exist; files of an earlier save are replaced.
-        sites: Default ``find_sites(model)``.
+        folder: Made if missing; files of an earlier save are replaced.
+        sites: Default ``find_sites(model)`` and cut feed-forwards.
         format: See above, and ``applicable_formats``.
         processor: A tokenizer or processor, or several, to save too.
         plan: The plan by which the model was cut, for the model card.
@@ -164,7 +164,7 @@ def applicable_formats(
 
     Args:
         model: The model.
-        sites: Default ``find_sites(model)``.
+        sites: Default ``find_sites(model)`` and cut feed-forwards.
 
     Returns:
         None for each format that can hold it, else the reason why not.
@@ -242,7 +242,7 @@ def filled(
         manifest: Its manifest.
         tensors: Its tensors, by name.
         model: The model, freshly built.
-        sites: Default ``find_sites(model)``.
+        sites: Default ``find_sites(model)`` and cut feed-forwards.
 
     Returns:
         The model, in evaluation mode.

@@ -26,14 +26,14 @@ from headprune.checkpoints.weights import check_shard_size
 from headprune.core.coverage import coverage_note
 from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel
 from headprune.core.files import finish_renames, occupied, staged
-from headprune.core.heads import HeadMask
+from headprune.core.heads import HeadCounts, HeadMask, Policy
 from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_name_of, class_named
 from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions
 from headprune.model.offloaded import count_parameters
 from headprune.model.running import default_dtype
-from headprune.model.sites import BoundSite, bind, find_sites, has_cut_neurons
+from headprune.model.sites import BoundSite, Sites, bind, find_sites, has_cut_neurons, sites_for
 
 _WHOLE = "Load the model and cut it with prune_, or without --streaming."
 
@@ -48,6 +48,7 @@ class StreamReport:
         bytes_read, bytes_written: Of weights.
         warnings: Facts that a user should know.
         copied: Names of the files that were copied unchanged.
+        feed_forwards: Those of the sites in ``removed`` whose heads are neurons.
     """
 
     removed: tuple[tuple[str, tuple[int, ...]], ...]
@@ -57,12 +58,13 @@ class StreamReport:
     bytes_written: int
     warnings: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+    feed_forwards: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         share = 100 * (1 - self.params_after / self.params_before)
-        heads = sum(len(removed) for _, removed in self.removed)
+        removed = HeadCounts.sum((len(hs), site in self.feed_forwards) for site, hs in self.removed)
         sizes = f"{self.params_before:,} -> {self.params_after:,} parameters (-{share:.1f} %)"
-        return f"removed {heads} heads, {sizes}, file to file; not compared with the gated model"
+        return f"removed {removed}, {sizes}, file to file; not compared with the gated model"
 
 
 def prune_checkpoint(
@@ -115,18 +117,17 @@ def prune_checkpoint(
     # 3. Its sites, and the removed heads.
     full_plan = plan if isinstance(plan, PruningPlan) else None
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
-    sites = find_sites(model, policy="group" if full_plan is None else full_plan.policy)
-    if has_cut_neurons(model):
-        must, got = "one whose feed-forwards are whole", "one with cut feed-forwards"
-        raise UnsupportedModel(str(folder), must, got, "Load the model and cut it with prune_.")
-    bound = bind(model, sites)
+    policy: Policy = "group" if full_plan is None else full_plan.policy
+    named, sites = _located(model, mask, policy)
 
     def sample(name: str, tensor: Tensor) -> bytes:
         """Values of a tensor by which a plan recognises its model."""
         return slices.sampled(sources[name], sample_positions(tensor.numel()))
 
-    warnings = list(check_plan(model, [b.site for b in bound], plan, sample))
+    warnings = list(check_plan(model, [b.site for b in bind(model, named)], plan, sample))
     warnings += coverage_note(sites.not_taken)
+    mask = _over_all(mask, sites)
+    bound = bind(model, sites)
     removed = _removed(bound, mask)
 
     # 4. The cut, and the rows and columns that it keeps.
@@ -155,7 +156,21 @@ def prune_checkpoint(
         bytes_written=sum(path.stat().st_size for path in out.glob("*.safetensors")),
         warnings=tuple(warnings),
         copied=tuple(copied),
+        feed_forwards=tuple(row.site for row in HeadMask.full(sites).rows if row.neurons),
     )
+
+
+def _located(model: nn.Module, mask: HeadMask, policy: Policy) -> tuple[Sites, Sites]:
+    """The sites that a mask names, and all: with feed-forwards if it names any or one was cut."""
+    named = sites_for(model, mask.sites, policy)
+    neurons = has_cut_neurons(model) or any(site.is_feed_forward for site in named)
+    return named, find_sites(model, policy=policy, feed_forward=neurons)
+
+
+def _over_all(mask: HeadMask, sites: Sites) -> HeadMask:
+    """A mask that also keeps the present neurons of feed-forwards that it does not name."""
+    others = [site for site in sites if site.is_feed_forward and site.name not in mask.sites]
+    return HeadMask((*mask.rows, *HeadMask.full(others).rows))
 
 
 def _removed(bound: list[BoundSite], mask: HeadMask) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -45,6 +45,14 @@ DEFAULT = (
     "fluctuation",
     "obs",
 )
+#: The candidates where heads and neurons share a budget.
+WITH_NEURONS = (
+    FrozenDict({"ladder": {"order": "surgeon"}}),
+    FrozenDict({"ladder": {"order": "taylor"}}),
+    "surgeon",
+    "taylor",
+    "fluctuation",
+)
 #: Where the seeds of random draws begin, away from those of anything else.
 _FIRST_DRAW = 2000
 

@@ -54,4 +54,4 @@ def explain(
         if measured:
             echo("\nwhat was measured:")
         for row in measured:
-            echo(f"  {row.name}, {row.kept_heads} heads: {row.split} {row.metric} {row.value:.4f}")
+            echo(f"  {row.name}, {row.kept}: {row.split} {row.metric} {row.value:.4f}")

@@ -29,6 +29,9 @@ def inspect(
             )
         ),
     ] = "group",
+    feed_forward: Annotated[
+        bool, typer.Option("--feed-forward", help="Show feed-forwards too, and their neurons.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -47,27 +50,31 @@ def inspect(
         except UnsupportedModel:
             _say_not_taken(not_taken(opened, []))
             raise
-        facts = _inspect(opened, policy)  # type: ignore[arg-type]
+        facts = _inspect(opened, policy, feed_forward)  # type: ignore[arg-type]
         if as_json:
             emit(facts)
         else:
             _print(facts)
 
 
-def _inspect(model: nn.Module, policy: Policy) -> dict[str, Any]:
+def _inspect(model: nn.Module, policy: Policy, feed_forward: bool = False) -> dict[str, Any]:
     """Collect everything that the command shows, as JSON data."""
+    from headprune.core.heads import HeadCounts
     from headprune.model.sites import bind, find_sites
 
-    sites = find_sites(model, policy=policy)
+    sites = find_sites(model, policy=policy, feed_forward=feed_forward)
     bound = bind(model, sites)
     rows = [_row(b) for b in bound]
+    counts = HeadCounts.present(sites)
     totals = {
-        "heads": sum(len(b.site.heads) for b in bound),
+        "heads": counts.heads,
         "units": sum(len(b.site.units) for b in bound),
         "params": sum(p.numel() for p in model.parameters()),
         "prunable_params": sum(row["params"] for row in rows),
         "kv_bytes_per_token": sum(row["kv_bytes_per_token"] for row in rows),
     }
+    if counts.neurons is not None:
+        totals["neurons"] = counts.neurons
     return {
         "model": type(model).__name__,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -209,7 +216,8 @@ def _print(facts: dict[str, Any]) -> None:
     totals = facts["totals"]
     share = 100 * totals["prunable_params"] / totals["params"] if totals["params"] else 0.0
     parameters = f"{totals['prunable_params']:,} of {totals['params']:,} parameters ({share:.1f} %)"
-    units = f"{totals['heads']} heads in {totals['units']} prune units"
+    neurons = f" and {totals['neurons']:,} neurons" if "neurons" in totals else ""
+    units = f"{totals['heads']} heads{neurons} in {totals['units']} prune units"
     echo(f"{units}; {parameters} can be removed with them")
     if totals["kv_bytes_per_token"]:
         echo(f"{totals['kv_bytes_per_token']:,} bytes of KV cache per token can be saved")

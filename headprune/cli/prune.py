@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from headprune.core.plan import Budget, PruningPlan
 
 
+#: What the guessed recipe says where heads and neurons share a budget. One cut by measured prices
+#: costs a fraction of what `auto` does, which tries several.
+_WITH_NEURONS = (
+    "select.feed_forward=true",
+    "score.scorer=ladder",
+    "recover.0.settings.feed_forward=true",
+)
+
+
 def prune(
     # What to cut, and where to save it.
     model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
@@ -65,7 +74,7 @@ def prune(
     text_pair: PairColumn = None,
     label: LabelColumn = None,
     settings: Settings = None,
-    # How many heads to keep: one of these four.
+    # How much to keep: one of these five.
     keep: Annotated[
         str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")
     ] = None,
@@ -74,6 +83,19 @@ def prune(
     ] = None,
     keep_macs: Annotated[float | None, typer.Option(help="Or of the multiply-adds.")] = None,
     keep_kv: Annotated[float | None, typer.Option(help="Or of the bytes of the KV cache.")] = None,
+    speedup: Annotated[
+        float | None,
+        typer.Option(
+            help="Or, with --data: how many times as fast, measured here; heads and neurons."
+        ),
+    ] = None,
+    feed_forward: Annotated[
+        bool | None,
+        typer.Option(
+            "--feed-forward/--no-feed-forward",
+            help="With --data: choose neurons of feed-forwards, too; the default with --speedup.",
+        ),
+    ] = None,
     # How to choose them.
     selector: Annotated[
         str | None,
@@ -132,14 +154,19 @@ def prune(
         _check_out(out, on_data=data is not None)
         sources = {"--plan": plan, "--scores": scores, "--data": data}
         columns = {"--text": text, "--text-pair": text_pair, "--label": label}
-        _check_source(sources, {"--task": task, **columns, "--set": settings})
+        with_data = {"--task": task, **columns, "--set": settings, "--speedup": speedup}
+        if feed_forward is not None:
+            flag = "--feed-forward" if feed_forward else "--no-feed-forward"
+            with_data[flag] = flag
+        _check_source(sources, with_data)
         amounts = {
             "--keep": keep,
             "--keep-params": keep_params,
             "--keep-macs": keep_macs,
             "--keep-kv": keep_kv,
+            "--speedup": speedup,
         }
-        chosen = _Choice(_given(amounts), selector, min_heads)
+        chosen = _Choice(_given(amounts), selector, min_heads, feed_forward)
         # Reading the budget checks it, so that is done now, too.
         recipe_settings, decided = [], None
         if data is not None:
@@ -179,11 +206,13 @@ class _Choice:
         amounts: The budgets that were given, by option; one of them is needed.
         selector: Name of the selector; None is the default.
         min_heads: Heads to keep per layer, at least; None is the default.
+        feed_forward: Whether neurons are chosen, too; None is the default.
     """
 
     amounts: Mapping[str, str | float]
     selector: str | None
     min_heads: int | None
+    feed_forward: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -296,6 +325,9 @@ def _as_settings(chosen: _Choice, settings: list[str] | None) -> list[str]:
     lines = [f"select.{_kind(option)}={amount}"]
     if option != "--keep":  # the guessed recipe has this budget
         lines.append("select.keep_heads=null")
+    neurons = option == "--speedup" if chosen.feed_forward is None else chosen.feed_forward
+    if neurons:
+        lines += _WITH_NEURONS
     if chosen.selector is not None:
         lines.append(f"select.selector={chosen.selector}")
     if chosen.min_heads is not None:
@@ -328,7 +360,10 @@ def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningP
 def _one_budget(amounts: Mapping[str, str | float], source: str) -> tuple[str, str | float]:
     """Return the option and the amount of the only budget."""
     if len(amounts) != 1:
-        must = f"given with {source}, or one of --keep-params, --keep-macs, --keep-kv"
+        others = "--keep-params, --keep-macs, --keep-kv"
+        if source == "--data":
+            others += ", --speedup"
+        must = f"given with {source}, or one of {others}"
         hint = "For example --keep 0.5, or --keep 36."
         raise InvalidValue("--keep", must, " and ".join(amounts) or "nothing", hint)
     return next(iter(amounts.items()))
@@ -376,9 +411,10 @@ def _stream(target: _Target, plan: PruningPlan | None, as_json: bool) -> None:
     size = target.max_shard_size
     report = prune_checkpoint(folder, plan, target.out, max_shard_size=size, copy_companions=True)
     files = list(report.copied)
-    # The report's files have a key of their own.
+    # The report's files have a key of their own, and the plan says which sites have neurons.
     if as_json:
-        facts = {name: value for name, value in vars(report).items() if name != "copied"}
+        others = ("copied", "feed_forwards")
+        facts = {name: value for name, value in vars(report).items() if name not in others}
         data = {
             "out": str(target.out),
             "plan": plan.to_dict(),

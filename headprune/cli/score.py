@@ -34,6 +34,12 @@ def score(
             )
         ),
     ] = None,
+    feed_forward: Annotated[
+        bool,
+        typer.Option(
+            "--feed-forward", help="Score neurons of feed-forwards too (select.feed_forward)."
+        ),
+    ] = False,
     until_stable: Annotated[
         int | None,
         typer.Option(
@@ -58,6 +64,8 @@ def score(
         own = ["score.magnitude=false", "score.random_draws=0"]
         if policy:
             own.append(f"select.policy={policy}")
+        if feed_forward:
+            own.append("select.feed_forward=true")
         if until_stable is not None:
             own.append(f"score.until.k={until_stable}")
         scores = score_recipe(recipe, [*(settings or ()), *own], **watching(quiet))

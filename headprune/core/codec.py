@@ -14,6 +14,7 @@ import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
@@ -79,6 +80,13 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 #: Metadata of a field that was added after files had been written. Where it holds its default it is
 #: not written. So older values keep their bytes, and the digests that plans name.
 LATER = {"later": True}
+#: Metadata of a field of rows of dataclasses: of equal neighbours in a long row one is written,
+#: with their number under this key.
+RUNS = {"runs": "times"}
+#: Rows with more items than this have their equal neighbours written once; heads are fewer.
+_LONG = 256
+#: The most items of such a row.
+_MOST_ITEMS = 1 << 16
 #: The empty mapping, as a default.
 EMPTY = FrozenDict()
 #: How deep lists and objects may be nested in a stored mapping.
@@ -243,8 +251,41 @@ def _encode_fields(value: Any) -> dict[str, Any]:
         inner = getattr(value, field.name)
         if "later" in field.metadata and inner == field.default:
             continue
-        encoded[field.name] = _encode(hints[field.name], inner)
+        items = _encode(hints[field.name], inner)
+        if "runs" in field.metadata:
+            items = [_in_runs(row, field.metadata["runs"]) for row in items]
+        encoded[field.name] = items
     return encoded
+
+
+def _in_runs(row: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Write equal neighbours of a long row once."""
+    if len(row) <= _LONG:
+        return row
+    runs = []
+    for item, equals in groupby(row):
+        runs.append({**item, key: len(list(equals))})
+    return runs
+
+
+def _out_of_runs(rows: Any, key: str, where: str) -> Any:
+    """Undo ``_in_runs``; rows that were written without runs are unchanged."""
+    if not isinstance(rows, list):
+        return rows  # refused with the types
+    return [_repeated(row, key, f"{where}[{i}]") for i, row in enumerate(rows)]
+
+
+def _repeated(row: Any, key: str, where: str) -> Any:
+    if not isinstance(row, list) or not any(isinstance(i, Mapping) and key in i for i in row):
+        return row
+    items: list[Any] = []
+    for item in row:
+        times = item.get(key) if isinstance(item, Mapping) else None
+        if type(times) is not int or not 1 <= times <= _MOST_ITEMS - len(items):
+            must = f"of 1 to {_MOST_ITEMS:,} items together"
+            raise InvalidValue(f"{where}: {key}", must, repr(times))
+        items += [{name: value for name, value in item.items() if name != key}] * times
+    return items
 
 
 def _encode(hint: Any, value: Any) -> Any:
@@ -291,7 +332,13 @@ def _hints(cls: type) -> dict[str, Any]:
 def _decode_fields(cls: Any, data: Any, where: str) -> Any:
     _check_keys(cls, data, where)
     hints = _hints(cls)
-    values = {key: _decode(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    metadata = {field.name: field.metadata for field in dataclasses.fields(cls)}
+    values = {}
+    for key, value in data.items():
+        place = f"{where}.{key}"
+        if "runs" in metadata[key]:
+            value = _out_of_runs(value, metadata[key]["runs"], place)
+        values[key] = _decode(hints[key], value, place)
     try:
         return cls(**values)
     except HeadPruneError:

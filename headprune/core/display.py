@@ -67,16 +67,16 @@ def html_text(text: str) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """One head of the grid.
+    """One head of the grid, or a part of a bar of neurons.
 
     Args:
-        head: Original index.
+        head: Original index; None in a bar.
         level: Importance from 0 to 1; None where it is not known.
         kept: Whether it is kept.
         title: Text under the mouse pointer.
     """
 
-    head: int
+    head: int | None
     level: float | None
     kept: bool
     title: str
@@ -90,11 +90,13 @@ class Row:
         label: Its name.
         cells: Its heads.
         kind: Its kind of attention; empty where the grid has only one.
+        note: What the marks cannot say, such as the number of neurons.
     """
 
     label: str
     cells: tuple[Cell, ...]
     kind: str = ""
+    note: str = ""
 
 
 def levels(values: Sequence[float]) -> list[float]:
@@ -143,7 +145,7 @@ def text_grid(title: str, rows: Sequence[Row]) -> str:
     lines = [title]
     for label, row in zip(_labels(rows), rows, strict=True):
         marks = " ".join(map(_mark, row.cells))
-        lines.append(f"  {label}  {marks}")
+        lines.append(f"  {label}  {marks}{row.note and '  '}{row.note}")
     return clean("\n".join(lines))
 
 
@@ -154,7 +156,7 @@ def rich_grid(title: str, rows: Sequence[Row]) -> str:
     lines = [escape(clean(title))]
     for label, row in zip(_labels(rows), rows, strict=True):
         cells = "".join(map(_rich_cell, row.cells))
-        lines.append(f"  {escape(clean(label))}  {cells}")
+        lines.append(f"  {escape(clean(label))}  {cells}{row.note and '  '}{escape(row.note)}")
     return "\n".join(lines)
 
 
@@ -164,7 +166,8 @@ def _rich_cell(cell: Cell) -> str:
     step = _step(cell.level)
     ink = "#000000" if step < _DARK else "#ffffff"
     mark = " " if cell.level is None else _mark(cell)
-    return f"[{ink} on {RAMP[step]}]{cell.head:>2}{mark}[/]"
+    head = "" if cell.head is None else cell.head
+    return f"[{ink} on {RAMP[step]}]{head:>2}{mark}[/]"
 
 
 def rich_table(
@@ -206,6 +209,8 @@ def html_grid(title: str, rows: Sequence[Row]) -> str:
             label += f" <i>{html_text(row.kind)}</i>"
         style = "text-align:right;padding-right:8px;font-weight:normal"
         cells = "".join(map(_html_cell, row.cells))
+        if row.note:
+            cells += f'<td style="padding-left:8px">{html_text(row.note)}</td>'
         parts.append(f'<tr><th scope="row" style="{style}">{label}</th>{cells}</tr>')
     style = "border-collapse:collapse;font-family:monospace"
     return f'<table style="{style}">{"".join(parts)}</table>'
@@ -219,4 +224,5 @@ def _html_cell(cell: Cell) -> str:
     else:
         fill = "background:repeating-linear-gradient(45deg,#bbb 0 2px,#fff 2px 6px);color:#555;"
     style = f"{fill}padding:2px 6px;text-align:center;border:1px solid #999"
-    return f'<td style="{style}" title="{html_text(cell.title)}">{cell.head}</td>'
+    head = "&nbsp;" if cell.head is None else cell.head
+    return f'<td style="{style}" title="{html_text(cell.title)}">{head}</td>'

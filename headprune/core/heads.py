@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
-from headprune.core.codec import Value
+from headprune.core.codec import LATER, Value
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_you_mean
 from headprune.core.indices import indices, kept_in_row
 from headprune.core.slabs import MOST_HEADS, HeadGeometry
@@ -219,6 +219,12 @@ class AttentionSite(Value):
             raise InvalidValue(where, must, f"{counts} of the groups {kept_groups}", hint)
         return kept
 
+    def words(self, heads: Sequence[int]) -> str:
+        """Some of its heads in words: by index, and of neurons their number."""
+        if self.is_feed_forward:
+            return f"{len(heads):,} neuron{'' if len(heads) == 1 else 's'} of {self.name}"
+        return f"{self.name}{list(heads)}"
+
     def permitting(self, keep: Iterable[int]) -> AttentionSite:
         """This site under the strictest policy that allows these kept heads."""
         keep = tuple(keep)
@@ -261,9 +267,10 @@ def places(sites: Sequence[AttentionSite], wanted: str) -> tuple[int, ...]:
     >>> places(sites, "self"), places(sites, "a[0]"), places(sites, "?0")
     ((0, 1, 2), (0,), (1, 2))
     """
-    # 1. A kind.
-    if wanted in KINDS:
-        return tuple(i for i, site in enumerate(sites) if site.kind == wanted)
+    # 1. A kind; where no site is of that kind, it may be a name.
+    of_kind = tuple(i for i, site in enumerate(sites) if site.kind == wanted)
+    if of_kind:
+        return of_kind
     # 2. A name: one that holds brackets would mean something else as a pattern.
     names = [site.name for site in sites]
     if wanted in names:
@@ -273,12 +280,75 @@ def places(sites: Sequence[AttentionSite], wanted: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class HeadCounts:
+    """Numbers of heads and of neurons; a neuron is never counted as a head.
+
+    Args:
+        heads: Of attention.
+        neurons: Of feed-forwards; None where there is none of them.
+
+    >>> HeadCounts(36, 3686).of(HeadCounts(72, 9216)), str(HeadCounts(1))
+    ('36 of 72 heads and 3,686 of 9,216 neurons', '1 head')
+    """
+
+    heads: int
+    neurons: int | None = None
+
+    @classmethod
+    def sum(cls, counts: Iterable[tuple[int, bool]]) -> HeadCounts:
+        """Add up counts that come with whether they count neurons."""
+        heads, neurons = 0, None
+        for count, are_neurons in counts:
+            if are_neurons:
+                neurons = (neurons or 0) + count
+            else:
+                heads += count
+        return cls(heads, neurons)
+
+    @classmethod
+    def present(cls, sites: Iterable[AttentionSite]) -> HeadCounts:
+        """Count what is present at some sites."""
+        return cls.sum((len(site.heads), site.is_feed_forward) for site in sites)
+
+    def of(self, whole: HeadCounts, separator: Literal["", ","] = "") -> str:
+        """These as a part of others, in words; ``separator`` is that of thousands of heads."""
+        words = f"{self.heads:{separator}} of {whole.heads:{separator}} heads"
+        if whole.neurons is None:
+            return words
+        return f"{words} and {self.neurons or 0:,} of {whole.neurons:,} neurons"
+
+    def __sub__(self, other: HeadCounts) -> HeadCounts:
+        neurons = None if self.neurons is None else self.neurons - (other.neurons or 0)
+        return HeadCounts(self.heads - other.heads, neurons)
+
+    def __str__(self) -> str:
+        words = f"{self.heads} head{'' if self.heads == 1 else 's'}"
+        if self.neurons is None:
+            return words
+        return f"{words} and {self.neurons:,} neuron{'' if self.neurons == 1 else 's'}"
+
+
+@dataclass(frozen=True)
 class SiteKeep:
-    """One row of a mask: the kept heads of one site, in original indices."""
+    """One row of a mask: the kept heads of one site, in original indices.
+
+    Args:
+        site: The site's name.
+        n_heads: Heads of the uncut site.
+        kept: Heads that are kept.
+        neurons: Whether its heads are neurons; False where that is not known. Rows that differ only
+            in it are equal.
+    """
 
     site: str
     n_heads: int
     kept: tuple[int, ...]
+    neurons: bool = field(default=False, compare=False, metadata=LATER)
+
+    @classmethod
+    def of(cls, site: AttentionSite, kept: Iterable[int]) -> SiteKeep:
+        """The row of a site that keeps these heads."""
+        return cls(site.name, site.n_query_heads, tuple(sorted(kept)), site.is_feed_forward)
 
 
 @dataclass(frozen=True)
@@ -373,14 +443,13 @@ class HeadMask(Value):
             if absent:
                 must = f"1 only for the present heads {list(site.heads)}"
                 raise UnknownName(where, must, f"1 for head {absent[0]}")
-            rows.append(SiteKeep(site.name, site.n_query_heads, kept))
+            rows.append(SiteKeep.of(site, kept))
         return cls(tuple(rows))
 
     @classmethod
     def full(cls, sites: Iterable[AttentionSite]) -> HeadMask:
         """Keep all heads that are present at ``sites``."""
-        rows = [SiteKeep(site.name, site.n_query_heads, site.heads) for site in sites]
-        return cls(tuple(rows))
+        return cls(tuple(SiteKeep.of(site, site.heads) for site in sites))
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -408,6 +477,16 @@ class HeadMask(Value):
         return sum(len(row.kept) for row in self.rows)
 
     @property
+    def kept_counts(self) -> HeadCounts:
+        """Heads and neurons that are kept."""
+        return HeadCounts.sum((len(row.kept), row.neurons) for row in self.rows)
+
+    @property
+    def counts(self) -> HeadCounts:
+        """Heads and neurons of the uncut sites."""
+        return HeadCounts.sum((row.n_heads, row.neurons) for row in self.rows)
+
+    @property
     def n_heads(self) -> int:
         return sum(row.n_heads for row in self.rows)
 
@@ -433,10 +512,12 @@ class HeadMask(Value):
         if own_counts != other_counts:
             must = f"over the same sites and head counts ({own_counts})"
             raise PlanMismatch("HeadMask", must, other_counts)
-        kept = {}
+        rows = []
         for row in self.rows:
-            kept[row.site] = operation(frozenset(row.kept), frozenset(other.kept(row.site)))
-        return HeadMask.from_keep(kept, own_counts)
+            same = other.row(row.site)
+            kept = tuple(sorted(operation(frozenset(row.kept), frozenset(same.kept))))
+            rows.append(replace(row, kept=kept, neurons=row.neurons or same.neurons))
+        return HeadMask(tuple(rows))
 
     def __or__(self, other: HeadMask) -> HeadMask:
         return self._combine(other, operator.or_)
@@ -449,7 +530,7 @@ class HeadMask(Value):
 
     def __str__(self) -> str:
         width = max(map(len, self.sites), default=0)
-        lines = [f"HeadMask: {self.n_kept} of {self.n_heads} heads kept"]
+        lines = [f"HeadMask: {self.kept_counts.of(self.counts)} kept"]
         for row in self.rows:
             marks = _marks(row)
             lines.append(f"  {row.site:<{width}}  {marks}  {len(row.kept)}/{row.n_heads}")
@@ -472,8 +553,8 @@ def without(sites: Iterable[AttentionSite], removed: Mapping[str, Iterable[int]]
     >>> without(sites, {"a": [1]}).kept("a"), without(sites, {"a": [1]}).kept("b")
     ((0, 2), (0, 1, 2))
     """
-    keep, n_heads = {}, {}
+    rows = []
     for site in sites:
-        keep[site.name] = set(site.heads).difference(removed.get(site.name, ()))
-        n_heads[site.name] = site.n_query_heads
-    return HeadMask.from_keep(keep, n_heads)
+        kept = set(site.heads).difference(removed.get(site.name, ()))
+        rows.append(SiteKeep.of(site, kept))
+    return HeadMask(tuple(rows))

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from headprune.core.codec import Value
+from headprune.core.codec import LATER, Value
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
 
 
 @dataclass(frozen=True)
 class SiteLatency:
-    """Time of one site's attention.
+    """Time of one site's attention or feed-forward.
 
     Args:
         site: The site's name.
         seconds: ``seconds[n]`` with n heads; None where it cannot have n heads.
+        neurons: Whether its heads are neurons.
     """
 
     site: str
     seconds: tuple[float | None, ...]
+    neurons: bool = field(default=False, metadata=LATER)
+
+    @property
+    def whole(self) -> float:
+        """Seconds with all heads that are present."""
+        return self.seconds[-1] or 0.0
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,12 @@ class LatencyTable(Value):
         Raises:
             UnknownName: no such site.
         """
+        return self._row(site).seconds
+
+    def _row(self, site: str) -> SiteLatency:
         for row in self.sites:
             if row.site == site:
-                return row.seconds
+                return row
         hint = did_you_mean(site, [r.site for r in self.sites])
         raise UnknownName("LatencyTable", "measured at this site", repr(site), hint)
 
@@ -102,7 +112,7 @@ class LatencyTable(Value):
                 got = f"a row for {n_heads} heads"
                 raise InvalidValue("LatencyTable", must, got, "Measure the model as it is now.")
         # fsum: the check must not fail by the rounding of many small numbers.
-        attention = math.fsum(map(_all_heads, self.sites))
+        attention = math.fsum(row.whole for row in self.sites)
         if attention > self.whole * (1 + 1e-6):  # beyond rounding
             must = "of a model that takes longer than its attention"
             got = f"{_ms(attention)} in attention of {_ms(self.whole)} in all"
@@ -110,8 +120,8 @@ class LatencyTable(Value):
 
     def alone(self, sites: Iterable[str]) -> LatencyTable:
         """The table of a model that consists of the attention of these sites."""
-        rows = tuple(SiteLatency(name, self.row(name)) for name in sites)
-        return replace(self, sites=rows, whole=sum(map(_all_heads, rows)))
+        rows = tuple(self._row(name) for name in sites)
+        return replace(self, sites=rows, whole=sum(row.whole for row in rows))
 
     def predict(self, kept: HeadMask | Mapping[str, int]) -> float:
         """Predict the seconds per call of the model with some heads kept.
@@ -127,20 +137,23 @@ class LatencyTable(Value):
             kept = {row.site: len(row.kept) for row in kept.rows}
         total = self.whole
         for site, count in kept.items():
-            row = self.row(site)
+            row = self._row(site)
             # A negative count would index from the end.
-            after = row[count] if 0 <= count < len(row) else None
+            after = row.seconds[count] if 0 <= count < len(row.seconds) else None
             if after is None:
-                known = [n for n, seconds in enumerate(row) if seconds is not None]
-                must = f"asked for one of {known} heads"
+                known = [n for n, seconds in enumerate(row.seconds) if seconds is not None]
+                must = f"asked for one of {known} {'neurons' if row.neurons else 'heads'}"
                 raise InvalidValue(f"LatencyTable row {site}", must, count)
-            total -= (row[-1] or 0.0) - after
+            total -= row.whole - after
         return total
 
     def __str__(self) -> str:
-        attention = sum(map(_all_heads, self.sites))
+        parts = f"{_ms(sum(row.whole for row in self.sites if not row.neurons))} in attention"
+        if any(row.neurons for row in self.sites):
+            neurons = sum(row.whole for row in self.sites if row.neurons)
+            parts += f" and {_ms(neurons)} in feed-forwards"
         at = f"batch {self.batch_size} of {self.length} tokens, {self.dtype}, {self.device}"
-        lines = [f"LatencyTable: {_ms(self.whole)}, of which {_ms(attention)} in attention ({at})"]
+        lines = [f"LatencyTable: {_ms(self.whole)}, of which {parts} ({at})"]
         width = max(len(row.site) for row in self.sites)
         for row in self.sites:
             cells = []
@@ -148,15 +161,11 @@ class LatencyTable(Value):
             for count in reversed(range(len(row.seconds))):
                 seconds = row.seconds[count]
                 if seconds is not None:
-                    noun = "head" if count == 1 else "heads"
-                    cells.append(f"{count} {noun} {_ms(seconds)}")
+                    noun = "neuron" if row.neurons else "head"
+                    plural = "" if count == 1 else "s"
+                    cells.append(f"{count:,} {noun}{plural} {_ms(seconds)}")
             lines.append(f"  {row.site:<{width}}  {', '.join(cells)}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-
-def _all_heads(row: SiteLatency) -> float:
-    """Seconds with all heads that are present."""
-    return row.seconds[-1] or 0.0
 
 
 def _ms(seconds: float) -> str:

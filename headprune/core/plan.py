@@ -225,7 +225,8 @@ class PruningPlan(Value):
             why.append(f"by {self.scorer}")
         if self.wanted:
             why.append(self.wanted)
-        return f"{self.mask.n_kept} of {self.mask.n_heads} heads kept ({', '.join(why)})"
+        kept = self.mask.kept_counts.of(self.mask.counts)
+        return f"{kept} kept ({', '.join(why)})"
 
     def __str__(self) -> str:
         return text_grid(f"PruningPlan: {self.title}", self.rows())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headprune.core.codec import EMPTY, LATER, FrozenDict, Value
 from headprune.core.display import clean, rich_table
 from headprune.core.errors import InvalidValue
+from headprune.core.heads import HeadCounts
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
 
@@ -38,6 +39,7 @@ class QualityRow:
         draws: Number of random draws behind the row.
         spread: Standard deviation over the draws.
         trained: Whether the model was trained after the cut.
+        kept_neurons: Neurons of the evaluated model, where feed-forwards may be cut.
         low, high: 95 % interval of the value over rows; None where it was not computed.
     """
 
@@ -53,6 +55,12 @@ class QualityRow:
     trained: bool = False
     low: float | None = field(default=None, metadata=LATER)
     high: float | None = field(default=None, metadata=LATER)
+    kept_neurons: int | None = field(default=None, metadata=LATER)
+
+    @property
+    def kept(self) -> HeadCounts:
+        """Heads and neurons of the evaluated model."""
+        return HeadCounts(self.kept_heads, self.kept_neurons)
 
 
 @dataclass(frozen=True)
@@ -240,7 +248,7 @@ class RunRecord(Value):
         for row in self.quality:
             spread = "" if row.spread is None else f" ± {row.spread:.4f} ({row.draws} draws)"
             lines.append(
-                f"  {row.name:<28} {row.kept_heads:>4} heads  {row.split} {row.metric}"
+                f"  {row.name:<28} {_kept_words(row)}  {row.split} {row.metric}"
                 f" {row.value:.4f}{spread}"
             )
         for speed in self.speed:
@@ -274,12 +282,20 @@ class RunRecord(Value):
         return lines
 
 
+def _kept_words(row: QualityRow) -> str:
+    words = f"{row.kept_heads:>4} heads"
+    return words if row.kept_neurons is None else f"{words} {row.kept_neurons:>7,} neurons"
+
+
 def _quality_cells(row: QualityRow) -> tuple[str, ...]:
     spread, draws = "", ""
     if row.spread is not None:
         spread, draws = f"± {row.spread:.4f}", str(row.draws)
     value = f"{row.value:.4f}"
-    return (row.name, str(row.kept_heads), row.split, row.metric, value, spread, draws)
+    kept = str(row.kept_heads)
+    if row.kept_neurons is not None:
+        kept += f", {row.kept_neurons:,} neurons"
+    return (row.name, kept, row.split, row.metric, value, spread, draws)
 
 
 def _speed_cells(row: SpeedRow) -> tuple[str, ...]:

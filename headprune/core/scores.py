@@ -17,7 +17,7 @@ from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import atomic_paths
 from headprune.core.frames import scores_frame
 from headprune.core.grids import score_rows
-from headprune.core.heads import AttentionSite, HeadId, places
+from headprune.core.heads import AttentionSite, HeadCounts, HeadId, places
 from headprune.core.ladders import SiteLadder
 from headprune.core.samples import Curvature, Samples, if_there
 from headprune.core.uncertainty import Stability, half_width, lowest_shares, rank_bounds, stability
@@ -162,8 +162,8 @@ class HeadScores(Value):
         """The scores of some sites; the total cost is still that of the whole model.
 
         Args:
-            sites: A kind of attention (``self``, ``causal``, ``cross``: an encoder-decoder's
-                encoder, decoder and cross attention), a site's name, or a pattern over names.
+            sites: A kind (``self``, ``causal``, ``cross``: an encoder-decoder's encoder, decoder
+                and cross attention; ``feed_forward``), a site's name, or a pattern over names.
 
         Raises:
             UnknownName: no such site.
@@ -171,6 +171,14 @@ class HeadScores(Value):
         wanted = places(self.sites, sites)
         if not wanted:
             raise _no_such_sites(self.sites, sites)
+        return self._of_places(wanted)
+
+    def without_neurons(self) -> HeadScores:
+        """The scores of attention alone; themselves where there are no feed-forwards."""
+        wanted = [i for i, site in enumerate(self.sites) if not site.is_feed_forward]
+        return self if len(wanted) == len(self.sites) else self._of_places(tuple(wanted))
+
+    def _of_places(self, wanted: tuple[int, ...]) -> HeadScores:
         # 1. Numbers and costs, site by site.
         errors, costs = self.standard_errors, self.costs
         if errors is not None:
@@ -310,9 +318,14 @@ class HeadScores(Value):
         raise UnknownName("head", "one of the scored heads", str(head), hint)
 
     @property
+    def counts(self) -> HeadCounts:
+        """Heads and neurons that are present and scored."""
+        return HeadCounts.present(self.sites)
+
+    @property
     def n_heads(self) -> int:
         """Heads that are present and scored."""
-        return sum(len(site.heads) for site in self.sites)
+        return self.counts.heads
 
     def rows(self, kept: frozenset[HeadId] | None = None) -> list[Row]:
         """The grid that draws the scores; heads outside ``kept`` are drawn as removed."""
@@ -321,10 +334,13 @@ class HeadScores(Value):
     @property
     def title(self) -> str:
         # With shared key/value heads a unit may hold several heads.
-        n_units = sum(map(len, self.values))
+        attention = [site for site in self.sites if not site.is_feed_forward]
+        n_units = sum(len(site.units) for site in attention)
         of = f"{self.n_heads} heads"
         if n_units != self.n_heads:
             of += f" in {n_units} groups"
+        if self.counts.neurons is not None:
+            of += f" and {self.counts.neurons:,} neurons"
         chosen = "" if self.choice is None else ", chosen by auto"
         return (
             f"{self.scorer}{chosen} over {self.n_examples} examples: {of}, darker or taller is more"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
+
+from headprune.core.codec import RUNS
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class CostTable:
     """
 
     total: Cost
-    units: tuple[tuple[Cost, ...], ...]
+    units: tuple[tuple[Cost, ...], ...] = field(metadata=RUNS)
     length: int
 
 

@@ -52,8 +52,8 @@ def gated(
         gates: A plan or a mask (kept heads 1, others 0). Or a mapping from site name to
             ``[heads]``, ``[batch, heads]`` or ``[batch, tokens, heads]``; other sites get no gate.
             Or ``[layers, heads]`` for all sites in model order. Heads are the present ones, in
-            order. NumPy arrays and booleans are accepted.
-        sites: Where; default ``find_sites(model)``.
+            order. NumPy arrays and booleans too.
+        sites: Where; default ``find_sites(model)`` and what ``gates`` names.
 
     Yields:
         The model.

@@ -270,7 +270,8 @@ class SelectSection(BudgetSection):
     """Which heads are kept: a selector and its budget, or budgets of groups of sites.
 
     Args:
-        selector: Registered name; ``knapsack`` by default with a budget of speed.
+        selector: Registered name; ``knapsack`` by default with a budget of speed, with
+            ``feed_forward`` and with the scorer ``ladder``.
         settings: The selector's settings.
         recover: Recoveries of the copies that the selector measures while it chooses: between the
             steps of ``iterative``, before each measurement of ``local_search``.
@@ -279,6 +280,7 @@ class SelectSection(BudgetSection):
         latency: How latency is measured, with ``speedup``.
         policy: Which heads may be removed where several query heads share a key/value head (see
             ``headprune.find_sites``).
+        feed_forward: Also choose among the neurons of feed-forwards, under the same budget.
         sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites'
             names. Each group meets its own budget; sites in no group keep every head.
     """
@@ -290,6 +292,7 @@ class SelectSection(BudgetSection):
     must_remove: dict[str, list[int]] | None = None
     latency: LatencySection = LatencySection()
     policy: Policy = "group"
+    feed_forward: bool = False
     sites: dict[str, BudgetSection] = {}
 
     @model_validator(mode="before")
@@ -300,7 +303,8 @@ class SelectSection(BudgetSection):
         timed = any(
             isinstance(section, dict) and section.get("speedup") is not None for section in sections
         )
-        return {"selector": "knapsack", **data} if timed else data
+        neurons = isinstance(data, dict) and data.get("feed_forward") is True
+        return {"selector": "knapsack", **data} if timed or neurons else data
 
     @property
     def timed(self) -> bool:
@@ -396,6 +400,17 @@ class Recipe(Section):
     bench: BenchSection | None = None
     report: bool = True
     preset: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _selector_of_ladders(cls, data: Any) -> Any:
+        score, select = data.get("score"), data.get("select")
+        if not isinstance(score, dict) or not isinstance(select, dict):
+            return data
+        if score.get("scorer") != "ladder":
+            return data
+        # Other selectors do not read the prices that it measures.
+        return {**data, "select": {"selector": "knapsack", **select}}
 
     @property
     def folder(self) -> str:

@@ -206,6 +206,7 @@ def _beyond_types(data: Mapping[str, Any]) -> Iterator[InvalidValue]:
     settings = select.get("settings")
     yield from check_method(selection.registry, selector, settings, "select", "selector")
     yield from _select_problems(select)
+    yield from _neuron_problems(select, scorer)
     yield from _latency_problems(select, task)
     yield from _recover_problems(data, "recover")
     yield from _recover_problems(select, "select.recover")
@@ -290,6 +291,24 @@ def _select_problems(select: Mapping[str, Any]) -> Iterator[InvalidValue]:
     for key, budget in section_in(select, "sites").items():
         if isinstance(budget, Mapping):
             yield from _budget_problems(budget, f"select.sites.{key}")
+
+
+def _neuron_problems(select: Mapping[str, Any], scorer: Any) -> Iterator[InvalidValue]:
+    """Refuse scorers and budgets that have no meaning for neurons."""
+    from headprune import scoring
+
+    if select.get("feed_forward") is not True:
+        return
+    known = isinstance(scorer, str) and scorer in scoring.registry
+    if known and not scoring.registry.get(scorer).scores_neurons:
+        must = "one that scores neurons, with select.feed_forward"
+        hint = "It reads attention maps, which feed-forwards lack; take ladder, taylor or surgeon."
+        yield InvalidValue("score.scorer", must, repr(scorer), hint)
+    for key in ("keep_heads", "keep_kv"):
+        if select.get(key) is not None:
+            must = "another budget with feed_forward: neurons do not count in it"
+            hint = "One of speedup, keep_params and keep_macs."
+            yield InvalidValue(f"select.{key}", must, repr(select[key]), hint)
 
 
 def _budget_problems(

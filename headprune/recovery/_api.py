@@ -47,7 +47,7 @@ def recover_(
         method: A name in ``hp.recovery.registry.names()``, or a configured method.
         teacher: The unpruned original, for methods that need one; not changed.
         loss: ``(model, batch) -> Tensor[batch]``; the default is the loss of Transformers models.
-        sites: By default ``find_sites(model)``.
+        sites: Default ``find_sites(model)``, cut feed-forwards too.
         progress: Show a progress bar.
         validation: Batches that a training is judged by.
         folder: Where a training keeps its checkpoint, and continues from it.

@@ -39,6 +39,7 @@ _METHODS = (
     "selector",
     "budget",
     "heads kept",
+    "neurons kept",
     "seconds in all",
 )
 
@@ -308,7 +309,11 @@ def _proof_cell(proofs: Sequence[Proof]) -> ComparedCell:
 
 
 def _methods(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    return _rows(list(map(_method_cells, records)), _METHODS)
+    columns = list(map(_method_cells, records))
+    # Neurons have a row only where feed-forwards were cut.
+    known = set(chain.from_iterable(columns))
+    labels = [label for label in _METHODS if label in known or label != "neurons kept"]
+    return _rows(columns, labels)
 
 
 def _method_cells(record: RunRecord) -> dict[str, ComparedCell]:
@@ -321,7 +326,10 @@ def _method_cells(record: RunRecord) -> dict[str, ComparedCell]:
         mask = record.plan.mask
         texts["selector"] = record.plan.selector
         texts["budget"] = record.plan.wanted or "by hand"
-        texts["heads kept"] = f"{mask.n_kept:,} of {mask.n_heads:,}"
+        kept, whole = mask.kept_counts, mask.counts
+        texts["heads kept"] = f"{kept.heads:,} of {whole.heads:,}"
+        if whole.neurons is not None:
+            texts["neurons kept"] = f"{kept.neurons:,} of {whole.neurons:,}"
     return {label: ComparedCell(text) for label, text in texts.items() if text}
 
 
@@ -371,7 +379,7 @@ def _fates(compared: Sequence[Compared]) -> tuple[FateRow, ...]:
         plan = column.record.plan
         if plan is None:
             return ()
-        own = [(row.site, row.n_heads) for row in plan.mask.rows]
+        own = [(row.site, row.n_heads) for row in plan.mask.rows if not row.neurons]
         if sites is not None and own != sites:
             return ()
         sites = own

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from headprune.core.codec import Value, leaves
+from headprune.core.codec import LATER, Value, leaves
 from headprune.core.errors import PlanMismatch
 from headprune.core.heads import HeadId, HeadMask
 from headprune.core.plan import PruningPlan
@@ -27,6 +27,7 @@ class PlanDifference(Value):
         n_heads: Heads that both cover.
         both_keep, both_remove: Heads on which they agree.
         only_first, only_second: Heads that one keeps and the other removes.
+        neurons: Of every feed-forward, what each plan keeps, in words.
     """
 
     names: tuple[str, str]
@@ -36,6 +37,7 @@ class PlanDifference(Value):
     both_remove: int
     only_first: tuple[HeadId, ...]
     only_second: tuple[HeadId, ...]
+    neurons: tuple[str, ...] = field(default=(), metadata=LATER)
 
     @property
     def agreement(self) -> float:
@@ -53,7 +55,7 @@ class PlanDifference(Value):
         for name, heads in zip(self.names, (self.only_first, self.only_second), strict=True):
             if heads:
                 lines.append(f"kept by {name} alone: {_by_site(heads)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.neurons])
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,9 @@ def plan_difference(
         raise PlanMismatch(
             "plans", "about the same sites with the same head counts", f"two that differ at {odd!r}"
         )
+    neurons = frozenset(row.site for row in (*a.rows, *b.rows) if row.neurons)
+    lines = _neuron_lines(a, b, names, neurons)
+    a, b = _without(a, neurons), _without(b, neurons)
     return PlanDifference(
         names=names,
         titles=(first.title, second.title),
@@ -132,7 +137,29 @@ def plan_difference(
         both_remove=a.n_heads - (a | b).n_kept,
         only_first=tuple(a - b),
         only_second=tuple(b - a),
+        neurons=lines,
     )
+
+
+def _without(mask: HeadMask, sites: frozenset[str]) -> HeadMask:
+    """A mask of the other sites."""
+    return HeadMask(tuple(row for row in mask.rows if row.site not in sites))
+
+
+def _neuron_lines(
+    a: HeadMask, b: HeadMask, names: tuple[str, str], sites: frozenset[str]
+) -> tuple[str, ...]:
+    """What both masks keep of each feed-forward; single neurons would fill pages."""
+    lines = []
+    for row in a.rows:
+        if row.site in sites:
+            theirs = b.kept(row.site)
+            both = len(frozenset(row.kept).intersection(theirs))
+            lines.append(
+                f"{row.site}: {names[0]} keeps {len(row.kept):,} and {names[1]} {len(theirs):,} of"
+                f" {row.n_heads:,} neurons, both of them {both:,}"
+            )
+    return tuple(lines)
 
 
 def _widths(mask: HeadMask) -> dict[str, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from headprune.core.codec import Value
+from headprune.core.codec import LATER, Value
 from headprune.core.display import clean, rich_table
 from headprune.core.errors import HeadPruneError, PlanMismatch
 from headprune.core.plan import PruningPlan
@@ -83,6 +84,7 @@ class Explanation(Value):
         same: Share of resamples in which the lowest units are exactly the same; None without
             per-example numbers.
         notes: Notes of the selector and the scorer.
+        neurons: What every feed-forward keeps, in words; its neurons are not among the units.
     """
 
     title: str
@@ -92,6 +94,7 @@ class Explanation(Value):
     saved: tuple[tuple[str, int, int], ...]
     same: float | None
     notes: tuple[str, ...] = ()
+    neurons: tuple[str, ...] = field(default=(), metadata=LATER)
 
     @property
     def removed(self) -> tuple[Fate, ...]:
@@ -130,8 +133,10 @@ class Explanation(Value):
         return Group(*parts, Text(clean("\n".join(self._after()))))
 
     def _after(self) -> list[str]:
-        """Lines after the units: figures, undecided units and notes."""
-        lines = ["", "what to expect:", *(f"  {line}" for line in self.expected())]
+        """Lines after the units: neurons, figures, undecided units and notes."""
+        lines = ["", "neurons, layer by layer:"] if self.neurons else []
+        lines += [f"  {line}" for line in self.neurons]
+        lines += ["", "what to expect:", *(f"  {line}" for line in self.expected())]
         undecided = self.undecided
         if undecided:
             lines.append("")
@@ -148,7 +153,8 @@ class Explanation(Value):
         lines = []
         if self.share is not None:
             share = f"{100 * self.share:.1f} %"
-            lines.append(f"{share} of all importance is removed, by {self.scorer}'s own measure")
+            of_what = "all importance of heads" if self.neurons else "all importance"
+            lines.append(f"{share} of {of_what} is removed, by {self.scorer}'s own measure")
         for name, removed, whole in self.saved:
             share = f"{100 * removed / whole:.1f} %"
             lines.append(f"{name}: {removed:,} of {whole:,} removed ({share})")
@@ -172,6 +178,8 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
             structure.
     """
     _check(plan, scores)
+    neurons, whole = _neurons(plan, scores), scores
+    scores = scores.without_neurons()
     # 1. Find the units that the plan keeps, least important first.
     ranked = scores.ranked()
     heads = {row.site: frozenset(row.kept) for row in plan.mask.rows}
@@ -214,11 +222,34 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
         scorer=scores.scorer,
         units=tuple(fates),
         share=_share(ranked, removed),
-        saved=_saved(scores, removed),
+        saved=_saved(whole, plan),
         same=same,
         # The plan may repeat notes of the scores.
         notes=tuple(dict.fromkeys((*_choice_note(scores), *plan.notes, *scores.notes))),
+        neurons=neurons,
     )
+
+
+def _neurons(plan: PruningPlan, scores: HeadScores) -> tuple[str, ...]:
+    """What every feed-forward keeps, with mean scores, and its measured price if there is one."""
+    lines = []
+    for number, (site, values) in enumerate(zip(scores.sites, scores.values, strict=True)):
+        if not site.is_feed_forward:
+            continue
+        kept = set(plan.mask.kept(site.name))
+        by_fate: dict[str, list[float]] = {"kept": [], "removed": []}
+        for unit, value in zip(site.units, values, strict=True):
+            by_fate["removed" if kept.isdisjoint(unit) else "kept"].append(value)
+        means = []
+        for fate, of_fate in by_fate.items():
+            if of_fate:
+                means.append(f"{fate} ones score {fmean(of_fate):.3g} on average")
+        n_kept = len(kept.intersection(site.heads))
+        if scores.ladders is not None:
+            means.append(f"alone, that raises the loss by {scores.ladders[number].at(n_kept):.2g}")
+        count = f"{n_kept:,} of {len(site.heads):,} neurons kept"
+        lines.append("; ".join([f"{site.name}: {count}", *means]))
+    return tuple(lines)
 
 
 def _key(unit: ScoredUnit) -> tuple[int, int]:
@@ -296,11 +327,13 @@ def _share(ranked: Sequence[ScoredUnit], removed: Sequence[ScoredUnit]) -> float
     return sum(unit.value for unit in removed) / whole
 
 
-def _saved(scores: HeadScores, removed: list[ScoredUnit]) -> tuple[tuple[str, int, int], ...]:
+def _saved(scores: HeadScores, plan: PruningPlan) -> tuple[tuple[str, int, int], ...]:
     """Sum the costs of the removed units: (name, removed, of the whole model)."""
     if scores.costs is None:
         return ()
     length, whole = scores.costs.length, scores.costs.total
+    kept = {row.site: frozenset(row.kept) for row in plan.mask.rows}
+    removed = (unit for unit in scores.units() if kept[unit.name].isdisjoint(unit.heads))
     parts = Cost.sum(unit.cost for unit in removed if unit.cost)
     rows = [
         ("parameters", parts.params, whole.params),

@@ -185,6 +185,8 @@ def heat_map(
         scores = record.scores
     if scores is None and record.plan is None:
         return None
+    if scores is not None:
+        scores = scores.without_neurons()  # see `headprune.report.neurons`
     source = _map_source(scores, record.plan, pictures)
     scale = source.scale
     below = "≤ " if scale.clipped else ""
@@ -224,8 +226,9 @@ def _map_source(
             ranks[unit.site, unit.unit] = rank
     if plan is not None:
         for row in plan.mask.rows:
-            sites.setdefault(row.site, None)
-            widths.setdefault(row.site, row.n_heads)
+            if not row.neurons:
+                sites.setdefault(row.site, None)
+                widths.setdefault(row.site, row.n_heads)
     scale = _ColourScale.fit(values)
     return _MapSource(plan, pictures, sites, widths, units, ranks, scale, _exponent(values))
 

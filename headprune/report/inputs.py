@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headprune.core.agreement import Agreement
 from headprune.core.changed import ChangedAnswers
 from headprune.core.codec import EMPTY
+from headprune.core.latency import LatencyTable
 from headprune.core.paired import Drop
 from headprune.core.record import SpeedRow
 from headprune.core.scores import HeadScores
@@ -23,6 +24,7 @@ class ReportInputs:
         scores: Other scores of the same model; the head map switches between them and the record's
             own.
         agreement: How alike the scores order the heads.
+        latency: The table that a budget of speed was met by.
         changed: The test rows whose answer changed.
         folder: The run's folder, for commands; by default that of the recipe.
     """
@@ -30,6 +32,7 @@ class ReportInputs:
     pictures: AttentionPictures | None = None
     scores: tuple[HeadScores, ...] = ()
     agreement: Agreement | None = None
+    latency: LatencyTable | None = None
     changed: ChangedAnswers | None = None
     folder: str | None = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headprune.core.heads import AttentionSite
+from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.scores import Cost
 from headprune.report.formats import counts
@@ -39,7 +40,7 @@ class LayerTable:
 
 
 @dataclass(frozen=True)
-class _SiteCost:
+class SiteCost:
     """Heads present and kept, and their costs."""
 
     heads: int
@@ -49,21 +50,20 @@ class _SiteCost:
 
 
 def layer_table(record: RunRecord) -> LayerTable | None:
-    """Sum what the heads of every layer cost; None without a plan or without costs.
+    """Sum what the heads of every layer cost; None without a plan, without costs, or with neurons.
 
     A head's cost is what removing it saves, as the scores count it. What heads share is in no row.
     """
     scores, plan = record.scores, record.plan
     if scores is None or plan is None or scores.costs is None:
         return None
+    if scores.counts.neurons is not None:
+        return None  # `headprune.report.neurons` has heads and neurons in one table
     length = scores.costs.length
     # 1. Add up the units of every site.
     costs = {}
     for site, units in zip(scores.sites, scores.costs.units, strict=True):
-        kept = set(site.heads)
-        if site.name in plan.mask.sites:
-            kept &= set(plan.mask.kept(site.name))
-        costs[site.name] = _site_cost(site, units, kept)
+        costs[site.name] = site_cost(site, units, kept_of(plan, site))
     # 2. Format a row per site, by kind of attention.
     lines = []
     kinds = by_kind({site.name: site.kind for site in scores.sites})
@@ -78,16 +78,22 @@ def layer_table(record: RunRecord) -> LayerTable | None:
     return LayerTable(tuple(lines), _line("all layers", "", whole, length), length, cached)
 
 
-def _site_cost(site: AttentionSite, units: Sequence[Cost], kept: set[int]) -> _SiteCost:
+def kept_of(plan: PruningPlan, site: AttentionSite) -> set[int]:
+    """The present heads of a site that a plan keeps."""
+    kept = set(site.heads)
+    return kept & set(plan.mask.kept(site.name)) if site.name in plan.mask.sites else kept
+
+
+def site_cost(site: AttentionSite, units: Sequence[Cost], kept: set[int]) -> SiteCost:
     """Sum the costs of a site's units; a unit is saved only if all of its heads are removed."""
     after = []
     for heads, cost in zip(site.units, units, strict=True):
         if set(heads) <= kept:
             after.append(cost)
-    return _SiteCost(len(site.heads), len(kept), Cost.sum(units), Cost.sum(after))
+    return SiteCost(len(site.heads), len(kept), Cost.sum(units), Cost.sum(after))
 
 
-def _total(costs: Sequence[_SiteCost]) -> _SiteCost:
+def _total(costs: Sequence[SiteCost]) -> SiteCost:
     heads = kept = 0
     before, after = [], []
     for cost in costs:
@@ -95,10 +101,10 @@ def _total(costs: Sequence[_SiteCost]) -> _SiteCost:
         kept += cost.kept
         before.append(cost.before)
         after.append(cost.after)
-    return _SiteCost(heads, kept, Cost.sum(before), Cost.sum(after))
+    return SiteCost(heads, kept, Cost.sum(before), Cost.sum(after))
 
 
-def _line(label: str, kind: str, cost: _SiteCost, length: int) -> LayerLine:
+def _line(label: str, kind: str, cost: SiteCost, length: int) -> LayerLine:
     before, after = cost.before, cost.after
     # A layer that had lost all heads before has no share.
     share = 100 * cost.kept / cost.heads if cost.heads else 0.0

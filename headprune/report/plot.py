@@ -64,7 +64,8 @@ def head_map(
 ) -> Axes:
     """Draw layers by heads: colour is the score, removed heads are hatched.
 
-    Heads that were removed before have an empty cell.
+    Heads that were removed before have an empty cell. A feed-forward is a bar; its hatched part is
+    the share of neurons that are removed.
 
     Args:
         scores: Importance; None shows the plan alone.
@@ -92,6 +93,7 @@ def head_map(
     ax.set_facecolor("white" if scores is None else _MISSING)
     picture = ax.imshow(np.ma.masked_invalid(grid), cmap=_COLOURS, aspect="auto")
     # 3. Mark what the plan does, and write the scores.
+    _draw_bars(ax, rows, kept, grid.shape[1])
     if kept is not None:
         _mark_heads(ax, rows, kept, colour_kept=scores is None)
     if values:
@@ -238,18 +240,25 @@ _Score = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class _ScoreRow:
-    """One site of a head map; score and standard error of each of its heads."""
+    """One site of a head map; score and standard error of each of its heads.
+
+    ``neurons`` are the present ones of a feed-forward, which has a bar and no cells; else 0.
+    """
 
     site: str
     n_heads: int
     scores: dict[int, _Score]
+    neurons: int = 0
 
 
 def _scored_rows(scores: HeadScores) -> list[_ScoreRow]:
     rows = {}
     for site in scores.sites:
-        rows[site.name] = _ScoreRow(site.name, site.n_query_heads, {})
-    for unit in scores.units():
+        if site.is_feed_forward:
+            rows[site.name] = _ScoreRow(site.name, 1, {}, len(site.heads))
+        else:
+            rows[site.name] = _ScoreRow(site.name, site.n_query_heads, {})
+    for unit in scores.without_neurons().units():
         rows[unit.name].scores.update(dict.fromkeys(unit.heads, (unit.value, unit.standard_error)))
     return list(rows.values())
 
@@ -257,10 +266,14 @@ def _scored_rows(scores: HeadScores) -> list[_ScoreRow]:
 def _planned_rows(plan: PruningPlan) -> list[_ScoreRow]:
     """Rows of a plan without scores: NaN for every head."""
     unscored: _Score = (math.nan, None)
-    return [
-        _ScoreRow(row.site, row.n_heads, dict.fromkeys(range(row.n_heads), unscored))
-        for row in plan.mask.rows
-    ]
+    rows = []
+    for row in plan.mask.rows:
+        if row.neurons:
+            rows.append(_ScoreRow(row.site, 1, {}, row.n_heads))
+        else:
+            unscored_heads = dict.fromkeys(range(row.n_heads), unscored)
+            rows.append(_ScoreRow(row.site, row.n_heads, unscored_heads))
+    return rows
 
 
 def _kept_heads(plan: PruningPlan, rows: Sequence[_ScoreRow]) -> dict[str, set[int]]:
@@ -285,23 +298,47 @@ def _score_grid(rows: Sequence[_ScoreRow]) -> NDArray[np.float64]:
     return grid
 
 
+#: Parts of cells and bars that are removed.
+_HATCHED: dict[str, Any] = {
+    "facecolor": (1, 1, 1, 0.55),
+    "edgecolor": "0.55",
+    "hatch": "////",
+    "linewidth": 0,
+}
+
+
+def _draw_bars(
+    ax: Axes, rows: Sequence[_ScoreRow], kept: dict[str, set[int]] | None, n_columns: int
+) -> None:
+    """Draw a bar for every feed-forward, over the width of all columns."""
+    from matplotlib.patches import Rectangle
+
+    for y, row in enumerate(rows):
+        if not row.neurons:
+            continue
+        n_kept = row.neurons if kept is None else len(kept[row.site])
+        filled = n_columns * n_kept / row.neurons
+        ax.add_patch(Rectangle((-0.5, y - 0.4), n_columns, 0.8, facecolor="white"))
+        ax.add_patch(Rectangle((-0.5, y - 0.4), filled, 0.8, facecolor=_KEPT))
+        rest = n_columns - filled
+        ax.add_patch(Rectangle((filled - 0.5, y - 0.4), rest, 0.8, **_HATCHED))
+        words = f"{row.neurons:,} neurons"
+        if kept is not None:
+            words = f"{n_kept:,} of {words}"
+        ax.text(-0.3, y, words, va="center", fontsize=7, color="black")
+
+
 def _mark_heads(
     ax: Axes, rows: Sequence[_ScoreRow], kept: dict[str, set[int]], colour_kept: bool
 ) -> None:
     """Hatch the removed heads; colour the others where no score does."""
     from matplotlib.patches import Rectangle
 
-    hatched: dict[str, Any] = {
-        "facecolor": (1, 1, 1, 0.55),
-        "edgecolor": "0.55",
-        "hatch": "////",
-        "linewidth": 0,
-    }
     for y, row in enumerate(rows):
         for x in row.scores:
             corner = (x - 0.5, y - 0.5)
             if x not in kept[row.site]:
-                ax.add_patch(Rectangle(corner, 1, 1, **hatched))
+                ax.add_patch(Rectangle(corner, 1, 1, **_HATCHED))
             elif colour_kept:
                 ax.add_patch(Rectangle(corner, 1, 1, facecolor=_KEPT, edgecolor="white"))
 

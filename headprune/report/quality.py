@@ -177,7 +177,7 @@ def _line(record: RunRecord, row: QualityRow, role: Role, base: QualityRow | Non
         name=row.name,
         role=role,
         note=_note(row, role),
-        heads=f"{row.kept_heads:,}",
+        heads=_kept(row),
         value=fixed(row.value, digits),
         short=fixed(row.value, short_digits),
         spread=spread,
@@ -189,6 +189,12 @@ def _line(record: RunRecord, row: QualityRow, role: Role, base: QualityRow | Non
         amount=amount,
         spread_amount=spread_amount,
     )
+
+
+def _kept(row: QualityRow) -> str:
+    """Heads that are kept, and neurons where feed-forwards may be cut."""
+    words = f"{row.kept_heads:,}"
+    return words if row.kept_neurons is None else f"{words} and {row.kept_neurons:,} neurons"
 
 
 def _note(row: QualityRow, role: Role) -> str:
@@ -287,9 +293,9 @@ def _remarks(
         found = record.compared(chosen.name, "random", metric, chosen.split)
         remarks.append(_against_random(metric, chosen, drawn, found))
     # The original model has no budget.
-    budgets = sorted({row.kept_heads for _, row in rows if row is not base})
+    budgets = sorted({(row.kept_heads, _kept(row)) for _, row in rows if row is not base})
     if len(budgets) > 1:
-        kept = ", ".join(f"{budget:,}" for budget in budgets)
+        kept = ", ".join(words for _, words in budgets)
         remarks.append(
             f"The rows do not all keep the same number of heads ({kept}); compare with care."
         )

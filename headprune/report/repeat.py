@@ -109,6 +109,8 @@ def _sites(record: RunRecord) -> tuple[list[str], list[str]]:
     policy = _policy(record)
     if policy is not None:
         options.append(f"policy={policy!r}")
+    if _map(record.recipe, "select").get("feed_forward") is True:
+        options.append("feed_forward=True")
     if not options:
         return [], []
     return imports, [_call("sites = hp.find_sites", "model", *options)]

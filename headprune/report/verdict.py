@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from headprune.core.heads import HeadCounts
 from headprune.core.metrics import LOWER, POINTS, RATIO, drop, is_one_of
 from headprune.core.record import Comparison, QualityRow, RunRecord, SpeedRow
 from headprune.report.formats import fixed, times
@@ -109,20 +110,20 @@ def card_lines(record: RunRecord) -> list[str]:
     return lines
 
 
-def removed_counts(record: RunRecord) -> tuple[int, int] | None:
-    """Count the heads that the plan removes, and those present before it."""
+def removed_counts(record: RunRecord) -> tuple[HeadCounts, HeadCounts] | None:
+    """Count the heads and neurons that the plan removes, and those present before it."""
     if record.plan is None:
         return None
     mask = record.plan.mask
     # The mask also counts heads that were removed before; the scores do not.
-    present = mask.n_heads if record.scores is None else record.scores.n_heads
-    return present - mask.n_kept, present
+    present = mask.counts if record.scores is None else record.scores.counts
+    return present - mask.kept_counts, present
 
 
 def removed_words(record: RunRecord) -> str:
     """Say what the plan removes; empty without a plan."""
     counts = removed_counts(record)
-    return f"{counts[0]:,} of {counts[1]:,} heads" if counts else ""
+    return counts[0].of(counts[1], ",") if counts else ""
 
 
 def headline_speed(record: RunRecord) -> SpeedRow | None:
@@ -380,7 +381,7 @@ def _smaller(record: RunRecord, folder: str | None) -> tuple[str, str]:
     """Suggest half as many heads, with a command if that budget can be met."""
     counts = removed_counts(record)
     assert counts is not None
-    half = (counts[1] - counts[0]) // 2
+    half = (counts[1] - counts[0]).heads // 2
     recipe = recipe_file(record, folder)
     if not recipe or not _can_keep(record, half):
         return "remove more heads", ""
@@ -401,6 +402,8 @@ def _can_keep(record: RunRecord, heads: int) -> bool:
         return False
     # Query heads that share a key/value head are removed together.
     if any(site.n_kv_heads < site.n_query_heads for site in record.scores.sites):
+        return False
+    if record.scores.counts.neurons is not None:  # a budget of heads counts none of them
         return False
     fewest: int = max(1, plan.settings.get("min_heads", 1)) * len(plan.mask.rows)
     return fewest <= heads

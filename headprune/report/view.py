@@ -19,6 +19,7 @@ from headprune.report.formats import count, fixed, flat, signed, significant
 from headprune.report.heatmap import HeatMap, heat_map
 from headprune.report.inputs import NOTHING, ReportInputs
 from headprune.report.layers import LayerTable, layer_table
+from headprune.report.neurons import NeuronTable, neuron_table
 from headprune.report.provenance import Pairs, provenance
 from headprune.report.quality import QualityGroup, headline_rows, quality_groups
 from headprune.report.repeat import command, python_lines
@@ -92,6 +93,7 @@ class View:
     decoding: tuple[DecodingLine, ...]  # generation; empty for encoders
     size: tuple[SizeLine, ...]
     layers: LayerTable | None  # None without a plan or costs
+    neurons: NeuronTable | None  # the same for heads and neurons
     proofs: tuple[ProofLine, ...]
     provenance: tuple[tuple[str, Pairs], ...]  # titled tables
     measurements: Pairs  # metrics without a table of their own
@@ -128,6 +130,7 @@ def view(record: RunRecord, inputs: ReportInputs = NOTHING) -> View:
         decoding=decoding,
         size=tuple(map(_size_line, record.size)),
         layers=layer_table(record),
+        neurons=neuron_table(record, inputs.latency),
         proofs=proofs,
         provenance=provenance(record),
         measurements=flat(metrics),
@@ -209,7 +212,7 @@ def _plan_words(record: RunRecord) -> str:
         how += f" by {plan.scorer}"
     if plan.wanted:
         how += f" to {plan.wanted}"
-    return f"{plan.mask.n_kept:,} of {removed[1]:,} heads are kept, chosen {how}."
+    return f"{plan.mask.kept_counts.of(removed[1], ',')} are kept, chosen {how}."
 
 
 def _headline_quality(record: RunRecord, quality: Sequence[QualityGroup]) -> QualityGroup | None:
@@ -255,7 +258,10 @@ def _facts(
     removed = removed_counts(record)
     if record.plan is not None and removed:
         budget = record.plan.wanted or "by hand"
-        facts.append(Fact("Heads removed", f"{removed[0]:,} of {removed[1]:,}", budget))
+        gone, whole = removed
+        facts.append(Fact("Heads removed", f"{gone.heads:,} of {whole.heads:,}", budget))
+        if whole.neurons is not None:
+            facts.append(Fact("Neurons removed", f"{gone.neurons:,} of {whole.neurons:,}", budget))
     group = _headline_quality(record, quality)
     if group is not None:
         facts += _quality_facts(group)

@@ -11,7 +11,7 @@ from torch import nn
 
 from headprune import recovery, scoring
 from headprune.choice._held_out import Folds, losses_of_fold
-from headprune.choice.auto import Auto
+from headprune.choice.auto import DEFAULT, WITH_NEURONS, Auto
 from headprune.core.errors import InfeasibleBudget, UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan
@@ -69,7 +69,7 @@ class AutoOfRun(Auto):
     @property
     def most_plans(self) -> int:
         """The largest number of plans to judge; candidates that keep the same heads share one."""
-        kinds = len({site.kind for site in self._run.sites})
+        kinds = len({site.kind for site in self._run.sites if not site.is_feed_forward})
         # With several kinds of attention, a plan with a budget for each kind is tried as well.
         plans_per_candidate = 2 if kinds > 1 else 1
         return len(self.candidates) * plans_per_candidate + self.random_draws
@@ -122,4 +122,6 @@ def scorer_of(subject: Subject) -> Scorer:
         return scorer
     # The same settings, and the run that gives it budget, selector and recoveries.
     settings = {name: getattr(scorer, name) for name in scorer.settings}
+    if subject.recipe.select.feed_forward and scorer.candidates == DEFAULT:
+        settings["candidates"] = WITH_NEURONS
     return AutoOfRun(**settings, subject=subject)

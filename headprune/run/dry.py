@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headprune import recovery
 from headprune.core.codec import FrozenDict, Value
-from headprune.core.heads import AttentionSite
+from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.model.cut import cut_
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device, undisturbed
@@ -73,7 +73,7 @@ class DryRun(Value):
         return sum(stage.seconds or 0.0 for stage in self.stages)
 
     def __str__(self) -> str:
-        heads = sum(len(site.heads) for site in self.sites)
+        heads = HeadCounts.present(self.sites)
         units = sum(len(site.units) for site in self.sites)
 
         # 1. What the run works on.
@@ -81,7 +81,7 @@ class DryRun(Value):
         lines = [
             f"{self.name}: {self.model}, {self.parameters:,} parameters on {self.device}",
             f"rows: {rows}",
-            f"{heads} heads in {units} prune units, at {len(self.sites)} sites; {self.budget}",
+            f"{heads} in {units} prune units, at {len(self.sites)} sites; {self.budget}",
         ]
         lines += [f"  {site}" for site in self.sites]
 

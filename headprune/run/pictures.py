@@ -12,6 +12,7 @@ from torch.nn import functional
 from headprune.core.errors import HeadPruneError
 from headprune.data.features import Example
 from headprune.maps.pictures import AttentionPictures, ShownExample
+from headprune.model.sites import Sites
 from headprune.run.subject import Subject
 from headprune.scoring._attention_maps import attention_maps
 
@@ -27,6 +28,7 @@ _PIXELS = 32
 
 def draw_attention(subject: Subject) -> AttentionPictures | None:
     """Draw pictures of some short test rows; None, with a warning, without attention maps."""
+    attention = _attention(subject)
     rows = _choose_rows(subject)
     examples = [subject.data.examples["test"][row] for row in rows]
     batch = subject.data.collate(examples)
@@ -34,7 +36,7 @@ def draw_attention(subject: Subject) -> AttentionPictures | None:
     image = _grid(subject, batch)
     try:
         maps = attention_maps(
-            subject.model, batch, sites=subject.sites, tokenizer=tokenizer, image=image
+            subject.model, batch, sites=attention, tokenizer=tokenizer, image=image
         )
     except Exception as error:  # a run does not fail for its pictures
         reason = f"{type(error).__name__}: {error}"
@@ -44,6 +46,12 @@ def draw_attention(subject: Subject) -> AttentionPictures | None:
         return None
     shown = [_shown(subject, row, example) for row, example in zip(rows, examples, strict=True)]
     return AttentionPictures.of(maps, shown)
+
+
+def _attention(subject: Subject) -> Sites:
+    """The sites that have attention maps."""
+    attention = [site for site in subject.sites if not site.is_feed_forward]
+    return Sites(attention, subject.sites.layouts.values(), subject.sites.not_taken)
 
 
 def _choose_rows(subject: Subject) -> list[int]:
@@ -56,7 +64,7 @@ def _choose_rows(subject: Subject) -> list[int]:
     rows = rows[:_EXAMPLES]
 
     # One row's maps are [heads, tokens, tokens] of four bytes each.
-    heads = sum(len(site.heads) for site in subject.sites)
+    heads = sum(len(site.heads) for site in _attention(subject))
     longest = max(lengths[row] for row in rows)
     tokens = max(longest, _image_tokens(subject), 1)
     n_fitting = _MEMORY // (4 * heads * tokens**2)

@@ -9,13 +9,14 @@ from pathlib import Path
 from headprune.core.agreement import Agreement
 from headprune.core.changed import ChangedAnswers
 from headprune.core.errors import InvalidValue
+from headprune.core.latency import LatencyTable
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.maps.pictures import AttentionPictures
 from headprune.report.comparison import Compared
 from headprune.report.inputs import ReportInputs
 from headprune.report.write import write_comparison, write_report
-from headprune.run.journal import ANSWERS, ATTENTION, RECIPE, record_path
+from headprune.run.journal import ANSWERS, ATTENTION, LATENCY, RECIPE, record_path
 
 #: Other scores of the run's model, by the run itself or by ``headprune score --out``.
 _SCORES = "scores-*.json"
@@ -30,9 +31,12 @@ def report_run(record: RunRecord, folder: Path, out: Path | None = None) -> tupl
         out: Folder for the reports; default ``folder``.
 
     Raises:
-        InvalidValue: a file of pictures or scores that cannot be read.
+        InvalidValue: a file of pictures, scores or latencies that cannot be read.
     """
-    return write_report(record, out or folder, inputs_in(record, folder))
+    inputs = inputs_in(record, folder)
+    if (folder / LATENCY).is_file():
+        inputs = replace(inputs, latency=LatencyTable.load(folder / LATENCY))
+    return write_report(record, out or folder, inputs)
 
 
 def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:

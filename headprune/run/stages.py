@@ -19,6 +19,7 @@ from headprune.bench.size import sizes
 from headprune.checkpoints import card
 from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.core.changed import ChangedAnswers
+from headprune.core.heads import HeadCounts
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
@@ -151,7 +152,7 @@ def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> Non
     # 1. The plan itself, on test and validation rows.
     name = scores.chosen.scorer
     with gated(subject.model, plan, subject.sites):
-        chosen = subject.report(subject.model, name, plan.mask.n_kept)["test"]
+        chosen = subject.report(subject.model, name, plan.mask.kept_counts)["test"]
 
     # 2. Magnitude, on test rows.
     if scores.magnitude is not None:
@@ -181,14 +182,16 @@ def _baseline(subject: Subject, scores: HeadScores) -> tuple[Quality, QualityRow
     plan = choose_heads(subject, scores, baseline=True)
     with gated(subject.model, plan, subject.sites):
         quality = subject.judge(subject.model, "test")
-    return quality, quality_row(quality, scores.scorer, plan.mask.n_kept, "test")
+    return quality, quality_row(quality, scores.scorer, plan.mask.kept_counts, "test")
 
 
 def _mean(rows: list[QualityRow]) -> QualityRow:
     """One row for several draws: means, and the standard deviation of the metric."""
     values = [row.value for row in rows]
+    neurons = [row.kept_neurons for row in rows if row.kept_neurons is not None]
     return replace(
         rows[0],
+        kept_neurons=round(statistics.fmean(neurons)) if neurons else None,
         kept_heads=round(statistics.fmean(row.kept_heads for row in rows)),
         value=statistics.fmean(values),
         loss=statistics.fmean(row.loss for row in rows),
@@ -219,9 +222,9 @@ def compare_answers(subject: Subject, pruned: nn.Module) -> ChangedAnswers | Non
 # -------------------------------------------------------------------------------------------- cut
 
 
-def count_heads(subject: Subject, model: nn.Module) -> int:
-    """Count the heads that the subject's model, or its cut copy, has now."""
-    return sum(len(bound.site.heads) for bound in bind(model, subject.sites))
+def count_heads(subject: Subject, model: nn.Module) -> HeadCounts:
+    """Count the heads and neurons that the subject's model, or its cut copy, has now."""
+    return HeadCounts.present(bound.site for bound in bind(model, subject.sites))
 
 
 def cut(subject: Subject, plan: PruningPlan) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,9 @@ from headprune.bench.translation import check_sacrebleu, evaluate_translation
 from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.files import staged, write_atomic
+from headprune.core.heads import HeadCounts, Policy
 from headprune.core.latency import LatencyTable
+from headprune.core.layout import AttentionLayout
 from headprune.core.record import Comparison, QualityRow
 from headprune.data.datasets import Data, RawData, encode_rows, load_rows
 from headprune.data.imported import check_takes, own_layouts
@@ -144,7 +146,7 @@ class Subject:
         return self.evaluate(model, split, self._batches[split])
 
     def report(
-        self, model: nn.Module, name: str, kept_heads: int, trained: bool = False
+        self, model: nn.Module, name: str, kept: HeadCounts, trained: bool = False
     ) -> dict[str, Quality]:
         """Evaluate a model on test and validation rows, and note and print both.
 
@@ -161,7 +163,7 @@ class Subject:
         for split in _SPLITS:
             quality = self.base[split] if name == "base" else self.judge(model, split)
             by_split[split] = quality
-            rows.append(quality_row(quality, name, kept_heads, split, trained))
+            rows.append(quality_row(quality, name, kept, split, trained))
             if name != "base":
                 comparisons += compared(name, "base", split, [self.base[split]], [quality])
         self.journal.note(quality=tuple(rows), comparisons=comparisons)
@@ -179,13 +181,13 @@ class Subject:
 
 
 def quality_row(
-    quality: Quality, name: str, kept_heads: int, split: str, trained: bool = False
+    quality: Quality, name: str, kept: HeadCounts, split: str, trained: bool = False
 ) -> QualityRow:
     """Make a row of the accuracy table."""
     low, high = interval_of(quality)
     return QualityRow(
         name,
-        kept_heads,
+        kept.heads,
         quality.metric,
         quality.value,
         split,
@@ -194,6 +196,7 @@ def quality_row(
         trained=trained,
         low=low,
         high=high,
+        kept_neurons=kept.neurons,
     )
 
 
@@ -373,8 +376,21 @@ def _open_base(recipe: Recipe, folder: Path) -> nn.Module:
 
 
 def _find_sites(model: nn.Module, recipe: Recipe) -> Sites:
-    """Find the model's sites; refuse a policy that one of its layouts does not have."""
+    """Find the model's sites; refuse a policy or feed-forwards that no layout has."""
     layouts, policy = own_layouts(recipe.model), recipe.select.policy
+    attention = _attention(model, layouts, policy)
+    if not recipe.select.feed_forward:
+        return attention
+    try:
+        return find_sites(model, layouts, policy, feed_forward=True)
+    except UnsupportedModel as error:
+        must = "left out for a model without feed-forwards that headprune knows"
+        hint = f"{error.where} has {error.got}. {error.hint}"
+        raise InvalidValue("select.feed_forward", must, "true", hint) from error
+
+
+def _attention(model: nn.Module, layouts: Sequence[AttentionLayout], policy: Policy) -> Sites:
+    """Find the attention of a model; refuse a policy that one of its layouts does not have."""
     if policy == "group":  # every layout has it
         return find_sites(model, layouts)
     try:

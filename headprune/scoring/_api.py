@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -120,6 +120,7 @@ def score(
     bound = bind(model, sites)
     located = sites_of(bound)
     _check_has_heads(located)
+    _check_neurons(named, located)
     check_in_memory(model, _LOAD, known=True)
     mark = fingerprint(model, located)
     not_covered = not_taken(model, list(located) if sites is None else sites)
@@ -191,6 +192,15 @@ def _check_arguments(batches: Any, until: Any, processes: Any) -> None:
 def _check_has_heads(sites: Sites) -> None:
     if not any(site.heads for site in sites):
         raise UnsupportedModel("the model", "one with a head", "no head at any site")
+
+
+def _check_neurons(named: Sequence[tuple[str, Scorer]], sites: Sites) -> None:
+    """Refuse scorers of attention maps where feed-forwards are among the sites."""
+    for name, scorer in named:
+        if not scorer.scores_neurons and any(site.is_feed_forward for site in sites):
+            must = "one that scores neurons, with feed-forwards among the sites"
+            hint = "It reads attention maps; score the sites of find_sites(model) with it."
+            raise InvalidValue("score(scorer=)", must, repr(name), hint)
 
 
 def _run_first_batch(problem: ScoringProblem, until: Stable | None) -> None:

@@ -78,6 +78,8 @@ class Scorer(ABC):
     #: Whether it reads losses, or which tokens count in them. Without that, labels may be missing
     #: or anything.
     reads_loss: ClassVar[bool] = True
+    #: Whether it can score the neurons of feed-forwards, which have no attention maps.
+    scores_neurons: ClassVar[bool] = True
 
     @property
     def settings(self) -> FrozenDict:

@@ -357,6 +357,7 @@ class MapScorer(Scorer):
     unit's heads."""
 
     reads_loss: ClassVar[bool] = False
+    scores_neurons: ClassVar[bool] = False
 
     @abstractmethod
     def of_rows(self, probabilities: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class Attattr(Scorer):
         steps: m, of the sum that stands for the integral; the paper's is 20.
         of: F: ``probability`` (the paper), or ``loss``, the log-probability ``-loss``.
     """
+
+    scores_neurons: ClassVar[bool] = False
 
     steps: int = 20
     of: str = "probability"

@@ -7,12 +7,15 @@ from typing import ClassVar
 
 import torch
 
+from headprune.core.levels import LEVELS
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem, units_per_site
 
 
 @dataclass(frozen=True)
 class Random(Scorer):
     """``I_h`` uniform in [0, 1), drawn from its own generator: torch's random state is kept.
+
+    That of a neuron is divided by the neurons of a level, so that a level counts like a head.
 
     When: as the baseline that every other scorer must beat.
 
@@ -25,6 +28,9 @@ class Random(Scorer):
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         generator = torch.Generator().manual_seed(self.seed)
-        n_units = sum(units_per_site(problem.bound))
-        values = torch.rand(n_units, generator=generator, dtype=torch.float64)
+        counts = units_per_site(problem.bound)
+        values = torch.rand(sum(counts), generator=generator, dtype=torch.float64)
+        for b, of_site in zip(problem.bound, values.split(counts), strict=True):
+            if b.layout.is_feed_forward:
+                of_site /= max(1.0, len(of_site) / LEVELS)
         return Estimate(values, seed=self.seed)

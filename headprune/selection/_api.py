@@ -272,9 +272,11 @@ def _notes(task: SelectionTask, scores: HeadScores, mask: HeadMask) -> tuple[str
         notes.extend(cache_notes(scores.sites, mask))
     else:
         notes.append(_NOTHING)
-    emptied = [site.name for site in scores.sites if site.heads and not mask.kept(site.name)]
-    if emptied:
-        notes.append(f"Without a head: {', '.join(emptied)}.")
+    emptied = [site for site in scores.sites if site.heads and not mask.kept(site.name)]
+    for noun, neurons in (("head", False), ("neuron", True)):
+        names = [site.name for site in emptied if site.is_feed_forward is neurons]
+        if names:
+            notes.append(f"Without a {noun}: {', '.join(names)}.")
     for verb, positions in (("Kept", task.must_keep), ("Removed", task.must_remove)):
         if positions:
             notes.append(f"{verb} on request: {_labels(task.scores, positions)}.")
@@ -288,7 +290,7 @@ def _labels(scores: HeadScores, positions: frozenset[Position]) -> str:
     labels = []
     for place, unit in sorted(positions):
         site = scores.sites[place]
-        labels.append(f"{site.name}{list(site.units[unit])}")
+        labels.append(site.words(site.units[unit]))
     return ", ".join(labels)
 
 

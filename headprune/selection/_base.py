@@ -95,7 +95,8 @@ class Problem:
             if count not in self.counts[place]:
                 plural = "" if count == 1 else "s"
                 allowed = _alternatives(self.counts[place])
-                return f"{count} head{plural} at {site.name}, which may have {allowed}"
+                noun = "neuron" if site.is_feed_forward else "head"
+                return f"{count} {noun}{plural} at {site.name}, which may have {allowed}"
         return ""
 
     def by_site(self, keep: Iterable[Position]) -> list[set[int]]:
@@ -208,7 +209,7 @@ def mask_of(sites: Sequence[AttentionSite], keep: Iterable[Position]) -> HeadMas
     for place, unit in keep:
         kept[place].extend(sites[place].units[unit])
     rows = zip(sites, kept, strict=True)
-    return HeadMask(tuple(SiteKeep(s.name, s.n_query_heads, tuple(sorted(h))) for s, h in rows))
+    return HeadMask(tuple(SiteKeep.of(site, heads) for site, heads in rows))
 
 
 def _alternatives(counts: frozenset[int]) -> str:

@@ -310,7 +310,7 @@ def _names(problem: Problem, units: Sequence[_Unit]) -> str:
     for unit in units[:_NAMED]:
         place, number = unit.position
         site = problem.scores.sites[place]
-        names.append(f"{site.name}{list(site.units[number])}")
+        names.append(site.words(site.units[number]))
     text = ", ".join(names)
     more = len(units) - _NAMED
     if more > 0:

@@ -80,7 +80,7 @@ def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget]
     """
     heads: dict[str, int] = {}
     for site in sites:
-        if site.heads:
+        if site.heads and not site.is_feed_forward:  # whose neurons are no heads
             heads[site.kind] = heads.get(site.kind, 0) + len(site.heads)
     # One kind alone needs no budget of its own.
     if len(heads) < 2 or budget.keep_heads is None:

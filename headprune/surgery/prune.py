@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headprune.core.coverage import coverage_note
 from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
-from headprune.core.heads import AttentionSite, HeadMask, without
+from headprune.core.heads import AttentionSite, HeadCounts, HeadMask, without
 from headprune.core.indices import indices
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
@@ -65,10 +65,22 @@ class PruneReport:
     def n_removed(self) -> int:
         return sum(len(heads) for _, heads in self.removed)
 
+    def _counts(self) -> str:
+        """Heads, and neurons where feed-forwards are among the sites, in words."""
+        now = HeadCounts.present(self.sites)
+        if now.neurons is None:
+            return f"removed {self.n_removed} heads"
+        removed = dict(self.removed)
+        before = HeadCounts.sum(
+            (len(site.heads) + len(removed.get(site.name, ())), site.is_feed_forward)
+            for site in self.sites
+        )
+        return f"{now.of(before)} kept"
+
     def __str__(self) -> str:
         percent = 100 * (1 - self.params_after / self.params_before)
         sizes = f"{self.params_before:,} -> {self.params_after:,} parameters (-{percent:.1f} %)"
-        text = f"removed {self.n_removed} heads, {sizes}"
+        text = f"{self._counts()}, {sizes}"
         if self.proof is None:
             return f"{text}, not compared with the gated model (no example given)"
         return (
@@ -99,8 +111,8 @@ def prune_(
         example: A batch of the model. With it the pruned model is compared with the gated one.
             Needed where an attention runs code of your own (a subclass's ``forward``, a hook),
             which is tried under other masks too.
-        sites: Default ``find_sites(model, policy=...)`` with the plan's policy.
-        optimizer: One or several of the model's, which go on with the new parameters and their part
+        sites: Default ``find_sites`` with the plan's policy and sites.
+        optimizer: One or several of the model's, which go on with new parameters and their part
             of the state.
 
     Raises:

@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification
 
 import headprune as hp
 from headprune.checkpoints.checkpoint import applicable_formats
-from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.levels import level_widths
 from headprune.layouts import registry
@@ -249,11 +248,7 @@ def test_a_folder_that_would_not_load_is_not_written(
     hp.prune_(bert, hp.HeadMask.from_keep({neurons(sites)[0].name: range(40)}, n_heads))
     with pytest.raises(InvalidValue, match="all sites that were cut, feed-forwards too"):
         hp.save_pretrained(bert, tmp_path / "a", sites=attention)
-    hp.save_pretrained(bert, tmp_path / "b")
-    with pytest.raises(UnsupportedModel, match="feed-forwards are whole"):
-        prune_checkpoint(tmp_path / "b", hp.HeadMask.full(attention), tmp_path / "c")
     assert not (tmp_path / "a").exists()
-    assert not (tmp_path / "c").exists()
 
 
 def test_layers_named_like_those_of_torch_are_passed_over() -> None:

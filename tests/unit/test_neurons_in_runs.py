@@ -1,0 +1,382 @@
+"""Neurons in runs, on the command line, in stored files and in pictures: their words and sizes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForSequenceClassification
+
+import headprune as hp
+from headprune.bench.latency_tables import latency_table
+from headprune.checkpoints.streaming import prune_checkpoint
+from headprune.choice.auto import WITH_NEURONS
+from headprune.cli.prune import _as_settings, _Choice
+from headprune.core.codec import EMPTY
+from headprune.core.errors import InvalidValue
+from headprune.core.heads import AttentionSite, places
+from headprune.core.latency import LatencyTable
+from headprune.core.scores import Cost, CostTable, ModelFingerprint
+from headprune.model.running import call
+from headprune.recipes.schema import Recipe
+from headprune.recipes.validate import RecipeError
+from headprune.report.difference import plan_difference
+from headprune.report.explanation import explain
+from headprune.run import subject
+from headprune.run.auto import scorer_of
+from headprune.selection._units import bundled
+from tests.command_line import refused
+from tests.small_recipes import checked_recipe, quiet_run, quietly_prepared, write_rows
+
+mpl.use("Agg")
+
+WIDTH = 96
+CONFIG = {
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": WIDTH,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture
+def bert() -> Any:
+    torch.manual_seed(1)
+    return BertForSequenceClassification(BertConfig(**CONFIG)).eval()
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": torch.randint(0, 20, (6, 9), generator=generator),
+        "labels": torch.randint(0, 2, (6,), generator=generator),
+    }
+
+
+def recipe(folder: Path, select: dict[str, Any], **sections: Any) -> Recipe:
+    """A language model of one layer on random tokens."""
+    draw = random.Random(0)
+    rows = ({"tokens": draw.choices(range(17), k=8)} for _ in range(40))
+    data = {"path": str(write_rows(folder / "rows.jsonl", rows)), "tokens": "tokens"}
+    config = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "max_position_embeddings": 32}
+    config |= {"bos_token_id": 1, "eos_token_id": 2}
+    return checked_recipe(
+        "causal_lm",
+        {"class_name": "LlamaForCausalLM", "config": config},
+        data,
+        select={"feed_forward": True, **select},
+        **{"score": {"scorer": "ladder", "random_draws": 1}, **sections},
+        out=str(folder / "out"),
+    )
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+def steady(*args: Any, **kwargs: Any) -> LatencyTable:
+    """A table that is measured, and then gets other times: 1 s for the model, 0.2 s a site."""
+    found = latency_table(*args, **{**kwargs, "seconds": 0})
+    rows = []
+    for row in found.sites:
+        seconds: list[float | None] = [None] * len(row.seconds)
+        for n, known in enumerate(row.seconds):
+            if known is not None:
+                seconds[n] = 0.2 * n / (len(seconds) - 1)
+        rows.append(replace(row, seconds=tuple(seconds)))
+    return replace(found, whole=1.0, sites=tuple(rows))
+
+
+def test_a_run_cuts_neurons_to_a_speed_and_reports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "latency_table", steady)
+    timed = {"speedup": 1.3, "latency": {"batch_size": 3, "length": 5, "seconds": 0.01}}
+    record = quiet_run(recipe(tmp_path, timed, report=True))
+    # 1. The plan meets the budget by a table of heads and neurons.
+    table = LatencyTable.load(tmp_path / "out" / "latency.json")
+    assert [row.neurons for row in table.sites] == [False, True, False, True]
+    assert record.plan is not None
+    assert record.plan.selector == "knapsack"
+    assert table.whole / table.predict(record.plan.mask) >= 1.3 * (1 - 1e-9)
+    # 2. Heads and neurons are counted apart.
+    kept, whole = record.plan.mask.kept_counts, record.plan.mask.counts
+    assert (whole.heads, whole.neurons) == (8, 96)
+    (chosen,) = {row.kept for row in record.quality if row.name == "ladder"}
+    assert chosen == kept
+    sizes = {row.name: (row.original, row.pruned) for row in record.size}
+    assert sizes["heads"] == (8, kept.heads)
+    assert sizes["neurons"] == (96, kept.neurons)
+    # 3. The report says so, and what each layer has bought.
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    for text in (html, markdown):
+        assert kept.of(whole, ",") in text
+    row = table.row("model.layers.0.mlp")
+    after = row[len(record.plan.mask.kept("model.layers.0.mlp"))]
+    assert row[-1] is not None
+    assert after is not None
+    assert f"{1000 * row[-1]:.2f} → {1000 * after:.2f}" in html
+    assert "48, head" not in html  # no map has a cell per neuron
+    assert "hp.find_sites(model, feed_forward=True)" in markdown  # the lines that repeat the run
+
+
+def test_auto_tries_ladders_and_plain_scorers_of_neurons(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, {"keep_macs": 0.6}, score={"random_draws": 0, "magnitude": False})
+    auto: Any = scorer_of(quietly_prepared(wanted))
+    assert auto.candidates == WITH_NEURONS
+    heads_alone = recipe(tmp_path, {"keep_macs": 0.6, "feed_forward": False})
+    assert "ladder" not in scorer_of(quietly_prepared(heads_alone)).settings.get("candidates", ())
+    record = quiet_run(wanted)
+    assert record.scores is not None
+    assert record.scores.choice is not None
+    names = {candidate.name for candidate in record.scores.choice.candidates}
+    assert {"ladder (order=surgeon)", "ladder (order=taylor)", "taylor"} <= names
+
+
+@pytest.mark.parametrize(
+    ("select", "sections", "says"),
+    [
+        ({"keep_macs": 0.5}, {"score": {"scorer": "entropy"}}, "one that scores neurons"),
+        ({"keep_heads": 0.5}, {}, "another budget with feed_forward"),
+        ({"keep_kv": 0.5}, {}, "another budget with feed_forward"),
+    ],
+)
+def test_a_recipe_that_has_no_meaning_for_neurons_is_refused(
+    select: dict[str, Any], sections: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=says):
+        recipe(tmp_path, select, **sections)
+
+
+def test_a_model_without_feed_forwards_is_refused_before_it_is_scored(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, {"keep_macs": 0.5})
+    config = {**wanted.model.config, "num_local_experts": 2, "num_experts_per_tok": 1}
+    experts = wanted.model.model_copy(
+        update={"class_name": "MixtralForCausalLM", "config": {**config, "num_key_value_heads": 4}}
+    )
+    with pytest.raises(InvalidValue, match=r"select\.feed_forward"):
+        quietly_prepared(wanted.model_copy(update={"model": experts}))
+
+
+def test_the_selector_of_ladders_is_knapsack(tmp_path: Path) -> None:
+    heads = recipe(tmp_path, {"keep_heads": 0.5, "feed_forward": False})
+    assert heads.select.selector == "knapsack"
+    named = recipe(tmp_path, {"keep_macs": 0.5, "selector": "global_topk"})
+    assert named.select.selector == "global_topk"
+
+
+def test_scorers_of_maps_are_refused_at_once(bert: Any, batch: Any) -> None:
+    sites = hp.find_sites(bert, feed_forward=True)
+    for scorer in ("entropy", "attattr"):
+        with pytest.raises(InvalidValue, match="one that scores neurons"):
+            hp.score(bert, [batch], scorer, sites=sites)
+
+
+def test_random_levels_count_like_random_heads(bert: Any) -> None:
+    sites = hp.find_sites(bert, feed_forward=True)
+    levels = bundled(hp.score(bert, None, "random", sites=sites))
+    for site, row in zip(levels.sites, levels.values, strict=True):
+        assert len(row) == (12 if site.is_feed_forward else 4)
+        assert min(row) >= 0
+        assert max(row) <= 1
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("amounts", "feed_forward", "neurons"),
+    [
+        ({"--speedup": 2.0}, None, True),
+        ({"--speedup": 2.0}, False, False),
+        ({"--keep-macs": 0.5}, None, False),
+        ({"--keep-macs": 0.5}, True, True),
+    ],
+)
+def test_speedup_cuts_neurons_unless_told_not_to(
+    amounts: dict[str, float], feed_forward: bool | None, neurons: bool
+) -> None:
+    settings = _as_settings(_Choice(amounts, None, None, feed_forward), ["score.scorer=taylor"])
+    assert ("select.feed_forward=true" in settings) is neurons
+    assert ("score.scorer=ladder" in settings) is neurons
+    assert settings[-1] == "score.scorer=taylor"  # the user's own word is the last
+
+
+@pytest.mark.parametrize("option", ["--speedup 2", "--no-feed-forward"])
+def test_options_of_a_run_need_data(option: str, tmp_path: Path) -> None:
+    line = f"prune --model m --plan plan.json --out {tmp_path / 'out'} {option}"
+    assert "left out without --data" in refused(line)
+
+
+# ---------------------------------------------------------------------------------- stored and drawn
+
+
+def of_bert_base() -> hp.HeadScores:
+    """Made-up scores of BERT-base with all of its neurons."""
+    draw = random.Random(0)
+    sites, values, costs = [], [], []
+    for layer in range(12):
+        name = f"bert.encoder.layer.{layer}"
+        heads, neurons = tuple(range(12)), tuple(range(3072))
+        attention = AttentionSite(f"{name}.attention", "bert", "self", 12, 12, 64, 64, heads)
+        sites.append(attention)
+        values.append(tuple(draw.random() for _ in heads))
+        costs.append((Cost(196_800, 0, 196_608, 128, 0),) * 12)
+        layout = "feed_forward_bert"
+        sites.append(AttentionSite(name, layout, "feed_forward", 3072, 3072, 1, 1, neurons))
+        values.append(tuple(draw.random() / 100 for _ in neurons))
+        costs.append((Cost(1537, 0, 1536, 0, 0),) * 3072)
+    total = Cost(109_000_000, 0, 85_000_000, 20_000, 0)
+    return hp.HeadScores(
+        tuple(sites),
+        tuple(values),
+        None,
+        "made up",
+        EMPTY,
+        1,
+        ModelFingerprint("s", "w"),
+        costs=CostTable(total, tuple(costs), 128),
+    )
+
+
+def test_files_of_bert_base_with_all_neurons_are_small(tmp_path: Path) -> None:
+    scores = of_bert_base()
+    # A selector decides on a dozen levels per feed-forward.
+    assert sum(len(row) for row in bundled(scores).values) == 12 * (12 + 12)
+    plan = hp.select(scores, hp.Budget(keep_params=0.5), "knapsack")
+    assert plan.save(tmp_path / "plan.json").stat().st_size < 2**20
+    assert scores.save(tmp_path / "scores.json").stat().st_size < 2 * 2**20
+    again = hp.HeadScores.load(tmp_path / "scores.json")
+    assert again == scores
+    assert again.digest == scores.digest
+    assert hp.PruningPlan.load(tmp_path / "plan.json") == plan
+
+
+def test_equal_costs_of_a_long_row_are_written_once_and_those_of_heads_as_before() -> None:
+    data = of_bert_base().to_dict()
+    heads, neurons = data["costs"]["units"][:2]
+    assert len(heads) == 12
+    assert "times" not in heads[0]
+    assert [run["times"] for run in neurons] == [3072]
+    # Files of before have every cost.
+    longhand = copy.deepcopy(data)
+    cost = {key: value for key, value in neurons[0].items() if key != "times"}
+    longhand["costs"]["units"] = [
+        row if len(row) == 12 else [cost] * 3072 for row in data["costs"]["units"]
+    ]
+    assert hp.HeadScores.from_dict(longhand) == hp.HeadScores.from_dict(data)
+    for times in (0, -1, True, 1 << 40, "9"):
+        neurons[0]["times"] = times
+        with pytest.raises(InvalidValue, match="times"):
+            hp.HeadScores.from_json(json.dumps(data))
+
+
+def test_a_feed_forward_is_a_bar_in_every_picture() -> None:
+    scores = of_bert_base()
+    plan = hp.select(scores, hp.Budget(keep_params=0.5), "knapsack")
+    row = plan.mask.row("bert.encoder.layer.3")
+    words = f"{len(row.kept):,} of 3,072 neurons"
+    assert plan.title.startswith(plan.mask.kept_counts.of(plan.mask.counts))
+    assert words in str(plan)
+    assert words in plan._repr_html_()
+    assert "3,072 neurons" in str(scores)
+    assert max(map(len, str(scores).split("\n"))) < 130
+    assert max(len(line.cells) for line in scores.rows(frozenset(plan.mask))) == 12
+    axes = hp.plot.head_map(scores, plan)
+    assert words in {text.get_text() for text in axes.texts}
+    assert len(axes.get_xticks()) == 12
+
+
+def test_explanations_and_differences_count_neurons() -> None:
+    scores = of_bert_base()
+    plan = hp.select(scores, hp.Budget(keep_params=0.5), "knapsack")
+    other = hp.select(scores, hp.Budget(keep_params=0.6), "knapsack")
+    explained = explain(plan, scores)
+    kept = len(plan.mask.kept("bert.encoder.layer.3"))
+    assert f"bert.encoder.layer.3: {kept:,} of 3,072 neurons kept" in str(explained)
+    assert len(explained.units) == 144
+    # Costs are those of everything that is removed.
+    (_, removed, _), *_ = explained.saved
+    counts = plan.mask.counts - plan.mask.kept_counts
+    assert counts.neurons is not None
+    assert removed == 196_800 * counts.heads + 1537 * counts.neurons
+    text = str(plan_difference(plan, other, ("a", "b")))
+    assert f"a keeps {kept:,} and b" in text
+    assert len(text) < 5000
+
+
+def test_counts_of_a_cut_model_are_of_heads_and_of_neurons(
+    bert: Any, batch: Any, tmp_path: Path
+) -> None:
+    sites = hp.find_sites(bert, feed_forward=True)
+    keep = {sites[0].name: [0, 1], sites[1].name: range(40), sites[3].name: ()}
+    mask = hp.HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
+    report = hp.prune_(bert, mask, example=batch)
+    assert str(report).startswith("6 of 8 heads and 40 of 192 neurons kept, ")
+    hp.save_pretrained(bert, tmp_path)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "6 of 8 heads and 40 of 192 neurons" in card
+
+
+def test_a_kind_goes_before_a_name_only_where_it_is_there() -> None:
+    def named(name: str, kind: Any) -> AttentionSite:
+        return AttentionSite(name, "bert", kind, 2, 2, 4, 4, (0, 1))
+
+    assert places([named("feed_forward", "self"), named("b", "self")], "feed_forward") == (0,)
+    both = [named("feed_forward", "self"), named("b", "feed_forward")]
+    assert places(both, "feed_forward") == (1,)
+
+
+# ------------------------------------------------------------------------------------------- models
+
+
+def test_a_layer_without_heads_and_neurons_multiplies_no_matrices(bert: Any, batch: Any) -> None:
+    sites = hp.find_sites(bert, feed_forward=True)
+    keep: dict[str, Any] = {site.name: () for site in sites[2:]}
+    mask = hp.HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
+    inputs = {"input_ids": batch["input_ids"]}
+    with hp.gated(bert, mask), torch.no_grad():
+        expected = call(bert, inputs).logits
+    hp.prune_(bert, mask)
+    products = []
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        got = call(bert, inputs).logits
+    layers = counter.get_flop_counts()
+    for number in range(2):
+        of_layer = layers[f"BertForSequenceClassification.bert.encoder.layer.{number}"]
+        products.append(sum(of_layer.values()))
+    assert products[0] > 0
+    assert products[1] == 0
+    assert torch.equal(got, expected)
+
+
+def test_streaming_cuts_neurons_and_folders_with_cut_neurons(bert: Any, tmp_path: Path) -> None:
+    bert.save_pretrained(tmp_path / "whole")
+    sites = hp.find_sites(bert, feed_forward=True)
+    n_heads = {site.name: site.n_query_heads for site in sites}
+    both = hp.HeadMask.from_keep({sites[0].name: [1, 2], sites[1].name: range(40)}, n_heads)
+    heads = hp.HeadMask.from_keep(
+        {sites[0].name: [1], sites[2].name: [3]}, {site.name: 4 for site in (sites[0], sites[2])}
+    )
+    report = prune_checkpoint(tmp_path / "whole", both, tmp_path / "once")
+    assert "removed 2 heads and 56 neurons" in str(report)
+    prune_checkpoint(tmp_path / "once", heads, tmp_path / "twice")
+    hp.prune_(bert, both)
+    hp.prune_(bert, heads)
+    again = hp.from_pretrained(tmp_path / "twice")
+    for name, tensor in bert.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
