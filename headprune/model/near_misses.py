@@ -171,14 +171,14 @@ def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str
 
 def _lines_to_change(modules: Iterable[nn.Module]) -> str:
     """For attention like nanoGPT's, the lines of its code that have to change first; else empty."""
-    for kind in dict.fromkeys(map(type, modules)):
+    for module in modules:
         try:
-            code = inspect.getsource(kind.forward)
+            code = inspect.getsource(module.forward)
         except (OSError, TypeError):  # made at run time, or not in Python
             continue
         if all(old in code for old, _ in _NANOGPT):
             changes = "; ".join(f"`{old}` to `{new}`" for old, new in _NANOGPT)
-            return f"In {kind.__name__}.forward change two lines: {changes}. Then: "
+            return f"In {type(module).__name__}.forward change two lines: {changes}. Then: "
     return ""
 
 

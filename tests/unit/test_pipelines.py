@@ -68,9 +68,9 @@ def test_batches_of_pairs_are_refused_with_the_line_that_makes_mappings(tmp_path
     model = transformers.AutoModelForSequenceClassification.from_pretrained(bert(tmp_path / "m"))
     pairs = TensorDataset(torch.randint(30, (8, 5)), torch.randint(2, (8,)))
     batches = DataLoader(pairs, batch_size=4)
-    with pytest.raises(InvalidValue, match="Write batches = ") as refusal:
+    with pytest.raises(InvalidValue, match="Give mappings: batches = ") as refusal:
         hp.score(model, batches, "taylor")
-    line = str(refusal.value).partition("Write ")[2].partition(", or pass")[0]
+    line = str(refusal.value).partition("mappings: ")[2].partition(", or pass")[0]
     names = {"batches": batches}
     exec(line, names)
     for scorer in ("taylor", "confidence"):
