@@ -65,17 +65,17 @@ def save_pretrained(
       ``trust_remote_code=True``.
     - ``auto``: ``transformers`` where it can hold the cut, else ``headprune``.
 
-    The formats for Transformers are loaded and compared with the model before ``folder`` changes.
+    Those for Transformers are loaded and compared with the model before ``folder`` changes.
 
     Args:
-        model: A cut or whole model, or a ``torch.compile`` wrapper of one.
-        folder: Made if it does not exist; files of an earlier save are replaced.
+        model: Cut or whole; a ``torch.compile`` wrapper is taken.
+        folder: Made if missing; files of an earlier save are replaced.
         sites: Default ``find_sites(model)``.
         format: See above, and ``applicable_formats``.
-        processor: A tokenizer or processor, or several, to save too.
+        processor: Tokenizers or processors to save too.
         plan: The plan by which the model was cut, for the model card.
-        example: A batch to compare outputs on; by default one is made up.
-        max_shard_size: Bytes, or text such as ``"5GB"``; larger models get several files.
+        example: A batch to compare outputs on; default one made up.
+        max_shard_size: Bytes, or ``"5GB"``; larger models get several files.
 
     Returns:
         The folder. On an error it is unchanged.
