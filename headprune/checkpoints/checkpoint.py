@@ -51,7 +51,7 @@ def save_pretrained(
     folder: str | Path,
     sites: Iterable[AttentionSite] | None = None,
     *,
-    format: Format = "headprune",
+    format: Format | Literal["auto"] = "headprune",
     processor: Any = None,
     plan: PruningPlan | None = None,
     example: Any = None,
@@ -63,18 +63,19 @@ def save_pretrained(
     - ``transformers``: head counts that a configuration can express; Transformers opens it.
     - ``remote-code``: cuts that need no class of headprune; Transformers opens it with
       ``trust_remote_code=True``.
+    - ``auto``: ``transformers`` where it can hold the cut, else ``headprune``.
 
-    The last two are loaded and compared with the model before ``folder`` changes.
+    Those for Transformers are loaded and compared with the model before ``folder`` changes.
 
     Args:
-        model: A cut or whole model, or a ``torch.compile`` wrapper of one.
+        model: Cut or whole; a ``torch.compile`` wrapper is taken.
         folder: Made if missing; files of an earlier save are replaced.
         sites: Default ``find_sites(model)`` and cut feed-forwards.
         format: See above, and ``applicable_formats``.
-        processor: A tokenizer or processor, or several, to save too.
+        processor: Tokenizers or processors to save too.
         plan: The plan by which the model was cut, for the model card.
-        example: A batch to compare outputs on; by default one is made up.
-        max_shard_size: Bytes, or text such as ``"5GB"``; larger models get several files.
+        example: A batch to compare outputs on; default one made up.
+        max_shard_size: Bytes, or ``"5GB"``; larger models get several files.
 
     Returns:
         The folder. On an error it is unchanged.
@@ -89,8 +90,8 @@ def save_pretrained(
     model = unwrap(model)
     folder = Path(folder)
     check_whole(model, "one whose weights are whole in this process, to be saved")
-    if format not in FORMATS:
-        raise InvalidValue("format", f"one of {', '.join(FORMATS)}", repr(format))
+    if format not in ("auto", *FORMATS):
+        raise InvalidValue("format", f"one of auto, {', '.join(FORMATS)}", repr(format))
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(str(folder), "a folder", "a file")
     if processor is not None:
@@ -101,6 +102,8 @@ def save_pretrained(
     else:
         bound = bind(model, sites)
         _check_no_cut_beyond(model, bound)
+    if format == "auto":
+        format = automatic_format(_reason_against(plain.config_of_cut, model, bound))
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
     with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
@@ -176,6 +179,11 @@ def applicable_formats(
         "transformers": _reason_against(plain.config_of_cut, model, bound),
         "remote-code": _reason_against(remote_code.description_of_cut, model, bound),
     }
+
+
+def automatic_format(reason_against_transformers: str | None) -> Format:
+    """Choose for ``auto``, which never makes others run code, from what ``transformers`` lacks."""
+    return "headprune" if reason_against_transformers else "transformers"
 
 
 def _reason_against(

@@ -507,14 +507,16 @@ def _write(cut: _CutModel, target: _Target) -> _Written:
 
 
 def _choose_format(asked: str, formats: Mapping[Format, str | None]) -> Format:
-    """Choose the format; ``auto`` never chooses the one that makes others run code.
+    """Choose the format, and refuse one that cannot hold this cut.
 
     Raises:
         UnsupportedModel: the format cannot hold this cut.
     """
+    from headprune.checkpoints.checkpoint import automatic_format
+
     # A reason in `formats` says why a format does not apply.
     if asked == "auto":
-        return "headprune" if formats["transformers"] else "transformers"
+        return automatic_format(formats["transformers"])
     format = next(name for name in formats if name == asked)
     reason = formats[format]
     if reason:

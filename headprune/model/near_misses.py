@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,12 @@ _VALUES = re.compile(r"(^|_)w?(v|values?)(_|\d|$)", re.IGNORECASE)
 #: One projection of keys and values, and one of all three.
 _KEYS_VALUES = re.compile(r"(^|_)w?(kv|vk|keys?_values?)(_|\d|$)", re.IGNORECASE)
 _ALL_THREE = re.compile(r"qkv|kqv|query_key_value", re.IGNORECASE)
+#: Lines of nanoGPT's attention that take the model's width for that of the heads, and lines that
+#: read the width of the heads from the projection, which a cut makes narrower.
+_NANOGPT = (
+    ("B, T, C = x.size()", "(B, T, _), C = x.size(), self.c_proj.in_features"),
+    ("self.c_attn(x).split(self.n_embd, dim=2)", "self.c_attn(x).split(C, dim=2)"),
+)
 
 
 def attention_like(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -162,6 +169,19 @@ def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str
     return f"nearest layout {best.layout.name!r}: {reason}"
 
 
+def _lines_to_change(modules: Iterable[nn.Module]) -> str:
+    """For attention like nanoGPT's, the lines of its code that have to change first; else empty."""
+    for module in modules:
+        try:
+            code = inspect.getsource(module.forward)
+        except (OSError, TypeError):  # made at run time, or not in Python
+            continue
+        if all(old in code for old, _ in _NANOGPT):
+            changes = "; ".join(f"`{old}` to `{new}`" for old, new in _NANOGPT)
+            return f"In {type(module).__name__}.forward change two lines: {changes}. Then: "
+    return ""
+
+
 def unmatched_attention(
     model: nn.Module, taken: Collection[str], layouts: Iterable[AttentionLayout]
 ) -> tuple[NotTaken, ...]:
@@ -225,7 +245,7 @@ def no_sites_error(model: nn.Module, layouts: list[AttentionLayout]) -> Unsuppor
         n_more = len(modules) - _LISTED
         more = f" and {n_more} more" if n_more > 0 else ""
         got = f"attention-like modules that fit no layout: {'; '.join(lines)}{more}"
-    hint = (
+    hint = _lines_to_change(module for _, module in modules) + (
         "Let headprune.propose_layouts(model, example) look for a layout and prove it, or describe"
         " your module with headprune.AttentionLayout; pass either as"
         " find_sites(model, layouts=[...])."

@@ -22,8 +22,8 @@ from headprune.model.transfers import in_main_memory
 ANSWERS = ("labels", "start_positions", "end_positions")
 #: What to pass in place of batches ``(x, y)``.
 AS_MAPPING = (
-    "Give mappings, such as {'input_ids': x, 'labels': y}, or pass loss=, a callable (model, batch)"
-    " that reads x and y."
+    "Give mappings: batches = [{'input_ids': x, 'labels': y} for x, y in batches], or pass loss=,"
+    " a callable (model, batch) that reads x and y."
 )
 #: Parts of an output whose shapes a cut changes.
 _NOT_OUTPUTS = (

@@ -54,7 +54,7 @@ class PlanDifference(Value):
         )
         for name, heads in zip(self.names, (self.only_first, self.only_second), strict=True):
             if heads:
-                lines.append(f"kept by {name} alone: {_by_site(heads)}")
+                lines += [f"kept by {name} alone, {len(heads)} heads:", *_by_site(heads)]
         return "\n".join([*lines, *self.neurons])
 
 
@@ -248,8 +248,10 @@ def _text(value: Scalar) -> str:
     return f"{value:.4g}"
 
 
-def _by_site(heads: tuple[HeadId, ...]) -> str:
+def _by_site(heads: tuple[HeadId, ...]) -> list[str]:
+    """A line per site, its heads below those of other sites."""
     sites: dict[str, list[int]] = {}
     for head in heads:
         sites.setdefault(head.site, []).append(head.head)
-    return ", ".join(f"{site}{numbers}" for site, numbers in sites.items())
+    width = max(map(len, sites))
+    return [f"  {site:<{width}}  {', '.join(map(str, n))}" for site, n in sites.items()]

@@ -121,7 +121,7 @@ def select(
         scorer=scores.scorer,
         scores=scores.digest,
         model=scores.model,
-        notes=(*_notes(task, scores, mask), *_chosen_for(scores, budget)),
+        notes=(*_notes(task, scores, mask, budget), *_chosen_for(scores, budget)),
         policy=_policy(scores),
     )
 
@@ -264,14 +264,19 @@ def _kept_there(
     return elsewhere | {(places[site], unit) for site, unit in there}
 
 
-def _notes(task: SelectionTask, scores: HeadScores, mask: HeadMask) -> tuple[str, ...]:
+def _notes(
+    task: SelectionTask,
+    scores: HeadScores,
+    mask: HeadMask,
+    budget: Budget | Mapping[str, Budget],
+) -> tuple[str, ...]:
     """What a plan says of its mask, of the selection, and of the scores."""
     notes: list[str] = []
-    removed = sum(len(site.heads) for site in scores.sites) - mask.n_kept
-    if removed:
+    present = sum(len(site.heads) for site in scores.sites)
+    if mask.n_kept < present:
         notes.extend(cache_notes(scores.sites, mask))
     else:
-        notes.append(_NOTHING)
+        notes.append(_NOTHING + _beyond(budget, present))
     emptied = [site for site in scores.sites if site.heads and not mask.kept(site.name)]
     for noun, neurons in (("head", False), ("neuron", True)):
         names = [site.name for site in emptied if site.is_feed_forward is neurons]
@@ -283,6 +288,15 @@ def _notes(task: SelectionTask, scores: HeadScores, mask: HeadMask) -> tuple[str
     if task.latency is not None:
         notes.append(_predicted(task.latency, mask))
     return (*notes, *task.notes, *coverage_notes(scores.notes))
+
+
+def _beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:
+    """What to write in place of a count above the heads that are present, if it is one."""
+    count = budget.keep_heads if isinstance(budget, Budget) else None
+    if not isinstance(count, int) or count <= present:
+        return ""
+    fraction = f" For {count} % of the heads, write {count / 100:g}." if count < 100 else ""
+    return f" It keeps {count} heads, and {present} are present.{fraction}"
 
 
 def _labels(scores: HeadScores, positions: frozenset[Position]) -> str:

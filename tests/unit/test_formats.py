@@ -179,6 +179,14 @@ def test_which_formats_apply_is_told_without_saving() -> None:
     assert "run their own code" in str(applicable_formats(corrected)["remote-code"])
 
 
+def test_auto_takes_the_format_of_transformers_where_it_can_hold_the_cut(tmp_path: Path) -> None:
+    for units, file in ((UNIFORM, "config.json"), (UNEVEN, "headprune.json")):
+        model, _ = cut("llama", units)
+        folder = hp.save_pretrained(model, tmp_path / file, format="auto")
+        assert (folder / file).is_file()
+        assert (folder / "headprune.json").is_file() == (file == "headprune.json")
+
+
 def test_a_count_that_the_configurations_validator_refuses(tmp_path: Path) -> None:
     counts = {"num_attention_heads": 6, "num_key_value_heads": 6}
     config = hf.LlamaConfig(**{**tiny("llama")[0].config.to_dict(), **counts})

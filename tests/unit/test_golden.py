@@ -61,7 +61,9 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     "ChangedAnswers-1": lambda c: [c.n_lost, c.rows[0].after] == [1, "bad"],
     "LatencyTable-1": lambda t: [t.whole, t.sites[0].seconds] == [1.0, (0.1, 0.3, 0.4)],
     "Explanation-1": lambda e: [len(e.units), len(e.removed)] == [4, 2],
-    "PlanDifference-1": lambda d: "kept by other alone: model.layers.1.self_attn[0, 1]" in str(d),
+    "PlanDifference-1": lambda d: (
+        "kept by other alone, 2 heads:\n  model.layers.1.self_attn  0, 1" in str(d)
+    ),
     "RecordDifference-1": lambda d: "base, test accuracy: 0.9763 -> 0.9763" in str(d),
 }
 

@@ -352,6 +352,12 @@ def test_a_count_above_what_is_there_removes_nothing_and_says_so():
     plan = select(scores, Budget(keep_heads=99))
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1), (2,))
     assert "Nothing is removed" in plan.notes[0]
+    assert plan.notes[0].endswith(
+        "It keeps 99 heads, and 3 are present. For 99 % of the heads, write 0.99."
+    )
+    whole = select(scores, Budget(keep_heads=3)).notes[0]
+    assert "present." in whole
+    assert "write" not in whole, "a count that fits is not a slip"
     assert select(scores, Budget(keep_heads=2)).notes == ()
     without, close = select(scores, Budget(keep_heads=2), GlobalTopk(min_heads=0)).notes
     assert without == "Without a head: b."
