@@ -50,7 +50,18 @@ _HOME = {
 }
 _ROOMS = (
     *("attention", "bench", "checkpoints", "core", "data", "detect", "gating", "layouts", "maps"),
-    *("model", "recipes", "recovery", "report", "run", "scoring", "selection", "surgery", "sweep"),
+    *(
+        "model",
+        "recipes",
+        "recovery",
+        "report",
+        "run",
+        "scoring",
+        "selection",
+        "serving",
+        "surgery",
+    ),
+    "sweep",
 )
 
 __all__ = ["__version__", *_HOME, *_ROOMS, "plot"]
