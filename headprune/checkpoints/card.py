@@ -15,6 +15,7 @@ from headprune.core.files import write_atomic
 from headprune.core.heads import AttentionSite
 from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
+from headprune.core.record import RunRecord
 from headprune.core.version import __version__
 from headprune.model.offloaded import count_parameters
 
@@ -45,6 +46,7 @@ def section(
     loading: str,
     plan: PruningPlan | None = None,
     params_before: int | None = None,
+    record: RunRecord | None = None,
 ) -> str:
     """The section's text, without its markers.
 
@@ -54,6 +56,7 @@ def section(
         loading: Python code that loads the folder.
         plan: The plan by which it was cut, if that is known.
         params_before: Parameters of the whole model, if that is known.
+        record: Of the run that cut it: its metrics, scores, speed and proofs.
     """
     sites = list(sites)
     n_kept = sum(len(s.heads) for s in sites)
@@ -71,10 +74,14 @@ def section(
     lines.append(_parameters(count_parameters(model), params_before))
     if plan is not None:
         lines += _plan_lines(plan, sites)
+    if record is not None:
+        lines += _record_lines(record)
     lines += ["", "| attention | heads kept | which |", "| --- | --- | --- |"]
     for s in sites:
         count = f"{len(s.heads)} of {s.n_query_heads}"
         lines.append(f"| {_code(s.name)} | {count} | {_ranges(s.heads)} |")
+    if record is not None:
+        lines += _measured(record)
     lines += ["", "```python", loading, "```"]
     return "\n".join(lines)
 
@@ -93,6 +100,45 @@ def _plan_lines(plan: PruningPlan, sites: list[AttentionSite]) -> list[str]:
     if any(s.n_kv_heads < s.n_query_heads for s in sites):
         how += f", policy {plan.policy}"
     return [f"- Plan: {escape(how)}", *(f"- Note: {escape(note)}" for note in plan.notes)]
+
+
+def _record_lines(record: RunRecord) -> list[str]:
+    """Proofs and speed, a line each."""
+    lines = []
+    for proof in record.proofs:
+        limits = f"at most {proof.max_difference:.1e}, allowed {proof.tolerance:.1e}"
+        rows = f"{proof.n_examples} examples in {proof.dtype}"
+        lines.append(
+            f"- Proof: {escape(proof.what)} of gated and cut model differ by {limits}; {rows}"
+        )
+    for speed in record.speed:
+        size = f"batch {speed.batch} of length {speed.length}"
+        ratio = f"{speed.ratio:.2f}x, 95 % interval {speed.low:.2f} to {speed.high:.2f}"
+        place = escape(record.hardware.get("gpu") or record.hardware.get("processor", "unknown"))
+        lines.append(f"- Speed: {ratio}, {size}, {place}")
+    return lines
+
+
+def _measured(record: RunRecord) -> list[str]:
+    """The table of metrics, and the picture of the scores."""
+    lines = []
+    if record.quality:
+        lines += [
+            "",
+            "| model | heads | metric | value | rows |",
+            "| --- | ---: | --- | ---: | --- |",
+        ]
+    for row in record.quality:
+        value = f"{row.value:.4f}"
+        if row.spread is not None:
+            value += f" ± {row.spread:.4f}"
+        rows = f"{row.n_examples} {escape(row.split)}"
+        cells = (escape(row.name), row.kept_heads, escape(row.metric), value, rows)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    if record.scores is not None:
+        # Names of sites cannot end a block that is indented.
+        lines += ["", *(f"    {line}" for line in str(record.scores).splitlines())]
+    return lines
 
 
 def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -> Path:
@@ -165,16 +211,16 @@ def carry(folder: Path, original: Path) -> None:
 
 def base_model(model: Any) -> str:
     """The model's name on the hub, or that of its folder, if known."""
-    return hub_name(model) or Path(_origin(model)).name
+    return hub_name(model) or Path(origin(model)).name
 
 
 def hub_name(model: Any) -> str:
     """The repository of the hub that the model was loaded from; empty for a folder."""
-    name = _origin(model)
+    name = origin(model)
     return name if _is_hub_name(name) else ""
 
 
-def _origin(model: Any) -> str:
+def origin(model: Any) -> str:
     return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 

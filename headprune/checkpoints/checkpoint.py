@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ from headprune.core.heads import AttentionSite
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
+from headprune.core.record import RunRecord
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import count_parameters, offloaded
@@ -43,7 +45,7 @@ from headprune.model.sites import (
 Format = Literal["headprune", "transformers", "remote-code"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Modelling files of an earlier save in the format "remote-code".
-_MODELLING = "modeling_headprune_*.py"
+MODELLING = "modeling_headprune_*.py"
 
 
 def save_pretrained(
@@ -54,6 +56,7 @@ def save_pretrained(
     format: Format = "headprune",
     processor: Any = None,
     plan: PruningPlan | None = None,
+    record: RunRecord | None = None,
     example: Any = None,
     max_shard_size: int | str = "50GB",
 ) -> Path:
@@ -73,6 +76,7 @@ def save_pretrained(
         format: See above, and ``applicable_formats``.
         processor: A tokenizer or processor, or several, to save too.
         plan: The plan by which the model was cut, for the model card.
+        record: Of the run that cut it, for the card: metrics, scores, proofs, and the plan.
         example: A batch to compare outputs on; by default one is made up.
         max_shard_size: Bytes, or text such as ``"5GB"``; larger models get several files.
 
@@ -103,12 +107,12 @@ def save_pretrained(
         _check_no_cut_beyond(model, bound)
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
-    with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
+    with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, MODELLING)) as place:
         if format == "headprune":
             own.write(model, bound, place, max_shard_size)
         else:
             _write_for_others(model, bound, place, format, example, max_shard_size)
-        write_card(model, [b.site for b in bound], folder, format, plan, place)
+        write_card(model, [b.site for b in bound], folder, format, plan, place, record)
         if processor is not None:
             companions.save(processor, place)
     return folder
@@ -133,6 +137,7 @@ def write_card(
     format: Format,
     plan: PruningPlan | None,
     place: Path,
+    record: RunRecord | None = None,
 ) -> None:
     """Write the model card of a folder, with its section on what was cut.
 
@@ -143,13 +148,17 @@ def write_card(
         format: Of the checkpoint.
         plan: The plan by which the model was cut, if that is known.
         place: Where the card is written: a folder that is to replace ``folder``.
+        record: Of the run that cut the model.
     """
+    if plan is None and record is not None:
+        plan = record.plan
     params_before = None
     whole: Any = fresh(model)
     if whole is not None:
         whole.tie_weights()  # an embedding that is also the output counts once
         params_before = count_parameters(whole)
-    text = card.section(model, sites, _loading(model, format, folder), plan, params_before)
+    loading = _loading(model, format, folder)
+    text = card.section(model, sites, loading, plan, params_before, record)
     path = folder / card.CARD
     old = read_bytes(path).decode() if path.is_file() else None
     card.write(place, text, card.hub_name(model), old)
@@ -197,7 +206,7 @@ def from_pretrained(
     A folder of Transformers 4 whose configuration has ``pruned_heads`` is loaded too.
 
     Args:
-        folder: A checkpoint folder.
+        folder: A checkpoint folder, or a repository of the hub, ``owner/name``.
         model: For a class that is no Transformers class: a freshly built full-size model, which is
             cut and filled.
         sites: Of ``model``, where it has layouts of your own.
@@ -209,7 +218,7 @@ def from_pretrained(
         CheckpointError: files are missing, damaged or changed, or the checkpoint is of another
             model.
     """
-    folder = Path(folder)
+    folder = _local(folder)
     # Finish or undo a save that was interrupted.
     finish_renames(folder)
     if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
@@ -224,6 +233,20 @@ def from_pretrained(
             "model", "a freshly built full-size torch.nn.Module", type(model).__name__
         )
     return filled(folder, manifest, tensors, model, sites)
+
+
+def _local(folder: str | Path) -> Path:
+    """The folder, downloaded where it is the name of a repository."""
+    if Path(folder).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(folder)):
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(folder)))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        must = "an existing folder, or a repository of the hub that can be reached"
+        raise CheckpointError(str(folder), must, reason) from error
 
 
 def filled(

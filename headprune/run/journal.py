@@ -100,7 +100,7 @@ class Journal:
         say: Callable[[str], None],
         progress: bool | None = None,
     ) -> None:
-        self.record = RunRecord(name, "running", "start", _now(), FrozenDict(recipe))
+        self.record = RunRecord(name, "running", "start", now(), FrozenDict(recipe))
         self.folder, self.say = folder, say
         self.progress = sys.stderr.isatty() if progress is None else progress
         self._collected: RunRecord | None = None  # the notes of a stage; see `collected`
@@ -173,7 +173,7 @@ class Journal:
         assert self.folder is not None
         record = self.record
         line = {
-            "at": _now(),
+            "at": now(),
             "status": record.status,
             "stage": record.stage,
             "error": record.error,
@@ -183,7 +183,7 @@ class Journal:
         append_line(self.folder / HISTORY, json.dumps(line, ensure_ascii=False))
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
