@@ -63,20 +63,19 @@ def save_pretrained(
     """Write a model to a folder, with a model card that states what was cut.
 
     - ``headprune``: every cut model, bit for bit; ``hp.from_pretrained`` opens it.
-    - ``transformers``: head counts that a configuration can express; Transformers opens it.
-    - ``remote-code``: cuts that need no class of headprune; Transformers opens it with
-      ``trust_remote_code=True``.
+    - ``transformers``: head counts that a configuration can express.
+    - ``remote-code``: cuts that need no class of headprune; opens with ``trust_remote_code=True``.
 
     The last two are loaded and compared with the model before ``folder`` changes.
 
     Args:
         model: A cut or whole model, or a ``torch.compile`` wrapper of one.
-        folder: Made if it does not exist; files of an earlier save are replaced.
+        folder: Made if needed; an earlier save is replaced.
         sites: Default ``find_sites(model)``.
         format: See above, and ``applicable_formats``.
         processor: A tokenizer or processor, or several, to save too.
-        plan: The plan by which the model was cut, for the model card.
-        record: Of the run that cut it, for the card: metrics, scores, proofs, and the plan.
+        plan: By which the model was cut, for the model card.
+        record: Of that run, for the card: metrics, scores, proofs, the plan.
         example: A batch to compare outputs on; by default one is made up.
         max_shard_size: Bytes, or text such as ``"5GB"``; larger models get several files.
 
