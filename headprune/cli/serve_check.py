@@ -84,15 +84,15 @@ def _print(found: ServeCheck) -> None:
     show(None, f"{found.model}, compared with {found.reference}")
     lines = [("engine", "version", "result", "difference", "tokens", "")]
     lines += [_cells(row) for row in found.rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        show(None, "  ".join([*padded, line[5]]).rstrip())
+        padded = map(str.ljust, line, widths)
+        show(None, "  ".join(padded).rstrip())
 
 
 def _cells(row: EngineRow) -> tuple[str, str, str, str, str, str]:
     # A version may name a build, too.
     version = (row.version or "-").split("-")[0] or "-"
-    difference = "-" if row.difference is None else f"{row.difference:.1e} of {row.compared}"
+    difference = "-" if row.difference is None else f"{row.difference:.1e} in {row.compared}"
     tokens = "-" if row.tokens is None else f"{row.tokens_equal} of {row.tokens}"
     return (row.engine, version, row.status, difference, tokens, row.note)
