@@ -45,7 +45,7 @@ from headprune.model.sites import (
 Format = Literal["headprune", "transformers", "remote-code"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Modelling files of an earlier save in the format "remote-code".
-MODELLING = "modeling_headprune_*.py"
+_MODELLING = "modeling_headprune_*.py"
 
 
 def save_pretrained(
@@ -106,7 +106,7 @@ def save_pretrained(
         _check_no_cut_beyond(model, bound)
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
-    with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, MODELLING)) as place:
+    with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
         if format == "headprune":
             own.write(model, bound, place, max_shard_size)
         else:

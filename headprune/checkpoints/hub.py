@@ -9,17 +9,15 @@ from typing import Any
 from torch import nn
 
 from headprune.checkpoints import card
-from headprune.checkpoints.checkpoint import MANIFEST, MODELLING, Format, save_pretrained
+from headprune.checkpoints.checkpoint import MANIFEST, save_pretrained
 from headprune.checkpoints.weights import INDEX, SHARDS, WEIGHTS
 from headprune.core.display import escape
 from headprune.core.errors import InvalidValue, NotWritten
 from headprune.core.files import write_atomic
 from headprune.core.opening import read_bytes
-from headprune.core.plan import PruningPlan
-from headprune.core.record import RunRecord
 
 #: Files of an earlier push, which go unless this one has them too.
-_REPLACED = [MANIFEST, WEIGHTS, INDEX, SHARDS, MODELLING]
+_REPLACED = [MANIFEST, WEIGHTS, INDEX, SHARDS, "modeling_headprune_*.py", "*.gguf"]
 #: Begins the line of the card on the licence.
 _LICENCE = "- Licence: "
 
@@ -28,28 +26,23 @@ def push_to_hub(
     model: nn.Module,
     name: str,
     *,
-    format: Format = "headprune",
-    processor: Any = None,
-    plan: PruningPlan | None = None,
-    record: RunRecord | None = None,
-    example: Any = None,
     licence: str | None = None,
     private: bool | None = None,
-    max_shard_size: int | str = "5GB",
+    **saving: Any,
 ) -> str:
     """Save a model as ``save_pretrained`` does, and upload it to the Hugging Face hub.
 
-    The model card states the kept heads, the plan, metrics, scores and proofs of ``record``, the
+    The model card states the kept heads, the plan, metrics, scores and proofs of ``record=``, the
     licence, and how to load the model.
 
     Args:
         model: A cut or whole model.
         name: The repository, ``owner/name``; made if it does not exist.
-        format: See ``save_pretrained``; so are ``processor``, ``plan``, ``record``, ``example`` and
-            ``max_shard_size``.
         licence: The hub's name of the licence, such as ``"apache-2.0"``; default that of the base
             model, if its card is here.
         private: Whether a new repository is private; default what its owner has set.
+        saving: What ``save_pretrained`` takes by keyword: ``format``, ``processor``, ``plan``,
+            ``record``, ``example``, ``max_shard_size``.
 
     Returns:
         The address of the commit.
@@ -60,16 +53,7 @@ def push_to_hub(
     """
     check_access(name)
     with tempfile.TemporaryDirectory() as place:
-        folder = save_pretrained(
-            model,
-            Path(place) / name.rpartition("/")[2],
-            format=format,
-            processor=processor,
-            plan=plan,
-            record=record,
-            example=example,
-            max_shard_size=max_shard_size,
-        )
+        folder = save_pretrained(model, Path(place) / name.rpartition("/")[2], **saving)
         return upload(folder, name, licence or licence_of(model), private)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from headprune.checkpoints.checkpoint import MANIFEST
-from headprune.checkpoints.foreign import check_folder
+from headprune.checkpoints.foreign import check_folder, read_object
 from headprune.checkpoints.proof import quiet
 from headprune.core.errors import CheckpointError, InvalidValue
 from headprune.data.models import open_model
@@ -31,6 +30,7 @@ def reference(folder: Path, trust: bool) -> nn.Module:
     """
     if not folder.is_dir():
         raise InvalidValue("FOLDER", "an existing folder", str(folder))
+    check_folder(folder)
     if not (folder / "config.json").is_file() and ggufs(folder):
         must = "a folder with weights that Transformers or headprune reads"
         raise InvalidValue("FOLDER", must, f"{folder}, GGUF files only", _GGUF_HINT)
@@ -86,7 +86,7 @@ def opens_plainly(folder: Path) -> bool:
 def runs_code(folder: Path) -> bool:
     """Whether Transformers would run code out of a folder."""
     path = folder / "config.json"
-    return path.is_file() and "auto_map" in json.loads(path.read_bytes())
+    return path.is_file() and "auto_map" in read_object(path, "a model's configuration")
 
 
 def ggufs(folder: Path) -> list[Path]:

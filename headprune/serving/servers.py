@@ -65,6 +65,8 @@ def llama_cpp(request: dict[str, Any]) -> dict[str, Any]:
         request["gguf"],
         n_ctx=max(map(len, prompts)) + n_new,
         logits_all=True,
+        type_k=0,  # fp32; by default keys and values are rounded to 16 bits
+        type_v=0,
         verbose=False,
     )
     arrays, tokens = [], []
