@@ -106,11 +106,9 @@ def _record_lines(record: RunRecord) -> list[str]:
     """Proofs and speed, a line each."""
     lines = []
     for proof in record.proofs:
-        limits = f"at most {proof.max_difference:.1e}, allowed {proof.tolerance:.1e}"
+        limits = f"{proof.max_difference:.1e}, allowed {proof.tolerance:.1e}"
         rows = f"{proof.n_examples} examples in {proof.dtype}"
-        lines.append(
-            f"- Proof: {escape(proof.what)} of gated and cut model differ by {limits}; {rows}"
-        )
+        lines.append(f"- Proof of {escape(proof.what)}: largest difference {limits}; {rows}")
     for speed in record.speed:
         size = f"batch {speed.batch} of length {speed.length}"
         ratio = f"{speed.ratio:.2f}x, 95 % interval {speed.low:.2f} to {speed.high:.2f}"
