@@ -160,7 +160,10 @@ def serve_check(
         for name in names:
             for path in _files(name, folder):
                 say(f"{name} {path.name if path else ''}".rstrip())
-                rows.append(_row(name, subject, Path(place), pythons.get(name), path))
+                row = _row(name, subject, Path(place), pythons.get(name), path)
+                if path is not None:
+                    row = replace(row, note=f"{path.name}: {row.note}" if row.note else path.name)
+                rows.append(row)
     opener = "headprune" if (other / MANIFEST).is_file() else "Transformers"
     words = f"{opener} on {other.name}, fp32"
     return ServeCheck(str(folder), subject.model_class, words, len(subject.prompts), tuple(rows))
@@ -234,8 +237,7 @@ def _row(
     # 3. Compare.
     arrays = np.load(place / f"{name}.npz", allow_pickle=False)
     tensors = [torch.from_numpy(arrays[key]) for key in arrays.files]
-    row = judged(name, subject.expected, tensors, found)
-    return row if gguf is None else replace(row, note=f"{gguf.name} {row.note}".strip())
+    return judged(name, subject.expected, tensors, found)
 
 
 def _why_not(name: str, subject: _Subject, gguf: Path | None) -> str:
