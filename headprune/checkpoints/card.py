@@ -18,6 +18,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.version import __version__
 from headprune.model.offloaded import count_parameters
+from headprune.report.verdict import card_lines
 
 CARD = "README.md"
 #: Follows the title of the section where the rest of the card is the base model's.
@@ -103,17 +104,14 @@ def _plan_lines(plan: PruningPlan, sites: list[AttentionSite]) -> list[str]:
 
 
 def _record_lines(record: RunRecord) -> list[str]:
-    """Proofs and speed, a line each."""
+    """The verdict, quality, speed and proofs, a line each."""
     lines = []
+    if record.quality:
+        lines += [f"- {escape(line)}" for line in card_lines(record)]
     for proof in record.proofs:
         limits = f"{proof.max_difference:.1e}, allowed {proof.tolerance:.1e}"
         rows = f"{proof.n_examples} examples in {proof.dtype}"
         lines.append(f"- Proof of {escape(proof.what)}: largest difference {limits}; {rows}")
-    for speed in record.speed:
-        size = f"batch {speed.batch} of length {speed.length}"
-        ratio = f"{speed.ratio:.2f}x, 95 % interval {speed.low:.2f} to {speed.high:.2f}"
-        place = escape(record.hardware.get("gpu") or record.hardware.get("processor", "unknown"))
-        lines.append(f"- Speed: {ratio}, {size}, {place}")
     return lines
 
 
@@ -166,23 +164,6 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
     if begin and end:
         return write_atomic(path, (before + block + after.removeprefix("\n")).encode())
     return write_atomic(path, f"{old}{_gap_after(old)}{block}".encode())
-
-
-def add_results(folder: Path, lines: Iterable[str]) -> Path:
-    """Write what was measured into the section of a folder's card, before its list of heads.
-
-    Args:
-        folder: With a card that has a section.
-        lines: One result each; any text.
-
-    Returns:
-        The card.
-    """
-    path = folder / CARD
-    before, begin, rest = read_bytes(path).decode().partition(BEGIN)
-    above, table, below = rest.partition("\n\n| attention |")
-    items = "".join(f"\n- {escape(line)}" for line in lines)
-    return write_atomic(path, f"{before}{begin}{above}{items}{table}{below}".encode())
 
 
 def _gap_after(text: str) -> str:

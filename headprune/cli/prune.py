@@ -127,8 +127,6 @@ def prune(
 ) -> None:
     """Cut, prove and save a model; with data, also score, refit and measure it."""
     with guarded(debug):
-        from headprune.checkpoints import card
-
         # 1. Check the options before anything is loaded.
         if format not in ("auto", "headprune", "transformers", "remote-code"):
             must = "auto, headprune, transformers or remote-code"
