@@ -42,6 +42,7 @@ _HOME = {
     "learned_gates": "headprune.gating.learned",
     "prune_": "headprune.surgery.prune",
     "prune_heads_": "headprune.surgery.prune",
+    "push_to_hub": "headprune.checkpoints.hub",
     "propose_layouts": "headprune.detect.propose",
     "recover_": "headprune.recovery._api",
     "save_pretrained": "headprune.checkpoints.checkpoint",
@@ -50,7 +51,18 @@ _HOME = {
 }
 _ROOMS = (
     *("attention", "bench", "checkpoints", "core", "data", "detect", "gating", "layouts", "maps"),
-    *("model", "recipes", "recovery", "report", "run", "scoring", "selection", "surgery", "sweep"),
+    *(
+        "model",
+        "recipes",
+        "recovery",
+        "report",
+        "run",
+        "scoring",
+        "selection",
+        "serving",
+        "surgery",
+    ),
+    "sweep",
 )
 
 __all__ = ["__version__", *_HOME, *_ROOMS, "plot"]
@@ -75,6 +87,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from headprune.attention.multi_head import MultiHeadAttention
     from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
+    from headprune.checkpoints.hub import push_to_hub
     from headprune.core.errors import HeadPruneError
     from headprune.core.heads import AttentionSite, HeadId, HeadMask
     from headprune.core.layout import AttentionLayout, HeadSlab

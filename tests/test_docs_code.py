@@ -45,8 +45,9 @@ USAGE_ERROR: Any = typer.BadParameter.__base__
 COMMANDS: Any = typer.main.get_command(app)
 #: Commands whose argument is a recipe: its settings are checked too.
 OF_RECIPES = {"run", "score", "show", "sweep"}
-#: Pages whose first blocks are run by tests of their own, which look at what comes out.
-ELSEWHERE = {"README.md": 1, "checkpoints.md": 2}  # below, and unit/test_peft.py
+#: Pages whose first blocks are run by tests of their own, which look at what comes out: below,
+#: unit/test_peft.py and unit/test_lm_eval.py.
+ELSEWHERE = {"README.md": 1, "checkpoints.md": 2, "evaluation.md": 1}
 #: The first line of a block that several processes run.
 PROGRAM = re.compile(r"# (\S+\.py): torchrun --nproc-per-node (\d+) \1$", re.MULTILINE)
 SENTIMENT = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"

@@ -15,8 +15,10 @@ from headprune.core.files import write_atomic
 from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
+from headprune.core.record import RunRecord
 from headprune.core.version import __version__
 from headprune.model.offloaded import count_parameters
+from headprune.report.verdict import card_lines
 
 CARD = "README.md"
 #: Follows the title of the section where the rest of the card is the base model's.
@@ -45,6 +47,7 @@ def section(
     loading: str,
     plan: PruningPlan | None = None,
     params_before: int | None = None,
+    record: RunRecord | None = None,
 ) -> str:
     """The section's text, without its markers.
 
@@ -54,6 +57,7 @@ def section(
         loading: Python code that loads the folder.
         plan: The plan by which it was cut, if that is known.
         params_before: Parameters of the whole model, if that is known.
+        record: Of the run that cut it: its metrics, scores, speed and proofs.
     """
     sites = list(sites)
     kept = HeadCounts.present(sites)
@@ -71,12 +75,16 @@ def section(
     lines.append(_parameters(count_parameters(model), params_before))
     if plan is not None:
         lines += _plan_lines(plan, sites)
+    if record is not None:
+        lines += _record_lines(record)
     lines += ["", "| attention | heads kept | which |", "| --- | --- | --- |"]
     for s in sites:
         count = f"{len(s.heads)} of {s.n_query_heads}"
         # Thousands of neurons have no place in a table; the folder's files list them.
         which = "neurons" if s.is_feed_forward else _ranges(s.heads)
         lines.append(f"| {_code(s.name)} | {count} | {which} |")
+    if record is not None:
+        lines += _measured(record)
     lines += ["", "```python", loading, "```"]
     return "\n".join(lines)
 
@@ -95,6 +103,40 @@ def _plan_lines(plan: PruningPlan, sites: list[AttentionSite]) -> list[str]:
     if any(s.n_kv_heads < s.n_query_heads for s in sites):
         how += f", policy {plan.policy}"
     return [f"- Plan: {escape(how)}", *(f"- Note: {escape(note)}" for note in plan.notes)]
+
+
+def _record_lines(record: RunRecord) -> list[str]:
+    """The verdict, quality, speed and proofs, a line each."""
+    lines = []
+    if record.quality:
+        lines += [f"- {escape(line)}" for line in card_lines(record)]
+    for proof in record.proofs:
+        limits = f"{proof.max_difference:.1e}, allowed {proof.tolerance:.1e}"
+        rows = f"{proof.n_examples} examples in {proof.dtype}"
+        lines.append(f"- Proof of {escape(proof.what)}: largest difference {limits}; {rows}")
+    return lines
+
+
+def _measured(record: RunRecord) -> list[str]:
+    """The table of metrics, and the picture of the scores."""
+    lines = []
+    if record.quality:
+        lines += [
+            "",
+            "| model | heads | metric | value | rows |",
+            "| --- | ---: | --- | ---: | --- |",
+        ]
+    for row in record.quality:
+        value = f"{row.value:.4f}"
+        if row.spread is not None:
+            value += f" ± {row.spread:.4f}"
+        rows = f"{row.n_examples} {escape(row.split)}"
+        cells = (escape(row.name), row.kept_heads, escape(row.metric), value, rows)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    if record.scores is not None:
+        # Names of sites cannot end a block that is indented.
+        lines += ["", *(f"    {line}" for line in str(record.scores).splitlines())]
+    return lines
 
 
 def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -> Path:
@@ -126,23 +168,6 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
     return write_atomic(path, f"{old}{_gap_after(old)}{block}".encode())
 
 
-def add_results(folder: Path, lines: Iterable[str]) -> Path:
-    """Write what was measured into the section of a folder's card, before its list of heads.
-
-    Args:
-        folder: With a card that has a section.
-        lines: One result each; any text.
-
-    Returns:
-        The card.
-    """
-    path = folder / CARD
-    before, begin, rest = read_bytes(path).decode().partition(BEGIN)
-    above, table, below = rest.partition("\n\n| attention |")
-    items = "".join(f"\n- {escape(line)}" for line in lines)
-    return write_atomic(path, f"{before}{begin}{above}{items}{table}{below}".encode())
-
-
 def _gap_after(text: str) -> str:
     """What separates a section from the text before it: one empty line."""
     if not text or text.endswith("\n\n"):
@@ -167,16 +192,16 @@ def carry(folder: Path, original: Path) -> None:
 
 def base_model(model: Any) -> str:
     """The model's name on the hub, or that of its folder, if known."""
-    return hub_name(model) or Path(_origin(model)).name
+    return hub_name(model) or Path(origin(model)).name
 
 
 def hub_name(model: Any) -> str:
     """The repository of the hub that the model was loaded from; empty for a folder."""
-    name = _origin(model)
+    name = origin(model)
     return name if _is_hub_name(name) else ""
 
 
-def _origin(model: Any) -> str:
+def origin(model: Any) -> str:
     return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ from headprune.core.heads import AttentionSite
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
+from headprune.core.record import RunRecord
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import count_parameters, offloaded
@@ -54,26 +56,27 @@ def save_pretrained(
     format: Format | Literal["auto"] = "headprune",
     processor: Any = None,
     plan: PruningPlan | None = None,
+    record: RunRecord | None = None,
     example: Any = None,
     max_shard_size: int | str = "50GB",
 ) -> Path:
     """Write a model to a folder, with a model card that states what was cut.
 
     - ``headprune``: every cut model, bit for bit; ``hp.from_pretrained`` opens it.
-    - ``transformers``: head counts that a configuration can express; Transformers opens it.
-    - ``remote-code``: cuts that need no class of headprune; Transformers opens it with
-      ``trust_remote_code=True``.
+    - ``transformers``: head counts that a configuration can express.
+    - ``remote-code``: cuts that need no class of headprune; opens with ``trust_remote_code=True``.
     - ``auto``: ``transformers`` where it can hold the cut, else ``headprune``.
 
     Those for Transformers are loaded and compared with the model before ``folder`` changes.
 
     Args:
         model: Cut or whole; a ``torch.compile`` wrapper is taken.
-        folder: Made if missing; files of an earlier save are replaced.
+        folder: Made if needed; an earlier save is replaced.
         sites: Default ``find_sites(model)`` and cut feed-forwards.
         format: See above, and ``applicable_formats``.
         processor: Tokenizers or processors to save too.
-        plan: The plan by which the model was cut, for the model card.
+        plan: By which the model was cut, for the model card.
+        record: Of that run, for the card: metrics, scores, proofs, the plan.
         example: A batch to compare outputs on; default one made up.
         max_shard_size: Bytes, or ``"5GB"``; larger models get several files.
 
@@ -111,7 +114,7 @@ def save_pretrained(
             own.write(model, bound, place, max_shard_size)
         else:
             _write_for_others(model, bound, place, format, example, max_shard_size)
-        write_card(model, [b.site for b in bound], folder, format, plan, place)
+        write_card(model, [b.site for b in bound], folder, format, plan, place, record)
         if processor is not None:
             companions.save(processor, place)
     return folder
@@ -136,6 +139,7 @@ def write_card(
     format: Format,
     plan: PruningPlan | None,
     place: Path,
+    record: RunRecord | None = None,
 ) -> None:
     """Write the model card of a folder, with its section on what was cut.
 
@@ -146,13 +150,17 @@ def write_card(
         format: Of the checkpoint.
         plan: The plan by which the model was cut, if that is known.
         place: Where the card is written: a folder that is to replace ``folder``.
+        record: Of the run that cut the model.
     """
+    if plan is None and record is not None:
+        plan = record.plan
     params_before = None
     whole: Any = fresh(model)
     if whole is not None:
         whole.tie_weights()  # an embedding that is also the output counts once
         params_before = count_parameters(whole)
-    text = card.section(model, sites, _loading(model, format, folder), plan, params_before)
+    loading = _loading(model, format, folder)
+    text = card.section(model, sites, loading, plan, params_before, record)
     path = folder / card.CARD
     old = read_bytes(path).decode() if path.is_file() else None
     card.write(place, text, card.hub_name(model), old)
@@ -205,7 +213,7 @@ def from_pretrained(
     A folder of Transformers 4 whose configuration has ``pruned_heads`` is loaded too.
 
     Args:
-        folder: A checkpoint folder.
+        folder: A checkpoint folder, or a repository of the hub, ``owner/name``.
         model: For a class that is no Transformers class: a freshly built full-size model, which is
             cut and filled.
         sites: Of ``model``, where it has layouts of your own.
@@ -217,7 +225,7 @@ def from_pretrained(
         CheckpointError: files are missing, damaged or changed, or the checkpoint is of another
             model.
     """
-    folder = Path(folder)
+    folder = _local(folder)
     # Finish or undo a save that was interrupted.
     finish_renames(folder)
     if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
@@ -232,6 +240,20 @@ def from_pretrained(
             "model", "a freshly built full-size torch.nn.Module", type(model).__name__
         )
     return filled(folder, manifest, tensors, model, sites)
+
+
+def _local(folder: str | Path) -> Path:
+    """The folder, downloaded where it is the name of a repository."""
+    if Path(folder).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(folder)):
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(folder)))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        must = "an existing folder, or a repository of the hub that can be reached"
+        raise CheckpointError(str(folder), must, reason) from error
 
 
 def filled(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed
 from headprune.core.files import staged
-from headprune.model.running import outputs, undisturbed
+from headprune.model.running import other_forwards, outputs, undisturbed
 from headprune.model.sites import unwrap
 from headprune.surgery.verify import Difference, compare
 
@@ -69,18 +69,18 @@ def export_onnx(
         for name, t in example.items():
             # The exporter takes a size of 1 for a constant.
             rows[name] = torch.cat([t, t]) if len(t) == 1 else t
-        step = _OnnxStep(model, cache)
+        step = GraphStep(model, cache)
         inputs, past = step.split(rows, 2) if cache else (rows, [])
         output_names = [*_output_names(step.run(inputs, past)), *_names("present", past)]
 
         # 2. The file, with a free number of rows and tokens. past: [rows, heads, tokens, width].
         any_size = (
-            {name: _free(t) for name, t in inputs.items()},
+            {name: free_axes(t) for name, t in inputs.items()},
             [{0: _AUTO, 2: _AUTO} for _ in past],
         )
         n_bytes = sum(t.nbytes for t in model.state_dict().values())
         with staged(path.parent) as place:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), other_forwards(_without_inputs(model)):
                 # PyTorch's exporter uses deprecated functions of PyTorch.
                 warnings.simplefilter("ignore", FutureWarning)
                 torch.onnx.export(
@@ -115,8 +115,28 @@ def _check_example(example: Any) -> None:
             raise InvalidValue("example", must, type(example).__name__)
 
 
-class _OnnxStep(nn.Module):
-    """The model as a function from tensors to tensors, as an ONNX graph is.
+def _without_inputs(model: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """Projections of layers without heads, each with a forward that only adds the bias.
+
+    The product with an empty weight would be a constant without elements in the file, which
+    OpenVINO reads as a number.
+    """
+
+    def make(forward: Any) -> Callable[[Tensor], Tensor]:
+        projection = forward.__self__
+
+        def bias_alone(x: Tensor) -> Tensor:
+            output = x.new_zeros(*x.shape[:-1], projection.out_features)
+            return output if projection.bias is None else output + projection.bias
+
+        return bias_alone
+
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return [(linear, make) for linear in linears if not linear.in_features]
+
+
+class GraphStep(nn.Module):
+    """The model as a function from tensors to tensors, as an exported graph is.
 
     Args:
         model: The model.
@@ -193,7 +213,7 @@ def _names(prefix: str, past: list[Tensor]) -> list[str]:
     return names
 
 
-def _free(tensor: Tensor) -> dict[int, Any]:
+def free_axes(tensor: Tensor) -> dict[int, Any]:
     """The axes of any length: rows and, of ``[rows, tokens]``, tokens."""
     has_tokens = tensor.ndim == 2 and not tensor.is_floating_point()
     return {0: _AUTO, 1: _AUTO} if has_tokens else {0: _AUTO}
@@ -210,20 +230,20 @@ def _output_names(result: Any) -> list[str]:
     return [f"output_{i}" for i in range(n_outputs)]
 
 
-def _smaller(step: _OnnxStep, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _smaller(step: GraphStep, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Inputs with one row and one token less; one new token for a decoder."""
     # The example has at least two rows.
     smaller = {name: t[:-1] for name, t in inputs.items()}
     if step.cache:
         return step.split(smaller, 1)
     for name, t in smaller.items():
-        if 1 in _free(t):
+        if 1 in free_axes(t):
             smaller[name] = t[:, :-1]
     return smaller, []
 
 
 def _difference(
-    session: Any, step: _OnnxStep, inputs: dict[str, Tensor], past: list[Tensor]
+    session: Any, step: GraphStep, inputs: dict[str, Tensor], past: list[Tensor]
 ) -> Difference:
     """Compare the model and its ONNX file on the same inputs.
 

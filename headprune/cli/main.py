@@ -20,6 +20,7 @@ from headprune.cli.prune import prune
 from headprune.cli.report import report
 from headprune.cli.run import run
 from headprune.cli.score import score
+from headprune.cli.serve_check import serve_check
 from headprune.cli.show import show
 from headprune.cli.sweep import sweep
 from headprune.cli.validate import validate
@@ -49,6 +50,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     sweep: "headprune sweep digits-vit --grid scorer=taylor,fisher --grid keep=0.75,0.5 --seeds 3",
     pick: "headprune pick runs/digits-vit-sweep --max-drop 0.01 --out small",
     bench: "headprune bench my-model small --batch 1 --batch 32",
+    serve_check: "headprune serve-check small",
     report: "headprune report runs/digits-vit runs/other --out compared",
 }
 # The functions are the commands: typer takes names, options and help from them.

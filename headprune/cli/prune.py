@@ -31,6 +31,7 @@ from headprune.core.files import occupied
 if TYPE_CHECKING:
     from headprune.checkpoints.checkpoint import Format
     from headprune.core.plan import Budget, PruningPlan
+    from headprune.core.record import RunRecord
 
 
 #: What the guessed recipe says where heads and neurons share a budget. One cut by measured prices
@@ -121,6 +122,15 @@ def prune(
     max_shard_size: Annotated[
         str, typer.Option(help="Larger models are written in several files.")
     ] = "50GB",
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload OUT, without OUT/run, to the Hugging Face hub, too."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: make a new repository private.")
+    ] = False,
     # How to read the model.
     merge_adapters: Annotated[
         bool,
@@ -145,8 +155,6 @@ def prune(
 ) -> None:
     """Cut, prove and save a model; with data, also score, refit and measure it."""
     with guarded(debug):
-        from headprune.checkpoints import card
-
         # 1. Check the options before anything is loaded.
         if format not in ("auto", "headprune", "transformers", "remote-code"):
             must = "auto, headprune, transformers or remote-code"
@@ -174,9 +182,10 @@ def prune(
         else:
             decided = _decide(plan, scores, chosen)
         _check_model(model, merge_adapters, max_shard_size)
+        _check_push(push, private)
 
         # 2. Cut: from file to file, by the plan, or by a run on the data.
-        target = _Target(model, out, format, max_shard_size)
+        target = _Target(model, out, format, max_shard_size, push, private)
         if streaming:
             _stream(target, decided, as_json)
             return
@@ -188,8 +197,6 @@ def prune(
 
         # 3. Save and report.
         written = _write(cut, target)
-        if cut.results:
-            card.add_results(out, cut.results)
         if cut.copy is not None:
             shutil.rmtree(cut.copy)
         if as_json:
@@ -224,12 +231,16 @@ class _Target:
         out: Folder for the cut model.
         format: The format that was asked for.
         max_shard_size: Largest file of weights.
+        push: The repository of the hub that it goes to, too.
+        private: Whether a new repository is private.
     """
 
     model: str
     out: Path
     format: str
     max_shard_size: str
+    push: str | None
+    private: bool
 
 
 @dataclass(frozen=True)
@@ -242,8 +253,8 @@ class _CutModel:
         example: A batch for it; None if none could be made up.
         text: What was done, for people.
         facts: The same as data.
+        record: The same for the model card.
         copy: A folder that has the model too, to be removed when the model is saved.
-        results: What was measured, for the model card.
     """
 
     model: Any
@@ -251,17 +262,18 @@ class _CutModel:
     example: Any
     text: str
     facts: dict[str, Any]
+    record: RunRecord
     copy: Path | None = None
-    results: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Written:
-    """The format that was saved, why others do not apply, and copied files."""
+    """The format that was saved, why others do not apply, copied files, and the hub's address."""
 
     format: Format
     formats: Mapping[Format, str | None]
     files: list[str]
+    pushed: str | None
 
 
 # ----------------------------------------------------------------------------------- option checks
@@ -314,6 +326,16 @@ def _check_model(model: str, merge: bool, max_shard_size: str) -> None:
         raise InvalidValue("--merge-adapters", must, folder)
     weights.check_shard_size(max_shard_size, "--max-shard-size")
     quiet_libraries()
+
+
+def _check_push(push: str | None, private: bool) -> None:
+    """Refuse a repository that cannot be written, before any long work."""
+    from headprune.checkpoints.hub import check_access
+
+    if push is not None:
+        check_access(push, "--push")
+    elif private:
+        raise InvalidValue("--private", "left out without --push", "given")
 
 
 # ------------------------------------------------------------------------------- choice of heads
@@ -411,6 +433,7 @@ def _stream(target: _Target, plan: PruningPlan | None, as_json: bool) -> None:
     size = target.max_shard_size
     report = prune_checkpoint(folder, plan, target.out, max_shard_size=size, copy_companions=True)
     files = list(report.copied)
+    pushed = _push(target)
     # The report's files have a key of their own, and the plan says which sites have neurons.
     if as_json:
         others = ("copied", "feed_forwards")
@@ -421,19 +444,22 @@ def _stream(target: _Target, plan: PruningPlan | None, as_json: bool) -> None:
             "report": facts,
             "format": "headprune",
             "copied": files,
+            "pushed": pushed,
         }
         emit(data)
         return
     echo(str(report))
     for warning in report.warnings:
         say(f"warning: {warning}")
-    echo(_wrote(target, "headprune", files))
+    echo(_wrote(target, "headprune", files, pushed))
 
 
 def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
     """Load the model and cut it by a plan."""
+    from headprune.core.record import RunRecord
     from headprune.data.models import open_model
     from headprune.model.examples import example_batch
+    from headprune.run.journal import now
     from headprune.surgery.prune import prune_
 
     # A batch of made-up tokens, images or waves is enough to compare outputs.
@@ -451,7 +477,9 @@ def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
         "max_difference": report.proof.max_difference if report.proof else None,
         "warnings": list(report.warnings),
     }
-    return _CutModel(subject, plan, example, str(report), {"report": facts})
+    proofs = (report.proof,) if report.proof else ()
+    record = RunRecord("prune", "done", "prune", now(), plan=plan, proofs=proofs)
+    return _CutModel(subject, plan, example, str(report), {"report": facts}, record)
 
 
 def _on_data(
@@ -463,7 +491,7 @@ def _on_data(
 ) -> _CutModel:
     """Score, cut, refit and measure on data, in a run inside the model's folder."""
     from headprune.model.examples import example_batch
-    from headprune.report.verdict import card_lines, verdict
+    from headprune.report.verdict import verdict
     from headprune.run.journal import MODEL, RUN
     from headprune.run.on_data import prune_on_data
 
@@ -476,8 +504,7 @@ def _on_data(
     judged = verdict(record, str(folder))
     text = f"{judged}\n\n{record}\nreport: {folder / 'report.html'}"
     facts = {"record": record.to_dict()}
-    example, results = example_batch(cut), tuple(card_lines(record))
-    return _CutModel(cut, record.plan, example, text, facts, folder / MODEL, results)
+    return _CutModel(cut, record.plan, example_batch(cut), text, facts, record, folder / MODEL)
 
 
 # ------------------------------------------------------------------------------- save and report
@@ -500,10 +527,20 @@ def _write(cut: _CutModel, target: _Target) -> _Written:
         format=format,
         max_shard_size=target.max_shard_size,
         plan=cut.plan,
+        record=cut.record,
         example=cut.example,
         processor=files,
     )
-    return _Written(format, formats, files.copied)
+    return _Written(format, formats, files.copied, _push(target))
+
+
+def _push(target: _Target) -> str | None:
+    """Upload the folder where that was asked for; return the address."""
+    from headprune.checkpoints.hub import upload
+
+    if target.push is None:
+        return None
+    return upload(target.out, target.push, private=target.private or None)
 
 
 def _choose_format(asked: str, formats: Mapping[Format, str | None]) -> Format:
@@ -535,6 +572,7 @@ def _as_data(cut: _CutModel, target: _Target, written: _Written) -> dict[str, An
         "format": written.format,
         "formats": written.formats,
         "copied": written.files,
+        "pushed": written.pushed,
     }
 
 
@@ -548,7 +586,7 @@ def _print(cut: _CutModel, target: _Target, written: _Written) -> None:
     for name, reason in written.formats.items():
         answer = f"no; {reason}" if reason else "yes"
         echo(f"format {name}: {answer}")
-    echo(_wrote(target, written.format, written.files))
+    echo(_wrote(target, written.format, written.files, written.pushed))
     if written.format == "remote-code":
         # The user publishes this code with the model, and should read it first.
         echo("loading it with trust_remote_code=True runs this file:")
@@ -556,6 +594,7 @@ def _print(cut: _CutModel, target: _Target, written: _Written) -> None:
         echo("".join(path.read_text(encoding="utf-8") for path in modules))
 
 
-def _wrote(target: _Target, format: str, files: list[str]) -> str:
+def _wrote(target: _Target, format: str, files: list[str], pushed: str | None) -> str:
     more = "".join(f", {file}" for file in files)
-    return f"wrote {target.out} (format {format}{more})"
+    text = f"wrote {target.out} (format {format}{more})"
+    return f"{text}\nuploaded to {pushed}" if pushed else text

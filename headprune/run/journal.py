@@ -102,7 +102,7 @@ class Journal:
         say: Callable[[str], None],
         progress: bool | None = None,
     ) -> None:
-        self.record = RunRecord(name, "running", "start", _now(), FrozenDict(recipe))
+        self.record = RunRecord(name, "running", "start", now(), FrozenDict(recipe))
         self.folder, self.say = folder, say
         self.progress = sys.stderr.isatty() if progress is None else progress
         self._lines = self.tell if progress is None and not self.progress else None
@@ -177,7 +177,7 @@ class Journal:
         assert self.folder is not None
         record = self.record
         line = {
-            "at": _now(),
+            "at": now(),
             "status": record.status,
             "stage": record.stage,
             "error": record.error,
@@ -187,7 +187,7 @@ class Journal:
         append_line(self.folder / HISTORY, json.dumps(line, ensure_ascii=False))
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 

@@ -16,7 +16,6 @@ from headprune.bench.decoding import DecodingRow, compare_decoding
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.bench.quality import Quality
 from headprune.bench.size import sizes
-from headprune.checkpoints import card
 from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.core.changed import ChangedAnswers
 from headprune.core.heads import HeadCounts
@@ -29,7 +28,6 @@ from headprune.model.running import device_of
 from headprune.model.sites import bind
 from headprune.recipes.schema import BenchSection
 from headprune.recipes.validate import configured
-from headprune.report.verdict import card_lines
 from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
@@ -429,8 +427,8 @@ def _decoding_line(row: DecodingRow) -> str:
 def save_model(subject: Subject, pruned: nn.Module, folder: Path) -> None:
     """Save the cut model with its tokenizer, and prove that it loads unchanged."""
     place = folder / MODEL
-    save_pretrained(pruned, place, subject.sites, processor=subject.preparation.tools)
-    card.add_results(place, card_lines(subject.journal.record))
+    tools, record = subject.preparation.tools, subject.journal.record
+    save_pretrained(pruned, place, subject.sites, processor=tools, record=record)
     proof = reload_proof(pruned, place, subject.example, subject.whole(), subject.sites)
     subject.journal.note(proofs=(proof,))
     subject.journal.tell(f"{place}: loads back bit for bit")

@@ -87,7 +87,7 @@ def test_every_command_has_help_with_an_example_that_it_understands() -> None:
     assert "--install-completion" in overview
     group: Any = typer.main.get_command(app)
     for command, example in COMMANDS.items():
-        name = command.__name__
+        name = command.__name__.replace("_", "-")
         words = example.split()
         assert words[:2] == ["headprune", name]
         # An unknown option or a missing argument is an error.
