@@ -138,7 +138,9 @@ def description_of_cut(model: Any, bound: list[BoundSite]) -> Description:
         UnsupportedModel: there is none; the message says why.
     """
     name = type(model).__name__
-    if name not in ARCHITECTURES or not is_known(model):
+    if not is_known(model):
+        raise UnsupportedModel(_WHERE, "for a class of Transformers", name)
+    if name not in ARCHITECTURES:
         raise UnsupportedModel(_WHERE, f"for one of {', '.join(ARCHITECTURES)}", name)
     _check_code(model, bound)
     facts = Description(
