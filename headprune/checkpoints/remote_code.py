@@ -5,7 +5,7 @@ attention that was cut its shapes and counts, as ``config.json`` lists them, and
 biases that a recovery added. A layer without heads adds only the output projection's bias. A model
 that needs another correction by code of headprune is refused.
 
-For decoders of the layout ``llama``, ``config.json`` also has Transformers' own ``per_layer_config``
+For decoders of the layout ``llama``, ``config.json`` also has Transformers' ``per_layer_config``
 with the head counts of every layer: vLLM sizes its cache by it.
 """
 

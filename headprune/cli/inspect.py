@@ -183,7 +183,7 @@ def _cache_words(bound: list[BoundSite]) -> list[str]:
 
 
 def _tensor_parallel(model: nn.Module) -> list[int]:
-    """For a decoder, on how many GPUs its layers can be split: head by head and neuron by neuron."""
+    """The numbers of GPUs among which a decoder's layers can be split."""
     from headprune.model.sites import all_cut_sites
 
     counts, is_decoder = [], False

@@ -81,7 +81,10 @@ def prune(
     tensor_parallel: Annotated[
         int | None,
         typer.Option(
-            help="With --scores or --data: GPUs that share each layer; kept key/value heads divide by it."
+            help=(
+                "With --scores or --data: GPUs that will share each layer. The kept key/value "
+                "heads divide by it."
+            )
         ),
     ] = None,
     # How to save the cut model.

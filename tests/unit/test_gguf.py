@@ -271,9 +271,7 @@ def test_what_the_file_cannot_say_is_refused(case: str, tmp_path: Path) -> None:
     ("kind", "rows", "words"),
     [("lower case", 300, "normalizers among NFC"), ("bytes", 100, "below the 100 rows")],
 )
-def test_a_tokenizer_that_llama_cpp_lacks(
-    kind: str, rows: int, words: str, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_llama_cpp_lacks(kind: str, rows: int, words: str, tmp_path: Path) -> None:
     model = model_of("Llama", vocab_size=rows)
     with pytest.raises(UnsupportedModel, match=f"{words}.*processor=None"):
         hp.save_pretrained(model, tmp_path / "small", format="gguf", processor=tokenizer(kind))

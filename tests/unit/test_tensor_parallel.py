@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import transformers as hf
 
 import headprune as hp
 from headprune.core.codec import EMPTY
@@ -10,6 +13,8 @@ from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, Policy
 from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.recipes.schema import BudgetSection
+from tests.command_line import done, json_of, refused
 
 
 def _scores(policy: Policy = "group", n_kv_heads: int = 4) -> HeadScores:
@@ -29,9 +34,7 @@ def _scores(policy: Policy = "group", n_kv_heads: int = 4) -> HeadScores:
 
 @pytest.mark.parametrize("selector", ["global_topk", "knapsack", "uniform"])
 @pytest.mark.parametrize(("n_kv_heads", "n_kept"), [(4, 10), (8, 11)])
-def test_every_layer_keeps_heads_that_divide(
-    selector: str, n_kv_heads: int, n_kept: int
-) -> None:
+def test_every_layer_keeps_heads_that_divide(selector: str, n_kv_heads: int, n_kept: int) -> None:
     scores = _scores(n_kv_heads=n_kv_heads)
     free = hp.select(scores, Budget(keep_heads=n_kept), "global_topk")
     counts = [len(free.mask.kept(site)) * n_kv_heads // 8 for site in "ab"]
@@ -45,7 +48,7 @@ def test_every_layer_keeps_heads_that_divide(
 
 
 def test_a_budget_too_small_for_the_gpus_names_the_nearest() -> None:
-    with pytest.raises(InfeasibleBudget, match="at least 8.*tensor_parallel=2"):
+    with pytest.raises(InfeasibleBudget, match=r"at least 8.*tensor_parallel=2"):
         hp.select(_scores(), Budget(keep_heads=6, tensor_parallel=2))
 
 
@@ -74,3 +77,29 @@ def test_a_budget_without_it_is_stored_as_before() -> None:
     assert "tensor_parallel" not in Budget(keep_heads=0.5).to_dict()
     budget = Budget(keep_heads=0.5, tensor_parallel=2)
     assert Budget.from_dict(budget.to_dict()) == budget
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    model = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+        )
+    )
+    model.save_pretrained(tmp_path / "model")
+    assert json_of(f"inspect {tmp_path}/model")["tensor_parallel"] == [1, 2, 4]
+    hp.score(model, None, "magnitude").save(tmp_path / "scores.json")
+    line = f"prune --model {tmp_path}/model --scores {tmp_path}/scores.json --keep 8"
+    done(f"{line} --tensor-parallel 2 --out {tmp_path}/small")
+    assert json_of(f"inspect {tmp_path}/small")["tensor_parallel"] == [1, 2]
+    assert "divisors of every layer" in done(f"inspect {tmp_path}/small").stdout
+    message = refused(f"{line} --tensor-parallel 3 --out {tmp_path}/other")
+    assert "tensor_parallel=3" in message
+
+
+def test_in_a_recipe() -> None:
+    assert BudgetSection(keep_heads=0.5, tensor_parallel=2).budget.tensor_parallel == 2
