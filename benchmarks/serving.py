@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         record |= {
             "date": now(),
             "commit": git_commit(),
-            "hardware": hardware("cpu"),
+            "hardware": hardware(torch.device("cpu")),
             "steps": STEPS,
             "transformers": hf.__version__,
         }

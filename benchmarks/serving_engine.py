@@ -99,8 +99,9 @@ def llama_cpp(folder: Path, prompt: list[int]) -> _Answer:
     settings = llama_cpp.llama_context_default_params()
     settings.n_ctx = 64
     settings.n_threads = settings.n_threads_batch = 1
-    # The default cache has 16-bit floats.
+    # By default the cache has 16-bit floats, and flash attention computes with them.
     settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F32
+    settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     context = model and llama_cpp.llama_init_from_model(model, settings)
     if not context:
         raise RuntimeError("llama.cpp does not load the file, see its log")

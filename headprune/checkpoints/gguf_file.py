@@ -210,7 +210,8 @@ def _rotary_factors(model: Any) -> Tensor | None:
     width = model.model.layers[0].self_attn.head_dim
     powers = torch.arange(0, width, 2, dtype=torch.float32) / width
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    return (1.0 / rope["rope_theta"] ** powers) / frequencies
+    factors: Tensor = (1.0 / rope["rope_theta"] ** powers) / frequencies
+    return factors
 
 
 def _reason_against(facts: Description, width: int) -> UnsupportedModel | None:
@@ -314,7 +315,7 @@ def _context_length(config: Any) -> int:
     """The longest text that llama.cpp computes alike: its code has no sliding window here."""
     length: int = config.max_position_embeddings
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    window = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     if window is not None and "sliding_attention" in kinds:
         return min(length, window)
     return length

@@ -208,7 +208,9 @@ def _decoder_layers(model: Any, bound: list[BoundSite]) -> dict[int, BoundSite]:
     config = model.config
     if config.sub_configs or not hasattr(type(config), "per_layer_config"):
         return {}
-    layers = {b.module.layer_idx: b for b in bound if b.site.layout == "llama"}
+    layers: dict[Any, BoundSite] = {
+        b.module.layer_idx: b for b in bound if b.site.layout == "llama"
+    }
     every_layer = set(range(getattr(config, "num_hidden_layers", 0)))
     return layers if set(layers) == every_layer else {}
 

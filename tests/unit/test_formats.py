@@ -103,7 +103,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
         batch = {k: v for k, v in batch.items() if k != "labels"}
         folder = home / f"{name}-{form}"
         # A decoder without heads in a layer is what vLLM cannot serve.
-        says = pytest.warns(UserWarning, match=r"vLLM .* layers\.0\..* min_heads=1")
+        says = pytest.warns(UserWarning, match=r"vLLM .*layers\.0\..* min_heads=1")
         with says if (name, form) == ("llama", "remote-code") else contextlib.nullcontext():
             hp.save_pretrained(model, folder / "model", format=form)  # type: ignore[arg-type]
         safetensors.torch.save_file(batch, folder / "batch.safetensors")
@@ -227,7 +227,7 @@ def test_an_unknown_format_and_examples_that_do_not_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (model, batch), folder = cut("vit", UNIFORM), tmp_path / "small"
-    words = "format: must be one of headprune, transformers, remote-code, got 'onnx'"
+    words = "format: must be one of headprune, transformers, remote-code, gguf, got 'onnx'"
     with pytest.raises(InvalidValue, match=words):
         hp.save_pretrained(model, folder, format="onnx")  # type: ignore[arg-type]
     for made_up, words in (
