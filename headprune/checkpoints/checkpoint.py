@@ -76,27 +76,27 @@ def save_pretrained(
     - ``transformers``: head counts that a configuration can express; Transformers opens it.
     - ``remote-code``: cuts that need no class of headprune; Transformers opens it with
       ``trust_remote_code=True``.
-    - ``gguf``: Llama, Mistral, Qwen 2 and Qwen 3; llama.cpp opens it. Nothing runs it here.
+    - ``gguf``: llama.cpp opens it.
 
-    The two in between are loaded and compared with the model before ``folder`` changes.
+    The two in between are loaded and compared with the model first.
 
     Args:
         model: A cut or whole model, or a ``torch.compile`` wrapper of one.
-        folder: Made if it does not exist; files of an earlier save are replaced.
+        folder: Files of an earlier save are replaced.
         sites: Default ``find_sites(model)``.
         format: See above, and ``applicable_formats``.
         processor: A tokenizer or processor, or several, to save too.
         plan: The plan by which the model was cut, for the model card.
         example: A batch to compare outputs on; by default one is made up.
         max_shard_size: Bytes, or text such as ``"5GB"``; larger models get several files.
-        dtype: Of a GGUF file: f32, f16, bf16 or q8_0; default the model's own.
+        dtype: Of ``gguf``: f32, f16, bf16 or q8_0.
 
     Returns:
         The folder. On an error it is unchanged.
 
     Raises:
         CheckpointError: ``folder`` is a file, or a tensor is on the meta device.
-        NotWritten: there is no room, or no right to write there.
+        NotWritten: no room, or no right to write there.
         UnsupportedModel: the format cannot hold this cut.
         VerificationFailed: the model that loads differs from the saved one.
     """

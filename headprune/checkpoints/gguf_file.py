@@ -111,7 +111,7 @@ def check_installed() -> None:
         InvalidValue: it is not installed.
     """
     if importlib.util.find_spec("gguf") is None:
-        hint = "Install it: pip install 'headprune[gguf]'."
+        hint = "Install it: pip install gguf."
         raise InvalidValue(_WHERE, "used with the package gguf", "none installed", hint)
 
 
