@@ -85,9 +85,9 @@ def save_pretrained(
         folder: Files of an earlier save are replaced.
         sites: Default ``find_sites(model)``.
         format: See above, and ``applicable_formats``.
-        processor: A tokenizer or processor, or several, to save too.
+        processor: A tokenizer or processor, or several.
         plan: The plan by which the model was cut, for the model card.
-        example: A batch to compare outputs on; by default one is made up.
+        example: A batch to compare outputs on; default a made-up one.
         max_shard_size: Bytes, or text such as ``"5GB"``; larger models get several files.
         dtype: Of ``gguf``: f32, f16, bf16 or q8_0.
 
