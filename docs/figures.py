@@ -37,6 +37,7 @@ import regret
 import scale
 import scorers
 import selector_loss
+import serving
 import tradeoff_page
 import translation
 from studies import RECORDS, ROOT
@@ -67,7 +68,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     ),
 }
 #: Pages that say other things, too, and have blocks as the README has.
-WITH_BLOCKS = ("scale.md",)
+WITH_BLOCKS = ("scale.md", "serving.md")
 BLOCK = re.compile(
     r"(<!-- make docs-figures: ([\w-]+) -->\n).*?(\n *<!-- end of \2 -->)", re.DOTALL
 )
@@ -118,6 +119,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "scale-checked": scale.checked,
     "scale-processes": scale.shared,
     "scale-streaming": scale.streamed,
+    "serving": serving.matrix,
+    "serving-details": serving.details,
 }
 
 

@@ -38,7 +38,7 @@ def test_pages_and_blocks_are_those_of_the_records(figures: ModuleType, tmp_path
             assert same_drawing(path, DOCS / path.name), (
                 f"docs/{path.name}: run `make docs-figures`"
             )
-    expected = {"README.md", "headline.svg", "tradeoff.md", "coverage.md", "scale.md"}
+    expected = {"README.md", "headline.svg", "tradeoff.md", "coverage.md", "scale.md", "serving.md"}
     assert expected <= {path.name for path in tmp_path.iterdir()}
 
 
@@ -87,6 +87,7 @@ def test_every_study_has_its_page(figures: ModuleType) -> None:
     apart = {"exactness", "known_answer"}  # tested against the registries, and stated nowhere
     others = {"tradeoff", "native", "scoring-", "startup"}  # all of docs/tradeoff.md
     others |= {"scale-", "processes", "streaming"}  # blocks of docs/scale.md
+    others |= {"serving"}  # blocks of docs/serving.md
     patterns = [pattern.partition(".")[0].rstrip("*").rstrip("-") for pattern in figures.PAGES]
     for path in figures.RECORDS.glob("*.json"):
         assert any(path.stem.startswith(name) for name in {*apart, *others, *patterns}), path.name

@@ -60,7 +60,9 @@ def test_bandit_finds_nothing() -> None:
 ASKED_FOR = {
     "Python": "__class__ __dir__ __getattr__ showwarning",
     "a module's repr and a state dict": "extra_repr get_extra_state set_extra_state",
-    "Transformers' models": "_split_heads attribute_map tie_word_embeddings",
+    "Transformers' models": (
+        "_split_heads allow_global_per_layer_attribute_access attribute_map tie_word_embeddings"
+    ),
     "the Transformers Trainer": (
         "_move_model_to_device _n_gpu _prepare_inputs compute_loss device_placement"
         " get_train_dataloader num_items_in_batch num_training_steps on_step_end on_train_begin"

@@ -1,1 +1,1 @@
-"""Checkpoints of cut models: folders in three formats, cuts on disk, and ONNX."""
+"""Checkpoints of cut models: folders in four formats, cuts on disk, and ONNX."""

@@ -38,6 +38,7 @@ LOADING = {
         "from transformers import {auto}\n\n# Runs the modelling file that lies beside the weights:"
         " read it first.\nmodel = {auto}.from_pretrained({folder!r}, trust_remote_code=True)"
     ),
+    "gguf": "from llama_cpp import Llama\n\nmodel = Llama('{folder}/model.gguf')",
 }
 
 

@@ -1,9 +1,10 @@
-"""``save_pretrained`` and ``from_pretrained``: cut models in folders, in three formats."""
+"""``save_pretrained`` and ``from_pretrained``: cut models in folders, in four formats."""
 
 from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,7 +12,16 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from headprune.attention.sharded import check_whole
-from headprune.checkpoints import card, companions, own, plain, proof, remote_code, transformers_4
+from headprune.checkpoints import (
+    card,
+    companions,
+    gguf_file,
+    own,
+    plain,
+    proof,
+    remote_code,
+    transformers_4,
+)
 from headprune.checkpoints.building import fresh
 from headprune.checkpoints.manifest import MANIFEST as MANIFEST
 from headprune.checkpoints.manifest import Manifest
@@ -42,10 +52,12 @@ from headprune.model.sites import (
     unwrap,
 )
 
-Format = Literal["headprune", "transformers", "remote-code"]
+Format = Literal["headprune", "transformers", "remote-code", "gguf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Modelling files of an earlier save in the format "remote-code".
 _MODELLING = "modeling_headprune_*.py"
+#: Files of an earlier save that a new one takes the place of.
+_OURS = (MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING, gguf_file.FILE)
 
 
 def save_pretrained(
@@ -59,6 +71,7 @@ def save_pretrained(
     record: RunRecord | None = None,
     example: Any = None,
     max_shard_size: int | str = "50GB",
+    dtype: gguf_file.Dtype | None = None,
 ) -> Path:
     """Write a model to a folder, with a model card that states what was cut.
 
@@ -66,6 +79,7 @@ def save_pretrained(
     - ``transformers``: head counts that a configuration can express.
     - ``remote-code``: cuts that need no class of headprune; opens with ``trust_remote_code=True``.
     - ``auto``: ``transformers`` where it can hold the cut, else ``headprune``.
+    - ``gguf``: llama.cpp opens it.
 
     Those for Transformers are loaded and compared with the model before ``folder`` changes.
 
@@ -76,16 +90,17 @@ def save_pretrained(
         format: See above, and ``applicable_formats``.
         processor: Tokenizers or processors to save too.
         plan: By which the model was cut, for the model card.
-        record: Of that run, for the card: metrics, scores, proofs, the plan.
+        record: Of that run, for the card.
         example: A batch to compare outputs on; default one made up.
         max_shard_size: Bytes, or ``"5GB"``; larger models get several files.
+        dtype: Of ``gguf``: f32, f16, bf16 or q8_0.
 
     Returns:
         The folder. On an error it is unchanged.
 
     Raises:
         CheckpointError: ``folder`` is a file, or a tensor is on the meta device.
-        NotWritten: there is no room, or no right to write there.
+        NotWritten: no room, or no right to write there.
         UnsupportedModel: the format cannot hold this cut.
         VerificationFailed: the model that loads differs from the saved one.
     """
@@ -107,16 +122,23 @@ def save_pretrained(
         _check_no_cut_beyond(model, bound)
     if format == "auto":
         format = automatic_format(_reason_against(plain.config_of_cut, model, bound))
+    gguf_file.check_dtype(dtype, format)
+    as_gguf = None
+    if format == "gguf":
+        gguf_file.check_installed()
+        as_gguf = gguf_file.description_of_cut(model, bound)
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
-    with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
+    with staged(folder, in_place_of=_OURS) as place:
         if format == "headprune":
             own.write(model, bound, place, max_shard_size)
-        else:
+        elif as_gguf is None:
             _write_for_others(model, bound, place, format, example, max_shard_size)
         write_card(model, [b.site for b in bound], folder, format, plan, place, record)
         if processor is not None:
             companions.save(processor, place)
+        if as_gguf is not None:  # last, for it holds the tokenizer too
+            gguf_file.write(model, as_gguf, place, dtype)
     return folder
 
 
@@ -186,6 +208,7 @@ def applicable_formats(
         "headprune": None,
         "transformers": _reason_against(plain.config_of_cut, model, bound),
         "remote-code": _reason_against(remote_code.description_of_cut, model, bound),
+        "gguf": _reason_against(gguf_file.description_of_cut, model, bound),
     }
 
 
@@ -341,6 +364,9 @@ def _write_for_others(
     # Whether the format can hold the cut is known before an example is made up.
     if is_remote:
         description = remote_code.description_of_cut(model, bound)
+        against = remote_code.reason_against_vllm(model, bound)
+        if against:
+            warnings.warn(f"vLLM cannot serve this folder, {against}", UserWarning, stacklevel=3)
     else:
         config = plain.config_of_cut(model, bound)
     example = proof.example_for(model, example)
@@ -349,7 +375,7 @@ def _write_for_others(
         kind, body = type(model), None
         if is_remote:
             kind, body = remote_code.write_code(model, place)
-            config = remote_code.config_of_cut(model, description)
+            config = remote_code.config_of_cut(model, description, bound)
         try:
             proof.written_and_proven(
                 kind, config, model, place, max_shard_size, original_names, example

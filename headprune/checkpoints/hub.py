@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune.checkpoints import card
+from headprune.checkpoints import card, gguf_file
 from headprune.checkpoints.checkpoint import MANIFEST, save_pretrained
 from headprune.checkpoints.weights import INDEX, SHARDS, WEIGHTS
 from headprune.core.display import escape
@@ -136,6 +136,8 @@ def _finish_card(folder: Path, name: str, licence: str | None) -> None:
     section, end, after = rest.partition(card.END)
     # In the repository the folder has another name.
     section = section.replace(f"from_pretrained({folder.name!r}", f"from_pretrained({name!r}")
+    download = f"Llama.from_pretrained({name!r}, {gguf_file.FILE!r})"
+    section = section.replace(f"Llama('{folder.name}/{gguf_file.FILE}')", download)
     lines = [line for line in section.split("\n") if not line.startswith(_LICENCE)]
     words = escape(licence) if licence else "not stated here; that of the base model applies"
     place = next(i for i, line in enumerate(lines) if line.startswith("- Model: "))

@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(str(folder), must, "no such folder")
         hint = (
             "A folder in the format 'transformers' or 'remote-code' is loaded by Transformers, see"
-            " its README.md."
+            " its README.md; one in the format 'gguf' by llama.cpp."
         )
         raise CheckpointError(str(folder), must, f"no {MANIFEST} in it", hint)
     try:

@@ -4,6 +4,9 @@ Loading needs ``trust_remote_code=True``. The file builds the full-size class, t
 attention that was cut its shapes and counts, as ``config.json`` lists them, and projections the
 biases that a recovery added. A layer without heads adds only the output projection's bias. A model
 that needs another correction by code of headprune is refused.
+
+For decoders of the layout ``llama``, ``config.json`` also has Transformers' ``per_layer_config``
+with the head counts of every layer: vLLM sizes its cache by it.
 """
 
 from __future__ import annotations
@@ -160,7 +163,7 @@ def write_code(model: Any, folder: Path) -> tuple[Any, Any]:
     return kind, None if body is None else getattr(module, _class_name(body))
 
 
-def config_of_cut(model: Any, description: dict[str, Any]) -> Any:
+def config_of_cut(model: Any, description: dict[str, Any], bound: list[BoundSite]) -> Any:
     """The model's configuration with the description of the cut, as the modelling file reads it."""
     # 1. Which class of the file each Auto class loads.
     config = copy.deepcopy(model.config)
@@ -173,7 +176,43 @@ def config_of_cut(model: Any, description: dict[str, Any]) -> Any:
     config.__dict__.pop("custom_pipelines", None)
     config.headprune_heads = description
     config.headprune_biases = list(added_biases(model, fresh(model)))
+    # 3. The head counts of every layer, for vLLM.
+    decoder = _decoder_layers(model, bound)
+    if decoder and not reason_against_vllm(model, bound):
+        counts = {}
+        for number, b in decoder.items():
+            geometry = b.site.geometry
+            counts[number] = {
+                "num_attention_heads": geometry.n_query_heads,
+                "num_key_value_heads": geometry.n_kv_heads,
+            }
+        config.per_layer_config = counts
+        # vLLM also reads the counts of the whole model.
+        config.allow_global_per_layer_attribute_access = True
     return config
+
+
+def reason_against_vllm(model: Any, bound: list[BoundSite]) -> str | None:
+    """Why vLLM cannot serve a decoder of the layout ``llama``, and the way out; else None."""
+    for b in _decoder_layers(model, bound).values():
+        if not b.site.heads:
+            return f"{b.site.name} has no heads: select with min_heads=1"
+        if b.site.geometry.kv_of is not None:
+            way_out = "cut under the policy group or balanced"
+            return f"query heads of {b.site.name} share key/value heads unevenly: {way_out}"
+    return None
+
+
+def _decoder_layers(model: Any, bound: list[BoundSite]) -> dict[int, BoundSite]:
+    """The attention of each layer of a text decoder whose configuration can hold its counts."""
+    config = model.config
+    if config.sub_configs or not hasattr(type(config), "per_layer_config"):
+        return {}
+    layers: dict[Any, BoundSite] = {
+        b.module.layer_idx: b for b in bound if b.site.layout == "llama"
+    }
+    every_layer = set(range(getattr(config, "num_hidden_layers", 0)))
+    return layers if set(layers) == every_layer else {}
 
 
 def _class_name(model: nn.Module) -> str:

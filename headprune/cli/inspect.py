@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,6 +82,7 @@ def _inspect(model: nn.Module, policy: Policy, feed_forward: bool = False) -> di
         "sites": rows,
         "totals": totals,
         "cache": _cache_words(bound),
+        "tensor_parallel": _tensor_parallel(model),
         "layouts": _layouts(model, bound),
         "not_taken": list(map(_as_data, sites.not_taken)),
     }
@@ -187,6 +189,21 @@ def _cache_words(bound: list[BoundSite]) -> list[str]:
     return [words for policy, words in _CACHE.items() if policy in used]
 
 
+def _tensor_parallel(model: nn.Module) -> list[int]:
+    """The numbers of GPUs among which a decoder's layers can be split."""
+    from headprune.model.sites import all_cut_sites
+
+    counts, is_decoder = [], False
+    for site in all_cut_sites(model):
+        is_decoder = is_decoder or site.kind == "causal"
+        # A feed-forward's groups are its neurons.
+        counts.append(len(site.groups))
+    common = math.gcd(*counts)
+    if not is_decoder:
+        return []
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
 def _as_data(group: NotTaken) -> dict[str, Any]:
     names = list(group.modules)
     return {"module": names[0], "modules": names, "class": group.kind, "reason": group.reason}
@@ -223,6 +240,9 @@ def _print(facts: dict[str, Any]) -> None:
         echo(f"{totals['kv_bytes_per_token']:,} bytes of KV cache per token can be saved")
     for line in facts["cache"]:
         echo(line)
+    if facts["tensor_parallel"]:
+        counts = ", ".join(map(str, facts["tensor_parallel"]))
+        echo(f"tensor parallelism: {counts} (divisors of every layer's key/value heads)")
 
     # 3. What a cut changes.
     for name, layout in facts["layouts"].items():

@@ -107,6 +107,15 @@ def prune(
     min_heads: Annotated[
         int | None, typer.Option(help="With --scores or --data: per layer, at least; default 1.")
     ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            help=(
+                "With --scores or --data: GPUs that will share each layer. The kept key/value "
+                "heads divide by it."
+            )
+        ),
+    ] = None,
     # How to save the cut model.
     format: Annotated[
         str,
@@ -114,8 +123,8 @@ def prune(
             help=(
                 "headprune (every cut, bit for bit), transformers (loads without headprune, where "
                 "the configuration can say the head counts), remote-code (a modelling file beside "
-                "the weights, read with trust_remote_code=True), or auto: transformers where it "
-                "applies, else headprune."
+                "the weights, read with trust_remote_code=True; vLLM), gguf (llama.cpp), or auto: "
+                "transformers where it applies, else headprune."
             )
         ),
     ] = "headprune",
@@ -131,6 +140,10 @@ def prune(
     private: Annotated[
         bool, typer.Option("--private", help="With --push: make a new repository private.")
     ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="With --format gguf: f32, f16, bf16 or q8_0; default the model's own."),
+    ] = None,
     # How to read the model.
     merge_adapters: Annotated[
         bool,
@@ -156,9 +169,7 @@ def prune(
     """Cut, prove and save a model; with data, also score, refit and measure it."""
     with guarded(debug):
         # 1. Check the options before anything is loaded.
-        if format not in ("auto", "headprune", "transformers", "remote-code"):
-            must = "auto, headprune, transformers or remote-code"
-            raise InvalidValue("--format", must, repr(format))
+        _check_format(format, dtype)
         _check_out(out, on_data=data is not None)
         sources = {"--plan": plan, "--scores": scores, "--data": data}
         columns = {"--text": text, "--text-pair": text_pair, "--label": label}
@@ -174,7 +185,7 @@ def prune(
             "--keep-kv": keep_kv,
             "--speedup": speedup,
         }
-        chosen = _Choice(_given(amounts), selector, min_heads, feed_forward)
+        chosen = _Choice(_given(amounts), selector, min_heads, feed_forward, tensor_parallel)
         # Reading the budget checks it, so that is done now, too.
         recipe_settings, decided = [], None
         if data is not None:
@@ -185,7 +196,7 @@ def prune(
         _check_push(push, private)
 
         # 2. Cut: from file to file, by the plan, or by a run on the data.
-        target = _Target(model, out, format, max_shard_size, push, private)
+        target = _Target(model, out, format, max_shard_size, dtype, push, private)
         if streaming:
             _stream(target, decided, as_json)
             return
@@ -214,12 +225,14 @@ class _Choice:
         selector: Name of the selector; None is the default.
         min_heads: Heads to keep per layer, at least; None is the default.
         feed_forward: Whether neurons are chosen, too; None is the default.
+        tensor_parallel: GPUs that share each layer; None is the default.
     """
 
     amounts: Mapping[str, str | float]
     selector: str | None
     min_heads: int | None
     feed_forward: bool | None = None
+    tensor_parallel: int | None = None
 
 
 @dataclass(frozen=True)
@@ -231,6 +244,7 @@ class _Target:
         out: Folder for the cut model.
         format: The format that was asked for.
         max_shard_size: Largest file of weights.
+        dtype: Of a GGUF file.
         push: The repository of the hub that it goes to, too.
         private: Whether a new repository is private.
     """
@@ -239,6 +253,7 @@ class _Target:
     out: Path
     format: str
     max_shard_size: str
+    dtype: str | None
     push: str | None
     private: bool
 
@@ -282,6 +297,19 @@ class _Written:
 def _given(options: Mapping[str, str | float | None]) -> dict[str, str | float]:
     """The options that have a value."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_format(format: str, dtype: str | None) -> None:
+    """Refuse an unknown format, and a GGUF file without its package or of an unknown dtype."""
+    from headprune.checkpoints import gguf_file
+    from headprune.checkpoints.checkpoint import FORMATS
+
+    formats = ("auto", *FORMATS)
+    if format not in formats:
+        raise InvalidValue("--format", f"one of {', '.join(formats)}", repr(format))
+    gguf_file.check_dtype(dtype, format, "--dtype")
+    if format == "gguf":
+        gguf_file.check_installed()
 
 
 def _check_out(out: Path, on_data: bool) -> None:
@@ -354,6 +382,8 @@ def _as_settings(chosen: _Choice, settings: list[str] | None) -> list[str]:
         lines.append(f"select.selector={chosen.selector}")
     if chosen.min_heads is not None:
         lines.append(f"select.settings.min_heads={chosen.min_heads}")
+    if chosen.tensor_parallel is not None:
+        lines.append(f"select.tensor_parallel={chosen.tensor_parallel}")
     return [*lines, *(settings or ())]
 
 
@@ -366,13 +396,17 @@ def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningP
 
     # A plan says everything, so nothing else may be given with it.
     if plan is not None:
-        unused = {"--selector": chosen.selector, "--min-heads": chosen.min_heads}
+        unused = {
+            "--selector": chosen.selector,
+            "--min-heads": chosen.min_heads,
+            "--tensor-parallel": chosen.tensor_parallel,
+        }
         for name, value in {**chosen.amounts, **unused}.items():
             if value is not None:
                 raise InvalidValue(name, "left out with --plan, which has the heads to keep", value)
         return PruningPlan.load(plan)
     assert scores is not None  # as `_check_source` made sure
-    budget = _budget(*_one_budget(chosen.amounts, "--scores"))
+    budget = _budget(*_one_budget(chosen.amounts, "--scores"), chosen.tensor_parallel)
     _, selector = registry.resolve(chosen.selector or "global_topk", Selector, "--selector")
     if chosen.min_heads is not None:
         selector = replace(selector, min_heads=chosen.min_heads)
@@ -398,7 +432,7 @@ def _kind(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
 
 
-def _budget(option: str, amount: str | float) -> Budget:
+def _budget(option: str, amount: str | float, tensor_parallel: int | None) -> Budget:
     from headprune.core.plan import Budget
 
     # Of --keep: a count or a fraction. Whether it is in range, Budget checks.
@@ -407,7 +441,7 @@ def _budget(option: str, amount: str | float) -> Budget:
             amount = int(amount) if amount.isdigit() else float(amount)
         except ValueError:
             raise InvalidValue(option, "a count of heads or a fraction", repr(amount)) from None
-    return Budget(**{_kind(option): amount})  # type: ignore[arg-type]
+    return Budget(**{_kind(option): amount}, tensor_parallel=tensor_parallel)  # type: ignore[arg-type]
 
 
 # -------------------------------------------------------------------------------------------- cut
@@ -530,6 +564,7 @@ def _write(cut: _CutModel, target: _Target) -> _Written:
         record=cut.record,
         example=cut.example,
         processor=files,
+        dtype=target.dtype,  # type: ignore[arg-type]
     )
     return _Written(format, formats, files.copied, _push(target))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from headprune.core.codec import EMPTY, FrozenDict, Value
+from headprune.core.codec import EMPTY, LATER, FrozenDict, Value
 from headprune.core.coverage import coverage_notes
 from headprune.core.display import Row, html_grid, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, PlanMismatch
@@ -50,6 +50,8 @@ class Budget(Value):
         speedup: How many times as fast the pruned model must be, above 1, by a `LatencyTable`
             measured before.
         length: Tokens per example, for ``keep_macs``; by default the length of the scored examples.
+        tensor_parallel: GPUs that share each layer when the model is served: at every site the kept
+            key/value heads, and neurons, divide by it.
 
     >>> print(Budget(keep_heads=0.5))
     keep 50 % of the heads
@@ -66,6 +68,7 @@ class Budget(Value):
     keep_kv: float | None = None
     speedup: float | None = None
     length: int | None = None
+    tensor_parallel: int | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         given = [kind for kind in _COUNTED if getattr(self, kind) is not None]
@@ -77,6 +80,9 @@ class Budget(Value):
         if self.kind != "keep_heads" or isinstance(self.amount, float):
             object.__setattr__(self, self.kind, float(self.amount))
         self._check_length()
+        gpus = self.tensor_parallel
+        if gpus is not None and (type(gpus) is not int or gpus < 1):
+            raise InvalidValue("Budget.tensor_parallel", "a count of GPUs >= 1", repr(gpus))
 
     def _check_amount(self) -> None:
         amount = self.amount
@@ -115,14 +121,15 @@ class Budget(Value):
         return value
 
     def __str__(self) -> str:
+        on = f", for {self.tensor_parallel} GPUs" if self.tensor_parallel else ""
         if self.kind == "speedup":
-            return f"at least {self.amount:g} times as fast"
+            return f"at least {self.amount:g} times as fast{on}"
         if isinstance(self.amount, int):
             share = f"{self.amount}"
         else:
             share = f"{100 * self.amount:g} % of the"
         at = f" at {self.length} tokens" if self.length else ""
-        return f"keep {share} {_COUNTED[self.kind]}{at}"
+        return f"keep {share} {_COUNTED[self.kind]}{at}{on}"
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ class BudgetSection(Section):
     keep_kv: int | float | None = None
     speedup: int | float | None = None
     length: Positive | None = None
+    tensor_parallel: Positive | None = None
 
     @property
     def budget(self) -> Budget:
@@ -249,6 +250,7 @@ class BudgetSection(Section):
             self.keep_kv,
             self.speedup,
             self.length,
+            self.tensor_parallel,
         )
 
 

@@ -303,4 +303,5 @@ def _budget(plan: PruningPlan) -> str:
 
 def _spelled_budget(budget: Budget) -> str:
     length = f", length={budget.length}" if budget.length else ""
-    return f"hp.Budget({budget.kind}={budget.amount!r}{length})"
+    gpus = f", tensor_parallel={budget.tensor_parallel}" if budget.tensor_parallel else ""
+    return f"hp.Budget({budget.kind}={budget.amount!r}{length}{gpus})"

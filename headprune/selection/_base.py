@@ -151,11 +151,18 @@ class Problem:
         states = {}
         for count in sorted(reached):
             whole = count % self.multiple_of == 0 or count == present
+            whole = whole and count % self._steps_of_gpus[site] == 0
             # A latency table may lack a number of heads that the layout cannot have.
             possible = self.steps is None or self.steps[site][count] is not None
             if count >= least and whole and possible:
                 states[count] = reached[count]
         return states
+
+    @cached_property
+    def _steps_of_gpus(self) -> tuple[int, ...]:
+        """Per site, what its number of heads must divide by to be shared by the budget's GPUs."""
+        gpus = self.budget.tensor_parallel or 1
+        return tuple(step_of_gpus(site, gpus) for site in self.scores.sites)
 
     def _reached(self, site: int, ranked: list[int]) -> dict[int, tuple[int, ...]]:
         """The first set of units that holds so many heads, whatever `min_heads` and the like."""
@@ -193,6 +200,27 @@ class Problem:
         for site, row in zip(self.scores.sites, self.steps, strict=True):
             total += row[len(site.heads)] or 0
         return total
+
+
+def step_of_gpus(site: AttentionSite, n_gpus: int) -> int:
+    """What the number of heads must divide by, so that GPUs get equally many key/value heads.
+
+    Raises:
+        InvalidValue: no number of heads at this site is sure to do.
+    """
+    if n_gpus == 1 or site.is_feed_forward or site.group_size == 1:
+        return n_gpus
+    sizes = set(map(len, site.groups))
+    where = f"Budget.tensor_parallel at {site.name}"
+    if site.policy == "free" or len(sizes) > 1:
+        must = "used where query heads share key/value heads evenly"
+        raise InvalidValue(where, must, f"policy {site.policy!r}", "Use the policy 'group'.")
+    if site.policy == "group":
+        return n_gpus * max(sizes, default=1)
+    if len(site.groups) % n_gpus:  # balanced: every key/value head is kept
+        must = f"a divisor of the {len(site.groups)} key/value heads, which 'balanced' keeps"
+        raise InvalidValue(where, must, n_gpus, "Use the policy 'group'.")
+    return 1
 
 
 def positions_of(rows: Iterable[Iterable[int]]) -> frozenset[Position]:

@@ -180,6 +180,8 @@ def _rules(problem: Problem) -> str:
     rules = [f"min_heads={problem.min_heads}"]
     if problem.multiple_of > 1:
         rules.append(f"multiple_of={problem.multiple_of}")
+    if problem.budget.tensor_parallel:
+        rules.append(f"tensor_parallel={problem.budget.tensor_parallel}")
     if problem.must_keep:
         rules.append("the heads that must stay")
     verb = "take" if len(rules) > 1 else "takes"

@@ -94,7 +94,7 @@ def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget]
         counts[kind] += 1
     if not all(counts.values()):
         return None
-    return {kind: Budget(keep_heads=count) for kind, count in counts.items()}
+    return {kind: replace(budget, keep_heads=count) for kind, count in counts.items()}
 
 
 def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:

@@ -135,6 +135,8 @@ def _no_lawful_count(problem: Problem, place: int) -> InvalidValue:
     least = problem.heads(place, problem.by_site(problem.must_keep)[place])
     most = len(site.heads) - problem.heads(place, problem.by_site(problem.must_remove)[place])
     must = f"lawful with min_heads={problem.min_heads} and multiple_of={problem.multiple_of}"
+    if problem.budget.tensor_parallel:
+        must += f" and tensor_parallel={problem.budget.tensor_parallel}"
     got = f"{least} to {most} heads that may stay there, and no such number among them"
     hint = "Change must_keep, must_remove or these settings"
     hint += "; the latency table may lack the number." if problem.steps else "."

@@ -1,0 +1,309 @@
+"""GGUF files: read by gguf's own reader and by Transformers, and what the format cannot say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.heads import HeadMask
+from tests.command_line import done, refused
+
+gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+UNEVEN = [[0, 1, 2], [2], [1, 3]]
+EMPTY = [[], [1], []]
+
+
+def model_of(name: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(hf, f"{name}Config")(**{**SIZES, **more})
+    return getattr(hf, f"{name}ForCausalLM")(config).eval()
+
+
+def cut(model: Any, groups: list[list[int]]) -> Any:
+    """The model with these key/value groups of each layer."""
+    sites = hp.find_sites(model)
+    kept = {}
+    for site, units in zip(sites, groups, strict=True):
+        kept[site.name] = [head for unit in units for head in site.units[unit]]
+    hp.prune_(model, HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites}))
+    return model
+
+
+def written(model: Any, folder: Path, **more: Any) -> Any:
+    hp.save_pretrained(model, folder, format="gguf", **more)
+    return gguf.GGUFReader(folder / "model.gguf")
+
+
+def setting(reader: Any, name: str) -> Any:
+    architecture = reader.fields["general.architecture"].contents()
+    return reader.fields[f"{architecture}.{name}"].contents()
+
+
+def tensors(reader: Any) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in reader.tensors}
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [("Llama", [[0, 2], [1, 3], [0, 1]]), ("Mistral", None), ("Qwen2", None), ("Qwen3", None)],
+)
+def test_an_even_model_is_what_transformers_reads_from_the_file(
+    name: str, groups: Any, tmp_path: Path
+) -> None:
+    more = {
+        # Heads that together are as wide as the model, as the architecture of Qwen 2 has them.
+        "Qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2},
+        "Qwen3": {"head_dim": 128},  # Transformers takes this width, whatever the file says
+    }
+    model = model_of(name, sliding_window=None, **more.get(name, {}))
+    if groups is not None:
+        cut(model, groups)
+    written(model, tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    ids = torch.arange(3, 14)[None]
+    with torch.no_grad():
+        assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def test_an_uneven_model_states_the_counts_of_every_layer(tmp_path: Path) -> None:
+    model = cut(model_of("Llama"), UNEVEN)
+    sites = hp.find_sites(model, feed_forward=True)
+    kept = {site.name: list(site.heads) for site in sites}
+    kept["model.layers.1.mlp"] = list(range(40))
+    hp.prune_(model, HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites}))
+    reader = written(model, tmp_path)
+    assert reader.fields["general.architecture"].contents() == "deci"
+    assert setting(reader, "attention.head_count") == [6, 2, 4]
+    assert setting(reader, "attention.head_count_kv") == [3, 1, 2]
+    assert setting(reader, "feed_forward_length") == [64, 40, 64]
+    # llama.cpp turns neighbours, Transformers halves: [heads, 2, width / 2] and its transpose.
+    queries = model.model.layers[0].self_attn.q_proj.weight.detach().numpy()
+    halves = queries.reshape(6, 2, 4, 32).swapaxes(1, 2).reshape(48, 32)
+    stored = tensors(reader)
+    np.testing.assert_array_equal(stored["blk.0.attn_q.weight"].data, halves)
+    values = model.model.layers[0].self_attn.v_proj.weight.detach().numpy()
+    np.testing.assert_array_equal(stored["blk.0.attn_v.weight"].data, values)
+
+
+def test_added_biases_and_layers_without_heads(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0))
+    whole = model_of("Llama")
+    hp.recover_(cut(model, EMPTY), [{"input_ids": ids}], "lstsq", teacher=whole)
+    reader = written(model, tmp_path / "biases")
+    # A bias needs a head of zeros in front of it.
+    assert setting(reader, "attention.head_count") == [1, 2, 1]
+    stored = tensors(reader)
+    assert not stored["blk.2.attn_q.weight"].data.any()
+    bias = model.model.layers[2].self_attn.o_proj.bias.detach().numpy()
+    np.testing.assert_array_equal(stored["blk.2.attn_output.bias"].data, bias)
+    assert bias.any()
+    # Without one, only the first layer does.
+    reader = written(cut(model_of("Llama"), EMPTY), tmp_path / "plain")
+    assert setting(reader, "attention.head_count") == [1, 2, 0]
+    assert "blk.2.attn_norm.weight" not in tensors(reader)
+
+
+def test_an_uneven_qwen3_has_fused_projections(tmp_path: Path) -> None:
+    model = cut(model_of("Qwen3", tie_word_embeddings=True), UNEVEN)
+    reader = written(model, tmp_path)
+    assert reader.fields["general.architecture"].contents() == "openelm"
+    attention = model.model.layers[1].self_attn
+    parts = [getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj")]
+    fused = tensors(reader)["blk.1.attn_qkv.weight"].data
+    np.testing.assert_array_equal(fused, torch.cat(parts).detach().numpy())
+
+
+def test_llama_3s_rotary_factors(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model = model_of("Llama", rope_parameters=rope)
+    factors = tensors(written(model, tmp_path))["rope_freqs.weight"].data
+    default = 1.0 / 10000.0 ** (np.arange(0, 8, 2) / 8)
+    expected = default / model.model.rotary_emb.inv_freq.numpy()
+    assert expected.max() > 1
+    np.testing.assert_allclose(factors, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "worst"), [("f32", 0.0), ("f16", 6e-4), ("bf16", 5e-3), ("q8_0", 6e-3)]
+)
+def test_dtypes(dtype: Any, worst: float, tmp_path: Path) -> None:
+    model = model_of("Llama", intermediate_size=72)
+    stored = tensors(written(model, tmp_path, dtype=dtype))
+    up = stored["blk.0.ffn_up.weight"]
+    assert up.tensor_type.name == dtype.upper()
+    got = gguf.dequantize(up.data, up.tensor_type)
+    weight = model.model.layers[0].mlp.up_proj.weight.detach().numpy()
+    assert np.abs(got - weight).max() <= worst * np.abs(weight).max()
+    assert stored["blk.0.ffn_norm.weight"].tensor_type.name == "F32"
+    if dtype == "q8_0":  # rows of 72 numbers are no blocks of 32
+        assert stored["blk.0.ffn_down.weight"].tensor_type.name == "F16"
+
+
+def tokenizer(kind: str) -> Any:
+    """A small BPE tokenizer: of bytes, as GPT-2's, or as SentencePiece makes them."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+    texts = ["the cat sat on the mat", "a cat and a hat that sat"]
+    if kind == "bytes":
+        made = tokenizers.Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        made.normalizer = normalizers.Sequence(steps)
+        alphabet = []
+    if kind == "lower case":
+        made.normalizer = normalizers.Lowercase()
+    special = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    if kind == "bytes":
+        special = special[:2]
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(("kind", "model_name"), [("bytes", "gpt2"), ("sentencepiece", "llama")])
+def test_the_tokenizer_travels(kind: str, model_name: str, tmp_path: Path) -> None:
+    own = tokenizer(kind)
+    reader = written(model_of("Llama"), tmp_path, processor=own)
+    facts = {name: f.contents() for name, f in reader.fields.items() if "tokenizer" in name}
+    assert facts["tokenizer.ggml.model"] == model_name
+    tokens = facts["tokenizer.ggml.tokens"]
+    assert len(tokens) == 300
+    assert tokens[: len(own)] == own.convert_ids_to_tokens(range(len(own)))
+    assert facts["tokenizer.ggml.eos_token_id"] == own.eos_token_id
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    merges = content["model"]["merges"]
+    if kind == "bytes":
+        assert facts["tokenizer.ggml.pre"] == "gpt-2"
+        assert facts["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
+    else:
+        # Earlier merges have higher scores.
+        score = dict(zip(tokens, facts["tokenizer.ggml.scores"], strict=True))
+        made = [score["".join(pair)] for pair in merges]
+        assert made == sorted(made, reverse=True)
+        assert facts["tokenizer.ggml.add_space_prefix"] is True
+
+
+def _with_bias(model: Any) -> Any:
+    projection = model.model.layers[1].self_attn.o_proj
+    projection.bias = nn.Parameter(torch.ones(projection.out_features))
+    return model
+
+
+def _free(model: Any) -> Any:
+    sites = hp.find_sites(model, policy="free")
+    kept = {site.name: [0, 1, 2] for site in sites}
+    mask = HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites})
+    hp.prune_(model, mask, sites=sites)
+    return model
+
+
+def _gemma() -> Any:
+    return model_of("Gemma2")
+
+
+REFUSED = {
+    "family": (_gemma, "one of LlamaForCausalLM, .*, got Gemma2ForCausalLM"),
+    "free": (lambda: _free(model_of("Llama")), "share key/value heads evenly"),
+    "bias": (
+        lambda: _with_bias(cut(model_of("Qwen3", tie_word_embeddings=True), UNEVEN)),
+        r"without this bias, got o_proj\.bias in layer 1.*head_rescale",
+    ),
+    "output": (
+        lambda: cut(model_of("Qwen3", tie_word_embeddings=False), UNEVEN),
+        "output is its embedding",
+    ),
+    "activation": (lambda: model_of("Llama", hidden_act="gelu"), "activation 'silu', got 'gelu'"),
+    "rotary": (
+        lambda: model_of(
+            "Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        ),
+        "rotary positions of type default, linear, llama3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_file_cannot_say_is_refused(case: str, tmp_path: Path) -> None:
+    make, words = REFUSED[case]
+    with pytest.raises(UnsupportedModel, match=words):
+        hp.save_pretrained(make(), tmp_path / "small", format="gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "words"),
+    [("lower case", 300, "normalizers among NFC"), ("bytes", 100, "below the 100 rows")],
+)
+def test_a_tokenizer_that_llama_cpp_lacks(kind: str, rows: int, words: str, tmp_path: Path) -> None:
+    model = model_of("Llama", vocab_size=rows)
+    with pytest.raises(UnsupportedModel, match=f"{words}.*processor=None"):
+        hp.save_pretrained(model, tmp_path / "small", format="gguf", processor=tokenizer(kind))
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "words"),
+    [("gguf", "q4_k", "one of f32, f16, bf16, q8_0"), ("headprune", "f16", "format 'gguf' only")],
+)
+def test_a_dtype_that_is_none(format: Any, dtype: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=words):
+        hp.save_pretrained(model_of("Llama"), tmp_path / "small", format=format, dtype=dtype)
+
+
+def test_the_context_ends_where_a_window_would_begin(tmp_path: Path) -> None:
+    reader = written(model_of("Mistral", sliding_window=48), tmp_path)
+    assert setting(reader, "context_length") == 48
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer("bytes").save_pretrained(tmp_path / "model")
+    kept = {site.name: (0, 1) for site in hp.find_sites(model)}
+    plan = hp.PruningPlan(HeadMask.from_keep(kept, dict.fromkeys(kept, 8)))
+    plan.save(tmp_path / "plan.json")
+    line = f"prune --model {tmp_path}/model --plan {tmp_path}/plan.json --format gguf"
+    done(f"{line} --dtype q8_0 --out {tmp_path}/small")
+    reader = gguf.GGUFReader(tmp_path / "small" / "model.gguf")
+    assert tensors(reader)["blk.0.attn_output.weight"].tensor_type.name == "F16"
+    assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+    message = refused(f"{line} --dtype q2 --out {tmp_path}/other")
+    assert "--dtype: must be one of f32" in message
+    assert not (tmp_path / "other").exists()
