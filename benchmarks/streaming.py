@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 import headprune as hp
-from headprune.checkpoints.building import no_memory
+from headprune.model.building import no_memory
 from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan

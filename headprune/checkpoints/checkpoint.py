@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from headprune.attention.sharded import check_whole
-from headprune.checkpoints import card, companions, own, plain, proof, remote_code, transformers_4
-from headprune.checkpoints.building import fresh
+from headprune.checkpoints import card, companions, own, proof, remote_code, transformers_4
 from headprune.checkpoints.manifest import MANIFEST as MANIFEST
 from headprune.checkpoints.manifest import Manifest
 from headprune.checkpoints.weights import INDEX, SHARDS, WEIGHTS, check_shard_size, read
@@ -27,9 +26,11 @@ from headprune.core.heads import AttentionSite
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
+from headprune.model.building import fresh
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import count_parameters, offloaded
+from headprune.model.plain_config import config_of_cut
 from headprune.model.sites import (
     BoundSite,
     Sites,
@@ -173,7 +174,7 @@ def applicable_formats(
     bound = bind(model, all_cut_sites(model) if sites is None else sites)
     return {
         "headprune": None,
-        "transformers": _reason_against(plain.config_of_cut, model, bound),
+        "transformers": _reason_against(config_of_cut, model, bound),
         "remote-code": _reason_against(remote_code.description_of_cut, model, bound),
     }
 
@@ -312,7 +313,7 @@ def _write_for_others(
     if is_remote:
         description = remote_code.description_of_cut(model, bound)
     else:
-        config = plain.config_of_cut(model, bound)
+        config = config_of_cut(model, bound)
     example = proof.example_for(model, example)
     failure: VerificationFailed | None = None  # of the first try
     for original_names in (True, False):

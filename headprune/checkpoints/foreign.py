@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from headprune.checkpoints.building import no_memory
 from headprune.core.errors import CheckpointError
 from headprune.core.opening import NotAFile, check_file, read_text
+from headprune.model.building import no_memory
 
 #: Most bytes of a configuration or an index: far above those of the largest models.
 _LONGEST = 64 << 20

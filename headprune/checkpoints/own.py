@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from headprune.attention.kept_heads import weights_of
 from headprune.attention.linear import is_conv1d
 from headprune.checkpoints import slices
-from headprune.checkpoints.building import fresh, no_memory
 from headprune.checkpoints.foreign import check_config, check_files, few_modules
 from headprune.checkpoints.manifest import MANIFEST, Folded, Manifest
 from headprune.checkpoints.weights import WEIGHTS, distinct, written
@@ -29,6 +28,7 @@ from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import HeadMask
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.version import __version__
+from headprune.model.building import fresh, no_memory
 from headprune.model.classes import class_named
 from headprune.model.fingerprint import fingerprint
 from headprune.model.offloaded import OffloadedTensor, offloaded, tied
