@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.checkpoints import building, proof
+from headprune.checkpoints import proof
 from headprune.checkpoints.checkpoint import applicable_formats
 from headprune.core.errors import (
     CheckpointError,
@@ -27,6 +27,7 @@ from headprune.core.errors import (
 )
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
+from headprune.model import building
 from tests.laws.support import shaken
 
 
