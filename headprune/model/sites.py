@@ -264,10 +264,7 @@ def _located(
 ) -> list[BoundSite]:
     """Bind every module that matches a layout; raise if there is none."""
     model = unwrap(model)
-    own = list(layouts)
-    names = {layout.name for layout in own}
-    more = (layout for layout in layouts_of_cuts(model) if layout.name not in names)
-    own += [layout for layout in more if feed_forward or not layout.is_feed_forward]
+    own = _with_those_of_cuts(model, layouts, feed_forward)
     # 1. Attention.
     attention = [layout for layout in own if not layout.is_feed_forward] + _registered()
     bound = _matched(model, attention, policy)
@@ -284,6 +281,17 @@ def _located(
         raise no_sites_error(model, attention)
     _check_stored(bound)
     return bound
+
+
+def _with_those_of_cuts(
+    model: nn.Module, layouts: Iterable[AttentionLayout], feed_forward: bool
+) -> list[AttentionLayout]:
+    """Layouts, and after them those by which modules of the model were cut."""
+    own = list(layouts)
+    names = {layout.name for layout in own}
+    more = [layout for layout in layouts_of_cuts(model) if layout.name not in names]
+    # Feed-forwards only where they are asked for.
+    return own + [layout for layout in more if feed_forward or not layout.is_feed_forward]
 
 
 def _matched(
