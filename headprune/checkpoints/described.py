@@ -34,8 +34,10 @@ _CODE_CLASS = "HeadPruned"
 
 def is_described(folder: Path) -> bool:
     """Whether a folder's configuration says which heads its model has."""
-    path = folder / "config.json"
-    return path.is_file() and RECORD in read_object(path, _CONFIGURATION)
+    try:
+        return RECORD in read_object(folder / "config.json", _CONFIGURATION)
+    except CheckpointError:  # no file, or no JSON: other readers have a better error
+        return False
 
 
 def opened(

@@ -74,7 +74,7 @@ def opened(folder: Path) -> nn.Module:
     # 2. Transformers fills it.
     config = kind.config_class.from_pretrained(folder)
     config.__dict__.pop(_KEY, None)
-    what = f"all weights of a {kind.__name__} that Transformers 4 cut, without heads {heads}"
+    what = f"all weights of a {kind.__name__} without heads {heads}"
     return filled_by_transformers(
         kind, config, folder, lambda model: _cut_(model, heads, folder), what
     )
