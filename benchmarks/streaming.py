@@ -28,11 +28,11 @@ import torch
 from safetensors.torch import save_file
 
 import headprune as hp
-from headprune.checkpoints.building import no_memory
 from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.data.models import open_model
+from headprune.model.building import no_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from studies import RECORDS, header, keep

@@ -15,14 +15,13 @@ from headprune.attention.sharded import check_whole
 from headprune.checkpoints import (
     card,
     companions,
+    described,
     gguf_file,
     own,
-    plain,
     proof,
     remote_code,
     transformers_4,
 )
-from headprune.checkpoints.building import fresh
 from headprune.checkpoints.manifest import MANIFEST as MANIFEST
 from headprune.checkpoints.manifest import Manifest
 from headprune.checkpoints.weights import INDEX, SHARDS, WEIGHTS, check_shard_size, read
@@ -34,14 +33,18 @@ from headprune.core.errors import (
     VerificationFailed,
 )
 from headprune.core.files import finish_renames, staged
-from headprune.core.heads import AttentionSite
+from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.layout import FOLDED_ATTRIBUTE
+from headprune.core.layout_data import layout_from
 from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
+from headprune.model.building import fresh
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import count_parameters, offloaded
+from headprune.model.plain_config import config_of_cut
+from headprune.model.saves import record_of
 from headprune.model.sites import (
     BoundSite,
     Sites,
@@ -121,7 +124,7 @@ def save_pretrained(
         bound = bind(model, sites)
         _check_no_cut_beyond(model, bound)
     if format == "auto":
-        format = automatic_format(_reason_against(plain.config_of_cut, model, bound))
+        format = automatic_format(_reason_against(config_of_cut, model, bound))
     gguf_file.check_dtype(dtype, format)
     as_gguf = None
     if format == "gguf":
@@ -206,7 +209,7 @@ def applicable_formats(
     bound = bind(model, all_cut_sites(model) if sites is None else sites)
     return {
         "headprune": None,
-        "transformers": _reason_against(plain.config_of_cut, model, bound),
+        "transformers": _reason_against(config_of_cut, model, bound),
         "remote-code": _reason_against(remote_code.description_of_cut, model, bound),
         "gguf": _reason_against(gguf_file.description_of_cut, model, bound),
     }
@@ -229,17 +232,23 @@ def _reason_against(
 
 
 def from_pretrained(
-    folder: str | Path, model: nn.Module | None = None, sites: Iterable[AttentionSite] | None = None
+    folder: str | Path,
+    model: nn.Module | None = None,
+    sites: Iterable[AttentionSite] | None = None,
+    plan: PruningPlan | HeadMask | None = None,
 ) -> nn.Module:
-    """Load a folder of ``save_pretrained`` in our own format, on the CPU, in evaluation mode.
+    """Load a folder of a cut model in any format, on the CPU, in evaluation mode.
 
-    A folder of Transformers 4 whose configuration has ``pruned_heads`` is loaded too.
+    That is one of ``hp.save_pretrained``, of the cut model's own ``save_pretrained``, of Trainer or
+    the hub, or one of Transformers 4 whose configuration has ``pruned_heads``.
 
     Args:
         folder: A checkpoint folder, or a repository of the hub, ``owner/name``.
         model: For a class that is no Transformers class: a freshly built full-size model, which is
             cut and filled.
-        sites: Of ``model``, where it has layouts of your own.
+        sites: Of ``model``, where it has layouts of your own that are no data.
+        plan: By which the model was cut, for a folder that does not say so: one that
+            ``model.save_pretrained`` wrote with an earlier headprune.
 
     Returns:
         The cut model.
@@ -247,12 +256,21 @@ def from_pretrained(
     Raises:
         CheckpointError: files are missing, damaged or changed, or the checkpoint is of another
             model.
+        InvalidValue: a plan for a folder that says itself what was cut.
     """
     folder = _local(folder)
+    if plan is not None and not isinstance(plan, (PruningPlan, HeadMask)):
+        must = "the PruningPlan or HeadMask that the model was cut by"
+        raise InvalidValue("from_pretrained(plan=)", must, type(plan).__name__)
     # Finish or undo a save that was interrupted.
     finish_renames(folder)
     if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
         return transformers_4.opened(folder)
+    if (folder / MANIFEST).is_file() and plan is not None:
+        must = f"left out, for {MANIFEST} says which heads the model has"
+        raise InvalidValue("from_pretrained(plan=)", must, type(plan).__name__)
+    if plan is not None or (not (folder / MANIFEST).is_file() and described.is_described(folder)):
+        return described.opened(folder, plan, model, sites)
     # Tensors are read before a model is built or changed.
     manifest = own.read_manifest(folder)
     tensors = read(folder, manifest)
@@ -331,7 +349,8 @@ def _sites_to_cut(
 ) -> list[BoundSite]:
     """The sites of a full-size model, which must have the structure that a manifest states."""
     if sites is None:
-        located = sites_for(model, manifest.mask.sites)
+        layouts = [layout_from(data) for data in manifest.layouts]
+        located = sites_for(model, manifest.mask.sites, layouts=layouts)
     else:
         located = sites if isinstance(sites, Sites) else Sites(sites, ())
     if offloaded(model):
@@ -368,7 +387,8 @@ def _write_for_others(
         if against:
             warnings.warn(f"vLLM cannot serve this folder, {against}", UserWarning, stacklevel=3)
     else:
-        config = plain.config_of_cut(model, bound)
+        config = config_of_cut(model, bound)
+        config.headprune = record_of(model, config).to_dict()
     example = proof.example_for(model, example)
     failure: VerificationFailed | None = None  # of the first try
     for original_names in (True, False):
@@ -376,6 +396,7 @@ def _write_for_others(
         if is_remote:
             kind, body = remote_code.write_code(model, place)
             config = remote_code.config_of_cut(model, description, bound)
+            config.headprune = record_of(model).to_dict()
         try:
             proof.written_and_proven(
                 kind, config, model, place, max_shard_size, original_names, example

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from headprune.checkpoints.building import no_memory
 from headprune.core.errors import CheckpointError
 from headprune.core.opening import NotAFile, check_file, read_text
+from headprune.model.building import no_memory
 
 #: Most bytes of a configuration or an index: far above those of the largest models.
 _LONGEST = 64 << 20
@@ -185,7 +185,7 @@ def few_modules(path: Path) -> Iterator[None]:
         handle.remove()
 
 
-def check_weights(kind: Any, folder: Path) -> None:
+def check_weights(kind: Any, folder: Path, config: Any = None) -> None:
     """Refuse weights far smaller than the configuration asks for.
 
     Transformers would fill the rest with random numbers.
@@ -193,6 +193,7 @@ def check_weights(kind: Any, folder: Path) -> None:
     Args:
         kind: A model class, or an Auto class.
         folder: With a configuration and weights; a folder without a configuration passes.
+        config: The configuration; default the folder's.
 
     Raises:
         CheckpointError: such weights, or far more modules than any model has.
@@ -204,7 +205,8 @@ def check_weights(kind: Any, folder: Path) -> None:
     if not path.is_file() or not (is_auto or hasattr(kind, "post_init")):
         return
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if config is None:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         classes: Any = kind._model_mapping[type(config)] if is_auto else kind
         model_class = classes[0] if isinstance(classes, (list, tuple)) else classes
         # Only its parameters are counted: nothing needs memory.

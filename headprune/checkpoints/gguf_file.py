@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.checkpoints import gguf_tokenizer
-from headprune.checkpoints.building import is_known
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.files import writing
+from headprune.model.building import is_known
 from headprune.model.offloaded import state_of
 from headprune.model.sites import BoundSite
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from headprune.core.codec import Value
+from headprune.core.codec import LATER, FrozenDict, Value
 from headprune.core.heads import HeadMask
 
 MANIFEST = "headprune.json"
@@ -53,6 +53,7 @@ class Manifest(Value):
         weights_sha256: Hash of the weights file; of the index where there are several.
         library: Version of headprune that wrote it.
         shards: The weights files, where there are several.
+        layouts: Layouts of the sites that are no files of this library, as data.
     """
 
     model_class: str
@@ -67,3 +68,4 @@ class Manifest(Value):
     weights_sha256: str
     library: str
     shards: tuple[Shard, ...] = ()
+    layouts: tuple[FrozenDict, ...] = field(default=(), metadata=LATER)

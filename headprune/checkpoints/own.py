@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention.kept_heads import weights_of
-from headprune.attention.linear import is_conv1d
 from headprune.checkpoints import slices
-from headprune.checkpoints.building import fresh, no_memory
 from headprune.checkpoints.foreign import check_config, check_files, few_modules
 from headprune.checkpoints.manifest import MANIFEST, Folded, Manifest
 from headprune.checkpoints.weights import WEIGHTS, distinct, written
@@ -29,9 +27,11 @@ from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import HeadMask
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.version import __version__
+from headprune.model.building import fresh, no_memory
 from headprune.model.classes import class_named
 from headprune.model.fingerprint import fingerprint
 from headprune.model.offloaded import OffloadedTensor, offloaded, tied
+from headprune.model.saves import added_biases, as_data
 from headprune.model.sites import BoundSite
 
 
@@ -85,6 +85,7 @@ def write(
             weights_sha256=sha256,
             library=__version__,
             shards=tuple(shards),
+            layouts=as_data({b.layout.name: b.layout for b in bound}.values()),
         )
         if config is not None:
             _save_config(model, config, folder)
@@ -112,8 +113,9 @@ def read_manifest(folder: Path) -> Manifest:
         if not folder.is_dir():
             raise CheckpointError(str(folder), must, "no such folder")
         hint = (
-            "A folder in the format 'transformers' or 'remote-code' is loaded by Transformers, see"
-            " its README.md; one in the format 'gguf' by llama.cpp."
+            "If model.save_pretrained wrote it after a cut, pass from_pretrained(folder, plan=...),"
+            " the plan. A model that was not cut is loaded by Transformers; a folder in the format"
+            " 'gguf' by llama.cpp."
         )
         raise CheckpointError(str(folder), must, f"no {MANIFEST} in it", hint)
     try:
@@ -279,15 +281,3 @@ def _save_config(model: Any, config: bytes, folder: Path) -> None:
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     write_atomic(folder / "config.json", config)
-
-
-def added_biases(model: nn.Module, new: nn.Module | None) -> tuple[str, ...]:
-    """Biases of projections that a new model does not have; all where ``new`` is None."""
-    own: set[str] = set() if new is None else set(new.state_dict())
-    biases = []
-    for path, module in model.named_modules():
-        is_projection = isinstance(module, nn.Linear) or is_conv1d(module)
-        name = f"{path}.bias".lstrip(".")
-        if is_projection and module._parameters.get("bias") is not None and name not in own:
-            biases.append(name)
-    return tuple(biases)

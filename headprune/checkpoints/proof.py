@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention.kept_heads import weights_of
-from headprune.checkpoints.building import save_as
 from headprune.core.errors import InvalidValue, NotWritten, VerificationFailed
 from headprune.core.files import writing
+from headprune.model.building import save_as
 from headprune.model.examples import example_batch
 from headprune.model.offloaded import state_of
 from headprune.model.running import device_of

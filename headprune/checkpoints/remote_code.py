@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from headprune.attention.kept_heads import weights_of
 from headprune.attention.linear import WithoutFeatures
-from headprune.checkpoints.building import fresh, is_known
-from headprune.checkpoints.own import added_biases
 from headprune.core.errors import UnsupportedModel
 from headprune.core.files import write_atomic
 from headprune.core.layout import FOLDED_ATTRIBUTE, STATE_ATTRIBUTE
 from headprune.core.mixin import FORWARDS, Mixin
+from headprune.model.building import fresh, is_known
+from headprune.model.saves import added_biases
 from headprune.model.sites import BoundSite
 
 _WHERE = "format 'remote-code'"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from headprune.attention.kept_heads import weights_of
 from headprune.checkpoints import companions, own, slices, weights
-from headprune.checkpoints.building import no_memory
 from headprune.checkpoints.checkpoint import filled, write_card
 from headprune.checkpoints.foreign import check_folder, few_modules
 from headprune.checkpoints.manifest import MANIFEST
@@ -28,6 +27,7 @@ from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedMode
 from headprune.core.files import finish_renames, occupied, staged
 from headprune.core.heads import HeadCounts, HeadMask, Policy
 from headprune.core.plan import PruningPlan
+from headprune.model.building import no_memory
 from headprune.model.classes import class_name_of, class_named
 from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from headprune.checkpoints.cut_class import filled_by_transformers
 from headprune.checkpoints.foreign import check_folder, check_weights
-from headprune.core.errors import CheckpointError, HeadPruneError
+from headprune.core.errors import CheckpointError
 from headprune.core.heads import without
 from headprune.core.opening import read_text
 from headprune.model.classes import class_named
@@ -60,7 +61,7 @@ def opened(folder: Path) -> nn.Module:
         CheckpointError: no class of Transformers, layers or heads that the model does not have, or
             weights that do not fit the cut model.
     """
-    # 1. The class, and a subclass that cuts itself as soon as it is built.
+    # 1. The class.
     check_folder(folder)
     heads = pruned_heads(folder)
     names = json.loads(read_text(folder / "config.json")).get("architectures") or [""]
@@ -70,38 +71,13 @@ def opened(folder: Path) -> nn.Module:
         raise CheckpointError(str(folder), must, f"architectures {names}")
     check_weights(kind, folder)
 
-    class Cut(kind):
-        """The class, cut as soon as it is built."""
-
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
-            _cut_(self, heads, folder)
-
-    Cut.__name__ = kind.__name__
-
     # 2. Transformers fills it.
     config = kind.config_class.from_pretrained(folder)
     config.__dict__.pop(_KEY, None)
-    try:  # mismatched sizes are reported below
-        model, info = Cut.from_pretrained(
-            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except HeadPruneError:
-        raise
-    # Files may break readers and constructors in any way.
-    except Exception as error:
-        must = f"a {kind.__name__} cut by Transformers 4"
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise CheckpointError(str(folder), must, reason) from error
-    wrong = sorted(info["missing_keys"]) + sorted(key[0] for key in info["mismatched_keys"])
-    if wrong:
-        must = f"all weights of a {kind.__name__} without heads {heads}"
-        got = f"{len(wrong)} missing or of another shape: {', '.join(wrong[:3])}"
-        raise CheckpointError(str(folder), must, got)
-    # The subclass has done its work.
-    model.__class__ = kind
-    opened_model: nn.Module = model.eval()
-    return opened_model
+    what = f"all weights of a {kind.__name__} without heads {heads}"
+    return filled_by_transformers(
+        kind, config, folder, lambda model: _cut_(model, heads, folder), what
+    )
 
 
 def _cut_(model: nn.Module, heads: Mapping[int, tuple[int, ...]], folder: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class HeadState:
         heads: Original indices of the present heads.
         widths: Of a query, a value and a key, where no attribute of the module holds them.
         layout: The layout's name; a module without heads could match several.
+        own: The layout itself, where this library has none of this name.
     """
 
     n_query_heads: int
@@ -53,6 +54,7 @@ class HeadState:
     heads: tuple[int, ...]
     widths: tuple[int, int, int | None] | None = None
     layout: str | None = None
+    own: AttentionLayout | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.uneven  # noqa: B018 (computed now: a module reads it in every forward)

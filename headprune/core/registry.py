@@ -57,6 +57,8 @@ class Registry:
         self.attribute = attribute
         self._elsewhere = dict(elsewhere or {})
         self._loaded: dict[str, Any] = {}
+        # Names of entries that were added in this process.
+        self._added: set[str] = set()
         # Read on first use: it takes milliseconds.
         self._points: dict[str, EntryPoint] | None = None
 
@@ -100,7 +102,21 @@ class Registry:
 
     def names(self) -> list[str]:
         """All names, sorted; imports no entry."""
-        return sorted([*self._own(), *self._outside()])
+        return sorted([*self._own(), *self._outside(), *self._added])
+
+    def add(self, name: str, entry: Any) -> None:
+        """Add an entry for this process; adding it again changes nothing.
+
+        Raises:
+            NameClash: another entry has the name.
+        """
+        if name in self and self.get(name) != entry:
+            must = "registered once; another one has this name already"
+            hint = "Give it another name, for example by dataclasses.replace(entry, name=...)."
+            raise NameClash(f"{self.kind} {name!r}", must, repr(name), hint)
+        if name not in self:
+            self._added.add(name)
+            self._loaded[name] = entry
 
     def is_own(self, name: str) -> bool:
         """Whether an entry is a file of this library, not of another package."""

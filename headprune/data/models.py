@@ -367,8 +367,11 @@ def _check_body(
 def _is_pruned(folder: Path) -> bool:
     """Whether a folder holds a model that headprune, or Transformers 4, removed heads from."""
     from headprune.checkpoints.checkpoint import MANIFEST
+    from headprune.checkpoints.described import is_described
 
-    return (folder / MANIFEST).is_file() or bool(pruned_heads(folder))
+    if (folder / MANIFEST).is_file() or is_described(folder):
+        return True
+    return bool(pruned_heads(folder))
 
 
 def _pruned_model(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:

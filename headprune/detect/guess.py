@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headprune.core.heads import Grouping, Kind
+from headprune.core.heads import Grouping
 from headprune.core.layout import AttentionLayout, Count, HeadSlab
+from headprune.core.layout_data import kind_of
 from headprune.core.slabs import HeadGeometry, kept_rows
 from headprune.detect.reach import Influence, influences_all
 from headprune.detect.trace import AttentionCore, Projection, is_projection
@@ -156,36 +157,6 @@ def _variants(
             # A module fits the layout if it has the same parts and attributes.
             requires = tuple({**children, **dict(counts)})
             yield replace(base, counts=counts, requires=requires, batch_axis=axis, windows=windows)
-
-
-def kind_of(module: Any, name: str) -> Kind:
-    """The kind of attention that a module's names and flags state."""
-    # The last part of its path and its class.
-    words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
-    if "cross" in words or "encoder_attn" in words or "encdec" in words:
-        return "cross"
-    for part in (module, *module.children()):
-        if getattr(part, "is_causal", False) or getattr(part, "is_decoder", False):
-            return "causal"
-    return "self"
-
-
-@dataclass(frozen=True)
-class SeenKind:
-    """``AttentionLayout.kind`` of modules some of which were seen to be causal.
-
-    Of the others it is what ``kind_of`` returns.
-
-    Args:
-        causal: Names of the causal ones; None where all were.
-    """
-
-    causal: tuple[str, ...] | None
-
-    def __call__(self, module: Any, name: str) -> Kind:
-        kind = kind_of(module, name)
-        seen = self.causal is None or name in self.causal
-        return "causal" if seen and kind == "self" else kind
 
 
 def numbers(module: nn.Module) -> dict[str, int]:

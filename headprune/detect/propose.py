@@ -18,8 +18,8 @@ from torch import nn
 
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel, VerificationFailed
 from headprune.core.layout import AttentionLayout
+from headprune.core.layout_data import SeenKind
 from headprune.core.mixin import original_class
-from headprune.detect.guess import SeenKind
 from headprune.detect.prove import Scratch, error_line, prove
 from headprune.detect.search import Refusal, build, search, with_distinct_widths
 from headprune.detect.trace import AttentionCore, attention_cores

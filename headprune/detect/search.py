@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from headprune.core.errors import HeadPruneError, UnsupportedModel, VerificationFailed
 from headprune.core.heads import AttentionSite, Policy
 from headprune.core.layout import AttentionLayout
+from headprune.core.layout_data import kind_of
 from headprune.core.mixin import original_class
-from headprune.detect.guess import guesses, head_counts, kind_of, numbers
+from headprune.detect.guess import guesses, head_counts, numbers
 from headprune.detect.properties import Attempt, why_not
 from headprune.detect.prove import (
     ROUNDING,

@@ -32,6 +32,7 @@ from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
 from headprune.core.mixin import WITHOUT_HEADS, Mixin, mix_in
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
+from headprune.layouts import is_own
 from headprune.layouts._own_code import OwnCode
 from headprune.model.offloaded import OffloadedTensor, offloaders, own_tensors
 from headprune.model.offloaded_cut import (
@@ -42,6 +43,7 @@ from headprune.model.offloaded_cut import (
     store_shortened,
 )
 from headprune.model.refusals import check_cut
+from headprune.model.saves import describe_saves
 from headprune.model.sites import BoundSite, lookup, unwrap
 from headprune.model.transfers import copies, sent
 
@@ -264,6 +266,7 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
     except BaseException:
         undo.restore()
         raise
+    describe_saves()
     return undo
 
 
@@ -514,7 +517,9 @@ def _record(cut: _SiteCut) -> None:
     widths = None
     if any(map(callable, (layout.head_dim, layout.value_dim, layout.key_dim))):
         widths = (site.head_dim, site.value_dim, site.key_dim)
-    state = HeadState(site.n_query_heads, site.n_kv_heads, cut.heads, widths, site.layout)
+    # So that the model's sites are found, and saved, where nobody passes the layout again.
+    own = None if is_own(layout) else layout
+    state = HeadState(site.n_query_heads, site.n_kv_heads, cut.heads, widths, site.layout, own)
     for path, count in layout.counts:
         if lookup(module, path) is not None:
             parent, _, name = path.rpartition(".")

@@ -208,19 +208,35 @@ def _check(model: object, policy: str) -> None:
 # Neither of these two looks for what is not taken.
 
 
-def sites_for(model: nn.Module, names: Iterable[str], policy: Policy = "group") -> Sites:
+def sites_for(
+    model: nn.Module,
+    names: Iterable[str],
+    policy: Policy = "group",
+    layouts: Iterable[AttentionLayout] = (),
+) -> Sites:
     """Find the attention of a model, and its feed-forwards where one of these names is theirs."""
     _check(model, policy)
-    sites = sites_of(_located(model, policy=policy))
+    layouts = tuple(layouts)
+    sites = sites_of(_located(model, layouts, policy))
     unknown = set(names).difference(site.name for site in sites)
     if not unknown:
         return sites
     try:
-        more = sites_of(_located(model, policy=policy, feed_forward=True))
+        more = sites_of(_located(model, layouts, policy, feed_forward=True))
     except HeadPruneError:
         return sites
     # Names of neither kind are another model's, which the caller reports.
     return more if unknown.intersection(site.name for site in more) else sites
+
+
+def layouts_of_cuts(model: nn.Module) -> list[AttentionLayout]:
+    """Layouts that are no files of this library, by which modules of the model were cut."""
+    layouts: dict[str, AttentionLayout] = {}
+    for module in unwrap(model).modules():
+        state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
+        if state is not None and state.own is not None:
+            layouts.setdefault(state.own.name, state.own)
+    return list(layouts.values())
 
 
 def all_cut_sites(model: nn.Module) -> Sites:
@@ -229,11 +245,13 @@ def all_cut_sites(model: nn.Module) -> Sites:
 
 
 def has_cut_neurons(model: nn.Module) -> bool:
-    """Whether a feed-forward of a registered layout lost neurons."""
+    """Whether a feed-forward lost neurons."""
     for module in unwrap(model).modules():
         state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
-        name = None if state is None else state.layout
-        if name is not None and name in registry and registry.get(name).is_feed_forward:
+        if state is None or state.layout is None:
+            continue
+        layout = state.own or registry.get(state.layout)
+        if layout.is_feed_forward:
             return True
     return False
 
@@ -246,7 +264,7 @@ def _located(
 ) -> list[BoundSite]:
     """Bind every module that matches a layout; raise if there is none."""
     model = unwrap(model)
-    own = list(layouts)
+    own = _with_those_of_cuts(model, layouts, feed_forward)
     # 1. Attention.
     attention = [layout for layout in own if not layout.is_feed_forward] + _registered()
     bound = _matched(model, attention, policy)
@@ -263,6 +281,17 @@ def _located(
         raise no_sites_error(model, attention)
     _check_stored(bound)
     return bound
+
+
+def _with_those_of_cuts(
+    model: nn.Module, layouts: Iterable[AttentionLayout], feed_forward: bool
+) -> list[AttentionLayout]:
+    """Layouts, and after them those by which modules of the model were cut."""
+    own = list(layouts)
+    names = {layout.name for layout in own}
+    more = [layout for layout in layouts_of_cuts(model) if layout.name not in names]
+    # Feed-forwards only where they are asked for.
+    return own + [layout for layout in more if feed_forward or not layout.is_feed_forward]
 
 
 def _matched(
@@ -314,7 +343,8 @@ def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list
     """
     if sites is None:
         return _located(model)
-    own = sites.layouts if isinstance(sites, Sites) else {}
+    own = {layout.name: layout for layout in layouts_of_cuts(model)}
+    own.update(sites.layouts if isinstance(sites, Sites) else {})
     modules = dict(unwrap(model).named_modules(remove_duplicate=False))
     bound = []
     for site in sites:

@@ -208,6 +208,11 @@ def test_a_folder_that_runs_code_is_opened_by_no_command(stories: Path, tmp_path
     planned(tmp_path, saved(tmp_path, "llama"))
     done(prune(tmp_path, "--format remote-code"))
     out = tmp_path / "out"
+    # With the record of the cut the folder opens without its code; older folders lack it.
+    done(f"inspect {out}")
+    config = json.loads((out / "config.json").read_text())
+    del config["headprune"]
+    (out / "config.json").write_text(json.dumps(config))
     for command in (f"inspect {out}", f"bench {tmp_path / 'base'} {out}"):
         message = refused(command)
         assert "a checkpoint in the format 'remote-code'" in message

@@ -355,7 +355,7 @@ EXCEPTIONS = {
         *("report/agreement.py", "report/tradeoff.py", "sweep/tables.py"),
     ],
     "to a folder that staged gave": [
-        *("checkpoints/building.py", "checkpoints/companions.py", "checkpoints/export.py"),
+        *("model/building.py", "checkpoints/companions.py", "checkpoints/export.py"),
         *("checkpoints/own.py", "run/subject.py"),
     ],
     "a folder of its own, thrown away": ["data/sources.py", "recovery/_training.py"],

@@ -17,7 +17,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.checkpoints import building, proof
+from headprune.checkpoints import proof
 from headprune.checkpoints.checkpoint import applicable_formats
 from headprune.core.errors import (
     CheckpointError,
@@ -28,6 +28,7 @@ from headprune.core.errors import (
 )
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
+from headprune.model import building
 from tests.laws.support import shaken
 
 
@@ -160,8 +161,8 @@ def test_a_transformers_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
     counts = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     assert counts == (3, 3, 4)
     assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match=r"no headprune\.json in it. A folder in the format"):
-        hp.from_pretrained(folder)
+    again = hp.from_pretrained(folder)
+    assert [s.heads for s in hp.find_sites(again)] == [tuple(heads) for heads in units]
 
 
 @pytest.mark.parametrize(

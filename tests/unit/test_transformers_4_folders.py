@@ -16,6 +16,7 @@ import headprune as hp
 from headprune.checkpoints.transformers_4 import pruned_heads
 from headprune.core.errors import CheckpointError
 from headprune.data.models import open_model
+from headprune.model.saves import RECORD, WEIGHTS_FILE
 
 BERT = {
     "hidden_size": 16,
@@ -41,6 +42,8 @@ def folder_of(family: str, place: Path, said: Any = None) -> tuple[torch.nn.Modu
     hp.prune_heads_(model, HEADS)
     model.save_pretrained(place)
     written = json.loads((place / "config.json").read_text())
+    for key in (RECORD, WEIGHTS_FILE):  # Transformers 4 wrote neither
+        written.pop(key, None)
     written["pruned_heads"] = {str(k): v for k, v in HEADS.items()} if said is None else said
     (place / "config.json").write_text(json.dumps(written))
     return model, place

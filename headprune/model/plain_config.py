@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from headprune.attention.kept_heads import weights_of
-from headprune.checkpoints.building import fresh, is_known
 from headprune.core.errors import UnsupportedModel
+from headprune.model.building import fresh, is_known
 from headprune.model.sites import BoundSite
 
 #: Names of head counts in configurations.

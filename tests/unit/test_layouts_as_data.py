@@ -1,0 +1,143 @@
+"""Layouts of the user's own, and proposed ones: registered for a process, saved with the model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headprune as hp
+from headprune.core.errors import CheckpointError, InvalidValue, NameClash
+from headprune.core.heads import HeadMask
+from headprune.core.layout_data import data_of, layout_from
+from headprune.layouts import register, registry
+from tests.unit.test_sites import ODD, odd_model
+
+NEURONS = hp.AttentionLayout(
+    name="own_neurons",
+    gate="down",
+    slabs=(hp.HeadSlab("up", "out", "head"), hp.HeadSlab("down", "in", "context")),
+    head_dim=1,
+    kind="feed_forward",
+    policies=("group",),
+)
+
+
+class Mine(nn.Module):
+    """Attention that no layout knows, with its heads inside of the fused projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.everything, self.end = 4, nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.everything(x).unflatten(-1, (self.n, 3, -1)).permute(3, 0, 2, 1, 4)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        out: torch.Tensor = self.end(heads.transpose(1, 2).flatten(2))
+        return out
+
+
+def mine() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(Mine(), Mine()).eval(), torch.randn(3, 5, 16)
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """Takes out of the registry what a test registers."""
+    yield
+    for name in registry._added:
+        registry._loaded.pop(name)
+    registry._added.clear()
+
+
+def without_first(sites: Any) -> HeadMask:
+    keep = {sites[0].name: sites[0].heads[1:]}
+    return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
+
+
+def test_a_proposed_layout_travels_with_the_folder(tmp_path: Path) -> None:
+    model, x = mine()
+    sites = hp.find_sites(model, layouts=hp.propose_layouts(model, x))
+    hp.prune_(model, without_first(sites), x, sites)
+    hp.save_pretrained(model, tmp_path)
+    again = hp.from_pretrained(tmp_path, model=mine()[0])
+    assert torch.equal(model(x), again(x))
+    assert [s.heads for s in hp.find_sites(again)] == [(1, 2, 3), (0, 1, 2, 3)]
+
+
+def test_data_give_the_same_layout() -> None:
+    model, x = mine()
+    for layout in (*hp.propose_layouts(model, x), NEURONS):
+        data = data_of(layout)
+        assert data is not None
+        assert layout_from(data) == layout
+
+
+def test_a_layout_with_code_stays_out_of_files(tmp_path: Path) -> None:
+    layout = dataclasses.replace(ODD, name="odd_with_code", adapt=lambda module, model: None)
+    assert data_of(layout) is None
+    model, x = odd_model()
+    whole = copy.deepcopy(model)  # it has numbers that no file holds
+    sites = hp.find_sites(model, layouts=[layout])
+    keep = {s.name: s.groups[0] for s in sites}
+    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
+    hp.prune_(model, mask, x, sites)
+    hp.save_pretrained(model, tmp_path)
+    with pytest.raises(CheckpointError, match="full-size model"):
+        hp.from_pretrained(tmp_path, model=whole)
+    again = hp.from_pretrained(tmp_path, whole, hp.find_sites(whole, layouts=[layout]))
+    assert torch.equal(model(x), again(x))
+
+
+def test_neurons_cut_by_an_own_layout_are_saved_without_sites(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = hp.MultiHeadAttention(8, 2)
+            self.forward_part = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.attention(x)
+            out: torch.Tensor = self.forward_part.down(self.forward_part.up(x).relu())
+            return out
+
+    model, x = nn.Sequential(Layer()).eval(), torch.randn(2, 3, 8)
+    sites = hp.find_sites(model, layouts=[NEURONS])
+    keep = {s.name: range(4) for s in sites if s.is_feed_forward}
+    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
+    hp.prune_(model, mask, x, sites)
+    hp.save_pretrained(model, tmp_path)
+    again = hp.from_pretrained(tmp_path, model=nn.Sequential(Layer()))
+    assert torch.equal(model(x), again(x))
+    assert [s.name for s in hp.find_sites(model)] == ["0.attention"]  # neurons only if asked for
+
+
+def test_a_registered_layout_is_found_by_every_verb(clean: None) -> None:
+    model, x = mine()
+    (layout,) = hp.propose_layouts(model, x)
+    register(layout)
+    register(layout)  # twice is once
+    assert [s.layout for s in hp.find_sites(model)] == [layout.name] * 2
+    assert hp.prune_heads_(model, {0: [1]}, x).n_removed == 1
+
+
+def test_what_cannot_be_registered(clean: None) -> None:
+    with pytest.raises(NameClash, match="another one has this name"):
+        register(dataclasses.replace(ODD, name="llama"))
+    with pytest.raises(InvalidValue, match="an AttentionLayout"):
+        register([ODD])  # type: ignore[arg-type]
+
+
+def test_folders_of_registered_layouts_are_as_before(tmp_path: Path) -> None:
+    model, _ = registry.get("bert").tiny(0)
+    hp.prune_heads_(model, {0: [1]})
+    hp.save_pretrained(model, tmp_path)
+    assert "layouts" not in json.loads((tmp_path / "headprune.json").read_text())

@@ -1,0 +1,332 @@
+"""Cut models that Transformers, its Trainer and PEFT save: ``hp.from_pretrained`` opens each folder.
+
+Every way of saving is tried with every family. One fresh process a family opens all its folders.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import headprune as hp
+from headprune.core.errors import CheckpointError, InvalidValue
+from headprune.core.heads import HeadMask
+from headprune.layouts import registry
+from headprune.surgery.verify import sample_outputs
+
+FAMILIES = {
+    "bert": "bert",
+    "llama": "llama",
+    "gpt2": "gpt2",
+    "vit": "vit",
+    "bart": "bart",
+    "t5": "t5",
+}
+#: Opens every folder of a parent, and writes what the models give beside them.
+READER = """
+import sys
+from pathlib import Path
+import torch
+import headprune as hp
+from headprune.surgery.verify import sample_outputs
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    outputs = sample_outputs(hp.from_pretrained(folder / "model"), batch)
+    torch.save(outputs, folder / "outputs.pt")
+"""
+
+
+def family(name: str) -> tuple[Any, dict[str, Any]]:
+    model, batch = registry.get(name).tiny(0)
+    return model.eval(), batch
+
+
+def first_group(site: Any) -> dict[str, list[int]]:
+    """Keeps all heads of a site but its first group of key/value heads."""
+    return {site.name: [head for group in site.groups[1:] for head in group]}
+
+
+def cut_uneven(model: Any) -> None:
+    sites = hp.find_sites(model)
+    keep = first_group(sites[0])
+    hp.prune_(model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
+
+
+def cut_even(model: Any) -> None:
+    sites = hp.find_sites(model)
+    keep: dict[str, list[int]] = {}
+    for site in sites:
+        keep.update(first_group(site))
+    hp.prune_(model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
+
+
+def cut_neurons(model: Any) -> None:
+    sites = hp.find_sites(model, feed_forward=True)
+    keep = {s.name: range(0, s.n_query_heads, 2) for s in sites if s.is_feed_forward}
+    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
+    hp.prune_(model, mask, sites=sites)
+
+
+def trained(model: Any, batch: Any, folder: Path, *, resume: bool = False) -> None:
+    """Trains two steps and saves by the Trainer, with its best model or going on from a save."""
+    rows = [{k: v[i] for k, v in batch.items()} for i in range(len(next(iter(batch.values()))))]
+
+    def loss(outputs: Any, labels: Any, **kwargs: Any) -> torch.Tensor:
+        first = next(v for v in outputs.values() if isinstance(v, torch.Tensor) and v.dim())
+        return first.float().pow(2).mean()
+
+    class OwnLoss(hf.Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+        ) -> Any:
+            outputs = model(**inputs)
+            value = loss(outputs, None)
+            return (value, outputs) if return_outputs else value
+
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                return self.compute_loss(model, inputs), None, None
+
+    def trainer(steps: int) -> Any:
+        arguments = hf.TrainingArguments(
+            str(folder.parent / "runs"),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            load_best_model_at_end=not resume,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            learning_rate=1e-3,
+        )
+        return OwnLoss(model, arguments, train_dataset=rows, eval_dataset=rows)
+
+    trainer(1 if resume else 2).train()
+    last = trainer(2)
+    if resume:
+        last.train(resume_from_checkpoint=True)
+    last.save_model(str(folder))
+
+
+def by_peft(model: Any, folder: Path) -> Any:
+    import peft
+
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=linear[:2]))
+    merged: Any = adapted.merge_and_unload()
+    merged.save_pretrained(folder)
+    return merged
+
+
+def ways(name: str, folder: Path) -> dict[str, Callable[[Any, Any, Path], Any]]:
+    """Each way cuts and saves a model; returns the saved one where it is another."""
+
+    def after(cut: Callable[[Any], None], save: Callable[[Any, Any, Path], Any]) -> Any:
+        def way(model: Any, batch: Any, folder: Path) -> Any:
+            cut(model)
+            return save(model, batch, folder)
+
+        return way
+
+    def plainly(model: Any, batch: Any, folder: Path) -> None:
+        model.save_pretrained(folder)
+
+    def twice(model: Any) -> None:
+        cut_uneven(model)
+        sites = hp.find_sites(model)
+        hp.prune_(model, HeadMask.from_keep(first_group(sites[-1]), counts(sites)) & full(sites))
+
+    def rounded(model: Any, batch: Any, folder: Path) -> None:
+        model.bfloat16().save_pretrained(folder)
+
+    def sharded(model: Any, batch: Any, folder: Path) -> None:
+        model.save_pretrained(folder, max_shard_size="10KB")
+
+    def of_copy(model: Any, batch: Any, folder: Path) -> None:
+        pickle.loads(pickle.dumps(copy.deepcopy(model))).save_pretrained(folder)
+
+    def refitted(model: Any, batch: Any, folder: Path) -> None:
+        whole, _ = family(name)
+        hp.recover_(model, [batch], "lstsq", teacher=whole)
+        model.save_pretrained(folder)
+
+    return {
+        "ours": after(cut_uneven, lambda m, b, f: hp.save_pretrained(m, f) and None),
+        "uneven": after(cut_uneven, plainly),
+        "even": after(cut_even, plainly),
+        "neurons": after(cut_neurons, plainly),
+        "two cuts": after(twice, plainly),
+        "bfloat16": after(cut_uneven, rounded),
+        "shards": after(cut_uneven, sharded),
+        "copied and pickled": after(cut_uneven, of_copy),
+        "least squares": after(cut_uneven, refitted),
+        "Trainer, best model": after(cut_uneven, trained),
+        "Trainer, resumed": after(cut_even, lambda m, b, f: trained(m, b, f, resume=True)),
+        "PEFT, merged": after(cut_uneven, lambda m, b, f: by_peft(m, f)),
+    }
+
+
+def counts(sites: Any) -> dict[str, int]:
+    return {s.name: s.n_query_heads for s in sites}
+
+
+def full(sites: Any) -> HeadMask:
+    return HeadMask.full(sites)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_way_of_saving_comes_back_bit_for_bit_in_a_fresh_process(
+    name: str, tmp_path: Path
+) -> None:
+    expected = {}
+    for way, save in ways(name, tmp_path).items():
+        model, batch = family(name)
+        place = tmp_path / "saved" / way
+        saved = save(model, batch, place / "model")
+        model = model if saved is None else saved
+        expected[way] = sample_outputs(model.eval(), batch)
+        torch.save(batch, place / "batch.pt")
+    subprocess.run([sys.executable, "-c", READER, str(tmp_path / "saved")], check=True)
+    for way, outputs in expected.items():
+        again = torch.load(tmp_path / "saved" / way / "outputs.pt", weights_only=False)
+        assert all(map(torch.equal, outputs, again)), way
+
+
+def test_an_even_cut_opens_in_plain_transformers_with_equal_outputs(tmp_path: Path) -> None:
+    model, batch = family("llama")
+    cut_even(model)
+    model.save_pretrained(tmp_path)
+    plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(plain, batch)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_plain_transformers_refuses_an_uneven_cut_and_names_headprune(
+    name: str, tmp_path: Path
+) -> None:
+    model, _ = family(name)
+    cut_uneven(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"headprune\.from_pretrained"):
+        type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_a_save_says_which_heads_each_layer_has(tmp_path: Path) -> None:
+    model, _ = family("bert")
+    hp.prune_heads_(model, {1: [0, 2]})
+    model.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())["headprune"]
+    assert record["mask"]["rows"] == [
+        {"site": hp.find_sites(model)[1].name, "n_heads": 4, "kept": [1, 3]}
+    ]
+
+
+def test_a_whole_model_is_saved_as_before(tmp_path: Path) -> None:
+    cut, _ = family("bert")
+    model, _ = family("bert")
+    model.save_pretrained(tmp_path / "before")
+    cut_uneven(cut)  # from now on this process describes what it saves
+    model.save_pretrained(tmp_path / "after")
+    for name in ("config.json", "model.safetensors"):
+        before, after = tmp_path / "before" / name, tmp_path / "after" / name
+        assert before.read_bytes() == after.read_bytes()
+
+
+@pytest.mark.parametrize("format", ["transformers", "remote-code"])
+def test_folders_for_others_open_here_too(format: Any, tmp_path: Path) -> None:
+    model, batch = family("llama")
+    (cut_even if format == "transformers" else cut_uneven)(model)
+    hp.save_pretrained(model, tmp_path, format=format)
+    again = hp.from_pretrained(tmp_path)
+    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+    assert [s.heads for s in hp.find_sites(again)] == [s.heads for s in hp.find_sites(model)]
+
+
+def orphan(folder: Path) -> tuple[Any, Any, HeadMask]:
+    """A folder of a cut model as it was before saves were described."""
+    model, batch = family("llama")
+    config = copy.deepcopy(model.config)
+    cut_uneven(model)
+    model.save_pretrained(folder)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    return model, batch, HeadMask.full(hp.find_sites(model))
+
+
+def test_a_plan_opens_a_folder_that_does_not_say_what_was_cut(tmp_path: Path) -> None:
+    model, batch, mask = orphan(tmp_path)
+    with pytest.raises(CheckpointError, match="plan="):
+        hp.from_pretrained(tmp_path)
+    again = hp.from_pretrained(tmp_path, plan=mask)
+    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+
+
+def test_a_plan_of_another_cut_is_refused(tmp_path: Path) -> None:
+    _, _, mask = orphan(tmp_path)
+    sites = hp.find_sites(family("llama")[0])
+    other = HeadMask.from_keep(first_group(sites[1]), counts(sites))
+    with pytest.raises(CheckpointError, match="of another shape"):
+        hp.from_pretrained(tmp_path, plan=other)
+    with pytest.raises(InvalidValue, match="PruningPlan or HeadMask"):
+        hp.from_pretrained(tmp_path, plan=[mask])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_plan_for_a_folder_that_says_what_was_cut_is_refused(ours: bool, tmp_path: Path) -> None:
+    model, _ = family("bert")
+    cut_uneven(model)
+    if ours:
+        hp.save_pretrained(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    with pytest.raises(InvalidValue, match="left out"):
+        hp.from_pretrained(tmp_path, plan=HeadMask.full(hp.find_sites(model)))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: c["headprune"].update(mask=3), "a record that we can read"),
+        (lambda c: c["headprune"]["mask"]["rows"][0].update(site="x"), "4 heads at 'x'"),
+        (lambda c: c["headprune"]["mask"]["rows"][0].update(kept=[1]), "of another shape"),
+        (lambda c: c["headprune"].update(buffers={"no.table": "float16"}), "model's tables"),
+        (lambda c: c["headprune"].update(config={"model_type.x": 1}), "this configuration"),
+        (lambda c: c["headprune"].update(layouts=[{"slabs": 3}]), "a stored layout"),
+        (lambda c: c.update(architectures=["Mine"]), "class of Transformers"),
+        (lambda c: c.update(num_hidden_layers="two"), "a valid configuration"),
+    ],
+)
+def test_a_damaged_record_is_refused(change: Any, match: str, tmp_path: Path) -> None:
+    model, _ = family("bert")
+    cut_uneven(model)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=match):
+        hp.from_pretrained(tmp_path)
+
+
+def test_a_save_over_a_folder_of_ours_takes_its_place(tmp_path: Path) -> None:
+    model, batch = family("bert")
+    cut_uneven(model)
+    hp.save_pretrained(model, tmp_path)
+    hp.prune_heads_(model, {1: [3]})
+    model.save_pretrained(tmp_path)
+    again = hp.from_pretrained(tmp_path)
+    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
