@@ -84,17 +84,17 @@ def save_pretrained(
     - ``auto``: ``transformers`` where it can hold the cut, else ``headprune``.
     - ``gguf``: llama.cpp opens it.
 
-    Those for Transformers are loaded and compared with the model before ``folder`` changes.
+    Those for Transformers are loaded and compared with the model first.
 
     Args:
         model: Cut or whole; a ``torch.compile`` wrapper is taken.
-        folder: Made if needed; an earlier save is replaced.
+        folder: An earlier save is replaced.
         sites: Default ``find_sites(model)`` and cut feed-forwards.
         format: See above, and ``applicable_formats``.
         processor: Tokenizers or processors to save too.
         plan: By which the model was cut, for the model card.
-        record: Of that run, for the card.
-        example: A batch to compare outputs on; default one made up.
+        record: Of its run, for the card.
+        example: To compare outputs; default one made up.
         max_shard_size: Bytes, or ``"5GB"``; larger models get several files.
         dtype: Of ``gguf``: f32, f16, bf16 or q8_0.
 

@@ -150,6 +150,7 @@ def test_validate_many_with_all_their_errors(tmp_path: Path) -> None:
 def test_run_writes_everything_that_a_report_needs(finished: Path, tmp_path: Path) -> None:
     files = {"record.json", "history.jsonl", "rows.json", "plan.json", "scores.json", "recipe.yaml"}
     files |= {"scores.samples.safetensors", "report.html", "report.md", "attention.json"}
+    files |= {"answers.json"}
     files |= {"scores-magnitude.json", "model", "base"}
     # The system may keep a lock, or not.
     assert {path.name for path in finished.iterdir()} - {".lock"} == files

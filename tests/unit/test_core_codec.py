@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headprune.core.agreement import Agreement, Measure, Pair
+from headprune.core.changed import ChangedAnswer, ChangedAnswers
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import sha256_file
@@ -92,6 +93,7 @@ EXAMPLES = [
     dataclasses.replace(PLAN, model=ModelFingerprint("s", "w"), notes=("one", "two")),
     RECORD,
     RunRecord("demo", "running", "start", "now"),
+    ChangedAnswers(9, 1, 0, 0, (ChangedAnswer(3, "text", "yes", "yes", "no"),)),
 ]
 
 
