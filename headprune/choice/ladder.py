@@ -64,7 +64,7 @@ class Ladder(Scorer):
 
     order: str = "surgeon"
     order_settings: Mapping[str, Any] = EMPTY
-    examples: int = 128
+    examples: int = 256
     ridge: float = 0.3
 
     def __post_init__(self) -> None:

@@ -157,7 +157,7 @@ def test_quiet_says_nothing_on_the_way(given: str, tmp_path: Path) -> None:
     short = "--set bench=null --set score.scorer=taylor --set score.random_draws=0"
     still = done(f"run {tmp_path / 'r.yaml'} --out {tmp_path / 'b'} {short} --quiet")
     assert still.stderr == ""
-    verdict, record = still.stdout.splitlines()[:2]
+    verdict, record = still.stdout.split("\n\n")[:2]
     assert verdict.startswith("Removing ")
     assert record.startswith("RunRecord")
 
