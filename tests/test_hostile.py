@@ -135,8 +135,14 @@ def dangers(source: str) -> list[str]:
     return [ast.unparse(node) for node in nodes if danger(node)]
 
 
+#: These hand on the user's own ``--trust-remote-code``, which is off by default.
+ON_REQUEST = {"cli/serve_check.py", "serving/opening.py", "serving/servers.py"}
+
+
 def test_no_file_of_ours_could_run_data() -> None:
     for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).as_posix() in ON_REQUEST:
+            continue
         assert dangers(path.read_text(encoding="utf-8")) == [], path
 
 

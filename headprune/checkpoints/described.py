@@ -19,6 +19,7 @@ from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.layout import FOLDED_ATTRIBUTE, AttentionLayout
 from headprune.core.layout_data import layout_from
+from headprune.core.opening import check_file
 from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_named
 from headprune.model.cut import cut_
@@ -174,6 +175,7 @@ def _biases_in(folder: Path) -> tuple[str, ...]:
 
     names: list[str] = []
     for path in sorted(folder.glob("*.safetensors")):
+        check_file(path)
         with safe_open(path, framework="pt") as file:
             names += [name for name in file.keys() if name.endswith(".bias")]  # noqa: SIM118
     return tuple(names)

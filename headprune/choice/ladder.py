@@ -25,6 +25,7 @@ from headprune.model.losses import shaped_losses
 from headprune.model.own_loss import is_default, shift_of
 from headprune.model.running import batch_size, device_of, some_examples, to_device
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import in_main_memory, sent
 from headprune.recovery._blocks import blocks_around
 from headprune.recovery._least_squares import LeastSquaresSums, Normal, solved
 from headprune.recovery._playback import Playback
@@ -137,13 +138,14 @@ class Ladder(Scorer):
             levels: Heads or neurons kept at each level, best first.
             sums: Of the site's contexts; None for a site without heads.
         """
-        rises = torch.zeros(len(levels), dtype=torch.float64)
         if sums is None:
-            return rises
-        for level, heads in enumerate(levels[:-1]):
+            return torch.zeros(len(levels), dtype=torch.float64)
+        rises = []
+        for heads in levels[:-1]:
             prediction = Prediction.of(meter.bound[number], heads, sums, self.ridge)
-            rises[level] = meter.rise(number, prediction)
-        return rises
+            rises.append(meter.rise(number, prediction))
+        # All in one copy; with every unit nothing rises.
+        return torch.tensor([*map(float, in_main_memory(rises)), 0.0], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,8 @@ class Prediction:
         wanted = set(heads)
         is_kept = torch.tensor([head in wanted for head in site.heads])
         device = sums.xx.device
-        kept = columns[is_kept].flatten().to(device)
-        removed = columns[~is_kept].flatten().to(device)
+        kept = sent(columns[is_kept].flatten(), device)
+        removed = sent(columns[~is_kept].flatten(), device)
         covariance = sums.xx[kept]  # [kept, width]
         weight, _ = solved(covariance[:, kept], covariance[:, removed], ridge)
         bias = sums.x_mean[removed] - sums.x_mean[kept] @ weight
@@ -201,20 +203,21 @@ class _Meter:
         self._playback = Playback(layers, [b.gate for b in problem.bound], _ROOM)
         self._playback.learn(partial(self._measured, self._batches[0]))
 
-    def rise(self, number: int, prediction: Prediction) -> float:
-        """The mean rise over the examples with one site's contexts replaced."""
+    def rise(self, number: int, prediction: Prediction) -> Tensor:
+        """The mean rise ``[]`` over the examples with one site's contexts replaced."""
 
         def see(_: int, x: Tensor) -> Tensor:
             return prediction.filled(x)
 
-        total, examples = 0.0, 0
+        totals: list[Tensor] = []
+        examples = 0
         for place, batch in enumerate(self._batches):
             with self._playback.before(str(place), number), watched([self.bound[number]], see):
                 changed = self._measured(batch)
             rises = self._rises(self._whole[place], changed)
-            total += float(rises.double().sum())
+            totals.append(rises.to(wide(rises)).sum())
             examples += len(rises)
-        return total / examples
+        return torch.stack(totals).sum() / examples
 
     def _measured(self, batch: Any) -> Distributions | Tensor:
         """The model's distributions for a batch; with a loss of the user's, its losses."""
@@ -248,7 +251,7 @@ def divergence(whole: Distributions, changed: Distributions) -> Tensor:
         by_position = (terms - least).mean(-1)
     else:
         by_position = (p - q).square().mean(-1)
-    counted = whole.counted.to(by_position.device)
+    counted = sent(whole.counted, by_position.device)
     sums = by_position.masked_fill(~counted, 0.0).sum(1)
     return sums / counted.sum(1).clamp(min=1)
 

@@ -310,6 +310,7 @@ def _csv_options(file: Path) -> dict[str, Any]:
     options = {"encoding": "utf-8-sig", "keep_default_na": False, "na_values": missing}
     if file.suffix == ".tsv":
         return {**options, "sep": "\t"}
+    check_file(file)
     with open(file, encoding="utf-8-sig", errors="replace", newline="") as lines:
         header = lines.readline(10_000)
     try:

@@ -191,7 +191,7 @@ NO_SLOPES = {
 
 
 def test_every_scorer_is_in_a_table() -> None:
-    assert {*ORACLES, *NO_SLOPES, "attattr", "auto", "surgeon"} == set(registry.names())
+    assert {*ORACLES, *NO_SLOPES, "attattr", "auto", "ladder", "surgeon"} == set(registry.names())
 
 
 def scored(scorer: Any, model: nn.Module, batches: Any, loss: Any, **more: Any) -> Any:

@@ -236,7 +236,7 @@ def test_an_unknown_format_and_examples_that_do_not_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (model, batch), folder = cut("vit", UNIFORM), tmp_path / "small"
-    words = "format: must be one of headprune, transformers, remote-code, gguf, got 'onnx'"
+    words = "format: must be one of auto, headprune, transformers, remote-code, gguf, got 'onnx'"
     with pytest.raises(InvalidValue, match=words):
         hp.save_pretrained(model, folder, format="onnx")  # type: ignore[arg-type]
     for made_up, words in (

@@ -97,6 +97,7 @@ SCORERS = {
     "ggn": Waits(5),
     # a batch is a block here: its slopes decide the gates of the next
     "hard_concrete": Waits(5, per_batch=1),
+    "ladder": Waits(7, per_layer=8, at_most=True),  # a solve for every level
     "leave_one_out": Waits(11),
     "magnitude": Waits(2),
     "obs": Waits(3),
@@ -442,7 +443,7 @@ OTHERS: dict[str, tuple[Callable[[Case], object], Waits]] = {
     "gated": (gate, Waits(0)),
     # a copy a tensor: together they would need all weights' memory once more
     "save and load": (save_and_load, Waits(10, per_layer=16)),
-    "evaluate": (lambda case: evaluate(case.model, case.batches), Waits(3)),
+    "evaluate": (lambda case: evaluate(case.model, case.batches), Waits(4)),
     "compare_latency": (compare_speed, Waits(12)),  # the clock stops when the GPU is done
     "learned gates, hard_concrete": (functools.partial(learn_gates, SOFT), Waits(0)),
     # its threshold is found on the CPU, in a hundred small steps
