@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headprune.checkpoints.checkpoint import MANIFEST
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.core.opening import read_text
 from headprune.data.models import longest_input
 from headprune.model.examples import example_batch
 from headprune.model.losses import is_causal_lm
@@ -277,7 +278,7 @@ def _asked(name: str, engine: Engine, place: Path, python: str | None) -> dict[s
     if not ends.is_file():
         lines = done.stderr.strip().splitlines() or ["without a word"]
         return {"error": f"it ended with code {done.returncode}: {lines[-1][:300]}"}
-    answer: dict[str, Any] = json.loads(ends.read_text())
+    answer: dict[str, Any] = json.loads(read_text(ends))
     return answer
 
 

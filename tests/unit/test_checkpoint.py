@@ -387,8 +387,6 @@ def test_parameters_that_are_views_or_not_contiguous(tmp_path: Path) -> None:
 # weights
 
 
-# vLLM needs a head in every layer; Transformers does not.
-@pytest.mark.filterwarnings("ignore:vLLM cannot serve")
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_auto_model_opens_a_remote_code_folder_without_its_head(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from tests.processes_work import SCORERS
 
 #: Scorers whose numbers come from slopes of the loss at the model as it is; `auto` has such
 #: candidates.
-BY_SLOPE = {"attribution_patching", "auto", "fisher", "surgeon", "taylor", "taylor2"}
+BY_SLOPE = {"attribution_patching", "auto", "fisher", "ladder", "surgeon", "taylor", "taylor2"}
 FLAT = r"the slopes of the loss in the gates .* larger than rounding, got .* leave_one_out"
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
