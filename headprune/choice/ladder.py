@@ -31,7 +31,7 @@ from headprune.recovery._least_squares import LeastSquaresSums, Normal, solved
 from headprune.recovery._playback import Playback
 from headprune.scoring._activations import run
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
-from headprune.selection._units import bundled
+from headprune.selection._units import bundled, in_rank
 
 #: Rows are dealt to two parts; the rises are measured on the second one.
 _PARTS, _PRICED = 2, 1
@@ -91,8 +91,7 @@ class Ladder(Scorer):
         """Rank the units of every site, and measure the rise at each of its levels.
 
         Raises:
-            InvalidValue: outputs that are no logits, or what the other
-                scorer refuses.
+            InvalidValue: outputs that are no logits, or what the other scorer refuses.
         """
         problem.keep()
         folds = Folds(problem, _PARTS, least=0)
@@ -202,6 +201,16 @@ class _Meter:
         layers = [block.module for block in blocks_around(problem.model, problem.bound)]
         self._playback = Playback(layers, [b.gate for b in problem.bound], _ROOM)
         self._playback.learn(partial(self._measured, self._batches[0]))
+        self._verify_playback()
+
+    def _verify_playback(self) -> None:
+        """Let all layers run from now on if kept outputs do not lead to the same answer."""
+        last = len(self.bound) - 1
+        for _ in range(2):  # the first pass keeps outputs, the second one uses them
+            with self._playback.before("0", last):
+                played = self._measured(self._batches[0])
+        if not _same(self._whole[0], played):
+            self._playback.forget()
 
     def rise(self, number: int, prediction: Prediction) -> Tensor:
         """The mean rise ``[]`` over the examples with one site's contexts replaced."""
@@ -234,12 +243,20 @@ class _Meter:
         return divergence(whole, changed)
 
 
+def _same(a: Any, b: Any) -> bool:
+    """Whether two answers of ``_Meter`` are exactly equal."""
+    if isinstance(a, Distributions):
+        a, b = a.logits, b.logits
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 def divergence(whole: Distributions, changed: Distributions) -> Tensor:
     """Compute each example's mean divergence ``[examples]`` over its counted positions.
 
     KL of softmax or sigmoids from the whole model's; of a regression the squared difference.
     """
-    p, q = whole.logits.double(), changed.logits.double()  # [examples, positions, classes]
+    # [examples, positions, classes]
+    p, q = whole.logits.to(wide(whole.logits)), changed.logits.to(wide(changed.logits))
     if whole.kind == "single_label_classification":
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
         # Padded ends of answers have logits of -inf, and 0 log 0 is 0.
@@ -261,11 +278,8 @@ def _with_levels(problem: ScoringProblem, estimate: Estimate) -> tuple[Attention
     ranked = bundled(as_scores(problem, "", estimate))
     sites = []
     for site, row in zip(ranked.sites, ranked.values, strict=True):
-        # Bundles come best first; other units are put in the order of their values.
-        if site.bundles is None:
-            order = sorted(range(len(row)), key=row.__getitem__, reverse=True)
-            site = replace(site, bundles=tuple(site.units[unit] for unit in order))
-        sites.append(site)
+        units = tuple(site.units[unit] for unit in in_rank(site, row))
+        sites.append(replace(site, bundles=units))
     return tuple(sites)
 
 

@@ -86,6 +86,15 @@ def bundled(
     )
 
 
+def in_rank(site: AttentionSite, values: Sequence[float]) -> list[int]:
+    """Return the units of one site by number, the best first; bundles come in that order."""
+    numbers = range(len(values))
+    if site.bundles is not None:
+        return list(numbers)
+    # The sort is stable: of equals, the earlier unit comes first.
+    return sorted(numbers, key=values.__getitem__, reverse=True)
+
+
 def _has_bundles(site: AttentionSite) -> bool:
     if site.is_feed_forward:
         return site.bundles is None and len(site.heads) > LEVELS

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
 
 from headprune.core.ladders import SiteLadder
-from headprune.core.scores import HeadScores, ScoredUnit
+from headprune.core.scores import HeadScores
 from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, check_leaves_a_head, infeasible, places
 from headprune.selection._choice import Option, best_choice, undominated
+from headprune.selection._units import in_rank
 
 _VALUE_BITS, _DEFICIT_BITS = 52, 40
 
@@ -40,16 +42,15 @@ class Knapsack(Selector):
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         check_leaves_a_head(problem)
-        worth = _worth(problem.scores)
         ladders = problem.scores.ladders
-        best = problem.states(_ranking(problem.scores))
+        if ladders is None:
+            sets_of = partial(_possible_sets, problem, _worth(problem.scores))
+        else:
+            sets_of = partial(_priced_sets, problem, ladders)
         # 1. One class per site, one option for each set of units that it may keep.
         sets: list[list[_Set]] = []
-        for site, states in enumerate(best):
-            if ladders is None:
-                sets.append(_possible_sets(problem, site, states, worth))
-            else:
-                sets.append(_priced_sets(problem, site, states, ladders))
+        for site, states in enumerate(problem.states(_ranking(problem.scores))):
+            sets.append(sets_of(site, states))
         classes = [_options(site_sets) for site_sets in sets]
         # 2. One option of every class.
         chosen = best_choice(classes, problem.limit)
@@ -96,16 +97,14 @@ def _ranking(scores: HeadScores) -> list[Position]:
     """Every unit, the best of a site first; levels keep the order in which they were measured."""
     if scores.ladders is None:
         return places(best_first(scores))
-    bundles: list[ScoredUnit] = []
-    others: list[ScoredUnit] = []
-    for unit in best_first(scores):
-        is_bundle = scores.sites[unit.site].bundles is not None
-        (bundles if is_bundle else others).append(unit)
-    return sorted(places(bundles)) + places(others)
+    ranking = []
+    for place, (site, values) in enumerate(zip(scores.sites, scores.values, strict=True)):
+        ranking += [(place, unit) for unit in in_rank(site, values)]
+    return ranking
 
 
 def _priced_sets(
-    problem: Problem, site: int, states: dict[int, tuple[int, ...]], ladders: Sequence[SiteLadder]
+    problem: Problem, ladders: Sequence[SiteLadder], site: int, states: dict[int, tuple[int, ...]]
 ) -> list[_Set]:
     """What one site may keep, by the measured price of each level; see ``_possible_sets``."""
     # All sites have one scale: what the loss rises by where every site keeps nothing.
@@ -131,7 +130,7 @@ def _integers(values: list[float], bits: int) -> list[int]:
 
 
 def _possible_sets(
-    problem: Problem, site: int, states: dict[int, tuple[int, ...]], worth: _Worth
+    problem: Problem, worth: _Worth, site: int, states: dict[int, tuple[int, ...]]
 ) -> list[_Set]:
     """What one site may keep, most heads first, without sets that another one beats."""
     settled = problem.must_keep | problem.must_remove
