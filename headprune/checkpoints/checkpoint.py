@@ -31,6 +31,7 @@ from headprune.core.errors import (
     InvalidValue,
     UnsupportedModel,
     VerificationFailed,
+    reason_of,
 )
 from headprune.core.files import finish_renames, staged
 from headprune.core.heads import AttentionSite, HeadMask
@@ -60,7 +61,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 #: Modelling files of an earlier save in the format "remote-code".
 _MODELLING = "modeling_headprune_*.py"
 #: Files of an earlier save that a new one takes the place of.
-_OURS = (MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING, gguf_file.FILE)
+OURS = (MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING, gguf_file.FILE)
 
 
 def save_pretrained(
@@ -132,7 +133,7 @@ def save_pretrained(
         as_gguf = gguf_file.description_of_cut(model, bound)
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
-    with staged(folder, in_place_of=_OURS) as place:
+    with staged(folder, in_place_of=OURS) as place:
         if format == "headprune":
             own.write(model, bound, place, max_shard_size)
         elif as_gguf is None:
@@ -292,7 +293,7 @@ def _local(folder: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(folder)))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = reason_of(error)
         must = "an existing folder, or a repository of the hub that can be reached"
         raise CheckpointError(str(folder), must, reason) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune.core.errors import CheckpointError, HeadPruneError
+from headprune.core.errors import CheckpointError, HeadPruneError, reason_of
 
 
 def filled_by_transformers(
@@ -54,7 +54,7 @@ def filled_by_transformers(
         raise
     # Files may break readers and constructors in any way.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = reason_of(error)
         raise CheckpointError(str(folder), what, reason) from error
     wrong = sorted(info["missing_keys"]) + sorted(key[0] for key in info["mismatched_keys"])
     if wrong:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed
+from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed, reason_of
 from headprune.core.files import staged
 from headprune.model.running import other_forwards, outputs, undisturbed
 from headprune.model.sites import unwrap
@@ -259,7 +259,7 @@ def _difference(
     try:
         arrays = session.run(None, given)
     except Exception as error:  # ONNX Runtime has a class of its own for each kind
-        got = " ".join(str(error).split())[:300]
+        got = reason_of(error)
         raise VerificationFailed(where, f"{must} for {shapes}", got) from error
     difference = compare(list(step(inputs, past)), [torch.from_numpy(a) for a in arrays])
     allowed = _OTHER_KERNELS * difference.tolerance

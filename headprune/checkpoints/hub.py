@@ -9,15 +9,12 @@ from typing import Any
 from torch import nn
 
 from headprune.checkpoints import card, gguf_file
-from headprune.checkpoints.checkpoint import MANIFEST, save_pretrained
-from headprune.checkpoints.weights import INDEX, SHARDS, WEIGHTS
+from headprune.checkpoints.checkpoint import OURS, save_pretrained
 from headprune.core.display import escape
-from headprune.core.errors import InvalidValue, NotWritten
+from headprune.core.errors import InvalidValue, NotWritten, reason_of
 from headprune.core.files import write_atomic
 from headprune.core.opening import read_bytes
 
-#: Files of an earlier push, which go unless this one has them too.
-_REPLACED = [MANIFEST, WEIGHTS, INDEX, SHARDS, "modeling_headprune_*.py", "*.gguf"]
 #: Begins the line of the card on the licence.
 _LICENCE = "- Licence: "
 
@@ -107,7 +104,7 @@ def upload(folder: Path, name: str, licence: str | None = None, private: bool | 
             folder_path=folder,
             commit_message="Upload a model cut by headprune",
             ignore_patterns=["run/*"],  # it names paths and rows of the user's
-            delete_patterns=_REPLACED,
+            delete_patterns=list(OURS),  # of an earlier push, unless this one has them too
         )
     except (OSError, ValueError) as error:
         raise _not_written(name, error) from error
@@ -147,5 +144,5 @@ def _finish_card(folder: Path, name: str, licence: str | None) -> None:
 
 def _not_written(name: str, error: Exception) -> NotWritten:
     must = "a repository of the hub that you may write to"
-    reason = " ".join(str(error).split())[:300]
+    reason = reason_of(error)
     return NotWritten(name, must, reason, "Log in: hf auth login, with a token that may write.")

@@ -92,6 +92,15 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def reason_of(error: BaseException) -> str:
+    """The text of another package's error on one line, cut short; its class where it has none.
+
+    >>> reason_of(ValueError("two\\nlines")), reason_of(KeyboardInterrupt())
+    ('two lines', 'KeyboardInterrupt')
+    """
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Make a hint that names the closest known names, or lists them all.
 

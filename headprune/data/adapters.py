@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from headprune.checkpoints.foreign import check_files, read_object
-from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
+from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, reason_of
 from headprune.data.patterns import LONGEST, work
 from headprune.model.classes import class_named
 
@@ -67,7 +67,7 @@ def open_merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module
     except HeadPruneError:
         raise
     except Exception as error:  # a damaged folder may break PEFT in any way
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = reason_of(error)
         must = "adapters that fit their base model"
         raise InvalidValue(where, must, f"{str(folder)!r} ({reason})") from error
 

@@ -67,9 +67,14 @@ def number_labels(recipe: Recipe, raw: RawData) -> RawData:
     return _renamed(path, raw, names)
 
 
+def names_by_number(config: Any) -> Mapping[int, str]:
+    """Return a configuration's names of classes by their numbers; empty where it has none."""
+    return getattr(config, "id2label", None) or {}
+
+
 def class_names(config: Any) -> tuple[str, ...]:
     """Return a model's class names in order; none unless numbered 0, 1, 2 ..."""
-    by_number: Mapping[int, str] = getattr(config, "id2label", None) or {}
+    by_number = names_by_number(config)
     by_name: Mapping[str, int] = getattr(config, "label2id", None) or {}
     names = {int(i): str(name) for i, name in by_number.items()}
     # Some configurations have real names in label2id alone.

@@ -15,7 +15,7 @@ from torch import nn
 
 from headprune.checkpoints.foreign import check_files, check_folder, check_weights
 from headprune.checkpoints.transformers_4 import pruned_heads
-from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.core.errors import InvalidValue, UnknownName, did_you_mean, reason_of
 from headprune.data.adapters import is_adapter, open_merged
 from headprune.data.imported import build_own
 from headprune.data.vocabulary import train_tokenizer
@@ -498,7 +498,7 @@ def _load(kind: Any, path: str, where: str, **settings: Any) -> Any:
             # Without an explicit False, Transformers would ask the user at the terminal.
             return kind.from_pretrained(folder, trust_remote_code=False, **settings)
     except Exception as error:  # a damaged file may break readers and constructors in any way
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = reason_of(error)
         must, hint = f"a folder from which {kind.__name__} loads", ""
         if not Path(folder).is_dir():
             must = "a local folder, or a hub model that can be reached"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headprune.core.errors import InvalidValue, did_you_mean
+from headprune.core.errors import InvalidValue, did_you_mean, reason_of
 from headprune.core.files import sha256_file
 from headprune.core.opening import check_file
 from headprune.recipes.schema import DataSection
@@ -208,7 +208,7 @@ def _load_hub(section: DataSection) -> Source:
     try:
         loaded = load_dataset(section.path, section.subset, revision=section.revision)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
+        reason = reason_of(error)
         must = "local data, or a hub data set that can be reached"
         raise InvalidValue("data.path", must, f"{section.path!r} ({reason})", _HINT) from error
     names = _split_names(section, loaded)

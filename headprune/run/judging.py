@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from headprune.bench.quality import Quality
 from headprune.core.changed import ChangedAnswer, ChangedAnswers
@@ -100,11 +99,6 @@ def changed_answers(
             said = (_name(each, names) for each in (label, before, after))
             changed.append(ChangedAnswer(rows[i], text, *said))
     return ChangedAnswers.of(changed, len(rows), _MOST_ROWS)
-
-
-def class_names(model: nn.Module) -> Mapping[int, str]:
-    """Names of a model's classes by their numbers; empty where its configuration has none."""
-    return getattr(getattr(model, "config", None), "id2label", None) or {}
 
 
 def _name(label: int, names: Mapping[int, str]) -> str:

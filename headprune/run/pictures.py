@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from headprune.core.errors import HeadPruneError
 from headprune.data.features import Example
+from headprune.data.labels import names_by_number
 from headprune.maps.pictures import AttentionPictures, ShownExample
 from headprune.model.sites import Sites
 from headprune.run.subject import Subject
@@ -96,7 +97,7 @@ def _shown(subject: Subject, row: int, example: Example) -> ShownExample:
     """The title of a row, with its label, and its image if it is one."""
     title = f"test row {row}"
     label = example.get("labels")
-    names = getattr(getattr(subject.model, "config", None), "id2label", None) or {}
+    names = names_by_number(getattr(subject.model, "config", None))
     if isinstance(label, int) and label in names:
         title = f"{title}, label {names[label]}"
     pixels = example.get("pixel_values")

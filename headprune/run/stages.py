@@ -22,6 +22,7 @@ from headprune.core.heads import HeadCounts
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
+from headprune.data.labels import names_by_number
 from headprune.gating.context import gated
 from headprune.model.processes import Processes
 from headprune.model.running import device_of
@@ -32,7 +33,7 @@ from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, WORK
-from headprune.run.judging import changed_answers, class_names, class_rows, compared
+from headprune.run.judging import changed_answers, class_rows, compared
 from headprune.run.progress import Progress
 from headprune.run.proofs import generation_proof, reload_proof
 from headprune.run.recovering import recover_once, seeded
@@ -209,7 +210,8 @@ def compare_answers(subject: Subject, pruned: nn.Module) -> ChangedAnswers | Non
     base = subject.base["test"]
     if not base.classes:
         return None
-    final, names = subject.judge(pruned, "test"), class_names(subject.model)
+    final = subject.judge(pruned, "test")
+    names = names_by_number(getattr(subject.model, "config", None))
     subject.journal.note(classes=class_rows(base, final, names))
     rows, texts = subject.data.evaluated("test"), subject.data.texts
     changed = changed_answers(base, final, names, rows, texts)
