@@ -5,7 +5,7 @@ A feed-forward has thousands of neurons: its row is a bar of as many parts as it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 
 from headprune.core.display import Cell, Row, levels
@@ -33,18 +33,25 @@ def score_rows(
     for kind in (False, True):
         of_kind = [row for bar, row in zip(neurons, bars, strict=True) if bar is kind]
         scales[kind] = iter(levels(list(chain.from_iterable(of_kind))))
+    of_sites = _by_site(kept or ())
     rows = []
     for site, row in zip(sites, bars, strict=True):
         row_levels = [next(scales[site.is_feed_forward]) for _ in row]
-        of_site = None
-        if kept is not None:
-            of_site = {head.head for head in kept if head.site == site.name}
+        of_site = None if kept is None else of_sites.get(site.name, set())
         if site.is_feed_forward:
             cells, note = _neuron_cells(site, row, row_levels, of_site)
         else:
             cells, note = _head_cells(site, row, row_levels, of_site), ""
         rows.append(Row(site.name, cells, site.kind if several_kinds else "", note))
     return rows
+
+
+def _by_site(heads: Iterable[HeadId]) -> dict[str, set[int]]:
+    """Original indices of heads by the name of their site."""
+    of_sites: dict[str, set[int]] = {}
+    for head in heads:
+        of_sites.setdefault(head.site, set()).add(head.head)
+    return of_sites
 
 
 def mask_rows(mask: HeadMask) -> list[Row]:

@@ -190,7 +190,7 @@ def _cost(record: RunRecord, rows: Mapping[Role, QualityRow]) -> str:
         return f"changed the result of none of {final.n_examples:,} {final.split} rows"
     if cost.drop == 0:
         ends = f" ({_interval(cost)})" if cost.sign == "unclear" else ""
-        return f"left the {cost.metric} as it was{where}{ends}"
+        return f"did not change the {cost.metric}{where}{ends}"
     text = _change(cost) + where
     if cost.sign == "unknown":
         return f"{text} (the record has no interval)"

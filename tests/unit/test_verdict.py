@@ -64,7 +64,7 @@ def quality(metric: str, before: float, after: float) -> tuple[QualityRow, ...]:
         ),
         (
             built(compared("recovered (finetune)", "base", 0.0, -0.005, 0.005)),
-            "left the accuracy as it was on 872 test rows (95 % interval −0.50 to 0.50)",
+            "did not change the accuracy on 872 test rows (95 % interval −0.50 to 0.50)",
         ),
         (
             built(compared("recovered (finetune)", "base", 0.0, 0.0, 0.0)),
