@@ -1,7 +1,7 @@
-"""The one result of the README: docs/headline.svg and the block beside it, from the records alone.
+"""What the README measured: one result with docs/headline.svg, and what heads alone do not give.
 
-Quality is of ``pipelines-sst2.json``, speed of ``tradeoff-sst2-cpu.json``: the same weights and the
-same test rows.
+Everything is read from records. Quality is of ``pipelines-sst2.json``, speed of
+``tradeoff-sst2-cpu.json``: the same weights and the same test rows.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import pipelines
 import studies
 import tradeoff_page
-from pages import interval, table, threads
+from pages import interval, of, table, threads
 
 PICTURE = "headline.svg"
 #: What is shown, and in which words.
 WAYS = {
     "surgeon/lstsq+ff": "chosen by headprune",
-    "random-min0/lstsq+ff": "random, refitted alike",
+    "random-min0/lstsq+ff": "random, same refit",
 }
 SPLIT = "test"
 
@@ -80,27 +80,88 @@ def readme(records: Path) -> str:
             rows.append([str(kept), *accuracies, speed])
     one = next(iter(speeds.values()))
     third = quality["heads"] // 3
-    lost = [
-        f"{100 * (quality['base'][SPLIT] - statistics.fmean(cells[way][third])):.1f}"
-        for way in WAYS
-    ]
+    whole = quality["base"][SPLIT]
+    kept, at_random = (statistics.fmean(cells[way][third]) for way in WAYS)
     draws = len(next(iter(cells["surgeon/lstsq+ff"].values())))
     lines = [
-        f"With {third} of {quality['heads']} heads, a BERT-style encoder (MiniLM) loses {lost[0]}"
-        " points of accuracy on film reviews\n(SST-2) and is"
-        f" {speeds[third]['ratio']:.2f} times as fast. With as many random heads, refitted in the"
-        f" same way, it loses {lost[1]} points.",
+        f"On film reviews (SST-2), a BERT-style encoder (MiniLM) has an accuracy of {whole:.3f}."
+        f" With {third} of its {quality['heads']} heads it has {kept:.3f},"
+        f" and is {speeds[third]['ratio']:.2f} times as fast. With {third} random heads, refitted"
+        f" in the same way, it has {at_random:.3f}.",
         "",
         f"![accuracy against speed](docs/{PICTURE})",
         "",
-        *table(["heads kept", *WAYS.values(), "times as fast"], rows),
+        *table(["heads kept", *(f"accuracy: {way}" for way in WAYS.values()), "times as fast"], rows),
         "",
-        "The two columns in the middle are accuracies. Nothing is trained after the cut:"
-        f" {quality['calibration']} sentences choose the heads (`surgeon`) and refit the kept"
-        " weights",
-        f"(`lstsq`). ±: standard deviation over {draws} draws of those sentences. Speed: batch"
-        f" {one['batch']} of {one['length']}",
-        f"tokens on a CPU ({one['hardware']['processor']}, {threads(one['hardware'])}), with its 95 %"
-        " interval.",
+        f"Nothing is trained after the cut: {quality['calibration']} sentences choose the heads"
+        " (`surgeon`) and refit the kept weights (`hp.recovery.Lstsq(feed_forward=True)`). A random"
+        " choice may empty a layer; headprune keeps a head in each."
+        f" ±: standard deviation over {draws} draws of sentences. Speed: batch {one['batch']} of"
+        f" {one['length']} tokens on a CPU ({one['hardware']['processor']},"
+        f" {threads(one['hardware'])}); in brackets its 95 % interval.",
     ]
     return "\n".join(lines)
+
+
+def limits(records: Path) -> str:
+    """The block about what heads alone do not give: INT8, training, short inputs, small models."""
+    peers = json.loads((records / "peers-sst2.json").read_text())
+    llama = json.loads((records / "kv-groups-stories.json").read_text())
+    _, speeds = read(records)
+    third = peers["heads"] // 3
+    shown = speeds[third]
+    alone, int8, both = (
+        _speed(peers, name, kept, shown)
+        for name, kept in (
+            ("headprune", third),
+            ("ONNX Runtime dynamic INT8", None),
+            ("headprune + ONNX Runtime dynamic INT8", third),
+        )
+    )
+    untrained, trained, smaller = (
+        statistics.fmean(row["test"] for row in _rows(peers, name, third))
+        for name in ("headprune", "headprune, trained", "smaller architecture")
+    )
+    short = min(
+        of(shown, "speed", kept=third, dtype="float32", attention="sdpa", compiled=False),
+        key=lambda row: (row["batch"], row["length"]),
+    )
+    page = f"docs/peers.md#{third}-of-{peers['heads']}-heads-kept"
+    times = "docs/tradeoff.md#float32-sdpa-attention-eager-mode"
+    cut, after = (_perplexity(llama, 0.75, way) for way in ("cut", "trained"))
+    lines = [
+        "- **You need a model that is several times smaller or faster.** Attention is only a part of"
+        f" it. [MiniLM]({page}) with {third} of {peers['heads']} heads is {alone:.2f} times as fast,"
+        f" with INT8 (dynamic, ONNX Runtime) {int8:.2f} times, with both {both:.2f} times.",
+        f"- **You can train at length.** [A smaller architecture]({page}) of about the same speed,"
+        f" trained for the task, has an accuracy of {smaller:.3f}; the cut model {untrained:.3f}, or"
+        f" {trained:.3f} after training.",
+        "- **You serve one short input at a time.** The overhead of each operation dominates: at"
+        f" batch {short['batch']} of {short['length']} tokens, [{third} heads]({times}) are only"
+        f" {short['ratio']:.2f} times as fast.",
+        "- **Your language model is small.** Without a quarter of its key/value groups, [a Llama of"
+        f" 260,000 parameters](docs/kv-groups.md) has a perplexity of {cut:.2f} instead of"
+        f" {llama['base']:.2f}; {after:.2f} if trained after the cut.",
+    ]
+    return "\n".join(lines)
+
+
+def _rows(record: dict[str, Any], peer: str, kept: int | None) -> list[dict[str, Any]]:
+    """A peer's rows of one budget."""
+    return [row for row in record["rows"] if (row["peer"], row["kept"]) == (peer, kept)]
+
+
+def _speed(record: dict[str, Any], peer: str, kept: int | None, shape: dict[str, Any]) -> float:
+    """How many times as fast the peer's first draw is at a batch and length."""
+    timed = next(row["speed"] for row in _rows(record, peer, kept) if "speed" in row)
+    wanted = (shape["batch"], shape["length"])
+    return next(cell["ratio"] for cell in timed if (cell["batch"], cell["length"]) == wanted)
+
+
+def _perplexity(record: dict[str, Any], keep: float, way: str) -> float:
+    """The mean perplexity of the best scorer."""
+    found: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        if (row["keep"], row["way"]) == (keep, way):
+            found.setdefault(row["scorer"], []).append(row["perplexity"])
+    return min(map(statistics.fmean, found.values()))

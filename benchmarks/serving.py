@@ -298,8 +298,8 @@ _SHOWN = {
 _COLUMNS = {
     "even": "even",
     "uneven": "uneven",
-    "lstsq": "uneven, with biases of `lstsq`",
-    "neurons": "uneven, neurons too",
+    "lstsq": "uneven, with `lstsq` biases",
+    "neurons": "uneven, neurons cut too",
     "empty": "no heads in a layer",
 }
 #: The largest difference of log-probabilities that counts as equal, in 32-bit floats.
@@ -319,11 +319,16 @@ def matrix(records: Path) -> str:
         cells = [_cell(_rows(record, engine, kind, "f32")) for kind in CUTS]
         quantised = _quantised(_rows(record, engine, "uneven", "q8_0"))
         rows.append([_SHOWN[engine], *cells, quantised])
-    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits"]
+    head = ["engine", *_COLUMNS.values(), "uneven, 8-bit weights"]
     versions = [f"{_SHOWN[name]} {about[name]}" for name, about in record["engines"].items()]
+    models = list(dict.fromkeys(row["model"] for row in record["rows"]))
+    n_random = sum(name.endswith(", random") for name in models)
     about = (
-        f"Models whose {record['steps']} greedy tokens were equal and whose log-probabilities were"
-        f" within {_TOLERANCE:g} in 32-bit floats; {', '.join(versions)}, on a CPU."
+        f"{len(models)} decoders, cut and served on a CPU: {n_random} small ones with random"
+        f" weights, {len(models) - n_random} pretrained Llama of 260,000 parameters. *Even*: all"
+        " layers keep the same number of heads; *uneven*: different numbers. A cell counts the"
+        f" models whose {record['steps']} greedy tokens equal headprune's, with log-probabilities"
+        f" within {_TOLERANCE:g} (32-bit floats). {', '.join(versions)}."
     )
     return "\n".join([about, "", *table(head, rows, len(head))])
 
@@ -336,14 +341,15 @@ def _rows(record: dict[str, Any], engine: str, kind: str, dtype: str) -> list[di
 def _cell(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return "not tried"
-    return f"{sum(map(is_equal, rows))} of {len(rows)}"
+    return f"{sum(map(is_equal, rows))}/{len(rows)}"
 
 
 def _quantised(rows: list[dict[str, Any]]) -> str:
     served = [row["equal_tokens"] for row in rows if "equal_tokens" in row]
     if not served:
         return "not tried"
-    return f"{len(served)} of {len(rows)} run, {min(served)} to {max(served)} equal tokens"
+    first = f"first {min(served)} to {max(served)} tokens equal"
+    return f"{len(served)}/{len(rows)} run; {first}"
 
 
 def details(records: Path) -> str:

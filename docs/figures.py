@@ -114,6 +114,7 @@ def filled(text: str, records: Path) -> str:
 #: What writes each block.
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "headline": headline.readme,
+    "limits": headline.limits,
     "coverage": family_coverage.readme,
     "scale-paper": scale.paper,
     "scale-checked": scale.checked,

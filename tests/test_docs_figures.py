@@ -78,7 +78,7 @@ def test_the_figure_of_the_concepts_is_that_of_the_demo(
 def test_what_the_readme_measured_is_written(figures: ModuleType) -> None:
     text = README.read_text()
     names = [found[2] for found in figures.BLOCK.finditer(text)]
-    assert names == ["headline", "coverage", "serving"]
+    assert names == ["headline", "coverage", "serving", "limits"]
     assert text.count("<!-- make docs-figures") == len(names), "a block that does not end"
 
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _WITH_NEURONS = (
     "select.feed_forward=true",
     "score.scorer=ladder",
-    "recover.0.settings.feed_forward=true",
 )
 
 
