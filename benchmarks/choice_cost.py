@@ -143,6 +143,20 @@ def draw(records: Path, docs: Path) -> Path:
 
 def lead(records: Sequence[dict[str, Any]]) -> str:
     """What was found, and for whom."""
+    return (
+        "For whoever asks whether `auto` is worth waiting for. It scores with several scorers, and"
+        f" cuts, refits and measures a model for each. {in_short(records)} To save that time, name"
+        " a [scorer](scorers.md)."
+    )
+
+
+def how_to(records: Path) -> str:
+    """The block of docs/how-to.md."""
+    return f"  {in_short(studies.records_in(records, 'choice-cost'))}"
+
+
+def in_short(records: Sequence[dict[str, Any]]) -> str:
+    """A sentence per task."""
     words = []
     for record in records:
         timed = [row for row in record["rows"] if row["what"] == "seconds"]
@@ -154,11 +168,7 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
             f"On {regret.TITLES[record['task']]}, `auto` took {auto:.0f} times the CPU time of"
             f" `taylor`, `surgeon` {surgeon:.1f} times."
         )
-    return (
-        "For whoever asks whether `auto` is worth waiting for. It scores with several scorers, and"
-        f" cuts, refits and measures a model for each. {' '.join(words)} To save that time, name a"
-        " [scorer](scorers.md)."
-    )
+    return " ".join(words)
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:

@@ -68,7 +68,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     ),
 }
 #: Pages that say other things, too, and have blocks as the README has.
-WITH_BLOCKS = ("scale.md", "serving.md")
+WITH_BLOCKS = ("how-to.md", "scale.md", "serving.md")
 BLOCK = re.compile(
     r"(<!-- make docs-figures: ([\w-]+) -->\n).*?(\n *<!-- end of \2 -->)", re.DOTALL
 )
@@ -120,6 +120,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "scale-checked": scale.checked,
     "scale-processes": scale.shared,
     "scale-streaming": scale.streamed,
+    "auto-cost": choice_cost.how_to,
     "serving": serving.matrix,
     "serving-details": serving.details,
 }
