@@ -91,7 +91,9 @@ def readme(records: Path) -> str:
         "",
         f"![accuracy against speed](docs/{PICTURE})",
         "",
-        *table(["heads kept", *(f"accuracy: {way}" for way in WAYS.values()), "times as fast"], rows),
+        *table(
+            ["heads kept", *(f"accuracy: {way}" for way in WAYS.values()), "times as fast"], rows
+        ),
         "",
         f"Nothing is trained after the cut: {quality['calibration']} sentences choose the heads"
         " (`surgeon`) and refit the kept weights (`hp.recovery.Lstsq(feed_forward=True)`). A random"
