@@ -11,6 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import kv_groups
 import pipelines
 import studies
 import tradeoff_page
@@ -130,7 +131,7 @@ def limits(records: Path) -> str:
     )
     page = f"docs/peers.md#{third}-of-{peers['heads']}-heads-kept"
     times = "docs/tradeoff.md#float32-sdpa-attention-eager-mode"
-    cut, after = (_perplexity(llama, 0.75, way) for way in ("cut", "trained"))
+    cut, after = (min(kv_groups.by_scorer(llama, 0.75, way).values()) for way in ("cut", "trained"))
     lines = [
         "- **You need a model that is several times smaller or faster.** Attention is only a part of"
         f" it. [MiniLM]({page}) with {third} of {peers['heads']} heads is {alone:.2f} times as fast,"
@@ -158,12 +159,3 @@ def _speed(record: dict[str, Any], peer: str, kept: int | None, shape: dict[str,
     timed = next(row["speed"] for row in _rows(record, peer, kept) if "speed" in row)
     wanted = (shape["batch"], shape["length"])
     return next(cell["ratio"] for cell in timed if (cell["batch"], cell["length"]) == wanted)
-
-
-def _perplexity(record: dict[str, Any], keep: float, way: str) -> float:
-    """The mean perplexity of the best scorer."""
-    found: dict[str, list[float]] = {}
-    for row in record["rows"]:
-        if (row["keep"], row["way"]) == (keep, way):
-            found.setdefault(row["scorer"], []).append(row["perplexity"])
-    return min(map(statistics.fmean, found.values()))

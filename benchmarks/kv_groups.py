@@ -182,19 +182,23 @@ def lead(record: dict[str, Any]) -> str:
     words = []
     for keep in sorted({r["keep"] for r in record["rows"] if r["scorer"] != "dense"}, reverse=True):
         for way in ("cut", "trained"):
-            found: dict[str, list[float]] = {}
-            for r in record["rows"]:
-                if (r["keep"], r["way"]) == (keep, way) and r["scorer"] != "dense":
-                    found.setdefault(r["scorer"], []).append(r["perplexity"])
-            means = {name: statistics.fmean(values) for name, values in found.items()}
-            best = min(means, key=lambda name: means[name])
+            means = by_scorer(record, keep, way)
             chance = f" (random groups: {means['random']:.2f})" * ("random" in means)
-            words.append(f"{keep:.0%} kept, {way}: {means[best]:.2f}{chance}")
+            words.append(f"{keep:.0%} kept, {way}: {min(means.values()):.2f}{chance}")
     return (
         "For whoever cuts a small language model with grouped queries, so that its cache shrinks:"
         f" it has few heads to spare. Perplexity of {record['base']:.2f} becomes, by the best"
         f" scorer, {'; '.join(words)}. Lower is better."
     )
+
+
+def by_scorer(record: dict[str, Any], keep: float, way: str) -> dict[str, float]:
+    """The mean perplexity that each scorer gave."""
+    found: dict[str, list[float]] = {}
+    for r in record["rows"]:
+        if (r["keep"], r["way"]) == (keep, way) and r["scorer"] != "dense":
+            found.setdefault(r["scorer"], []).append(r["perplexity"])
+    return {name: statistics.fmean(values) for name, values in found.items()}
 
 
 def page(record: dict[str, Any]) -> str:
