@@ -183,7 +183,7 @@ def lead(record: dict[str, Any]) -> str:
     for keep in sorted({r["keep"] for r in record["rows"] if r["scorer"] != "dense"}, reverse=True):
         for way in ("cut", "trained"):
             means = by_scorer(record, keep, way)
-            chance = f" (random groups: {means['random']:.2f})" * ("random" in means)
+            chance = f" (random groups: {means['random']:.2f})" if "random" in means else ""
             words.append(f"{keep:.0%} kept, {way}: {min(means.values()):.2f}{chance}")
     return (
         "For whoever cuts a small language model with grouped queries, so that its cache shrinks:"
