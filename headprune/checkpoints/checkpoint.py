@@ -133,7 +133,8 @@ def save_pretrained(
         as_gguf = gguf_file.description_of_cut(model, bound)
 
     # 2. Write to a temporary folder, which takes the place of the old files at the end.
-    with staged(folder, in_place_of=OURS) as place:
+    old = OURS if as_gguf is None else (*OURS, *gguf_file.STALE)
+    with staged(folder, in_place_of=old) as place:
         if format == "headprune":
             own.write(model, bound, place, max_shard_size)
         elif as_gguf is None:
@@ -386,7 +387,7 @@ def _write_for_others(
         description = remote_code.description_of_cut(model, bound)
         against = remote_code.reason_against_vllm(model, bound)
         if against:
-            warnings.warn(f"vLLM cannot serve this folder, {against}", UserWarning, stacklevel=3)
+            warnings.warn(f"vLLM cannot serve this folder: {against}", UserWarning, stacklevel=3)
     else:
         config = config_of_cut(model, bound)
         config.headprune = record_of(model, config).to_dict()

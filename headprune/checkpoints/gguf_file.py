@@ -26,6 +26,9 @@ from headprune.model.offloaded import state_of
 from headprune.model.sites import BoundSite
 
 FILE = "model.gguf"
+#: Of an earlier save in the same folder, whose weights this file takes the place of.
+STALE = ("config.json", "generation_config.json")
+_LARGEST_F16 = 65504.0
 #: How matrices are stored; norms and biases are always 32-bit floats.
 Dtype = Literal["f32", "f16", "bf16", "q8_0"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -256,7 +259,8 @@ def write(model: Any, description: Description, folder: Path, dtype: Dtype | Non
 
     Raises:
         NotWritten: there is no room, or no right to write there.
-        UnsupportedModel: llama.cpp has no tokenizer like this one.
+        UnsupportedModel: llama.cpp has no tokenizer like this one, or 16-bit floats cannot hold
+            the weights.
     """
     import gguf
 
@@ -276,8 +280,10 @@ def write(model: Any, description: Description, folder: Path, dtype: Dtype | Non
 
     # 2. Names and sizes of all tensors, then their numbers, one tensor at a time.
     kinds = {}
-    for name, array in _tensors(model, description, with_numbers=False):
+    has_16_bits = dtype in ("f16", "q8_0")
+    for name, array in _tensors(model, description, with_numbers=has_16_bits):
         kinds[name] = _kind(array.shape, dtype)
+        _check_range(name, array, kinds[name])
         size = gguf.quant_shape_to_byte_shape(array.shape, kinds[name])
         n_bytes = int(np.prod(size))
         writer.add_tensor_info(name, size, np.dtype(np.uint8), n_bytes, kinds[name])
@@ -288,6 +294,17 @@ def write(model: Any, description: Description, folder: Path, dtype: Dtype | Non
         for name, array in _tensors(model, description, with_numbers=True):
             writer.write_tensor_data(gguf.quantize(array, kinds[name]).view(np.uint8))
         writer.close()
+
+
+def _check_range(name: str, array: Any, kind: Any) -> None:
+    """Refuse numbers that 16-bit floats would turn into infinities."""
+    if kind.name != "F16":
+        return
+    largest = float(np.abs(array).max(initial=0.0))
+    if largest > _LARGEST_F16:
+        must = f"for numbers up to {_LARGEST_F16:.0f} as 16-bit floats"
+        hint = "Give dtype='bf16' or 'f32'."
+        raise UnsupportedModel(_WHERE, must, f"{largest:g} in {name}", hint)
 
 
 def _add_settings(writer: Any, config: Any, description: Description) -> None:

@@ -15,8 +15,8 @@ from headprune.core.opening import read_bytes
 
 _WHERE = "format 'gguf', tokenizer"
 _HINT = (
-    "hp.save_pretrained(..., processor=None) writes the model without a tokenizer; llama.cpp then"
-    " takes token ids."
+    "Leave the tokenizer out, by processor=None or prune --no-tokenizer; llama.cpp then takes token"
+    " ids."
 )
 #: The regular expression that splits text before BPE, by llama.cpp's name for it.
 _SPLITS = {
@@ -46,13 +46,10 @@ def add(writer: Any, folder: Path, n_rows: int) -> None:
     """
     import gguf
 
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        if (folder / "tokenizer_config.json").is_file():
-            raise UnsupportedModel(_WHERE, "one with a tokenizer.json", "none", _HINT)
+    content = check(folder, n_rows)
+    if content is None:
         writer.add_tokenizer_model("none")
         return
-    content = json.loads(read_bytes(path))
     kind = _kind(content)
     writer.add_tokenizer_model("llama" if kind == "spm" else "gpt2")
     writer.add_tokenizer_pre("default" if kind == "spm" else kind)
@@ -63,7 +60,59 @@ def add(writer: Any, folder: Path, n_rows: int) -> None:
         writer.add_token_scores(_scores(content, [text for text, _ in tokens]))
         writer.add_add_space_prefix(_adds_space(content))
     special = gguf.SpecialVocab(folder, load_merges=kind != "spm", n_vocab=n_rows)
+    # What is not stated, llama.cpp decides by the kind of the tokenizer.
+    for name, (number, is_added) in _at_the_ends(folder).items():
+        special.add_special_token[name] = is_added
+        if number is not None:
+            special.special_token_ids[name] = number
     special.add_to_gguf(writer, quiet=True)
+
+
+def check(folder: Path, n_rows: int) -> dict[str, Any] | None:
+    """Read a folder's tokenizer; None where it has none.
+
+    Args:
+        folder: With ``tokenizer.json`` and ``tokenizer_config.json``.
+        n_rows: Rows of the embedding.
+
+    Raises:
+        UnsupportedModel: llama.cpp has no tokenizer like this one.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+        if any((folder / name).is_file() for name in others):
+            raise UnsupportedModel(_WHERE, "one with a tokenizer.json", "none", _HINT)
+        return None
+    content: dict[str, Any] = json.loads(read_bytes(path))
+    _kind(content)
+    _tokens(content, n_rows)
+    _at_the_ends(folder)
+    return content
+
+
+def _at_the_ends(folder: Path) -> dict[str, tuple[int | None, bool]]:
+    """The ids of ``bos`` and ``eos``, and whether the tokenizer puts them around a text.
+
+    Raises:
+        UnsupportedModel: it adds other tokens.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    else:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    adds_bos = bos is not None and whole[:1] == [bos]
+    adds_eos = eos is not None and whole[-1:] == [eos]
+    if whole != [bos] * adds_bos + plain + [eos] * adds_eos:
+        got = tokenizer.convert_ids_to_tokens(whole)
+        must = "one that adds nothing but bos and eos to a text"
+        raise UnsupportedModel(_WHERE, must, f"{got} for 'a'", _HINT)
+    return {"bos": (bos, adds_bos), "eos": (eos, adds_eos)}
 
 
 def _kind(content: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ from headprune.core.files import write_atomic
 from headprune.core.layout import FOLDED_ATTRIBUTE, STATE_ATTRIBUTE
 from headprune.core.mixin import FORWARDS, Mixin
 from headprune.model.building import fresh, is_known
+from headprune.model.losses import is_causal_lm
 from headprune.model.saves import added_biases
 from headprune.model.sites import BoundSite
 
@@ -187,14 +188,20 @@ def config_of_cut(model: Any, description: dict[str, Any], bound: list[BoundSite
                 "num_key_value_heads": geometry.n_kv_heads,
             }
         config.per_layer_config = counts
-        # vLLM also reads the counts of the whole model.
+        # vLLM also reads the counts of the whole model, and would divide its width by them.
         config.allow_global_per_layer_attribute_access = True
+        config.head_dim = decoder[0].module.head_dim
     return config
 
 
 def reason_against_vllm(model: Any, bound: list[BoundSite]) -> str | None:
-    """Why vLLM cannot serve a decoder of the layout ``llama``, and the way out; else None."""
-    for b in _decoder_layers(model, bound).values():
+    """Why vLLM cannot serve a cut decoder, and the way out; else None."""
+    decoder = _decoder_layers(model, bound)
+    is_cut = any(len(b.site.heads) < b.site.n_query_heads for b in bound)
+    if not decoder and is_cut and is_causal_lm(model):
+        reason = f"config.json cannot state the heads of each layer of a {type(model).__name__}"
+        return f"{reason}: where format 'transformers' holds an even cut, vLLM serves that"
+    for b in decoder.values():
         if not b.site.heads:
             return f"{b.site.name} has no heads: select with min_heads=1"
         if b.site.geometry.kv_of is not None:

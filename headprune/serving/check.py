@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headprune.checkpoints.checkpoint import MANIFEST
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.opening import read_text
 from headprune.data.models import longest_input
@@ -27,7 +26,7 @@ from headprune.model.examples import example_batch
 from headprune.model.losses import is_causal_lm
 from headprune.serving.asking import Answer, ask
 from headprune.serving.engines import ENGINES, Engine, in_torch
-from headprune.serving.opening import ggufs, opens_plainly, reference
+from headprune.serving.opening import ggufs, is_headprunes, opens_plainly, reference
 from headprune.surgery.verify import compare
 
 Status = Literal["equal", "lower precision", "differs", "failed", "not installed", "not applicable"]
@@ -142,8 +141,8 @@ def serve_check(
 
     Raises:
         UnknownName: no such engine.
-        InvalidValue: no such folder, code that is not trusted, or a model for which no inputs can
-            be made up.
+        InvalidValue: no such folder, code that is not trusted, an environment without headprune for
+            an engine that needs it, or a model for which no inputs can be made up.
     """
     folder, pythons = Path(folder).expanduser(), dict(pythons or {})
     names = list(engines) or list(ENGINES)
@@ -151,6 +150,7 @@ def serve_check(
         if name not in ENGINES:
             hint = did_you_mean(name, ENGINES)
             raise UnknownName("--engine", "the name of an engine", repr(name), hint)
+    _check_pythons(pythons)
     other = folder if reference_folder is None else Path(reference_folder).expanduser()
     model = reference(other, trust_remote_code)
     subject = _subject(folder, model, trust_remote_code)
@@ -165,9 +165,22 @@ def serve_check(
                 if path is not None:
                     row = replace(row, note=f"{path.name}: {row.note}" if row.note else path.name)
                 rows.append(row)
-    opener = "headprune" if (other / MANIFEST).is_file() else "Transformers"
+    opener = "headprune" if is_headprunes(other) else "Transformers"
     words = f"{opener} on {other.name}, fp32"
     return ServeCheck(str(folder), subject.model_class, words, len(subject.prompts), tuple(rows))
+
+
+def _check_pythons(pythons: Mapping[str, str]) -> None:
+    """Refuse environments without headprune, for engines that run the model that it opens."""
+    absent = 3
+    code = f"import importlib.util as u, sys; sys.exit({absent} * (not u.find_spec('headprune')))"
+    for name, python in pythons.items():
+        if ENGINES[name].prepare is None:
+            continue
+        done = subprocess.run([python, "-c", code], capture_output=True, check=False)
+        if done.returncode == absent:
+            must = f"a Python where headprune is installed, for {name}"
+            raise InvalidValue("--python", must, python, "Install headprune there, too.")
 
 
 def _subject(folder: Path, model: nn.Module, trust: bool) -> _Subject:
@@ -249,7 +262,7 @@ def _why_not(name: str, subject: _Subject, gguf: Path | None) -> str:
     if not (folder / "config.json").is_file():
         return "the folder has GGUF files only"
     if name == "headprune":
-        return "" if (folder / MANIFEST).is_file() else "the folder is in Transformers' format"
+        return "" if is_headprunes(folder) else "the folder is in Transformers' format"
     if name == "vllm" and not subject.prompts:
         return "asked for decoders only"
     if name in ("transformers", "vllm") and not subject.is_plain:

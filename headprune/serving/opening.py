@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from headprune.checkpoints.checkpoint import MANIFEST
+from headprune.checkpoints.described import is_described
 from headprune.checkpoints.foreign import check_folder, read_object
 from headprune.checkpoints.proof import quiet
 from headprune.core.errors import CheckpointError, InvalidValue
@@ -18,7 +19,7 @@ _GGUF_HINT = "Give --reference FOLDER, the same model in another format."
 
 
 def reference(folder: Path, trust: bool) -> nn.Module:
-    """Open a model in fp32: with headprune where it wrote its own format, else with Transformers.
+    """Open a model in fp32: with headprune where that saved or cut it, else with Transformers.
 
     Args:
         folder: The model's folder.
@@ -73,14 +74,19 @@ def with_transformers(folder: Path, trust: bool) -> nn.Module:
 
 
 def opens_plainly(folder: Path) -> bool:
-    """Whether plain Transformers opens a folder; of our own format, only one of an uncut model."""
-    if not (folder / MANIFEST).is_file():
+    """Whether plain Transformers opens a folder; of those with headprune's marks, not every one."""
+    if not is_headprunes(folder):
         return True
     try:
         with_transformers(folder, trust=False)
     except Exception:  # how it fails on shapes differs between versions
         return False
     return True
+
+
+def is_headprunes(folder: Path) -> bool:
+    """Whether headprune opens a folder: one in its own format, or of ``model.save_pretrained``."""
+    return (folder / MANIFEST).is_file() or (is_described(folder) and not runs_code(folder))
 
 
 def runs_code(folder: Path) -> bool:
