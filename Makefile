@@ -3,6 +3,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+# Where `make test-long` keeps environments of vLLM, llama.cpp and other engines: some gigabytes, made once.
+HEADPRUNE_SERVING ?= $(HOME)/.cache/headprune/serving
+# A folder of a pretrained Llama, such as stories260k, which those tests cut too.
+HEADPRUNE_STORIES ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -12,7 +16,7 @@ help:
 	@echo "make demo   environment, install, the two-minute recipe; prints where the report is"
 	@echo "make test   environment, install, the core: laws, API, command line, house; some minutes"
 	@echo "make test-all   all checks and tests"
-	@echo "make test-long   what takes long: thousands of damaged files, runs killed at random moments, old versions"
+	@echo "make test-long   what takes long: thousands of damaged files, runs killed at random moments, old versions, serving engines"
 	@echo "make release-check   builds sdist and wheel, installs the wheel into an empty environment, runs the demo"
 	@echo "make lint   ruff, mypy and import-linter alone"
 	@echo "make mutants   small changes to slabs, heads, plans and selectors, which tests must notice; takes an hour or more"
@@ -43,6 +47,8 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15
 
+test-long: export HEADPRUNE_SERVING := $(HEADPRUNE_SERVING)
+test-long: export HEADPRUNE_STORIES := $(HEADPRUNE_STORIES)
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -m long -n $(JOBS) --dist worksteal --durations=15 -rP
 

@@ -123,6 +123,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "auto-cost": choice_cost.how_to,
     "serving": serving.matrix,
     "serving-details": serving.details,
+    "serving-families": serving.families_page,
 }
 
 

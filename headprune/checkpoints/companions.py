@@ -16,6 +16,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.files import staged, write_atomic
 from headprune.core.opening import read_bytes
 
+_LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 #: Files of tokenizers, image processors, feature extractors and processors, as Transformers names
 #: them, and licences.
 PATTERNS = (
@@ -40,10 +41,7 @@ PATTERNS = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "USE_POLICY*",
+    *_LICENCES,
 )
 #: Keys that name classes in a folder or a repository, whose code Transformers runs if trusted.
 _CODE = ("auto_map", "custom_pipelines")
@@ -76,7 +74,16 @@ def _each(processor: Any) -> Iterable[Any]:
     return processor if isinstance(processor, (tuple, list)) else [processor]
 
 
-def copy(source: str, folder: Path, code: bool = True) -> list[str]:
+def home_of(source: str) -> Path:
+    """A model's folder; of a repository of the hub, only the files that ``copy`` takes."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, allow_patterns=[*PATTERNS, card.CARD]))
+
+
+def copy(source: str, folder: Path, code: bool = True, tokenizer: bool = True) -> list[str]:
     """Copy the files that belong to a model from its folder or the hub.
 
     The text of its card goes around the section of the card in ``folder``.
@@ -87,18 +94,15 @@ def copy(source: str, folder: Path, code: bool = True) -> list[str]:
         code: Whether names of classes with code of their own are kept. A user who trusts our
             modelling file must not run other code by that: for such a folder they are left out,
             with a warning.
+        tokenizer: Whether tokenizers and processors are copied, or only licences.
 
     Returns:
         The names of the files.
     """
-    # 1. The folder; of a repository of the hub, only these files are downloaded.
-    home = Path(source)
-    if not home.is_dir():
-        from huggingface_hub import snapshot_download
-
-        home = Path(snapshot_download(source, allow_patterns=[*PATTERNS, card.CARD]))
-    # 2. The files. A set, because a file may match two patterns.
-    names = sorted({path.relative_to(home) for path in _matching(home) if path.is_file()})
+    home = home_of(source)
+    # A set, because a file may match two patterns.
+    found = _matching(home, PATTERNS if tokenizer else _LICENCES)
+    names = sorted({path.relative_to(home) for path in found if path.is_file()})
     with staged(folder) as place:
         for name in names:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +110,7 @@ def copy(source: str, folder: Path, code: bool = True) -> list[str]:
             # Only JSON files name classes.
             if not code and name.suffix == ".json":
                 _without_code(place / name)
-    # 3. The card.
+    # The card.
     if (home / card.CARD).is_file() and (folder / card.CARD).is_file():
         card.carry(folder, home / card.CARD)
     return [name.as_posix() for name in names]
@@ -119,15 +123,17 @@ class CompanionFiles:
     Args:
         source: The model's folder or name.
         code: Whether names of classes with code of their own are kept.
+        tokenizer: Whether tokenizers and processors are copied, or only licences.
         copied: The names of the files, once they are copied.
     """
 
     source: str
     code: bool = True
+    tokenizer: bool = True
     copied: list[str] = field(default_factory=list)
 
     def save_pretrained(self, folder: Path) -> None:
-        self.copied = copy(self.source, folder, self.code)
+        self.copied = copy(self.source, folder, self.code, self.tokenizer)
 
 
 def _without_code(path: Path) -> None:
@@ -155,6 +161,6 @@ def _remove_code(content: Any) -> Iterator[Any]:
             yield from _remove_code(value)
 
 
-def _matching(home: Path) -> Iterator[Path]:
-    for pattern in PATTERNS:
+def _matching(home: Path, patterns: Iterable[str]) -> Iterator[Path]:
+    for pattern in patterns:
         yield from home.glob(pattern)

@@ -19,7 +19,7 @@ _HINT = (
     " ids."
 )
 #: The regular expression that splits text before BPE, by llama.cpp's name for it.
-_SPLITS = {
+SPLITS = {
     "llama-bpe": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -135,7 +135,7 @@ def _kind(content: dict[str, Any]) -> str:
         return "gpt-2"
     if [part["type"] for part in parts] == ["Split", "ByteLevel"]:
         pattern = parts[0]["pattern"].get("Regex")
-        for name, known in _SPLITS.items():
+        for name, known in SPLITS.items():
             if pattern == known and not parts[1].get("use_regex", True):
                 return name
     must = "one that splits text as GPT-2, Llama 3 or Qwen 2 do"

@@ -63,7 +63,7 @@ def description_of_cut(model: nn.Module, bound: list[BoundSite]) -> dict[str, An
     if not auto_classes(model):
         must = "for a class that one of Transformers' Auto classes loads"
         raise UnsupportedModel(_WHERE, must, name)
-    _check_mixins(model)
+    _check_mixins(model, bound)
     built = fresh(model)
     assert built is not None
     full = dict(built.named_modules(remove_duplicate=False))
@@ -88,14 +88,16 @@ def description_of_cut(model: nn.Module, bound: list[BoundSite]) -> dict[str, An
     return description
 
 
-def _check_mixins(model: nn.Module) -> None:
+def _check_mixins(model: nn.Module, bound: list[BoundSite]) -> None:
     """Refuse modules whose code headprune corrects by a class that needs headprune."""
+    shares_unevenly = any(b.site.geometry.kv_of is not None for b in bound)
+    hint = "Cut under the policy group or balanced." if shares_unevenly else ""
     for name, module in model.named_modules():
         for kind in _in_front(module):
             if not _travels(kind):
                 must = "for modules that run their own code"
                 got = f"{name}, which {kind.__name__} of headprune corrects"
-                raise UnsupportedModel(_WHERE, must, got)
+                raise UnsupportedModel(_WHERE, must, got, hint)
 
 
 def auto_classes(model: nn.Module) -> list[str]:
@@ -204,9 +206,6 @@ def reason_against_vllm(model: Any, bound: list[BoundSite]) -> str | None:
     for b in decoder.values():
         if not b.site.heads:
             return f"{b.site.name} has no heads: select with min_heads=1"
-        if b.site.geometry.kv_of is not None:
-            way_out = "cut under the policy group or balanced"
-            return f"query heads of {b.site.name} share key/value heads unevenly: {way_out}"
     return None
 
 

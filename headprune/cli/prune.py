@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from headprune.checkpoints.checkpoint import Format
     from headprune.core.plan import Budget, PruningPlan
     from headprune.core.record import RunRecord
+    from headprune.recipes.schema import Recipe
 
 
 #: What the guessed recipe says where heads and neurons share a budget. One cut by measured prices
@@ -143,6 +145,13 @@ def prune(
         str | None,
         typer.Option(help="With --format gguf: f32, f16, bf16 or q8_0; default the model's own."),
     ] = None,
+    no_tokenizer: Annotated[
+        bool,
+        typer.Option(
+            "--no-tokenizer",
+            help="With --format gguf: leave the tokenizer out; llama.cpp then takes token ids.",
+        ),
+    ] = False,
     # How to read the model.
     merge_adapters: Annotated[
         bool,
@@ -168,7 +177,7 @@ def prune(
     """Cut, prove and save a model; with data, also score, refit and measure it."""
     with guarded(debug):
         # 1. Check the options before anything is loaded.
-        _check_format(format, dtype)
+        _check_format(format, dtype, no_tokenizer)
         _check_out(out, on_data=data is not None)
         sources = {"--plan": plan, "--scores": scores, "--data": data}
         columns = {"--text": text, "--text-pair": text_pair, "--label": label}
@@ -195,7 +204,7 @@ def prune(
         _check_push(push, private)
 
         # 2. Cut: from file to file, by the plan, or by a run on the data.
-        target = _Target(model, out, format, max_shard_size, dtype, push, private)
+        target = _Target(model, out, format, max_shard_size, dtype, push, private, no_tokenizer)
         if streaming:
             _stream(target, decided, as_json)
             return
@@ -246,6 +255,7 @@ class _Target:
         dtype: Of a GGUF file.
         push: The repository of the hub that it goes to, too.
         private: Whether a new repository is private.
+        no_tokenizer: Whether a GGUF file has no tokenizer.
     """
 
     model: str
@@ -255,6 +265,7 @@ class _Target:
     dtype: str | None
     push: str | None
     private: bool
+    no_tokenizer: bool
 
 
 @dataclass(frozen=True)
@@ -298,7 +309,7 @@ def _given(options: Mapping[str, str | float | None]) -> dict[str, str | float]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _check_format(format: str, dtype: str | None) -> None:
+def _check_format(format: str, dtype: str | None, no_tokenizer: bool) -> None:
     """Refuse an unknown format, and a GGUF file without its package or of an unknown dtype."""
     from headprune.checkpoints import gguf_file
     from headprune.checkpoints.checkpoint import FORMATS
@@ -309,6 +320,8 @@ def _check_format(format: str, dtype: str | None) -> None:
     gguf_file.check_dtype(dtype, format, "--dtype")
     if format == "gguf":
         gguf_file.check_installed()
+    elif no_tokenizer:
+        raise InvalidValue("--no-tokenizer", "given with --format gguf only", repr(format))
 
 
 def _check_out(out: Path, on_data: bool) -> None:
@@ -515,6 +528,23 @@ def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
     return _CutModel(subject, plan, example, str(report), {"report": facts}, record)
 
 
+def _check_before_run(target: _Target, recipe: Recipe) -> None:
+    """Refuse a format that cannot hold a cut of the model, or its tokenizer, before a run."""
+    from headprune.checkpoints import companions, gguf_tokenizer
+    from headprune.checkpoints.any_cut import check_any_cut
+    from headprune.data.models import model_without_weights, resolve_path
+
+    if target.format in ("auto", "headprune"):
+        return
+    model: Any = model_without_weights(target.model, recipe.task)
+    if model is None:
+        return
+    check_any_cut(model, target.format, "--format", recipe.select.feed_forward)
+    if target.format == "gguf" and not target.no_tokenizer:
+        folder = companions.home_of(resolve_path(target.model, "--model"))
+        gguf_tokenizer.check(folder, model.config.vocab_size)
+
+
 def _on_data(
     target: _Target,
     data: str,
@@ -530,8 +560,9 @@ def _on_data(
 
     # If this is killed and called again, the run resumes, or is reused.
     folder = target.out / RUN
+    check = partial(_check_before_run, target)
     cut, record = prune_on_data(
-        target.model, data, folder, **named, settings=settings, **watching(quiet)
+        target.model, data, folder, **named, settings=settings, check=check, **watching(quiet)
     )
     assert record.plan is not None  # a finished run has one
     judged = verdict(record, str(folder))
@@ -553,7 +584,8 @@ def _write(cut: _CutModel, target: _Target) -> _Written:
     format = _choose_format(target.format, formats)
     folder = resolve_path(target.model, "--model")
     # The other files of the model's folder. Its code is left out where new code is written.
-    files = companions.CompanionFiles(folder, code=format != "remote-code")
+    has_code, has_tokenizer = format != "remote-code", not target.no_tokenizer
+    files = companions.CompanionFiles(folder, code=has_code, tokenizer=has_tokenizer)
     save_pretrained(
         cut.model,
         target.out,

@@ -295,6 +295,23 @@ def model_config(path: str) -> Any:
     return _load(transformers.AutoConfig, path, "model.path")
 
 
+def model_without_weights(path: str, task: Task) -> nn.Module | None:
+    """The model that a recipe's task loads, on the meta device; None where heads were removed.
+
+    Raises:
+        InvalidValue: no model there, or one that runs its own code.
+    """
+    import transformers
+
+    if _is_pruned(Path(resolve_path(path))):
+        return None
+    config = model_config(path)
+    _refuse_remote_code(config, path, "model.path")
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, _AUTO[task]).from_config(config)
+    return model
+
+
 def _label_config(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
     """Return the configuration values that a task's labels determine."""
     if task == "regression":

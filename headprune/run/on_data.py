@@ -27,6 +27,7 @@ def prune_on_data(
     text_pair: str | None = None,
     label: str | None = None,
     settings: Iterable[str] = (),
+    check: Callable[[Recipe], None] = lambda recipe: None,
     say: Callable[[str], None] = to_stderr,
     progress: bool | None = None,
 ) -> tuple[nn.Module, RunRecord]:
@@ -42,6 +43,7 @@ def prune_on_data(
         text_pair: The column of the second text of a pair.
         label: The column of labels.
         settings: ``dotted.key=value`` overrides of that recipe.
+        check: Takes the guessed recipe before anything is written; may raise.
         say: Takes lines of progress.
         progress: Show progress bars; None shows them on a terminal.
 
@@ -53,6 +55,7 @@ def prune_on_data(
     """
     guessed = guess(model, data, task=task, text=text, text_pair=text_pair, label=label)
     recipe = guessed.recipe(settings).model_copy(update={"out": str(folder)})
+    check(recipe)
     for line in guessed.why:
         say(line)
     # Killed after the run but before its model was saved elsewhere: it need not run again.

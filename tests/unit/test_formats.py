@@ -31,6 +31,15 @@ from headprune.layouts import registry
 from headprune.model import building
 from tests.laws.support import shaken
 
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 
 def tiny(name: str, family: str | None = None) -> tuple[Any, dict[str, Any]]:
     model, batch = registry.get(name).tiny(0, family)
@@ -119,6 +128,34 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
         key: (results[key], safetensors.torch.load_file(f"{folder}/got.safetensors"))
         for (folder, _, _), key in zip(jobs, CASES, strict=True)
     }
+
+
+def test_heads_that_share_unevenly_need_code_of_headprune(tmp_path: Path) -> None:
+    model, _ = tiny("llama")
+    sites = hp.find_sites(model, policy="free")
+    kept = {site.name: [0, 1, site.n_query_heads - 1] for site in sites}
+    mask = HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites})
+    hp.prune_(model, mask, sites=sites)
+    with pytest.raises(UnsupportedModel, match=r"policy group or balanced"):
+        hp.save_pretrained(model, tmp_path / "free", format="remote-code")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_decoder_that_vllm_cannot_serve_when_it_is_cut(tmp_path: Path) -> None:
+    model, _ = cut("gpt2", [[0], [0, 1], [0]])
+    with pytest.warns(UserWarning, match=r"vLLM .*GPT2LMHeadModel: where format 'transformers'"):
+        hp.save_pretrained(model, tmp_path / "gpt2", format="remote-code")
+
+
+def test_vllm_reads_the_width_of_heads(tmp_path: Path) -> None:
+    # A configuration without a width divides the model's by the heads, which are fewer now.
+    model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL)).eval()
+    assert not hasattr(model.config, "head_dim")
+    hp.prune_(model, [[1, 1, 0, 0], [0, 0, 1, 1]])
+    hp.save_pretrained(model, tmp_path, format="remote-code")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["head_dim"] == 8
+    assert config["per_layer_config"]["0"]["num_attention_heads"] == 2
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

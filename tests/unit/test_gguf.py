@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.checkpoints import gguf_file, gguf_tokenizer
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import HeadMask
 from tests.command_line import done, refused
+from tests.scripts import benchmark
+from tests.serving_environments import python_of
 
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
 
@@ -169,15 +174,28 @@ def test_dtypes(dtype: Any, worst: float, tmp_path: Path) -> None:
         assert stored["blk.0.ffn_down.weight"].tensor_type.name == "F16"
 
 
-def tokenizer(kind: str) -> Any:
-    """A small BPE tokenizer: of bytes, as GPT-2's, or as SentencePiece makes them."""
+#: Tokenizers of bytes, by llama.cpp's name for how they split text.
+SPLITS = {"llama 3": "llama-bpe", "qwen 2": "qwen2"}
+
+
+def tokenizer(kind: str, around: str = "$A") -> Any:
+    """A small BPE tokenizer: of bytes, as GPT-2's and others', or as SentencePiece makes them.
+
+    ``around`` has the tokens that it puts around a text.
+    """
     import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     texts = ["the cat sat on the mat", "a cat and a hat that sat"]
-    if kind == "bytes":
+    of_bytes = kind in ("bytes", *SPLITS)
+    if of_bytes:
         made = tokenizers.Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if kind in SPLITS:
+            pattern = tokenizers.Regex(gguf_tokenizer.SPLITS[SPLITS[kind]])
+            split = pre_tokenizers.Split(pattern, behavior="isolated")
+            in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            made.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
         made.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:
@@ -188,12 +206,14 @@ def tokenizer(kind: str) -> Any:
     if kind == "lower case":
         made.normalizer = normalizers.Lowercase()
     special = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    if kind == "bytes":
+    if of_bytes:
         special = special[:2]
     trainer = trainers.BpeTrainer(
         vocab_size=290, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(texts, trainer)
+    numbers = [(text, made.token_to_id(text)) for text in special[:3]]
+    made.post_processor = processors.TemplateProcessing(single=around, special_tokens=numbers)
     return hf.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
 
 
@@ -218,6 +238,37 @@ def test_the_tokenizer_travels(kind: str, model_name: str, tmp_path: Path) -> No
         made = [score["".join(pair)] for pair in merges]
         assert made == sorted(made, reverse=True)
         assert facts["tokenizer.ggml.add_space_prefix"] is True
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+@pytest.mark.parametrize(
+    ("around", "bos", "eos"),
+    [("$A", False, False), ("<s> $A", True, False), ("<s> $A </s>", True, True)],
+)
+def test_tokens_around_a_text(kind: str, around: str, bos: bool, eos: bool, tmp_path: Path) -> None:
+    reader = written(model_of("Llama"), tmp_path, processor=tokenizer(kind, around))
+    facts = {name: f.contents() for name, f in reader.fields.items()}
+    assert facts["tokenizer.ggml.add_bos_token"] is bos
+    assert facts["tokenizer.ggml.add_eos_token"] is eos
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("around", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "llama 3", "qwen 2"])
+def test_llama_cpp_splits_text_as_transformers_does(kind: str, around: str, tmp_path: Path) -> None:
+    python = python_of(benchmark("serving"), "llama_cpp")
+    own = tokenizer(kind, around)
+    hp.save_pretrained(model_of("Llama"), tmp_path, format="gguf", processor=own)
+    texts = ["the cat sat on the mat", "a hat", "1234 that's"]
+    code = (
+        "import json, sys, llama_cpp\n"
+        "model = llama_cpp.Llama(sys.argv[1], vocab_only=True, verbose=False)\n"
+        "print(json.dumps([model.tokenize(text.encode()) for text in sys.argv[2:]]))"
+    )
+    command = [str(python), "-c", code, str(tmp_path / "model.gguf"), *texts]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == [own(text)["input_ids"] for text in texts]
 
 
 def _with_bias(model: Any) -> Any:
@@ -268,14 +319,51 @@ def test_what_the_file_cannot_say_is_refused(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "words"),
-    [("lower case", 300, "normalizers among NFC"), ("bytes", 100, "below the 100 rows")],
+    ("kind", "around", "rows", "words"),
+    [
+        ("lower case", "$A", 300, "normalizers among NFC"),
+        ("bytes", "$A", 100, "below the 100 rows"),
+        ("bytes", "$A <s>", 300, r"nothing but bos and eos to a text, got \['a', '<s>'\]"),
+    ],
 )
-def test_a_tokenizer_that_llama_cpp_lacks(kind: str, rows: int, words: str, tmp_path: Path) -> None:
-    model = model_of("Llama", vocab_size=rows)
+def test_a_tokenizer_that_llama_cpp_lacks(
+    kind: str, around: str, rows: int, words: str, tmp_path: Path
+) -> None:
+    model, own = model_of("Llama", vocab_size=rows), tokenizer(kind, around)
     with pytest.raises(UnsupportedModel, match=f"{words}.*processor=None"):
-        hp.save_pretrained(model, tmp_path / "small", format="gguf", processor=tokenizer(kind))
+        hp.save_pretrained(model, tmp_path / "small", format="gguf", processor=own)
     assert not (tmp_path / "small").exists()
+
+
+def test_numbers_that_16_bits_cannot_hold(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, 1e5)
+    with pytest.raises(UnsupportedModel, match=r"got 100000 in blk\.1\.ffn_up\.weight.*'bf16'"):
+        hp.save_pretrained(model, tmp_path / "small", format="gguf", dtype="f16")
+    assert not (tmp_path / "small").exists()
+
+
+def test_without_the_package_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = gguf_file.importlib.util.find_spec
+
+    def without_gguf(name: str, *more: Any) -> Any:
+        return None if name == "gguf" else found(name, *more)
+
+    monkeypatch.setattr(gguf_file.importlib.util, "find_spec", without_gguf)
+    with pytest.raises(InvalidValue, match=r"package gguf.* pip install gguf"):
+        hp.save_pretrained(model_of("Llama"), tmp_path / "small", format="gguf")
+    message = refused(f"prune --model m --plan p --format gguf --out {tmp_path}/small")
+    assert "package gguf" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_save_for_transformers_is_replaced(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    hp.save_pretrained(model, tmp_path, format="transformers")
+    hp.save_pretrained(model, tmp_path, format="gguf")
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "model.gguf"}
 
 
 @pytest.mark.parametrize(
@@ -296,14 +384,46 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     model = model_of("Llama")
     model.save_pretrained(tmp_path / "model")
     tokenizer("bytes").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "LICENSE").write_text("free")
     kept = {site.name: (0, 1) for site in hp.find_sites(model)}
     plan = hp.PruningPlan(HeadMask.from_keep(kept, dict.fromkeys(kept, 8)))
     plan.save(tmp_path / "plan.json")
-    line = f"prune --model {tmp_path}/model --plan {tmp_path}/plan.json --format gguf"
+    common = f"prune --model {tmp_path}/model --plan {tmp_path}/plan.json"
+    line = f"{common} --format gguf"
     done(f"{line} --dtype q8_0 --out {tmp_path}/small")
     reader = gguf.GGUFReader(tmp_path / "small" / "model.gguf")
     assert tensors(reader)["blk.0.attn_output.weight"].tensor_type.name == "F16"
     assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
-    message = refused(f"{line} --dtype q2 --out {tmp_path}/other")
-    assert "--dtype: must be one of f32" in message
+    done(f"{line} --no-tokenizer --out {tmp_path}/bare")
+    names = {path.name for path in (tmp_path / "bare").iterdir()}
+    assert names == {"LICENSE", "README.md", "model.gguf"}
+    for wrong, words in (
+        (f"{line} --dtype q2", "--dtype: must be one of f32"),
+        (f"{common} --dtype f16", "--dtype: must be given with format 'gguf' only"),
+        (f"{common} --no-tokenizer", "--no-tokenizer: must be given with --format gguf only"),
+    ):
+        assert words in refused(f"{wrong} --out {tmp_path}/other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "words"),
+    [
+        ("Gemma2", "gguf", "one of LlamaForCausalLM"),
+        ("Llama", "gguf", "normalizers among NFC.*prune --no-tokenizer"),
+        ("GPT2", "transformers", "head counts that the configuration can say"),
+        ("Olmo2", "remote-code", "modules that run their own code"),
+    ],
+)
+def test_a_run_on_data_does_not_begin_for_a_format_that_holds_no_cut(
+    kind: str, format: str, words: str, tmp_path: Path
+) -> None:
+    config = getattr(hf, f"{kind}Config")(**SIZES, pad_token_id=0)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer("lower case").save_pretrained(tmp_path / "model")
+    rows = "".join(f"the cat sat on the mat {i}\n" for i in range(40))
+    (tmp_path / "rows.txt").write_text(rows)
+    line = f"prune --model {tmp_path}/model --data {tmp_path}/rows.txt --keep 0.5"
+    message = refused(f"{line} --format {format} --out {tmp_path}/small")
+    assert re.search(words, " ".join(message.split())), message
+    assert not (tmp_path / "small").exists()

@@ -131,6 +131,25 @@ def test_a_folder_that_only_headprune_opens(name: str, tmp_path: Path) -> None:
     assert "only headprune opens this folder" in row.note
 
 
+def test_a_folder_of_the_models_own_save_pretrained(tmp_path: Path) -> None:
+    model = hp.from_pretrained(saved(tmp_path, "llama", "headprune"))
+    model.save_pretrained(tmp_path / "own")  # type: ignore[operator]
+    found = serve_check(tmp_path / "own", ["headprune", "transformers"])
+    assert found.reference == "headprune on own, fp32"
+    assert [row.status for row in found.rows] == ["equal", "not applicable"]
+    assert "only headprune opens this folder" in found.rows[1].note
+
+
+def test_an_environment_without_headprune_is_refused(llama: Path, tmp_path: Path) -> None:
+    # This Python, but nothing outside its standard library.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncd /\nexec {sys._base_executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    line = f"serve-check {llama} --trust-remote-code --python openvino={python}"
+    message = refused(line)
+    assert "--python: must be a Python where headprune is installed, for openvino" in message
+
+
 # ---------------------------------------------------------------- servers, by stand-ins
 
 

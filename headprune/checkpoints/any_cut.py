@@ -1,0 +1,71 @@
+"""Whether a format can hold any cut of a model, before there is a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from headprune.checkpoints import gguf_file, remote_code
+from headprune.core.errors import UnsupportedModel
+from headprune.core.heads import HeadMask
+from headprune.model.cut import cut_
+from headprune.model.plain_config import config_of_cut
+from headprune.model.sites import BoundSite, bind, find_sites
+
+_DESCRIBE: dict[str, Callable[[Any, list[BoundSite]], Any]] = {
+    "transformers": config_of_cut,
+    "remote-code": remote_code.description_of_cut,
+    "gguf": gguf_file.description_of_cut,
+}
+
+
+def check_any_cut(model: nn.Module, format: str, where: str, neurons: bool) -> None:
+    """Refuse a format that can hold no even cut of a model.
+
+    Args:
+        model: The whole model, perhaps on the meta device; it is cut.
+        format: The format; one that holds every cut passes.
+        where: For the error.
+        neurons: Whether the cut may be one of neurons alone. Then only the whole model is judged,
+            as it is for ``gguf``, which holds cuts of every model that it holds.
+
+    Raises:
+        UnsupportedModel: as said, with the reason.
+    """
+    describe = _DESCRIBE.get(format)
+    if describe is None:
+        return
+    reason = _reason(describe, model)
+    if format != "gguf" and not neurons:
+        # A configuration may hold some counts only.
+        while _cut_one_unit_(model):
+            reason = _reason(describe, model)
+            if reason is None:
+                return
+    if reason is not None:
+        got = f"{format!r}: it is {reason.must}, got {reason.got}"
+        raise UnsupportedModel(where, "one that can hold a cut of this model", got)
+
+
+def _reason(
+    describe: Callable[[Any, list[BoundSite]], Any], model: nn.Module
+) -> UnsupportedModel | None:
+    try:
+        describe(model, bind(model, find_sites(model)))
+    except UnsupportedModel as error:
+        return error
+    return None
+
+
+def _cut_one_unit_(model: nn.Module) -> bool:
+    """Remove one unit of heads in each layer that has two; whether there was one."""
+    sites = find_sites(model)
+    keep = {}
+    for site in sites:
+        units = site.units[1:] or site.units
+        keep[site.name] = [head for unit in units for head in unit]
+    mask = HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
+    cut_(model, bind(model, sites), mask)
+    return any(len(site.units) > 1 for site in sites)
