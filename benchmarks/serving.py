@@ -449,14 +449,14 @@ def matrix(records: Path) -> str:
         cells = [_cell(_rows(record, engine, kind)) for kind in CUTS]
         quantised = _rows(record, _EIGHT_BITS.get(engine, engine), "uneven", eight_bits=True)
         rows.append([title, *cells, _quantised(quantised)])
-    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits"]
+    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits: run; equal tokens"]
     models = list(dict.fromkeys(row["model"] for row in record["rows"]))
     n_random = sum(name.endswith(", random") for name in models)
     about = (
-        f"Of {len(models)} small decoders ({n_random} random ones, a pretrained Llama), how many gave"
-        f" headprune's tokens ({record['steps']} greedy ones for each of 3 prompts), with"
-        f" log-probabilities within {_TOLERANCE:g} in 32-bit floats. *Even*: all layers keep the"
-        " same number of heads."
+        f"Of {len(models)} small decoders ({n_random} random, one pretrained Llama), how many gave"
+        f" headprune's {record['steps']} greedy tokens for each of 3 prompts, and its"
+        f" log-probabilities within {_TOLERANCE:g} (32-bit floats, CPU). *Even*: all layers keep as"
+        " many heads."
     )
     return "\n".join([about, "", *table(head, rows, len(head))])
 
@@ -483,7 +483,7 @@ def _quantised(rows: list[dict[str, Any]]) -> str:
     if not served:
         return "-"
     shares = [row["equal_tokens"] / row["tokens"] for row in served]
-    return f"{len(served)}/{len(rows)} run, {min(shares):.0%} to {max(shares):.0%} of tokens equal"
+    return f"{len(served)}/{len(rows)}; {min(shares):.0%}-{max(shares):.0%}"
 
 
 def details(records: Path) -> str:
@@ -512,14 +512,22 @@ def details(records: Path) -> str:
 def families_page(records: Path) -> str:
     """Which families vLLM serves, by format and cut."""
     record = _record(records)
-    reasons: dict[str, int] = {}
     lines = []
     for name in dict.fromkeys(row["model"] for row in record["families"]):
-        of_family = [row for row in record["families"] if row["model"] == name]
-        by_cut = {row["cut"]: row for row in of_family}
-        lines.append([name, *(_one(by_cut[k], reasons) for k in ("plain", "even", "uneven"))])
+        by_cut = {row["cut"]: row for row in record["families"] if row["model"] == name}
+        lines.append([name, *(_served(by_cut[kind]) for kind in ("plain", "even", "uneven"))])
     head = ["family", "even, `transformers`", "even, `remote-code`", "uneven, `remote-code`"]
-    return "\n".join([*table(head, lines, len(head)), "", *_notes(reasons)])
+    about = "*Refused*: the format cannot hold this cut. *Failed*: vLLM does not run the folder."
+    return "\n".join([*table(head, lines, len(head)), "", about])
+
+
+def _served(row: dict[str, Any]) -> str:
+    """The difference and perhaps equal tokens, or that there are none."""
+    if "equal_tokens" not in row:
+        return "refused" if "refused" in row else "failed"
+    few = row["equal_tokens"] < row["tokens"]
+    tokens = f", {row['equal_tokens']} of {row['tokens']} tokens" if few else ""
+    return f"{row['difference']:.1e}{tokens}"
 
 
 def _notes(reasons: dict[str, int]) -> list[str]:
@@ -527,16 +535,12 @@ def _notes(reasons: dict[str, int]) -> list[str]:
 
 
 def _one(row: dict[str, Any], reasons: dict[str, int]) -> str:
-    """The difference and perhaps equal tokens, or the number of the reason why there are none."""
+    """What was served, or the number of the reason why nothing was."""
+    cell = _served(row)
     if "equal_tokens" in row:
-        few = row["equal_tokens"] < row["tokens"]
-        tokens = f", {row['equal_tokens']} of {row['tokens']} tokens" if few else ""
-        return f"{row['difference']:.1e}{tokens}"
-    kind = "refused" if "refused" in row else "failed"
-    # Layers' names and numbers would make many reasons of one.
-    reason = row[kind].splitlines()[0]
-    number = reasons.setdefault(f"{kind.capitalize()}: {reason}", len(reasons) + 1)
-    return f"{kind} ({number})"
+        return cell
+    reason = f"{cell.capitalize()}: {row[cell]}"
+    return f"{cell} ({reasons.setdefault(reason, len(reasons) + 1)})"
 
 
 if __name__ == "__main__":
