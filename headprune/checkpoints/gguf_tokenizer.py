@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headprune.core.errors import UnsupportedModel
+from headprune.core.errors import UnsupportedModel, reason_of
 from headprune.core.opening import read_bytes
 
 _WHERE = "format 'gguf', tokenizer"
@@ -95,12 +95,17 @@ def _at_the_ends(folder: Path) -> dict[str, tuple[int | None, bool]]:
     """The ids of ``bos`` and ``eos``, and whether the tokenizer puts them around a text.
 
     Raises:
-        UnsupportedModel: it adds other tokens.
+        UnsupportedModel: it adds other tokens, or needs code of its own.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UnsupportedModel(
+                _WHERE, "one that Transformers opens", reason_of(error), _HINT
+            ) from error
     else:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id

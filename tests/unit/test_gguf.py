@@ -335,6 +335,14 @@ def test_a_tokenizer_that_llama_cpp_lacks(
     assert not (tmp_path / "small").exists()
 
 
+def test_a_tokenizer_with_code_of_its_own(tmp_path: Path) -> None:
+    tokenizer("bytes").save_pretrained(tmp_path)
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(UnsupportedModel, match="one that Transformers opens"):
+        gguf_tokenizer.check(tmp_path, 300)
+
+
 def test_numbers_that_16_bits_cannot_hold(tmp_path: Path) -> None:
     model = model_of("Llama")
     nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, 1e5)
