@@ -431,14 +431,14 @@ _COLUMNS = {
     "empty": "no heads in a layer",
 }
 #: The largest difference of log-probabilities that counts as equal, in 32-bit floats.
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 
 
 def is_equal(row: dict[str, Any]) -> bool:
     """Whether an engine gave all tokens, and log-probabilities up to rounding."""
     if "equal_tokens" not in row:
         return False
-    return row["equal_tokens"] == row["tokens"] and row["difference"] <= _TOLERANCE
+    return row["equal_tokens"] == row["tokens"] and row["difference"] <= TOLERANCE
 
 
 def matrix(records: Path) -> str:
@@ -455,7 +455,7 @@ def matrix(records: Path) -> str:
     about = (
         f"Of {len(models)} small decoders ({n_random} random, one pretrained Llama), how many gave"
         f" headprune's {record['steps']} greedy tokens for each of 3 prompts, and its"
-        f" log-probabilities within {_TOLERANCE:g} (32-bit floats, CPU). *Even*: all layers keep as"
+        f" log-probabilities within {TOLERANCE:g} (32-bit floats, CPU). *Even*: all layers keep as"
         " many heads."
     )
     return "\n".join([about, "", *table(head, rows, len(head))])
