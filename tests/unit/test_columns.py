@@ -157,6 +157,34 @@ def test_numbers_from_1_on_are_asked_about(tmp_path: Path) -> None:
         number_labels(found.recipe(), load_rows(found.recipe()))
 
 
+@pytest.mark.parametrize(
+    ("classes", "label", "numbers"),
+    [
+        (("1", "2"), lambda i: 1 + i % 2, {1: 0, 2: 1}),
+        (("2.0", "1.0"), lambda i: 1 + i % 2, {2: 0, 1: 1}),
+        (("1", "0"), lambda i: i % 2, {1: 0, 0: 1}),
+        (("True", "False"), lambda i: i % 2 == 0, {True: 0, False: 1}),
+        (("1", "0"), lambda i: i % 2 == 0, {True: 0, False: 1}),
+        (("1", "2", "3"), lambda i: 1 + i % 2, {1: 0, 2: 1}),
+    ],
+)
+def test_a_number_is_the_class_of_that_name(
+    classes: Sequence[str], label: Any, numbers: dict[Any, int], tmp_path: Path
+) -> None:
+    data = table(tmp_path, ["text,label", *(f"{message(i)},{label(i)}" for i in range(N))])
+    found = guess(classifier(tmp_path, classes), data)
+    assert found.why[1] == f"label: label (matches the model's {len(classes)} classes); text: text"
+    raw = number_labels(found.recipe(), load_rows(found.recipe()))
+    assert (raw.label_ids, raw.labels, raw.numbering) == (numbers, classes, "name")
+
+
+def test_a_number_that_names_another_class_is_asked_about(tmp_path: Path) -> None:
+    data = table(tmp_path, ["text,label", *(f"{message(i)},{i % 2}" for i in range(N))])
+    recipe = guess(classifier(tmp_path, ("1", "2")), data).recipe()
+    with pytest.raises(InvalidValue, match="label 1 may mean class 0 or class 1"):
+        number_labels(recipe, load_rows(recipe))
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_other_files_are_tables_too(kind: str, tmp_path: Path) -> None:
     columns = {"id": list(range(N)), "message": list(map(message, range(N)))}
@@ -212,10 +240,22 @@ def test_what_is_unclear_is_asked_for_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_column_whose_values_all_differ_is_no_label(tmp_path: Path) -> None:
-    data = table(tmp_path, ["text,label", *(f"{message(i)},{i}" for i in range(N))])
-    with pytest.raises(InvalidValue, match="--label: must be clear from one column of labels that"):
-        guess(classifier(tmp_path, [f"LABEL_{i}" for i in range(N)]), data)
+@pytest.mark.parametrize(
+    ("header", "row", "named", "where"),
+    [
+        ("text,label", lambda i: f"{message(i)},{i}", {}, "--label"),
+        ("text", message, {}, "--label"),
+        ("text", message, {"label": "text"}, "--text"),
+    ],
+)
+def test_no_column_is_proposed_where_none_fits(
+    header: str, row: Any, named: dict[str, str], where: str, tmp_path: Path
+) -> None:
+    data = table(tmp_path, [header, *map(row, range(N))])
+    with pytest.raises(InvalidValue, match="None of them fits by its contents") as refused:
+        guess(classifier(tmp_path, [f"LABEL_{i}" for i in range(N)]), data, **named)
+    assert refused.value.where == where
+    assert str(refused.value).endswith(f"if one is meant, name it: {where} COLUMN.")
 
 
 def test_the_label_of_a_model_that_grades_is_a_number(tmp_path: Path) -> None:
