@@ -376,25 +376,35 @@ def _grade_of_classes(
     name: str, values: Sequence[Any], classes: Sequence[str]
 ) -> tuple[int, str] | None:
     """Grade a column as one of class names or numbers; None where it cannot be."""
-    distinct, n = set(values), len(classes)
+    distinct = set(values)
     if _all_differ(values) or any(isinstance(value, float) for value in distinct):
         return None
     known = first_of(LABELS, [name]) is not None
-    # Few small numbers may mean anything, unless the name says that they are labels.
-    numbers = all(map(is_class_number, distinct))
-    telling = known or len(distinct) == n or not numbers
-    if telling and classes and are_names_of(distinct, classes):
-        return 5 + (len(distinct) == n), f"matches the model's {n} classes"
-    if numbers and all(0 <= int(value) < n for value in distinct):
-        if telling:
-            return 4, f"has the numbers of the model's {n} classes"
-    elif len(distinct) == n:
-        return 3, f"has as many values as the model has classes, {n}"
+    fit = _fit_to_classes(distinct, known, classes)
+    if fit is not None:
+        return fit
     if known:
         return 2, "by its name"
     if first_of(_TEXTS, [name]) or 2 * len(distinct) > len(values):
         return None
     return 0, "the only one whose values repeat"
+
+
+def _fit_to_classes(
+    distinct: set[Any], known: bool, classes: Sequence[str]
+) -> tuple[int, str] | None:
+    """Grade values by how they fit the model's classes; None where they do not."""
+    n = len(classes)
+    numbers = all(map(is_class_number, distinct))
+    # Few small numbers may mean anything, unless the column's name says that they are labels.
+    telling = known or len(distinct) == n or not numbers
+    if telling and are_names_of(distinct, classes):
+        return 5 + (len(distinct) == n), f"matches the model's {n} classes"
+    if numbers and all(0 <= int(value) < n for value in distinct):
+        return (4, f"has the numbers of the model's {n} classes") if telling else None
+    if len(distinct) == n:
+        return 3, f"has as many values as the model has classes, {n}"
+    return None
 
 
 def _all_differ(values: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
 from headprune.data.datasets import Data, RawData
+from headprune.data.labels import as_setting
 from headprune.model.losses import logits_of, predict
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.transfers import in_main_memory
@@ -221,7 +222,7 @@ def _labels_in_order(raw: RawData, order: tuple[int, ...]) -> list[Any]:
     """
     by_number = {}
     for value, number in raw.label_ids.items():
-        by_number[number] = raw.dataset_names.get(value, value)
+        by_number[number] = raw.dataset_names.get(value, as_setting(value))
     taken = set(map(str, by_number.values()))
     by_class = {}
     for number, answer in enumerate(order):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -110,6 +111,11 @@ def are_names_of(labels: Iterable[Any], names: Iterable[str]) -> bool:
     return all(_loose(str(label)) in known for label in labels)
 
 
+def as_setting(label: Any) -> str | int:
+    """Return a label as ``data.labels`` takes it: a boolean is its name."""
+    return str(label) if isinstance(label, bool) else label
+
+
 def _only_count(names: Sequence[str]) -> bool:
     """Whether the names are the numbers of the classes."""
     return list(names) == list(map(str, range(len(names))))
@@ -205,9 +211,12 @@ def _check_numbers(numbers: Mapping[Any, int], names: Sequence[str]) -> None:
         if other != number:
             must = (
                 f"given: the model calls its class {other} {names[other]!r}, so label {value!r} may"
-                f" mean class {other} or class {number} (its classes are {_listed(names)})"
+                f" mean class {other} or class {number}; in order its classes are {_listed(names)}"
             )
-            hint = "List the data's labels in the order of the model's classes."
+            by_number = {number: as_setting(value) for value, number in numbers.items()}
+            order = [by_number.get(number, number) for number in range(len(names))]
+            setting = f"--set 'data.labels={json.dumps(order)}'"
+            hint = f"{setting} takes {value!r} for class {number}, and so on."
             raise InvalidValue("data.labels", must, "none", hint)
 
 

@@ -77,11 +77,18 @@ def test_a_number_is_the_class_of_that_name(
     assert (raw.label_ids, raw.labels, raw.numbering) == (numbers, classes, "name")
 
 
-def test_a_number_that_names_another_class_is_asked_about(tmp_path: Path) -> None:
-    data = table(tmp_path, ["text,label", *(f"{message(i)},{i % 2}" for i in range(N))])
-    recipe = guess(classifier(tmp_path, ("1", "2")), data).recipe()
-    with pytest.raises(InvalidValue, match="label 1 may mean class 0 or class 1"):
-        number_labels(recipe, load_rows(recipe))
+@pytest.mark.parametrize("values", [(0, 1), (False, True)])
+def test_a_number_that_names_another_class_is_asked_about(
+    values: Sequence[Any], tmp_path: Path
+) -> None:
+    data = table(tmp_path, ["text,label", *(f"{message(i)},{values[i % 2]}" for i in range(N))])
+    found = guess(classifier(tmp_path, ("1", "2")), data)
+    with pytest.raises(InvalidValue, match=f"label {values[1]} may mean class 0 or class 1") as no:
+        number_labels(found.recipe(), load_rows(found.recipe()))
+    setting = no.value.hint.partition("--set '")[2].partition("'")[0]
+    chosen = found.recipe([setting])
+    ids = number_labels(chosen, load_rows(chosen)).label_ids
+    assert ids == dict(zip(values, (0, 1), strict=True))
 
 
 @pytest.mark.parametrize(
