@@ -49,6 +49,7 @@ from headprune.run.judging import compared, interval_of
 from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
+from headprune.selection._api import kept_all
 from headprune.selection._groups import divided
 from headprune.selection._task import check_possible
 
@@ -309,7 +310,7 @@ def _load_model_and_encode(
     if recipe.model.import_path is not None:
         check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
     sites = _find_sites(model, recipe)
-    _check_select(recipe.select, sites)
+    _warn(journal, _check_select(recipe.select, sites))
     if base is None:
         _check_labels(recipe, journal, model, data, raw)
 
@@ -403,8 +404,12 @@ def _attention(model: nn.Module, layouts: Sequence[AttentionLayout], policy: Pol
         ) from error
 
 
-def _check_select(wanted: SelectSection, sites: Sites) -> None:
-    """Refuse budgets and heads of sites that the model lacks, and impossible numbers of heads."""
+def _check_select(wanted: SelectSection, sites: Sites) -> list[str]:
+    """Refuse budgets and heads of sites that the model lacks, and impossible numbers of heads.
+
+    Returns:
+        A warning where the budget allows every head.
+    """
     if wanted.sites:
         divided(sites, wanted.budgets)
     selector = configured(selection.registry, wanted.selector, wanted.settings)
@@ -416,6 +421,10 @@ def _check_select(wanted: SelectSection, sites: Sites) -> None:
         for name in ("must_keep", "must_remove"):
             where = where.replace(f"select({name}=)", f"select.{name}")
         raise type(error)(where, error.must, error.got, error.hint) from None
+    if wanted.sites:
+        return []
+    note = kept_all(wanted.budget, HeadCounts.present(sites).heads)
+    return [note] if note else []
 
 
 def _check_length(model: nn.Module, data: Data) -> None:

@@ -290,6 +290,14 @@ def _notes(
     return (*notes, *task.notes, *coverage_notes(scores.notes))
 
 
+def kept_all(budget: Budget, present: int) -> str:
+    """Say that a budget keeps all heads, before there are scores; empty where it may not."""
+    amount = budget.keep_heads
+    if amount is None or (amount < present if isinstance(amount, int) else amount < 1):
+        return ""
+    return _NOTHING + _beyond(budget, present)
+
+
 def _beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:
     """What to write in place of a count above the heads that are present, if it is one."""
     count = budget.keep_heads if isinstance(budget, Budget) else None
