@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,7 +18,7 @@ from headprune.core.metrics import (
     drop,
     is_one_of,
 )
-from headprune.core.record import Comparison, QualityRow, RunRecord, SpeedRow
+from headprune.core.record import ClassRow, Comparison, QualityRow, RunRecord, SpeedRow
 from headprune.report.formats import fixed, times
 from headprune.report.quality import Role, headline_rows, own_interval
 from headprune.report.repeat import recipe_file
@@ -109,7 +109,7 @@ def verdict(record: RunRecord, folder: str | None = None) -> Verdict:
     after, command = "", ""
     if record.status == "done":
         after, command = _next(record, rows, folder)
-    constant = _at_chance(record, rows)
+    constant = at_chance(rows.get("base"), record.classes)
     if constant:
         details = f"{text} {details}"
         text = f"{constant} So its results say little about the cut."
@@ -180,18 +180,22 @@ def _joined(cost: str, gain: str, random: str) -> str:
     return f"{cost}{comma} and {gain}; {random}"
 
 
-def _at_chance(record: RunRecord, rows: Mapping[Role, QualityRow]) -> str:
-    """Say that the whole model is not shown to beat a constant answer; empty where it is."""
-    base = rows.get("base")
-    if base is None or not record.classes:
+def at_chance(base: QualityRow | None, classes: Sequence[ClassRow]) -> str:
+    """Say that the whole model is not shown to beat a constant answer; empty where it is.
+
+    Args:
+        base: Its quality.
+        classes: Its results per class; none for tasks without classes.
+    """
+    if base is None or not classes:
         return ""
     if base.metric == MATTHEWS:
         beaten = base.low is None or base.low > 0  # any constant answer has 0
     else:
-        beaten = beats_constant([(row.n_examples, row.before) for row in record.classes])
+        beaten = beats_constant([(row.n_examples, row.before) for row in classes])
     if beaten:
         return ""
-    most = max(record.classes, key=lambda row: row.n_examples)
+    most = max(classes, key=lambda row: row.n_examples)
     return f"The whole model is not shown to do better than always answering {most.label!r}."
 
 
@@ -444,7 +448,7 @@ def _next(
     # NaN is no pass.
     if not all(proof.max_difference <= proof.tolerance for proof in record.proofs):
         return "do not use it: the cut model does not equal the gated one", ""
-    if _at_chance(record, rows):
+    if at_chance(rows.get("base"), record.classes):
         return "check that labels and model belong together, or train the model first", ""
     cost = _cost_of(record, rows)
     if cost is not None and cost.sign == "unknown":

@@ -152,6 +152,11 @@ class Journal:
         """Print an indented line of progress under the stage's name."""
         self.say(f"    {line}")
 
+    def warn(self, warning: str) -> None:
+        """Note a warning and print it."""
+        self.note(warnings=(warning,))
+        self.tell(f"warning: {warning}")
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Run the block as a stage: name it in the record, time it, write the record."""

@@ -322,8 +322,7 @@ def _load_model_and_encode(
 def _warn(journal: Journal, warnings: Iterable[str]) -> None:
     """Note warnings and print them now, before any long work."""
     for warning in warnings:
-        journal.note(warnings=(warning,))
-        journal.tell(f"warning: {warning}")
+        journal.warn(warning)
 
 
 def _note_overlap(journal: Journal, data: Data) -> None:
