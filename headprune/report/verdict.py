@@ -321,9 +321,9 @@ def _gain(record: RunRecord) -> _Clause:
     ends = f"{where}: {times(row.ratio)}, 95 % interval {fixed(row.low, 2)} to {fixed(row.high, 2)}"
     detail = "; ".join([ends, *_other_shapes(record)])
     if tone == "good":
-        return _Clause(f"made it {times(row.ratio)} as fast", detail)
+        return _Clause(f"made the model {times(row.ratio)} as fast", detail)
     if tone == "bad":
-        return _Clause(f"made it slower ({times(row.ratio)} as fast)", detail)
+        return _Clause(f"made the model slower ({times(row.ratio)} as fast)", detail)
     return _Clause("gained no measurable speed", detail)
 
 
@@ -482,22 +482,22 @@ def _against_cost(rows: Mapping[Role, QualityRow], tied: bool) -> str:
 
 def _more_rows(record: RunRecord, n: int, needed: int, folder: str | None) -> tuple[str, str]:
     """Suggest more test rows, with a command where the data has them."""
-    open_ = f"{n:,} leave more than a point open"
+    unsure = f"with {n:,} the cost is uncertain by more than a point"
     parts = [record.rows.get(name) for name in ("test", "train", "validation")]
     test, train = parts[:2]
     if not isinstance(test, Mapping) or not isinstance(train, Mapping) or "from" not in test:
-        return f"measure on about {needed:,} test rows: {open_}", ""
+        return f"measure on about {needed:,} test rows; {unsure}", ""
     # Test rows of a split of their own cannot become more.
     same = [part for part in parts if isinstance(part, Mapping) and part["from"] == test["from"]]
     total: int = sum(part["rows"] for part in same)
     share = math.ceil(100 * needed / total) / 100
     recipe = recipe_file(record, folder)
     if train["from"] != test["from"] or share > 0.5 or not recipe:
-        return f"collect about {needed:,} labelled test rows: {open_}", ""
+        return f"collect about {needed:,} labelled test rows; {unsure}", ""
     out = f"{recipe.removesuffix('/recipe.yaml')}-test"
     command = f"headprune run {shlex.quote(recipe)} --set data.test_holdout={share:g}"
     return (
-        f"measure on about {needed:,} of the {total:,} rows: {open_}",
+        f"measure on about {needed:,} of the {total:,} rows; {unsure}",
         f"{command} --out {shlex.quote(out)}",
     )
 

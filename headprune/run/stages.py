@@ -50,8 +50,8 @@ from headprune.surgery.prune import prune_
 
 #: The random baselines take seeds from here on, away from the run's own seed.
 _RANDOM_SEEDS = 1000
-#: Random plans that get the recoveries, too: as many as `auto` draws.
-REFITTED_DRAWS = 2
+#: Random plans that get the recoveries, too, at most: each takes as long as the plan's own.
+REFITTED_DRAWS = 3
 #: A model and its results on test rows; None where an earlier run measured it.
 Judged: TypeAlias = tuple[nn.Module, Quality | None]
 

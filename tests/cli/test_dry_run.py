@@ -64,7 +64,7 @@ def test_it_says_what_a_run_would_take_and_writes_nothing(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "draws"),
     [
-        (["score.scorer=taylor", "recover=[{method: mean_fold}]", "score.random_draws=5"], 2),
+        (["score.scorer=taylor", "recover=[{method: mean_fold}]", "score.random_draws=5"], 3),
         (["score.scorer=taylor", "recover=[{method: mean_fold}]", "score.random_draws=1"], 1),
         (["score.scorer=taylor", "score.random_draws=5"], 0),
     ],

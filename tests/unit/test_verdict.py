@@ -37,7 +37,7 @@ def test_the_sentence_is_short_and_the_figures_follow() -> None:
     said = verdict(built())
     assert said.sentence == (
         "Removing 16 of 32 heads cost 0.23 points of accuracy, which chance can explain, and made"
-        " it 1.12× as fast; the choice beat random heads before recovery. Next: keep 8 heads."
+        " the model 1.12× as fast; the choice beat random heads before recovery. Next: keep 8 heads."
     )
     assert said.details == (
         "Accuracy 0.976 before, 0.974 after, on 872 test rows: cost 0.23 points of accuracy, 95 %"
@@ -124,10 +124,10 @@ def timed(ratio: float, low: float, high: float) -> SpeedRow:
     [
         (
             (timed(1.2, 1.1, 1.3),),
-            "made it 1.20× as fast",
+            "made the model 1.20× as fast",
             "Speed at batch 8 × 64 tokens: 1.20×, 95 % interval 1.10 to 1.30.",
         ),
-        ((timed(0.8, 0.7, 0.9),), "made it slower (0.80× as fast)", "0.80×, 95 % interval"),
+        ((timed(0.8, 0.7, 0.9),), "made the model slower (0.80× as fast)", "0.80×, 95 % interval"),
         ((timed(1.01, 0.9, 1.1),), "gained no measurable speed", "1.01×, 95 % interval"),
         (
             (timed(float("nan"), 1, 1),),
@@ -137,7 +137,7 @@ def timed(ratio: float, low: float, high: float) -> SpeedRow:
         ((), "was not timed", ""),
         (
             (timed(1.2, 1.1, 1.3), replace(timed(0.8, 0.7, 0.9), batch=1)),
-            "made it 1.20× as fast",
+            "made the model 1.20× as fast",
             "1.10 to 1.30; slower at 1 of 2 shapes.",
         ),
     ],
@@ -280,7 +280,7 @@ TIES = compared("taylor", "random", 0.0, -0.01, 0.01)
         ),
         (
             built(compared("recovered (finetune)", "base", 0.01, -0.01, 0.03)),
-            "measure on about 3,500 test rows: 872 leave more than a point open",
+            "measure on about 3,500 test rows; with 872 the cost is uncertain by more than a point",
         ),
         (built(WORSE), "keep more heads"),
         (
@@ -363,7 +363,7 @@ def of_rows(n: int, source: str = "train") -> FrozenDict:
 def test_more_rows_are_asked_for_where_they_are(rows: FrozenDict, words: str, setting: str) -> None:
     wide = compared("recovered (finetune)", "base", 0.01, -0.01, 0.03)
     said = verdict(built(wide, rows=rows))
-    assert said.next == f"{words}: 872 leave more than a point open"
+    assert said.next == f"{words}; with 872 the cost is uncertain by more than a point"
     assert said.command.endswith(setting)
     assert bool(said.command) == bool(setting)
 
@@ -377,7 +377,7 @@ UNCUT = replace(record_of().plan, mask=HeadMask.from_keep({"a": [0, 1]}, {"a": 2
         (
             {"status": "failed", "stage": "bench"},
             "The run failed in stage bench. Until then: removing 16 of 32 heads cost 0.23 points of"
-            " accuracy, which chance can explain, and made it 1.12× as fast; the choice beat random"
+            " accuracy, which chance can explain, and made the model 1.12× as fast; the choice beat random"
             " heads before recovery.",
         ),
         (
