@@ -163,7 +163,8 @@ class SweepView:
 
     Args:
         title: The sweep and how many runs it has.
-        verdict: One sentence: what was tried, and what `pick` finds.
+        verdict: What `pick` finds, and how many settings beat random heads.
+        details: The figures behind it.
         notes: The uncut model, and how to read the table.
         header: Columns; one for the plan follows.
         rows: Every setting with a finished run.
@@ -174,6 +175,7 @@ class SweepView:
 
     title: str
     verdict: str
+    details: str
     notes: tuple[str, ...]
     header: tuple[str, ...]
     rows: tuple[SweepRow, ...]
@@ -219,6 +221,7 @@ def sweep_view(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> SweepVie
     return SweepView(
         title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
         verdict=_sweep_verdict(table, inputs),
+        details=_sentences(inputs.pick.splitlines()[1:]),
         notes=tuple(notes),
         header=tuple(header),
         rows=_sweep_rows(table, inputs, sizes),
@@ -231,8 +234,7 @@ def _sweep_verdict(table: SweepTable, inputs: SweepInputs) -> str:
     """Say what the sweep found, random heads included."""
     if not table.rows:
         return "No run of this sweep is finished."
-    picked = "; ".join(line.strip() for line in inputs.pick.splitlines())
-    parts = [f"{picked[:1].upper()}{picked[1:]}."] if picked else []
+    parts = [_sentences(inputs.pick.splitlines()[:1])] if inputs.pick else []
     known = [drop for drop in inputs.against_random if drop is not None]
     if known:
         better = sum(drop.high < 0 for drop in known)
@@ -241,6 +243,12 @@ def _sweep_verdict(table: SweepTable, inputs: SweepInputs) -> str:
             " same budget."
         )
     return " ".join(parts)
+
+
+def _sentences(lines: Sequence[str]) -> str:
+    """Write each line as a sentence."""
+    texts = [line.strip() for line in lines]
+    return " ".join(f"{text[:1].upper()}{text[1:]}." for text in texts)
 
 
 def _failure(run: Mapping[str, Any]) -> str:
@@ -313,6 +321,8 @@ def render_tradeoff(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> str
     lines = [f"# {escape(view.title)}", ""]
     if view.verdict:
         lines += [escape(view.verdict), ""]
+    if view.details:
+        lines += [escape(view.details), ""]
     lines += [f"- {escape(note)}" for note in view.notes]
     if view.rows:
         # Budget and setting are text, marks and plan too; all other columns are numbers.

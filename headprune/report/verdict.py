@@ -20,7 +20,7 @@ from headprune.core.metrics import (
 )
 from headprune.core.record import ClassRow, Comparison, QualityRow, RunRecord, SpeedRow
 from headprune.report.formats import fixed, times
-from headprune.report.quality import Role, headline_rows, own_interval
+from headprune.report.quality import RECOVERED_RANDOM, Role, headline_rows, own_interval
 from headprune.report.repeat import recipe_file
 from headprune.report.speed import verdict as speed_words
 
@@ -369,7 +369,7 @@ def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Chan
     if final is not None and _directed(final.metric):
         alike = record.compared(final.name, "random", final.metric, final.split)
         if alike is not None:
-            name = f"random, {final.name}"
+            name = f"{RECOVERED_RANDOM}{final.name}"
             draws = next((row.draws for row in record.quality if row.name == name), 1)
             return _Chance(_of(alike), draws, "", ", cut and recovered alike")
     if chosen is None or drawn is None or not _directed(chosen.metric):

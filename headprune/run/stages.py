@@ -34,6 +34,7 @@ from headprune.model.running import device_of
 from headprune.model.sites import bind
 from headprune.recipes.schema import BenchSection, Recipe, RecoverStep
 from headprune.recipes.validate import configured
+from headprune.report.quality import RECOVERED_RANDOM
 from headprune.report.verdict import at_chance
 from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.changes import JudgedRows
@@ -237,10 +238,14 @@ def compare_refitted(subject: Subject, scores: RunScores, final: Quality) -> Non
             journal.warn(f"Random heads are compared before recovery only, which refused: {error}")
             return
         quality = subject.judge(small, "test")
-        row = quality_row(quality, f"random, {name}", plan.mask.kept_counts, "test")
+        row = quality_row(quality, f"{RECOVERED_RANDOM}{name}", plan.mask.kept_counts, "test")
         draws.append((quality, row))
     row = _mean([row for _, row in draws])
-    comparisons = compared(name, "random", "test", [quality for quality, _ in draws], [final])
+    judged = [quality for quality, _ in draws]
+    comparisons = (
+        *compared(row.name, "base", "test", [subject.base["test"]], judged),
+        *compared(name, "random", "test", judged, [final]),
+    )
     journal.note(quality=(row,), comparisons=comparisons)
     journal.tell(f"{row.name}: test {row.metric} {row.value:.4f} ({row.draws} draws)")
 

@@ -343,7 +343,7 @@ def test_a_sweep_has_every_setting_with_speed_and_random_heads() -> None:
     unfinished = sweep_view(replace(sweep_table(), rows=()), SweepInputs())
     assert unfinished.verdict == "No run of this sweep is finished."
     picked = sweep_view(sweep_table(), SweepInputs(pick="no model is good enough\n  nearest: none"))
-    assert picked.verdict == "No model is good enough; nearest: none."
+    assert (picked.verdict, picked.details) == ("No model is good enough.", "Nearest: none.")
 
 
 def test_series_differ_in_colour_or_mark() -> None:
