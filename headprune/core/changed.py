@@ -114,5 +114,8 @@ class ChangedAnswers(Value):
             which = "largest changes" if self.graded else "first"
             words.append(f"The {len(self.rows):,} {which}.")
         if self.split and self.rows:
-            words.append(f"Row 1 is the first row of the {self.split} data, without a header line.")
+            words.append(
+                f"Rows have their numbers in the data's split {self.split!r}, from 1, without a"
+                " header line."
+            )
         return " ".join(words)

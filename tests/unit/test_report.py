@@ -88,6 +88,9 @@ def test_classes_and_changed_answers_have_their_rows(record: RunRecord) -> None:
     assert "| 9 | a \\| \\<b\\>film\\</b\\> | good | good | bad |" in markdown
     assert "<b>film" not in html
     assert "400 97.5 96.2 93.9 to 97.7 −5" in Page(html).table_row("good", html)
+    many = ChangedAnswers.of([ChangedAnswer(i, "x", "a", "a", "b") for i in range(12)], 872, 12)
+    page = render_html(found, ReportInputs(changed=many))
+    assert "<summary>2 more rows</summary>" in page, "a phone shows ten"
     none = ChangedAnswers.of([], 872, 2)
     assert none.title == "None of 872 test rows changed its answer."
 

@@ -34,7 +34,8 @@ def test_a_class_per_row_is_right_or_wrong() -> None:
     )
     assert [row.fate for row in found.rows] == ["lost", "wrong both times"]
     assert "right before and wrong now 1" in found.title
-    assert found.caption == "Row 1 is the first row of the train data, without a header line."
+    words = "Rows have their numbers in the data's split 'train', from 1, without a header line."
+    assert found.caption == words
 
 
 TOKENS = (((0, 0), (1, 1)), ((1, 1),), ((0, 1), (1, 1)))
