@@ -109,7 +109,8 @@ class Data:
             their true answers.
         warnings: Notes for readers of the record.
         texts: Of every test row, as the data has it; empty where the model reads none.
-        one_class: Whether an example has one label, a class.
+        test_rows: The test rows' numbers in their split of the data.
+        test_split: That split.
     """
 
     examples: dict[str, list[Example]]
@@ -118,7 +119,8 @@ class Data:
     targets: dict[str, list[Any]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
-    one_class: bool = False
+    test_rows: tuple[int, ...] = ()
+    test_split: str = "test"
 
     def batches(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Return batches of ``size`` rows in data order."""
@@ -456,9 +458,13 @@ def encode_rows(
         if section.target:
             targets[name] = list(rows[section.target])
     collate = Collate(preparation.pad, dtype=dtype)
-    one_class = task in CLASSIFICATIONS and task != "token_classification"
-    texts = _texts(recipe, raw) if one_class else ()
-    return Data(examples, collate, recipe.seed, targets, texts=texts, one_class=one_class)
+    return Data(examples, collate, recipe.seed, targets, **_test_rows(recipe, raw))
+
+
+def _test_rows(recipe: Recipe, raw: RawData) -> dict[str, Any]:
+    """What ``Data`` has of the test rows, for reports."""
+    part = raw.parts["test"]
+    return {"texts": _texts(recipe, raw), "test_rows": part.rows, "test_split": part.source}
 
 
 def _encoded(encoder: RowEncoder, rows: Any, doing: str) -> list[Example]:
@@ -476,8 +482,13 @@ def _encoded(encoder: RowEncoder, rows: Any, doing: str) -> list[Example]:
 
 def _texts(recipe: Recipe, raw: RawData) -> tuple[str, ...]:
     """Return the text of every test row, for reports; empty for images and sound."""
-    columns = [raw.splits["test"][name] for name in recipe.data.text_columns]
-    return tuple(" / ".join(map(str, texts)) for texts in zip(*columns, strict=True))
+    columns = [map(_words, raw.splits["test"][name]) for name in recipe.data.text_columns]
+    return tuple(map(" / ".join, zip(*columns, strict=True)))
+
+
+def _words(text: Any) -> str:
+    """A text; one that comes as a list of words, joined."""
+    return " ".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def _check_lengths(examples: Sequence[Example], name: str) -> None:
@@ -508,4 +519,11 @@ def _encode_questions(
                 targets[name].append(question)
     # A window holds one answer only if the context is not cut before it.
     notes = cut_off(examples, recipe.data.max_length)
-    return Data(examples, Collate(preparation.pad), recipe.seed, targets, notes)
+    return Data(
+        examples,
+        Collate(preparation.pad),
+        recipe.seed,
+        targets,
+        notes,
+        **_test_rows(recipe, raw),
+    )
