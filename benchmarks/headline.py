@@ -113,7 +113,7 @@ def readme(records: Path) -> str:
         ),
         "",
         f"Nothing is trained: {quality['calibration']} sentences choose the heads (`surgeon`) and"
-        " refit the output projections. headprune keeps at least one head per layer; the"
+        " refit the output projections. By default headprune keeps at least one head per layer; the"
         f" random choice need not. Means of {draws} draws; brackets: 95 % intervals, of the change"
         " over test rows, against random over draws. Speed: batch size"
         f" {one['batch']}, {one['length']} tokens each, on a CPU"
