@@ -113,9 +113,10 @@ def readme(records: Path) -> str:
         ),
         "",
         f"Nothing is trained: {quality['calibration']} sentences choose the heads (`surgeon`) and"
-        " refit the output projections. By default headprune keeps at least one head per layer; the"
-        f" random choice need not. Means of {draws} draws; brackets: 95 % intervals, of the change"
-        " over test rows, against random over draws. Speed: batch size"
+        " refit the output projections. headprune keeps a head in every layer; the random choice"
+        " may not. Numbers are means of"
+        f" {draws} draws of these sentences. Brackets are 95 % intervals: of the change over test"
+        " rows, of the points above random over draws. Speed: batch size"
         f" {one['batch']}, {one['length']} tokens each, on a CPU"
         f" ({one['hardware']['processor']}, {threads(one['hardware'])}).",
     ]
@@ -142,11 +143,13 @@ def against_random(gains: dict[int, tuple[float, float, float]], draws: int) -> 
     """With how many heads the draws show that the choice is better than random heads."""
     clear = [str(kept) for kept, (_, low, _) in gains.items() if low > 0]
     if not clear:
-        return f"{draws} draws do not show that the choice beats random heads."
+        return f"Over {draws} draws, the choice is not shown to beat random heads."
     if len(clear) == len(gains):
-        return f"{draws} draws show that the choice beats random heads."
-    with_clear = f"Only with {' and '.join(clear)} heads"
-    return f"{with_clear} do {draws} draws show that the choice beats random heads."
+        return f"Over {draws} draws, the choice is shown to beat random heads."
+    return (
+        f"Over {draws} draws, the choice is shown to beat random heads only with"
+        f" {' and '.join(clear)} heads."
+    )
 
 
 def points(middle: float, low: float, high: float) -> str:
@@ -194,13 +197,13 @@ def limits(records: Path) -> str:
         f" {both:.2f}.",
         f"- **You can train at length.** [A smaller architecture]({page}) of about the same speed,"
         f" trained for the task, has an accuracy of {smaller:.3f}: {above} points against the cut"
-        f" model, which reaches {trained:.3f} after training.",
+        f" model without training. Trained, that one reaches {trained:.3f}.",
         "- **You serve one short input at a time.** Overhead dominates: at"
         f" batch size {short['batch']} and {short['length']} tokens, [{third} heads]({times}) are"
         f" only {short['ratio']:.2f} times as fast.",
         "- **Your language model is small.** [A Llama of 260,000 parameters](docs/kv-groups.md) has"
-        f" a perplexity of {llama['base']:.2f}. Without a quarter of its key/value groups it has"
-        f" {cut}, refitted {refitted}, trained {after}.",
+        f" a perplexity of {llama['base']:.2f}. Without a quarter of its key/value groups: {cut} after"
+        f" the cut alone, {refitted} after a refit, or {after} after training.",
     ]
     return "\n".join(lines)
 
