@@ -27,8 +27,14 @@ from headprune.model.saves import RECORD, WEIGHTS_FILE, CutRecord, set_dtypes_, 
 from headprune.model.sites import BoundSite, Sites, bind, sites_for
 
 _CONFIGURATION = "a model's configuration"
-#: Keys of the format 'remote-code', whose file is not run here.
-_CODE = ("auto_map", "headprune_heads", "headprune_biases")
+#: Keys of the format 'remote-code', whose file is not run here; the last two are for vLLM.
+_CODE = (
+    "auto_map",
+    "headprune_heads",
+    "headprune_biases",
+    "per_layer_config",
+    "allow_global_per_layer_attribute_access",
+)
 #: In front of the names of that format's classes.
 _CODE_CLASS = "HeadPruned"
 
@@ -67,8 +73,9 @@ def opened(
     settings = read_object(path, _CONFIGURATION)
     stored = settings.pop(RECORD, None)
     settings.pop(WEIGHTS_FILE, None)
-    for key in _CODE:
-        settings.pop(key, None)
+    if "headprune_heads" in settings:
+        for key in _CODE:
+            settings.pop(key, None)
     record, layouts = _record(folder, stored, plan)
     for name in record.added:
         _section(settings, name).pop(name.rpartition(".")[2], None)

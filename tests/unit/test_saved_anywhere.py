@@ -372,6 +372,16 @@ def test_folders_for_others_open_here_too(format: Any, name: str, tmp_path: Path
     assert [s.heads for s in hp.find_sites(again)] == [s.heads for s in hp.find_sites(model)]
 
 
+def test_a_second_cut_leaves_no_counts_of_the_first_for_vllm(tmp_path: Path) -> None:
+    model, batch = family("llama")
+    cut_uneven(model)
+    hp.save_pretrained(model, tmp_path / "remote", format="remote-code", example=batch)
+    assert "per_layer_config" in json.loads((tmp_path / "remote" / "config.json").read_text())
+    again = hp.from_pretrained(tmp_path / "remote")
+    again.save_pretrained(tmp_path / "plain")
+    assert "per_layer_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
 def orphan(folder: Path, name: str = "llama") -> tuple[Any, Any, HeadMask]:
     """A folder of a cut and refitted model as it was before saves were described."""
     model, batch = registry.get("llama").tiny(0, name)
