@@ -33,7 +33,13 @@ from headprune.model.building import fresh, no_memory
 from headprune.model.classes import class_named
 from headprune.model.fingerprint import fingerprint
 from headprune.model.offloaded import OffloadedTensor, offloaded, tied
-from headprune.model.saves import ONLY_HEADPRUNE, WEIGHTS_FILE, added_biases, as_data
+from headprune.model.saves import (
+    ONLY_HEADPRUNE,
+    RECORD,
+    WEIGHTS_FILE,
+    added_biases,
+    as_data,
+)
 from headprune.model.sites import BoundSite
 
 
@@ -277,6 +283,7 @@ def _config_text(model: nn.Module, bound: list[BoundSite]) -> bytes | None:
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
+    config.pop(RECORD, None)  # of a cut before, where Transformers opened the model
     if any(len(b.site.heads) < b.site.n_query_heads for b in bound):
         config[WEIGHTS_FILE] = ONLY_HEADPRUNE
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

@@ -124,7 +124,8 @@ def describe_saves() -> None:
             kwargs.setdefault("save_original_format", False)
         with _configured(self, config, extra):
             result = save(self, save_directory, *args, **kwargs)
-        _remove_stale(Path(save_directory))
+        if given.get("is_main_process", True):
+            _remove_stale(Path(save_directory))
         return result
 
     setattr(save_pretrained, _WRAPPED, True)
@@ -148,7 +149,7 @@ def _remove_stale(folder: Path) -> None:
     """Remove what an earlier save in a format of ours said of the weights it had."""
     for pattern in _STALE:
         for path in folder.glob(pattern):
-            path.unlink()
+            path.unlink(missing_ok=True)
     card = folder / CARD
     if card.is_file():
         before, begin, rest = read_bytes(card).decode(errors="surrogateescape").partition(BEGIN)

@@ -310,6 +310,12 @@ def test_an_even_cut_opens_in_plain_transformers_with_equal_outputs(tmp_path: Pa
     model.save_pretrained(tmp_path)
     plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(plain, batch)))
+    cut_uneven(plain)  # a second cut counts from the small model
+    for number, save in enumerate((plain.save_pretrained, lambda f: hp.save_pretrained(plain, f))):
+        save(tmp_path / str(number))
+        again = hp.from_pretrained(tmp_path / str(number))
+        assert all(map(torch.equal, sample_outputs(plain, batch), sample_outputs(again, batch)))
+        assert not hasattr(again.config, "headprune")
 
 
 @pytest.mark.parametrize("ours", [True, False])
