@@ -1,7 +1,7 @@
 """What the README measured: one result with docs/headline.svg, and what heads alone do not give.
 
-Everything is read from records. Quality is of ``pipelines-sst2.json``, speed of
-``tradeoff-sst2-cpu.json``: the same weights and the same test rows.
+Everything is read from records. Quality is of ``pipelines-sst2.json``, speed and the interval of
+the loss of ``tradeoff-sst2-cpu.json``: the same weights, plans and test rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import pipelines
 import studies
 import tradeoff_page
 from pages import interval, of, table, threads
+from scipy.stats import ttest_ind
 
 PICTURE = "headline.svg"
+CHOSEN = "surgeon/lstsq+ff"
 #: What is shown, and in which words.
 WAYS = {
-    "surgeon/lstsq+ff": "chosen by headprune",
+    CHOSEN: "chosen by headprune",
     "random-min0/lstsq+ff": "random, same refit",
 }
 SPLIT = "test"
@@ -54,7 +56,7 @@ def draw(records: Path, docs: Path) -> Path:
             capsize=3,
         )
     for kept, row in speeds.items():
-        if kept in cells["surgeon/lstsq+ff"]:
+        if kept in cells[CHOSEN]:
             about = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
             panel.annotate(f"{kept} heads", (row["ratio"], 0.02), **about)
     whole = f"all {quality['heads']} heads"
@@ -73,37 +75,86 @@ def readme(records: Path) -> str:
     """The block of the README."""
     quality, speeds = read(records)
     cells = pipelines.cells(quality, SPLIT)
-    rows = [[f"{quality['heads']} (all)", f"{quality['base'][SPLIT]:.3f}", "", "1"]]
+    rows = [[f"{quality['heads']} (all)", f"{quality['base'][SPLIT]:.3f}", "", "", "1"]]
+    gains = {}
     for kept, row in speeds.items():
         if all(kept in cells[way] for way in WAYS):
-            accuracies = [studies.spread(cells[way][kept]) for way in WAYS]
-            speed = interval(row["ratio"], row["low"], row["high"])
-            rows.append([str(kept), *accuracies, speed])
+            chosen, at_random = (cells[way][kept] for way in WAYS)
+            gains[kept] = gain(chosen, at_random)
+            rows.append(
+                [
+                    str(kept),
+                    f"{statistics.fmean(chosen):.3f}",
+                    points(*loss(row, chosen)),
+                    points(*gains[kept]),
+                    interval(row["ratio"], row["low"], row["high"]),
+                ]
+            )
     one = next(iter(speeds.values()))
     third = quality["heads"] // 3
-    whole = quality["base"][SPLIT]
-    kept, at_random = (statistics.fmean(cells[way][third]) for way in WAYS)
-    draws = len(next(iter(cells["surgeon/lstsq+ff"].values())))
+    draws = len(next(iter(cells[CHOSEN].values())))
     lines = [
-        f"On film reviews (SST-2), a BERT-style encoder (MiniLM) has an accuracy of {whole:.3f}."
-        f" With {third} of its {quality['heads']} heads it has {kept:.3f},"
-        f" and is {speeds[third]['ratio']:.2f} times as fast. With {third} random heads, refitted"
-        f" in the same way, it has {at_random:.3f}.",
+        f"On film reviews (SST-2), a BERT-style encoder (MiniLM) with {third} of its"
+        f" {quality['heads']} heads is {speeds[third]['ratio']:.2f} times as fast. Its accuracy"
+        f" changes by {points(*loss(speeds[third], cells[CHOSEN][third]))} points."
+        f" {against_random(gains, draws)}",
         "",
         f"![accuracy against speed](docs/{PICTURE})",
         "",
         *table(
-            ["heads kept", *(f"accuracy: {way}" for way in WAYS.values()), "times as fast"], rows
+            [
+                "heads kept",
+                "accuracy",
+                "change in points",
+                "points above random heads, same refit",
+                "times as fast",
+            ],
+            rows,
         ),
         "",
-        f"Nothing is trained after the cut: {quality['calibration']} sentences choose the heads"
-        " (`surgeon`) and refit the kept weights (`hp.recovery.Lstsq(feed_forward=True)`). A random"
-        " choice may empty a layer; headprune keeps a head in each."
-        f" ±: standard deviation over {draws} draws of sentences. Speed: batch {one['batch']} of"
-        f" {one['length']} tokens on a CPU ({one['hardware']['processor']},"
-        f" {threads(one['hardware'])}); in brackets its 95 % interval.",
+        f"Nothing is trained: {quality['calibration']} sentences choose the heads (`surgeon`) and"
+        " refit the output projections. headprune keeps a head in every layer; the random choice"
+        " may not. Numbers are means of"
+        f" {draws} draws of these sentences. Brackets are 95 % intervals: of the change over test"
+        " rows, of the points above random over draws. Speed: batch size"
+        f" {one['batch']}, {one['length']} tokens each, on a CPU"
+        f" ({one['hardware']['processor']}, {threads(one['hardware'])}).",
     ]
     return "\n".join(lines)
+
+
+def loss(row: dict[str, Any], chosen: list[float]) -> tuple[float, float, float]:
+    """The change of accuracy against all heads, with its interval over test rows."""
+    apart = tradeoff_page.paired(row, tradeoff_page.recovered(row), row["kept"])
+    if apart is None or round(row["base"] + apart["difference"], 4) != round(
+        statistics.fmean(chosen), 4
+    ):
+        raise ValueError("the records are of different plans")
+    return apart["difference"], apart["low"], apart["high"]
+
+
+def gain(chosen: list[float], at_random: list[float]) -> tuple[float, float, float]:
+    """The change against random heads, with Welch's interval over draws."""
+    ends = ttest_ind(chosen, at_random, equal_var=False).confidence_interval(0.95)
+    return statistics.fmean(chosen) - statistics.fmean(at_random), ends.low, ends.high
+
+
+def against_random(gains: dict[int, tuple[float, float, float]], draws: int) -> str:
+    """With how many heads the draws show that the choice is better than random heads."""
+    clear = [str(kept) for kept, (_, low, _) in gains.items() if low > 0]
+    if not clear:
+        return f"Over {draws} draws, the choice is not shown to beat random heads."
+    if len(clear) == len(gains):
+        return f"Over {draws} draws, the choice is shown to beat random heads."
+    return (
+        f"Over {draws} draws, the choice is shown to beat random heads only with"
+        f" {' and '.join(clear)} heads."
+    )
+
+
+def points(middle: float, low: float, high: float) -> str:
+    """Differences of accuracy in points."""
+    return f"{100 * middle:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def limits(records: Path) -> str:
@@ -121,30 +172,38 @@ def limits(records: Path) -> str:
             ("headprune + ONNX Runtime dynamic INT8", third),
         )
     )
-    untrained, trained, smaller = (
+    trained, smaller = (
         statistics.fmean(row["test"] for row in _rows(peers, name, third))
-        for name in ("headprune", "headprune, trained", "smaller architecture")
+        for name in ("headprune, trained", "smaller architecture")
     )
+    apart = next(
+        row["test"]
+        for row in peers["compared"]
+        if (row["peer"], row["kept"], row["reference"])
+        == ("smaller architecture", third, "headprune")
+    )
+    above = points(apart["difference"], apart["low"], apart["high"])
     short = min(
         of(shown, "speed", kept=third, dtype="float32", attention="sdpa", compiled=False),
         key=lambda row: (row["batch"], row["length"]),
     )
     page = f"docs/peers.md#{third}-of-{peers['heads']}-heads-kept"
     times = "docs/tradeoff.md#float32-sdpa-attention-eager-mode"
-    cut, after = (min(kv_groups.by_scorer(llama, 0.75, way).values()) for way in ("cut", "trained"))
+    cut, refitted, after = (_best(llama, way) for way in ("cut", "lstsq+ff", "trained"))
     lines = [
-        "- **You need a model that is several times smaller or faster.** Attention is only a part of"
-        f" it. [MiniLM]({page}) with {third} of {peers['heads']} heads is {alone:.2f} times as fast,"
-        f" with INT8 (dynamic, ONNX Runtime) {int8:.2f} times, with both {both:.2f} times.",
+        "- **You need a model that is several times smaller or faster.** Attention is only a part."
+        f" In another run, [MiniLM]({page}) with {third} of {peers['heads']} heads is"
+        f" {alone:.2f} times as fast, with INT8 (dynamic, ONNX Runtime) {int8:.2f}, with both"
+        f" {both:.2f}.",
         f"- **You can train at length.** [A smaller architecture]({page}) of about the same speed,"
-        f" trained for the task, has an accuracy of {smaller:.3f}; the cut model {untrained:.3f}, or"
-        f" {trained:.3f} after training.",
-        "- **You serve one short input at a time.** The overhead of each operation dominates: at"
-        f" batch {short['batch']} of {short['length']} tokens, [{third} heads]({times}) are only"
-        f" {short['ratio']:.2f} times as fast.",
-        "- **Your language model is small.** Without a quarter of its key/value groups, [a Llama of"
-        f" 260,000 parameters](docs/kv-groups.md) has a perplexity of {cut:.2f} instead of"
-        f" {llama['base']:.2f}; {after:.2f} if trained after the cut.",
+        f" trained for the task, has an accuracy of {smaller:.3f}: {above} points against the cut"
+        f" model without training. Trained, that one reaches {trained:.3f}.",
+        "- **You serve one short input at a time.** Overhead dominates: at"
+        f" batch size {short['batch']} and {short['length']} tokens, [{third} heads]({times}) are"
+        f" only {short['ratio']:.2f} times as fast.",
+        "- **Your language model is small.** [A Llama of 260,000 parameters](docs/kv-groups.md) has"
+        f" a perplexity of {llama['base']:.2f}. Without a quarter of its key/value groups: {cut} after"
+        f" the cut alone, {refitted} after a refit, or {after} after training.",
     ]
     return "\n".join(lines)
 
@@ -152,6 +211,13 @@ def limits(records: Path) -> str:
 def _rows(record: dict[str, Any], peer: str, kept: int | None) -> list[dict[str, Any]]:
     """A peer's rows of one budget."""
     return [row for row in record["rows"] if (row["peer"], row["kept"]) == (peer, kept)]
+
+
+def _best(record: dict[str, Any], way: str) -> str:
+    """The lowest mean perplexity with three quarters of the groups, and whose it is."""
+    means = kv_groups.by_scorer(record, 0.75, way)
+    scorer = min(means, key=means.__getitem__)
+    return f"{means[scorer]:.2f} (`{scorer}`)"
 
 
 def _speed(record: dict[str, Any], peer: str, kept: int | None, shape: dict[str, Any]) -> float:

@@ -196,7 +196,7 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
                     if (tuned, number, round(share, 4), refit) in done:
                         continue
                     subject = subject or opened(args, tuned)
-                    _note_whole(record, subject, tuned)
+                    note_whole(record, subject, tuned)
                     scored = scored or Scored.of(subject, args, number)
                     try:
                         yield scored.row(tuned, share, refit)
@@ -204,7 +204,7 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
                         print(f"{args.task}: no plan keeps {share:.3f} of the heads", flush=True)
 
 
-def _note_whole(record: dict[str, Any], subject: Subject, tuned: int) -> None:
+def note_whole(record: dict[str, Any], subject: Subject, tuned: int) -> None:
     """Notes what the uncut model does; one of the same seed that was trained on another machine may
     be another."""
     weights = studies.weights_of(subject.model)

@@ -269,7 +269,9 @@ def lead(records: list[dict[str, Any]]) -> str:
     for record in records:
         names = list(table(record))
         best = ", ".join(f"`{name}`" for name in names[:3])
-        chance = f", random heads are number {names.index('random') + 1}" * ("random" in names)
+        chance = ""
+        if "random" in names:
+            chance = f", random heads are number {names.index('random') + 1}"
         task = TITLES[record["task"]].partition(",")[0]
         words.append(f"{task}: {best}{chance} of {len(names)}")
     return (

@@ -455,8 +455,8 @@ def matrix(records: Path) -> str:
     about = (
         f"Of {len(models)} small decoders ({n_random} random, one pretrained Llama), how many gave"
         f" headprune's {record['steps']} greedy tokens for each of 3 prompts, and its"
-        f" log-probabilities within {TOLERANCE:g} (32-bit floats, CPU). *Even*: all layers keep as"
-        " many heads."
+        f" log-probabilities within {TOLERANCE:g} (32-bit floats, CPU). *Even*: the same number"
+        " of heads in all layers."
     )
     return "\n".join([about, "", *table(head, rows, len(head))])
 

@@ -31,6 +31,7 @@ import gpu_page
 import headline
 import kv_groups
 import learned_gates
+import one_budget
 import pipelines
 import recipe_runs
 import regret
@@ -50,6 +51,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "learned-gates-*.json": learned_gates.write_page,
     "pipelines-*.json": pipelines.draw,
     "regret-*.json": regret.draw,
+    "one-budget-*.json": one_budget.draw,
     "choice-intervals-*.json": choice_intervals.draw,
     "choice-cost-*.json": choice_cost.draw,
     "kv-groups-*.json": kv_groups.draw,

@@ -61,7 +61,8 @@ ASKED_FOR = {
     "Python": "__class__ __dir__ __getattr__ showwarning",
     "a module's repr and a state dict": "extra_repr get_extra_state set_extra_state",
     "Transformers' models": (
-        "_split_heads allow_global_per_layer_attribute_access attribute_map tie_word_embeddings"
+        "_is_hf_initialized _split_heads allow_global_per_layer_attribute_access attribute_map"
+        " tie_word_embeddings"
     ),
     "the Transformers Trainer": (
         "_move_model_to_device _n_gpu _prepare_inputs compute_loss device_placement"

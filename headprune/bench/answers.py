@@ -133,4 +133,5 @@ def evaluate_answers(
         amounts=tuple(amounts),
         counts=(1.0,) * len(amounts),
         more={"exact_match": sum(exact) / len(exact)},
+        outputs=tuple(texts),
     )

@@ -55,6 +55,9 @@ class Quality:
             Matthews correlation see ``headprune.core.bleu`` and ``headprune.core.matthews``.
         more: Other metrics of the same answers, by name.
         classes: For one class per example: its label and the model's answer, in data order.
+        outputs: The model's answer to each example of other tasks, in data order: label and answer
+            of every counted token, label and number of a regression, or a text. None for language
+            models and for losses of your own.
     """
 
     metric: str
@@ -66,6 +69,7 @@ class Quality:
     counts: tuple[float, ...]
     more: Mapping[str, float] = field(default_factory=dict)
     classes: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -78,6 +82,8 @@ class _MetricSums:
         counts: Denominators.
         unread: ``[examples, amounts and a count]`` per batch, on the model's device.
         classes: ``[examples, label and answer]`` per batch, where an example has one class.
+        tokens: ``[examples, places, label, answer and whether it counts]`` per batch.
+        numbers: ``[examples, label and answer]`` per batch of a regression.
     """
 
     metric: str = "loss"
@@ -85,6 +91,17 @@ class _MetricSums:
     counts: list[float] = field(default_factory=list)
     unread: list[Tensor] = field(default_factory=list)
     classes: list[Tensor] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)
+
+    def outputs(self) -> list[Any]:
+        """Read the answers to every example that are no single class."""
+        found: list[Any] = []
+        for rows in in_main_memory(self.tokens):
+            found += map(_counted, rows.tolist())
+        for rows in in_main_memory(self.numbers):
+            found += map(tuple, rows.tolist())
+        return found
 
     def add(self, metric: str, amounts: Tensor, counts: Tensor | None = None) -> None:
         """Add a batch: amounts ``[examples]`` or ``[examples, several]``, counts ``[examples]``."""
@@ -112,6 +129,11 @@ class _MetricSums:
         if self.metric == "perplexity":
             return math.exp(min(value, 700.0))  # exp overflows above 709
         return value
+
+
+def _counted(places: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    """Label and answer of the places of an example that count."""
+    return tuple((label, answer) for label, answer, counts in places if counts)
 
 
 def evaluate(
@@ -191,6 +213,7 @@ def evaluate(
         counts=tuple(totals.counts),
         more=more,
         classes=tuple(classes),
+        outputs=tuple(totals.outputs()),
     )
 
 
@@ -242,6 +265,9 @@ def _count(
         _count_classes(totals, logits[:, None], labels, counted, metric)
     elif kind == "regression":
         totals.add("mse", prediction.losses(model, batch))
+        if logits[0].numel() == 1:
+            pairs = [labels.reshape(-1).double(), logits.reshape(-1).double()]
+            totals.numbers.append(torch.stack(pairs, 1))
 
 
 def _count_tokens(
@@ -256,7 +282,9 @@ def _count_tokens(
     """Add a batch of labelled tokens: a language model's losses, or right predictions."""
     losses, counted = token_losses(model, batch, logits, shifted)  # [examples, tokens]
     if not shifted and not is_causal_lm(model):
-        _count_classes(totals, logits, batch["labels"], counted.bool(), metric)
+        labels, places = batch["labels"], counted.bool()
+        _count_classes(totals, logits, labels, places, metric)
+        totals.tokens.append(torch.stack([labels, logits.argmax(-1), places.long()], -1))
         return
     name = "perplexity"
     unit = 1.0

@@ -114,5 +114,10 @@ def evaluate_translation(
         counts.append(float(score.ref_len))
     value = float(bleu(np.array(amounts).sum(0), np.array(counts).sum()))
     return replace(
-        quality, metric="bleu", value=value, amounts=tuple(amounts), counts=tuple(counts)
+        quality,
+        metric="bleu",
+        value=value,
+        amounts=tuple(amounts),
+        counts=tuple(counts),
+        outputs=tuple(translations),
     )

@@ -18,16 +18,16 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.version import __version__
 from headprune.model.offloaded import count_parameters
+from headprune.model.saves import BEGIN as BEGIN
+from headprune.model.saves import CARD as CARD
+from headprune.model.saves import END as END
 from headprune.report.verdict import card_lines
 
-CARD = "README.md"
 #: Follows the title of the section where the rest of the card is the base model's.
 _OTHERS = (
     "The other words of this card are those of the model before the cut; what they measured was"
     " measured on it."
 )
-BEGIN = "<!-- headprune: begin -->"
-END = "<!-- headprune: end -->"
 _TITLE = "## Attention heads"
 
 #: Python code that loads a folder, by its format.

@@ -33,7 +33,7 @@ from headprune.core.errors import (
     VerificationFailed,
     reason_of,
 )
-from headprune.core.files import finish_renames, staged
+from headprune.core.files import finish_renames, sha256_file, staged
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.layout_data import layout_from
@@ -45,7 +45,7 @@ from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import count_parameters, offloaded
 from headprune.model.plain_config import config_of_cut
-from headprune.model.saves import record_of
+from headprune.model.saves import MODELLING, record_of
 from headprune.model.sites import (
     BoundSite,
     Sites,
@@ -58,10 +58,8 @@ from headprune.model.sites import (
 
 Format = Literal["headprune", "transformers", "remote-code", "gguf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-#: Modelling files of an earlier save in the format "remote-code".
-_MODELLING = "modeling_headprune_*.py"
 #: Files of an earlier save that a new one takes the place of.
-OURS = (MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING, gguf_file.FILE)
+OURS = (MANIFEST, WEIGHTS, INDEX, SHARDS, MODELLING, gguf_file.FILE)
 
 
 def save_pretrained(
@@ -266,12 +264,13 @@ def from_pretrained(
         raise InvalidValue("from_pretrained(plan=)", must, type(plan).__name__)
     # Finish or undo a save that was interrupted.
     finish_renames(folder)
-    if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
+    is_ours = (folder / MANIFEST).is_file() and not _is_pushed_over(folder)
+    if model is None and not is_ours and transformers_4.pruned_heads(folder):
         return transformers_4.opened(folder)
-    if (folder / MANIFEST).is_file() and plan is not None:
+    if is_ours and plan is not None:
         must = f"left out, for {MANIFEST} says which heads the model has"
         raise InvalidValue("from_pretrained(plan=)", must, type(plan).__name__)
-    if plan is not None or (not (folder / MANIFEST).is_file() and described.is_described(folder)):
+    if plan is not None or (not is_ours and described.is_described(folder)):
         return described.opened(folder, plan, model, sites)
     # Tensors are read before a model is built or changed.
     manifest = own.read_manifest(folder)
@@ -283,6 +282,13 @@ def from_pretrained(
             "model", "a freshly built full-size torch.nn.Module", type(model).__name__
         )
     return filled(folder, manifest, tensors, model, sites)
+
+
+def _is_pushed_over(folder: Path) -> bool:
+    """Whether Transformers wrote over a folder of ours: its uploads remove no file."""
+    if not described.is_described(folder):
+        return False
+    return sha256_file(folder / "config.json") != own.read_manifest(folder).config_sha256
 
 
 def _local(folder: str | Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headprune.checkpoints.cut_class import filled_by_transformers
+from headprune.checkpoints.cut_class import filled_by_transformers, names_in_model
 from headprune.checkpoints.foreign import check_folder, check_weights, read_object
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
@@ -23,12 +23,18 @@ from headprune.core.opening import check_file
 from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_named
 from headprune.model.cut import cut_
-from headprune.model.saves import RECORD, WEIGHTS_FILE, CutRecord, set_table_types_
+from headprune.model.saves import RECORD, WEIGHTS_FILE, CutRecord, set_dtypes_, set_table_types_
 from headprune.model.sites import BoundSite, Sites, bind, sites_for
 
 _CONFIGURATION = "a model's configuration"
-#: Keys of the format 'remote-code', whose file is not run here.
-_CODE = ("auto_map", "headprune_heads", "headprune_biases")
+#: Keys of the format 'remote-code', whose file is not run here; the last two are for vLLM.
+_CODE = (
+    "auto_map",
+    "headprune_heads",
+    "headprune_biases",
+    "per_layer_config",
+    "allow_global_per_layer_attribute_access",
+)
 #: In front of the names of that format's classes.
 _CODE_CLASS = "HeadPruned"
 
@@ -67,8 +73,9 @@ def opened(
     settings = read_object(path, _CONFIGURATION)
     stored = settings.pop(RECORD, None)
     settings.pop(WEIGHTS_FILE, None)
-    for key in _CODE:
-        settings.pop(key, None)
+    if "headprune_heads" in settings:
+        for key in _CODE:
+            settings.pop(key, None)
     record, layouts = _record(folder, stored, plan)
     for name in record.added:
         _section(settings, name).pop(name.rpartition(".")[2], None)
@@ -81,21 +88,22 @@ def opened(
     # 2. The full model, cut and filled.
     config = _configuration(kind, settings, path)
     check_weights(kind, folder, config)
-    biases = record.biases if plan is None else _biases_in(folder)
 
     def cut_as_recorded_(model: nn.Module) -> None:
         bound = _bound(folder, model, record.mask, layouts, sites)
         cut_(model, bound, record.mask)
-        _add_biases_(model, biases)
+        _add_biases_(model, record.biases if plan is None else _biases_in(folder, model))
+        set_dtypes_(model, record)  # Transformers reads each tensor in the type that is there
 
     what = f"all weights of a {kind.__name__} with the heads that were kept"
-    filled = filled_by_transformers(kind, config, folder, cut_as_recorded_, what)
+    filled = filled_by_transformers(kind, config, folder, cut_as_recorded_, what, record.variant)
 
     # 3. What neither weights nor configuration hold.
     try:
         set_table_types_(filled, record.buffers)
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(str(path), "types of the model's tables", str(error)) from error
+    set_dtypes_(filled, record)  # some classes have some tensors read as float32
     for b in _bound(folder, filled, record.mask, layouts, sites):
         heads = record.folded.get(b.site.name)
         if heads:
@@ -169,8 +177,8 @@ def _bound(
     return bind(model, Sites(named, found.layouts.values()))
 
 
-def _biases_in(folder: Path) -> tuple[str, ...]:
-    """Names of all biases in a folder's files."""
+def _biases_in(folder: Path, model: nn.Module) -> tuple[str, ...]:
+    """Names that all biases in a folder's files have in a model."""
     from safetensors import safe_open
 
     names: list[str] = []
@@ -178,7 +186,10 @@ def _biases_in(folder: Path) -> tuple[str, ...]:
         check_file(path)
         with safe_open(path, framework="pt") as file:
             names += [name for name in file.keys() if name.endswith(".bias")]  # noqa: SIM118
-    return tuple(names)
+    # The model may not have the bias yet, but it has the weight beside it.
+    weights = [f"{name.removesuffix('bias')}weight" for name in names]
+    found = names_in_model(model, weights).values()
+    return tuple(f"{name.removesuffix('weight')}bias" for name, _ in found)
 
 
 def _add_biases_(model: nn.Module, names: tuple[str, ...]) -> None:

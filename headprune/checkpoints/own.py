@@ -2,8 +2,10 @@
 
 A folder holds ``model.safetensors`` or its shards, under the module's own parameter names, and
 ``headprune.json``. That of a Transformers model also holds ``config.json`` and
-``generation_config.json`` of the full model. Loading builds the full model without memory for its
-weights, cuts it, and puts the stored tensors in place. Nothing is pickled.
+``generation_config.json`` of the full model. Where something was cut, ``config.json`` names weights
+that are not there: so plain Transformers stops with an error that names headprune. Loading builds
+the full model without memory for its weights, cuts it, and puts the stored tensors in place.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ from headprune.model.building import fresh, no_memory
 from headprune.model.classes import class_named
 from headprune.model.fingerprint import fingerprint
 from headprune.model.offloaded import OffloadedTensor, offloaded, tied
-from headprune.model.saves import added_biases, as_data
+from headprune.model.saves import (
+    ONLY_HEADPRUNE,
+    RECORD,
+    WEIGHTS_FILE,
+    added_biases,
+    as_data,
+)
 from headprune.model.sites import BoundSite
 
 
@@ -69,7 +77,7 @@ def write(
     stored, aliases = distinct(state, elsewhere)
 
     # 2. Weights first, for the manifest has their hashes.
-    config = _config_text(model)
+    config = _config_text(model, bound)
     folder.mkdir(parents=True, exist_ok=True)
     with written(stored, folder, max_shard_size, save if elsewhere else None) as (sha256, shards):
         manifest = Manifest(
@@ -146,6 +154,7 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
     _check_config_file(path, manifest)
     try:
         config = kind.config_class.from_pretrained(folder)
+        config.__dict__.pop(WEIGHTS_FILE, None)  # only plain Transformers stops at it
         with no_memory(), few_modules(path):
             model: nn.Module = kind(config)
         if kind.can_generate() and (folder / "generation_config.json").is_file():
@@ -264,7 +273,7 @@ def _tables(model: nn.Module, new: nn.Module | None) -> dict[str, Tensor]:
     return tables
 
 
-def _config_text(model: nn.Module) -> bytes | None:
+def _config_text(model: nn.Module, bound: list[BoundSite]) -> bytes | None:
     """The configuration of a Transformers model as it is stored."""
     import transformers
 
@@ -274,6 +283,9 @@ def _config_text(model: nn.Module) -> bytes | None:
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
+    config.pop(RECORD, None)  # of a cut before, where Transformers opened the model
+    if any(len(b.site.heads) < b.site.n_query_heads for b in bound):
+        config[WEIGHTS_FILE] = ONLY_HEADPRUNE
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headprune.attention.kept_heads import weights_of
 from headprune.checkpoints import companions, own, slices, weights
 from headprune.checkpoints.checkpoint import filled, write_card
+from headprune.checkpoints.cut_class import names_in_model
 from headprune.checkpoints.foreign import check_folder, few_modules
 from headprune.checkpoints.manifest import MANIFEST
 from headprune.checkpoints.slices import Slice, Stored
@@ -277,22 +278,13 @@ def _renamed(model: Any, stored: dict[str, Stored], folder: Path) -> dict[str, S
     Raises:
         UnsupportedModel: tensors that Transformers merges or splits when it loads them.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    prefix = model.base_model_prefix
-    state = weights_of(model)
     renamed = {}
-    for old, source in stored.items():
-        new, converted = rename_source_key(old, renamings, converters, prefix, state)
-        if converted is not None:
+    for old, (new, is_converted) in names_in_model(model, stored).items():
+        if is_converted:
             must = "a folder whose tensors are those of the model"
             got = f"{old!r}, one of several that make {new!r}"
             raise UnsupportedModel(str(folder), must, got, _WHOLE)
-        renamed[new] = source
+        renamed[new] = stored[old]
     return renamed
 
 

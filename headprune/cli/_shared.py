@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from headprune.core.display import CONTROL, clean
-from headprune.core.errors import HeadPruneError, ProcessFailed, VerificationFailed
+from headprune.core.errors import WARNING, HeadPruneError, ProcessFailed, VerificationFailed
 
 #: Exit codes.
 FAILED, BAD_INPUT = 1, 2
@@ -94,10 +94,18 @@ def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
 
 
 def watching(quiet: bool) -> dict[str, Any]:
-    """Return the arguments that show progress: lines, and bars on a terminal."""
+    """Return the arguments that show progress: lines, and bars on a terminal.
+
+    Without progress there are only the lines that begin as a warning.
+    """
     if quiet:
-        return {"say": lambda line: None, "progress": False}
+        return {"say": _say_warning, "progress": False}
     return {"say": say, "progress": None}
+
+
+def _say_warning(line: str) -> None:
+    if line.strip().startswith(WARNING):
+        say(line.strip())
 
 
 def on_terminal(quiet: bool) -> bool:
@@ -164,4 +172,4 @@ def _print_error(error: Exception, text: str, debug: bool) -> None:
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
     # Warnings for developers, such as deprecations, are not shown.
     if issubclass(category, UserWarning):
-        say(f"warning: {message}")
+        say(f"{WARNING}{message}")

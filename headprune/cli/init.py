@@ -48,13 +48,15 @@ def init(
     with guarded(debug):
         from headprune.core.errors import InvalidValue
         from headprune.core.files import write_atomic
+        from headprune.core.plan import read_keep
         from headprune.data.guess import guess
         from headprune.run.subject import quiet
 
+        amount = str(read_keep(keep, "--keep"))
         # 1. Guess the recipe from the model's class and the data's columns.
         quiet()
         guessed = guess(
-            model, data, task=task, text=text, text_pair=text_pair, label=label, keep=keep
+            model, data, task=task, text=text, text_pair=text_pair, label=label, keep=amount
         )
         recipe = guessed.recipe()
         # 2. Choose the file; `-` is standard output.

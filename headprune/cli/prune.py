@@ -27,7 +27,7 @@ from headprune.cli._shared import (
     watching,
 )
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.core.files import occupied
+from headprune.core.files import occupied, pruned_name
 
 if TYPE_CHECKING:
     from headprune.checkpoints.checkpoint import Format
@@ -47,7 +47,10 @@ _WITH_NEURONS = (
 def prune(
     # What to cut, and where to save it.
     model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
-    out: Annotated[Path, typer.Option(help="Folder for the cut model.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the cut model; default NAME-pruned, after the model's."),
+    ] = None,
     # Where the choice of heads comes from: one of these three.
     plan: Annotated[Path | None, typer.Option(help="A plan, as a run writes it.")] = None,
     scores: Annotated[
@@ -178,7 +181,8 @@ def prune(
     with guarded(debug):
         # 1. Check the options before anything is loaded.
         _check_format(format, dtype, no_tokenizer)
-        _check_out(out, on_data=data is not None)
+        folder = out or Path(pruned_name(model))
+        _check_out(folder, on_data=data is not None)
         sources = {"--plan": plan, "--scores": scores, "--data": data}
         columns = {"--text": text, "--text-pair": text_pair, "--label": label}
         with_data = {"--task": task, **columns, "--set": settings, "--speedup": speedup}
@@ -204,7 +208,7 @@ def prune(
         _check_push(push, private)
 
         # 2. Cut: from file to file, by the plan, or by a run on the data.
-        target = _Target(model, out, format, max_shard_size, dtype, push, private, no_tokenizer)
+        target = _Target(model, folder, format, max_shard_size, dtype, push, private, no_tokenizer)
         if streaming:
             _stream(target, decided, as_json)
             return
@@ -330,7 +334,8 @@ def _check_out(out: Path, on_data: bool) -> None:
 
     allowed = (RUN,) if on_data else ()
     if occupied(out, allowed):
-        raise InvalidValue("--out", "a new or an empty folder", str(out))
+        hint = "Name another with --out."
+        raise InvalidValue("--out", "a new or an empty folder", str(out), hint)
 
 
 def _check_source(sources: Mapping[str, object], with_data: Mapping[str, object]) -> None:
@@ -383,7 +388,11 @@ def _check_push(push: str | None, private: bool) -> None:
 
 def _as_settings(chosen: _Choice, settings: list[str] | None) -> list[str]:
     """Express budget and selector as settings of the guessed recipe; the user's own come last."""
+    from headprune.core.plan import read_keep
+
     option, amount = _one_budget(chosen.amounts, "--data")
+    if isinstance(amount, str):
+        amount = read_keep(amount, option)
     lines = [f"select.{_kind(option)}={amount}"]
     if option != "--keep":  # the guessed recipe has this budget
         lines.append("select.keep_heads=null")
@@ -445,14 +454,10 @@ def _kind(option: str) -> str:
 
 
 def _budget(option: str, amount: str | float, tensor_parallel: int | None) -> Budget:
-    from headprune.core.plan import Budget
+    from headprune.core.plan import Budget, read_keep
 
-    # Of --keep: a count or a fraction. Whether it is in range, Budget checks.
     if isinstance(amount, str):
-        try:
-            amount = int(amount) if amount.isdigit() else float(amount)
-        except ValueError:
-            raise InvalidValue(option, "a count of heads or a fraction", repr(amount)) from None
+        amount = read_keep(amount, option)
     return Budget(**{_kind(option): amount}, tensor_parallel=tensor_parallel)  # type: ignore[arg-type]
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+#: How a warning begins, among lines of progress.
+WARNING = "warning: "
 #: Characters of the wrong value that a message shows.
 _LONGEST = 2000
 

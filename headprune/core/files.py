@@ -378,6 +378,17 @@ def occupied(folder: Path, beside: Container[str] = ()) -> list[str]:
     return sorted(name for name in names if name not in beside)
 
 
+def pruned_name(model: str) -> str:
+    """Return the name of what a model becomes, after its folder or its name on the hub.
+
+    >>> pruned_name("models/my bert/"), pruned_name("owner/name")
+    ('my-bert-pruned', 'name-pruned')
+    """
+    name = Path(os.path.abspath(model)).name
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", name).strip("-._")[:90]
+    return f"{plain or 'mine'}-pruned"
+
+
 def append_line(path: str | Path, line: str) -> None:
     """Add a line to a file of lines; it is on the disk when this returns.
 

@@ -95,6 +95,38 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def beats_constant(classes: Sequence[tuple[int, int]]) -> bool:
+    """Whether answers are shown to be right more often than the most frequent class, at 95 %.
+
+    Args:
+        classes: Rows of each class, and how many of them are answered correctly.
+
+    >>> beats_constant([(50, 45), (50, 45)]), beats_constant([(90, 90), (10, 1)])
+    (True, False)
+    """
+    n_most, right = max(classes)
+    gained = sum(one for _, one in classes) - right
+    return paired_interval(n_most - right, gained, sum(n for n, _ in classes))[1] < 0
+
+
+def paired_interval(lost: float, gained: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of the share that ``n`` pairs lose (Agresti and Min 2005).
+
+    Args:
+        lost: Rows that only the first of the two has right.
+        gained: Rows that only the second has right.
+        n: All rows.
+
+    >>> low, high = paired_interval(0, 0, 98)
+    >>> round(low, 3), round(high, 3)
+    (-0.02, 0.02)
+    """
+    lost, gained = lost + 0.5, gained + 0.5  # half a row more of each kind of pair
+    middle = (lost - gained) / (n + 2)
+    error = math.sqrt(lost + gained - (lost - gained) ** 2 / (n + 2)) / (n + 2)
+    return max(-1.0, middle - Z * error), min(1.0, middle + Z * error)
+
+
 def drop_words(metric: str, amount: float, digits: int = 2) -> str:
     """Format a drop: points, per cent, or the plain number with two digits more.
 

@@ -7,7 +7,6 @@ the other. The drop is computed in every draw, and its quantiles are the interva
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from headprune.core.bleu import ORDER, bleu
 from headprune.core.errors import InvalidValue
 from headprune.core.matthews import matthews, worst_example
-from headprune.core.metrics import MATTHEWS, POINTS, Z, drop, drops, is_one_of, wilson
+from headprune.core.metrics import (
+    MATTHEWS,
+    POINTS,
+    drop,
+    drops,
+    is_one_of,
+    paired_interval,
+    wilson,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,21 +159,10 @@ def _is_share(answers: Answers) -> bool:
 
 
 def _drop_of_share(base: Answers, other: Answers) -> Drop:
-    """Return the drop of a share of rows, with half a row added to each kind of pair.
-
-    >>> import numpy as np
-    >>> right = Answers("accuracy", np.ones(98), np.ones(98))
-    >>> drop = _drop_of_share(right, right)
-    >>> round(drop.low, 3), drop.value, round(drop.high, 3)
-    (-0.02, 0.0, 0.02)
-    """
-    n = len(base.counts)
-    lost = float((base.amounts > other.amounts).sum()) + 0.5
-    gained = float((base.amounts < other.amounts).sum()) + 0.5
-    middle = (lost - gained) / (n + 2)
-    error = math.sqrt(lost + gained - (lost - gained) ** 2 / (n + 2)) / (n + 2)
-    low, high = max(-1.0, middle - Z * error), min(1.0, middle + Z * error)
-    return Drop(drop(base.metric, base.value, other.value), low, high)
+    lost = int((base.amounts > other.amounts).sum())
+    gained = int((base.amounts < other.amounts).sum())
+    ends = paired_interval(lost, gained, len(base.counts))
+    return Drop(drop(base.metric, base.value, other.value), *ends)
 
 
 def upper_bounds(

@@ -38,6 +38,36 @@ def allowance(amount: int | float, whole: int) -> int:
     return math.floor(amount * whole * (1 + 1e-12) + 1e-9)
 
 
+def share_hint(amount: float) -> str:
+    """Say how to write a number that was probably meant as a percentage; else nothing.
+
+    >>> share_hint(50.0), share_hint(144)
+    ('For 50 % of the heads, write 0.5.', '')
+    """
+    return f"For {amount:g} % of the heads, write {amount / 100:g}." if 1 < amount < 100 else ""
+
+
+def read_keep(text: str, where: str) -> int | float:
+    """Read a count of heads, or a fraction of them, from a command line.
+
+    Raises:
+        InvalidValue: anything else.
+
+    >>> read_keep("36", "--keep"), read_keep("0.5", "--keep")
+    (36, 0.5)
+    """
+    try:
+        amount = int(text) if text.isdecimal() else float(text.rstrip("% "))
+    except ValueError:
+        amount = math.nan
+    if isinstance(amount, int) and amount >= 1:
+        return amount
+    if 0 < amount <= 1 and not text.endswith("%"):
+        return amount
+    must = "a count of heads, or a fraction of them above 0 and up to 1.0"
+    raise InvalidValue(where, must, repr(text), share_hint(amount) or "For example 0.5, or 36.")
+
+
 @dataclass(frozen=True)
 class Budget(Value):
     """How much may be kept; exactly one of the five kinds is given.
@@ -93,14 +123,16 @@ class Budget(Value):
                 hint = "1.3 is 30 % more calls per second."
                 raise InvalidValue("Budget.speedup", "a number above 1", repr(amount), hint)
             return
-        must = "a fraction above 0 and up to 1.0"
+        must, hint = "a fraction above 0 and up to 1.0", ""
         valid = numeric and 0 < amount <= 1
         if self.kind == "keep_heads":
             must = f"a count >= 1 or {must}"
             if isinstance(amount, int):
                 valid = numeric and amount >= 1
+            elif numeric:
+                hint = share_hint(amount)
         if not valid:
-            raise InvalidValue(f"Budget.{self.kind}", must, repr(amount))
+            raise InvalidValue(f"Budget.{self.kind}", must, repr(amount), hint)
 
     def _check_length(self) -> None:
         if self.length is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -375,23 +376,35 @@ def _grade_of_classes(
     name: str, values: Sequence[Any], classes: Sequence[str]
 ) -> tuple[int, str] | None:
     """Grade a column as one of class names or numbers; None where it cannot be."""
-    distinct, n = set(values), len(classes)
+    distinct = set(values)
     if _all_differ(values) or any(isinstance(value, float) for value in distinct):
         return None
     known = first_of(LABELS, [name]) is not None
-    if classes and are_names_of(distinct, classes):
-        return 5 + (len(distinct) == n), f"matches the model's {n} classes"
-    if all(is_class_number(v) and 0 <= int(v) < n for v in distinct):
-        # Few small numbers may mean anything, unless the name says that they are labels.
-        if known or len(distinct) == n:
-            return 4, f"has the numbers of the model's {n} classes"
-    elif len(distinct) == n:
-        return 3, f"has as many values as the model has classes, {n}"
+    fit = _fit_to_classes(distinct, known, classes)
+    if fit is not None:
+        return fit
     if known:
         return 2, "by its name"
     if first_of(_TEXTS, [name]) or 2 * len(distinct) > len(values):
         return None
     return 0, "the only one whose values repeat"
+
+
+def _fit_to_classes(
+    distinct: set[Any], known: bool, classes: Sequence[str]
+) -> tuple[int, str] | None:
+    """Grade values by how they fit the model's classes; None where they do not."""
+    n = len(classes)
+    numbers = all(map(is_class_number, distinct))
+    # Few small numbers may mean anything, unless the column's name says that they are labels.
+    telling = known or len(distinct) == n or not numbers
+    if telling and are_names_of(distinct, classes):
+        return 5 + (len(distinct) == n), f"matches the model's {n} classes"
+    if numbers and all(0 <= int(value) < n for value in distinct):
+        return (4, f"has the numbers of the model's {n} classes") if telling else None
+    if len(distinct) == n:
+        return 3, f"has as many values as the model has classes, {n}"
+    return None
 
 
 def _all_differ(values: Sequence[Any]) -> bool:
@@ -452,8 +465,10 @@ def _only(names: tuple[str, ...], where: str, what: str, table: Table) -> str:
 def _unclear(where: str, must: str, names: Sequence[str], table: Table) -> InvalidValue:
     all_names = table.columns.in_order
     hint = f"The columns are {listed(all_names)}."
-    if where.startswith("--"):
-        hint += f" Name one, such as {where} {(*names, *all_names)[0]}."
+    if where.startswith("--") and names:
+        hint += f" Name one, such as {where} {shlex.quote(names[0])}."
+    elif where.startswith("--"):
+        hint += f" None of them fits by its contents; if one is meant, name it: {where} COLUMN."
     else:
         hint += " Rename them, or write the recipe by hand: `headprune show trec-minilm` is one."
     return InvalidValue(

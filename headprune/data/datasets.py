@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.data.features import (
     Collate,
@@ -35,6 +36,9 @@ from headprune.data.sources import Source, check_pictures, folder_of, load_sourc
 from headprune.data.splits import Part, calibration_rows, normalised, partition
 from headprune.data.tidy import with_plain_labels, without_incomplete
 from headprune.recipes.schema import CLASSIFICATIONS, UNLABELLED, DataSection, Recipe, Task
+
+#: Rows that are encoded at once, between two steps of progress.
+_ENCODED = 1000
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class Data:
             their true answers.
         warnings: Notes for readers of the record.
         texts: Of every test row, as the data has it; empty where the model reads none.
-        one_class: Whether an example has one label, a class.
+        test_rows: The test rows' numbers in their split of the data.
+        test_split: That split.
     """
 
     examples: dict[str, list[Example]]
@@ -114,7 +119,8 @@ class Data:
     targets: dict[str, list[Any]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
-    one_class: bool = False
+    test_rows: tuple[int, ...] = ()
+    test_split: str = "test"
 
     def batches(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Return batches of ``size`` rows in data order."""
@@ -308,17 +314,18 @@ def _check_answers(
 
 def _keys(rows: Any, section: DataSection, task: Task, role: str) -> list[str]:
     """Return each row's input as text, so that equal inputs have equal keys."""
+    doing = f"reading {role} rows"
     if task == "image_classification":
-        images = enumerate(rows[section.image])
+        images = enumerate(bar(rows[section.image], doing))
         return [_image_key(image, f"data: {role} row {i}") for i, image in images]
     if task == "audio_classification":
-        folder, clips = folder_of(section), enumerate(rows[section.audio])
+        folder, clips = folder_of(section), enumerate(bar(rows[section.audio], doing))
         return [clip_of(clip, f"data: {role}, row {i}", folder).key for i, clip in clips]
     lists = section.tokens is not None or task == "token_classification"
     must = f"{'a list' if lists else 'text'} that is not empty"
-    columns = [rows[name] for name in section.text_columns or [str(section.tokens)]]
+    first, *others = [rows[name] for name in section.text_columns or [str(section.tokens)]]
     keys = []
-    for i, values in enumerate(zip(*columns, strict=True)):
+    for i, values in enumerate(zip(bar(first, doing), *others, strict=True)):
         where = f"data: {role}, row {i}"
         # The separator is a control character, so that "a b" + "c" differs from "a" + "b c".
         keys.append("\x1f".join(_text_key(value, must, where) for value in values))
@@ -445,21 +452,43 @@ def encode_rows(
     examples: dict[str, list[Example]] = {}
     targets: dict[str, list[Any]] = {}
     for name, rows in raw.splits.items():
-        examples[name] = encoder.encode(rows)
+        examples[name] = _encoded(encoder, rows, f"encoding {name} rows")
         if task == "causal_lm":
             _check_lengths(examples[name], name)
         if section.target:
             targets[name] = list(rows[section.target])
     collate = Collate(preparation.pad, dtype=dtype)
-    one_class = task in CLASSIFICATIONS and task != "token_classification"
-    texts = _texts(recipe, raw) if one_class else ()
-    return Data(examples, collate, recipe.seed, targets, texts=texts, one_class=one_class)
+    return Data(examples, collate, recipe.seed, targets, **_test_rows(recipe, raw))
+
+
+def _test_rows(recipe: Recipe, raw: RawData) -> dict[str, Any]:
+    """What ``Data`` has of the test rows, for reports."""
+    part = raw.parts["test"]
+    return {"texts": _texts(recipe, raw), "test_rows": part.rows, "test_split": part.source}
+
+
+def _encoded(encoder: RowEncoder, rows: Any, doing: str) -> list[Example]:
+    """Encode rows, some at a time, so that progress shows."""
+    examples: list[Example] = []
+    # Clips of sound are compared with each other.
+    size = len(rows) if encoder.task == "audio_classification" else _ENCODED
+    with bar(None, doing, total=len(rows)) as progress:
+        for start in range(0, len(rows), size):
+            some = rows.select(range(start, min(start + size, len(rows))))
+            examples += encoder.encode(some)
+            progress.update(len(some))
+    return examples
 
 
 def _texts(recipe: Recipe, raw: RawData) -> tuple[str, ...]:
     """Return the text of every test row, for reports; empty for images and sound."""
-    columns = [raw.splits["test"][name] for name in recipe.data.text_columns]
-    return tuple(" / ".join(map(str, texts)) for texts in zip(*columns, strict=True))
+    columns = [map(_words, raw.splits["test"][name]) for name in recipe.data.text_columns]
+    return tuple(map(" / ".join, zip(*columns, strict=True)))
+
+
+def _words(text: Any) -> str:
+    """A text; one that comes as a list of words, joined."""
+    return " ".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def _check_lengths(examples: Sequence[Example], name: str) -> None:
@@ -483,10 +512,18 @@ def _encode_questions(
     targets: dict[str, list[Any]] = {"validation": [], "test": []}
     for name, rows in raw.splits.items():
         examples[name] = []
-        for example, question in encode_questions(rows, *tools):
+        found = encode_questions(rows, *tools)
+        for example, question in bar(found, f"encoding {name} rows"):
             examples[name].append(example)
             if name in targets:
                 targets[name].append(question)
     # A window holds one answer only if the context is not cut before it.
     notes = cut_off(examples, recipe.data.max_length)
-    return Data(examples, Collate(preparation.pad), recipe.seed, targets, notes)
+    return Data(
+        examples,
+        Collate(preparation.pad),
+        recipe.seed,
+        targets,
+        notes,
+        **_test_rows(recipe, raw),
+    )

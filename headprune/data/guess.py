@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, get_args
 import yaml
 
 from headprune.core.errors import InvalidValue, did_you_mean
+from headprune.core.files import pruned_name
 from headprune.data.columns import (
     LABELLED_TEXT,
     LABELS,
@@ -178,7 +178,7 @@ def _task_of_columns(rows: Any, columns: Columns, data: str, label: str | None) 
     label = label or first_of(LABELS, columns.names)
     if label is not None:
         return "regression" if has_fractions(rows, label) else "text_classification"
-    plain_text = len(columns.texts) == 1 and Path(data).suffix == ".txt"
+    plain_text = len(columns.texts) == 1 and Path(data).suffix.lower() == ".txt"
     return "causal_lm" if plain_text else None
 
 
@@ -290,10 +290,8 @@ def _recipe_text(
     keep: str,
 ) -> str:
     """Return the recipe as commented YAML."""
-    # The recipe's name is that of the model's folder, in the characters that names may have.
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(model.rstrip("/")).name).strip("-._")[:90] or "mine"
     lines = [
-        f"name: {_quoted(f'{name}-pruned')}",
+        f"name: {_quoted(pruned_name(model))}",
         f"description: {_quoted(f'{model} loses heads, on {data}.')}",
     ]
     lines += [f"# {line}" for line in why]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
 from headprune.data.datasets import Data, RawData
+from headprune.data.labels import as_setting
 from headprune.model.losses import logits_of, predict
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.transfers import in_main_memory
@@ -113,8 +115,9 @@ def check_order(
         note = f"labels are {got}. If that is the model's own order, data.labels: {order} says so"
         return fit, (note,)
     must = "given, for another order of labels fits the model's answers far better"
+    setting = shlex.quote(f"data.labels={order}")
     hint = (
-        f"Add data.labels: {order} (--set 'data.labels={order}'), the label of every class of the"
+        f"Add data.labels: {order} (--set {setting}), the label of every class of the"
         " model in its order; or your own order, which is then taken."
     )
     raise InvalidValue("data.labels", must, f"labels {got}", hint)
@@ -214,14 +217,18 @@ def _sign_test(wins: int, losses: int) -> float:
 def _labels_in_order(raw: RawData, order: tuple[int, ...]) -> list[Any]:
     """Return the data's label of each class in an order.
 
-    A class without a label in the data has the model's name.
+    A class without a label in the data has the model's name, or its number where that name is a
+    label of another class.
     """
     by_number = {}
     for value, number in raw.label_ids.items():
-        by_number[number] = raw.dataset_names.get(value, value)
+        by_number[number] = raw.dataset_names.get(value, as_setting(value))
+    taken = set(map(str, by_number.values()))
     by_class = {}
     for number, answer in enumerate(order):
-        by_class[answer] = by_number.get(number, raw.labels[number])
+        name = raw.labels[number]
+        spare = f"class {answer}" if str(name) in taken else name
+        by_class[answer] = by_number.get(number, spare)
     return list(dict(sorted(by_class.items())).values())
 
 

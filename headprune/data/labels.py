@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,13 +15,21 @@ from headprune.recipes.schema import Recipe
 
 #: A class name that Transformers made up.
 _GENERIC = re.compile(r"LABEL_\d+")
+#: A whole number as a float or a boolean is written, and the number itself.
+_WHOLE = re.compile(r"(\d+)\.0+")
+_BOOLEANS = {"false": "0", "true": "1"}
 #: Names that a message lists.
 _SHOWN = 8
 
 
 def _loose(name: str) -> str:
-    """Return a name without case, and with one blank for blanks, underscores and hyphens."""
-    return " ".join(re.split(r"[\s_-]+", name.strip())).casefold()
+    """Return a name without case, with one blank for blanks, underscores and hyphens.
+
+    Numbers lose their form: "1.0" and "True" become "1".
+    """
+    plain = " ".join(re.split(r"[\s_-]+", name.strip())).casefold()
+    whole = _WHOLE.fullmatch(plain)
+    return _BOOLEANS.get(plain, whole[1] if whole else plain)
 
 
 #: Spellings under which names are compared, the strictest first.
@@ -34,7 +43,8 @@ def number_labels(recipe: Recipe, raw: RawData) -> RawData:
 
     1. ``data.labels`` is the order, where it is given.
     2. A freshly built model takes the data's own order.
-    3. A model that names every class of the data, in any spelling, keeps its numbering.
+    3. A model that names every class of the data, in any spelling, keeps its numbering: a label
+       1 is the class "1", wherever that stands.
     4. A model that is not trained takes labels that are numbers, as text too, as class numbers.
     5. A model that is trained gets a new head for the data's labels.
     6. A model without class names takes the data's numbers, or sorted names.
@@ -42,8 +52,9 @@ def number_labels(recipe: Recipe, raw: RawData) -> RawData:
 
     Raises:
         InvalidValue: the model has other names, the data only names, and the recipe does not
-            train it; numbers that begin at 1 for a model that counts from 0; names with other
-            numbers in the model; or ``data.labels`` without some label of the data.
+            train it; numbers that begin at 1 for a model that counts from 0; names or numbers
+            that the model gives to other classes; or ``data.labels`` without some label of the
+            data.
     """
     if not raw.labels:
         return raw
@@ -95,9 +106,19 @@ def is_class_number(label: Any) -> bool:
 
 
 def are_names_of(labels: Iterable[Any], names: Iterable[str]) -> bool:
-    """Whether every label is one of these names, in any spelling."""
+    """Whether every label, as text, is one of these names, in any spelling."""
     known = set(map(_loose, names))
-    return all(isinstance(label, str) and _loose(label) in known for label in labels)
+    return all(_loose(str(label)) in known for label in labels)
+
+
+def as_setting(label: Any) -> str | int:
+    """Return a label as ``data.labels`` takes it: a boolean is its name."""
+    return str(label) if isinstance(label, bool) else label
+
+
+def _only_count(names: Sequence[str]) -> bool:
+    """Whether the names are the numbers of the classes."""
+    return list(names) == list(map(str, range(len(names))))
 
 
 def _is_unnamed(names: Any) -> bool:
@@ -146,15 +167,16 @@ def _in_given_order(
 
 def _by_name(raw: RawData, names: Sequence[str]) -> RawData | None:
     """Use the model's numbering where it has every name of the data in some spelling."""
-    if not isinstance(raw.labels[0], str):
+    # Names 0, 1, 2 ... only count the classes: as numbers, they are checked more strictly.
+    if not isinstance(raw.labels[0], str) and _only_count(names):
         return None
+    stored = raw.class_names or {value: str(value) for value in raw.present}
     for spelling in _SPELLINGS:
         in_model = dict(zip(map(spelling, names), names, strict=True))
-        in_data = set(map(spelling, raw.labels))
+        in_data = set(map(spelling, stored.values()))
         # Two names with one spelling would be mixed up.
-        distinct = len(in_data) == len(raw.labels) and len(in_model) == len(names)
+        distinct = len(in_data) == len(stored) and len(in_model) == len(names)
         if distinct and in_data <= in_model.keys():
-            stored = raw.class_names or dict(zip(raw.labels, raw.labels, strict=True))
             class_names = {value: in_model[spelling(name)] for value, name in stored.items()}
             return replace(raw, labels=tuple(names), class_names=class_names, numbering="name")
     return None
@@ -173,10 +195,29 @@ def _by_number(raw: RawData, names: Sequence[str]) -> RawData:
         example = f"--set 'data.labels={list(range(1, most + 1))}'"
         hint = f"{example} takes {least} for class {least - 1}, and so on."
         raise InvalidValue("data.labels", must, "none", hint)
+    if most < len(names):
+        _check_numbers(numbers, names)
     # A model with fewer classes than numbers is refused when it is loaded.
     labels: tuple[Any, ...] = tuple(names) if most < len(names) else tuple(range(most + 1))
     class_names: dict[Any, Any] = {value: labels[number] for value, number in numbers.items()}
     return replace(raw, labels=labels, class_names=class_names, numbering="number")
+
+
+def _check_numbers(numbers: Mapping[Any, int], names: Sequence[str]) -> None:
+    """Refuse a number that the model has as the name of another class."""
+    in_model = {_loose(name): number for number, name in enumerate(names)}
+    for value, number in numbers.items():
+        other = in_model.get(_loose(str(value)), number)
+        if other != number:
+            must = (
+                f"given: the model calls its class {other} {names[other]!r}, so label {value!r} may"
+                f" mean class {other} or class {number}; in order its classes are {_listed(names)}"
+            )
+            by_number = {number: as_setting(value) for value, number in numbers.items()}
+            order = [by_number.get(number, number) for number in range(len(names))]
+            setting = f"--set 'data.labels={json.dumps(order)}'"
+            hint = f"{setting} takes {value!r} for class {number}, and so on."
+            raise InvalidValue("data.labels", must, "none", hint)
 
 
 def _for_new_head(path: str, raw: RawData, names: Sequence[str]) -> RawData:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import glob
 import os
+import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ _FORMATS = {
 }
 #: Characters that may stand between the cells of a csv file.
 _DELIMITERS = ",;\t|"
+#: A first line by which Excel says which of them it is.
+_SAID = re.compile(r'"?sep=(.)"?', re.IGNORECASE)
 _ROLES = ("train", "validation", "test")
 #: Other common names of the default splits.
 _ALIASES = {"validation": ("val", "valid", "dev")}
@@ -60,7 +63,7 @@ def load_source(section: DataSection) -> Source:
         source = _load_sklearn(section.path)
     elif path.exists():
         source = _load_local(path, section)
-    elif path.suffix in _FORMATS or path.is_absolute() or section.path.startswith((".", "~")):
+    elif _suffix(path) in _FORMATS or path.is_absolute() or section.path.startswith((".", "~")):
         must = "an existing file or folder, or a hub name"
         hint = (
             "Give yours: --set data.path=..., or the key that the recipe makes it from, such as"
@@ -259,7 +262,7 @@ def _format_of(files: Mapping[str, list[Path]], path: Path) -> str:
     """Return the one format of all files, by its name in ``datasets``."""
     formats: set[str] = set()
     for of_split in files.values():
-        formats.update(file.suffix for file in of_split)
+        formats.update(_suffix(file) for file in of_split)
     if len(formats) != 1 or not formats <= _FORMATS.keys():
         must = f"files of one format out of {', '.join(_FORMATS)}"
         got = ", ".join(sorted(formats)) or f"none of the splits in {path}"
@@ -286,7 +289,7 @@ def _read_files(
     if data_format == "text":
         options = {"sample_by": "document"}
     elif data_format == "csv":
-        options = _csv_options(files["train"][0])
+        options = _csv_options([file for of_split in files.values() for file in of_split])
     # The shared cache is keyed by path and time, and would serve a file that was replaced.
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         try:
@@ -303,21 +306,46 @@ def _read_files(
     return dict(loaded)
 
 
-def _csv_options(file: Path) -> dict[str, Any]:
-    """Return how pandas is to read a csv or tsv file, and others like it."""
+def _csv_options(files: Sequence[Path]) -> dict[str, Any]:
+    """Return how pandas is to read csv or tsv files, all in one way.
+
+    Raises:
+        InvalidValue: files with different delimiters.
+    """
+    forms = {file: _csv_form(file) for file in files}
+    first, *others = forms
+    for file in others:
+        if forms[file] != forms[first]:
+            got = f"{first.name} with {forms[first][0]!r} and {file.name} with {forms[file][0]!r}"
+            raise InvalidValue("data.path", "files with the same delimiter and first line", got)
+    delimiter, skipped = forms[first]
     # Excel puts a byte order mark first. "None" and "NA" may be classes, so they are not missing.
     missing = ["", "nan", "NaN", "#N/A"]
     options = {"encoding": "utf-8-sig", "keep_default_na": False, "na_values": missing}
-    if file.suffix == ".tsv":
-        return {**options, "sep": "\t"}
+    return {**options, "sep": delimiter, "skiprows": skipped}
+
+
+def _csv_form(file: Path) -> tuple[str, int]:
+    """Return the delimiter of a csv or tsv file, and the number of lines before its header."""
     check_file(file)
     with open(file, encoding="utf-8-sig", errors="replace", newline="") as lines:
         header = lines.readline(10_000)
+    said = _SAID.fullmatch(header.rstrip("\r\n"))
+    if said:
+        return said[1], 1
+    usual = "\t" if _suffix(file) == ".tsv" else ","
+    # Names of a tsv file may hold commas.
+    if usual == "\t" and "\t" in header:
+        return usual, 0
     try:
-        delimiter = csv.Sniffer().sniff(header, _DELIMITERS).delimiter
+        return csv.Sniffer().sniff(header, _DELIMITERS).delimiter, 0
     except csv.Error:  # a single column
-        delimiter = ","
-    return {**options, "sep": delimiter}
+        return usual, 0
+
+
+def _suffix(file: Path) -> str:
+    """Return how a file's name ends, without regard to case."""
+    return file.suffix.lower()
 
 
 def _as_pattern(file: Path) -> str:
@@ -395,7 +423,7 @@ def _split_files(
     """
     by_name: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()):
-        if file.suffix in _FORMATS and file.is_file():
+        if _suffix(file) in _FORMATS and file.is_file():
             by_name.setdefault(_split_of(file, section), []).append(file)
     if section.train_split not in by_name:
         seen = ", ".join(sorted(os.listdir(folder))[:8]) or "an empty folder"

@@ -178,8 +178,8 @@ class AttentionPictures(Value):
         patterns = [self.pattern(head) for head in self]
         n_named = len(patterns) - patterns.count(None)
         return (
-            f"AttentionPictures of {len(patterns)} heads in {len(self.examples)} examples; words"
-            f" for {n_named} of them"
+            f"attention of {len(patterns)} heads on {len(self.examples)} examples: {n_named} of"
+            " these heads mostly do one thing that has a name"
         )
 
 

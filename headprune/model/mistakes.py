@@ -20,6 +20,8 @@ from headprune.model.running import ANSWERS, AS_MAPPING, batch_size, tensors
 _UNNUMBERED = ("batch", "labels", "loss(model, batch)")
 #: Names in a model's configuration of the number of tokens that it has positions for.
 _POSITIONS = ("max_position_embeddings", "n_positions")
+#: Names that authors of models give to what `forward` compares its answers with.
+_TARGETS = ("targets", "target", "label", "y")
 #: PyTorch's words for labels of another dtype.
 _OTHER_TYPE = re.compile(
     r"expected (scalar type|dtype) .*Long|expected .* Long|nll_loss.* not implemented for", re.I
@@ -248,9 +250,17 @@ def _wrong_arguments(
 
 
 def _as_mapping(model: nn.Module) -> str:
-    """A hint to pass a mapping, with the name that ``forward`` has for its first input."""
-    first = next(iter(inspect.signature(bare(model).forward).parameters), "input_ids")
-    return AS_MAPPING.replace("input_ids", first)
+    """A hint to pass a mapping, with the names that ``forward`` has for its arguments."""
+    names = [*inspect.signature(bare(model).forward).parameters]
+    own = next((name for name in _TARGETS if name in names), None)
+    if own is None or "labels" in names:
+        return AS_MAPPING.replace("input_ids", names[0] if names else "input_ids")
+    # Only the model's author knows what such a forward returns: logits, a loss, or both.
+    return (
+        f"Give mappings: batches = [{{{names[0]!r}: x, {own!r}: y}} for x, y in batches], and pass"
+        " loss=, a callable (model, batch) that calls model(**batch) and returns a loss for each"
+        " example."
+    )
 
 
 def _inputs(batch: Any) -> list[Tensor]:

@@ -3,7 +3,9 @@
 Trainer, ``push_to_hub`` and users call ``model.save_pretrained``, not ours. Its ``config.json``
 describes the full model, which does not fit the weights. So the first cut of a process wraps that
 method. For a cut model it writes the same weights, and a ``config.json`` with what
-``hp.from_pretrained`` needs (``CutRecord``); for every other model it does what it did.
+``hp.from_pretrained`` needs (``CutRecord``); for every other model it does what it did. A process
+that unpickles a cut model wraps it too (``torch.load``, ``multiprocessing``): the pickled record of
+heads names a function of this module.
 
 Where one head count holds for all layers, plain Transformers opens the folder. Everywhere else it
 refuses it, with a message that names headprune: it looks for the weights under the name that the
@@ -13,19 +15,21 @@ configuration gives, which is that message.
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
+import inspect
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headprune.attention.kept_heads import KEPT_HEADS
+from headprune.attention.kept_heads import KEPT_HEADS, weights_of
 from headprune.attention.linear import is_conv1d
 from headprune.core.codec import EMPTY, FrozenDict, Value, leaves
 from headprune.core.errors import HeadPruneError
@@ -38,6 +42,7 @@ from headprune.core.layout import (
     HeadState,
 )
 from headprune.core.layout_data import data_of
+from headprune.core.opening import read_bytes
 from headprune.core.version import __version__
 from headprune.layouts import is_own
 from headprune.model.building import fresh
@@ -49,11 +54,17 @@ RECORD = "headprune"
 #: The key by which Transformers finds the weights.
 WEIGHTS_FILE = "transformers_weights"
 #: What Transformers looks for, and does not find, where the layers differ.
-_ONLY_HEADPRUNE = "weights cut by headprune, open them with headprune.from_pretrained.safetensors"
+ONLY_HEADPRUNE = "weights cut by headprune, open them with headprune.from_pretrained.safetensors"
 #: Marks the method that is wrapped already.
 _WRAPPED = "_headprune_describes"
-#: Of a folder in our own format, whose other files are replaced.
-_MANIFEST = "headprune.json"
+#: Modelling files of the format "remote-code".
+MODELLING = "modeling_headprune_*.py"
+#: Files of the other formats, which describe the save that is replaced.
+_STALE = ("headprune.json", MODELLING)
+#: The model card, and what encloses the section on the cut.
+CARD = "README.md"
+BEGIN = "<!-- headprune: begin -->"
+END = "<!-- headprune: end -->"
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,9 @@ class CutRecord(Value):
         layouts: Layouts that are no files of this library, as data.
         added: Settings that the full model does not have.
         library: The version of headprune.
+        dtype: The type of floating-point weights; None in records of earlier versions.
+        dtypes: Types of weights that have another one, by name.
+        variant: Of the weights' file names, as Transformers calls it.
     """
 
     mask: HeadMask
@@ -79,6 +93,9 @@ class CutRecord(Value):
     layouts: tuple[FrozenDict, ...] = ()
     added: tuple[str, ...] = ()
     library: str = __version__
+    dtype: str | None = None
+    dtypes: FrozenDict = EMPTY
+    variant: str | None = None
 
 
 def describe_saves() -> None:
@@ -96,19 +113,50 @@ def describe_saves() -> None:
         if is_other or not any(_cut_modules(self)):
             return save(self, save_directory, *args, **kwargs)
         config, record = described(self)
+        # A variant may be given by its place.
+        given = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
+        record = replace(record, variant=given.get("variant"))
         extra: dict[str, Any] = {RECORD: record.to_dict()}
         if config is None:
             config = copy.deepcopy(self.config)
-            extra[WEIGHTS_FILE] = _ONLY_HEADPRUNE
+            extra[WEIGHTS_FILE] = ONLY_HEADPRUNE
             # Turning projections of unequal parts back into a family's own packing corrupts them.
             kwargs.setdefault("save_original_format", False)
         with _configured(self, config, extra):
             result = save(self, save_directory, *args, **kwargs)
-        (Path(save_directory) / _MANIFEST).unlink(missing_ok=True)
+        if given.get("is_main_process", True):
+            _remove_stale(Path(save_directory))
         return result
 
     setattr(save_pretrained, _WRAPPED, True)
     transformers.PreTrainedModel.save_pretrained = save_pretrained
+
+
+def _unpickled(*values: Any) -> HeadState:
+    """Make the record of heads of a module that is unpickled, and have its saves described."""
+    describe_saves()
+    return HeadState(*values)
+
+
+def _pickled(state: HeadState) -> tuple[Any, ...]:
+    return _unpickled, tuple(getattr(state, field.name) for field in fields(state))
+
+
+copyreg.pickle(HeadState, _pickled)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what an earlier save in a format of ours said of the weights it had."""
+    for pattern in _STALE:
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+    card = folder / CARD
+    if card.is_file():
+        before, begin, rest = read_bytes(card).decode(errors="surrogateescape").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if begin and end:
+            text = before + after.removeprefix("\n")
+            write_atomic(card, text.encode(errors="surrogateescape"))
 
 
 def described(model: Any) -> tuple[Any, CutRecord]:
@@ -151,6 +199,8 @@ def record_of(model: Any, config: Any = None) -> CutRecord:
         FrozenDict(folded),
         as_data(layouts_of_cuts(model)),
         added,
+        dtype=_name_of(model.dtype),
+        dtypes=FrozenDict(_other_dtypes(model)),
     )
 
 
@@ -180,7 +230,7 @@ def _table_types(model: nn.Module, new: nn.Module | None) -> dict[str, str]:
     for name, table in model.named_buffers():
         is_table = name in known and name not in in_state and table.is_floating_point()
         if is_table and known[name].dtype != table.dtype:
-            types[name] = str(table.dtype).removeprefix("torch.")
+            types[name] = _name_of(table.dtype)
     return types
 
 
@@ -190,6 +240,28 @@ def set_table_types_(model: nn.Module, types: FrozenDict) -> None:
     for name, kind in types.items():
         owner = model.get_submodule(name.rpartition(".")[0])
         owner._buffers[name.rpartition(".")[2]] = tables[name].to(getattr(torch, kind))
+
+
+def _other_dtypes(model: Any) -> dict[str, str]:
+    """Types of floating-point weights that are not the model's, by name."""
+    types = {}
+    for name, tensor in weights_of(model).items():
+        if tensor.is_floating_point() and tensor.dtype != model.dtype:
+            types[name] = _name_of(tensor.dtype)
+    return types
+
+
+def set_dtypes_(model: nn.Module, record: CutRecord) -> None:
+    """Give weights the types that they were saved in; Transformers keeps some in float32."""
+    if record.dtype is None:
+        return
+    for name, tensor in weights_of(model, keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(getattr(torch, record.dtypes.get(name, record.dtype)))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _cut_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, HeadState]]:

@@ -190,7 +190,8 @@ class ScoreSection(Section):
         until: Stop reading calibration rows when the set of the k lowest is settled; by default
             all rows are read.
         magnitude: Also cut by weight magnitude at the same budget.
-        random_draws: Number of random cuts at the same budget.
+        random_draws: Number of random cuts at the same budget; up to three of them get the
+            recoveries, too, where none of these trains and the scorer is not ``auto``.
     """
 
     scorer: str = DEFAULT_SCORER

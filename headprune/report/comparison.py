@@ -198,6 +198,7 @@ def _verdicts(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
             "cost": judged.cost,
             "speed": judged.gain,
             "random heads": judged.random,
+            "in detail": judged.details,
             "next": judged.next,
         }
         columns.append({key: ComparedCell("", text) for key, text in clauses.items() if text})

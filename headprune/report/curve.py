@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ COLOURS = (
     ("#4a4f55", "#b9c0c6"),
     ("#8c3b2e", "#e59a8c"),
 )
-_DASHES = ("", "7 4", "2 4", "9 3 2 3")
+DASHES = ("", "7 4", "2 4", "9 3 2 3")
 #: Lines are drawn in this order, so that methods cover the band of chance.
 _LAYERS = ("random", "base", "method")
 
@@ -153,15 +154,12 @@ def _ends(lines: Sequence[Series]) -> list[float]:
 
 
 def _lines(lines: Sequence[Series], x: _AxisScale, y: _AxisScale) -> list[CurveLine]:
-    """Draw every method; only methods count for marks and dashes."""
+    """Draw every method; methods count for marks and dashes by themselves, random heads too."""
     drawn = []
-    n_methods = 0
+    counts: Counter[str] = Counter()
     for series in lines:
-        if series.role == "method":
-            drawn.append(_line(series, n_methods, x, y))
-            n_methods += 1
-        else:
-            drawn.append(_line(series, 0, x, y))
+        drawn.append(_line(series, counts[series.role], x, y))
+        counts[series.role] += 1
     return drawn
 
 
@@ -187,7 +185,7 @@ def _line(series: Series, number: int, x: _AxisScale, y: _AxisScale) -> CurveLin
         role=series.role,
         mark=list(MARKS)[number % len(MARKS)],
         colour=number % len(COLOURS),
-        dash=_DASHES[number % len(_DASHES)],
+        dash=DASHES[number % len(DASHES)],
         points=tuple(points),
         path=" ".join(path),
         band=" ".join(outline) if series.role == "random" else "",

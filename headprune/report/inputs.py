@@ -50,7 +50,7 @@ class SweepInputs:
             random heads of the same budget; None where no such heads were tried.
         pick: What ``pick`` answers at one point, or one per cent.
         max_drop: A ``--max-drop`` at which ``pick`` finds a model; None if that is not known.
-        folder: The sweep's folder, for the command.
+        folder: The sweep's folder, for the command: its path from where the sweep was started.
     """
 
     speeds: Mapping[str, SpeedRow] = EMPTY

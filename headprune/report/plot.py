@@ -13,6 +13,7 @@ own functions do. ``picture.figure.savefig("heads.pdf")`` writes it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.core.sweeps import SweepTable
 from headprune.maps.attention_maps import AttentionMaps
-from headprune.report.curve import COLOURS, MARKS
+from headprune.report.curve import COLOURS, DASHES, MARKS
 from headprune.report.formats import significant
 from headprune.report.series import (
     Comparable,
@@ -186,10 +187,10 @@ def tradeoff(
     points, metric = _one_group(records, split)
     if ax is None:
         ax = _axes(5.2, 3.6)
-    n_drawn = 0
+    drawn: Counter[str] = Counter()
     for series in series_of(points):
-        _draw_series(ax, series, n_drawn)
-        n_drawn += series.role == "method"
+        _draw_series(ax, series, drawn[series.role])
+        drawn[series.role] += 1
     lower = is_one_of(metric, (*RATIO, *LOWER))
     label = f"{plain(metric)} on {split} rows"
     if lower:
@@ -473,7 +474,8 @@ def _one_group(
 def _draw_series(ax: Axes, series: Series, number: int) -> None:
     """Draw one method: a dashed line without a cut, a band for random heads, else error bars.
 
-    Of 56 methods each has its own colour and mark, by its number.
+    Of 56 methods each has its own colour and mark, by its number among the series of its role; of
+    28 kinds of random heads each has its own mark and dash.
     """
     kept, means, spreads = zip(*series.points, strict=True)
     name = plain(series.method)
@@ -482,7 +484,7 @@ def _draw_series(ax: Axes, series: Series, number: int) -> None:
     elif series.role == "random":
         low, high = band(means, spreads)
         ax.fill_between(kept, low, high, color="0.85", linewidth=0)
-        ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=name)
+        ax.plot(kept, means, label=name, **style_of_random(number))
     else:
         ax.errorbar(kept, means, spreads, label=name, **style(number))
 
@@ -494,6 +496,18 @@ def style(number: int) -> dict[str, Any]:
         "marker": list(MARKS.values())[number % len(MARKS)],
         "markersize": 5,
         "capsize": 2,
+        "linewidth": 1.2,
+    }
+
+
+def style_of_random(number: int) -> dict[str, Any]:
+    """Return matplotlib's arguments for a grey line of random heads, by its number."""
+    dash = DASHES[number % len(DASHES)]
+    return {
+        "color": "0.6",
+        "linestyle": (0, tuple(map(float, dash.split()))) if dash else ":",
+        "marker": list(MARKS.values())[number % len(MARKS)],
+        "markersize": 4,
         "linewidth": 1.2,
     }
 

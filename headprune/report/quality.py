@@ -13,6 +13,8 @@ from headprune.report.formats import fixed, signed, times
 
 Role = Literal["base", "chosen", "random", "magnitude", "other", "recovered"]
 _ORDER: tuple[Role, ...] = ("base", "chosen", "random", "magnitude", "other", "recovered")
+#: How the row of random heads that were recovered alike begins; the name of the recovery follows.
+RECOVERED_RANDOM = "random, "
 _BASELINES: dict[str, Role] = {"random": "random", "magnitude": "magnitude"}
 #: What a row is, next to its name.
 _NOTES: dict[Role, str] = {
@@ -200,6 +202,8 @@ def _kept(row: QualityRow) -> str:
 def _note(row: QualityRow, role: Role) -> str:
     """Say what a row is, over how many draws, and whether it was trained."""
     words = [_NOTES[role]]
+    if row.name.startswith(RECOVERED_RANDOM):
+        words = ["random heads, recovered as the plan"]
     if row.draws > 1:
         words.append(f"mean of {row.draws} draws")
     elif role == "random":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from headprune.core.record import SpeedRow
 from headprune.core.sweeps import SIZES, Setting, SweepTable, words
 from headprune.report.formats import count, fixed, times
 from headprune.report.inputs import TABLE_ALONE, SweepInputs
-from headprune.report.plot import band, plain, style
+from headprune.report.plot import band, plain, style, style_of_random
 from headprune.report.speed import verdict
 
 if TYPE_CHECKING:
@@ -70,12 +71,13 @@ def _panel(panel: Axes, table: SweepTable, front: Sequence[Setting], split: str,
     for setting in table.settings():
         methods.setdefault(setting.method, []).append(setting)
     scale = _scale(table.metric)
-    n_drawn = 0
+    drawn: Counter[bool] = Counter()
     for method, settings in methods.items():
         settings.sort(key=lambda setting: setting.size(by))
-        _method(panel, plain(method), settings, split, by, scale, n_drawn)
-        # As in the page's curves, random heads have no colour.
-        n_drawn += not settings[0].is_random
+        # As in the page's curves, random heads have no colour and are counted by themselves.
+        is_random = settings[0].is_random
+        _method(panel, plain(method), settings, split, by, scale, drawn[is_random])
+        drawn[is_random] += 1
     rings: dict[str, Any] = {"s": 90, "facecolors": "none", "edgecolors": "black", "zorder": 3}
     sizes, drops = [], []
     for setting in front:
@@ -109,7 +111,7 @@ def _method(
     if settings[0].is_random:
         low, high = band(means, deviations)
         panel.fill_between(sizes, low, high, color="0.85", linewidth=0)
-        panel.plot(sizes, means, color="0.6", linestyle="--", label=name)
+        panel.plot(sizes, means, label=name, **style_of_random(number))
     else:
         panel.errorbar(sizes, means, yerr=deviations, label=name, **style(number))
 
@@ -161,22 +163,23 @@ class SweepView:
 
     Args:
         title: The sweep and how many runs it has.
-        verdict: One sentence: what was tried, and what `pick` finds.
+        verdict: What `pick` finds, and how many settings beat random heads.
+        details: The figures behind it.
         notes: The uncut model, and how to read the table.
         header: Columns; one for the plan follows.
         rows: Every setting with a finished run.
-        command: A shell line that picks a model; empty where none is known to.
-        here: Whether that line is for the folder of the page.
+        command: A shell line that picks a model; empty where none is known to. It works in the
+            folder where the sweep was started, from which the paths of its recipe begin.
         failed: Runs that ended in an error.
     """
 
     title: str
     verdict: str
+    details: str
     notes: tuple[str, ...]
     header: tuple[str, ...]
     rows: tuple[SweepRow, ...]
     command: str
-    here: bool
     failed: tuple[str, ...]
 
 
@@ -218,11 +221,11 @@ def sweep_view(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> SweepVie
     return SweepView(
         title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
         verdict=_sweep_verdict(table, inputs),
+        details=_sentences(inputs.pick.splitlines()[1:]),
         notes=tuple(notes),
         header=tuple(header),
         rows=_sweep_rows(table, inputs, sizes),
         command=command,
-        here=inputs.folder == ".",
         failed=tuple(map(_failure, table.failed)),
     )
 
@@ -231,8 +234,7 @@ def _sweep_verdict(table: SweepTable, inputs: SweepInputs) -> str:
     """Say what the sweep found, random heads included."""
     if not table.rows:
         return "No run of this sweep is finished."
-    picked = "; ".join(line.strip() for line in inputs.pick.splitlines())
-    parts = [f"{picked[:1].upper()}{picked[1:]}."] if picked else []
+    parts = [_sentences(inputs.pick.splitlines()[:1])] if inputs.pick else []
     known = [drop for drop in inputs.against_random if drop is not None]
     if known:
         better = sum(drop.high < 0 for drop in known)
@@ -241,6 +243,12 @@ def _sweep_verdict(table: SweepTable, inputs: SweepInputs) -> str:
             " same budget."
         )
     return " ".join(parts)
+
+
+def _sentences(lines: Sequence[str]) -> str:
+    """Write each line as a sentence."""
+    texts = [line.strip() for line in lines]
+    return " ".join(f"{text[:1].upper()}{text[1:]}." for text in texts)
 
 
 def _failure(run: Mapping[str, Any]) -> str:
@@ -313,6 +321,8 @@ def render_tradeoff(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> str
     lines = [f"# {escape(view.title)}", ""]
     if view.verdict:
         lines += [escape(view.verdict), ""]
+    if view.details:
+        lines += [escape(view.details), ""]
     lines += [f"- {escape(note)}" for note in view.notes]
     if view.rows:
         # Budget and setting are text, marks and plan too; all other columns are numbers.

@@ -1,18 +1,26 @@
-"""The verdict on a run in one sentence: what was removed, its cost, its gain, and what next."""
+"""The verdict on a run in a few words: what was removed, its cost, its gain, and what next."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from headprune.core.heads import HeadCounts
-from headprune.core.metrics import LOWER, POINTS, RATIO, drop, is_one_of
-from headprune.core.record import Comparison, QualityRow, RunRecord, SpeedRow
+from headprune.core.metrics import (
+    LOWER,
+    MATTHEWS,
+    POINTS,
+    RATIO,
+    beats_constant,
+    drop,
+    is_one_of,
+)
+from headprune.core.record import ClassRow, Comparison, QualityRow, RunRecord, SpeedRow
 from headprune.report.formats import fixed, times
-from headprune.report.quality import Role, headline_rows, own_interval
+from headprune.report.quality import RECOVERED_RANDOM, Role, headline_rows, own_interval
 from headprune.report.repeat import recipe_file
 from headprune.report.speed import verdict as speed_words
 
@@ -30,17 +38,29 @@ _UNFINISHED = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The sentence and its clauses; each is empty where the record says nothing of it."""
+    """About thirty words, their clauses, and the figures behind them.
+
+    Each part is empty where the record says nothing of it.
+    """
 
     sentence: str
-    cost: str  # what was lost, with its interval
-    gain: str  # speed, at which shape
-    random: str  # whether the choice beat random heads
-    next: str  # what to try
-    command: str  # shell line for that
+    cost: str = ""  # what was lost
+    gain: str = ""  # speed
+    random: str = ""  # whether the choice beat random heads
+    details: str = ""  # intervals, rows and shapes
+    next: str = ""  # what to try
+    command: str = ""  # shell line for that
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (self.sentence, self.command)))
+        return "\n".join(filter(None, (self.sentence, self.details, self.command)))
+
+
+@dataclass(frozen=True)
+class _Clause:
+    """What the sentence says, and the figures behind it."""
+
+    text: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,11 @@ class _Difference:
             return "above"
         return "below" if self.high < 0 else "unclear"
 
+    @property
+    def reversed(self) -> _Difference:
+        """How much better the first model is."""
+        return _Difference(self.metric, -self.drop, -self.high, -self.low)
+
 
 def verdict(record: RunRecord, folder: str | None = None) -> Verdict:
     """Judge a run by its record alone.
@@ -71,32 +96,36 @@ def verdict(record: RunRecord, folder: str | None = None) -> Verdict:
     >>> verdict(RunRecord("demo", "done", "save", "2026-01-01T00:00:00Z")).sentence
     'The run is done; its record holds no results.'
     """
+    if record.status == "done" and _is_uncut(record):
+        return Verdict(_uncut(record))
     rows = headline_rows(record)
-    cost, gain, random = "", "", ""
     removed = removed_words(record)
-    if removed:
-        cost, gain, random = _cost(record, rows), _gain(record), _random(record, rows)
-    clauses = [clause for clause in (cost, gain, random) if clause]
-    text = f"Removing {removed} {_listed(clauses)}" if removed else _without_plan(record, rows)
-    if record.status != "done":
-        start = f"{_UNFINISHED[record.status]} {record.stage}"
-        until = f"{start}, before anything was measured."
-        if text:
-            until = f"{start}. Until then: {text}."
-        return Verdict(until, cost, gain, random, "", "")
-    if not text:
-        return Verdict("The run is done; its record holds no results.", "", "", "", "", "")
-    after, command = _next(record, rows, folder) if removed else ("", "")
-    ending = f"; next, {after}." if after else "."
-    return Verdict(text + ending, cost, gain, random, after, command)
+    if not removed:
+        return Verdict(_ended(record, _without_plan(record, rows)))
+    clauses = [_cost(record, rows), _gain(record), _random(record, rows)]
+    cost, gain, random = (clause.text for clause in clauses)
+    details = _sentences([clause.detail for clause in clauses])
+    text = f"Removing {removed} {_joined(cost, gain, random)}."
+    after, command = "", ""
+    if record.status == "done":
+        after, command = _next(record, rows, folder)
+    constant = at_chance(rows.get("base"), record.classes)
+    if constant:
+        details = f"{text} {details}"
+        text = f"{constant} So its results say little about the cut."
+    sentence = _ended(record, text)
+    if after:
+        sentence += f" Next: {after}."
+    return Verdict(sentence, cost, gain, random, details, after, command)
 
 
 def card_lines(record: RunRecord) -> list[str]:
     """What a model card says of a run: its verdict, and the quality before and after."""
     rows = headline_rows(record)
     judged = verdict(replace(record, status="done"))
-    clauses = [clause for clause in (judged.cost, judged.gain, judged.random) if clause]
-    lines = [f"Verdict: removing {removed_words(record)} {_listed(clauses)}."]
+    lines = [f"Verdict: {judged.sentence.partition(' Next: ')[0]}"]
+    if judged.details:
+        lines.append(f"In detail: {judged.details}")
     for words, row in (("Before", rows.get("base")), ("After", _final(rows))):
         if row is not None:
             interval = own_interval(row)
@@ -131,11 +160,58 @@ def headline_speed(record: RunRecord) -> SpeedRow | None:
     return max(record.speed, key=lambda row: (row.batch * row.length, row.batch), default=None)
 
 
-def _listed(clauses: list[str]) -> str:
-    """Join clauses: ``a``, ``a and b``, ``a, b, and c``."""
-    if len(clauses) < 3:
-        return " and ".join(clauses)
-    return f"{', '.join(clauses[:-1])}, and {clauses[-1]}"
+def _is_uncut(record: RunRecord) -> bool:
+    """Whether there is a plan that removes nothing."""
+    counts = removed_counts(record)
+    return counts is not None and not counts[0].heads and not counts[0].neurons
+
+
+def _uncut(record: RunRecord) -> str:
+    counts = removed_counts(record)
+    assert counts is not None
+    assert record.plan is not None
+    keeper = "budget allows" if record.plan.wanted else "plan keeps"
+    return f"Nothing was removed: the {keeper} all {counts[1]}."
+
+
+def _joined(cost: str, gain: str, random: str) -> str:
+    """Join the clauses: ``cost and gain; random``."""
+    comma = "," if "," in cost else ""
+    return f"{cost}{comma} and {gain}; {random}"
+
+
+def at_chance(base: QualityRow | None, classes: Sequence[ClassRow]) -> str:
+    """Say that the whole model is not shown to beat a constant answer; empty where it is.
+
+    Args:
+        base: Its quality.
+        classes: Its results per class; none for tasks without classes.
+    """
+    if base is None or not classes:
+        return ""
+    if base.metric == MATTHEWS:
+        beaten = base.low is None or base.low > 0  # any constant answer has 0
+    else:
+        beaten = beats_constant([(row.n_examples, row.before) for row in classes])
+    if beaten:
+        return ""
+    most = max(classes, key=lambda row: row.n_examples)
+    return f"The whole model is not shown to do better than always answering {most.label!r}."
+
+
+def _sentences(details: list[str]) -> str:
+    """Write each known detail as a sentence."""
+    return " ".join(f"{detail[0].upper()}{detail[1:]}." for detail in details if detail)
+
+
+def _ended(record: RunRecord, text: str) -> str:
+    """Say before the text how far a run came that is not done."""
+    if record.status == "done":
+        return text or "The run is done; its record holds no results."
+    start = f"{_UNFINISHED[record.status]} {record.stage}"
+    if not text:
+        return f"{start}, before anything was measured."
+    return f"{start}. Until then: {text[0].lower()}{text[1:]}"
 
 
 def _without_plan(record: RunRecord, rows: Mapping[Role, QualityRow]) -> str:
@@ -145,7 +221,7 @@ def _without_plan(record: RunRecord, rows: Mapping[Role, QualityRow]) -> str:
     if "base" in rows:
         base = rows["base"]
         parts.append(f"{base.metric} {fixed(base.value, 3)} before the cut")
-    return "; ".join(parts)
+    return f"{'; '.join(parts)}." if parts else ""
 
 
 # -------------------------------------------------------------------------------------------- cost
@@ -174,37 +250,38 @@ def _directed(metric: str) -> bool:
     return is_one_of(metric, (*POINTS, *RATIO, *LOWER))
 
 
-def _cost(record: RunRecord, rows: Mapping[Role, QualityRow]) -> str:
+def _cost(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
     base, final = rows.get("base"), _final(rows)
     if final is None:
-        return "has no measured cost"
+        return _Clause("has no measured cost")
     if base is None:
-        return f"gives {final.metric} {fixed(final.value, 3)}, which nothing is compared with"
-    where = f" on {final.n_examples:,} {final.split} rows"
+        value = fixed(final.value, 3)
+        return _Clause(f"gives {final.metric} {value}, which nothing is compared with")
+    where = f"on {final.n_examples:,} {final.split} rows"
+    values = f"{base.metric} {fixed(base.value, 3)} before, {fixed(final.value, 3)} after, {where}"
     cost = _cost_of(record, rows)
     if cost is None:
-        return (
-            f"changed {base.metric} from {fixed(base.value, 3)} to {fixed(final.value, 3)}{where}"
-        )
+        return _Clause(f"changed {base.metric}", values)
     if cost.drop == cost.low == cost.high == 0:
-        return f"changed the result of none of {final.n_examples:,} {final.split} rows"
-    if cost.drop == 0:
-        ends = f" ({_interval(cost)})" if cost.sign == "unclear" else ""
-        return f"did not change the {cost.metric}{where}{ends}"
-    text = _change(cost) + where
+        return _Clause("changed no result", values)
+    text = _change(cost)
     if cost.sign == "unknown":
-        return f"{text} (the record has no interval)"
-    if cost.sign == "unclear":
+        return _Clause(text, f"{values}; the record has no interval")
+    detail = f"{values}: {text}, {_interval(cost)}"
+    if cost.drop == 0:
+        text = f"did not change the {cost.metric}"
+    elif cost.sign == "unclear":
         text += ", which chance can explain"
-    return f"{text} ({_interval(cost)})"
+    return _Clause(text, detail)
 
 
 def _change(cost: _Difference) -> str:
     """Say how much the metric changed: lost, gained, raised or lowered."""
     worse = cost.drop >= 0
+    amount = _amount(cost)
     if is_one_of(cost.metric, POINTS):
-        return f"{'cost' if worse else 'gained'} {_amount(cost)} of {cost.metric}"
-    return f"{'raised' if worse else 'lowered'} {cost.metric} by {_amount(cost)}"
+        return f"{'cost' if worse else 'gained'} {amount} of {cost.metric}"
+    return f"{'raised' if worse else 'lowered'} {cost.metric} by {amount}"
 
 
 def _amount(difference: _Difference) -> str:
@@ -214,9 +291,9 @@ def _amount(difference: _Difference) -> str:
 
 def _interval(difference: _Difference) -> str:
     """Write the interval with the sign of the amount before it."""
-    ends = difference.low, difference.high
     if difference.drop < 0:
-        ends = -difference.high, -difference.low
+        difference = difference.reversed
+    ends = (difference.low, difference.high)
     low, high = (_scaled(difference.metric, end)[0] for end in ends)
     return f"95 % interval {low} to {high}"
 
@@ -233,25 +310,25 @@ def _scaled(metric: str, amount: float) -> tuple[str, str]:
 # -------------------------------------------------------------------------------------------- gain
 
 
-def _gain(record: RunRecord) -> str:
+def _gain(record: RunRecord) -> _Clause:
     row = headline_speed(record)
     if row is None:
-        return "was not timed"
-    where = f"at batch {row.batch:,} × {row.length:,} tokens"
+        return _Clause("was not timed")
     words, tone = speed_words(row)
-    inside = [f"95 % interval {fixed(row.low, 2)} to {fixed(row.high, 2)}", *_other_shapes(record)]
-    more = f" ({'; '.join(inside)})"
-    if tone == "good":
-        return f"made it {times(row.ratio)} as fast {where}{more}"
-    if tone == "bad":
-        return f"made it slower, {times(row.ratio)} as fast, {where}{more}"
+    where = f"speed at batch {row.batch:,} × {row.length:,} tokens"
     if words == "no usable timing":
-        return f"has no usable timing {where}"
-    return f"gained no measurable speed {where}{more}"
+        return _Clause("has no usable timing", f"{where}: {words}")
+    ends = f"{where}: {times(row.ratio)}, 95 % interval {fixed(row.low, 2)} to {fixed(row.high, 2)}"
+    detail = "; ".join([ends, *_other_shapes(record)])
+    if tone == "good":
+        return _Clause(f"made the model {times(row.ratio)} as fast", detail)
+    if tone == "bad":
+        return _Clause(f"made the model slower ({times(row.ratio)} as fast)", detail)
+    return _Clause("gained no measurable speed", detail)
 
 
 def _other_shapes(record: RunRecord) -> list[str]:
-    """Name the shapes that are slower or no different, however fast the others are."""
+    """Count the shapes that are slower or no different, however fast the others are."""
     tones = [speed_words(row)[1] for row in record.speed]
     n, texts = len(tones), []
     if n < 2:
@@ -266,13 +343,44 @@ def _other_shapes(record: RunRecord) -> list[str]:
 # ------------------------------------------------------------------------------------------ random
 
 
-def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Difference | None:
-    """How much more the chosen heads lose than random ones; None where nothing compares them."""
-    chosen, drawn = rows.get("chosen"), rows.get("random")
+@dataclass(frozen=True)
+class _Chance:
+    """Random heads compared with the chosen ones.
+
+    Args:
+        more: How much more the chosen ones lose.
+        draws: Random plans.
+        when: Empty where random heads were treated as the chosen ones were.
+        treated: How both were treated.
+    """
+
+    more: _Difference
+    draws: int
+    when: str
+    treated: str
+
+
+def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Chance | None:
+    """Compare the chosen heads with random ones; None where nothing does.
+
+    Final models are compared where random heads got the same recovery, else both before it.
+    """
+    chosen, drawn, final = rows.get("chosen"), rows.get("random"), rows.get("recovered")
+    if final is not None and _directed(final.metric):
+        alike = record.compared(final.name, "random", final.metric, final.split)
+        if alike is not None:
+            name = f"{RECOVERED_RANDOM}{final.name}"
+            draws = next((row.draws for row in record.quality if row.name == name), 1)
+            return _Chance(_of(alike), draws, "", ", cut and recovered alike")
     if chosen is None or drawn is None or not _directed(chosen.metric):
         return None
     if chosen.kept_heads != drawn.kept_heads:
         return None
+    when = " before recovery" if final is not None else ""
+    return _Chance(_before_recovery(record, chosen, drawn), drawn.draws, when, when)
+
+
+def _before_recovery(record: RunRecord, chosen: QualityRow, drawn: QualityRow) -> _Difference:
     found = record.compared(chosen.name, "random", chosen.metric, chosen.split)
     if found is not None:
         return _of(found)
@@ -284,33 +392,36 @@ def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Diff
     return _Difference(chosen.metric, lost, lost - spread, lost + spread)
 
 
-def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> str:
+def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
     scores = record.scores
     if scores is not None and scores.scorer == "random":
-        return "took its heads at random"
+        return _Clause("its heads were chosen at random")
     # Judged by `auto` on rows that the refit had not seen, random heads were refitted alike.
     if _refitted_alike(record) and scores is not None and scores.choice is not None:
         where = f"on {scores.choice.n_examples:,} held-out calibration rows"
+        detail = f"random heads were cut and refitted alike, and compared {where}"
         if scores.choice.beats_random:
-            return f"beat random heads that were treated alike, {where}"
-        return f"is not shown to beat random heads that were treated alike, {where}"
-    difference = _against_random(record, rows)
-    if difference is None:
-        return "was not compared with random heads"
-    when = " before recovery" if "recovered" in rows else ""
-    better = _Difference(difference.metric, -difference.drop, -difference.high, -difference.low)
+            return _Clause("the choice beat random heads", detail)
+        return _Clause("random heads are not shown to be worse at this size", detail)
+    chance = _against_random(record, rows)
+    if chance is None:
+        return _Clause("it was not compared with random heads")
+    better = chance.more.reversed
     amount = f"{_amount(better)} of {better.metric}"
     if not is_one_of(better.metric, POINTS):
         amount = f"{_amount(better)} {better.metric}".replace("%", "% of")
+    n = f"{chance.draws:,} draw{'s' if chance.draws != 1 else ''} of random heads{chance.treated}"
     if better.sign == "unknown":
-        relation = "above" if better.drop > 0 else "below"
-        return f"is {amount} {relation} the only draw of random heads{when}"
-    more = f"({_interval_of(better)})"
+        relation = "better" if better.drop > 0 else "worse"
+        text = f"it is {relation} than the only draw of random heads{chance.when}"
+        return _Clause(text, f"{n}: the difference is {amount}")
+    relation = "worse" if better.drop < 0 else "better"
+    detail = f"{n}: the choice is {relation} by {amount}, {_interval(better)}"
     if better.sign == "above":
-        return f"beat random heads by {amount}{when} {more}"
+        return _Clause(f"the choice beat random heads{chance.when}", detail)
     if better.sign == "below":
-        return f"is worse than random heads by {amount}{when} {more}"
-    return f"is no better than random heads{when} {more}"
+        return _Clause(f"random heads did better{chance.when}", detail)
+    return _Clause(f"random heads are not shown to be worse at this size{chance.when}", detail)
 
 
 def _refitted_alike(record: RunRecord) -> bool:
@@ -319,19 +430,12 @@ def _refitted_alike(record: RunRecord) -> bool:
     return choice is not None and any(one.scorer == "random" for one in choice.candidates)
 
 
-def _interval_of(better: _Difference) -> str:
-    low, unit = _scaled(better.metric, better.low)
-    return (
-        f"95 % interval of the difference {low} to {_scaled(better.metric, better.high)[0]}{unit}"
-    )
-
-
 def random_is_as_good(record: RunRecord, rows: Mapping[Role, QualityRow] | None = None) -> bool:
     """Whether random heads are not shown to be worse; False where nothing compares them."""
     if _refitted_alike(record) and record.scores is not None and record.scores.choice is not None:
         return not record.scores.choice.beats_random
-    difference = _against_random(record, rows if rows is not None else headline_rows(record))
-    return difference is not None and difference.sign in ("unclear", "above")
+    chance = _against_random(record, rows if rows is not None else headline_rows(record))
+    return chance is not None and chance.more.sign in ("unclear", "above")
 
 
 # -------------------------------------------------------------------------------------------- next
@@ -344,22 +448,21 @@ def _next(
     # NaN is no pass.
     if not all(proof.max_difference <= proof.tolerance for proof in record.proofs):
         return "do not use it: the cut model does not equal the gated one", ""
+    if at_chance(rows.get("base"), record.classes):
+        return "check that labels and model belong together, or train the model first", ""
     cost = _cost_of(record, rows)
     if cost is not None and cost.sign == "unknown":
         return "run it again: this version of headprune gives the cost an interval", ""
     if cost is None:
         return "measure it on rows with labels before you use it", ""
-    tied = random_is_as_good(record, rows)
-    more, command = _smaller(record, folder)
     if cost.sign == "above":
-        return _against_cost(rows, tied), ""
+        return _against_cost(rows, random_is_as_good(record, rows)), ""
     half = (cost.high - cost.low) / 2
     if is_one_of(cost.metric, POINTS) and half > _POINT:
         n = rows["base"].n_examples
         needed = math.ceil(n * (half / _POINT) ** 2 / 100) * 100
-        return f"measure on about {needed:,} rows: {n:,} leave more than a point open", ""
-    if tied:
-        return f"{more}: with so many kept, any choice of heads does as well", command
+        return _more_rows(record, n, needed, folder)
+    more, command = _smaller(record, folder)
     speed = headline_speed(record)
     if speed is not None and speed_words(speed)[1] != "good":
         return f"{more}, or time longer inputs and larger batches", command
@@ -368,13 +471,35 @@ def _next(
 
 def _against_cost(rows: Mapping[Role, QualityRow], tied: bool) -> str:
     if tied:
-        return "keep more heads, or score on more calibration rows: the choice adds nothing yet"
+        return "keep more heads, or score on more calibration rows"
     final = _final(rows)
     if "recovered" not in rows:
         return "recover it (`recover: lstsq` needs no training), or keep more heads"
     if final is not None and not final.trained:
         return "train it (`recover: finetune`), or keep more heads"
     return "keep more heads"
+
+
+def _more_rows(record: RunRecord, n: int, needed: int, folder: str | None) -> tuple[str, str]:
+    """Suggest more test rows, with a command where the data has them."""
+    unsure = f"with {n:,} the cost is uncertain by more than a point"
+    parts = [record.rows.get(name) for name in ("test", "train", "validation")]
+    test, train = parts[:2]
+    if not isinstance(test, Mapping) or not isinstance(train, Mapping) or "from" not in test:
+        return f"measure on about {needed:,} test rows; {unsure}", ""
+    # Test rows of a split of their own cannot become more.
+    same = [part for part in parts if isinstance(part, Mapping) and part["from"] == test["from"]]
+    total: int = sum(part["rows"] for part in same)
+    share = math.ceil(100 * needed / total) / 100
+    recipe = recipe_file(record, folder)
+    if train["from"] != test["from"] or share > 0.5 or not recipe:
+        return f"collect about {needed:,} labelled test rows; {unsure}", ""
+    out = f"{recipe.removesuffix('/recipe.yaml')}-test"
+    command = f"headprune run {shlex.quote(recipe)} --set data.test_holdout={share:g}"
+    return (
+        f"measure on about {needed:,} of the {total:,} rows; {unsure}",
+        f"{command} --out {shlex.quote(out)}",
+    )
 
 
 def _smaller(record: RunRecord, folder: str | None) -> tuple[str, str]:

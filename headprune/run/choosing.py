@@ -138,4 +138,4 @@ def measure_speed(subject: Subject, pruned: nn.Module) -> None:
     subject.journal.tell(f"{text}, asked {asked:g}x")
     if row.high < asked:
         warning = f"{text}: slower than the {asked:g}x that was asked for."
-        subject.journal.note(warnings=(warning,))
+        subject.journal.warn([warning])

@@ -25,6 +25,7 @@ from headprune.run.auto import AutoOfRun, half_of_heads, scorer_of
 from headprune.run.journal import Journal, to_stderr
 from headprune.run.recovering import recover_once
 from headprune.run.runner import resolved
+from headprune.run.stages import REFITTED_DRAWS, recovers_quickly
 from headprune.run.subject import EVALUATION_BATCH, Subject, prepare_subject, quiet
 from headprune.scoring._api import score
 from headprune.scoring._base import Scorer
@@ -231,8 +232,14 @@ def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
     yield _evaluations(subject)
 
     # 4. Recoveries: those that train are estimated from the training step.
-    for wanted in recipe.recover:
-        yield _recovery_estimate(subject, step, wanted)
+    recoveries = [_recovery_estimate(subject, step, wanted) for wanted in recipe.recover]
+    yield from recoveries
+    n_random = _refitted_draws(recipe)
+    if n_random:
+        seconds = n_random * sum(one.seconds or 0.0 for one in recoveries)
+        draws = f"{n_random} draw{'s' if n_random > 1 else ''}"
+        basis = f"{draws} of random heads, cut and recovered alike"
+        yield StageEstimate("random", seconds, basis)
 
     # 5. Speed: as long as the recipe says.
     if recipe.select.timed:
@@ -244,6 +251,13 @@ def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
             cells *= 3
         basis = f"{cells} cells, {recipe.bench.seconds:g} s each"
         yield StageEstimate("bench", cells * recipe.bench.seconds, basis)
+
+
+def _refitted_draws(recipe: Recipe) -> int:
+    """How many random plans get the recoveries, too; `auto` judges refitted ones by itself."""
+    if recipe.score.scorer in ("auto", "random") or not recovers_quickly(recipe):
+        return 0
+    return min(REFITTED_DRAWS, recipe.score.random_draws)
 
 
 def _training_estimate(
@@ -410,11 +424,11 @@ def _evaluations(subject: Subject) -> StageEstimate:
     """Estimate all evaluations from one batch of test rows.
 
     The base model, the plan and every recovery are measured on test and validation rows, the
-    baselines on test rows only; there, classes are compared once more.
+    baselines on test rows only.
     """
     recipe, data = subject.recipe, subject.data
     n_both = 2 + len(recipe.recover)
-    n_test_only = recipe.score.random_draws + recipe.score.magnitude + data.one_class
+    n_test_only = recipe.score.random_draws + recipe.score.magnitude + _refitted_draws(recipe)
 
     # Time one batch.
     few = {name: rows[:EVALUATION_BATCH] for name, rows in data.examples.items()}

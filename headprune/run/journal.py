@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import datetime, timezone
@@ -15,6 +15,7 @@ from typing import Any
 from headprune.core.bars import lines_to
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
+from headprune.core.errors import WARNING
 from headprune.core.files import append_line
 from headprune.core.record import RunRecord
 from headprune.core.version import __version__
@@ -147,6 +148,12 @@ class Journal:
             empty = value in (None, (), FrozenDict())
             if not empty and field.name not in _OF_THE_RUN:
                 self.note(**{field.name: value})
+
+    def warn(self, warnings: Iterable[str]) -> None:
+        """Note warnings, and print them at once."""
+        for warning in warnings:
+            self.note(warnings=(warning,))
+            self.tell(f"{WARNING}{warning}")
 
     def tell(self, line: str) -> None:
         """Print an indented line of progress under the stage's name."""

@@ -1,24 +1,19 @@
-"""Comparisons of a run's models on the same rows: drops with intervals, classes, answers."""
+"""Comparisons of a run's models on the same rows: drops with intervals, and classes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from headprune.bench.quality import Quality
-from headprune.core.changed import ChangedAnswer, ChangedAnswers
 from headprune.core.metrics import LOWER, POINTS, RATIO, is_one_of
 from headprune.core.paired import Answers, drop_of_means, own_interval
 from headprune.core.record import ClassRow, Comparison
 
 #: Resamples of the bootstrap.
 _DRAWS = 2000
-#: Changed rows with their text in the report, and the longest text of one.
-_MOST_ROWS = 200
-_LONGEST = 400
 
 
 def answers_of(quality: Quality) -> Answers | None:
@@ -79,31 +74,5 @@ def _right(quality: Quality) -> Counter[int]:
     return Counter(label for label, predicted in quality.classes if label == predicted)
 
 
-def changed_answers(
-    base: Quality, final: Quality, names: Mapping[int, str], rows: Sequence[int], texts: Any
-) -> ChangedAnswers:
-    """List the rows to which the models give different classes, in the order of the data.
-
-    Args:
-        base: Results of the uncut model.
-        final: Results of the final model.
-        names: Names of the classes.
-        rows: The number of each result's row.
-        texts: The text of every row; empty where the model reads none.
-    """
-    changed = []
-    for i in sorted(range(len(rows)), key=rows.__getitem__):
-        (label, before), (_, after) = base.classes[i], final.classes[i]
-        if before != after:
-            text = _short(texts[rows[i]]) if texts else ""
-            said = (_name(each, names) for each in (label, before, after))
-            changed.append(ChangedAnswer(rows[i], text, *said))
-    return ChangedAnswers.of(changed, len(rows), _MOST_ROWS)
-
-
 def _name(label: int, names: Mapping[int, str]) -> str:
     return str(names.get(label, label))
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -43,7 +43,7 @@ def draw_attention(subject: Subject) -> AttentionPictures | None:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, HeadPruneError):
             reason = str(error)
-        subject.journal.note(warnings=(f"The report has no attention pictures: {reason}",))
+        subject.journal.warn([f"The report has no attention pictures: {reason}"])
         return None
     shown = [_shown(subject, row, example) for row, example in zip(rows, examples, strict=True)]
     return AttentionPictures.of(maps, shown)

@@ -174,6 +174,7 @@ def keys_of(
         "compare": select,
         "prune": prune,
         **recoveries,
+        "random": before,
         "answers": before,
         "bench": digest([before, part["bench"]]),
     }

@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from headprune.bench.quality import Quality
 from headprune.core.errors import InvalidValue, error_text
 from headprune.core.files import write_atomic
 from headprune.core.locking import locked
@@ -110,8 +112,7 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
 
     # 3. Measure the uncut model.
     n_heads = stages.count_heads(subject, subject.model)
-    judge_base = partial(subject.report, subject.model, "base", n_heads)
-    progress.once("base quality", judge_base, _nothing)
+    progress.once("base quality", partial(stages.judge_base, subject, n_heads), _nothing)
 
     # 4. Draw what the heads attend to in some test rows.
     if recipe.report:
@@ -134,23 +135,31 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
 
     # 7. Compare the plan with plans by magnitude and by random scores, at the same budget.
     compare = partial(stages.compare_plans, subject, scores, plan)
-    progress.once("compare", compare, _nothing)
+    quality = progress.once("compare", compare, _nothing)
 
     # 8. Cut the heads out of a copy of the model: all at once, or in stages with training.
     if recipe.gradual is None:
         with journal.stage("prune"):
             pruned = stages.cut(subject, plan)
     else:
-        pruned = _cut_gradually(subject, scores.chosen, folder, progress)
+        pruned, quality = _cut_gradually(subject, scores.chosen, folder, progress)
 
     # 9. Recover accuracy, by every recovery of the recipe in turn.
     if recipe.recover:
         with journal.stage("recover"):
-            pruned = stages.recover(subject, pruned, progress)
+            pruned, quality = stages.recover(subject, pruned, progress)
 
-    # 10. Compare the answers of the final model with those of the uncut one.
-    compare_answers = partial(_compare_answers, subject, pruned, folder)
-    progress.once("answers", compare_answers, _nothing, (ANSWERS,))
+    # 10. Compare the final model with random heads that were recovered alike, and its answers with
+    # those of the uncut model. It is measured again only if an earlier run did that.
+    @cache
+    def final() -> Quality:
+        return quality or subject.judge(pruned, "test")
+
+    if stages.refits_random(recipe, scores):
+        progress.once("random", lambda: stages.compare_refitted(subject, scores, final()), _nothing)
+    progress.once(
+        "answers", lambda: _compare_answers(subject, final(), folder), _nothing, (ANSWERS,)
+    )
 
     # 11. Measure sizes and speed.
     length = scores.chosen.costs.length if scores.chosen.costs else 1
@@ -164,7 +173,7 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
 # ---------------------------------------------------------- stages with their files in the folder
 
 
-def _nothing() -> None:
+def _nothing() -> Any:
     """Load nothing, for stages that leave only notes in the record."""
 
 
@@ -204,26 +213,24 @@ def _plan_of(journal: Journal) -> PruningPlan:
 
 def _cut_gradually(
     subject: Subject, scores: HeadScores, folder: Path, progress: Progress
-) -> nn.Module:
+) -> stages.Judged:
     """Cut in stages with training, or load the model that an earlier run cut."""
     place = stages.stage_folder("prune")
     work = progress.work("prune")
 
-    def make() -> nn.Module:
-        pruned = stages.cut_gradually(subject, scores, work)
+    def make() -> stages.Judged:
+        pruned, quality = stages.cut_gradually(subject, scores, work)
         stages.save_cut_model(subject, pruned, place)
-        return pruned
+        return pruned, quality
 
     load = partial(stages.load_cut_model, subject, place)
-    pruned = progress.once("prune", make, load, (place,))
+    judged = progress.once("prune", make, load, (place,))
     _plan_of(subject.journal).save(folder / PLAN)  # the heads that the last stage kept
-    return pruned
+    return judged
 
 
-def _compare_answers(subject: Subject, pruned: nn.Module, folder: Path) -> None:
-    changed = stages.compare_answers(subject, pruned)
-    if changed is not None:
-        changed.save(folder / ANSWERS)
+def _compare_answers(subject: Subject, final: Quality, folder: Path) -> None:
+    stages.compare_answers(subject, final).save(folder / ANSWERS)
 
 
 def _bench(subject: Subject, pruned: nn.Module, length: int) -> None:

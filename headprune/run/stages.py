@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import copy
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from headprune import recovery, scoring, selection
+from headprune.bench.answers import Question
 from headprune.bench.decoding import DecodingRow, compare_decoding
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.bench.quality import Quality
 from headprune.bench.size import sizes
 from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.core.changed import ChangedAnswers
+from headprune.core.choice import RANDOM
+from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadCounts
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
 from headprune.data.labels import names_by_number
 from headprune.gating.context import gated
+from headprune.model.cut import cut_
 from headprune.model.processes import Processes
 from headprune.model.running import device_of
 from headprune.model.sites import bind
-from headprune.recipes.schema import BenchSection
+from headprune.recipes.schema import BenchSection, Recipe, RecoverStep
 from headprune.recipes.validate import configured
+from headprune.report.quality import RECOVERED_RANDOM
+from headprune.report.verdict import at_chance
 from headprune.run.auto import AutoOfRun, scorer_of
+from headprune.run.changes import JudgedRows
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, WORK
-from headprune.run.judging import changed_answers, class_rows, compared
+from headprune.run.judging import class_rows, compared
 from headprune.run.progress import Progress
 from headprune.run.proofs import generation_proof, reload_proof
 from headprune.run.recovering import recover_once, seeded
@@ -43,6 +51,10 @@ from headprune.surgery.prune import prune_
 
 #: The random baselines take seeds from here on, away from the run's own seed.
 _RANDOM_SEEDS = 1000
+#: Random plans that get the recoveries, too, at most: each takes as long as the plan's own.
+REFITTED_DRAWS = 3
+#: A model and its results on test rows; None where an earlier run measured it.
+Judged: TypeAlias = tuple[nn.Module, Quality | None]
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,19 @@ class RunScores:
     chosen: HeadScores
     magnitude: HeadScores | None
     random: tuple[HeadScores, ...]
+
+
+def judge_base(subject: Subject, n_heads: HeadCounts) -> None:
+    """Measure the uncut model, and warn if it is not shown to beat a constant answer."""
+    quality = subject.report(subject.model, "base", n_heads)["test"]
+    if not quality.classes:
+        return
+    names = names_by_number(getattr(subject.model, "config", None))
+    row = quality_row(quality, "base", n_heads, "test")
+    doubt = at_chance(row, class_rows(quality, quality, names))
+    if doubt:
+        must = "Check that labels and model belong together, or train the model first."
+        subject.journal.warn([f"{doubt} {must}"])
 
 
 # ------------------------------------------------------------------------------------------ score
@@ -144,8 +169,12 @@ def score_calibration(
 # ---------------------------------------------------------------------------------------- compare
 
 
-def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> None:
-    """Measure the plan and the baselines' plans at the same budget, with gates, unrecovered."""
+def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> Quality:
+    """Measure the plan and the baselines' plans at the same budget, with gates, unrecovered.
+
+    Returns:
+        Results of the plan on test rows.
+    """
     journal, base = subject.journal, subject.base["test"]
 
     # 1. The plan itself, on test and validation rows.
@@ -174,6 +203,53 @@ def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> Non
         journal.note(quality=(row,), metrics={"random_draws": values}, comparisons=comparisons)
         spread = "" if row.spread is None else f" ± {row.spread:.4f}"
         journal.tell(f"random: test {row.metric} {row.value:.4f}{spread} ({row.draws} draws)")
+    return chosen
+
+
+def refits_random(recipe: Recipe, scores: RunScores) -> bool:
+    """Whether random heads get the plan's recoveries, too.
+
+    Training would take too long, and `auto` has compared refitted plans on held-out rows.
+    """
+    choice = scores.chosen.choice
+    judged = choice is not None and any(one.scorer == RANDOM for one in choice.candidates)
+    return bool(scores.random) and not judged and recovers_quickly(recipe)
+
+
+def recovers_quickly(recipe: Recipe) -> bool:
+    """Whether a run recovers, and without any training after the cut."""
+    trains = any(recovery.registry.get(step.method).trains for step in recipe.recover)
+    return bool(recipe.recover) and recipe.gradual is None and not trains
+
+
+def compare_refitted(subject: Subject, scores: RunScores, final: Quality) -> None:
+    """Cut and recover random plans as the chosen one, and compare the results on test rows."""
+    journal = subject.journal
+    name = _recovered_name(subject.recipe.recover)
+    draws = []
+    for random in scores.random[:REFITTED_DRAWS]:
+        plan = choose_heads(subject, random, baseline=True)
+        small = copy.deepcopy(subject.model)
+        cut_(small, bind(small, subject.sites), plan.mask)
+        try:
+            for step in subject.recipe.recover:
+                recover_once(subject, small, step)
+        except UnsupportedModel as error:
+            journal.warn(
+                [f"Random heads are compared before recovery only, which refused: {error}"]
+            )
+            return
+        quality = subject.judge(small, "test")
+        row = quality_row(quality, f"{RECOVERED_RANDOM}{name}", plan.mask.kept_counts, "test")
+        draws.append((quality, row))
+    row = _mean([row for _, row in draws])
+    judged = [quality for quality, _ in draws]
+    comparisons = (
+        *compared(row.name, "base", "test", [subject.base["test"]], judged),
+        *compared(name, "random", "test", judged, [final]),
+    )
+    journal.note(quality=(row,), comparisons=comparisons)
+    journal.tell(f"{row.name}: test {row.metric} {row.value:.4f} ({row.draws} draws)")
 
 
 def _baseline(subject: Subject, scores: HeadScores) -> tuple[Quality, QualityRow]:
@@ -202,21 +278,28 @@ def _mean(rows: list[QualityRow]) -> QualityRow:
     )
 
 
-def compare_answers(subject: Subject, pruned: nn.Module) -> ChangedAnswers | None:
-    """Note the final model's results per class; return the test rows whose answer changed.
-
-    None for a task without one class per example.
-    """
-    base = subject.base["test"]
-    if not base.classes:
-        return None
-    final = subject.judge(pruned, "test")
+def compare_answers(subject: Subject, final: Quality) -> ChangedAnswers:
+    """Note the final model's results per class; return the test rows whose answer changed."""
+    base, data = subject.base["test"], subject.data
     names = names_by_number(getattr(subject.model, "config", None))
-    subject.journal.note(classes=class_rows(base, final, names))
-    rows, texts = subject.data.evaluated("test"), subject.data.texts
-    changed = changed_answers(base, final, names, rows, texts)
+    if base.classes:
+        subject.journal.note(classes=class_rows(base, final, names))
+    order = data.evaluated("test")
+    rows = JudgedRows(
+        numbers=[data.test_rows[i] + 1 for i in order],
+        split=data.test_split,
+        texts=[data.texts[i] for i in order] if data.texts else [],
+        truths=[_truth(data.targets["test"][i]) for i in order] if data.targets else [],
+        names=names,
+    )
+    changed = rows.changed(base, final)
     subject.journal.tell(changed.title)
     return changed
+
+
+def _truth(target: str | Question) -> str:
+    """The true answer to a question, or the true translation."""
+    return target if isinstance(target, str) else " / ".join(dict.fromkeys(target.answers))
 
 
 # -------------------------------------------------------------------------------------------- cut
@@ -246,7 +329,7 @@ def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
     return pruned
 
 
-def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn.Module:
+def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> Judged:
     """Cut and train a copy of the model in stages; the last plan counts.
 
     Args:
@@ -283,34 +366,35 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn
     journal.note(plan=report.plan, proofs=proofs, metrics={"gradual": rows})
     for line in str(report).split("\n"):
         journal.tell(line)
-    subject.report(pruned, "gradual", count_heads(subject, pruned), trained=True)
-    return pruned
+    judged = subject.report(pruned, "gradual", count_heads(subject, pruned), trained=True)
+    return pruned, judged["test"]
 
 
 # ---------------------------------------------------------------------------------------- recover
 
 
-def recover(subject: Subject, pruned: nn.Module, progress: Progress) -> nn.Module:
+def recover(subject: Subject, pruned: nn.Module, progress: Progress) -> Judged:
     """Run every recovery of the recipe in turn, and measure the model after each.
 
     A recovery that an earlier run finished is not repeated: its model is loaded.
     """
+    quality: Quality | None = None
     for i in range(len(subject.recipe.recover)):
         name = f"recover {i}"
         place = stage_folder(name)
-        pruned = progress.once(
+        pruned, quality = progress.once(
             name,
             partial(_recover_step_, subject, pruned, i, progress.work(name), place),
             partial(load_cut_model, subject, place),
             (place,),
             named=False,
         )
-    return pruned
+    return pruned, quality
 
 
 def _recover_step_(
     subject: Subject, pruned: nn.Module, i: int, work: Path | None, place: str
-) -> nn.Module:
+) -> Judged:
     """Run recovery number ``i``, measure the model, and save it for resuming."""
     steps, journal = subject.recipe.recover[: i + 1], subject.journal
 
@@ -329,12 +413,17 @@ def _recover_step_(
     trained = subject.recipe.gradual is not None
     for step in steps:
         trained = trained or recovery.registry.get(step.method).trains
-    names = " + ".join(step.method for step in steps)
-    subject.report(pruned, f"recovered ({names})", count_heads(subject, pruned), trained)
+    kept = count_heads(subject, pruned)
+    judged = subject.report(pruned, _recovered_name(steps), kept, trained)
 
     # 3. Save.
     save_cut_model(subject, pruned, place)
-    return pruned
+    return pruned, judged["test"]
+
+
+def _recovered_name(steps: Sequence[RecoverStep]) -> str:
+    """The row's name in the accuracy table: all recoveries so far."""
+    return f"recovered ({' + '.join(step.method for step in steps)})"
 
 
 def stage_folder(stage: str) -> str:
@@ -348,13 +437,13 @@ def save_cut_model(subject: Subject, pruned: nn.Module, place: str) -> None:
     save_pretrained(pruned, subject.journal.folder / place, subject.sites)
 
 
-def load_cut_model(subject: Subject, place: str) -> nn.Module:
-    """Load the cut model that ``save_cut_model`` saved."""
+def load_cut_model(subject: Subject, place: str) -> Judged:
+    """Load the cut model that ``save_cut_model`` saved; its results are in the record alone."""
     assert subject.journal.folder is not None
     whole = subject.whole()
     sites = None if whole is None else subject.sites
     model = from_pretrained(subject.journal.folder / place, whole, sites)
-    return model.to(device_of(subject.model))
+    return model.to(device_of(subject.model)), None
 
 
 # ------------------------------------------------------------------------------ measure and save

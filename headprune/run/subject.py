@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from headprune.core.files import staged, write_atomic
 from headprune.core.heads import HeadCounts, Policy
 from headprune.core.latency import LatencyTable
 from headprune.core.layout import AttentionLayout
+from headprune.core.plan import allowance
 from headprune.core.record import Comparison, QualityRow
 from headprune.data.datasets import Data, RawData, encode_rows, load_rows
 from headprune.data.imported import check_takes, own_layouts
@@ -49,6 +50,7 @@ from headprune.run.judging import compared, interval_of
 from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
+from headprune.selection._api import beyond
 from headprune.selection._groups import divided
 from headprune.selection._task import check_possible
 
@@ -280,7 +282,7 @@ def _load_rows(recipe: Recipe, journal: Journal) -> RawData:
     overlap = raw.facts["overlap"]["given"]
     if not overlap["test"]["train"] + overlap["validation"]["train"]:
         journal.tell("no test or validation row is among the train rows")
-    _warn(journal, raw.warnings)
+    journal.warn(raw.warnings)
     return raw
 
 
@@ -297,11 +299,11 @@ def _load_model_and_encode(
     else:
         loaded = Loaded(_open_base(recipe, base))
     model = loaded.model.to(device)
-    _warn(journal, (*raw.warnings[n_warnings:], *loaded.warnings))
+    journal.warn((*raw.warnings[n_warnings:], *loaded.warnings))
 
     # 2. The rows as the model reads them.
     data = encode_rows(recipe, raw, preparation, dtype=next(model.parameters()).dtype)
-    _warn(journal, data.warnings)
+    journal.warn(data.warnings)
     _note_overlap(journal, data)
 
     # 3. Checks that cost little now and much after a training.
@@ -310,6 +312,7 @@ def _load_model_and_encode(
         check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
     sites = _find_sites(model, recipe)
     _check_select(recipe.select, sites)
+    _warn_of_nothing(journal, recipe.select, sites)
     if base is None:
         _check_labels(recipe, journal, model, data, raw)
 
@@ -318,18 +321,11 @@ def _load_model_and_encode(
     return Subject(recipe, journal, data, model, preparation)
 
 
-def _warn(journal: Journal, warnings: Iterable[str]) -> None:
-    """Note warnings and print them now, before any long work."""
-    for warning in warnings:
-        journal.note(warnings=(warning,))
-        journal.tell(f"warning: {warning}")
-
-
 def _note_overlap(journal: Journal, data: Data) -> None:
     """Note and print which encoded rows serve two purposes, such as training and test."""
     overlap = read_twice(data.examples)
     journal.note(rows={"overlap": {**journal.record.rows["overlap"], "read": overlap}})
-    _warn(journal, read_notes(overlap, data.examples))
+    journal.warn(read_notes(overlap, data.examples))
 
 
 def _check_labels(
@@ -346,7 +342,7 @@ def _check_labels(
     fit, notes = check_order(model, data, raw)
     journal.tell(f"the model is {fit}")
     journal.note(metrics={"labels": facts_of_labels(raw, fit)})
-    _warn(journal, notes)
+    journal.warn(notes)
 
 
 def _train_(subject: Subject, work: Path | None) -> None:
@@ -416,6 +412,16 @@ def _check_select(wanted: SelectSection, sites: Sites) -> None:
         for name in ("must_keep", "must_remove"):
             where = where.replace(f"select({name}=)", f"select.{name}")
         raise type(error)(where, error.must, error.got, error.hint) from None
+
+
+def _warn_of_nothing(journal: Journal, wanted: SelectSection, sites: Sites) -> None:
+    """Warn, before any long work, of a count or share that allows every head."""
+    if wanted.keep_heads is None or wanted.sites or wanted.must_remove:
+        return
+    present = sum(len(site.heads) for site in sites)
+    if allowance(wanted.keep_heads, present) >= present:
+        note = f"the budget allows all {present} heads: nothing will be removed."
+        journal.warn([f"select.keep_heads: {note}{beyond(wanted.budget, present)}"])
 
 
 def _check_length(model: nn.Module, data: Data) -> None:

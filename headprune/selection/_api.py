@@ -11,7 +11,7 @@ from headprune.core.coverage import coverage_notes
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
 from headprune.core.heads import HeadMask, Policy
 from headprune.core.latency import LatencyTable
-from headprune.core.plan import Budget, PruningPlan, SiteBudget
+from headprune.core.plan import Budget, PruningPlan, SiteBudget, share_hint
 from headprune.core.scores import HeadScores
 from headprune.selection import registry
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
@@ -276,7 +276,7 @@ def _notes(
     if mask.n_kept < present:
         notes.extend(cache_notes(scores.sites, mask))
     else:
-        notes.append(_NOTHING + _beyond(budget, present))
+        notes.append(_NOTHING + beyond(budget, present))
     emptied = [site for site in scores.sites if site.heads and not mask.kept(site.name)]
     for noun, neurons in (("head", False), ("neuron", True)):
         names = [site.name for site in emptied if site.is_feed_forward is neurons]
@@ -290,13 +290,12 @@ def _notes(
     return (*notes, *task.notes, *coverage_notes(scores.notes))
 
 
-def _beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:
+def beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:
     """What to write in place of a count above the heads that are present, if it is one."""
     count = budget.keep_heads if isinstance(budget, Budget) else None
     if not isinstance(count, int) or count <= present:
         return ""
-    fraction = f" For {count} % of the heads, write {count / 100:g}." if count < 100 else ""
-    return f" It keeps {count} heads, and {present} are present.{fraction}"
+    return f" It keeps {count} heads, and {present} are present. {share_hint(count)}".rstrip()
 
 
 def _labels(scores: HeadScores, positions: frozenset[Position]) -> str:

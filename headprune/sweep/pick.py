@@ -155,8 +155,8 @@ class Pick(Value):
             return f"{lines[0]}; nearest: {nearest.setting}, upper bound {bound}"
         lost, _ = apart(self.metric, nearest.drop, self.max_drop)
         lines.append(
-            f"  nearest: {nearest.setting}; on the {self.rows:,} validation rows there are its drop"
-            f" is {lost}, with an upper bound of {bound}"
+            f"  nearest: {nearest.setting}; on the {self.rows:,} validation rows its drop is"
+            f" {lost}, with an upper bound of {bound}"
         )
         if self.needed_rows is None:
             lines.append(

@@ -12,6 +12,7 @@ from headprune.core.sweeps import Setting, SweepTable
 from headprune.report.inputs import SweepInputs
 from headprune.report.write import write_tradeoff
 from headprune.run.journal import RECORD, TABLE
+from headprune.sweep.base import BASES, MARK, Base
 from headprune.sweep.pick import pick
 from headprune.sweep.runs import RUNS, SweepRun
 from headprune.sweep.speeds import load_speeds
@@ -42,9 +43,8 @@ def report_sweep(folder: Path, out: Path | None = None) -> list[Path]:
         speeds=load_speeds(folder),
         against_random=_against_random(table, folder),
         pick=picked,
-        max_drop=max_drop,
-        # A page in the sweep's own folder moves with it.
-        folder=str(folder) if out else ".",
+        max_drop=max_drop if _can_be_made_again(table, folder) else None,
+        folder=str(folder),
     )
     return write_tradeoff(table, out or folder, inputs)
 
@@ -60,6 +60,19 @@ def _pick(folder: Path) -> tuple[str, float | None]:
         return str(found), _ONE_POINT
     allowable = found.allowable
     return str(found), allowable if 0 < allowable <= _LARGEST else None
+
+
+def _can_be_made_again(table: SweepTable, folder: Path) -> bool:
+    """Whether local data of the sweep is found from this working directory, as ``pick`` needs."""
+    if not table.rows:
+        return False
+    try:
+        run = SweepRun.load(folder / RUNS / f"{table.rows[0]['run']}.json")
+        source = Base.load(folder / BASES / run.base[:16] / MARK).rows["source"]
+    except HeadPruneError:
+        return False
+    # Only local files have hashes.
+    return "sha256" not in source or Path(source["path"]).expanduser().exists()
 
 
 def _against_random(table: SweepTable, folder: Path) -> tuple[Drop | None, ...]:

@@ -106,7 +106,7 @@ def sweep(
         try:
             base_outcome = running.run_all()
             # 4. Write the table and what is drawn from it.
-            return SweepResult(folder, _write_results(design, running, base_outcome))
+            return SweepResult(folder, _write_results(design, running, base_outcome, folder))
         except KeyboardInterrupt:
             done = f"{len(running.files)} of {len(runs)} runs are done"
             say(f"stopped: {done}; the same command resumes here")
@@ -120,8 +120,13 @@ def _check_count(name: str, value: int, fits: bool, must: str) -> None:
         raise InvalidValue(f"sweep({name}=)", must, value)
 
 
-def _write_results(design: Design, running: _RunningSweep, base: ModelOutcome) -> SweepTable:
-    """Write the table, times, versions and pictures to the folder; return the table."""
+def _write_results(
+    design: Design, running: _RunningSweep, base: ModelOutcome, given: Path
+) -> SweepTable:
+    """Write the table, times, versions and pictures to the folder; return the table.
+
+    ``given`` is the folder as the user named it, for a command on the page.
+    """
     folder, runs, files = running.folder, running.runs, running.files
     table = table_of(design, runs, files, base, folder)
     write_table(table, folder)
@@ -129,7 +134,7 @@ def _write_results(design: Design, running: _RunningSweep, base: ModelOutcome) -
     write_surroundings(design.recipe, folder)
     if table.rows and design.recipe.bench is not None:
         measure_speeds(table, folder, running.open_base, running.say)
-    for path in report_sweep(folder):
+    for path in report_sweep(given):
         running.say(f"wrote {path}")
     return table
 

@@ -61,6 +61,25 @@ def test_it_says_what_a_run_would_take_and_writes_nothing(tmp_path: Path) -> Non
     assert found.memory["gradients and both moments of AdamW"] == 12 * found.parameters
 
 
+@pytest.mark.parametrize(
+    ("settings", "draws"),
+    [
+        (["score.scorer=taylor", "recover=[{method: mean_fold}]", "score.random_draws=5"], 3),
+        (["score.scorer=taylor", "recover=[{method: mean_fold}]", "score.random_draws=1"], 1),
+        (["score.scorer=taylor", "score.random_draws=5"], 0),
+    ],
+)
+def test_random_heads_that_are_recovered_alike_are_counted(settings: list[str], draws: int) -> None:
+    """They are not where a recovery trains, as that of the recipe does."""
+    found = dried(*SHORT, "train=null", "bench=null", *settings)
+    assert ("random" in found) == bool(draws)
+    if draws:
+        once = found["recover (mean_fold)"].seconds
+        assert once is not None
+        assert found["random"].seconds == pytest.approx(draws * once)
+        assert found["random"].basis.startswith(f"{draws} draw")
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """What a dry run does: batches of each scoring, and matrices inverted at a time."""

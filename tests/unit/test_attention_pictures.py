@@ -45,7 +45,9 @@ def test_every_weight_is_kept_to_a_255th_of_the_largest_and_survives_a_file(tmp_
             )
         assert again.pattern(head) == maps.mostly(head)
     assert again.examples[1].tokens == maps.tokens[1]
-    assert str(again) == "AttentionPictures of 8 heads in 3 examples; words for 2 of them"
+    assert str(again) == (
+        "attention of 8 heads on 3 examples: 2 of these heads mostly do one thing that has a name"
+    )
     assert again.pattern(HeadId("nowhere", 0)) is None
 
 

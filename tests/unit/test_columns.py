@@ -14,11 +14,7 @@ from headprune.core.errors import InvalidValue
 from headprune.data.datasets import load_rows
 from headprune.data.guess import guess
 from headprune.data.labels import number_labels
-
-QUEUES = ("billing", "technical", "sales", "spam mail")
-STARS = ("bad", "good")
-NLI = ("entailment", "neutral", "contradiction")
-N = 40
+from tests.tables import QUEUES, TABLES, N, message, queue, table, written
 
 
 def classifier(folder: Path, classes: Sequence[str]) -> str:
@@ -35,107 +31,10 @@ def classifier(folder: Path, classes: Sequence[str]) -> str:
     return str(folder / "model")
 
 
-def message(i: int) -> str:
-    return f"please look at my order number {i} again"
-
-
-def date(i: int) -> str:
-    return f"2024-0{1 + i % 9}-{10 + i % 3}"
-
-
-def queue(i: int) -> str:
-    return QUEUES[i % 4]
-
-
-def table(folder: Path, lines: Sequence[str], name: str = "rows.csv", **how: str) -> str:
-    (folder / name).write_text("\n".join(lines), newline="", **how)
-    return str(folder / name)
-
-
-TABLES: dict[str, tuple[str, Any, Sequence[str], str]] = {
-    "message,queue": (
-        "message,queue",
-        lambda i: f"{message(i)},{queue(i)}",
-        QUEUES,
-        "label: queue (matches the model's 4 classes); text: message",
-    ),
-    "with ids": (
-        "id,message,queue",
-        lambda i: f"{i},{message(i)},{queue(i)}",
-        QUEUES,
-        "label: queue (matches the model's 4 classes); text: message. Other columns: id",
-    ),
-    "uids of letters": (
-        "uid,text,label",
-        lambda i: f"u{i}x,{message(i)},{i % 2}",
-        ("LABEL_0", "LABEL_1"),
-        "label: label (has the numbers of the model's 2 classes); text: text. Other columns: uid",
-    ),
-    "dates": (
-        "body,class,date",
-        lambda i: f"{message(i)},{queue(i).upper()},{date(i)}",
-        QUEUES,
-        "label: class (matches the model's 4 classes); text: body. Other columns: date",
-    ),
-    "semicolons": (
-        "review;rating",
-        lambda i: f"{message(i)}, really;{STARS[i % 2]}",
-        STARS,
-        "label: rating (matches the model's 2 classes); text: review",
-    ),
-    "tsv": (
-        "message, as sent\tqueue",
-        lambda i: f"{message(i)}, thanks\t{queue(i)}",
-        QUEUES,
-        "label: queue (matches the model's 4 classes); text: message, as sent",
-    ),
-    "quoted newlines": (
-        '"message","queue"',
-        lambda i: f'"{message(i)},\n""quoted""",{queue(i)}',
-        QUEUES,
-        "label: queue (matches the model's 4 classes); text: message",
-    ),
-    "an index without a name": (
-        ",message,queue",
-        lambda i: f"{i},{message(i)},{queue(i)}",
-        QUEUES,
-        "label: queue (matches the model's 4 classes); text: message. Other columns: Unnamed: 0",
-    ),
-    "labels as floats": (
-        "text,label",
-        lambda i: f"{message(i)},{i % 2}.0",
-        ("LABEL_0", "LABEL_1"),
-        "label: label (has the numbers of the model's 2 classes); text: text",
-    ),
-    "labels with blanks": (
-        "message,queue",
-        lambda i: f"{message(i)},{'' if i == 7 else f' {queue(i)} '}",
-        QUEUES,
-        "label: queue (matches the model's 4 classes); text: message",
-    ),
-    "pairs": (
-        "premise,hypothesis,label",
-        lambda i: f"{message(i)},no {message(i)},{NLI[i % 3]}",
-        NLI,
-        "label: label (matches the model's 3 classes); text: premise and hypothesis",
-    ),
-    "from Excel": (
-        "text;label",
-        lambda i: f"{message(i)};{STARS[i % 2]}\r",
-        STARS,
-        "label: label (matches the model's 2 classes); text: text",
-    ),
-}
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_the_columns_of_a_table_are_found(name: str, tmp_path: Path) -> None:
-    header, row, classes, words = TABLES[name]
-    ending = "\r" if name == "from Excel" else ""
-    lines = [header + ending, *map(row, range(N))]
-    encoding = "utf-8-sig" if name == "from Excel" else "utf-8"
-    data = table(tmp_path, lines, "rows.tsv" if name == "tsv" else "rows.csv", encoding=encoding)
-    found = guess(classifier(tmp_path, classes), data)
+    _, _, classes, words = TABLES[name]
+    found = guess(classifier(tmp_path, classes), written(tmp_path, name))
     assert found.why[1] == words
     # Every row is read, and its label is one of the model's classes.
     raw = load_rows(found.recipe())
@@ -155,6 +54,73 @@ def test_numbers_from_1_on_are_asked_about(tmp_path: Path) -> None:
     assert found.why[1].startswith("label: label (has as many values as the model has classes, 2)")
     with pytest.raises(InvalidValue, match=r"--set 'data.labels=\[1, 2\]' takes 1 for class 0"):
         number_labels(found.recipe(), load_rows(found.recipe()))
+
+
+@pytest.mark.parametrize(
+    ("classes", "label", "numbers"),
+    [
+        (("1", "2"), lambda i: 1 + i % 2, {1: 0, 2: 1}),
+        (("2.0", "1.0"), lambda i: 1 + i % 2, {2: 0, 1: 1}),
+        (("1", "0"), lambda i: i % 2, {1: 0, 0: 1}),
+        (("True", "False"), lambda i: i % 2 == 0, {True: 0, False: 1}),
+        (("1", "0"), lambda i: i % 2 == 0, {True: 0, False: 1}),
+        (("1", "2", "3"), lambda i: 1 + i % 2, {1: 0, 2: 1}),
+    ],
+)
+def test_a_number_is_the_class_of_that_name(
+    classes: Sequence[str], label: Any, numbers: dict[Any, int], tmp_path: Path
+) -> None:
+    data = table(tmp_path, ["text,label", *(f"{message(i)},{label(i)}" for i in range(N))])
+    found = guess(classifier(tmp_path, classes), data)
+    assert found.why[1] == f"label: label (matches the model's {len(classes)} classes); text: text"
+    raw = number_labels(found.recipe(), load_rows(found.recipe()))
+    assert (raw.label_ids, raw.labels, raw.numbering) == (numbers, classes, "name")
+
+
+@pytest.mark.parametrize("values", [(0, 1), (False, True)])
+def test_a_number_that_names_another_class_is_asked_about(
+    values: Sequence[Any], tmp_path: Path
+) -> None:
+    data = table(tmp_path, ["text,label", *(f"{message(i)},{values[i % 2]}" for i in range(N))])
+    found = guess(classifier(tmp_path, ("1", "2")), data)
+    with pytest.raises(InvalidValue, match=f"label {values[1]} may mean class 0 or class 1") as no:
+        number_labels(found.recipe(), load_rows(found.recipe()))
+    setting = no.value.hint.partition("--set '")[2].partition("'")[0]
+    chosen = found.recipe([setting])
+    ids = number_labels(chosen, load_rows(chosen)).label_ids
+    assert ids == dict(zip(values, (0, 1), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "delimiter"),
+    [
+        ("rows.CSV", "", ","),
+        ("rows.csv", "sep=|\r\n", "|"),
+        ("rows.csv", '"sep=;"\n', ";"),
+        ("rows.tsv", "", ";"),
+        ("rows.TSV", "", "\t"),
+    ],
+)
+def test_the_form_of_a_table_is_read_from_it(
+    name: str, first: str, delimiter: str, tmp_path: Path
+) -> None:
+    lines = [delimiter.join(cells) for cells in [("message", "queue"), *map(ticket, range(N))]]
+    data = table(tmp_path, [first + lines[0], *lines[1:]], name, encoding="utf-8-sig")
+    recipe = guess(classifier(tmp_path, QUEUES), data).recipe()
+    assert set(load_rows(recipe).splits["train"][0]) == {"message", "queue"}
+    # In a folder, the other files have the same form.
+    folder = tmp_path / "splits"
+    folder.mkdir()
+    (tmp_path / name).rename(folder / f"train{Path(name).suffix}")
+    other = "\t" if delimiter == "," else ","
+    lines = [other.join(cells) for cells in [("message", "queue"), *map(ticket, range(N))]]
+    table(folder, lines, f"test{Path(name).suffix}")
+    with pytest.raises(InvalidValue, match=r"data\.path: must be files with the same delimiter"):
+        guess(str(tmp_path / "model"), str(folder))
+
+
+def ticket(i: int) -> tuple[str, str]:
+    return message(i), queue(i)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -212,10 +178,22 @@ def test_what_is_unclear_is_asked_for_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_column_whose_values_all_differ_is_no_label(tmp_path: Path) -> None:
-    data = table(tmp_path, ["text,label", *(f"{message(i)},{i}" for i in range(N))])
-    with pytest.raises(InvalidValue, match="--label: must be clear from one column of labels that"):
-        guess(classifier(tmp_path, [f"LABEL_{i}" for i in range(N)]), data)
+@pytest.mark.parametrize(
+    ("header", "row", "named", "where"),
+    [
+        ("text,label", lambda i: f"{message(i)},{i}", {}, "--label"),
+        ("text", message, {}, "--label"),
+        ("text", message, {"label": "text"}, "--text"),
+    ],
+)
+def test_no_column_is_proposed_where_none_fits(
+    header: str, row: Any, named: dict[str, str], where: str, tmp_path: Path
+) -> None:
+    data = table(tmp_path, [header, *map(row, range(N))])
+    with pytest.raises(InvalidValue, match="None of them fits by its contents") as refused:
+        guess(classifier(tmp_path, [f"LABEL_{i}" for i in range(N)]), data, **named)
+    assert refused.value.where == where
+    assert str(refused.value).endswith(f"if one is meant, name it: {where} COLUMN.")
 
 
 def test_the_label_of_a_model_that_grades_is_a_number(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from transformers import AutoModelForSequenceClassification
 import headprune as hp
 from headprune.checkpoints.checkpoint import applicable_formats
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.core.latency import SiteLatency
 from headprune.core.levels import level_widths
 from headprune.layouts import registry
 from headprune.model.running import call
 from headprune.scoring import _activations, _removal, magnitude, obs, wanda
 from headprune.scoring import fluctuation as fluctuation_file
+from tests.steady_clock import steady_levels
 
 WIDTH = 96
 
@@ -162,15 +161,10 @@ def test_a_latency_table_measures_levels_and_a_speed_budget_uses_them(
             level_widths(WIDTH)
         )
     scores = hp.score(bert, batches, "wanda", sites=sites)
-    # Measured times are noisy: one second per unit stands in for them, at the levels measured.
-    steady = replace(table, whole=1000.0, sites=tuple(map(a_second_per_unit, table.sites)))
+    # Measured times are noisy, so what a fixed speed needs might be out of reach.
+    steady = steady_levels(bert, batches[0], sites=sites)
     plan = hp.select(scores, hp.Budget(speedup=1.05), latency=steady)
     assert steady.whole / steady.predict(plan.mask) >= 1.05 * (1 - 1e-9)
-
-
-def a_second_per_unit(row: SiteLatency) -> SiteLatency:
-    steady = [None if s is None else float(n) for n, s in enumerate(row.seconds)]
-    return SiteLatency(row.site, tuple(steady))
 
 
 def test_a_refit_takes_cut_feed_forwards_too(bert: Any, batches: Any) -> None:

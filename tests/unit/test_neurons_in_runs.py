@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification
 
 import headprune as hp
-from headprune.bench.latency_tables import latency_table
 from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.choice.auto import WITH_NEURONS
 from headprune.cli.prune import _as_settings, _Choice
@@ -35,6 +33,7 @@ from headprune.run.auto import scorer_of
 from headprune.selection._units import bundled
 from tests.command_line import refused
 from tests.small_recipes import checked_recipe, quiet_run, quietly_prepared, write_rows
+from tests.steady_clock import steady_levels
 
 mpl.use("Agg")
 
@@ -86,23 +85,10 @@ def recipe(folder: Path, select: dict[str, Any], **sections: Any) -> Recipe:
 # --------------------------------------------------------------------------------------------- runs
 
 
-def steady(*args: Any, **kwargs: Any) -> LatencyTable:
-    """A table that is measured, and then gets other times: 1 s for the model, 0.2 s a site."""
-    found = latency_table(*args, **{**kwargs, "seconds": 0})
-    rows = []
-    for row in found.sites:
-        seconds: list[float | None] = [None] * len(row.seconds)
-        for n, known in enumerate(row.seconds):
-            if known is not None:
-                seconds[n] = 0.2 * n / (len(seconds) - 1)
-        rows.append(replace(row, seconds=tuple(seconds)))
-    return replace(found, whole=1.0, sites=tuple(rows))
-
-
 def test_a_run_cuts_neurons_to_a_speed_and_reports_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "latency_table", steady)
+    monkeypatch.setattr(subject, "latency_table", steady_levels)
     timed = {"speedup": 1.3, "latency": {"batch_size": 3, "length": 5, "seconds": 0.01}}
     record = quiet_run(recipe(tmp_path, timed, report=True))
     # 1. The plan meets the budget by a table of heads and neurons.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -76,3 +77,33 @@ def test_batches_of_pairs_are_refused_with_the_line_that_makes_mappings(tmp_path
     for scorer in ("taylor", "confidence"):
         hp.score(model, names["batches"], scorer)
     hp.recover_(model, names["batches"], hp.recovery.Finetune(epochs=1))
+
+
+class _OwnTargets(torch.nn.Module):
+    """A classifier that names its labels as nanoGPT does and also returns its loss."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.bert = transformers.AutoModelForSequenceClassification.from_pretrained(bert(folder))
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        logits = self.bert(idx).logits
+        loss = None if targets is None else torch.nn.functional.cross_entropy(logits, targets)
+        return logits, loss
+
+
+def test_the_refusal_of_pairs_has_the_names_of_the_models_own_arguments(tmp_path: Path) -> None:
+    model = _OwnTargets(tmp_path / "m").eval()
+    batches = [(torch.randint(30, (4, 5)), torch.randint(2, (4,)))]
+    with pytest.raises(InvalidValue, match="and pass loss=") as refusal:
+        hp.score(model, batches, "taylor")
+    line = str(refusal.value).partition("mappings: ")[2].partition(", and pass")[0]
+    names: dict[str, Any] = {"batches": batches}
+    exec(line, names)
+    assert names["batches"][0].keys() == {"idx", "targets"}
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(**batch)[0]
+        return torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="none")
+
+    assert hp.score(model, names["batches"], "taylor", loss=loss).n_examples == 4

@@ -1,4 +1,7 @@
-"""``push_to_hub`` and ``prune --push``, with a stand-in for the hub's API that keeps a folder."""
+"""``push_to_hub`` and ``prune --push``, with a stand-in for the hub's API that keeps a folder.
+
+That is ours, and those of a cut model and of the Trainer, which Transformers wrote.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from unittest.mock import create_autospec
 
 import huggingface_hub
 import pytest
-from huggingface_hub.utils import filter_repo_objects
+import transformers
+from huggingface_hub.utils import EntryNotFoundError, filter_repo_objects
 from torch.testing import assert_close
 
 import headprune as hp
@@ -35,27 +39,40 @@ class Hub:
             raise OSError("Token is required")
         return {"name": self.user}
 
-    def create_repo(self, api: Any, name: str, private: bool | None, exist_ok: bool) -> None:
+    def create_repo(
+        self, api: Any, name: str, private: bool | None, exist_ok: bool, token: None = None
+    ) -> SimpleNamespace:
         self.private = private
         (self.home / name).mkdir(parents=True, exist_ok=exist_ok)
+        return SimpleNamespace(repo_id=name)
 
     def upload_folder(
         self,
         api: Any,
         repo_id: str,
-        folder_path: Path,
+        folder_path: str | Path,
         commit_message: str,
         ignore_patterns: list[str],
-        delete_patterns: list[str],
+        delete_patterns: list[str] | None = None,
+        **of_trainer: Any,
     ) -> SimpleNamespace:
         assert commit_message
         repository = self.home / repo_id
-        for name in filter_repo_objects(files(repository), allow_patterns=delete_patterns):
+        for name in filter_repo_objects(files(repository), allow_patterns=delete_patterns or []):
             (repository / name).unlink()
-        for name in filter_repo_objects(files(folder_path), ignore_patterns=ignore_patterns):
+        for name in filter_repo_objects(files(Path(folder_path)), ignore_patterns=ignore_patterns):
             (repository / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder_path / name, repository / name)
+            shutil.copyfile(Path(folder_path) / name, repository / name)
         return SimpleNamespace(commit_url=f"https://hub.example/{repo_id}/commit/1")
+
+    def create_commit(self, api: Any, repo_id: str, operations: list[Any], **of_call: Any) -> None:
+        for operation in operations:
+            shutil.copyfile(operation.path_or_fileobj, self.home / repo_id / operation.path_in_repo)
+
+    def card(self, name: str, *rest: Any, **of_call: Any) -> str:
+        if not (self.home / name / "README.md").is_file():
+            raise EntryNotFoundError("no card")
+        return str(self.home / name / "README.md")
 
 
 def files(folder: Path) -> list[str]:
@@ -66,10 +83,11 @@ def files(folder: Path) -> list[str]:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     found = Hub(tmp_path / "hub")
-    for name in ("whoami", "create_repo", "upload_folder"):
+    for name in ("whoami", "create_repo", "upload_folder", "create_commit"):
         real = getattr(huggingface_hub.HfApi, name)
         stand_in = create_autospec(real, side_effect=getattr(found, name))
         monkeypatch.setattr(huggingface_hub.HfApi, name, stand_in)
+    monkeypatch.setattr(huggingface_hub.repocard, "hf_hub_download", found.card)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name: str(found.home / name))
     return found
 
@@ -146,6 +164,28 @@ def test_prune_pushes_what_it_writes_without_the_run(hub: Hub, tmp_path: Path) -
     (out / "run" / "record.json").write_text("{}")
     hp.checkpoints.hub.upload(out, NAME)
     assert "run/record.json" not in files(hub.home / NAME)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("pushed_before", [True, False])
+@pytest.mark.parametrize("by", ["model", "Trainer"])
+def test_what_transformers_pushes_opens_by_its_name(
+    by: str, pushed_before: bool, hub: Hub, tmp_path: Path
+) -> None:
+    model, _, _ = cut()
+    if pushed_before:  # Transformers removes no file of a repository
+        hp.push_to_hub(model, NAME)
+        hp.prune_heads_(model, {1: [0, 1]})
+    if by == "model":
+        model.push_to_hub(NAME)
+    else:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"), hub_model_id=NAME, use_cpu=True, report_to=[]
+        )
+        transformers.Trainer(model, arguments).push_to_hub()
+    loaded = hp.from_pretrained(NAME)
+    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert [s.heads for s in hp.find_sites(loaded)] == [s.heads for s in hp.find_sites(model)]
 
 
 def test_what_the_hub_would_refuse_is_refused_before_any_work(hub: Hub, tmp_path: Path) -> None:

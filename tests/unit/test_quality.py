@@ -73,6 +73,22 @@ def test_accuracy_of_tokens_leaves_out_what_is_not_labelled() -> None:
     assert found.value == pytest.approx(float((guess == labels)[counted].double().mean()))
 
 
+def test_answers_are_kept_for_every_labelled_token_and_number() -> None:
+    torch.manual_seed(0)
+    batch = {**text(), "labels": torch.randint(0, 3, (5, 6))}
+    batch["labels"][:, 0] = -100
+    model = bert("BertForTokenClassification", num_labels=3)
+    found = evaluate(model, split(batch, 2))
+    assert [len(row) for row in found.outputs] == [5, 3, 5, 1, 5], "padding and -100 do not count"
+    right = [sum(label == said for label, said in row) for row in found.outputs]
+    assert right == list(found.amounts)
+
+    batch["labels"] = torch.randn(5).double()
+    model = bert("BertForSequenceClassification", num_labels=1)
+    found = evaluate(model, split(batch, 2))
+    assert [(label - said) ** 2 for label, said in found.outputs] == pytest.approx(found.amounts)
+
+
 @pytest.mark.parametrize(
     ("name", "side"), [("llama", "right"), ("llama", "left"), ("gpt2", "left")]
 )

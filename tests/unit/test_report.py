@@ -88,6 +88,9 @@ def test_classes_and_changed_answers_have_their_rows(record: RunRecord) -> None:
     assert "| 9 | a \\| \\<b\\>film\\</b\\> | good | good | bad |" in markdown
     assert "<b>film" not in html
     assert "400 97.5 96.2 93.9 to 97.7 −5" in Page(html).table_row("good", html)
+    many = ChangedAnswers.of([ChangedAnswer(i, "x", "a", "a", "b") for i in range(12)], 872, 12)
+    page = render_html(found, ReportInputs(changed=many))
+    assert "<summary>2 more rows</summary>" in page, "a phone shows ten"
     none = ChangedAnswers.of([], 872, 2)
     assert none.title == "None of 872 test rows changed its answer."
 
@@ -207,10 +210,10 @@ def test_an_interval_that_spans_one_is_no_difference(html: str, markdown: str) -
 def test_the_headline_speed_is_that_of_the_largest_batch(record: RunRecord) -> None:
     best = replace(record.speed[0], ratio=3.0, low=2.9, high=3.1)
     text = render_markdown(replace(record, speed=(best, record.speed[2])))
-    assert "made it 1.12× as fast at batch 32" in text.splitlines()[2]
+    assert "made the model 1.12× as fast;" in text.splitlines()[2]
     slow = SpeedRow(4, 16, 0.1, 0.1, 0.125, 0.13, 0.8, 0.78, 0.82, 50)
     text = render_markdown(replace(record, speed=(slow,)))
-    assert "made it slower, 0.80× as fast, at batch 4 × 16 tokens" in text
+    assert "made the model slower (0.80× as fast)" in text
 
 
 def test_the_speed_grid_draws_break_even_between_faster_and_not_faster(record: RunRecord) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from headprune.core.errors import InvalidValue
 from headprune.data.datasets import Data, RawData, encode_rows, load_rows
 from headprune.data.features import Collate
-from headprune.data.label_order import check_order, mapping_words, measure
+from headprune.data.label_order import _labels_in_order, check_order, mapping_words, measure
 from headprune.data.labels import number_labels
 from headprune.data.models import prepare
 from headprune.recipes.schema import Recipe
@@ -271,6 +271,12 @@ def test_a_model_with_more_classes_than_the_data(trained: dict[str, Path], tmp_p
         assert got == [row["label"] for row in rows_of("test", int, False) if row["label"] < 2]
         assert len(raw.labels) == 3
         assert quietly_prepared(chosen).model.config.num_labels == 3
+
+
+def test_an_order_that_is_proposed_has_every_label_once() -> None:
+    """The class without a label in the data has the name "1", as another label has."""
+    raw = RawData({}, "label", ("2", "b", "1"), {}, class_names={1: "2", 2: "b"}, numbering="given")
+    assert _labels_in_order(raw, (1, 0, 2)) == [2, 1, "class 2"]
 
 
 def test_answers_by_chance_are_no_reason_to_stop(trained: dict[str, Path], tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ from headprune.data.models import (
 )
 from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import load_recipe
+from headprune.report.verdict import verdict
 from headprune.run import runner, stages
+from headprune.run.subject import Subject
 from tests.small_recipes import checked_recipe, quiet_run, quietly_prepared, write_rows
 from tests.tiny_models import bert as tiny_bert
 from tests.tiny_models import llama
@@ -128,9 +130,38 @@ def test_every_row_is_compared_with_the_uncut_model_on_the_same_rows(finished: A
     assert changed.n_gained - changed.n_lost == gained
     texts = [json.loads(line)["text"] for line in Path(chosen.data.path).read_text().splitlines()]
     numbers = json.loads((Path(chosen.folder) / "rows.json").read_text())["test"]["rows"]
-    assert all(each.text == texts[numbers[each.row]] for each in changed.rows)
+    in_data = [each.row - 1 for each in changed.rows]
+    assert set(in_data) <= set(numbers), "numbers of the data, from 1"
+    assert [each.text for each in changed.rows] == [texts[row] for row in in_data]
     card = (Path(chosen.folder) / "model" / "README.md").read_text()
-    assert "Verdict: removing 4 of 8 heads" in card
+    assert "Removing 4 of 8 heads" in card
+
+
+def test_random_heads_get_a_recovery_without_training_too(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the answers of the last measurement are compared: nothing is measured twice."""
+    judged: list[str] = []
+    plain = Subject.judge
+
+    def judge(self: Subject, model: Any, split: str) -> Any:
+        judged.append(split)
+        return plain(self, model, split)
+
+    monkeypatch.setattr(Subject, "judge", judge)
+    chosen = recipe(bert, tmp_path, recover=[{"method": "mean_fold"}])
+    record = quiet_run(chosen)
+    # The plan and its recovery on both splits; on test rows magnitude, and random heads of two
+    # draws before and after recovery.
+    assert judged.count("validation") == 2
+    assert judged.count("test") == 2 + 1 + 2 + 2
+    row = next(row for row in record.quality if row.name == "random, recovered (mean_fold)")
+    assert (row.draws, row.split, row.kept_heads) == (2, "test", 4)
+    final = next(row.value for row in record.quality if row.name == "recovered (mean_fold)")
+    found = record.compared("recovered (mean_fold)", "random", "accuracy", "test")
+    assert found is not None
+    assert found.drop == pytest.approx(row.value - final)
+    assert "2 draws of random heads, cut and recovered alike" in verdict(record).details
 
 
 def test_a_run_depends_on_its_seed_alone(finished: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Cut models that Transformers, its Trainer and PEFT save: ``hp.from_pretrained`` opens each folder.
 
-Every way of saving is tried with every family. One fresh process a family opens all its folders.
+Every way of saving is tried with six families, one fresh process of which opens all its folders;
+the plainest way with every family there is.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import torch
 import transformers as hf
 
 import headprune as hp
-from headprune.core.errors import CheckpointError, InvalidValue
+from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
 from headprune.surgery.verify import sample_outputs
+from tests.laws.families import FAMILIES as EVERY_FAMILY
+from tests.laws.families import model_class
+from tests.scripts import benchmark
 
+FORMATS = benchmark("formats")  # its plans: an even one, an uneven one, one with an empty layer
 FAMILIES = {
     "bert": "bert",
     "llama": "llama",
@@ -77,7 +82,17 @@ def cut_neurons(model: Any) -> None:
     hp.prune_(model, mask, sites=sites)
 
 
-def trained(model: Any, batch: Any, folder: Path, *, resume: bool = False) -> None:
+class CutAfterOneStep(hf.TrainerCallback):
+    """Cuts inside of a training, as the callback of docs/training.md does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 1:
+            cut_uneven(given["model"])
+
+
+def trained(
+    model: Any, batch: Any, folder: Path, *, resume: bool = False, callback: Any = None
+) -> None:
     """Trains two steps and saves by the Trainer, with its best model or going on from a save."""
     rows = [{k: v[i] for k, v in batch.items()} for i in range(len(next(iter(batch.values()))))]
 
@@ -105,13 +120,14 @@ def trained(model: Any, batch: Any, folder: Path, *, resume: bool = False) -> No
             eval_strategy="steps",
             eval_steps=1,
             save_steps=1,
-            load_best_model_at_end=not resume,
+            load_best_model_at_end=not (resume or callback),
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
             learning_rate=1e-3,
         )
-        return OwnLoss(model, arguments, train_dataset=rows, eval_dataset=rows)
+        callbacks = [] if callback is None else [callback]
+        return OwnLoss(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
 
     trainer(1 if resume else 2).train()
     last = trainer(2)
@@ -151,6 +167,12 @@ def ways(name: str, folder: Path) -> dict[str, Callable[[Any, Any, Path], Any]]:
     def rounded(model: Any, batch: Any, folder: Path) -> None:
         model.bfloat16().save_pretrained(folder)
 
+    def halved(model: Any, batch: Any, folder: Path) -> None:
+        model.half().save_pretrained(folder)
+
+    def variant(model: Any, batch: Any, folder: Path) -> None:
+        model.save_pretrained(folder, variant="small")
+
     def sharded(model: Any, batch: Any, folder: Path) -> None:
         model.save_pretrained(folder, max_shard_size="10KB")
 
@@ -169,11 +191,16 @@ def ways(name: str, folder: Path) -> dict[str, Callable[[Any, Any, Path], Any]]:
         "neurons": after(cut_neurons, plainly),
         "two cuts": after(twice, plainly),
         "bfloat16": after(cut_uneven, rounded),
+        "float16": after(cut_uneven, halved),
+        "a variant": after(cut_uneven, variant),
         "shards": after(cut_uneven, sharded),
         "copied and pickled": after(cut_uneven, of_copy),
         "least squares": after(cut_uneven, refitted),
         "Trainer, best model": after(cut_uneven, trained),
         "Trainer, resumed": after(cut_even, lambda m, b, f: trained(m, b, f, resume=True)),
+        "Trainer, a callback that cuts": lambda m, b, f: trained(
+            m, b, f, callback=CutAfterOneStep()
+        ),
         "PEFT, merged": after(cut_uneven, lambda m, b, f: by_peft(m, f)),
     }
 
@@ -198,6 +225,7 @@ def test_every_way_of_saving_comes_back_bit_for_bit_in_a_fresh_process(
         place = tmp_path / "saved" / way
         saved = save(model, batch, place / "model")
         model = model if saved is None else saved
+        batch = as_dtype(batch, model.dtype)
         expected[way] = sample_outputs(model.eval(), batch)
         torch.save(batch, place / "batch.pt")
     subprocess.run([sys.executable, "-c", READER, str(tmp_path / "saved")], check=True)
@@ -206,12 +234,88 @@ def test_every_way_of_saving_comes_back_bit_for_bit_in_a_fresh_process(
         assert all(map(torch.equal, outputs, again)), way
 
 
+def as_dtype(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plan", [FORMATS.uneven, FORMATS.uniform, FORMATS.one_empty])
+def test_every_family_comes_back_bit_for_bit(plan: Any, tmp_path: Path) -> None:
+    ours = [pair for pair in EVERY_FAMILY if model_class(*pair) is not None]
+    assert len(ours) > 60
+    for layout, name in ours:
+        model, batch = registry.get(layout).tiny(0, name)
+        sites = hp.find_sites(model.eval())
+        hp.prune_(model, plan(sites), sites=sites)
+        model.save_pretrained(tmp_path / name)
+        again = hp.from_pretrained(tmp_path / name)
+        outputs = sample_outputs(model, batch), sample_outputs(again, batch)
+        assert all(map(torch.equal, *outputs)), name
+        assert [s.heads for s in hp.find_sites(again)] == [s.heads for s in hp.find_sites(model)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_keep_their_types(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, _ = family("t5")
+    cut_uneven(model)
+    # Transformers reads "wo" of T5 as float32 in a float16 model, and norms in the model's type.
+    model.to(dtype).get_submodule("encoder.final_layer_norm").float()
+    model.save_pretrained(tmp_path)
+    again = hp.from_pretrained(tmp_path)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_records_without_types_open(tmp_path: Path) -> None:
+    model, batch = family("t5")
+    cut_uneven(model)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("dtype", "dtypes", "variant"):
+        del config["headprune"][key]  # as an earlier version wrote it
+    path.write_text(json.dumps(config))
+    again = hp.from_pretrained(tmp_path)
+    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+
+
+#: Saves cut models in a process that cut none.
+RECEIVER = """
+import sys, torch
+torch.load(sys.argv[1], weights_only=False).save_pretrained(sys.argv[2])
+"""
+
+
+def save(rank: int, model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("way", ["torch.load", "spawn"])
+def test_a_process_that_did_not_cut_says_what_was_cut(way: str, tmp_path: Path) -> None:
+    model, batch = family("llama")
+    cut_uneven(model)
+    if way == "spawn":
+        torch.multiprocessing.spawn(save, (model, tmp_path / "model"), 1)
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        paths = [str(tmp_path / "model.pt"), str(tmp_path / "model")]
+        subprocess.run([sys.executable, "-c", RECEIVER, *paths], check=True)
+    again = hp.from_pretrained(tmp_path / "model")
+    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+
+
 def test_an_even_cut_opens_in_plain_transformers_with_equal_outputs(tmp_path: Path) -> None:
     model, batch = family("llama")
     cut_even(model)
     model.save_pretrained(tmp_path)
     plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(plain, batch)))
+    cut_uneven(plain)  # a second cut counts from the small model
+    for number, save in enumerate((plain.save_pretrained, lambda f: hp.save_pretrained(plain, f))):
+        save(tmp_path / str(number))
+        again = hp.from_pretrained(tmp_path / str(number))
+        assert all(map(torch.equal, sample_outputs(plain, batch), sample_outputs(again, batch)))
+        assert not hasattr(again.config, "headprune")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -246,29 +350,56 @@ def test_a_whole_model_is_saved_as_before(tmp_path: Path) -> None:
         assert before.read_bytes() == after.read_bytes()
 
 
+#: Where the format can hold the cut; docs/checkpoints.md has them all.
+HELD = [
+    ("transformers", "llama"),
+    ("transformers", "vit"),
+    *[("remote-code", name) for name in FAMILIES if name != "t5"],
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("format", ["transformers", "remote-code"])
-def test_folders_for_others_open_here_too(format: Any, tmp_path: Path) -> None:
-    model, batch = family("llama")
+def test_folders_for_others_open_here_too(format: Any, name: str, tmp_path: Path) -> None:
+    model, batch = family(name)
     (cut_even if format == "transformers" else cut_uneven)(model)
-    hp.save_pretrained(model, tmp_path, format=format)
+    if (format, name) not in HELD:
+        with pytest.raises(UnsupportedModel, match=f"format '{format}'"):
+            hp.save_pretrained(model, tmp_path, format=format, example=batch)
+        return
+    hp.save_pretrained(model, tmp_path, format=format, example=batch)
     again = hp.from_pretrained(tmp_path)
     assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
     assert [s.heads for s in hp.find_sites(again)] == [s.heads for s in hp.find_sites(model)]
 
 
-def orphan(folder: Path) -> tuple[Any, Any, HeadMask]:
-    """A folder of a cut model as it was before saves were described."""
+def test_a_second_cut_leaves_no_counts_of_the_first_for_vllm(tmp_path: Path) -> None:
     model, batch = family("llama")
-    config = copy.deepcopy(model.config)
     cut_uneven(model)
+    hp.save_pretrained(model, tmp_path / "remote", format="remote-code", example=batch)
+    assert "per_layer_config" in json.loads((tmp_path / "remote" / "config.json").read_text())
+    again = hp.from_pretrained(tmp_path / "remote")
+    again.save_pretrained(tmp_path / "plain")
+    assert "per_layer_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def orphan(folder: Path, name: str = "llama") -> tuple[Any, Any, HeadMask]:
+    """A folder of a cut and refitted model as it was before saves were described."""
+    model, batch = registry.get("llama").tiny(0, name)
+    model.eval()
+    config = copy.deepcopy(model.config)
+    whole = copy.deepcopy(model)
+    cut_uneven(model)
+    hp.recover_(model, [batch], "lstsq", teacher=whole)
     model.save_pretrained(folder)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     return model, batch, HeadMask.full(hp.find_sites(model))
 
 
-def test_a_plan_opens_a_folder_that_does_not_say_what_was_cut(tmp_path: Path) -> None:
-    model, batch, mask = orphan(tmp_path)
+@pytest.mark.parametrize("name", ["llama", "llava"])  # llava's tensors have other names on disk
+def test_a_plan_opens_a_folder_that_does_not_say_what_was_cut(name: str, tmp_path: Path) -> None:
+    model, batch, mask = orphan(tmp_path, name)
     with pytest.raises(CheckpointError, match="plan="):
         hp.from_pretrained(tmp_path)
     again = hp.from_pretrained(tmp_path, plan=mask)
@@ -303,6 +434,7 @@ def test_a_plan_for_a_folder_that_says_what_was_cut_is_refused(ours: bool, tmp_p
         (lambda c: c["headprune"].update(mask=3), "a record that we can read"),
         (lambda c: c["headprune"]["mask"]["rows"][0].update(site="x"), "4 heads at 'x'"),
         (lambda c: c["headprune"]["mask"]["rows"][0].update(kept=[1]), "of another shape"),
+        (lambda c: c["headprune"].update(dtype="no type"), "no type"),
         (lambda c: c["headprune"].update(buffers={"no.table": "float16"}), "model's tables"),
         (lambda c: c["headprune"].update(config={"model_type.x": 1}), "this configuration"),
         (lambda c: c["headprune"].update(layouts=[{"slabs": 3}]), "a stored layout"),
@@ -322,11 +454,15 @@ def test_a_damaged_record_is_refused(change: Any, match: str, tmp_path: Path) ->
         hp.from_pretrained(tmp_path)
 
 
-def test_a_save_over_a_folder_of_ours_takes_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["headprune", "remote-code"])
+def test_a_save_over_a_folder_of_ours_takes_its_place(format: Any, tmp_path: Path) -> None:
     model, batch = family("bert")
     cut_uneven(model)
-    hp.save_pretrained(model, tmp_path)
+    (tmp_path / "README.md").write_text("My words.\n")
+    hp.save_pretrained(model, tmp_path, format=format)
     hp.prune_heads_(model, {1: [3]})
     model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text().strip() == "My words."
+    assert not [*tmp_path.glob("headprune.json"), *tmp_path.glob("*.py")]
     again = hp.from_pretrained(tmp_path)
     assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))

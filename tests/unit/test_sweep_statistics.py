@@ -24,6 +24,7 @@ from headprune.core.paired import (
 )
 from headprune.core.record import SpeedRow
 from headprune.core.sweeps import SweepTable, check_size, pareto
+from headprune.report import plot
 from headprune.report.curve import curve
 from headprune.report.html import render_sweep_html
 from headprune.report.inputs import SweepInputs
@@ -336,16 +337,40 @@ def test_a_sweep_has_every_setting_with_speed_and_random_heads() -> None:
         ["random", "≈ 1.01×"],
         ["random", "≈ 1.01×"],
     ]
-    assert "1 of 2 settings are shown to lose less than random heads" in view.verdict
+    assert view.verdict == (
+        "1 of 2 settings are shown to lose less than random heads of the same budget."
+    )
+    unfinished = sweep_view(replace(sweep_table(), rows=()), SweepInputs())
+    assert unfinished.verdict == "No run of this sweep is finished."
+    picked = sweep_view(sweep_table(), SweepInputs(pick="no model is good enough\n  nearest: none"))
+    assert (picked.verdict, picked.details) == ("No model is good enough.", "Nearest: none.")
 
 
 def test_series_differ_in_colour_or_mark() -> None:
     points = []
     for i in range(20):
-        points += [TradeoffPoint("accuracy", f"m{i}", n, 0.5 + i / 100, 0.0) for n in (8, 16)]
+        for n in (8, 16):
+            points.append(TradeoffPoint("accuracy", f"m{i}", n, 0.5 + i / 100, 0.0))
+            chance = f"scorer random, recover r{i}"
+            points.append(TradeoffPoint("accuracy", chance, n, 0.4 + i / 100, 0.0))
     drawn = curve(points, "test")
     assert drawn is not None
-    assert len({(line.colour, line.mark) for line in drawn.lines}) == 20
+    looks = {role: set() for role in ("method", "random")}
+    for line in drawn.lines:
+        looks[line.role].add((line.colour if line.role == "method" else line.dash, line.mark))
+    assert [len(found) for found in looks.values()] == [20, 20]
+
+
+def test_random_heads_of_several_recoveries_differ_in_pictures() -> None:
+    rows = []
+    for recover in ("none", "lstsq"):
+        rows += [FrozenDict({**row, "recover": recover}) for row in sweep_table().rows]
+    table = replace(sweep_table(), keys=("scorer", "keep", "recover"), rows=tuple(rows))
+    lines = plot.tradeoff(table).get_lines()
+    random = [line for line in lines if "random" in str(line.get_label())]
+    assert len(random) == 2
+    first, second = ((line.get_marker(), str(line.get_linestyle())) for line in random)
+    assert first != second
 
 
 # ----------------------------------------------------------------------------------------------
@@ -405,6 +430,6 @@ def test_a_pick_of_nothing_says_how_many_rows_it_lacks(
     assert found.needed_rows == rows
     text = str(found)
     assert words in text
-    assert "on the 100 validation rows there are" in text
+    assert "on the 100 validation rows its drop is" in text
     assert f"--max-drop {found.allowable:g}" in text
     assert found.allowable >= (look.bound or 0)

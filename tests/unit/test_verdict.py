@@ -9,7 +9,8 @@ import pytest
 
 from headprune.core.choice import Candidate, Choice
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.record import Comparison, QualityRow, RunRecord, SpeedRow
+from headprune.core.heads import HeadMask
+from headprune.core.record import ClassRow, Comparison, QualityRow, RunRecord, SpeedRow
 from headprune.report.verdict import card_lines, verdict
 from tests.report_records import record_of
 
@@ -32,14 +33,17 @@ def built(cost: Comparison = COST, random: Comparison = BETTER, **changes: Any) 
     return record_of(comparisons=(cost, random), **{"recipe": TASK, **changes})
 
 
-def test_the_sentence_has_all_clauses_in_order() -> None:
+def test_the_sentence_is_short_and_the_figures_follow() -> None:
     said = verdict(built())
     assert said.sentence == (
-        "Removing 16 of 32 heads cost 0.23 points of accuracy on 872 test rows, which chance can"
-        " explain (95 % interval −0.31 to 0.77), made it 1.12× as fast at batch 32 × 128 tokens"
-        " (95 % interval 1.10 to 1.14; no measurable difference at 1 of 3 shapes), and beat random"
-        " heads by 5.66 points of accuracy before recovery (95 % interval of the difference 4.00"
-        " to 7.00 points); next, keep 8 heads."
+        "Removing 16 of 32 heads cost 0.23 points of accuracy, which chance can explain, and made"
+        " the model 1.12× as fast; the choice beat random heads before recovery. Next: keep 8 heads."
+    )
+    assert said.details == (
+        "Accuracy 0.976 before, 0.974 after, on 872 test rows: cost 0.23 points of accuracy, 95 %"
+        " interval −0.31 to 0.77. Speed at batch 32 × 128 tokens: 1.12×, 95 % interval 1.10 to"
+        " 1.14; no measurable difference at 1 of 3 shapes. 10 draws of random heads before"
+        " recovery: the choice is better by 5.66 points of accuracy, 95 % interval 4.00 to 7.00."
     )
     assert str(said).endswith("--set select.keep_heads=8 --out runs/sst2-bert-taylor-8"), (
         "the terminal has the command too"
@@ -52,55 +56,63 @@ def quality(metric: str, before: float, after: float) -> tuple[QualityRow, ...]:
 
 
 @pytest.mark.parametrize(
-    ("record", "clause"),
+    ("record", "clause", "detail"),
     [
         (
             built(compared("recovered (finetune)", "base", 0.02, 0.01, 0.031)),
-            "cost 2.00 points of accuracy on 872 test rows (95 % interval 1.00 to 3.10)",
+            "cost 2.00 points of accuracy",
+            "cost 2.00 points of accuracy, 95 % interval 1.00 to 3.10",
         ),
         (
             built(compared("recovered (finetune)", "base", -0.02, -0.03, -0.01)),
-            "gained 2.00 points of accuracy on 872 test rows (95 % interval 1.00 to 3.00)",
+            "gained 2.00 points of accuracy",
+            "gained 2.00 points of accuracy, 95 % interval 1.00 to 3.00",
         ),
         (
             built(compared("recovered (finetune)", "base", 0.0, -0.005, 0.005)),
-            "did not change the accuracy on 872 test rows (95 % interval −0.50 to 0.50)",
+            "did not change the accuracy",
+            "cost 0.00 points of accuracy, 95 % interval −0.50 to 0.50",
         ),
         (
             built(compared("recovered (finetune)", "base", 0.0, 0.0, 0.0)),
-            "changed the result of none of 872 test rows",
+            "changed no result",
+            "Accuracy 0.976 before, 0.974 after, on 872 test rows.",
         ),
-        (
-            record_of(),
-            "cost 0.23 points of accuracy on 872 test rows (the record has no interval)",
-        ),
+        (record_of(), "cost 0.23 points of accuracy", "; the record has no interval."),
         (
             built(
                 compared("recovered (finetune)", "base", 0.031, 0.02, 0.04, "perplexity"),
                 quality=quality("perplexity", 20.0, 20.62),
             ),
-            "raised perplexity by 3.10 % on 872 test rows (95 % interval 2.00 to 4.00)",
+            "raised perplexity by 3.10 %",
+            "raised perplexity by 3.10 %, 95 % interval 2.00 to 4.00",
         ),
         (
             built(
                 compared("recovered (finetune)", "base", -0.1, -0.2, -0.01, "loss"),
                 quality=quality("loss", 0.5, 0.4),
             ),
-            "lowered loss by 0.1000 on 872 test rows (95 % interval 0.0100 to 0.2000)",
+            "lowered loss by 0.1000",
+            "lowered loss by 0.1000, 95 % interval 0.0100 to 0.2000",
         ),
         (
             built(quality=quality("wonder", 0.5, 0.4)),
-            "changed wonder from 0.500 to 0.400 on 872 test rows",
+            "changed wonder",
+            "Wonder 0.500 before, 0.400 after, on 872 test rows.",
         ),
         (
             built(quality=record_of().quality[1:]),
             "gives accuracy 0.974, which nothing is compared with",
+            "",
         ),
-        (built(quality=()), "has no measured cost"),
+        (built(quality=()), "has no measured cost", ""),
     ],
 )
-def test_cost(record: RunRecord, clause: str) -> None:
-    assert verdict(record).cost == clause
+def test_cost(record: RunRecord, clause: str, detail: str) -> None:
+    said = verdict(record)
+    assert said.cost == clause
+    assert f" {clause}" in said.sentence
+    assert detail in said.details
 
 
 def timed(ratio: float, low: float, high: float) -> SpeedRow:
@@ -108,22 +120,33 @@ def timed(ratio: float, low: float, high: float) -> SpeedRow:
 
 
 @pytest.mark.parametrize(
-    ("speed", "clause"),
+    ("speed", "clause", "detail"),
     [
-        ((timed(1.2, 1.1, 1.3),), "made it 1.20× as fast at batch 8 × 64 tokens"),
-        ((timed(0.8, 0.7, 0.9),), "made it slower, 0.80× as fast, at batch 8 × 64 tokens"),
-        ((timed(1.01, 0.9, 1.1),), "gained no measurable speed at batch 8 × 64 tokens"),
-        ((timed(float("nan"), 1, 1),), "has no usable timing at batch 8 × 64 tokens"),
-        ((), "was not timed"),
+        (
+            (timed(1.2, 1.1, 1.3),),
+            "made the model 1.20× as fast",
+            "Speed at batch 8 × 64 tokens: 1.20×, 95 % interval 1.10 to 1.30.",
+        ),
+        ((timed(0.8, 0.7, 0.9),), "made the model slower (0.80× as fast)", "0.80×, 95 % interval"),
+        ((timed(1.01, 0.9, 1.1),), "gained no measurable speed", "1.01×, 95 % interval"),
+        (
+            (timed(float("nan"), 1, 1),),
+            "has no usable timing",
+            "Speed at batch 8 × 64 tokens: no usable timing.",
+        ),
+        ((), "was not timed", ""),
         (
             (timed(1.2, 1.1, 1.3), replace(timed(0.8, 0.7, 0.9), batch=1)),
-            "made it 1.20× as fast at batch 8 × 64 tokens (95 % interval 1.10 to 1.30; slower at"
-            " 1 of 2 shapes)",
+            "made the model 1.20× as fast",
+            "1.10 to 1.30; slower at 1 of 2 shapes.",
         ),
     ],
 )
-def test_gain(speed: tuple[SpeedRow, ...], clause: str) -> None:
-    assert verdict(built(speed=speed)).gain.startswith(clause)
+def test_gain(speed: tuple[SpeedRow, ...], clause: str, detail: str) -> None:
+    said = verdict(built(speed=speed))
+    assert said.gain == clause
+    assert f" and {clause}; " in said.sentence
+    assert detail in said.details
 
 
 def chosen_by_auto(low: float) -> RunRecord:
@@ -149,43 +172,96 @@ def by_random() -> RunRecord:
     return built(scores=replace(scores, scorer="random"))
 
 
+def in_metric(metric: str, drop: float, low: float, high: float) -> RunRecord:
+    """A record of another metric, cut and not recovered, with random heads."""
+    rows = [
+        QualityRow(name, n, metric, 2.0, "test", 872, 1.0)
+        for name, n in (("base", 32), ("taylor", 16), ("random", 16))
+    ]
+    cost = compared("taylor", "base", 0.0, -0.001, 0.001, metric)
+    return built(cost, compared("taylor", "random", drop, low, high, metric), quality=tuple(rows))
+
+
+def refitted_alike(drop: float, low: float, high: float) -> RunRecord:
+    """A record whose random heads got the recovery, too."""
+    rows = [
+        QualityRow(name, n, "accuracy", 0.9, "test", 872, 1.0, draws=draws)
+        for name, n, draws in (
+            ("base", 32, 1),
+            ("taylor", 16, 1),
+            ("random", 16, 10),
+            ("recovered (lstsq)", 16, 1),
+            ("random, recovered (lstsq)", 16, 2),
+        )
+    ]
+    alike = compared("recovered (lstsq)", "random", drop, low, high)
+    cost = compared("recovered (lstsq)", "base", 0.0, -0.001, 0.001)
+    return built(cost, alike, quality=tuple(rows))
+
+
+TIED = "random heads are not shown to be worse at this size"
+
+
 @pytest.mark.parametrize(
-    ("record", "clause"),
+    ("record", "clause", "detail"),
     [
-        (built(), "beat random heads by 5.66 points of accuracy before recovery"),
         (
             built(random=compared("taylor", "random", 0.001, -0.01, 0.012)),
-            "is no better than random heads before recovery"
-            " (95 % interval of the difference −1.20 to 1.00 points)",
+            f"{TIED} before recovery",
+            "the choice is worse by 0.10 points of accuracy, 95 % interval −1.00 to 1.20",
         ),
         (
             built(random=compared("taylor", "random", 0.02, 0.01, 0.03)),
-            "is worse than random heads by 2.00 points of accuracy before recovery",
+            "random heads did better before recovery",
+            "the choice is worse by 2.00 points of accuracy, 95 % interval 1.00 to 3.00",
         ),
         (
             built(quality=record_of().quality[:3]),
-            "beat random heads by 5.66 points of accuracy (95 %",
+            "the choice beat random heads",
+            "10 draws of random heads: the choice is better by 5.66 points",
         ),
-        (with_random(value=0.95), "is no better than random heads before recovery"),
+        (
+            in_metric("perplexity", -0.05, -0.08, -0.02),
+            "the choice beat random heads",
+            "the choice is better by 5.00 % of perplexity, 95 % interval 2.00 to 8.00",
+        ),
+        (
+            in_metric("loss", 0.2, -0.1, 0.5),
+            TIED,
+            "1 draw of random heads: the choice is worse by 0.2000 loss, 95 % interval −0.1000",
+        ),
+        (with_random(value=0.95), f"{TIED} before recovery", "10 draws"),
         (
             with_random(spread=None, draws=1),
-            "is 5.66 points of accuracy above the only draw of random heads before recovery",
+            "it is better than the only draw of random heads before recovery",
+            "the difference is 5.66 points of accuracy",
         ),
-        (with_random(kept_heads=20), "was not compared with random heads"),
-        (built(quality=record_of().quality[:2]), "was not compared with random heads"),
-        (by_random(), "took its heads at random"),
+        (with_random(kept_heads=20), "it was not compared with random heads", ""),
+        (built(quality=record_of().quality[:2]), "it was not compared with random heads", ""),
+        (by_random(), "its heads were chosen at random", ""),
+        (
+            refitted_alike(-0.03, -0.05, -0.01),
+            "the choice beat random heads",
+            "2 draws of random heads, cut and recovered alike: the choice is better by 3.00 points",
+        ),
+        (
+            refitted_alike(0.03, -0.05, 0.08),
+            TIED,
+            "2 draws of random heads, cut and recovered alike: the choice is worse by 3.00 points",
+        ),
         (
             chosen_by_auto(0.05),
-            "beat random heads that were treated alike, on 512 held-out calibration rows",
+            "the choice beat random heads",
+            "cut and refitted alike, and compared on 512 held-out calibration rows",
         ),
-        (
-            chosen_by_auto(-0.01),
-            "is not shown to beat random heads that were treated alike, on 512 held-out",
-        ),
+        (chosen_by_auto(-0.01), TIED, "on 512 held-out calibration rows"),
     ],
 )
-def test_random(record: RunRecord, clause: str) -> None:
-    assert verdict(record).random.startswith(clause)
+def test_random(record: RunRecord, clause: str, detail: str) -> None:
+    said = verdict(record)
+    assert said.random == clause
+    assert f"; {clause}. Next: " in said.sentence
+    assert detail in said.details
 
 
 WORSE = compared("recovered (finetune)", "base", 0.02, 0.01, 0.03)
@@ -197,22 +273,19 @@ TIES = compared("taylor", "random", 0.0, -0.01, 0.01)
     [
         (built(), "keep 8 heads"),
         (built(recipe=EMPTY), "remove more heads"),
-        (
-            built(random=TIES),
-            "keep 8 heads: with so many kept, any choice of heads does as well",
-        ),
+        (built(random=TIES), "keep 8 heads"),
         (
             built(speed=(timed(1.01, 0.9, 1.1),)),
             "keep 8 heads, or time longer inputs and larger batches",
         ),
         (
             built(compared("recovered (finetune)", "base", 0.01, -0.01, 0.03)),
-            "measure on about 3,500 rows: 872 leave more than a point open",
+            "measure on about 3,500 test rows; with 872 the cost is uncertain by more than a point",
         ),
         (built(WORSE), "keep more heads"),
         (
             built(WORSE, TIES),
-            "keep more heads, or score on more calibration rows: the choice adds nothing yet",
+            "keep more heads, or score on more calibration rows",
         ),
         (
             built(compared("taylor", "base", 0.02, 0.01, 0.03), quality=record_of().quality[:3]),
@@ -239,7 +312,7 @@ TIES = compared("taylor", "random", 0.0, -0.01, 0.01)
 def test_next(record: RunRecord, words: str) -> None:
     said = verdict(record)
     assert said.next == words
-    assert said.sentence.endswith(f"; next, {words}.")
+    assert said.sentence.endswith(f". Next: {words}.")
 
 
 @pytest.mark.parametrize(
@@ -265,24 +338,98 @@ def test_the_command_names_the_folder_where_the_recipe_lies() -> None:
     )
 
 
+def of_rows(n: int, source: str = "train") -> FrozenDict:
+    """Facts about ``n`` rows, of which a fifth are for tests."""
+    counts = {"train": (0.7, "train"), "validation": (0.1, "train"), "test": (0.2, source)}
+    facts = {
+        name: FrozenDict({"rows": round(share * n), "from": of})
+        for name, (share, of) in counts.items()
+    }
+    return FrozenDict(facts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "setting"),
+    [
+        (
+            of_rows(10_000),
+            "measure on about 3,500 of the 10,000 rows",
+            " --set data.test_holdout=0.35 --out runs/sst2-bert-taylor-test",
+        ),
+        (of_rows(4_360), "collect about 3,500 labelled test rows", ""),
+        (of_rows(10_000, "test"), "collect about 3,500 labelled test rows", ""),
+    ],
+)
+def test_more_rows_are_asked_for_where_they_are(rows: FrozenDict, words: str, setting: str) -> None:
+    wide = compared("recovered (finetune)", "base", 0.01, -0.01, 0.03)
+    said = verdict(built(wide, rows=rows))
+    assert said.next == f"{words}; with 872 the cost is uncertain by more than a point"
+    assert said.command.endswith(setting)
+    assert bool(said.command) == bool(setting)
+
+
+UNCUT = replace(record_of().plan, mask=HeadMask.from_keep({"a": [0, 1]}, {"a": 2}))
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"status": "failed", "stage": "bench"}, "The run failed in stage bench. Until then: Rem"),
+        (
+            {"status": "failed", "stage": "bench"},
+            "The run failed in stage bench. Until then: removing 16 of 32 heads cost 0.23 points of"
+            " accuracy, which chance can explain, and made the model 1.12× as fast; the choice beat random"
+            " heads before recovery.",
+        ),
+        (
+            {"status": "interrupted", "stage": "score", "plan": None, "quality": ()},
+            "The run was interrupted in stage score. Until then: 32 heads scored, none removed.",
+        ),
+        (
+            {"status": "running", "stage": "data", "plan": None, "quality": (), "scores": None},
+            "The run is in stage data, before anything was measured.",
+        ),
         (
             {"plan": None, "quality": record_of().quality[:1]},
             "32 heads scored, none removed; accuracy 0.976 before the cut.",
+        ),
+        (
+            {"plan": UNCUT, "scores": None},
+            "Nothing was removed: the budget allows all 2 heads.",
+        ),
+        (
+            {"plan": replace(UNCUT, budget=None), "scores": None},
+            "Nothing was removed: the plan keeps all 2 heads.",
+        ),
+        (
+            {"plan": None, "quality": (), "scores": None},
+            "The run is done; its record holds no results.",
         ),
     ],
 )
 def test_unfinished_and_uncut(changes: dict[str, Any], sentence: str) -> None:
     said = verdict(built(**changes))
-    assert said.sentence.startswith(sentence)
+    assert said.sentence == sentence
     assert not said.next
+    assert not said.command
+
+
+@pytest.mark.parametrize("right", [25, 45])
+def test_a_model_at_chance_is_named_before_its_cut(right: int) -> None:
+    classes = tuple(ClassRow(name, 50, right, right) for name in ("bills", "refunds"))
+    said = verdict(built(classes=classes))
+    words = (
+        "The whole model is not shown to do better than always answering 'bills'. So its results"
+        " say little about the cut. Next: check that labels and model belong together, or train"
+        " the model first."
+    )
+    assert (said.sentence == words) == (right == 25)
+    assert ("Removing 16 of 32 heads" in said.details) == (right == 25)
 
 
 def test_the_card_has_the_verdict_and_every_speed() -> None:
     lines = card_lines(built())
-    assert lines[0].startswith("Verdict: removing 16 of 32 heads cost 0.23 points of accuracy")
+    assert lines[0].startswith("Verdict: Removing 16 of 32 heads cost 0.23 points of accuracy")
+    assert "95 % interval −0.31 to 0.77" in lines[1]
+    assert not any("Next" in line for line in lines)
     assert "After: accuracy 0.9740 (95 % interval 0.9612 to 0.9827) on 872 test rows" in lines
     assert sum(line.startswith("Speed: ") for line in lines) == 3

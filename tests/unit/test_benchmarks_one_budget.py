@@ -1,0 +1,33 @@
+"""The study of heads and neurons under one budget of speed, on the tiny digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import headprune as hp
+from tests.benchmark_runs import TINY_DIGITS, page_of, record_of
+from tests.scripts import benchmark
+from tests.steady_clock import steady_levels
+
+
+def test_a_speed_is_cut_judged_and_timed_and_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = benchmark("one_budget")
+    monkeypatch.setattr(hp.bench, "latency_table", steady_levels)
+    out = tmp_path / "one-budget-digits.json"
+    few = f"--task digits --data {tmp_path} --work {tmp_path} --out {out} --calibration 24"
+    few += f" --set {TINY_DIGITS} --seconds 0.01 --batch 2"
+    (row,) = record_of(study, f"{few} --speedups 1.5")["rows"]
+    assert row["predicted"] >= 1.5
+    assert 0 <= row["test"] <= 1
+    assert len(row["heads"]) == len(row["neurons"])
+    # The table is read from its file now. No plan is so fast: the speed is passed over.
+    monkeypatch.delattr(hp.bench, "latency_table")
+    again = record_of(study, f"{few} --speedups 1.5 1000")["rows"]
+    assert again == [row]
+    text = page_of(study, tmp_path, study.PAGE)
+    assert "## digits, ViT, 10 classes" in text
+    assert f"| 1.5 | {row['predicted']:.2f} |" in text
