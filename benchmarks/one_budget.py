@@ -37,7 +37,7 @@ from headprune.run.surroundings import git_commit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from pages import machine, publish, table
-from regret import REFITS, TASKS, TITLES, note_whole, opened, points, tested
+from regret import REFITS, ROWS, TASKS, TITLES, note_whole, opened, points, tested
 from studies import RECORDS
 
 PAGE = "one-budget.md"
@@ -90,7 +90,9 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
             missing = [s for s in args.speedups if (tuned, number, s) not in done]
             if not missing:
                 continue
-            subject = opened(args, tuned)
+            # The trained models are those of regret.py, whatever the number of rows here.
+            known = {**vars(args), "calibration": ROWS.get(args.task, 256)}
+            subject = opened(argparse.Namespace(**known), tuned)
             note_whole(record, subject, tuned)
             yield from _rows_of_draw(args, subject, tuned, number, missing)
 
