@@ -5,16 +5,17 @@
 
 Tasks, folders and trained models are those of ``regret.py``. For every draw of calibration rows the
 levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, the
-knapsack chooses by a measured latency table, the model is cut and refitted by ``lstsq``. Nothing is
-trained after the cut, and test rows are only reported. The cut model is timed beside the whole one
-in interleaved rounds. A row of the record is one model, draw and speed; a run that is started again
-goes on after the last one.
+knapsack chooses by a measured latency table, the model is cut and refitted by ``lstsq``: once among
+heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are only
+reported. The cut model is timed beside the whole one in interleaved rounds. A row of the record is
+one model, draw, speed and way; a run that is started again goes on after the last one.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ from regret import REFITS, ROWS, TASKS, TITLES, note_whole, opened, points, test
 from studies import RECORDS
 
 PAGE = "one-budget.md"
+BOTH, HEADS = "heads and neurons", "heads alone"
 SPEEDUPS = (1.5, 2.2, 3.0, 3.6, 4.3)
 REFIT = RecoverStep(method="lstsq", settings=REFITS["lstsq"])
 
@@ -77,17 +79,18 @@ def main(argv: Sequence[str] | None = None) -> Path:
     for row in studies.in_time(rows(args, record), over):
         record["rows"].append(row)
         studies.keep(record, out)
-        print({key: row[key] for key in ("tuned", "draw", "asked", "ratio", "test")}, flush=True)
+        print({key: row[key] for key in ("draw", "way", "asked", "ratio", "test")}, flush=True)
     print(out)
     return out
 
 
 def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What the record lacks."""
-    done = {(row["tuned"], row["draw"], row["asked"]) for row in record["rows"]}
+    done = {(row["tuned"], row["draw"], row["asked"], row["way"]) for row in record["rows"]}
     for tuned in args.tuned:
         for number in args.draws:
-            missing = [s for s in args.speedups if (tuned, number, s) not in done]
+            cells = itertools.product(args.speedups, (BOTH, HEADS))
+            missing = [cell for cell in cells if (tuned, number, *cell) not in done]
             if not missing:
                 continue
             # The trained models are those of regret.py, whatever the number of rows here.
@@ -98,9 +101,13 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
 
 
 def _rows_of_draw(
-    args: argparse.Namespace, subject: Subject, tuned: int, number: int, speedups: Sequence[float]
+    args: argparse.Namespace,
+    subject: Subject,
+    tuned: int,
+    number: int,
+    missing: Sequence[tuple[float, str]],
 ) -> Iterator[dict[str, Any]]:
-    """A row per speed, for one draw of calibration rows, whose levels are priced once."""
+    """A row per speed and way, for one draw of calibration rows, whose levels are priced once."""
     # 1. Price the levels.
     subject = replace(subject, data=subject.data.redrawn(args.calibration, number))
     sites = hp.find_sites(subject.model, feed_forward=True)
@@ -110,12 +117,14 @@ def _rows_of_draw(
     scoring = round(process_time() - start, 1)
     latency = _latency(args, subject, batches[0], sites)
 
-    for asked in speedups:
+    neurons = {site.name: site.heads for site in sites if site.is_feed_forward}
+    for asked, way in missing:
         # 2. Choose, cut and refit.
+        fixed = neurons if way == HEADS else None
         try:
-            plan = hp.select(scores, hp.Budget(speedup=asked), latency=latency)
+            plan = hp.select(scores, hp.Budget(speedup=asked), latency=latency, must_keep=fixed)
         except InfeasibleBudget as error:
-            print(f"{args.task}, {asked:g} times as fast: {error}", flush=True)
+            print(f"{args.task}, {way}, {asked:g} times as fast: {error}", flush=True)
             continue
         start = process_time()
         small = copy.deepcopy(subject.model)
@@ -137,6 +146,8 @@ def _rows_of_draw(
             "tuned": tuned,
             "draw": number,
             "asked": asked,
+            "way": way,
+            "length": latency.length,
             "predicted": round(latency.whole / latency.predict(plan.mask), 3),
             "ratio": speed.ratio,
             "low": speed.low,
@@ -183,7 +194,7 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
     """What was found, and for whom."""
     words = []
     for record in records:
-        fastest = max(by_speed(record).values(), key=_mean_ratio)
+        fastest = max(by_speed(record, BOTH).values(), key=_mean_ratio)
         whole = statistics.fmean(whole["test"] for whole in record["whole"].values())
         metric = next(iter(record["whole"].values()))["metric"]
         test = statistics.fmean(row["test"] for row in fastest)
@@ -197,11 +208,12 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def by_speed(record: dict[str, Any]) -> dict[float, list[dict[str, Any]]]:
-    """Rows by the speed that was asked for, the slowest first."""
+def by_speed(record: dict[str, Any], way: str) -> dict[float, list[dict[str, Any]]]:
+    """Rows of a way by the speed that was asked for, the slowest first."""
     found: dict[float, list[dict[str, Any]]] = {}
     for row in sorted(record["rows"], key=lambda row: row["asked"]):
-        found.setdefault(row["asked"], []).append(row)
+        if row["way"] == way:
+            found.setdefault(row["asked"], []).append(row)
     return found
 
 
@@ -229,36 +241,41 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 
 def _task_lines(record: dict[str, Any]) -> list[str]:
     cells = []
-    for asked, rows in by_speed(record).items():
-        lost = []
-        for row in rows:
-            whole = record["whole"][str(row["tuned"])]
-            lost.append(points(whole["metric"], whole["test"])(row["test"]))
-        first = rows[0]
-        cells.append(
-            [
-                f"{asked:g}",
-                f"{statistics.fmean(row['predicted'] for row in rows):.2f}",
-                studies.spread([row["ratio"] for row in rows], 2),
-                studies.spread([row["test"] for row in rows], 4),
-                f"{statistics.fmean(lost):+.2f}",
-                str(len(rows)),
-                " ".join(map(str, first["heads"])),
-                " ".join(map(str, first["neurons"])),
-            ]
-        )
+    for way in (BOTH, HEADS):
+        for asked, rows in by_speed(record, way).items():
+            cells.append([way, f"{asked:g}", *_cells(record, rows)])
     metric = next(iter(record["whole"].values()))["metric"]
     wholes = ", ".join(f"{whole['test']:.4f}" for whole in record["whole"].values())
-    head = ["asked", "predicted", "measured", metric, "points", "draws"]
+    length = record["rows"][0]["length"]
+    head = ["what may go", "asked", "predicted", "measured", metric, "points", "draws"]
     return [
         f"## {TITLES[record['task']]}",
         "",
         f"The whole model: {wholes}. {record['calibration']} calibration rows; timed at batch size"
-        f" {record['batch']}, {record['length']} tokens each; {machine(record)} Heads and neurons"
-        " kept per layer are those of the first draw.",
+        f" {record['batch']}, length {length}; {machine(record)} Heads and neurons kept per layer"
+        " are those of the first draw. A speed that is missing is out of reach with a head and a"
+        " level of neurons in every layer.",
         "",
-        *table([*head, "heads kept per layer", "neurons kept per layer"], cells, 0),
+        *table([*head, "heads kept per layer", "neurons kept per layer"], cells),
         "",
+    ]
+
+
+def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line of the table, after the way and the speed that was asked for."""
+    lost = []
+    for row in rows:
+        whole = record["whole"][str(row["tuned"])]
+        lost.append(points(whole["metric"], whole["test"])(row["test"]))
+    first = rows[0]
+    return [
+        f"{statistics.fmean(row['predicted'] for row in rows):.2f}",
+        studies.spread([row["ratio"] for row in rows], 2),
+        studies.spread([row["test"] for row in rows], 4),
+        f"{statistics.fmean(lost):+.2f}",
+        str(len(rows)),
+        " ".join(map(str, first["heads"])),
+        " ".join(map(str, first["neurons"])),
     ]
 
 

@@ -20,14 +20,18 @@ def test_a_speed_is_cut_judged_and_timed_and_a_run_goes_on(
     out = tmp_path / "one-budget-digits.json"
     few = f"--task digits --data {tmp_path} --work {tmp_path} --out {out} --calibration 24"
     few += f" --set {TINY_DIGITS} --seconds 0.01 --batch 2"
-    (row,) = record_of(study, f"{few} --speedups 1.5")["rows"]
-    assert row["predicted"] >= 1.5
-    assert 0 <= row["test"] <= 1
-    assert len(row["heads"]) == len(row["neurons"])
+    rows = record_of(study, f"{few} --speedups 1.5")["rows"]
+    assert [row["way"] for row in rows] == [study.BOTH, study.HEADS]
+    for row in rows:
+        assert row["predicted"] >= 1.5
+        assert 0 <= row["test"] <= 1
+    both, alone = rows
+    assert len(set(alone["neurons"])) == 1, "all are kept"
+    assert sum(both["heads"]) >= sum(alone["heads"])
     # The table is read from its file now. No plan is so fast: the speed is passed over.
     monkeypatch.delattr(hp.bench, "latency_table")
     again = record_of(study, f"{few} --speedups 1.5 1000")["rows"]
-    assert again == [row]
+    assert again == rows
     text = page_of(study, tmp_path, study.PAGE)
     assert "## digits, ViT, 10 classes" in text
-    assert f"| 1.5 | {row['predicted']:.2f} |" in text
+    assert f"| {study.BOTH} | 1.5 | {both['predicted']:.2f} |" in text
