@@ -148,7 +148,7 @@ def _weights_files(folder: Path) -> list[Path]:
     if not whole.is_file():
         return shards
     if any(shard.is_file() for shard in shards):
-        hint = "One of the two is left from an earlier save: take it away."
+        hint = "One of the two is of an earlier save: remove it."
         raise CheckpointError(str(folder), f"a folder with {_WEIGHTS} or shards", "both", hint)
     return [whole]
 
