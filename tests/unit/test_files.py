@@ -356,7 +356,7 @@ EXCEPTIONS = {
     ],
     "to a folder that staged gave": [
         *("model/building.py", "checkpoints/companions.py", "checkpoints/export.py"),
-        *("checkpoints/own.py", "run/subject.py", "checkpoints/gguf_tokenizer.py"),
+        *("checkpoints/own.py", "run/subject.py"),
     ],
     "a folder of its own, thrown away": [
         *("data/sources.py", "recovery/_training.py", "checkpoints/hub.py"),
