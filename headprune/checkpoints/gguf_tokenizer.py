@@ -102,7 +102,7 @@ def _at_the_ends(folder: Path) -> dict[str, tuple[int | None, bool]]:
     if (folder / "tokenizer_config.json").is_file():
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # odd files fail in many ways
             raise UnsupportedModel(
                 _WHERE, "one that Transformers opens", reason_of(error), _HINT
             ) from error

@@ -471,7 +471,7 @@ def _encoded(encoder: RowEncoder, rows: Any, doing: str) -> list[Example]:
     """Encode rows, some at a time, so that progress shows."""
     examples: list[Example] = []
     # Clips of sound are compared with each other.
-    size = len(rows) if encoder.task == "audio_classification" else _ENCODED
+    size = max(1, len(rows)) if encoder.task == "audio_classification" else _ENCODED
     with bar(None, doing, total=len(rows)) as progress:
         for start in range(0, len(rows), size):
             some = rows.select(range(start, min(start + size, len(rows))))

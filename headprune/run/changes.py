@@ -61,9 +61,9 @@ class JudgedRows:
         """Row ``i`` of another task; None where its answer is the same."""
         if not base.outputs:
             values = [quality.amounts[i] / (quality.counts[i] or 1) for quality in (base, final)]
-            if values[0] == values[1]:
-                return None
             texts = ["", *(f"loss {value:.4f}" for value in values)]
+            if texts[1] == texts[2]:  # differences that do not show are rounding
+                return None
             return self._answer(i, texts, values[1] - values[0])
         first, second = base.outputs[i], final.outputs[i]
         if first == second:
@@ -73,6 +73,8 @@ class JudgedRows:
             return self._answer(i, [self.truths[i], first, second], worse)
         if isinstance(first[0], float):
             texts = [f"{number:.4g}" for number in (*first, second[1])]
+            if texts[1] == texts[2]:
+                return None
             return self._answer(i, texts, worse)
         changed = []
         for (label, before), (_, after) in zip(first, second, strict=True):

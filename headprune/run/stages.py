@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from headprune import recovery, scoring, selection
@@ -234,14 +235,14 @@ def compare_refitted(subject: Subject, scores: RunScores, final: Quality) -> Non
         try:
             for step in subject.recipe.recover:
                 recover_once(subject, small, step)
-        except UnsupportedModel as error:
-            journal.warn(
-                [f"Random heads are compared before recovery only, which refused: {error}"]
-            )
+        except (UnsupportedModel, torch.OutOfMemoryError) as error:
+            # The run's own result is finished, and must not be lost for a comparison.
+            journal.warn([f"Random heads are compared before recovery only, which failed: {error}"])
             return
         quality = subject.judge(small, "test")
         row = quality_row(quality, f"{RECOVERED_RANDOM}{name}", plan.mask.kept_counts, "test")
         draws.append((quality, row))
+        del small  # before the next copy is made
     row = _mean([row for _, row in draws])
     judged = [quality for quality, _ in draws]
     comparisons = (

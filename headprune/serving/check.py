@@ -177,7 +177,11 @@ def _check_pythons(pythons: Mapping[str, str]) -> None:
     for name, python in pythons.items():
         if ENGINES[name].prepare is None:
             continue
-        done = subprocess.run([python, "-c", code], capture_output=True, check=False)
+        try:
+            done = subprocess.run([python, "-c", code], capture_output=True, check=False)
+        except OSError as error:
+            must = f"a Python that can be run, for {name}"
+            raise InvalidValue("--python", must, python, str(error)) from error
         if done.returncode == absent:
             must = f"a Python where headprune is installed, for {name}"
             raise InvalidValue("--python", must, python, "Install headprune there, too.")
