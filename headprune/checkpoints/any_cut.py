@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from headprune.checkpoints import gguf_file, remote_code
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadMask
+from headprune.core.layout import AttentionLayout
 from headprune.model.cut import cut_
 from headprune.model.plain_config import config_of_cut
 from headprune.model.sites import BoundSite, bind, find_sites
@@ -21,7 +22,13 @@ _DESCRIBE: dict[str, Callable[[Any, list[BoundSite]], Any]] = {
 }
 
 
-def check_any_cut(model: nn.Module, format: str, where: str, neurons: bool) -> None:
+def check_any_cut(
+    model: nn.Module,
+    format: str,
+    where: str,
+    neurons: bool,
+    layouts: Sequence[AttentionLayout] = (),
+) -> None:
     """Refuse a format that can hold no even cut of a model.
 
     Args:
@@ -30,6 +37,7 @@ def check_any_cut(model: nn.Module, format: str, where: str, neurons: bool) -> N
         where: For the error.
         neurons: Whether the cut may be one of neurons alone. Then only the whole model is judged,
             as it is for ``gguf``, which holds cuts of every model that it holds.
+        layouts: The user's own layouts.
 
     Raises:
         UnsupportedModel: as said, with the reason.
@@ -37,31 +45,33 @@ def check_any_cut(model: nn.Module, format: str, where: str, neurons: bool) -> N
     describe = _DESCRIBE.get(format)
     if describe is None:
         return
-    reason = _reason(describe, model)
+    reason = _reason(describe, model, layouts)
     if format != "gguf" and not neurons:
         # A configuration may hold some counts only.
-        while _cut_one_unit_(model):
-            reason = _reason(describe, model)
+        while _cut_one_unit_(model, layouts):
+            reason = _reason(describe, model, layouts)
             if reason is None:
                 return
     if reason is not None:
-        got = f"{format!r}: it is {reason.must}, got {reason.got}"
+        got = f"{format!r}, which is {reason.must}; this one has {reason.got}"
         raise UnsupportedModel(where, "one that can hold a cut of this model", got)
 
 
 def _reason(
-    describe: Callable[[Any, list[BoundSite]], Any], model: nn.Module
+    describe: Callable[[Any, list[BoundSite]], Any],
+    model: nn.Module,
+    layouts: Sequence[AttentionLayout],
 ) -> UnsupportedModel | None:
     try:
-        describe(model, bind(model, find_sites(model)))
+        describe(model, bind(model, find_sites(model, layouts)))
     except UnsupportedModel as error:
         return error
     return None
 
 
-def _cut_one_unit_(model: nn.Module) -> bool:
+def _cut_one_unit_(model: nn.Module, layouts: Sequence[AttentionLayout]) -> bool:
     """Remove one unit of heads in each layer that has two; whether there was one."""
-    sites = find_sites(model)
+    sites = find_sites(model, layouts)
     keep = {}
     for site in sites:
         units = site.units[1:] or site.units

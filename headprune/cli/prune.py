@@ -537,6 +537,7 @@ def _check_before_run(target: _Target, recipe: Recipe) -> None:
     """Refuse a format that cannot hold a cut of the model, or its tokenizer, before a run."""
     from headprune.checkpoints import companions, gguf_tokenizer
     from headprune.checkpoints.any_cut import check_any_cut
+    from headprune.data.imported import own_layouts
     from headprune.data.models import model_without_weights, resolve_path
 
     if target.format in ("auto", "headprune"):
@@ -544,7 +545,8 @@ def _check_before_run(target: _Target, recipe: Recipe) -> None:
     model: Any = model_without_weights(target.model, recipe.task)
     if model is None:
         return
-    check_any_cut(model, target.format, "--format", recipe.select.feed_forward)
+    layouts = own_layouts(recipe.model)
+    check_any_cut(model, target.format, "--format", recipe.select.feed_forward, layouts)
     if target.format == "gguf" and not target.no_tokenizer:
         folder = companions.home_of(resolve_path(target.model, "--model"))
         gguf_tokenizer.check(folder, model.config.vocab_size)
