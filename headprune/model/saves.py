@@ -20,7 +20,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -132,14 +132,15 @@ def describe_saves() -> None:
     transformers.PreTrainedModel.save_pretrained = save_pretrained
 
 
-def _unpickled(*values: Any) -> HeadState:
+# Pickles of cut models name this function and the fields of HeadState: both are a file format.
+def _unpickled(values: Mapping[str, Any]) -> HeadState:
     """Make the record of heads of a module that is unpickled, and have its saves described."""
     describe_saves()
-    return HeadState(*values)
+    return HeadState(**values)
 
 
 def _pickled(state: HeadState) -> tuple[Any, ...]:
-    return _unpickled, tuple(getattr(state, field.name) for field in fields(state))
+    return _unpickled, ({field.name: getattr(state, field.name) for field in fields(state)},)
 
 
 copyreg.pickle(HeadState, _pickled)
