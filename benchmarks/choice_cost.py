@@ -67,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out: Path = args.out or studies.RECORDS / f"choice-cost-{args.task}.json"
     same = {"benchmark": "choice-cost", "task": args.task, "calibration": args.calibration}
     record = studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
-    for row in studies.in_time(rows(args, record), over):
-        record["rows"].append(row)
-        studies.keep(record, out)
+    for row in studies.added(record, rows(args, record), over, out):
         print(row, flush=True)
     print(out)
     return out

@@ -38,7 +38,7 @@ from headprune.run.surroundings import git_commit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from pages import machine, publish, table
-from regret import REFITS, ROWS, TASKS, TITLES, note_whole, opened, points, tested
+from regret import REFITS, TASKS, TITLES, add_seeds, note_whole, opened, points, tested
 from studies import RECORDS
 
 PAGE = "one-budget.md"
@@ -50,16 +50,10 @@ REFIT = RecoverStep(method="lstsq", settings=REFITS["lstsq"])
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found = studies.parser(__doc__, "one-budget", TASKS, [])
     found.add_argument("--speedups", type=float, nargs="+", default=list(SPEEDUPS))
-    found.add_argument(
-        "--tuned", type=int, nargs="+", default=[0], help="seeds of the task's training"
-    )
-    found.add_argument("--draws", type=int, nargs="+", default=[0], help="of calibration rows")
+    add_seeds(found)
     found.add_argument("--batch", type=int, default=32, help="examples per timed call")
     found.add_argument("--length", type=int, default=128, help="tokens of each")
     found.add_argument("--seconds", type=float, default=20.0, help="per timed model")
-    found.add_argument(
-        "--set", nargs="+", default=[], help="settings of the recipe, to try the script"
-    )
     studies.add_minutes(found)
     return studies.parsed(found, argv)
 
@@ -76,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     same |= {"batch": args.batch, "length": args.length}
     record = studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
     record.setdefault("whole", {})
-    for row in studies.in_time(rows(args, record), over):
-        record["rows"].append(row)
-        studies.keep(record, out)
+    for row in studies.added(record, rows(args, record), over, out):
         print({key: row[key] for key in ("draw", "way", "asked", "ratio", "test")}, flush=True)
     print(out)
     return out
@@ -93,9 +85,7 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
             missing = [cell for cell in cells if (tuned, number, *cell) not in done]
             if not missing:
                 continue
-            # The trained models are those of regret.py, whatever the number of rows here.
-            known = {**vars(args), "calibration": ROWS.get(args.task, 256)}
-            subject = opened(argparse.Namespace(**known), tuned)
+            subject = opened(args, tuned)
             note_whole(record, subject, tuned)
             yield from _rows_of_draw(args, subject, tuned, number, missing)
 

@@ -140,19 +140,24 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found.add_argument(
         "--shares", type=float, nargs="+", default=list(SHARES), help="shares of heads kept"
     )
-    found.add_argument(
-        "--tuned", type=int, nargs="+", default=[0], help="seeds of the task's training"
-    )
-    found.add_argument(
-        "--draws", type=int, nargs="+", default=[0], help="seeds of calibration rows"
-    )
+    add_seeds(found)
     found.add_argument("--refits", nargs="+", choices=list(REFITS), default=list(REFITS)[:2])
     found.add_argument("--candidates", nargs="+", help="scorers, in place of auto's")
-    found.add_argument(
-        "--set", nargs="+", default=[], help="settings of the recipe, to try the script"
-    )
     studies.add_minutes(found)
     return studies.parsed(found, argv)
+
+
+def add_seeds(parser: argparse.ArgumentParser) -> None:
+    """Which trained models and draws of rows, and changes of the task's recipe."""
+    parser.add_argument(
+        "--tuned", type=int, nargs="+", default=[0], help="seeds of the task's training"
+    )
+    parser.add_argument(
+        "--draws", type=int, nargs="+", default=[0], help="seeds of calibration rows"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], help="settings of the recipe, to try the script"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -167,9 +172,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     same = {"benchmark": "regret", "task": args.task, "calibration": args.calibration}
     record = studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
     record.setdefault("whole", {})
-    for row in studies.in_time(rows(args, record), over):
-        record["rows"].append(row)
-        studies.keep(record, out)
+    for row in studies.added(record, rows(args, record), over, out):
         cells = " ".join(f"{name} {cell['test']:.4f}" for name, cell in row["cells"].items())
         print(
             args.task,

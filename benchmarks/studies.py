@@ -144,6 +144,16 @@ def in_time(
         yield from listed(found)
 
 
+def added(
+    record: dict[str, Any], rows: Iterable[dict[str, Any]], over: Callable[[], bool], out: Path
+) -> Iterator[dict[str, Any]]:
+    """Adds rows to a record in time, writes the record after each, and gives them on."""
+    for row in in_time(rows, over):
+        record["rows"].append(row)
+        keep(record, out)
+        yield row
+
+
 def listed(rows: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row alone as a list of one."""
     return rows if isinstance(rows, list) else [rows]

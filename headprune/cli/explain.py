@@ -9,6 +9,7 @@ import typer
 
 from headprune.cli._shared import AsJson, Debug, echo, emit, guarded, say
 from headprune.cli._shared import show as show_value
+from headprune.core.errors import WARNING
 
 
 def explain(
@@ -39,7 +40,8 @@ def explain(
             raise InvalidValue("--scores", must, f"no {scores_path}", hint)
         head_scores = HeadScores.load(scores_path)
         if pruning_plan.scores not in (None, head_scores.digest):
-            say(f"warning: {scores_path} holds other scores than those that the plan was made from")
+            text = "holds other scores than those that the plan was made from"
+            say(f"{WARNING}{scores_path} {text}")
 
         # 2. Explain, and add what a run has measured.
         explanation = explained(pruning_plan, head_scores)

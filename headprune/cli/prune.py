@@ -26,7 +26,7 @@ from headprune.cli._shared import (
     selector_names,
     watching,
 )
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.errors import WARNING, InvalidValue, UnsupportedModel
 from headprune.core.files import occupied, pruned_name
 
 if TYPE_CHECKING:
@@ -501,7 +501,7 @@ def _stream(target: _Target, plan: PruningPlan | None, as_json: bool) -> None:
         return
     echo(str(report))
     for warning in report.warnings:
-        say(f"warning: {warning}")
+        say(f"{WARNING}{warning}")
     echo(_wrote(target, "headprune", files, pushed))
 
 
@@ -519,7 +519,7 @@ def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
     if example is None:
         text = "no inputs could be made up for this model; "
         text += "the cut is not compared with the gated model"
-        say(f"warning: {text}")
+        say(f"{WARNING}{text}")
     report = prune_(subject, plan, example=example)
     facts = {
         "removed": {site: list(heads) for site, heads in report.removed},

@@ -10,6 +10,7 @@ from headprune.bench.quality import Quality
 from headprune.core.bleu import ORDER
 from headprune.core.changed import ChangedAnswer, ChangedAnswers
 from headprune.core.metrics import POINTS, is_one_of
+from headprune.run.judging import class_name
 
 #: Changed rows with their text in the report, and the longest text of one.
 _MOST_ROWS = 200
@@ -92,7 +93,7 @@ class JudgedRows:
         return ChangedAnswer(self.numbers[i], text, label, before, after, worse)
 
     def _name(self, label: int) -> str:
-        return str(self.names.get(label, label))
+        return class_name(label, self.names)
 
 
 def _result(quality: Quality, i: int) -> float:

@@ -66,7 +66,7 @@ def class_rows(base: Quality, final: Quality, names: Mapping[int, str]) -> tuple
     after = _right(final)
     rows = []
     for label, n in sorted(Counter(label for label, _ in base.classes).items()):
-        rows.append(ClassRow(_name(label, names), n, before[label], after[label]))
+        rows.append(ClassRow(class_name(label, names), n, before[label], after[label]))
     return tuple(rows)
 
 
@@ -74,5 +74,6 @@ def _right(quality: Quality) -> Counter[int]:
     return Counter(label for label, predicted in quality.classes if label == predicted)
 
 
-def _name(label: int, names: Mapping[int, str]) -> str:
+def class_name(label: int, names: Mapping[int, str]) -> str:
+    """A class's name, or its number where it has none."""
     return str(names.get(label, label))
