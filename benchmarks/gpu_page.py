@@ -104,15 +104,21 @@ def limit(row: Row) -> float:
 
 
 def kept(row: Row) -> str:
-    """How much stays: heads of an encoder, or a share of every layer."""
-    return f"{row['kept']} kept" if "kept" in row else f"{row['share']:.0%} kept"
+    """How much is kept: heads of an encoder, or a share of every layer."""
+    if "kept" in row:
+        return f"{row['kept']} kept"
+    both = row.get("neurons", 1.0) < 1
+    return f"{row['share']:.0%} of heads{' and neurons' if both else ''}"
 
 
 def flat(row: Row, which: str) -> Row:
     """A row as the tables of other speeds have it, by its latency (``call``) or its GPU time
     (``gpu``)."""
-    stays = row["kept"] if "kept" in row else f"{row['share']:.0%} of the"
-    about = {"kept": stays, "batch": row["batch"], "length": row["tokens"]}
+    about = {
+        "kept": row["kept"] if "kept" in row else kept(row),
+        "batch": row["batch"],
+        "length": row["tokens"],
+    }
     return {**row[which], **about, "limit": limit(row)}
 
 

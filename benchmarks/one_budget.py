@@ -7,8 +7,9 @@ Tasks, folders and trained models are those of ``regret.py``. For every draw of 
 levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, the
 knapsack chooses by a measured latency table, the model is cut and refitted by ``lstsq``: once among
 heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are only
-reported. The cut model is timed beside the whole one in interleaved rounds. A row of the record is
-one model, draw, speed and way; a run that is started again goes on after the last one.
+reported. The cut model is timed beside the whole one in interleaved rounds, in ``--dtype``; all else
+is fp32. A row of the record is one model, draw, speed and way; a run that is started again goes on
+after the last one.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from time import process_time
 from typing import Any
 
 import torch
+from torch import nn
 
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.latency import LatencyTable
+from headprune.data.models import resolve_device
 from headprune.recipes.schema import RecoverStep
 from headprune.run.recovering import recover_once
 from headprune.run.subject import Subject, quiet
@@ -37,6 +40,7 @@ from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
+from determinism import reproducible
 from pages import machine, publish, table
 from regret import REFITS, TASKS, TITLES, add_seeds, note_whole, opened, points, tested
 from studies import RECORDS
@@ -54,6 +58,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found.add_argument("--batch", type=int, default=32, help="examples per timed call")
     found.add_argument("--length", type=int, default=128, help="tokens of each")
     found.add_argument("--seconds", type=float, default=20.0, help="per timed model")
+    found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    found.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the models that are timed",
+    )
     studies.add_minutes(found)
     return studies.parsed(found, argv)
 
@@ -65,11 +76,17 @@ def main(argv: Sequence[str] | None = None) -> Path:
         return draw(args.records, args.docs)
     over = studies.clock(args)
     quiet()
-    out: Path = args.out or RECORDS / f"one-budget-{args.task}.json"
+    device = resolve_device(args.device)
+    args.set.append(f"device={args.device}")
+    suffix = "" if args.device == "cpu" else f"-{args.device}"
+    out: Path = args.out or RECORDS / f"one-budget-{args.task}{suffix}.json"
     same = {"benchmark": "one-budget", "task": args.task, "calibration": args.calibration}
-    same |= {"batch": args.batch, "length": args.length}
-    record = studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
+    same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype}
+    if device.type == "cuda":
+        same["gpu"] = torch.cuda.get_device_name(device)
+    record = studies.begun(out, same, device, git_commit=git_commit())
     record.setdefault("whole", {})
+    studies.keep(record, out)
     for row in studies.added(record, rows(args, record), over, out):
         print({key: row[key] for key in ("draw", "way", "asked", "ratio", "test")}, flush=True)
     print(out)
@@ -85,7 +102,9 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
             missing = [cell for cell in cells if (tuned, number, *cell) not in done]
             if not missing:
                 continue
-            subject = opened(args, tuned)
+            # The next machine trains the same weights, and goes on with the record.
+            with reproducible(resolve_device(args.device)):
+                subject = opened(args, tuned)
             note_whole(record, subject, tuned)
             yield from _rows_of_draw(args, subject, tuned, number, missing)
 
@@ -124,8 +143,8 @@ def _rows_of_draw(
         # 3. Judge and time.
         _, value, _ = tested(subject, small)
         (speed,) = hp.bench.compare_latency(
-            subject.model,
-            small,
+            _timed(subject.model, args.dtype),
+            _timed(small, args.dtype),
             partial(hp.bench.shaped_batch, batches[0]),
             [latency.batch_size],
             [latency.length],
@@ -150,15 +169,24 @@ def _rows_of_draw(
         }
 
 
+def _timed(model: nn.Module, dtype: str) -> nn.Module:
+    """The model in the dtype in which it is timed, a copy where that is not its own."""
+    wanted = getattr(torch, dtype)
+    if next(model.parameters()).dtype == wanted:
+        return model
+    return copy.deepcopy(model).to(wanted)
+
+
 def _latency(
     args: argparse.Namespace, subject: Subject, batch: Any, sites: Sequence[hp.AttentionSite]
 ) -> LatencyTable:
     """The task's latency table, measured at the first time."""
-    path = args.work / f"latency-{args.task}-{args.batch}x{args.length}.json"
+    where = "" if args.device == "cpu" else f"-{args.device}-{args.dtype}"
+    path = args.work / f"latency-{args.task}-{args.batch}x{args.length}{where}.json"
     if path.is_file():
         return LatencyTable.load(path)
     found = hp.bench.latency_table(
-        subject.model,
+        _timed(subject.model, args.dtype),
         batch,
         batch_size=args.batch,
         # An image has a length of its own.
@@ -189,13 +217,18 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
         metric = next(iter(record["whole"].values()))["metric"]
         test = statistics.fmean(row["test"] for row in fastest)
         words.append(
-            f"{TITLES[record['task']]}: {metric} {test:.3f} at {_mean_ratio(fastest):.1f} times the"
+            f"{_title(record)}: {metric} {test:.3f} at {_mean_ratio(fastest):.1f} times the"
             f" speed; the whole model has {whole:.3f}"
         )
     return (
         "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
         f" it, without training. The fastest cut of each task: {'; '.join(words)}."
     )
+
+
+def _title(record: dict[str, Any]) -> str:
+    """The task, and the GPU where there was one."""
+    return TITLES[record["task"]] + (f", on an {record['gpu']}" if "gpu" in record else "")
 
 
 def by_speed(record: dict[str, Any], way: str) -> dict[float, list[dict[str, Any]]]:
@@ -239,10 +272,10 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     length = record["rows"][0]["length"]
     head = ["what may go", "asked", "predicted", "measured", metric, "points", "draws"]
     return [
-        f"## {TITLES[record['task']]}",
+        f"## {_title(record)}",
         "",
         f"The whole model: {wholes}. {record['calibration']} calibration rows; timed at batch size"
-        f" {record['batch']}, length {length}; {machine(record)} Heads and neurons kept per layer"
+        f" {record['batch']}, length {length}, in {record['dtype']}; {machine(record)} Heads and neurons kept per layer"
         " are those of the first draw. A speed that is missing is out of reach with a head and a"
         " level of neurons in every layer.",
         "",

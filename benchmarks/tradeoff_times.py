@@ -112,7 +112,8 @@ def break_even(rows: list[Row]) -> list[str]:
                 key=lambda r: r["batch"],
             )
             said.append(f"{length} tokens: {_in_words(cells)}")
-        lines.append(f"- With {kept} heads kept. {'; '.join(said)}.")
+        what = f"{kept} heads" if isinstance(kept, int) else kept
+        lines.append(f"- With {what} kept. {'; '.join(said)}.")
     return lines
 
 

@@ -21,6 +21,12 @@ SST2 = (
 TREC = (
     f"{TRADEOFF} --task trec --data {{data}}/trec --out {{records}}/tradeoff-trec-{{device}}.json"
 )
+ONE_BUDGET = (
+    "benchmarks/one_budget.py --task sst2 --data {data} --work {work} --device {device} --minutes"
+    " {minutes} --out {records}/one-budget-sst2-{device}.json"
+)
+#: The encoder travels in fp16, and is trained in fp32.
+ENCODER = "model.path={model} model.dtype=float32"
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ JOBS = (
         "quality",
         f"{SST2} --parts quality {WAYS} {BUDGETS}",
         "tradeoff-sst2-{device}.json",
-        most=360,
+        most=240,
         least=90,
         tiny=TINY_TRADEOFF,
     ),
@@ -75,19 +81,32 @@ JOBS = (
         "speed",
         f"{SST2} --parts sizes gpu --seconds 0.6 {BUDGETS}",
         "tradeoff-sst2-{device}.json",
-        most=270,
+        most=180,
         least=90,
-        last_row=60,
+        last_row=40,
         tiny=TINY_TRADEOFF,
+    ),
+    Job(
+        "budget",
+        f"{ONE_BUDGET} --batch 1024 --length 128 --dtype bfloat16 --seconds 2 --draws 0 1 2 --speedups"
+        f" 1.5 2.2 3 --set {ENCODER}",
+        "one-budget-sst2-{device}.json",
+        most=180,
+        least=90,
+        last_row=30,
+        tiny=(
+            "--calibration 16 --batch 2 --length 8 --seconds 0.01 --draws 0 --speedups 1.01 --set"
+            f" {ENCODER} train.epochs=0.05"
+        ),
     ),
     Job(
         "shapes",
         "benchmarks/gpu/shapes.py --device {device} --minutes {minutes} --out"
         " {records}/gpu-shapes.json",
         "gpu-shapes.json",
-        most=360,
-        least=100,
-        last_row=75,
+        most=300,
+        least=60,
+        last_row=40,
         tiny="--small --seconds 0.02 --codes eager reduce-overhead",
     ),
     Job(

@@ -152,7 +152,8 @@ def settings(args: argparse.Namespace, pack: dict[str, Any], deadline: float) ->
 
 def has_data(command: str, tasks: list[str]) -> bool:
     """Whether the data that a command reads were packed."""
-    return "{data}" not in command or any(f"{{data}}/{task}" in command for task in tasks)
+    named = (f"{{data}}/{task}" in command or f"--task {task} --data" in command for task in tasks)
+    return "{data}" not in command or any(named)
 
 
 def bring_records(args: argparse.Namespace, home: Home) -> None:

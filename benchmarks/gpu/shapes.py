@@ -7,8 +7,9 @@ in turn.
 
 Speed does not depend on what the weights are, so none are trained. Encoders and ViT run forward
 passes, decoders prefill a prompt and make one step behind a full KV cache. Inputs carry no
-attention mask: a mask of ones would keep the flash kernel away. Shares of every layer's units stay
-(a decoder's unit is a key/value head with its query heads).
+attention mask: a mask of ones would keep the flash kernel away. A cut keeps a share of every
+layer's heads (a decoder's unit is a key/value head with its query heads), or of its heads and its
+feed-forward neurons.
 
 Rows are of two kinds: ``ceiling`` (what the machine can do at most) and ``gpu`` (a cell and a
 share; see ``gpu_time.py``). A row is written as soon as it is there, and the same command goes on
@@ -137,12 +138,20 @@ def built(subject: Subject, precision: str, device: torch.device, small: bool) -
         torch.set_default_dtype(before)
 
 
-def cut(model: nn.Module, share: float) -> nn.Module:
-    """A copy that keeps a share of every site's units: the first ones, for speed does not depend on
-    which."""
-    sites = hp.find_sites(model)
+@dataclass(frozen=True)
+class Cut:
+    """The shares of every layer's heads and feed-forward neurons that a cut keeps."""
+
+    share: float
+    neurons: float = 1.0
+
+
+def cut(model: nn.Module, shares: Cut) -> nn.Module:
+    """A copy that keeps the first units of every site, for speed does not depend on which."""
+    sites = hp.find_sites(model, feed_forward=shares.neurons < 1)
     keep: dict[str, list[int]] = {}
     for site in sites:
+        share = shares.neurons if site.kind == "feed_forward" else shares.share
         units = site.units[: max(1, round(share * len(site.units)))]
         keep[site.name] = list(itertools.chain.from_iterable(units))
     small = copy.deepcopy(model)
@@ -338,7 +347,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         nargs="+",
         default=[0.75, 0.5, 0.25],
-        help="of each layer's units, kept",
+        help="of each layer's heads, kept",
+    )
+    parser.add_argument(
+        "--both",
+        type=float,
+        nargs="*",
+        default=[0.5],
+        help="of each layer's heads and feed-forward neurons, kept",
     )
     parser.add_argument(
         "--codes", nargs="+", choices=CODES, help="default: all, with --small eager alone"
@@ -394,36 +410,45 @@ def missing(
     if not any(row["what"] == "ceiling" for row in done):
         yield {"what": "ceiling", **ceilings(device, args.small)}
     have = {
-        (Place(r["subject"], r["phase"], Cell.of(r)), r["share"])
+        (Place(r["subject"], r["phase"], Cell.of(r)), Cut(r["share"], r["neurons"]))
         for r in done
         if r["what"] == "gpu"
     }
     made: dict[Any, Models] = {}
     for place in tiny_places() if args.small else places():
-        shares = (
-            args.shares if place.cell.code == "eager" else args.shares[len(args.shares) // 2 :][:1]
-        )
-        wanted = [share for share in shares if (place, share) not in have]
+        wanted = [way for way in cuts(args, place) if (place, way) not in have]
         if place.subject in args.subjects and place.cell.code in args.codes and wanted:
             yield rows(args, device, place, wanted, made)
 
 
+def cuts(args: argparse.Namespace, place: Place) -> list[Cut]:
+    """The cuts that are measured at a place: one where code is compiled, or the model is so large
+    that a GPU's memory holds few copies of it."""
+    heads = [Cut(share) for share in args.shares]
+    both = [Cut(share, share) for share in args.both]
+    if place.cell.code != "eager":
+        return heads[len(heads) // 2 :][:1]
+    if place.subject == "llama-8b":
+        return heads[len(heads) // 2 :][:1] + both[:1]
+    return heads + both
+
+
 def rows(
-    args: argparse.Namespace, device: torch.device, place: Place, shares: list[float], made: dict[Any, Models]
+    args: argparse.Namespace, device: torch.device, place: Place, wanted: list[Cut], made: dict[Any, Models]
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One cell: a row for each share, or one with the error.
+    """One cell: a row for each cut, or one with the error.
 
     Args:
         args: Of the script.
         device: Where it runs.
         place: Which cell.
-        shares: Of units kept, each a cut.
+        wanted: The cuts.
         made: The models that are in memory, by what they were prepared for; only the last ones are
             kept.
     """
     try:
         with arithmetic(place.cell.precision) as dtype:
-            models = ready(args, device, place, shares, made)
+            models = ready(args, device, place, wanted, made)
             how = Measuring(Effort(args.seconds, 3, 10, 400), place.cell.cold, joules(args, place))
             found = compared(models, call_of(place, device, dtype), place.cell, how)
             least = [work(model, place, device, dtype) for model in models]
@@ -437,15 +462,20 @@ def rows(
             {
                 **place.key,
                 "what": "gpu",
-                "share": shares[0],
+                **asdict(wanted[0]),
                 "error": f"{type(error).__name__}: {first[:300]}",
             }
         ]
     whole = least[0]
     about = {"what": "gpu", "subject": place.subject, "phase": place.phase}
     return [
-        {**about, "share": share, **row, "work": {name: [whole[name], own[name]] for name in whole}}
-        for share, row, own in zip(shares, found, least[1:], strict=True)
+        {
+            **about,
+            **asdict(way),
+            **row,
+            "work": {name: [whole[name], own[name]] for name in whole},
+        }
+        for way, row, own in zip(wanted, found, least[1:], strict=True)
     ]
 
 
@@ -453,19 +483,18 @@ def ready(
     args: argparse.Namespace,
     device: torch.device,
     place: Place,
-    shares: list[float],
+    wanted: list[Cut],
     made: dict[Any, Models],
 ) -> Models:
     """The whole model and its cuts, prepared for the place; those of the place before are let
     go."""
-    key = (place.subject, *place.cell.way, tuple(shares))
+    key = (place.subject, *place.cell.way, tuple(wanted))
     if key not in made:
         made.clear()
         release(device)
         whole = built(SUBJECTS[place.subject], place.cell.precision, device, args.small)
         made[key] = [
-            prepared_(model, place.cell)
-            for model in (whole, *(cut(whole, share) for share in shares))
+            prepared_(model, place.cell) for model in (whole, *(cut(whole, way) for way in wanted))
         ]
     return made[key]
 
@@ -494,7 +523,7 @@ def in_short(row: dict[str, Any]) -> str:
         )
     words = " ".join(
         str(row[name])
-        for name in ("subject", "phase", "precision", "code", "batch", "tokens", "share")
+        for name in ("subject", "phase", "precision", "code", "batch", "tokens", "share", "neurons")
     )
     if "error" in row:
         return f"{words}: {row['error']}"

@@ -124,7 +124,9 @@ def test_every_kind_of_model_is_measured_and_what_failed_is_tried_again(
     for name in ("copy_bytes", *(f"{name}_flops" for name in gpu_time.PRECISIONS)):
         assert rows[0][name] > 1e6
     eager = [place for place in shapes.tiny_places() if place.cell.code == "eager"]
-    assert [shapes.Place(r["subject"], r["phase"], shapes.Cell.of(r)) for r in rows[1:]] == eager
+    measured = [shapes.Place(r["subject"], r["phase"], shapes.Cell.of(r)) for r in rows[1:]]
+    assert measured == [place for place in eager for _ in range(2)]
+    assert [row["neurons"] for row in rows[1:]] == [1.0, 0.5] * len(eager)
     assert {place.subject for place in eager} >= {"bert-base", "minilm", "vit-b", "llama-1b"}
     for row in rows[1:]:
         assert all(whole > cut for whole, cut in row["work"].values())
@@ -133,14 +135,14 @@ def test_every_kind_of_model_is_measured_and_what_failed_is_tried_again(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory\nmore")
 
-    out.write_text(json.dumps({**json.loads(out.read_text()), "rows": rows[:-2]}))
+    out.write_text(json.dumps({**json.loads(out.read_text()), "rows": rows[:-4]}))
     with monkeypatch.context() as patched:
         patched.setattr(shapes, "compared", broken)
         failed = record_of(shapes, f"{command} --small")["rows"]
-    assert failed[:-2] == rows[:-2]
+    assert failed[:-2] == rows[:-4]
     assert {row["error"] for row in failed[-2:]} == {"RuntimeError: out of memory"}
     again = record_of(shapes, f"{command} --small")["rows"]
-    assert again[:-2] == rows[:-2]
+    assert again[:-4] == rows[:-4]
     assert not any("error" in row for row in again)
     with pytest.raises(SystemExit, match="record of another run, with other small"):
         record_of(shapes, command)

@@ -204,7 +204,7 @@ def test_bad_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="must be left alone while it is read, got a file th"):
         slices.read(last)
     write(state, folder / WEIGHTS)  # Transformers would take this one, whatever is in it
-    refused("left from an earlier save")
+    refused("One of the two is of an earlier save")
     for path in kept:
         path.unlink()
     kept.clear()
