@@ -10,10 +10,27 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from gpu_time import BUSY, Cell
-from pages import Record, Row, distinct, interval, machine, of, plain, publish, ratio, read, table
+from pages import (
+    Record,
+    Row,
+    distinct,
+    folded,
+    interval,
+    machine,
+    of,
+    plain,
+    publish,
+    ratio,
+    read,
+    table,
+)
 from tradeoff_times import break_even
 
 PAGE = "gpu.md"
+#: The model that the page begins with.
+FIRST = "bert-base"
+#: The share of heads, or of heads and neurons, that the page begins with.
+HALF = 0.5
 #: A cut is as fast as its work allows, for our purpose, from this share of the limit on.
 AIM = 0.95
 INTRO = """# On a GPU
@@ -38,11 +55,28 @@ Energy is read over back-to-back replays alone. How to run it: [benchmarks](http
 
 def draw(records: Path, docs: Path) -> Path:
     """Write the page, from every record there is."""
-    lead = (
+    return publish(docs / PAGE, lead(of_shapes(records)), page(records))
+
+
+def lead(shapes: list[Record]) -> str:
+    """What was found, and for whom."""
+    words = (
         "For whoever runs a cut model on a GPU: how long a call takes, how long the GPU itself is"
         " busy, and how near that comes to what fewer multiply-adds allow."
     )
-    return publish(docs / PAGE, lead, page(records))
+    for record in shapes:
+        found = [row for row in busiest(record) if row["subject"] == FIRST and row["share"] == HALF]
+        if not found:
+            continue
+        said = " and ".join(f"{ratio(row['call'])} times as fast with {kept(row)}" for row in found)
+        first = found[0]
+        small = [row for row in eager(record) if row["bound"] == "launch"]
+        words += (
+            f" On an {record['gpu']} in bf16, {FIRST} at {first['batch']} x {first['tokens']} tokens"
+            f" is {said}. {len(small)} of {len(eager(record))} cells in bf16 are launch-bound: Python"
+            " limits them, and a cut does not change their latency unless CUDA graphs run it."
+        )
+    return words
 
 
 def page(records: Path) -> str:
@@ -53,6 +87,8 @@ def page(records: Path) -> str:
     if not cuts and not shapes and not rest:
         lines.append(f"On a GPU: {studies.NO_GPU}.")
     for record in cuts:
+        if not of(record, "gpu"):
+            continue
         lines += [
             "",
             f"## {record['task'].upper()}, an encoder that was cut",
@@ -66,15 +102,18 @@ def page(records: Path) -> str:
         lines += ["", "## Models of real sizes", "", machine(record), ""]
         lines += [
             (
-                "Random weights, for speed does not depend on them; a share of every layer's heads"
-                " stays."
+                "Random weights, for speed does not depend on them; every layer keeps the same share"
+                " of its heads, or of its heads and feed-forward neurons. The busiest cell of each"
+                " model in bf16, in eager mode:"
             ),
             "",
+            *in_short(record),
+            "",
+            *ceilings(record),
         ]
-        lines += ceilings(record)
         for subject, phase in distinct(of(record, "gpu"), "subject", "phase"):
-            lines += ["", f"### {subject}, {phase}", ""]
-            lines += cells(of(record, "gpu", subject=subject, phase=phase))
+            text = "\n".join(cells(of(record, "gpu", subject=subject, phase=phase)))
+            lines += ["", folded(f"{subject}, {phase}: every cell", text)]
         lines += failed(record)
     lines += rest
     return "\n".join(lines) + "\n"
@@ -101,6 +140,36 @@ def limit(row: Row) -> float:
         return float(row["limit"])
     whole, cut = row["work"]["macs" if "macs" in row["work"] else "bytes"]
     return float(whole / cut)
+
+
+def eager(record: Record) -> list[Row]:
+    """Rows in bf16, in eager mode, with a warm cache, whose GPU time is known."""
+    rows = of(record, "gpu", precision="bfloat16", code="eager", attention="sdpa", cold=False)
+    return [row for row in rows if "gpu" in row]
+
+
+def busiest(record: Record) -> list[Row]:
+    """Of each subject and phase, the rows of the cell in bf16 that keeps the GPU busy longest."""
+    found = []
+    for subject, phase in distinct(eager(record), "subject", "phase"):
+        rows = [row for row in eager(record) if (row["subject"], row["phase"]) == (subject, phase)]
+        longest = max(rows, key=lambda row: row["gpu"]["original_p50"])
+        found += [row for row in rows if Cell.of(row) == Cell.of(longest)]
+    return found
+
+
+def in_short(record: Record) -> list[str]:
+    """A line for each subject and phase, and the cuts to a half, of its busiest cell."""
+    head = ["model", "batch x tokens", "kept", "latency", "GPU alone", "limit", "bound by"]
+    body = []
+    for row in busiest(record):
+        if row["share"] != HALF:
+            continue
+        name = f"{row['subject']}, {row['phase']}"
+        size = f"{row['batch']} x {row['tokens']}"
+        speeds = [ratio(row["call"]), ratio(row["gpu"]), f"{limit(row):.2f}"]
+        body.append([name, size, kept(row), *speeds, row["bound"]])
+    return table(head, body, left=3)
 
 
 def kept(row: Row) -> str:
@@ -272,16 +341,14 @@ def paying(rows: list[Row]) -> list[str]:
     lines: list[str] = []
     for which, name in (("gpu", "GPU time"), ("call", "Latency")):
         mine = [flat(row, which) for row in rows if which in row]
-        if len(mine) > 1:
+        if len(distinct(mine, "batch", "length")) > len(distinct(mine, "length")):
             lines += ["", f"{name}:", "", *break_even(mine)]
-    for row in rows:
-        spent = row.get("joules")
-        if spent and all(spent):
-            words = " to ".join(plain(1000 * joules / row["batch"]) for joules in spent)
-            lines += [
-                "",
-                f"Energy at {row['batch']} x {row['tokens']}, {kept(row)}: {words} mJ an example.",
-            ]
+    spent = [row for row in rows if row.get("joules") and all(row["joules"])]
+    if spent:
+        lines += ["", "Energy per example:", ""]
+    for row in spent:
+        words = " to ".join(plain(1000 * joules / row["batch"]) for joules in row["joules"])
+        lines.append(f"- {row['batch']} x {row['tokens']}, {kept(row)}: {words} mJ.")
     return lines
 
 
@@ -323,8 +390,8 @@ def correctness(records: Path) -> list[str]:
     head = ["check", "comparisons", "passed", "largest error over its tolerance"]
     where = record["device"]["name"]
     about = (
-        f"On {where} beside the CPU, by `tests/gpu`: fp64, fp32, TF32, fp16, bf16 and autocast, as"
-        " far as each applies."
+        f"On {where} beside the CPU, by {record['n_tests_passed']} tests of `tests/gpu`: fp64, fp32,"
+        " TF32, fp16, bf16 and autocast, as far as each applies."
     )
     return ["", "## The same results as on the CPU", "", about, "", *table(head, body)]
 
@@ -368,9 +435,11 @@ def queue(records: Path) -> list[str]:
         [e["job"], e["status"], f"{e['seconds']:.0f}", e["commit"][:12], e["created"][:10]]
         for e in entries
     ]
+    notes = {e["note"]: None for e in entries if "note" in e}
     return [
         "",
         "## What ran",
         "",
         *table(["job", "ended", "seconds", "commit", "on"], body, left=2),
+        *(line for note in notes for line in ("", f"Discarded: {note}.")),
     ]

@@ -11,11 +11,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import gpu_page
 import kv_groups
 import pipelines
 import studies
 import tradeoff_page
-from pages import interval, of, table, threads
+from pages import interval, of, ratio, table, threads
 from scipy.stats import ttest_ind
 
 PICTURE = "headline.svg"
@@ -200,12 +201,31 @@ def limits(records: Path) -> str:
         f" model without training. Trained, that one reaches {trained:.3f}.",
         "- **You serve one short input at a time.** Overhead dominates: at"
         f" batch size {short['batch']} and {short['length']} tokens, [{third} heads]({times}) are"
-        f" only {short['ratio']:.2f} times as fast.",
+        f" only {short['ratio']:.2f} times as fast.{on_a_gpu(records)}",
         "- **Your language model is small.** [A Llama of 260,000 parameters](docs/kv-groups.md) has"
         f" a perplexity of {llama['base']:.2f}. Without a quarter of its key/value groups: {cut} after"
         f" the cut alone, {refitted} after a refit, or {after} after training.",
     ]
     return "\n".join(lines)
+
+
+def on_a_gpu(records: Path) -> str:
+    """What half of the heads bring on a GPU, for the largest and a small batch of BERT-base."""
+    said = ""
+    for record in gpu_page.of_shapes(records):
+        rows = [
+            row
+            for row in gpu_page.eager(record)
+            if (row["subject"], row["share"], row["neurons"]) == (gpu_page.FIRST, 0.5, 1.0)
+        ]
+        large = max(rows, key=lambda row: row["batch"] * row["tokens"])
+        small = next(row for row in rows if (row["batch"], row["tokens"]) == (32, 128))
+        said += (
+            f" On an {record['gpu']} in bf16, [half of BERT-base's heads](docs/gpu.md) are"
+            f" {ratio(large['call'])} times as fast at {large['batch']} x {large['tokens']}"
+            f" tokens, {ratio(small['call'])} at 32 x 128."
+        )
+    return said
 
 
 def _rows(record: dict[str, Any], peer: str, kept: int | None) -> list[dict[str, Any]]:

@@ -389,7 +389,7 @@ def speed(record: Record) -> list[str]:
         lines += lacking(rows, [row for row in failed if tuple(row[name] for name in WAY) == way])
     grid = itertools.product(DTYPES[record["device"]], GRID["attention"], GRID["compiled"])
     never = set(grid) - set(ways) - set(distinct(failed, *WAY))
-    if never and not of(record, "gpu"):
+    if ways and never and not of(record, "gpu"):
         lines += [
             "",
             f"Not measured at all: {'; '.join(way_words(*way) for way in sorted(never))}.",

@@ -64,7 +64,7 @@ JOBS = (
         "correct",
         "-m pytest -q -p no:cacheprovider -W default tests/gpu",
         "gpu-correct.json",
-        most=240,
+        most=420,
         least=60,
         environment={"HEADPRUNE_GPU_RECORD": "{records}/gpu-correct.json"},
         tiny_environment={"HEADPRUNE_GPU_TESTS": "cpu"},
