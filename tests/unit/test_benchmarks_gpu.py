@@ -193,6 +193,27 @@ def test_without_a_record_the_page_claims_nothing(page: ModuleType, tmp_path: Pa
     assert page.page(tmp_path) == text, "what a CPU did says nothing of a GPU"
 
 
+def test_the_page_begins_with_the_busiest_cells_of_each_model(
+    page: ModuleType, tmp_path: Path
+) -> None:
+    rows = [
+        cell((20.0, 18.0), (19.9, 17.9), batch=256, tokens=512),
+        cell((20.0, 12.5), (19.9, 12.4), batch=256, tokens=512, neurons=0.5),
+        cell((1.8, 1.8), (0.4, 0.33)),
+    ]
+    for row in rows:
+        del row["kept"]
+        row |= {"subject": page.FIRST, "phase": "forward", "share": 0.5}
+        row.setdefault("neurons", 1.0)
+    record = {**cuts(*rows), "benchmark": "gpu-shapes"}
+    (tmp_path / "gpu-shapes.json").write_text(json.dumps(record))
+    begin = page.lead(page.of_shapes(tmp_path))
+    assert "1.11 [1.10, 1.12] times as fast with 50% of heads and 1.60" in begin
+    assert "1 of 3 cells in bf16 are launch-bound" in begin
+    line = f"| {page.FIRST}, forward | 256 x 512 | 50% of heads and neurons | 1.60 [1.59, 1.61] |"
+    assert line in page.page(tmp_path)
+
+
 def test_the_page_says_what_limits_a_cell_and_has_a_busy_one_for_its_headline(
     page: ModuleType, tmp_path: Path
 ) -> None:
@@ -200,7 +221,8 @@ def test_the_page_says_what_limits_a_cell_and_has_a_busy_one_for_its_headline(
     launch = cell((1.8, 1.8), (0.4, 0.33))
     busy = cell((7.1, 5.1), (7.0, 5.0), batch=128, tokens=512, joules=[4.9, 3.5])
     unknown = cell((1.8, 1.8), None, code="reduce-overhead")
-    record = cuts(ceiling, launch, busy, unknown)
+    small = cell((1.7, 1.7), (0.3, 0.3), batch=8)
+    record = cuts(ceiling, launch, small, busy, unknown)
     (tmp_path / "tradeoff-sst2-cuda.json").write_text(json.dumps(record))
     text = page.page(tmp_path)
     assert page.studies.NO_GPU not in text
@@ -217,8 +239,8 @@ def test_the_page_says_what_limits_a_cell_and_has_a_busy_one_for_its_headline(
         assert row.split("|")[-2].strip() == bound
     for said in (
         "- (RuntimeError: it waits)",
-        "128 tokens: faster at batch 32; 512 tokens: faster at batch 128.",
-        "Energy at 128 x 512, 24 kept: 38.3 to 27.3 mJ an example.",
+        "128 tokens: faster from batch 32 on, no difference shown at batch 8; 512 tokens: faster",
+        "- 128 x 512, 24 kept: 38.3 to 27.3 mJ.",
     ):
         assert said in text
     # Without a busy cell it is the one nearest to the time of the GPU.
