@@ -85,7 +85,13 @@ def test_what_the_readme_measured_is_written(figures: ModuleType) -> None:
 def test_every_study_has_its_page(figures: ModuleType) -> None:
     """A record whose page the command forgets would go stale."""
     apart = {"exactness", "known_answer"}  # tested against the registries, and stated nowhere
-    others = {"tradeoff", "native", "scoring-", "startup"}  # all of docs/tradeoff.md
+    others = {
+        "tradeoff",
+        "native",
+        "scoring-",
+        "startup",
+        "gpu-",
+    }  # docs/tradeoff.md and docs/gpu.md
     others |= {"scale-", "processes", "streaming"}  # blocks of docs/scale.md
     others |= {"serving"}  # blocks of docs/serving.md
     patterns = [pattern.partition(".")[0].rstrip("*").rstrip("-") for pattern in figures.PAGES]
