@@ -65,9 +65,9 @@ class _PercentAxis:
 
 
 def bars(group: QualityGroup) -> BarChart | None:
-    """Lay out the bar chart of one quality table; None with fewer than two bars.
+    """Lay out the bar chart of one quality table; None with fewer than two bars to compare.
 
-    Bars are changes from the original model, or plain values where there is none.
+    Bars are changes from the original model, whose own is empty, or plain values without one.
     """
     # 1. Find an axis for bars and whiskers.
     drawn = []
@@ -77,7 +77,7 @@ def bars(group: QualityGroup) -> BarChart | None:
             spread = row.spread_amount or 0.0
             ends += [row.amount - spread, row.amount + spread]
             drawn.append((row, row.amount))
-    if len(drawn) < 2:
+    if sum(row.role != "base" for row, _ in drawn) < 2:
         return None
     axis = _PercentAxis.over(ends, 0.0)
     # 2. Draw every bar from the zero line.

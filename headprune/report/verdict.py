@@ -492,7 +492,8 @@ def _more_rows(record: RunRecord, n: int, needed: int, folder: str | None) -> tu
     total: int = sum(part["rows"] for part in same)
     share = math.ceil(100 * needed / total) / 100
     recipe = recipe_file(record, folder)
-    if train["from"] != test["from"] or share > 0.5 or not recipe:
+    enough = share <= 0.5 and _rows_to_train(record, total - math.ceil(share * total))
+    if train["from"] != test["from"] or not enough or not recipe:
         return f"collect about {needed:,} labelled test rows; {unsure}", ""
     out = f"{recipe.removesuffix('/recipe.yaml')}-test"
     command = f"headprune run {shlex.quote(recipe)} --set data.test_holdout={share:g}"
@@ -500,6 +501,14 @@ def _more_rows(record: RunRecord, n: int, needed: int, folder: str | None) -> tu
         f"measure on about {needed:,} of the {total:,} rows; {unsure}",
         f"{command} --out {shlex.quote(out)}",
     )
+
+
+def _rows_to_train(record: RunRecord, remaining: int) -> bool:
+    """Whether calibration rows remain where validation rows are drawn from the same rows."""
+    data = record.recipe.get("data") or {}
+    holdout, calibration = data.get("holdout", 0), data.get("calibration", 0)
+    # A whole number counts rows; a fraction takes a part of what remains, and cannot take all.
+    return not isinstance(holdout, int) or remaining >= holdout + calibration
 
 
 def _smaller(record: RunRecord, folder: str | None) -> tuple[str, str]:

@@ -138,8 +138,11 @@ def test_differences_are_taken_from_the_base_of_the_same_split_and_metric() -> N
     assert "| taylor | 16 | 0.6000 (0.5020 to 0.6906) | +10.00 |" in text
     assert "| taylor | 16 | 25.00 | 1.25× |" in text
     drop = Comparison("taylor", "base", "perplexity", "test", 100, 0.25, 0.2, 0.3)
-    html = render_html(record_of(quality=rows[3:], comparisons=(drop,)))
+    random = QualityRow("random", 16, "perplexity", 27.0, "test", 100, 3.2)
+    html = render_html(record_of(quality=(*rows[3:], random), comparisons=(drop,)))
     assert 'class="bar bad"' in html, "a higher perplexity is worse"
+    alone = render_html(record_of(quality=rows[3:], comparisons=(drop,)))
+    assert 'class="bar ' not in alone, "one change has nothing to be compared with"
     assert "1.20× to 1.30×" in html
 
 

@@ -368,6 +368,15 @@ def test_more_rows_are_asked_for_where_they_are(rows: FrozenDict, words: str, se
     assert bool(said.command) == bool(setting)
 
 
+def test_a_command_for_more_test_rows_keeps_those_for_validation_and_calibration() -> None:
+    wide = compared("recovered (finetune)", "base", 0.01, -0.01, 0.03)
+    for holdout, fits in ((6_200, True), (6_600, False)):
+        data = FrozenDict({"holdout": holdout, "calibration": 256})
+        recipe = FrozenDict({**TASK, "data": data})
+        said = verdict(built(wide, rows=of_rows(10_000), recipe=recipe))
+        assert bool(said.command) == fits, "3,500 of 10,000 rows are for tests"
+
+
 UNCUT = replace(record_of().plan, mask=HeadMask.from_keep({"a": [0, 1]}, {"a": 2}))
 
 
