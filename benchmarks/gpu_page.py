@@ -14,7 +14,6 @@ from pages import (
     Record,
     Row,
     distinct,
-    folded,
     interval,
     machine,
     of,
@@ -112,8 +111,8 @@ def page(records: Path) -> str:
             *ceilings(record),
         ]
         for subject, phase in distinct(of(record, "gpu"), "subject", "phase"):
-            text = "\n".join(cells(of(record, "gpu", subject=subject, phase=phase)))
-            lines += ["", folded(f"{subject}, {phase}: every cell", text)]
+            lines += ["", f"### {subject}, {phase}", ""]
+            lines += cells(of(record, "gpu", subject=subject, phase=phase))
         lines += failed(record)
     lines += rest
     return "\n".join(lines) + "\n"

@@ -69,8 +69,8 @@ def table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
-#: Rows of a table that a page shows; a longer one is folded.
-SHOWN = 8
+#: Rows and columns of a table that a page shows; a larger one is folded.
+SHOWN, SHOWN_COLUMNS = 8, 10
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 _RESULTS = re.compile(r"^(?:#{2,} |!\[|\|)", re.MULTILINE)
 
@@ -98,9 +98,11 @@ def shaped(lead: str, text: str) -> str:
 
 def _short(rows: str) -> str:
     count = rows.count("\n") - 2  # without head and rule
-    if count <= SHOWN:
+    columns = rows.partition("\n")[0].count(" | ") + 1
+    if count <= SHOWN and columns <= SHOWN_COLUMNS:
         return rows
-    return folded(f"Table of {count} rows", rows.rstrip())
+    size = f"{count} row{'' if count == 1 else 's'} and {columns} columns"
+    return folded(f"Table of {size}", rows.rstrip())
 
 
 def folded(summary: str, text: str) -> str:
