@@ -293,10 +293,15 @@ print(row.ratio, row.low, row.high)  # measured
 
 ## What asks the model
 
-`iterative` and `local_search` look at the model while they choose. In Python they are handed how; a recipe does so by
-itself (`select.recover` puts recoveries between the steps, or before each measurement):
+`iterative`, `local_search` and `repriced` look at the model while they choose. In Python they are handed how; a recipe
+does so by itself (`select.recover` puts recoveries between the steps, or before each measurement). With the prices of
+`ladder`, a recipe takes `repriced`, and its losses are those of models that `lstsq` has refitted:
 
 ```python
+sites = hp.find_sites(model, feed_forward=True)
+prices = hp.score(model, batches, "ladder", sites=sites)
+refitted = hp.scoring.refitted_loss_of(model, batches, sites=sites)
+plan = hp.select(prices, hp.Budget(keep_macs=0.8), "repriced", loss=refitted)
 rescore = hp.scoring.rescorer(model, batches, "taylor")
 plan = hp.select(scores, budget, hp.selection.Iterative(steps=8), rescore=rescore)
 plan = hp.select(scores, budget, "local_search", loss=hp.scoring.loss_of(model, batches))

@@ -58,6 +58,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"margin": 0.5, "inner": "uniform"},
         {"min_heads": 0},
     ],
+    "repriced": [{}, {"rounds": 1, "reach": 1}, {"margin": 0.0}, {"min_heads": 0}],
     "iterative": [
         {},
         {"steps": 3, "schedule": "geometric"},

@@ -413,7 +413,7 @@ class Recipe(Section):
         if score.get("scorer") != "ladder":
             return data
         # Other selectors do not read the prices that it measures.
-        return {**data, "select": {"selector": "knapsack", **select}}
+        return {**data, "select": {"selector": "repriced", **select}}
 
     @property
     def folder(self) -> str:

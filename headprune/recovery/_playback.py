@@ -89,6 +89,12 @@ class Playback:
         self._last = {}
         self._outputs = {}
 
+    def restart(self) -> None:
+        """Drop the outputs: what the layers get has changed."""
+        for output in self._outputs.values():
+            self.room += sum(tensor.nbytes for tensor in tensors(output))
+        self._outputs = {}
+
     def _final_layers(self, number: int) -> list[int]:
         """Return the layers that depend on no projection from this number on."""
         return [layer for layer, last in self._last.items() if last < number]

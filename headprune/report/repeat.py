@@ -29,6 +29,8 @@ _GIVEN = {
 }
 _TRAINED = "the uncut model, as the run trained it: base/ in its folder"
 _RECORDED = 'plan = hp.RunRecord.load("record.json").plan'
+#: Settings of ``ladder`` with which ``repriced`` measures plans, too.
+_PRICES = ("examples", "ridge", "temperature")
 _WIDTH = 100
 
 
@@ -179,7 +181,13 @@ def _selected(
     if "speedup=" in budget:
         lines.append(_latency_table(_map(section, "latency"), given))
         options.append("latency=table")
-    if plan.selector in ("iterative", "local_search"):
+    by_ladder = _map(recipe, "score").get("scorer") == "ladder" and not section.get("recover")
+    if plan.selector == "repriced" and by_ladder:
+        settings = _map(_map(recipe, "score"), "settings")
+        known = {name: settings[name] for name in _PRICES if name in settings}
+        call = _call("hp.scoring.refitted_loss_of", "model", "batches", *given, *_keywords(known))
+        options.append(f"loss={call}")
+    elif plan.selector in ("iterative", "local_search", "repriced"):
         between = _recoveries(recipe, _list(section, "recover"), "small", given)
         if between:
             lines += ["", "def between(small):", *map(_indented, between), ""]

@@ -10,6 +10,7 @@ from torch import nn
 
 from headprune import scoring, selection
 from headprune.bench.latency import compare_latency, shaped_batch
+from headprune.choice.refitted import refitted_loss_of
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
@@ -23,6 +24,7 @@ from headprune.selection._api import select
 from headprune.selection._base import Selector
 from headprune.selection._task import check_possible
 from headprune.selection.global_topk import GlobalTopk
+from headprune.selection.knapsack import Knapsack
 
 
 def measure_table(subject: Subject) -> None:
@@ -58,13 +60,15 @@ def choose_heads(
         subject: The run's model, data and recipe.
         scores: Scores of any scorer.
         baseline: The scores are a baseline for the chosen ones. A selector that measures more than
-            scores would make up for bad scores, so ``global_topk`` takes its place.
+            scores would make up for bad scores, so ``knapsack`` takes the place of ``repriced``,
+            and ``global_topk`` that of others.
         budget: Budgets by site pattern, in place of the recipe's.
     """
     wanted = subject.recipe.select
     selector: Selector = configured(selection.registry, wanted.selector, wanted.settings)
     if baseline and selector.needs:
-        selector = GlobalTopk(min_heads=selector.min_heads, multiple_of=selector.multiple_of)
+        by_scores = Knapsack if isinstance(selector, Knapsack) else GlobalTopk
+        selector = by_scores(min_heads=selector.min_heads, multiple_of=selector.multiple_of)
     return select(
         scores,
         budget or wanted.budgets or wanted.budget,
@@ -83,7 +87,13 @@ def _callables(subject: Subject, selector: Selector, scores: HeadScores) -> Mapp
         return callables
     batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
     recover = recoverer(subject, subject.recipe.select.recover)
-    options: dict[str, Any] = {"sites": subject.sites, "progress": False, "after_cut": recover}
+    options: dict[str, Any] = {"sites": subject.sites, "progress": False}
+    if "loss" in selector.needs and scores.ladders is not None and recover is None:
+        # As the levels were priced.
+        priced = configured(scoring.registry, scores.scorer, scores.settings)
+        options |= {name: getattr(priced, name) for name in ("examples", "ridge", "temperature")}
+        return {"loss": refitted_loss_of(subject.model, batches, **options)}
+    options["after_cut"] = recover
     if "loss" in selector.needs:
         callables["loss"] = loss_of(subject.model, batches, **options)
     if "rescore" in selector.needs:

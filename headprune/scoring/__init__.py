@@ -26,6 +26,7 @@ _HOME = {
     "loss_of": "headprune.scoring._callables",
     "mask_losses": "headprune.scoring._masks",
     "rank_average": "headprune.scoring._agreement",
+    "refitted_loss_of": "headprune.choice.refitted",
     "rescorer": "headprune.scoring._callables",
 }
 

@@ -49,7 +49,7 @@ class Knapsack(Selector):
             sets_of = partial(_priced_sets, problem, ladders)
         # 1. One class per site, one option for each set of units that it may keep.
         sets: list[list[_Set]] = []
-        for site, states in enumerate(problem.states(_ranking(problem.scores))):
+        for site, states in enumerate(problem.states(ranking(problem.scores))):
             sets.append(sets_of(site, states))
         classes = [_options(site_sets) for site_sets in sets]
         # 2. One option of every class.
@@ -93,7 +93,7 @@ def _worth(scores: HeadScores) -> _Worth:
     return worth
 
 
-def _ranking(scores: HeadScores) -> list[Position]:
+def ranking(scores: HeadScores) -> list[Position]:
     """Every unit, the best of a site first; levels keep the order in which they were measured."""
     if scores.ladders is None:
         return places(best_first(scores))

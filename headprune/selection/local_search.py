@@ -13,14 +13,12 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.selection._base import Position, Problem, Selector
 from headprune.selection._inner import frozen, inner_selector
+from headprune.selection._measured import SAME, measured_losses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
-
-#: Differences of losses below this, relative to the largest loss, are rounding.
-_SAME = 1e-6
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class LocalSearch(Selector):
             candidates = list(islice(new, min(self.at_once, room)))
             if not candidates and first is not None:
                 break
-            losses = _measured(problem, [keep, *candidates])
+            losses = measured_losses(problem, [keep, *candidates])
             measured += len(losses)
             seen.update(candidates)
             # 2. Make the best of them, if it is better.
@@ -110,7 +108,7 @@ class LocalSearch(Selector):
         differences = losses[1:] - losses[0]
         means = differences.mean(1)
         errors = differences.std(1, ddof=1) / differences.shape[1] ** 0.5
-        lower = means < -np.maximum(self.margin * errors, _SAME * np.abs(losses).max())
+        lower = means < -np.maximum(self.margin * errors, SAME * np.abs(losses).max())
         if not lower.any():
             return None
         return int(np.argmin(np.where(lower, means, np.inf)))
@@ -126,21 +124,3 @@ def _swaps(problem: Problem, keep: frozenset[Position]) -> Iterator[frozenset[Po
         swapped = keep - {kept} | {removed}
         if problem.lawful(swapped) and problem.fits(swapped):
             yield swapped
-
-
-def _measured(problem: Problem, plans: list[frozenset[Position]]) -> Floats:
-    """The rise of each example's loss under each plan, ``[plans, examples]``.
-
-    Raises:
-        InvalidValue: the callable returns something else, or has a single example.
-    """
-    assert problem.loss is not None
-    losses = np.asarray(problem.loss([problem.mask(plan) for plan in plans]), dtype=np.float64)
-    where = "what select(loss=) returns"
-    # One example has no standard error.
-    if losses.ndim != 2 or len(losses) != len(plans) or losses.shape[1] < 2:
-        must = f"[masks, examples], {len(plans)} masks and at least 2 examples"
-        raise InvalidValue(where, must, f"the shape {list(losses.shape)}")
-    if not np.isfinite(losses).all():
-        raise InvalidValue(where, "finite", "NaN or infinite numbers")
-    return losses

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -55,10 +57,14 @@ def test_prices_fall_to_zero_as_more_is_kept(scores: hp.HeadScores) -> None:
         assert ladder.rises[-1] == 0
 
 
-def test_a_price_is_the_divergence_of_the_cut_and_refitted_model(scores: hp.HeadScores) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_price_is_the_divergence_of_the_cut_and_refitted_model(temperature: float) -> None:
     """The ladder's pass from a site on gives what a cut and ``lstsq`` of that site give."""
-    assert scores.ladders is not None
     model, batches = _model(), _batches()
+    scorer = hp.scoring.registry.get("ladder")(temperature=temperature)
+    sites = hp.find_sites(model, feed_forward=True)
+    scores = hp.score(model, batches, scorer, sites=sites, progress=False)
+    assert scores.ladders is not None
     place = 2  # attention of the last layer; nothing after it is refitted
     site, ladder = scores.sites[place], scores.ladders[place]
     ranked = sorted(range(4), key=lambda unit: -scores.values[place][unit])
@@ -67,16 +73,54 @@ def test_a_price_is_the_divergence_of_the_cut_and_refitted_model(scores: hp.Head
     keep = {first: range(4), site.name: ranked[:2]}
     hp.prune_(small, hp.HeadMask.from_keep(keep, {first: 4, site.name: 4}))
     hp.recover_(small, batches, hp.recovery.Lstsq(), teacher=model, progress=False)
-    total, rows = 0.0, 0
+    expected = _divergences(model, small, temperature).mean()
+    assert ladder.at(2) == pytest.approx(expected, rel=1e-3)
+
+
+def _divergences(model: nn.Module, small: nn.Module, temperature: float) -> np.ndarray:
+    """Of every second row, on which prices are measured."""
+    found = []
     with torch.no_grad():
-        # Prices are measured on every second row.
-        for batch in batches:
+        for batch in _batches():
             part = {name: value[1::2] for name, value in batch.items()}
-            p = model(**part).logits.double().log_softmax(-1)
-            q = small(**part).logits.double().log_softmax(-1)
-            total += float((p.exp() * (p - q)).sum())
-            rows += len(p)
-    assert ladder.at(2) == pytest.approx(total / rows, rel=1e-3)
+            p = (model(**part).logits.double() / temperature).log_softmax(-1)
+            q = (small(**part).logits.double() / temperature).log_softmax(-1)
+            found.append((p.exp() * (p - q)).sum(-1) * temperature**2)
+    return torch.cat(found).numpy()
+
+
+def test_the_loss_of_a_mask_is_that_of_the_cut_and_refitted_model() -> None:
+    model, batches = _model(), _batches()
+    loss = hp.scoring.refitted_loss_of(model, batches, temperature=1.0)
+    names = [site.name for site in hp.find_sites(model)]
+    full = dict.fromkeys(names, 4)
+    all_kept = hp.HeadMask.from_keep({name: range(4) for name in names}, full)
+    # Attention of the last layer; nothing after it is refitted.
+    cut = hp.HeadMask.from_keep({names[0]: range(4), names[1]: [0, 2]}, full)
+    small = copy.deepcopy(model)
+    hp.prune_(small, cut)
+    hp.recover_(small, batches, hp.recovery.Lstsq(), teacher=model, progress=False)
+    found = loss([all_kept, cut])
+    assert np.abs(found[0]).max() < 1e-6
+    assert found[1] == pytest.approx(_divergences(model, small, 1.0), rel=1e-3, abs=1e-6)
+
+
+def test_the_first_mask_saves_work_and_changes_no_loss() -> None:
+    model = _model()
+    sites = hp.find_sites(model, feed_forward=True)
+    full = {site.name: len(site.heads) for site in sites}
+    masks = []
+    for cut in range(len(sites)):
+        keep = {}
+        for number, site in enumerate(sites):
+            count = len(site.heads) // (4 if number == cut else 2)
+            keep[site.name] = site.heads[:count]
+        masks.append(hp.HeadMask.from_keep(keep, full))
+    loss = hp.scoring.refitted_loss_of(model, _batches(), sites=sites)
+    together = loss(masks)
+    for number, mask in enumerate(masks):
+        assert loss([mask])[0] == pytest.approx(together[number], rel=1e-5, abs=1e-8)
+    assert len(set(together.mean(1).tolist())) == len(masks)
 
 
 def test_scores_with_ladders_are_read_back(scores: hp.HeadScores) -> None:
@@ -119,7 +163,9 @@ def test_a_loss_of_the_users_is_priced(scores: hp.HeadScores) -> None:
     assert found.ladders[0].rises != scores.ladders[0].rises  # type: ignore[index]
 
 
-@pytest.mark.parametrize("settings", [{"order": "auto"}, {"ridge": 0.0}])
+@pytest.mark.parametrize(
+    "settings", [{"order": "auto"}, {"ridge": 0.0}, {"temperature": 0.0}, {"temperature": math.inf}]
+)
 def test_settings_that_it_refuses(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue):
         hp.scoring.registry.get("ladder")(**settings)

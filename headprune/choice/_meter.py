@@ -1,0 +1,233 @@
+"""How far a cut and refitted model's outputs move from the whole model's, without cutting: what the
+removed units would have written is predicted from the kept ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.choice._held_out import Folds
+from headprune.model.contexts import reading, watched, wide
+from headprune.model.distributions import Distributions, distributions
+from headprune.model.losses import shaped_losses
+from headprune.model.own_loss import is_default, shift_of
+from headprune.model.running import batch_size, device_of, some_examples, to_device
+from headprune.model.sites import BoundSite
+from headprune.model.transfers import sent
+from headprune.recovery._blocks import blocks_around
+from headprune.recovery._least_squares import LeastSquaresSums, Normal, solved
+from headprune.recovery._playback import Playback
+from headprune.scoring._activations import run
+from headprune.scoring._base import ScoringProblem
+
+#: Rows are dealt to two parts; the rises are measured on the second one.
+PARTS, _MEASURED = 2, 1
+#: At which outputs are compared.
+TEMPERATURE = 2.0
+#: Bytes that the outputs of layers before the changed site may take.
+_ROOM = 2**30
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the removed units of a site would have written, predicted from the kept ones.
+
+    Args:
+        kept: Columns of the kept units.
+        removed: Columns of the others.
+        weight: ``[kept, removed]``.
+        bias: ``[removed]``.
+    """
+
+    kept: Tensor
+    removed: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, bound: BoundSite, heads: Sequence[int], sums: Normal, ridge: float) -> Prediction:
+        """Fit the prediction to a site's contexts; ``heads`` are kept."""
+        site = bound.site
+        columns = torch.arange(len(site.heads) * site.value_dim).view(len(site.heads), -1)
+        wanted = set(heads)
+        is_kept = torch.tensor([head in wanted for head in site.heads])
+        device = sums.xx.device
+        kept = sent(columns[is_kept].flatten(), device)
+        removed = sent(columns[~is_kept].flatten(), device)
+        covariance = sums.xx[kept]  # [kept, width]
+        weight, _ = solved(covariance[:, kept], covariance[:, removed], ridge)
+        bias = sums.x_mean[removed] - sums.x_mean[kept] @ weight
+        return cls(kept, removed, weight, bias)
+
+    def filled(self, x: Tensor) -> Tensor:
+        """Replace the removed columns of contexts ``[..., width]`` by their prediction."""
+        kept = x.index_select(-1, self.kept)
+        predicted = kept @ self.weight.to(x) + self.bias.to(x)
+        return x.index_copy(-1, self.removed, predicted)
+
+
+class Meter:
+    """Measures how far predicted contexts move the model's outputs, by example.
+
+    Layers before the first site that differs from the present change are not run again: what they
+    returned is kept. At first nothing is changed.
+
+    Args:
+        problem: With model, sites and loss.
+        batches: The rows.
+        temperature: See `divergence`.
+    """
+
+    def __init__(self, problem: ScoringProblem, batches: Sequence[Any], temperature: float) -> None:
+        self.problem = problem
+        self.temperature = temperature
+        self.bound = problem.bound
+        self._present: Mapping[int, Prediction] = {}
+        self._own_loss = not is_default(problem.loss)
+        device = device_of(problem.model)
+        self._batches = [to_device(batch, device) for batch in batches]
+        self._whole = [self._measured(batch) for batch in self._batches]
+        layers = [block.module for block in blocks_around(problem.model, problem.bound)]
+        self._playback = Playback(layers, [b.gate for b in problem.bound], _ROOM)
+        self._playback.learn(partial(self._measured, self._batches[0]))
+        self._verify_playback()
+
+    def _verify_playback(self) -> None:
+        """Let all layers run from now on if kept outputs do not lead to the same answer."""
+        last = len(self.bound) - 1
+        for _ in range(2):  # the first pass keeps outputs, the second one uses them
+            with self._playback.before("0", last):
+                played = self._measured(self._batches[0])
+        if not _same(self._whole[0], played):
+            self._playback.forget()
+
+    def start_from(self, predictions: Mapping[int, Prediction]) -> None:
+        """Make this the present change, to which later ones are near."""
+        self._present = dict(predictions)
+        self._playback.restart()
+
+    def rises(self, predictions: Mapping[int, Prediction]) -> Tensor:
+        """Measure one change of the model.
+
+        Args:
+            predictions: By the number of a site, what its removed contexts are replaced by.
+
+        Returns:
+            ``[examples]``: how much more the changed model loses.
+        """
+        watched_sites = [self.bound[number] for number in predictions]
+        in_order = list(predictions.values())
+
+        def see(place: int, x: Tensor) -> Tensor:
+            return in_order[place].filled(x)
+
+        first = self._first_difference(predictions)
+        rises = []
+        for place, batch in enumerate(self._batches):
+            with self._playback.before(str(place), first), watched(watched_sites, see):
+                changed = self._measured(batch)
+            of_batch = self._rises(self._whole[place], changed)
+            rises.append(of_batch.to(wide(of_batch)))
+        return torch.cat(rises)
+
+    def _first_difference(self, predictions: Mapping[int, Prediction]) -> int:
+        """The first site that differs from the present change; the last one where none does."""
+        for number in range(len(self.bound)):
+            if predictions.get(number) is not self._present.get(number):
+                return number
+        return len(self.bound) - 1
+
+    def _measured(self, batch: Any) -> Distributions | Tensor:
+        """The model's distributions for a batch; with a loss of the user's, its losses."""
+        problem = self.problem
+        if self._own_loss:
+            return shaped_losses(problem.loss, problem.model, batch, 0)
+        return distributions(problem.model, batch, "a batch", shifted=shift_of(problem.loss))
+
+    def _rises(self, whole: Any, changed: Any) -> Tensor:
+        """``[examples]``: how much more the changed model loses."""
+        if self._own_loss:
+            loss: Tensor = changed - whole
+            return loss
+        return divergence(whole, changed, self.temperature)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two answers of ``Meter`` are exactly equal."""
+    if isinstance(a, Distributions):
+        a, b = a.logits, b.logits
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def divergence(whole: Distributions, changed: Distributions, temperature: float) -> Tensor:
+    """Compute each example's mean divergence ``[examples]`` over its counted positions.
+
+    KL of softmax or sigmoids from the whole model's; of a regression the squared difference.
+    Outputs are divided by the temperature, and the divergence is multiplied by its square, which
+    keeps the scale of small differences.
+    """
+    # [examples, positions, classes]
+    p = whole.logits.to(wide(whole.logits)) / temperature
+    q = changed.logits.to(wide(changed.logits)) / temperature
+    if whole.kind == "single_label_classification":
+        log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        # Padded ends of answers have logits of -inf, and 0 log 0 is 0.
+        terms = (log_p.exp() * (log_p - log_q)).nan_to_num(nan=0.0)
+        by_position = terms.sum(-1)
+    elif whole.kind == "multi_label_classification":
+        terms = nn.functional.binary_cross_entropy_with_logits(q, p.sigmoid(), reduction="none")
+        least = nn.functional.binary_cross_entropy_with_logits(p, p.sigmoid(), reduction="none")
+        by_position = (terms - least).mean(-1)
+    else:
+        by_position = (p - q).square().mean(-1)
+    counted = sent(whole.counted, by_position.device)
+    sums = by_position.masked_fill(~counted, 0.0).sum(1)
+    return sums / counted.sum(1).clamp(min=1) * temperature**2
+
+
+def context_sums(problem: ScoringProblem, folds: Folds) -> dict[int, Normal]:
+    """Means and centred products of every site's contexts, over all rows; by site's number."""
+    sums: dict[int, LeastSquaresSums] = {}
+
+    def take(number: int, x: Tensor, counted: Tensor | None) -> None:
+        tokens = x.flatten(0, -2)
+        if number not in sums:
+            sums[number] = LeastSquaresSums(wide(x))
+        mask = None if counted is None else counted.to(x.device).flatten()
+        sums[number].add(tokens, tokens[:, :0], mask)
+
+    with reading(problem.model, problem.bound, take) as begin:
+        for batches in folds.batches:
+            for batch in batches:
+                on_device = to_device(batch, device_of(problem.model))
+                begin(on_device)
+                run(problem.model, on_device, problem.loss)
+    return {number: total.done() for number, total in sums.items()}
+
+
+def measured_rows(folds: Folds, most: int) -> list[Any]:
+    """Batches of the rows that rises are measured on, at most so many."""
+    # A single row has to do for both.
+    return _spread(folds.batches[_MEASURED] or folds.batches[0], most)
+
+
+def _spread(batches: Sequence[Any], most: int) -> list[Any]:
+    """Take at most so many examples, spread evenly over the batches."""
+    total = sum(map(batch_size, batches))
+    if total <= most:
+        return list(batches)
+    chosen = torch.linspace(0, total - 1, most).round().long()
+    taken = []
+    first = 0
+    for batch in batches:
+        size = batch_size(batch)
+        places = chosen[(chosen >= first) & (chosen < first + size)] - first
+        if len(places):
+            taken.append(some_examples(batch, places))
+        first += size
+    return taken

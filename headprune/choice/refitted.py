@@ -1,0 +1,107 @@
+"""The loss of masks after a refit that is predicted, not made: for ``hp.select(loss=)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headprune.choice._held_out import Folds
+from headprune.choice._meter import (
+    PARTS,
+    TEMPERATURE,
+    Meter,
+    Prediction,
+    context_sums,
+    measured_rows,
+)
+from headprune.core.errors import InvalidValue
+from headprune.core.heads import AttentionSite, HeadMask
+from headprune.model.losses import Loss, default_loss
+from headprune.model.running import undisturbed
+from headprune.model.sites import bind, unwrap
+from headprune.scoring._base import ScoringProblem
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def refitted_loss_of(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    sites: Iterable[AttentionSite] | None = None,
+    examples: int = 256,
+    ridge: float = 0.3,
+    temperature: float = TEMPERATURE,
+    progress: bool | None = None,
+) -> Callable[[Sequence[HeadMask]], NDArray[np.float64]]:
+    """Measure how far masks move the model once it is refitted, for ``hp.select(loss=)``.
+
+    Nothing is cut: what removed heads and neurons would have written is predicted from the kept
+    ones of their site by least squares over all rows, and the rise of ``KL(whole model || model)``
+    is measured on at most half of them. Of one call, the first mask is the one that the others are
+    near: layers before the first difference are not run again.
+
+    Args:
+        model: The model; not changed. It must not change while the callable is used.
+        batches: Batches; labels are not needed.
+        loss: Per-example loss whose rise is measured in place of KL.
+        sites: Default ``find_sites(model)``.
+        examples: The most rows that rises are measured on.
+        ridge: Of the prediction, as ``Lstsq.ridge``.
+        temperature: That outputs are divided by, as ``Ladder.temperature``.
+        progress: Show a progress bar; None shows it on a terminal.
+
+    Returns:
+        From masks to ``[masks, examples]``.
+
+    >>> from headprune import MultiHeadAttention
+    >>> model = nn.Sequential(MultiHeadAttention(8, 2))
+    >>> rows = [torch.randn(4, 5, 8)]
+    >>> rise = refitted_loss_of(model, rows, loss=lambda m, x: m(x).square().mean((1, 2)))
+    >>> rise([HeadMask.from_keep({"0": kept}, {"0": 2}) for kept in ([1], [0, 1])]).shape
+    (2, 2)
+    """
+    model = unwrap(model)
+    bound = bind(model, sites)
+    problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
+    problem.keep()
+    with undisturbed(model), problem.explained(), torch.no_grad():
+        folds = Folds(problem, PARTS, least=0)
+        sums = context_sums(problem, folds)
+        meter = Meter(problem, measured_rows(folds, examples), temperature)
+    # Predictions of the first mask of a call, by site and heads kept.
+    first: dict[tuple[int, tuple[int, ...]], Prediction] = {}
+
+    def predictions_of(mask: HeadMask) -> dict[int, Prediction]:
+        found = {}
+        for number, b in enumerate(bound):
+            kept = tuple(mask.kept(b.site.name))
+            if number in sums and set(kept) != set(b.site.heads):
+                known = first.get((number, kept))
+                found[number] = known or Prediction.of(b, kept, sums[number], ridge)
+        return found
+
+    def rise(masks: Sequence[HeadMask]) -> NDArray[np.float64]:
+        if not masks:
+            raise InvalidValue("masks", "at least one", "none")
+        rows = []
+        with undisturbed(model), problem.explained(), torch.no_grad():
+            for place, mask in enumerate(masks):
+                predictions = predictions_of(mask)
+                if not place:
+                    first.clear()
+                    for number, prediction in predictions.items():
+                        kept = tuple(mask.kept(bound[number].site.name))
+                        first[number, kept] = prediction
+                    meter.start_from(predictions)
+                rows.append(meter.rises(predictions))
+        found: NDArray[np.float64] = torch.stack(rows).double().cpu().numpy()
+        return found
+
+    return rise

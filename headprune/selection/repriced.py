@@ -1,0 +1,182 @@
+"""Price levels again around the plan that the prices of single sites gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headprune.core.errors import InvalidValue
+from headprune.selection._base import Position, Problem, positions_of
+from headprune.selection._choice import Option, best_choice
+from headprune.selection._measured import SAME, measured_losses
+from headprune.selection.knapsack import Knapsack, ranking
+
+#: Bits of the whole numbers that gains are rounded to.
+_BITS = 40
+#: Where a step fails, changes must gain more than these shares of its mean gain per site.
+_THRESHOLDS = (0.0, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Repriced(Knapsack):
+    """Price levels again around the plan, as long as the measured loss falls.
+
+    Prices of levels are measured with one site cut at a time, and do not say what a level costs
+    where the other sites are cut, too. Each round measures the present plan with one site at a
+    nearby level, and the knapsack chooses among these levels. The new plan is taken if its measured
+    loss is lower by ``margin`` standard errors; if not, only sites that gain more may change.
+
+    The plan's notes give the loss before and after on the rows that decided.
+
+    When: heads and neurons share one budget, and many sites are cut deeply.
+    Cost: about ``2 * reach`` measurements per site and round.
+
+    Args:
+        rounds: The most rounds.
+        reach: How many levels above and below the present one are measured.
+        margin: How much lower the loss must be, in standard errors of the differences.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"loss"})
+
+    rounds: int = 5
+    reach: int = 2
+    margin: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("rounds", "reach"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidValue(f"Repriced.{name}", "a count >= 1", repr(value))
+        number = isinstance(self.margin, (int, float)) and not isinstance(self.margin, bool)
+        if not number or not self.margin >= 0:  # also refuses NaN
+            must = "a number of standard errors >= 0"
+            raise InvalidValue("Repriced.margin", must, repr(self.margin))
+
+    def keep(self, problem: Problem) -> frozenset[Position]:
+        chosen = super().keep(problem)
+        levels = _Levels(problem, chosen)
+        present = levels.present
+        n_measured = 0
+        first = now = math.nan
+        for _ in range(self.rounds):
+            # 1. Measure the present plan, and it with one site at a nearby level.
+            steps = list(levels.steps(present, self.reach))
+            plans = [levels.plan(_moved(present, *step)) for step in steps]
+            losses = measured_losses(problem, [levels.plan(present), *plans])
+            n_measured += len(losses)
+            means = losses.mean(1)
+            now = float(means[0])
+            first = now if math.isnan(first) else first
+            gains = dict(zip(steps, (means[0] - means[1:]).tolist(), strict=True))
+            # 2. Take the best plan of these levels, if it is measured to be better.
+            better = None
+            for candidate in _candidates(problem, levels, present, gains):
+                pair = measured_losses(problem, [levels.plan(present), levels.plan(candidate)])
+                n_measured += 2
+                if self._is_lower(pair[1] - pair[0], np.abs(pair).max()):
+                    better, now = candidate, float(pair[1].mean())
+                    break
+            if better is None:
+                break
+            present = better
+        problem.notes.append(
+            f"Measured loss above the whole model's: {first:.4g} by prices of single sites,"
+            f" {now:.4g} after pricing again; {n_measured} plans measured."
+        )
+        return levels.plan(present)
+
+    def _is_lower(self, differences: NDArray[np.float64], scale: float) -> bool:
+        """Whether losses fall beyond noise, by their differences ``[examples]``."""
+        error = differences.std(ddof=1) / differences.size**0.5
+        return bool(differences.mean() < -max(self.margin * error, SAME * scale))
+
+
+class _Levels:
+    """The units that each site may keep, from the fewest to the most.
+
+    Args:
+        problem: With scores and rules.
+        chosen: A plan; its units are levels of their sites.
+    """
+
+    def __init__(self, problem: Problem, chosen: frozenset[Position]) -> None:
+        kept = problem.by_site(chosen)
+        self.units: list[list[tuple[int, ...]]] = []
+        present = []
+        for site, states in enumerate(problem.states(ranking(problem.scores))):
+            own = tuple(sorted(kept[site]))
+            levels = {**states, problem.heads(site, own): own}
+            self.units.append([levels[count] for count in sorted(levels)])
+            present.append(self.units[-1].index(own))
+        #: Level of each site in the plan that was given.
+        self.present = tuple(present)
+
+    def steps(self, present: Sequence[int], reach: int) -> Iterator[tuple[int, int]]:
+        """Pairs of a site and a level near its present one."""
+        for site, level in enumerate(present):
+            for other in range(level - reach, level + reach + 1):
+                if other != level and 0 <= other < len(self.units[site]):
+                    yield site, other
+
+    def plan(self, present: Sequence[int]) -> frozenset[Position]:
+        """The units of a level at each site."""
+        return positions_of(self.units[site][level] for site, level in enumerate(present))
+
+
+def _moved(present: Sequence[int], site: int, level: int) -> tuple[int, ...]:
+    """Levels with one site at another level."""
+    return (*present[:site], level, *present[site + 1 :])
+
+
+def _candidates(
+    problem: Problem,
+    levels: _Levels,
+    present: tuple[int, ...],
+    gains: dict[tuple[int, int], float],
+) -> Iterator[tuple[int, ...]]:
+    """The best levels within the budget by these gains, then those that change fewer sites."""
+    mean_gain = 0.0
+    seen = {present}
+    for threshold in _THRESHOLDS:
+        found = _best(problem, levels, present, gains, threshold * mean_gain)
+        if not mean_gain:
+            moves = [(site, level) for site, level in enumerate(found) if level != present[site]]
+            mean_gain = sum(gains[move] for move in moves) / max(1, len(moves))
+            if mean_gain <= 0:
+                return
+        if found not in seen:
+            seen.add(found)
+            yield found
+
+
+def _best(
+    problem: Problem,
+    levels: _Levels,
+    present: tuple[int, ...],
+    gains: dict[tuple[int, int], float],
+    threshold: float,
+) -> tuple[int, ...]:
+    """The levels whose gains, less a threshold per change, sum to the most within the budget."""
+    scale = math.frexp(sum(map(abs, gains.values())) + len(present) * threshold)[1]
+    classes, choices = [], []
+    for site, level in enumerate(present):
+        of_site = [level, *(other for place, other in gains if place == site)]
+        values = [0.0, *(gains[site, other] - threshold for other in of_site[1:])]
+        options = []
+        for other, value in zip(of_site, values, strict=True):
+            units = levels.units[site][other]
+            # A constant per site decides nothing, and makes no value negative.
+            whole = round(math.ldexp(value - min(values), _BITS - scale))
+            options.append(Option(problem.site_cost(site, units), whole, -abs(other - level)))
+        classes.append(options)
+        choices.append(of_site)
+    chosen = best_choice(classes, problem.limit)
+    assert chosen is not None, "the present plan fits"
+    return tuple(of_site[number] for of_site, number in zip(choices, chosen, strict=True))
