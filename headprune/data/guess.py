@@ -320,7 +320,7 @@ def _recipe_text(
         _noted(f"  keep_heads: {keep}", budgets),
         "recover:",
         _noted("  - method: lstsq", "refits heads and feed-forwards, without labels or training"),
-        "    settings: {feed_forward: true}",
+        "    settings: {feed_forward: true, precision: float32}",
         "bench:",
         "  batch_sizes: [1, 32]",
         "  seconds: 2.0",

@@ -6,7 +6,7 @@ from headprune import recovery
 from headprune.recipes.schema import Recipe, RecoverStep
 
 #: Replaces a recovery that trains while candidates are judged, because training takes too long.
-STAND_IN = RecoverStep(method="lstsq", settings={"feed_forward": True})
+STAND_IN = RecoverStep(method="lstsq", settings={"feed_forward": True, "precision": "float32"})
 
 
 def judged_after(recipe: Recipe) -> list[RecoverStep]:

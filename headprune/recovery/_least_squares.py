@@ -22,8 +22,10 @@ class LeastSquaresSums:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        # Tokens, weights, x [in], e [out], xx [in, in], xe [in, out], ee [].
+        # Tokens, weights, x [in], e [out], ee [].
         self._sums: list[Tensor] = []
+        # xx [in, in], xe [in, out]; they are large, and added to in place.
+        self._products: tuple[Tensor, Tensor]
         # What is subtracted from x and e: the means of the first tokens, [in] and [out].
         self._shifts: tuple[Tensor, Tensor] | None = None
 
@@ -43,6 +45,11 @@ class LeastSquaresSums:
             counted: Which tokens count, ``[tokens]``; None counts them all.
             weights: The weight of each token in all sums, ``[tokens]``; None is 1.
         """
+        if counted is not None and x.device.type == "cpu":
+            # Padding is dropped, which saves work; on a GPU its number would have to be waited for.
+            places = counted.nonzero()[:, 0]
+            x, e, counted = x[places], e[places], None
+            weights = None if weights is None else weights[places]
         x, e = x.to(self._dtype), e.to(self._dtype)
         n_tokens = _count(x, counted)
 
@@ -54,22 +61,29 @@ class LeastSquaresSums:
         x = _zeroed(x - x_shift, counted)
         e = _zeroed(e - e_shift, counted)
 
-        # 2. Add up, in the order in which ``done`` reads the sums.
-        if weights is None:
-            sums = [n_tokens, n_tokens, x.sum(0), e.sum(0), x.T @ x, x.T @ e, e.square().sum()]
-        else:
+        # 2. Weight the tokens.
+        n, wx, we = n_tokens, x, e
+        if weights is not None:
             w = _zeroed(weights.to(self._dtype)[:, None], counted)  # [tokens, 1]
-            wx, we = w * x, w * e
-            sums = [n_tokens, w.sum(), wx.sum(0), we.sum(0), wx.T @ x, wx.T @ e, (we * e).sum()]
+            n, wx, we = w.sum(), w * x, w * e
+
+        # 3. Add up, in the order in which ``done`` reads the sums.
+        sums = [n_tokens, n, wx.sum(0), we.sum(0), (we * e).sum()]
+        if not self._sums:
+            self._sums = sums
+            self._products = wx.T @ x, wx.T @ e
+            return
         # Not in place: the first two sums may be one tensor.
-        if self._sums:
-            sums = [before + new for before, new in zip(self._sums, sums, strict=True)]
-        self._sums = sums
+        self._sums = [before + new for before, new in zip(self._sums, sums, strict=True)]
+        xx, xe = self._products
+        xx.addmm_(wx.T, x)
+        xe.addmm_(wx.T, e)
 
     def done(self) -> Normal:
         """Return means and centred sums of all tokens that were added."""
         assert self._shifts is not None
-        tokens, n, x, e, xx, xe, ee = self._sums
+        tokens, n, x, e, ee = self._sums
+        xx, xe = self._products
         divisor = _divisor(n)
         x_mean = self._shifts[0] + x / divisor
         e_mean = self._shifts[1] + e / divisor

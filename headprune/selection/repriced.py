@@ -44,8 +44,8 @@ class Repriced(Knapsack):
 
     needs: ClassVar[frozenset[str]] = frozenset({"loss"})
 
-    rounds: int = 5
-    reach: int = 2
+    rounds: int = 3
+    reach: int = 1
     margin: float = 1.0
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ def test_init_writes_a_recipe_that_runs(given: str, tmp_path: Path) -> None:
     assert recipe.train is None  # the classifier has its head
     assert recipe.data.max_length == 32  # what it can read
     (step,) = recipe.recover
-    assert (step.method, step.settings) == ("lstsq", {"feed_forward": True})
+    assert (step.method, step.settings) == ("lstsq", {"feed_forward": True, "precision": "float32"})
     notes = {line.index("#") for line in mine.read_text().splitlines() if " # " in line}
     assert len(notes) == 1, "comments stand in one column"
     assert "must be a new file" in refused(f"init {given} --out {mine}")
