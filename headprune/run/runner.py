@@ -263,6 +263,7 @@ def _closing(journal: Journal) -> Iterator[None]:
         status, text = "failed", error_text(error)
         if isinstance(error, KeyboardInterrupt):
             status, text = "interrupted", "interrupted by the user"
+            journal.say("interrupted: the same command goes on from the last finished stage")
         # On a full disk the record cannot be written either. Then it stays at "running", as after
         # a kill, and says how far the run came.
         with suppress(OSError):
