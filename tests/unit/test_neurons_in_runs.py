@@ -95,7 +95,8 @@ def test_a_run_cuts_neurons_to_a_speed_and_reports_them(
     table = LatencyTable.load(tmp_path / "out" / "latency.json")
     assert [row.neurons for row in table.sites] == [False, True, False, True]
     assert record.plan is not None
-    assert record.plan.selector == "knapsack"
+    assert record.plan.selector == "repriced"
+    assert any("after pricing again" in note for note in record.plan.notes)
     assert table.whole / table.predict(record.plan.mask) >= 1.3 * (1 - 1e-9)
     # 2. Heads and neurons are counted apart.
     kept, whole = record.plan.mask.kept_counts, record.plan.mask.counts
@@ -116,7 +117,9 @@ def test_a_run_cuts_neurons_to_a_speed_and_reports_them(
     assert after is not None
     assert f"{1000 * row[-1]:.2f} → {1000 * after:.2f}" in html
     assert "48, head" not in html  # no map has a cell per neuron
-    assert "hp.find_sites(model, feed_forward=True)" in markdown  # the lines that repeat the run
+    # The lines that repeat the run.
+    assert "hp.find_sites(model, feed_forward=True)" in markdown
+    assert "loss=hp.scoring.refitted_loss_of(model, batches, sites=sites)" in markdown
 
 
 def test_auto_tries_ladders_and_plain_scorers_of_neurons(tmp_path: Path) -> None:
@@ -157,9 +160,9 @@ def test_a_model_without_feed_forwards_is_refused_before_it_is_scored(tmp_path: 
         quietly_prepared(wanted.model_copy(update={"model": experts}))
 
 
-def test_the_selector_of_ladders_is_knapsack(tmp_path: Path) -> None:
+def test_the_selector_of_ladders_is_repriced(tmp_path: Path) -> None:
     heads = recipe(tmp_path, {"keep_heads": 0.5, "feed_forward": False})
-    assert heads.select.selector == "knapsack"
+    assert heads.select.selector == "repriced"
     named = recipe(tmp_path, {"keep_macs": 0.5, "selector": "global_topk"})
     assert named.select.selector == "global_topk"
 
