@@ -305,7 +305,7 @@ def _recipe_text(
         f"  path: {_quoted(data)}",
     ]
     lines += [f"  {line}" for line in columns]
-    lines.append(_noted("  calibration: 256", "rows of train that heads are scored on; more cost time"))
+    lines.append(_noted("  calibration: 256", "rows of train that heads are scored on"))
     if not has_head:
         note = "the head is new: the model is trained before anything is scored"
         lines.append(_noted("train:", note))
