@@ -10,19 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from gpu_time import BUSY, Cell
-from pages import (
-    Record,
-    Row,
-    distinct,
-    interval,
-    machine,
-    of,
-    plain,
-    publish,
-    ratio,
-    read,
-    table,
-)
+from pages import Record, Row, distinct, interval, machine, of, plain, publish, ratio, read, table
 from tradeoff_times import break_even
 
 PAGE = "gpu.md"
@@ -86,8 +74,6 @@ def page(records: Path) -> str:
     if not cuts and not shapes and not rest:
         lines.append(f"On a GPU: {studies.NO_GPU}.")
     for record in cuts:
-        if not of(record, "gpu"):
-            continue
         lines += [
             "",
             f"## {record['task'].upper()}, an encoder that was cut",
@@ -120,7 +106,11 @@ def page(records: Path) -> str:
 
 def of_cuts(records: Path) -> list[Record]:
     """Records of ``tradeoff.py`` with cells of a GPU."""
-    return [record for record in read(records, "tradeoff-*.json") if "gpu" in record]
+    return [
+        record
+        for record in read(records, "tradeoff-*.json")
+        if "gpu" in record and of(record, "gpu")
+    ]
 
 
 def of_shapes(records: Path) -> list[Record]:
@@ -193,11 +183,7 @@ def flat(row: Row, which: str) -> Row:
 def headline(record: Record) -> list[Row]:
     """The busiest GPU-bound cell in bf16 and eager mode, a row for each cut; else the one nearest
     to GPU-bound."""
-    rows = [
-        row
-        for row in of(record, "gpu", precision="bfloat16", code="eager", cold=False)
-        if "gpu" in row
-    ]
+    rows = eager(record)
     if not rows:
         return []
     bound = [row for row in rows if row["bound"] == "gpu"]

@@ -216,7 +216,8 @@ def on_a_gpu(records: Path) -> str:
         rows = [
             row
             for row in gpu_page.eager(record)
-            if (row["subject"], row["share"], row["neurons"]) == (gpu_page.FIRST, 0.5, 1.0)
+            if (row["subject"], row["share"], row["neurons"])
+            == (gpu_page.FIRST, gpu_page.HALF, 1.0)
         ]
         large = max(rows, key=lambda row: row["batch"] * row["tokens"])
         small = next(row for row in rows if (row["batch"], row["tokens"]) == (32, 128))

@@ -181,7 +181,8 @@ def _latency(
     args: argparse.Namespace, subject: Subject, batch: Any, sites: Sequence[hp.AttentionSite]
 ) -> LatencyTable:
     """The task's latency table, measured at the first time."""
-    where = "" if args.device == "cpu" else f"-{args.device}-{args.dtype}"
+    usual = (args.device, args.dtype) == ("cpu", "float32")
+    where = "" if usual else f"-{args.device}-{args.dtype}"
     path = args.work / f"latency-{args.task}-{args.batch}x{args.length}{where}.json"
     if path.is_file():
         return LatencyTable.load(path)

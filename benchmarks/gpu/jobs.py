@@ -39,6 +39,7 @@ class Job:
             ``{records}`` and ``{minutes}`` are filled in.
         record: The record that it writes, in ``{records}``.
         most: Seconds after which it is ended.
+        task: The task whose rows it reads; it needs them in the pack.
         last_row: Seconds before its end in which a study begins no row: as long as its longest row
             may take.
         least: It does not begin with fewer seconds before the deadline: it could not end, or would
@@ -53,6 +54,7 @@ class Job:
     record: str
     most: int
     least: int
+    task: str = ""
     last_row: int = 20
     tiny: str = ""
     environment: dict[str, str] = field(default_factory=dict)
@@ -75,6 +77,7 @@ JOBS = (
         "tradeoff-sst2-{device}.json",
         most=240,
         least=90,
+        task="sst2",
         tiny=TINY_TRADEOFF,
     ),
     Job(
@@ -83,6 +86,7 @@ JOBS = (
         "tradeoff-sst2-{device}.json",
         most=180,
         least=90,
+        task="sst2",
         last_row=40,
         tiny=TINY_TRADEOFF,
     ),
@@ -93,6 +97,7 @@ JOBS = (
         "one-budget-sst2-{device}.json",
         most=180,
         least=90,
+        task="sst2",
         last_row=30,
         tiny=(
             "--calibration 16 --batch 2 --length 8 --seconds 0.01 --draws 0 --speedups 1.01 --set"
@@ -136,6 +141,7 @@ JOBS = (
         "tradeoff-trec-{device}.json",
         most=420,
         least=90,
+        task="trec",
         last_row=60,
         tiny=TINY_TRADEOFF,
     ),
@@ -146,6 +152,7 @@ JOBS = (
         "translation-full-{device}.json",
         most=900,
         least=420,
+        task="multi30k",
         tiny=(
             "--small --ways cut --parts cross --set train.epochs=1 data.calibration=8"
             " data.vocabulary=300 model.config.d_model=32 model.config.ffn_dim=32"

@@ -139,7 +139,7 @@ def first_call(args: argparse.Namespace, home: Home, deadline: float) -> None:
 
 def settings(args: argparse.Namespace, pack: dict[str, Any], deadline: float) -> dict[str, Any]:
     """What holds for the whole study on this machine."""
-    carried = [job.name for job in JOBS if has_data(job.command, pack["tasks"])]
+    carried = [job.name for job in JOBS if not job.task or job.task in pack["tasks"]]
     return {
         "deadline": deadline,
         "commit": pack["commit"],
@@ -148,12 +148,6 @@ def settings(args: argparse.Namespace, pack: dict[str, Any], deadline: float) ->
         "rehearsal": args.rehearsal,
         "jobs": [name for name in args.jobs if name in carried],
     }
-
-
-def has_data(command: str, tasks: list[str]) -> bool:
-    """Whether the data that a command reads were packed."""
-    named = (f"{{data}}/{task}" in command or f"--task {task} --data" in command for task in tasks)
-    return "{data}" not in command or any(named)
 
 
 def bring_records(args: argparse.Namespace, home: Home) -> None:

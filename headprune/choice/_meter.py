@@ -26,7 +26,7 @@ from headprune.scoring._activations import run
 from headprune.scoring._base import ScoringProblem
 
 #: Rows are dealt to two parts; the rises are measured on the second one.
-PARTS, _MEASURED = 2, 1
+_PARTS, _MEASURED = 2, 1
 #: At which outputs are compared.
 TEMPERATURE = 2.0
 #: Bytes that the outputs of layers before the changed site may take.
@@ -38,12 +38,14 @@ class Prediction:
     """What the removed units of a site would have written, predicted from the kept ones.
 
     Args:
+        heads: The heads or neurons that are kept.
         kept: Columns of the kept units.
         removed: Columns of the others.
         weight: ``[kept, removed]``.
         bias: ``[removed]``.
     """
 
+    heads: tuple[int, ...]
     kept: Tensor
     removed: Tensor
     weight: Tensor
@@ -62,7 +64,7 @@ class Prediction:
         covariance = sums.xx[kept]  # [kept, width]
         weight, _ = solved(covariance[:, kept], covariance[:, removed], ridge)
         bias = sums.x_mean[removed] - sums.x_mean[kept] @ weight
-        return cls(kept, removed, weight, bias)
+        return cls(tuple(heads), kept, removed, weight, bias)
 
     def filled(self, x: Tensor) -> Tensor:
         """Replace the removed columns of contexts ``[..., width]`` by their prediction."""
@@ -71,26 +73,44 @@ class Prediction:
         return x.index_copy(-1, self.removed, predicted)
 
 
+def dealt(problem: ScoringProblem) -> Folds:
+    """The rows of a problem, dealt to the parts that `Meter` takes."""
+    return Folds(problem, _PARTS, least=0)
+
+
 class Meter:
     """Measures how far predicted contexts move the model's outputs, by example.
 
-    Layers before the first site that differs from the present change are not run again: what they
-    returned is kept. At first nothing is changed.
+    Predictions are fitted on all rows. Layers before the first site that differs from the present
+    change are not run again: what they returned is kept. At first nothing is changed.
 
     Args:
         problem: With model, sites and loss.
-        batches: The rows.
+        folds: Its rows, see `dealt`.
+        examples: The most rows that rises are measured on.
+        ridge: Of the predictions, as ``Lstsq.ridge``.
         temperature: See `divergence`.
     """
 
-    def __init__(self, problem: ScoringProblem, batches: Sequence[Any], temperature: float) -> None:
+    def __init__(
+        self,
+        problem: ScoringProblem,
+        folds: Folds,
+        examples: int,
+        ridge: float,
+        temperature: float,
+    ) -> None:
         self.problem = problem
-        self.temperature = temperature
+        self.ridge, self.temperature = ridge, temperature
         self.bound = problem.bound
+        #: By the number of a site, the sums of its contexts; a site without heads has none.
+        self.sums = _context_sums(problem, folds)
         self._present: Mapping[int, Prediction] = {}
         self._own_loss = not is_default(problem.loss)
         device = device_of(problem.model)
-        self._batches = [to_device(batch, device) for batch in batches]
+        # A single row has to do for both.
+        measured = _spread(folds.batches[_MEASURED] or folds.batches[0], examples)
+        self._batches = [to_device(batch, device) for batch in measured]
         self._whole = [self._measured(batch) for batch in self._batches]
         layers = [block.module for block in blocks_around(problem.model, problem.bound)]
         self._playback = Playback(layers, [b.gate for b in problem.bound], _ROOM)
@@ -105,6 +125,14 @@ class Meter:
                 played = self._measured(self._batches[0])
         if not _same(self._whole[0], played):
             self._playback.forget()
+
+    def prediction(self, number: int, heads: Sequence[int]) -> Prediction:
+        """The prediction of a site that keeps some heads; the present change's own where it keeps
+        the same."""
+        present = self._present.get(number)
+        if present is not None and present.heads == tuple(heads):
+            return present
+        return Prediction.of(self.bound[number], heads, self.sums[number], self.ridge)
 
     def start_from(self, predictions: Mapping[int, Prediction]) -> None:
         """Make this the present change, to which later ones are near."""
@@ -190,7 +218,7 @@ def divergence(whole: Distributions, changed: Distributions, temperature: float)
     return sums / counted.sum(1).clamp(min=1) * temperature**2
 
 
-def context_sums(problem: ScoringProblem, folds: Folds) -> dict[int, Normal]:
+def _context_sums(problem: ScoringProblem, folds: Folds) -> dict[int, Normal]:
     """Means and centred products of every site's contexts, over all rows; by site's number."""
     sums: dict[int, LeastSquaresSums] = {}
 
@@ -208,12 +236,6 @@ def context_sums(problem: ScoringProblem, folds: Folds) -> dict[int, Normal]:
                 begin(on_device)
                 run(problem.model, on_device, problem.loss)
     return {number: total.done() for number, total in sums.items()}
-
-
-def measured_rows(folds: Folds, most: int) -> list[Any]:
-    """Batches of the rows that rises are measured on, at most so many."""
-    # A single row has to do for both.
-    return _spread(folds.batches[_MEASURED] or folds.batches[0], most)
 
 
 def _spread(batches: Sequence[Any], most: int) -> list[Any]:

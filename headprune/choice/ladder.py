@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from headprune import scoring
-from headprune.choice._held_out import Folds
-from headprune.choice._meter import (
-    PARTS,
-    TEMPERATURE,
-    Meter,
-    Prediction,
-    context_sums,
-    measured_rows,
-)
+from headprune.choice._meter import TEMPERATURE, Meter, dealt
 from headprune.choice._scores import as_scores
 from headprune.core.bars import bar
 from headprune.core.codec import EMPTY, FrozenDict
@@ -28,7 +20,6 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.core.ladders import SiteLadder
 from headprune.model.transfers import in_main_memory
-from headprune.recovery._least_squares import Normal
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.selection._units import bundled, in_rank
 
@@ -93,7 +84,7 @@ class Ladder(Scorer):
             InvalidValue: outputs that are no logits, or what the other scorer refuses.
         """
         problem.keep()
-        folds = Folds(problem, PARTS, least=0)
+        folds = dealt(problem)
         # 1. Rank the units.
         ranks = self._ranks()
         problem.scorers = (*problem.scorers, ranks)
@@ -102,15 +93,14 @@ class Ladder(Scorer):
 
         # 2. Measure the rises; processes share the sites.
         with torch.no_grad():
-            sums = context_sums(problem, folds)
-            meter = Meter(problem, measured_rows(folds, self.examples), self.temperature)
+            meter = Meter(problem, folds, self.examples, self.ridge, self.temperature)
             own = range(problem.workers.rank, len(sites), problem.workers.size)
 
             def of_own_sites() -> dict[str, Tensor]:
                 rises = {}
                 for number in bar(own, "prices of levels", problem.progress):
                     levels = _levels(sites[number])
-                    rises[str(number)] = self._rises(meter, number, levels, sums.get(number))
+                    rises[str(number)] = _rises(meter, number, levels)
                 return rises
 
             measured: dict[str, Tensor] = {}
@@ -123,25 +113,23 @@ class Ladder(Scorer):
             ladders.append(SiteLadder(site.name, kept, _monotone(rises)))
         return replace(estimate, ladders=tuple(ladders))
 
-    def _rises(
-        self, meter: Meter, number: int, levels: Sequence[tuple[int, ...]], sums: Normal | None
-    ) -> Tensor:
-        """``[levels]``: the mean rise at each level of one site, from the fewest units to all.
 
-        Args:
-            meter: Measures.
-            number: The site's number.
-            levels: Heads or neurons kept at each level, best first.
-            sums: Of the site's contexts; None for a site without heads.
-        """
-        if sums is None:
-            return torch.zeros(len(levels), dtype=torch.float64)
-        rises = []
-        for heads in levels[:-1]:
-            prediction = Prediction.of(meter.bound[number], heads, sums, self.ridge)
-            rises.append(meter.rises({number: prediction}).mean())
-        # All in one copy; with every unit nothing rises.
-        return torch.tensor([*map(float, in_main_memory(rises)), 0.0], dtype=torch.float64)
+def _rises(meter: Meter, number: int, levels: Sequence[tuple[int, ...]]) -> Tensor:
+    """``[levels]``: the mean rise at each level of one site, from the fewest units to all.
+
+    Args:
+        meter: Measures.
+        number: The site's number.
+        levels: Heads or neurons kept at each level, best first.
+    """
+    if number not in meter.sums:  # without heads
+        return torch.zeros(len(levels), dtype=torch.float64)
+    rises = []
+    for heads in levels[:-1]:
+        prediction = meter.prediction(number, heads)
+        rises.append(meter.rises({number: prediction}).mean())
+    # All in one copy; with every unit nothing rises.
+    return torch.tensor([*map(float, in_main_memory(rises)), 0.0], dtype=torch.float64)
 
 
 def _with_levels(problem: ScoringProblem, estimate: Estimate) -> tuple[AttentionSite, ...]:

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headprune.choice._held_out import Folds
-from headprune.choice._meter import (
-    PARTS,
-    TEMPERATURE,
-    Meter,
-    Prediction,
-    context_sums,
-    measured_rows,
-)
+from headprune.choice._meter import TEMPERATURE, Meter, Prediction, dealt
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.model.losses import Loss, default_loss
@@ -72,19 +64,15 @@ def refitted_loss_of(
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     problem.keep()
     with undisturbed(model), problem.explained(), torch.no_grad():
-        folds = Folds(problem, PARTS, least=0)
-        sums = context_sums(problem, folds)
-        meter = Meter(problem, measured_rows(folds, examples), temperature)
-    # Predictions of the first mask of a call, by site and heads kept.
-    first: dict[tuple[int, tuple[int, ...]], Prediction] = {}
+        meter = Meter(problem, dealt(problem), examples, ridge, temperature)
 
     def predictions_of(mask: HeadMask) -> dict[int, Prediction]:
         found = {}
-        for number, b in enumerate(bound):
-            kept = tuple(mask.kept(b.site.name))
-            if number in sums and set(kept) != set(b.site.heads):
-                known = first.get((number, kept))
-                found[number] = known or Prediction.of(b, kept, sums[number], ridge)
+        for number in meter.sums:
+            site = bound[number].site
+            kept = mask.kept(site.name)
+            if set(kept) != set(site.heads):
+                found[number] = meter.prediction(number, kept)
         return found
 
     def rise(masks: Sequence[HeadMask]) -> NDArray[np.float64]:
@@ -95,10 +83,6 @@ def refitted_loss_of(
             for place, mask in enumerate(masks):
                 predictions = predictions_of(mask)
                 if not place:
-                    first.clear()
-                    for number, prediction in predictions.items():
-                        kept = tuple(mask.kept(bound[number].site.name))
-                        first[number, kept] = prediction
                     meter.start_from(predictions)
                 rows.append(meter.rises(predictions))
         found: NDArray[np.float64] = torch.stack(rows).double().cpu().numpy()

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from headprune.core.errors import InvalidValue
 
+#: Settings of ``ladder`` with which the losses of whole plans are measured, too.
+PRICE_SETTINGS = ("examples", "ridge", "temperature")
+
 
 @dataclass(frozen=True)
 class SiteLadder:

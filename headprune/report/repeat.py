@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headprune.core.codec import EMPTY
+from headprune.core.ladders import PRICE_SETTINGS
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.registry import camel_case
@@ -29,8 +30,6 @@ _GIVEN = {
 }
 _TRAINED = "the uncut model, as the run trained it: base/ in its folder"
 _RECORDED = 'plan = hp.RunRecord.load("record.json").plan'
-#: Settings of ``ladder`` with which ``repriced`` measures plans, too.
-_PRICES = ("examples", "ridge", "temperature")
 _WIDTH = 100
 
 
@@ -182,9 +181,9 @@ def _selected(
         lines.append(_latency_table(_map(section, "latency"), given))
         options.append("latency=table")
     by_ladder = _map(recipe, "score").get("scorer") == "ladder" and not section.get("recover")
-    if plan.selector == "repriced" and by_ladder:
+    if plan.selector in ("local_search", "repriced") and by_ladder:
         settings = _map(_map(recipe, "score"), "settings")
-        known = {name: settings[name] for name in _PRICES if name in settings}
+        known = {name: settings[name] for name in PRICE_SETTINGS if name in settings}
         call = _call("hp.scoring.refitted_loss_of", "model", "batches", *given, *_keywords(known))
         options.append(f"loss={call}")
     elif plan.selector in ("iterative", "local_search", "repriced"):

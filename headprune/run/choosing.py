@@ -11,6 +11,7 @@ from torch import nn
 from headprune import scoring, selection
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.choice.refitted import refitted_loss_of
+from headprune.core.ladders import PRICE_SETTINGS
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
@@ -90,8 +91,8 @@ def _callables(subject: Subject, selector: Selector, scores: HeadScores) -> Mapp
     options: dict[str, Any] = {"sites": subject.sites, "progress": False}
     if "loss" in selector.needs and scores.ladders is not None and recover is None:
         # As the levels were priced.
-        priced = configured(scoring.registry, scores.scorer, scores.settings)
-        options |= {name: getattr(priced, name) for name in ("examples", "ridge", "temperature")}
+        settings = scores.settings
+        options |= {name: settings[name] for name in PRICE_SETTINGS if name in settings}
         return {"loss": refitted_loss_of(subject.model, batches, **options)}
     options["after_cut"] = recover
     if "loss" in selector.needs:

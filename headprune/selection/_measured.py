@@ -15,7 +15,32 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 #: Differences of losses below this, relative to the largest loss, are rounding.
-SAME = 1e-6
+_SAME = 1e-6
+
+
+def check_margin(where: str, margin: object) -> None:
+    """Refuse what is no number of standard errors.
+
+    Raises:
+        InvalidValue: it is none.
+    """
+    number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+    if not number or not margin >= 0:  # type: ignore[operator]  # also refuses NaN
+        raise InvalidValue(where, "a number of standard errors >= 0", repr(margin))
+
+
+def fall(losses: Floats, margin: float) -> NDArray[np.bool_]:
+    """Which plans lose less than the first one, ``[plans - 1]``.
+
+    Args:
+        losses: ``[plans, examples]``.
+        margin: How far below zero a plan's mean difference must be, in its standard errors.
+    """
+    differences = losses[1:] - losses[0]
+    errors = differences.std(1, ddof=1) / differences.shape[1] ** 0.5
+    least = np.maximum(margin * errors, _SAME * np.abs(losses).max())
+    found: NDArray[np.bool_] = differences.mean(1) < -least
+    return found
 
 
 def measured_losses(problem: Problem, plans: list[frozenset[Position]]) -> Floats:

@@ -13,7 +13,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.selection._base import Position, Problem, Selector
 from headprune.selection._inner import frozen, inner_selector
-from headprune.selection._measured import SAME, measured_losses
+from headprune.selection._measured import check_margin, fall, measured_losses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,10 +61,7 @@ class LocalSearch(Selector):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InvalidValue(f"LocalSearch.{name}", f"a count >= {least}", repr(value))
-        number = isinstance(self.margin, (int, float)) and not isinstance(self.margin, bool)
-        if not number or not self.margin >= 0:  # also refuses NaN
-            must = "a number of standard errors >= 0"
-            raise InvalidValue("LocalSearch.margin", must, repr(self.margin))
+        check_margin("LocalSearch.margin", self.margin)
         object.__setattr__(self, "inner_settings", frozen(self.inner_settings, self))
         inner_selector(self, self.inner, self.inner_settings)
 
@@ -105,12 +102,10 @@ class LocalSearch(Selector):
         Args:
             losses: ``[1 + swaps, examples]``, the present plan first.
         """
-        differences = losses[1:] - losses[0]
-        means = differences.mean(1)
-        errors = differences.std(1, ddof=1) / differences.shape[1] ** 0.5
-        lower = means < -np.maximum(self.margin * errors, SAME * np.abs(losses).max())
+        lower = fall(losses, self.margin)
         if not lower.any():
             return None
+        means = (losses[1:] - losses[0]).mean(1)
         return int(np.argmin(np.where(lower, means, np.inf)))
 
 

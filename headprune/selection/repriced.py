@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headprune.core.errors import InvalidValue
 from headprune.selection._base import Position, Problem, positions_of
 from headprune.selection._choice import Option, best_choice
-from headprune.selection._measured import SAME, measured_losses
+from headprune.selection._measured import check_margin, fall, measured_losses
 from headprune.selection.knapsack import Knapsack, ranking
 
 #: Bits of the whole numbers that gains are rounded to.
@@ -54,10 +53,7 @@ class Repriced(Knapsack):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InvalidValue(f"Repriced.{name}", "a count >= 1", repr(value))
-        number = isinstance(self.margin, (int, float)) and not isinstance(self.margin, bool)
-        if not number or not self.margin >= 0:  # also refuses NaN
-            must = "a number of standard errors >= 0"
-            raise InvalidValue("Repriced.margin", must, repr(self.margin))
+        check_margin("Repriced.margin", self.margin)
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         chosen = super().keep(problem)
@@ -78,10 +74,10 @@ class Repriced(Knapsack):
             # 2. Take the best plan of these levels, if it is measured to be better.
             better = None
             for candidate in _candidates(problem, levels, present, gains):
-                pair = measured_losses(problem, [levels.plan(present), levels.plan(candidate)])
-                n_measured += 2
-                if self._is_lower(pair[1] - pair[0], np.abs(pair).max()):
-                    better, now = candidate, float(pair[1].mean())
+                (its_losses,) = measured_losses(problem, [levels.plan(candidate)])
+                n_measured += 1
+                if fall(np.stack([losses[0], its_losses]), self.margin)[0]:
+                    better, now = candidate, float(its_losses.mean())
                     break
             if better is None:
                 break
@@ -91,11 +87,6 @@ class Repriced(Knapsack):
             f" {now:.4g} after pricing again; {n_measured} plans measured."
         )
         return levels.plan(present)
-
-    def _is_lower(self, differences: NDArray[np.float64], scale: float) -> bool:
-        """Whether losses fall beyond noise, by their differences ``[examples]``."""
-        error = differences.std(ddof=1) / differences.size**0.5
-        return bool(differences.mean() < -max(self.margin * error, SAME * scale))
 
 
 class _Levels:
