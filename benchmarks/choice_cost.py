@@ -97,7 +97,7 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
 
 def ways(subject: Any, share: float) -> dict[str, Callable[[], Any]]:
     """Return what is measured, by name."""
-    batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
+    batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
     model, sites = subject.model, subject.sites
 
     def score(scorers: Any) -> Callable[[], Any]:

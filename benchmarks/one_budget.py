@@ -4,9 +4,9 @@
     python benchmarks/one_budget.py --figure        # docs/one-budget.md, from the records
 
 Tasks, folders and trained models are those of ``regret.py``. For every draw of calibration rows the
-levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, the
-knapsack chooses by a measured latency table, the model is cut and refitted by ``lstsq``: once among
-heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are only
+levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, selector
+``repriced`` chooses by a measured latency table, the model is cut and refitted by ``lstsq``: once
+among heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are only
 reported. The cut model is timed beside the whole one in interleaved rounds, in ``--dtype``; all else
 is fp32. A row of the record is one model, draw, speed and way; a run that is started again goes on
 after the last one.
@@ -120,9 +120,10 @@ def _rows_of_draw(
     # 1. Price the levels.
     subject = replace(subject, data=subject.data.redrawn(args.calibration, number))
     sites = hp.find_sites(subject.model, feed_forward=True)
-    batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
+    batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
     start = process_time()
     scores = hp.score(subject.model, batches, "ladder", sites=sites, progress=False)
+    loss = hp.scoring.refitted_loss_of(subject.model, batches, sites=sites, progress=False)
     scoring = round(process_time() - start, 1)
     latency = _latency(args, subject, batches[0], sites)
 
@@ -130,16 +131,26 @@ def _rows_of_draw(
     for asked, way in missing:
         # 2. Choose, cut and refit.
         fixed = neurons if way == HEADS else None
+        start = process_time()
         try:
-            plan = hp.select(scores, hp.Budget(speedup=asked), latency=latency, must_keep=fixed)
+            plan = hp.select(
+                scores,
+                hp.Budget(speedup=asked),
+                "repriced",
+                latency=latency,
+                must_keep=fixed,
+                loss=loss,
+            )
         except InfeasibleBudget as error:
             print(f"{args.task}, {way}, {asked:g} times as fast: {error}", flush=True)
             continue
+        selecting = round(process_time() - start, 1)
         start = process_time()
         small = copy.deepcopy(subject.model)
         hp.prune_(small, plan, sites=sites)
         recover_once(subject, small, REFIT)
-        seconds = {"score": scoring, "refit": round(process_time() - start, 1)}
+        refitting = round(process_time() - start, 1)
+        seconds = {"score": scoring, "select": selecting, "refit": refitting}
         # 3. Judge and time.
         _, value, _ = tested(subject, small)
         (speed,) = hp.bench.compare_latency(
@@ -253,7 +264,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "Written by `python benchmarks/one_budget.py --figure` from records in"
         " `benchmarks/records`; do not edit.",
         "",
-        "`hp.Budget(speedup=)`: scorer `ladder`, the knapsack over a measured latency table, a cut,"
+        "`hp.Budget(speedup=)`: scorer `ladder`, selector `repriced` over a measured latency table, a cut,"
         " and `lstsq` with feed-forwards. Speeds are medians of interleaved rounds beside the whole"
         " model, mean over draws of calibration rows.",
         "",

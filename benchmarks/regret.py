@@ -318,7 +318,7 @@ class Scored:
     def of(cls, subject: Subject, args: argparse.Namespace, number: int) -> Scored:
         """Scores a draw of rows by all candidates, which share their passes."""
         subject = replace(subject, data=subject.data.redrawn(args.calibration, number))
-        batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
+        batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
         names = tuple(args.candidates or DEFAULT)
         start = process_time()
         scorers = [_scorer(name) for name in names]
@@ -336,7 +336,7 @@ class Scored:
         )
         subject = replace(self.subject, recipe=recipe)
         auto = Known(candidates=self.names, subject=subject, scores=self.scores, seed=self.number)
-        batches = subject.data.batches("calibration", recipe.score.batch_size)
+        batches = subject.data.of_like_length("calibration", recipe.score.batch_size)
         choice = hp.score(subject.model, batches, auto, sites=subject.sites, progress=False).choice
         assert choice is not None
         seconds = {"score": round(self.seconds, 1), "judge": round(process_time() - start, 1)}

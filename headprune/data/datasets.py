@@ -131,6 +131,19 @@ class Data:
         rows = self.examples[purpose]
         return self._collated([rows[i] for i in self.evaluated(purpose)], size)
 
+    def of_like_length(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
+        """Return batches of like length in random order, so that the first ones are typical.
+
+        Rows that all have the same length stay in data order.
+        """
+        batches = self.evaluation(purpose, size)
+        lengths = {len(row.get("input_ids", ())) for row in self.examples[purpose]}
+        if len(lengths) == 1:
+            return batches
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(len(batches), generator=generator).tolist()
+        return [batches[number] for number in order]
+
     def references(self, purpose: str) -> list[Any]:
         """Return the targets, in the order of ``evaluation``."""
         return [self.targets[purpose][i] for i in self.evaluated(purpose)]

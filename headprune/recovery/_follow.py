@@ -136,6 +136,9 @@ class _Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Before the first call there is nothing to follow, only biases to find.
+        if not self.calls and not self._biases:
+            return func(*args, **kwargs)
         # 1. Before the operation: end calls that it does not continue, copy what it overwrites.
         operands: list[_Alias] = []
         for tensor in tensors((args, kwargs)):

@@ -105,7 +105,7 @@ class AutoOfRun(Auto):
 
 def half_of_heads(subject: Subject) -> HeadMask:
     """Keep a random half of the heads, or all of them if layers have one head."""
-    batch = subject.data.batches("calibration", subject.recipe.score.batch_size)[:1]
+    batch = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)[:1]
     scores = score(subject.model, batch, "random", sites=subject.sites, progress=False)
     # Every layer keeps at least one head.
     try:

@@ -86,7 +86,7 @@ def _callables(subject: Subject, selector: Selector, scores: HeadScores) -> Mapp
     callables: dict[str, Any] = {}
     if not selector.needs & {"loss", "rescore"}:
         return callables
-    batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
+    batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
     recover = recoverer(subject, subject.recipe.select.recover)
     options: dict[str, Any] = {"sites": subject.sites, "progress": False}
     if "loss" in selector.needs and scores.ladders is not None and recover is None:

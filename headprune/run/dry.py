@@ -17,7 +17,7 @@ from headprune.core.codec import FrozenDict, Value
 from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.model.cut import cut_
 from headprune.model.losses import default_loss
-from headprune.model.running import device_of, to_device, undisturbed
+from headprune.model.running import device_of, tensors, to_device, undisturbed
 from headprune.model.sites import Sites, bind
 from headprune.recipes.schema import Recipe, RecoverStep, SelectSection
 from headprune.recipes.validate import configured
@@ -317,7 +317,7 @@ def _scoring(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
 def _scoring_basis(subject: Subject) -> str:
     """The recipe's scorer, the rows it scores on, and how many batches were timed."""
     wanted, n_rows = subject.recipe.score, len(subject.data.examples["calibration"])
-    n_batches = len(subject.data.batches("calibration", wanted.batch_size))
+    n_batches = len(subject.data.of_like_length("calibration", wanted.batch_size))
     text = f"{wanted.scorer} on {n_rows:,} rows in {n_batches} batches"
     if n_batches >= 3:
         text += ", 2 of which were timed"
@@ -345,7 +345,7 @@ def _one_scorer(subject: Subject, step: _TrainingStep, scorer: Scorer) -> tuple[
 
     # The difference between one batch and two is the time per batch. It is at least a fifth of
     # the first, in case the clock says that two batches are as fast as one.
-    batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
+    batches = _typical_first(subject)
     first = _timed(subject, passes, batches[:1], subject.sites)
     per_batch = 0.0
     if len(batches) > 1:
@@ -366,7 +366,7 @@ def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[St
     # 2. One plan, on a few rows and on twice as many: solving takes as long for few rows as for
     # many, so only the difference grows with the rows.
     batch_size, n_rows = subject.recipe.score.batch_size, len(subject.data.examples["calibration"])
-    batches = subject.data.batches("calibration", batch_size)
+    batches = _typical_first(subject)
     few = -(-2 * auto.folds // batch_size)  # rounded up: batches with two rows per fold
     once = _timed_plan(auto, batches[:few])
     more = 0.0
@@ -379,6 +379,15 @@ def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[St
     rows = " and ".join(f"{n:,}" for n in samples)
     basis = f"{auto.summary}; one such time was measured, on {rows} rows"
     yield StageEstimate("choose", seconds, basis)
+
+
+def _typical_first(subject: Subject) -> list[Any]:
+    """The scorer's batches, those of about the mean number of tokens first."""
+    batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
+    sizes = [sum(tensor.numel() for tensor in tensors(batch)) for batch in batches]
+    mean = sum(sizes) / len(sizes)
+    order = sorted(range(len(batches)), key=lambda number: abs(sizes[number] - mean))
+    return [batches[number] for number in order]
 
 
 def _timed_plan(auto: AutoOfRun, batches: list[Any]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,13 @@ def recover_once(
     if method.needs_validation:
         validation = subject.data.evaluation("validation", EVALUATION_BATCH)
     folder = work if method.resumes else None
+    # Only a training needs another order of rows in every pass.
+    batches: Iterable[Any] = subject.data.of_like_length(purpose, step.batch_size)
+    if method.trains:
+        batches = subject.data.loader(purpose, step.batch_size)
     report = recover_(
         pruned,
-        subject.data.loader(purpose, step.batch_size),
+        batches,
         method,
         subject.model if method.needs_teacher else None,
         sites=subject.sites,

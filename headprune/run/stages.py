@@ -109,7 +109,7 @@ def score_heads(
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     baselines: tuple[HeadScores, ...] = ()
     if weights or draws:
-        batch = subject.data.batches("calibration", wanted.batch_size)[:1]
+        batch = subject.data.of_like_length("calibration", wanted.batch_size)[:1]
         others = [*weights, *draws]
         baselines = score(subject.model, batch, others, sites=subject.sites, progress=False)
 
@@ -157,7 +157,7 @@ def score_calibration(
     wanted = subject.recipe.score
     return score(
         subject.model,
-        subject.data.batches("calibration", wanted.batch_size),
+        subject.data.of_like_length("calibration", wanted.batch_size),
         scorer_of(subject),
         sites=subject.sites,
         until=wanted.stopping,
@@ -353,7 +353,7 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> Ju
         selector=configured(selection.registry, recipe.select.selector, recipe.select.settings),
         must_keep=recipe.select.must_keep,
         must_remove=recipe.select.must_remove,
-        calibration=data.batches("calibration", recipe.score.batch_size),
+        calibration=data.of_like_length("calibration", recipe.score.batch_size),
         teacher=subject.model if method.needs_teacher else None,
         sites=subject.sites,
         example=subject.example,

@@ -252,6 +252,31 @@ def test_digits_are_split_in_proportion_and_normalised_by_train() -> None:
     assert (pixels.min().item(), pixels.max().item()) == (0.0, 1.0)
 
 
+def test_batches_of_like_length_hold_every_row_once_in_random_order(tmp_path: Path) -> None:
+    rows = [{"ids": [100 + i, *range(1 + i % 9)]} for i in range(80)]
+    chosen = recipe(write_rows(tmp_path / "rows.jsonl", rows), "causal_lm")
+    data = encode_rows(chosen, load_rows(chosen), Preparation(pad=9))
+    batches = data.of_like_length("train", 4)
+    firsts = [first for batch in batches for first in batch["input_ids"][:, 0].tolist()]
+    assert sorted(firsts) == sorted(row["input_ids"][0] for row in data.examples["train"])
+    lengths = [batch["input_ids"].shape[1] for batch in batches]
+    assert lengths != sorted(lengths), "the first ones would be the shortest"
+    padded = sum(int((batch["attention_mask"] == 0).sum()) for batch in batches)
+    in_data_order = data.batches("train", 4)
+    assert padded < sum(int((batch["attention_mask"] == 0).sum()) for batch in in_data_order) / 2
+    again = data.of_like_length("train", 4)
+    for one, other in zip(batches, again, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+
+
+def test_rows_of_one_length_stay_in_data_order(tmp_path: Path) -> None:
+    rows = [{"ids": [100 + i, 1, 2]} for i in range(40)]
+    chosen = recipe(write_rows(tmp_path / "rows.jsonl", rows), "causal_lm")
+    data = encode_rows(chosen, load_rows(chosen), Preparation(pad=9))
+    pairs = zip(data.of_like_length("train", 4), data.batches("train", 4), strict=True)
+    assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in pairs)
+
+
 def test_tokens_are_cut_padded_and_batched(tmp_path: Path) -> None:
     rows = [{"ids": list(range(1, 3 + i % 7))} for i in range(40)]
     for i, row in enumerate(rows):

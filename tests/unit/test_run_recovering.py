@@ -1,0 +1,38 @@
+"""Which batches a recovery of a run reads."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headprune.recipes.schema import RecoverStep
+from headprune.recipes.validate import load_recipe
+from headprune.run import prepared, recovering
+from tests.recipe_fixtures import FIXTURES
+
+
+def _first_rows(batches: Any) -> list[Any]:
+    """The first example of every batch of a pass."""
+    return [batch["input_ids"][0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize(("method", "same"), [("lstsq", True), ("finetune", False)])
+def test_only_a_training_gets_another_order_in_every_pass(
+    method: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = prepared(load_recipe("llama-stories", FIXTURES["llama-stories"](tmp_path)))
+    read: list[Any] = []
+
+    def noted(model: Any, batches: Any, *args: Any, **kwargs: Any) -> None:
+        read.append(batches)
+
+    monkeypatch.setattr(recovering, "recover_", noted)
+    small = copy.deepcopy(subject.model)
+    step = RecoverStep(method=method, batch_size=4, rows="train")
+    recovering.recover_once(subject, small, step)
+    (batches,) = read
+    # Caches of earlier passes are found by a batch's content, so they need the same batches again.
+    assert (_first_rows(batches) == _first_rows(batches)) is same
