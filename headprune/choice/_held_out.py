@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,10 +90,16 @@ def held_out_losses(
         RefitRefused: in every process, where a refit was refused in one of them.
     """
 
+    def of_one(number: int, asked: tuple[int, HeadMask]) -> Tensor:
+        return losses_of_fold(problem, folds, *asked, refit)
+
+    # A call that resumes does not refit again what it had judged.
+    of_fold = problem.cached(of_one)
+
     def losses(mask: HeadMask) -> Tensor:
         of_rows = torch.zeros(folds.size, dtype=torch.float64)
         for fold in range(folds.count):
-            of_rows[folds.rows[fold]] = losses_of_fold(problem, folds, fold, mask, refit)
+            of_rows[folds.rows[fold]] = of_fold(_number_of(fold, mask), (fold, mask))
         return of_rows
 
     refusals: list[str] = []
@@ -117,6 +124,11 @@ def held_out_losses(
     for part in parts:
         by_plan.update(part)
     return torch.stack([by_plan[str(i)] for i in range(len(plans))])
+
+
+def _number_of(fold: int, mask: HeadMask) -> int:
+    """A number that no other fold and plan has."""
+    return int(hashlib.sha256(f"{fold} {mask.to_dict()}".encode()).hexdigest(), 16)
 
 
 def losses_of_fold(

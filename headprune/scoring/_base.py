@@ -240,6 +240,15 @@ class ScoringProblem:
         """
         return self._passes.rows(what, of_batch)
 
+    def cached(self, of_item: Callable[[int, Any], Tensor]) -> Callable[[int, Any], Tensor]:
+        """Let a call that resumes not compute rows again that are no batch's.
+
+        For work after a whole pass over the data. An item's number must tell it from all others
+        that its rows may be taken for.
+        """
+        rows, mark = self.cache.rows(of_item), self.cache.last_pass
+        return lambda number, item: rows(number, item, mark, self.checks.run)
+
     def pieces(
         self, what: str, of_batch: MakeRows, width: int, keep: bool = True
     ) -> Iterator[Tensor]:

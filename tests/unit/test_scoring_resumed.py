@@ -115,11 +115,36 @@ def test_scores_that_were_cut_off(scorer: Any, bert: Subject, tmp_path: Path) ->
 
 @pytest.mark.parametrize("left", [3, 8])
 def test_auto_that_was_cut_off(bert: Subject, tmp_path: Path, left: int) -> None:
-    """Candidates go on where they were; plans are judged anew."""
+    """Candidates go on where they were."""
     batches, scorer = split(data(bert, 5), 1), Auto(candidates=("taylor", "obs"), random_draws=1)
     whole = told(score(bert, scorer, batches))
     cut_off(bert, scorer, batches, left, folder=tmp_path)
     assert told(score(bert, scorer, batches, folder=tmp_path)) == whole
+
+
+@pytest.mark.parametrize("refits_before", [1, 3, 5])
+def test_auto_does_not_refit_again(
+    bert: Subject, tmp_path: Path, refits_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, scorer = split(data(bert, 8), 2), Auto(candidates=("taylor", "obs"), random_draws=1)
+    whole = told(score(bert, scorer, batches))
+    refit = Auto.refit_
+    runs = 0
+
+    def counted(self: Any, *args: Any) -> object:
+        nonlocal runs
+        if runs == most:
+            raise CutOff
+        runs += 1
+        return refit(self, *args)
+
+    monkeypatch.setattr(Auto, "refit_", counted)
+    most = refits_before
+    with pytest.raises(CutOff):
+        score(bert, scorer, batches, folder=tmp_path)
+    runs, most = 0, 6 - refits_before  # three plans in two folds
+    assert told(score(bert, scorer, batches, folder=tmp_path)) == whole
+    assert runs == most
 
 
 def test_scores_until_they_are_settled(bert: Subject, tmp_path: Path) -> None:
