@@ -40,6 +40,7 @@ $(VENV)/.dev: $(VENV)/.runtime
 
 demo: $(VENV)/.runtime
 	$(BIN)/headprune run digits-vit --overwrite
+	@echo "To run headprune's commands by their name: . $(BIN)/activate"
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest @tests/core.txt -m "not slow and not long" -n $(JOBS) --dist worksteal --durations=5

@@ -26,6 +26,7 @@ from headprune.cli._shared import (
     selector_names,
     watching,
 )
+from headprune.cli._shared import show as show_value
 from headprune.core.errors import WARNING, InvalidValue, UnsupportedModel
 from headprune.core.files import occupied, pruned_name
 
@@ -163,6 +164,13 @@ def prune(
             help="For a folder of PEFT adapters: add them to their base model first.",
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="With --data: only estimate time and memory; nothing is written.",
+        ),
+    ] = False,
     streaming: Annotated[
         bool,
         typer.Option(
@@ -186,6 +194,8 @@ def prune(
         sources = {"--plan": plan, "--scores": scores, "--data": data}
         columns = {"--text": text, "--text-pair": text_pair, "--label": label}
         with_data = {"--task": task, **columns, "--set": settings, "--speedup": speedup}
+        if dry_run:
+            with_data["--dry-run"] = "--dry-run"
         if feed_forward is not None:
             flag = "--feed-forward" if feed_forward else "--no-feed-forward"
             with_data[flag] = flag
@@ -209,13 +219,16 @@ def prune(
 
         # 2. Cut: from file to file, by the plan, or by a run on the data.
         target = _Target(model, folder, format, max_shard_size, dtype, push, private, no_tokenizer)
+        named = {"task": task, "text": text, "text_pair": text_pair, "label": label}
+        if dry_run:
+            _estimate(target, str(data), named, recipe_settings, quiet, as_json)
+            return
         if streaming:
             _stream(target, decided, as_json)
             return
         if decided is not None:
             cut = _by_plan(model, decided)
         else:
-            named = {"task": task, "text": text, "text_pair": text_pair, "label": label}
             cut = _on_data(target, str(data), named, recipe_settings, quiet)
 
         # 3. Save and report.
@@ -552,6 +565,31 @@ def _check_before_run(target: _Target, recipe: Recipe) -> None:
         gguf_tokenizer.check(folder, model.config.vocab_size)
 
 
+def _estimate(
+    target: _Target,
+    data: str,
+    named: dict[str, Any],
+    settings: list[str],
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Estimate a run on the data by a batch or two, and print it."""
+    from headprune.data.guess import guess
+    from headprune.run.dry import dry_run
+
+    say_line = watching(quiet)["say"]
+    guessed = guess(target.model, data, **named)
+    recipe = guessed.recipe(settings)
+    _check_before_run(target, recipe)
+    for line in guessed.why:
+        say_line(line)
+    estimate = dry_run(recipe, say=say_line)
+    if as_json:
+        emit({**estimate.to_dict(), "seconds": estimate.seconds})
+    else:
+        show_value(estimate)
+
+
 def _on_data(
     target: _Target,
     data: str,
@@ -651,10 +689,11 @@ def _as_data(cut: _CutModel, target: _Target, written: _Written) -> dict[str, An
 
 def _print(cut: _CutModel, target: _Target, written: _Written) -> None:
     """Print the result for people."""
-    # What was done.
+    # What was done. A run has told its plan's notes before.
     echo(cut.text)
-    for note in cut.plan.notes:
-        echo(f"note: {note}")
+    if cut.copy is None:
+        for note in cut.plan.notes:
+            echo(f"note: {note}")
     # Which formats can hold this cut, and which one was written.
     for name, reason in written.formats.items():
         answer = f"no; {reason}" if reason else "yes"

@@ -332,7 +332,8 @@ class HeadScores(Value):
         return score_rows(self.sites, self.values, kept)
 
     @property
-    def title(self) -> str:
+    def summary(self) -> str:
+        """Scorer, examples and how many heads and neurons are scored, on one line."""
         # With shared key/value heads a unit may hold several heads.
         attention = [site for site in self.sites if not site.is_feed_forward]
         n_units = sum(len(site.units) for site in attention)
@@ -342,10 +343,11 @@ class HeadScores(Value):
         if self.counts.neurons is not None:
             of += f" and {self.counts.neurons:,} neurons"
         chosen = "" if self.choice is None else ", chosen by auto"
-        return (
-            f"{self.scorer}{chosen} over {self.n_examples} examples: {of}, darker or taller is more"
-            " important"
-        )
+        return f"{self.scorer}{chosen} over {self.n_examples} examples: {of}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.summary}, darker or taller is more important"
 
     def __str__(self) -> str:
         lines = [text_grid(f"HeadScores: {self.title}", self.rows())]

@@ -494,7 +494,7 @@ def _more_rows(record: RunRecord, n: int, needed: int, folder: str | None) -> tu
     recipe = recipe_file(record, folder)
     enough = share <= 0.5 and _rows_to_train(record, total - math.ceil(share * total))
     if train["from"] != test["from"] or not enough or not recipe:
-        return f"collect about {needed:,} labelled test rows; {unsure}", ""
+        return f"collect labelled rows until about {needed:,} of them are test rows; {unsure}", ""
     out = f"{recipe.removesuffix('/recipe.yaml')}-test"
     command = f"headprune run {shlex.quote(recipe)} --set data.test_holdout={share:g}"
     return (

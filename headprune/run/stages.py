@@ -135,7 +135,7 @@ def _score_and_report(subject: Subject, work: Path | None) -> HeadScores:
         with launch.met(subject.model) as processes:
             scores = score_calibration(subject, processes, work)
         journal.note(hardware={"processes": launch.size})
-    journal.tell(scores.title)
+    journal.tell(scores.summary)
     if scores.choice is not None:
         for line in str(scores.choice).split("\n"):
             journal.tell(line)

@@ -84,6 +84,15 @@ def test_a_budget_of_all_heads_is_named_before_the_scores(given: str) -> None:
     assert "[select]" in others
 
 
+def test_a_dry_run_writes_nothing(given: str) -> None:
+    result = done(f"prune {given} --keep 0.5 --dry-run")
+    assert "label: queue (matches the model's 4 classes)" in result.stderr
+    assert result.stdout.rstrip().endswith("nothing was trained, cut or written")
+    assert not Path("model-pruned").exists()
+    message = refused("prune --model model --plan plan.json --dry-run")
+    assert "--dry-run: must be left out without --data" in message
+
+
 @pytest.mark.parametrize(
     ("keep", "hint"),
     [
