@@ -308,10 +308,22 @@ def _heat_cell(
         # The highest score would begin a step of its own.
         step=min(int(level * N_STEPS), N_STEPS - 1),
         bar=round(100 * level, 1),
-        value=fixed(unit.value / 10.0**source.exponent, 2),
+        value=_cell_value(unit.value / 10.0**source.exponent),
         score=unit.value,
         title=title,
     )
+
+
+def _cell_value(value: float) -> str:
+    """A score in a few letters; one that two decimals show as 0 gets its power of ten.
+
+    >>> _cell_value(12.345), _cell_value(0.0000514), _cell_value(0.0)
+    ('12.35', '5e−5', '0.00')
+    """
+    if not 0 < abs(value) < 0.005:
+        return fixed(value, 2)
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}".replace("-", "−")
 
 
 def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
