@@ -45,8 +45,11 @@ _BURST = 1e-3
 _MAX_BURST = 20
 # A note reports smoothing that moved an entry by more than this fraction.
 _WORTH_SAYING = 0.1
-# Fraction of the time for calls of the whole model.
+# Fractions of the time for calls of the whole model, and of models with all sites cut.
 _MODEL_SHARE = 0.25
+_TOGETHER_SHARE = 0.25
+# What sites save together is at most so many times more or less than alone: beyond is noise.
+_MOST = 2.0
 
 #: Seconds by number of heads; None where the site cannot have that number.
 SecondsByHeads: TypeAlias = "Sequence[float | None]"
@@ -66,8 +69,10 @@ def latency_table(
     """Measure the seconds of each attention at every number of heads that it can be cut to.
 
     Each attention module and its cut copies are timed alone, in turn, on recorded inputs; an entry
-    is the median. If they take longer in total than the whole model, they are scaled to it, with a
-    note. Check the table's predictions with ``compare_latency``.
+    is the median. Then copies of the model with all attention cut to the fewest heads, and all
+    feed-forwards, are timed beside the whole one, and the entries are scaled to what that saved. If
+    they take longer in total than the whole model, they are scaled to it, with a note. Check the
+    table's predictions with ``compare_latency``.
 
     Args:
         model: A model. If compiled, it runs uncompiled here.
@@ -109,6 +114,7 @@ def latency_table(
             clock.time_whole(lambda: call(model, inputs))
             measured[key] = clock.time_site(model, one)
         clock.time_whole(lambda: call(model, inputs))
+        saved = clock.time_savings(model, bound, inputs)
 
     # 2. Smooth each kind, then add up the calls of each site.
     rows = dict(measured)
@@ -124,6 +130,11 @@ def latency_table(
     # 3. Scale to the whole model. Alone, modules find their weights in a processor's cache more
     # easily than in the model, or pay more for each call.
     whole = statistics.median(clock.whole)
+    factors = [_factor(table, row, saved, whole) for row in table]
+    table = [
+        replace(row, seconds=_scaled(row.seconds, factor))
+        for row, factor in zip(table, factors, strict=True)
+    ]
     total = math.fsum(row.seconds[-1] or 0.0 for row in table)
     if total > whole:
         table = [replace(row, seconds=_scaled(row.seconds, whole / total)) for row in table]
@@ -176,6 +187,12 @@ def _keeps(site: AttentionSite) -> list[tuple[int, ...]]:
     return [tuple(sorted(keep)) for keep in first if _allowed(site, keep)]
 
 
+def _fewest(site: AttentionSite) -> tuple[int, ...]:
+    """Return the fewest heads or neurons, at least one, that a cut may keep."""
+    allowed = [keep for keep in _keeps(site) if len(keep) >= max(1, site.least)]
+    return min(allowed, key=len, default=site.heads)
+
+
 def _allowed(site: AttentionSite, keep: Sequence[int]) -> bool:
     try:
         site.check(keep)
@@ -205,6 +222,23 @@ def _variants(model: nn.Module, b: BoundSite) -> dict[int, nn.Module]:
     return variants
 
 
+def _cut_copy(model: nn.Module, bound: Sequence[BoundSite]) -> nn.Module | None:
+    """Return a copy with the fewest heads at these sites; None where there is none."""
+    keep, sizes = {}, {}
+    for b in bound:
+        keep[b.site.name] = _fewest(b.site)
+        sizes[b.site.name] = b.site.n_query_heads
+    if all(len(kept) == sizes[name] for name, kept in keep.items()):
+        return None
+    undo = cut_(model, bound, HeadMask.from_keep(keep, sizes))
+    try:
+        return copy.deepcopy(model)
+    except (RuntimeError, TypeError):  # a model that cannot be copied
+        return None
+    finally:
+        undo.restore()
+
+
 #: Prepares a call; only the call that it returns is timed.
 _Ready: TypeAlias = Callable[[], Callable[[], Any]]
 
@@ -226,13 +260,13 @@ class _Clock:
     whole: list[float] = field(default_factory=list)
 
     def time_whole(self, run: Callable[[], Any]) -> None:
-        times = self._rounds([lambda: run], self.seconds * _MODEL_SHARE / (self.n_kinds + 1))
+        times = self._rounds([_always(run)], self.seconds * _MODEL_SHARE / (self.n_kinds + 1))
         self.whole += times[:, 0].tolist()
 
     def time_site(self, model: nn.Module, recorded_call: RecordedCall) -> SecondsByHeads:
         """Return the median seconds by number of heads."""
         variants = _variants(model, recorded_call.bound)
-        seconds = self.seconds * (1 - _MODEL_SHARE) / self.n_kinds
+        seconds = self.seconds * (1 - _MODEL_SHARE - _TOGETHER_SHARE) / self.n_kinds
         ready = [partial(_ready, module, recorded_call) for module in variants.values()]
         times = self._rounds(ready, seconds)  # [rounds, variants]
         # Index: number of kept heads.
@@ -242,6 +276,39 @@ class _Clock:
         if recorded_call.bound.site.is_feed_forward:
             return _above_none(row)
         return row
+
+    def time_savings(
+        self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any
+    ) -> dict[bool, float]:
+        """Return the fraction of the model's time that all attention saves when it is cut to the
+        fewest heads, by False, and all feed-forwards with the fewest neurons, by True.
+
+        Where a model has both, the fractions add up to what both save together. A kind that cannot
+        be cut, or a model that cannot be copied, has no entry.
+        """
+        # 1. A copy with each kind cut, and one with both.
+        kinds: list[bool] = []
+        small: list[nn.Module] = []
+        for neurons in (False, True):
+            copied = _cut_copy(model, [b for b in bound if b.site.is_feed_forward is neurons])
+            if copied is not None:
+                kinds.append(neurons)
+                small.append(copied)
+        both = _cut_copy(model, bound) if len(kinds) == 2 else None
+        if both is not None:
+            small.append(both)
+        if not small:
+            return {}
+
+        # 2. Time them beside the model.
+        ready = [_always(partial(call, one, inputs)) for one in (model, *small)]
+        times = self._rounds(ready, self.seconds * _TOGETHER_SHARE)  # [rounds, models]
+        saved = np.median(1 - times[:, 1:] / times[:, :1], axis=0).tolist()
+        by_kind = dict(zip(kinds, saved, strict=False))
+        total = sum(by_kind.values())
+        if both is not None and total > 0:
+            by_kind = {kind: part * saved[-1] / total for kind, part in by_kind.items()}
+        return by_kind
 
     def _rounds(self, ready: Sequence[_Ready], seconds: float) -> NDArray[np.float64]:
         """Time functions in turn; return seconds per call, ``[rounds, functions]``."""
@@ -274,11 +341,37 @@ class _Clock:
         return (perf_counter() - start) / calls
 
 
+def _always(run: Callable[[], Any]) -> _Ready:
+    """A call that needs no preparation."""
+    return lambda: run
+
+
 def _ready(module: nn.Module, recorded_call: RecordedCall) -> Callable[[], Any]:
     # Not timed: copies of caches, for example, which grow in a call.
     args = fresh(recorded_call.args)
     kwargs = fresh(recorded_call.kwargs)
     return lambda: module(*args, **kwargs)
+
+
+def _factor(
+    table: Sequence[SiteLatency], row: SiteLatency, saved: Mapping[bool, float], whole: float
+) -> float:
+    """How many times more sites of a row's kind save in the model than alone.
+
+    Args:
+        table: All rows, measured alone.
+        row: One of them.
+        saved: By kind, the fraction of the model's time that its sites saved together.
+        whole: Seconds of the model.
+    """
+    alone = 0.0
+    for other in table:
+        if other.neurons == row.neurons:
+            entries = [seconds for seconds in other.seconds[1:] if seconds is not None]
+            alone += entries[-1] - entries[0]
+    if row.neurons not in saved or alone <= 0:
+        return 1.0
+    return min(max(saved[row.neurons] * whole / alone, 1 / _MOST), _MOST)
 
 
 def _above_none(row: SecondsByHeads) -> SecondsByHeads:

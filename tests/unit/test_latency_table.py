@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -18,6 +19,7 @@ from headprune.bench.latency_tables import _smoothed, latency_table
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
+from headprune.model.sites import bind
 
 ROWS = SiteLatency("a", (None, 0.1, 0.3)), SiteLatency("b", (0.0, 0.2, 0.2, 0.5))
 TABLE = LatencyTable(1.0, ROWS, 8, 128, "cpu", "float32")
@@ -65,6 +67,9 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def __deepcopy__(self, memo: Any) -> Clock:
+        return self  # the time of copies is the time of all
+
 
 class Rest(nn.Module):
     def __init__(self, clock: Clock) -> None:
@@ -104,8 +109,8 @@ def test_every_number_of_heads_is_measured_on_a_module_that_has_them(clock: Cloc
     assert table.whole == 7 + 3 * 12.5 + 6.5
     assert (table.batch_size, table.length, table.dtype, table.notes) == (3, 5, "float32", ())
     # The three of 4 heads share a measurement: 1 pass to record, 4 of the model and 2 + 5 rounds in
-    # all each
-    assert clock.calls.count(1) == 2 * (2 + 5)
+    # all each. All four calls have one head in the model that is cut as far as possible.
+    assert clock.calls.count(1) == (2 + 4) * (2 + 5)
     assert clock.calls.count(3) == 2 + 5
     assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert model.training
@@ -123,6 +128,38 @@ def test_predicted_is_measured_where_time_adds_up(clock: Clock) -> None:
     model(batch)
     assert clock.now - start == pytest.approx(table.predict(plan.mask))
     assert table.whole / (clock.now - start) >= 1.5
+
+
+def test_what_sites_save_in_the_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone a head takes 2 s, in the model 3 s."""
+    clock, whole = Clock(), []
+    forward = hp.MultiHeadAttention.forward
+
+    def timed(self: hp.MultiHeadAttention, *args: Any, **kwargs: Any) -> Any:
+        clock.now += self.n_heads * (3.0 if whole else 2.0)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(hp.MultiHeadAttention, "forward", timed)
+    monkeypatch.setattr(latency_tables, "perf_counter", clock)
+    attention = hp.MultiHeadAttention(8, 4), hp.MultiHeadAttention(8, 4)
+    model, batch = nn.Sequential(*attention, Rest(clock)), torch.randn(2, 5, 8)
+    model.register_forward_pre_hook(lambda *_: whole.append(True))
+    model.register_forward_hook(lambda *_: whole.clear())
+    table = latency_table(model, batch, seconds=0)
+    assert table.whole == 7 + 2 * 4 * 3
+    assert table.row("0") == pytest.approx((0, 3, 6, 9, 12))
+    assert table.predict({"0": 1, "1": 2}) == pytest.approx(7 + 3 + 6)
+
+
+def test_heads_and_neurons_share_what_they_save_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = layouts.registry.get("bert").tiny(0)
+    sites = hp.find_sites(model, feed_forward=True)
+    clock = latency_tables._Clock(torch.device("cpu"), 0.0, 1)
+    # Seconds of the model, without attention, without feed-forwards and without both.
+    monkeypatch.setattr(clock, "_rounds", lambda ready, _: np.array([[10.0, 8.0, 6.0, 5.5]] * 5))
+    saved = clock.time_savings(model, bind(model, sites), batch)
+    assert saved == pytest.approx({False: 0.15, True: 0.3}), "0.2 and 0.4, scaled to 0.45"
+    assert hp.find_sites(model, feed_forward=True) == sites, "the cuts are undone"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_the_lines_come_to_the_runs_plan_and_model(
     recipe = load_recipe("llama-stories", settings)
     record = run_recipe(recipe, say=lambda line: None)
     subject = prepared(recipe, say=lambda line: None)
-    batches = subject.data.batches("calibration", 16)
+    batches = subject.data.of_like_length("calibration", recipe.score.batch_size)
     own: dict[str, Any] = {"model": subject.model, "batches": batches}
     monkeypatch.chdir(tmp_path)
     exec(python_lines(record), own)
