@@ -47,6 +47,7 @@ from studies import RECORDS
 
 PAGE = "one-budget.md"
 BOTH, HEADS = "heads and neurons", "heads alone"
+SELECTOR = "repriced"
 SPEEDUPS = (1.5, 2.2, 3.0, 3.6, 4.3)
 REFIT = RecoverStep(method="lstsq", settings=REFITS["lstsq"])
 
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out: Path = args.out or RECORDS / f"one-budget-{args.task}{suffix}.json"
     same = {"benchmark": "one-budget", "task": args.task, "calibration": args.calibration}
     same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype}
+    same["selector"] = SELECTOR
     if device.type == "cuda":
         same["gpu"] = torch.cuda.get_device_name(device)
     record = studies.begun(out, same, device, git_commit=git_commit())
@@ -136,7 +138,7 @@ def _rows_of_draw(
             plan = hp.select(
                 scores,
                 hp.Budget(speedup=asked),
-                "repriced",
+                SELECTOR,
                 latency=latency,
                 must_keep=fixed,
                 loss=loss,
@@ -264,8 +266,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "Written by `python benchmarks/one_budget.py --figure` from records in"
         " `benchmarks/records`; do not edit.",
         "",
-        "`hp.Budget(speedup=)`: scorer `ladder`, selector `repriced` over a measured latency table, a cut,"
-        " and `lstsq` with feed-forwards. Speeds are medians of interleaved rounds beside the whole"
+        "`hp.Budget(speedup=)`: scorer `ladder`, a selector over a measured latency table, a cut, and"
+        " `lstsq` with feed-forwards. Speeds are medians of interleaved rounds beside the whole"
         " model, mean over draws of calibration rows.",
         "",
     ]
@@ -286,7 +288,8 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     return [
         f"## {_title(record)}",
         "",
-        f"The whole model: {wholes}. {record['calibration']} calibration rows; timed at batch size"
+        f"The whole model: {wholes}. {record['calibration']} calibration rows; selector"
+        f" `{record.get('selector', 'knapsack')}`; timed at batch size"
         f" {record['batch']}, length {length}, in {record['dtype']}; {machine(record)} Heads and neurons kept per layer"
         " are those of the first draw. A speed that is missing is out of reach with a head and a"
         " level of neurons in every layer.",

@@ -48,7 +48,8 @@ _WORTH_SAYING = 0.1
 # Fractions of the time for calls of the whole model, and of models with all sites cut.
 _MODEL_SHARE = 0.25
 _TOGETHER_SHARE = 0.25
-# What sites save together is at most so many times more or less than alone: beyond is noise.
+# Sites save in the model at most so many times what they save alone, and at least one part in so
+# many; what lies outside is noise.
 _MOST = 2.0
 
 #: Seconds by number of heads; None where the site cannot have that number.
@@ -69,10 +70,10 @@ def latency_table(
     """Measure the seconds of each attention at every number of heads that it can be cut to.
 
     Each attention module and its cut copies are timed alone, in turn, on recorded inputs; an entry
-    is the median. Then copies of the model with all attention cut to the fewest heads, and all
-    feed-forwards, are timed beside the whole one, and the entries are scaled to what that saved. If
-    they take longer in total than the whole model, they are scaled to it, with a note. Check the
-    table's predictions with ``compare_latency``.
+    is the median. Then a copy of the model with the fewest heads in all layers is timed beside the
+    whole one, and the entries are scaled to what it saves; likewise for feed-forwards. Entries that
+    sum to more than the whole model are brought down to it, with a note. Check the table's
+    predictions with ``compare_latency``. Memory: a cut copy of the model.
 
     Args:
         model: A model. If compiled, it runs uncompiled here.
@@ -114,7 +115,7 @@ def latency_table(
             clock.time_whole(lambda: call(model, inputs))
             measured[key] = clock.time_site(model, one)
         clock.time_whole(lambda: call(model, inputs))
-        saved = clock.time_savings(model, bound, inputs)
+        savings = clock.time_savings(model, bound, inputs)
 
     # 2. Smooth each kind, then add up the calls of each site.
     rows = dict(measured)
@@ -130,14 +131,13 @@ def latency_table(
     # 3. Scale to the whole model. Alone, modules find their weights in a processor's cache more
     # easily than in the model, or pay more for each call.
     whole = statistics.median(clock.whole)
-    factors = [_factor(table, row, saved, whole) for row in table]
-    table = [
-        replace(row, seconds=_scaled(row.seconds, factor))
-        for row, factor in zip(table, factors, strict=True)
-    ]
-    total = math.fsum(row.seconds[-1] or 0.0 for row in table)
-    if total > whole:
-        table = [replace(row, seconds=_scaled(row.seconds, whole / total)) for row in table]
+    alone = math.fsum(row.whole for row in table)
+    factors = {
+        False: _factor(table, False, savings.seconds(whole, False)),
+        True: _factor(table, True, savings.seconds(whole, True)),
+    }
+    table = [replace(row, seconds=_scaled(row.seconds, factors[row.neurons])) for row in table]
+    table = _fitted(table, whole)
     return LatencyTable(
         whole=whole,
         sites=tuple(table),
@@ -145,7 +145,7 @@ def latency_table(
         length=length or max(tokens_of(one) for one in kinds.values()),
         device=_in_words(device),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        notes=tuple(_notes(measured, rows, total, whole)),
+        notes=tuple(_notes(measured, rows, alone, whole, factors)),
     )
 
 
@@ -222,13 +222,27 @@ def _variants(model: nn.Module, b: BoundSite) -> dict[int, nn.Module]:
     return variants
 
 
+@dataclass(frozen=True)
+class _Savings:
+    """The fraction of the model's time that all heads but the fewest, and all neurons but the
+    fewest, save together; None where that is not known."""
+
+    heads: float | None = None
+    neurons: float | None = None
+
+    def seconds(self, whole: float, neurons: bool) -> float | None:
+        """What a kind saves of these seconds."""
+        fraction = self.neurons if neurons else self.heads
+        return None if fraction is None else fraction * whole
+
+
 def _cut_copy(model: nn.Module, bound: Sequence[BoundSite]) -> nn.Module | None:
     """Return a copy with the fewest heads at these sites; None where there is none."""
     keep, sizes = {}, {}
     for b in bound:
         keep[b.site.name] = _fewest(b.site)
         sizes[b.site.name] = b.site.n_query_heads
-    if all(len(kept) == sizes[name] for name, kept in keep.items()):
+    if all(len(keep[b.site.name]) == len(b.site.heads) for b in bound):
         return None
     undo = cut_(model, bound, HeadMask.from_keep(keep, sizes))
     try:
@@ -277,38 +291,36 @@ class _Clock:
             return _above_none(row)
         return row
 
-    def time_savings(
-        self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any
-    ) -> dict[bool, float]:
-        """Return the fraction of the model's time that all attention saves when it is cut to the
-        fewest heads, by False, and all feed-forwards with the fewest neurons, by True.
+    def time_savings(self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any) -> _Savings:
+        """Time copies with all heads, all neurons and both cut to the fewest, beside the model.
 
-        Where a model has both, the fractions add up to what both save together. A kind that cannot
-        be cut, or a model that cannot be copied, has no entry.
+        Of a model that cannot be copied, or has nothing to cut, nothing is known.
         """
-        # 1. A copy with each kind cut, and one with both.
-        kinds: list[bool] = []
-        small: list[nn.Module] = []
+        saved: dict[bool, float] = {}
         for neurons in (False, True):
-            copied = _cut_copy(model, [b for b in bound if b.site.is_feed_forward is neurons])
-            if copied is not None:
-                kinds.append(neurons)
-                small.append(copied)
-        both = _cut_copy(model, bound) if len(kinds) == 2 else None
-        if both is not None:
-            small.append(both)
-        if not small:
-            return {}
+            of_kind = [b for b in bound if b.site.is_feed_forward is neurons]
+            part = self._saved(model, of_kind, inputs)
+            if part is not None:
+                saved[neurons] = part
+        if len(saved) == 2:
+            # Together they may save more or less than one after the other.
+            both = self._saved(model, bound, inputs)
+            if both is None:
+                return _Savings()
+            scale = both / sum(saved.values())
+            saved = {neurons: part * scale for neurons, part in saved.items()}
+        return _Savings(heads=saved.get(False), neurons=saved.get(True))
 
-        # 2. Time them beside the model.
-        ready = [_always(partial(call, one, inputs)) for one in (model, *small)]
-        times = self._rounds(ready, self.seconds * _TOGETHER_SHARE)  # [rounds, models]
-        saved = np.median(1 - times[:, 1:] / times[:, :1], axis=0).tolist()
-        by_kind = dict(zip(kinds, saved, strict=False))
-        total = sum(by_kind.values())
-        if both is not None and total > 0:
-            by_kind = {kind: part * saved[-1] / total for kind, part in by_kind.items()}
-        return by_kind
+    def _saved(self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any) -> float | None:
+        """The fraction of the model's time that a copy saves with the fewest heads at these
+        sites; None where it saves nothing or cannot be made."""
+        small = _cut_copy(model, bound)
+        if small is None:
+            return None
+        ready = [_always(partial(call, one, inputs)) for one in (model, small)]
+        times = self._rounds(ready, self.seconds * _TOGETHER_SHARE / 3)  # [rounds, 2]
+        saved = float(np.median(1 - times[:, 1] / times[:, 0]))
+        return saved if saved > 0 else None
 
     def _rounds(self, ready: Sequence[_Ready], seconds: float) -> NDArray[np.float64]:
         """Time functions in turn; return seconds per call, ``[rounds, functions]``."""
@@ -353,25 +365,45 @@ def _ready(module: nn.Module, recorded_call: RecordedCall) -> Callable[[], Any]:
     return lambda: module(*args, **kwargs)
 
 
-def _factor(
-    table: Sequence[SiteLatency], row: SiteLatency, saved: Mapping[bool, float], whole: float
-) -> float:
-    """How many times more sites of a row's kind save in the model than alone.
+def _factor(table: Sequence[SiteLatency], neurons: bool, saved: float | None) -> float:
+    """How many times more the sites of a kind save in the model than alone; 1 where that is not
+    known.
 
     Args:
         table: All rows, measured alone.
-        row: One of them.
-        saved: By kind, the fraction of the model's time that its sites saved together.
-        whole: Seconds of the model.
+        neurons: The kind.
+        saved: Seconds that its sites saved together.
     """
     alone = 0.0
-    for other in table:
-        if other.neurons == row.neurons:
-            entries = [seconds for seconds in other.seconds[1:] if seconds is not None]
+    for row in table:
+        entries = [seconds for seconds in row.seconds[1:] if seconds is not None]
+        if row.neurons == neurons and entries:
             alone += entries[-1] - entries[0]
-    if row.neurons not in saved or alone <= 0:
+    if saved is None or alone <= 0 or not 1 / _MOST <= saved / alone <= _MOST:
         return 1.0
-    return min(max(saved[row.neurons] * whole / alone, 1 / _MOST), _MOST)
+    return saved / alone
+
+
+def _fitted(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
+    """Bring the sum of all sites down to the time of the whole model.
+
+    First the time goes that no cut saves, which is paid for each call of a module. The rest is
+    scaled.
+    """
+    excess = math.fsum(row.whole for row in table) - whole
+    least = {row.site: min(s for s in row.seconds if s is not None) for row in table}
+    constant = math.fsum(least.values())
+    if excess <= 0:
+        return list(table)
+    share = min(1.0, excess / constant) if constant else 0.0
+    rows = []
+    for row in table:
+        less = share * least[row.site]
+        seconds = tuple(None if s is None else s - less for s in row.seconds)
+        rows.append(replace(row, seconds=seconds))
+    total = math.fsum(row.whole for row in rows)
+    scale = min(1.0, whole / total) if total else 1.0
+    return [replace(row, seconds=_scaled(row.seconds, scale)) for row in rows]
 
 
 def _above_none(row: SecondsByHeads) -> SecondsByHeads:
@@ -408,9 +440,19 @@ def _scaled(row: SecondsByHeads, factor: float) -> tuple[float | None, ...]:
 def _notes(
     raw: Mapping[Any, SecondsByHeads],
     rows: Mapping[Any, SecondsByHeads],
-    total: float,
+    alone: float,
     whole: float,
+    factors: Mapping[bool, float],
 ) -> Iterator[str]:
+    """Say what differs by more than a little from what was measured.
+
+    Args:
+        raw: Measured rows.
+        rows: Smoothed rows.
+        alone: Seconds of all sites, timed alone.
+        whole: Seconds of the model.
+        factors: What rows were scaled by, for feed-forwards by True.
+    """
     moved = 0.0  # the largest relative change by smoothing
     for key, row in raw.items():
         for before, after in zip(row, rows[key], strict=True):
@@ -421,12 +463,14 @@ def _notes(
             f"Made non-decreasing, which moved an entry by up to {100 * moved:.0f} %: more seconds"
             " make it surer."
         )
-    if total > whole:
-        more = f"{100 * (total / whole - 1):.0f} %"
-        yield (
-            f"The attention layers alone took {more} longer than the model: their times are scaled"
-            " to its own."
-        )
+    for neurons, factor in factors.items():
+        if abs(factor - 1) > _WORTH_SAYING:
+            what = "neurons" if neurons else "heads"
+            compared = f"{abs(factor - 1):.0%} {'more' if factor > 1 else 'less'}"
+            yield f"In the model, {what} save {compared} than alone; their times are scaled to it."
+    if alone > whole:
+        more = f"{100 * (alone / whole - 1):.0f} %"
+        yield f"The layers alone took {more} longer than the model; their times are scaled to it."
 
 
 def _in_words(device: torch.device) -> str:

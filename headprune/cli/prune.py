@@ -220,6 +220,9 @@ def prune(
         # 2. Cut: from file to file, by the plan, or by a run on the data.
         target = _Target(model, folder, format, max_shard_size, dtype, push, private, no_tokenizer)
         named = {"task": task, "text": text, "text_pair": text_pair, "label": label}
+        if streaming and data is not None:
+            must = "given with --plan or --scores, for nothing is run"
+            raise InvalidValue("--streaming", must, "--data")
         if dry_run:
             _estimate(target, str(data), named, recipe_settings, quiet, as_json)
             return
@@ -483,10 +486,8 @@ def _stream(target: _Target, plan: PruningPlan | None, as_json: bool) -> None:
     from headprune.data.models import resolve_path
 
     folder = resolve_path(target.model, "--model")
+    assert plan is not None  # `prune` refuses --data
     # 1. Refuse what needs the model in memory.
-    if plan is None:
-        must = "given with --plan or --scores, for nothing is run"
-        raise InvalidValue("--streaming", must, "--data")
     if target.format not in ("auto", "headprune"):
         must = "headprune with --streaming; the others compare outputs"
         raise InvalidValue("--format", must, repr(target.format))
@@ -689,11 +690,10 @@ def _as_data(cut: _CutModel, target: _Target, written: _Written) -> dict[str, An
 
 def _print(cut: _CutModel, target: _Target, written: _Written) -> None:
     """Print the result for people."""
-    # What was done. A run has told its plan's notes before.
+    # What was done.
     echo(cut.text)
-    if cut.copy is None:
-        for note in cut.plan.notes:
-            echo(f"note: {note}")
+    for note in cut.plan.notes:
+        echo(f"note: {note}")
     # Which formats can hold this cut, and which one was written.
     for name, reason in written.formats.items():
         answer = f"no; {reason}" if reason else "yes"

@@ -132,17 +132,23 @@ class Data:
         return self._collated([rows[i] for i in self.evaluated(purpose)], size)
 
     def of_like_length(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
-        """Return batches of like length in random order, so that the first ones are typical.
+        """Return batches, each of rows of like length, in random order.
 
         Rows that all have the same length stay in data order.
         """
-        batches = self.evaluation(purpose, size)
-        lengths = {len(row.get("input_ids", ())) for row in self.examples[purpose]}
-        if len(lengths) == 1:
-            return batches
-        generator = torch.Generator().manual_seed(self.seed)
-        order = torch.randperm(len(batches), generator=generator).tolist()
-        return [batches[number] for number in order]
+        return list(self.same_batches(purpose, size))
+
+    def same_batches(self, purpose: str, size: int) -> DataLoader[Any]:
+        """Return a loader of the batches of ``of_like_length``, the same in every pass."""
+        rows: Any = self.examples[purpose]
+        order = self.evaluated(purpose)
+        batches = [order[i : i + size] for i in range(0, len(order), size)]
+        lengths = {len(row.get("input_ids", ())) for row in rows}
+        if len(lengths) > 1:
+            generator = torch.Generator().manual_seed(self.seed)
+            numbers = torch.randperm(len(batches), generator=generator).tolist()
+            batches = [batches[number] for number in numbers]
+        return DataLoader(rows, batch_sampler=batches, collate_fn=self.collate)
 
     def references(self, purpose: str) -> list[Any]:
         """Return the targets, in the order of ``evaluation``."""

@@ -315,7 +315,7 @@ def _heat_cell(
 
 
 def _cell_value(value: float) -> str:
-    """A score in a few letters; one that two decimals show as 0 gets its power of ten.
+    """A score in a few characters; one that two decimals show as 0 gets its power of ten.
 
     >>> _cell_value(12.345), _cell_value(0.0000514), _cell_value(0.0)
     ('12.35', '5e−5', '0.00')

@@ -165,14 +165,27 @@ def _chosen(record: RunRecord, given: list[str]) -> list[str]:
     lines = [_call("scores = hp.score", *arguments)]
     # A plan by hand has no budget to select by.
     if record.plan is not None and record.plan.wanted:
-        lines += _selected(record.recipe, record.plan, scorer, given)
+        prices = scores.settings if scores.ladders is not None else {}
+        lines += _selected(record.recipe, record.plan, scorer, given, prices)
     return lines
 
 
 def _selected(
-    recipe: Mapping[str, Any], plan: PruningPlan, scorer: str, given: list[str]
+    recipe: Mapping[str, Any],
+    plan: PruningPlan,
+    scorer: str,
+    given: list[str],
+    prices: Mapping[str, Any],
 ) -> list[str]:
-    """Write the call of ``hp.select``, after the lines that its arguments need."""
+    """Write the call of ``hp.select``, after the lines that its arguments need.
+
+    Args:
+        recipe: Of the run.
+        plan: The plan that was selected.
+        scorer: Writes the scorer.
+        given: Arguments that all calls have.
+        prices: Settings of the scorer that priced levels; empty where none were priced.
+    """
     section = _map(recipe, "select")
     rules = {rule: section[rule] for rule in ("must_keep", "must_remove") if section.get(rule)}
     lines, options = [], _keywords(rules)
@@ -180,10 +193,8 @@ def _selected(
     if "speedup=" in budget:
         lines.append(_latency_table(_map(section, "latency"), given))
         options.append("latency=table")
-    by_ladder = _map(recipe, "score").get("scorer") == "ladder" and not section.get("recover")
-    if plan.selector in ("local_search", "repriced") and by_ladder:
-        settings = _map(_map(recipe, "score"), "settings")
-        known = {name: settings[name] for name in PRICE_SETTINGS if name in settings}
+    if plan.selector in ("local_search", "repriced") and prices and not section.get("recover"):
+        known = {name: prices[name] for name in PRICE_SETTINGS if name in prices}
         call = _call("hp.scoring.refitted_loss_of", "model", "batches", *given, *_keywords(known))
         options.append(f"loss={call}")
     elif plan.selector in ("iterative", "local_search", "repriced"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune import recovery
+from headprune import recovery, selection
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.model.cut import cut_
@@ -227,6 +227,10 @@ def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
 
     # 2. Scoring, and judging the plans of `auto`.
     yield from _scoring(subject, step)
+
+    if selection.registry.get(recipe.select.selector).needs:
+        basis = f"{recipe.select.selector} measures smaller models while it chooses"
+        yield StageEstimate("select", None, basis)
 
     # 3. Evaluations.
     yield _evaluations(subject)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,10 @@ def recover_once(
         validation = subject.data.evaluation("validation", EVALUATION_BATCH)
     folder = work if method.resumes else None
     # Only a training needs another order of rows in every pass.
-    batches: Iterable[Any] = subject.data.of_like_length(purpose, step.batch_size)
-    if method.trains:
-        batches = subject.data.loader(purpose, step.batch_size)
+    loader = subject.data.loader if method.trains else subject.data.same_batches
     report = recover_(
         pruned,
-        batches,
+        loader(purpose, step.batch_size),
         method,
         subject.model if method.needs_teacher else None,
         sites=subject.sites,

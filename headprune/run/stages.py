@@ -155,9 +155,13 @@ def score_calibration(
 ) -> HeadScores:
     """Score the calibration rows by the chosen scorer; several processes share the rows."""
     wanted = subject.recipe.score
+    batches = subject.data.of_like_length
+    if wanted.stopping is not None:
+        # The rows that are read until then must be a random part of all of them.
+        batches = subject.data.batches
     return score(
         subject.model,
-        subject.data.of_like_length("calibration", wanted.batch_size),
+        batches("calibration", wanted.batch_size),
         scorer_of(subject),
         sites=subject.sites,
         until=wanted.stopping,

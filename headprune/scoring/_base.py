@@ -241,10 +241,9 @@ class ScoringProblem:
         return self._passes.rows(what, of_batch)
 
     def cached(self, of_item: Callable[[int, Any], Tensor]) -> Callable[[int, Any], Tensor]:
-        """Let a call that resumes not compute rows again that are no batch's.
+        """Cache rows that belong to no batch, so that a resumed call does not compute them again.
 
-        For work after a whole pass over the data. An item's number must tell it from all others
-        that its rows may be taken for.
+        Call it after a whole pass over the data. Different items must have different numbers.
         """
         rows, mark = self.cache.rows(of_item), self.cache.last_pass
         return lambda number, item: rows(number, item, mark, self.checks.run)

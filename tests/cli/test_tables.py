@@ -91,6 +91,8 @@ def test_a_dry_run_writes_nothing(given: str) -> None:
     assert not Path("model-pruned").exists()
     message = refused("prune --model model --plan plan.json --dry-run")
     assert "--dry-run: must be left out without --data" in message
+    message = refused(f"prune {given} --keep 0.5 --dry-run --streaming")
+    assert "--streaming: must be given with --plan or --scores" in message
 
 
 @pytest.mark.parametrize(

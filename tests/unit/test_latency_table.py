@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune import layouts
 from headprune.bench import latency_tables
-from headprune.bench.latency_tables import _smoothed, latency_table
+from headprune.bench.latency_tables import _factor, _fitted, _smoothed, latency_table
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
@@ -155,11 +155,49 @@ def test_heads_and_neurons_share_what_they_save_together(monkeypatch: pytest.Mon
     model, batch = layouts.registry.get("bert").tiny(0)
     sites = hp.find_sites(model, feed_forward=True)
     clock = latency_tables._Clock(torch.device("cpu"), 0.0, 1)
-    # Seconds of the model, without attention, without feed-forwards and without both.
-    monkeypatch.setattr(clock, "_rounds", lambda ready, _: np.array([[10.0, 8.0, 6.0, 5.5]] * 5))
+    # Seconds with the fewest heads, with the fewest neurons, and with both.
+    seconds = iter([8.0, 6.0, 5.5, 8.0])
+    monkeypatch.setattr(clock, "_rounds", lambda *_: np.array([[10.0, next(seconds)]] * 5))
     saved = clock.time_savings(model, bind(model, sites), batch)
-    assert saved == pytest.approx({False: 0.15, True: 0.3}), "0.2 and 0.4, scaled to 0.45"
+    assert (saved.heads, saved.neurons) == pytest.approx((0.15, 0.3)), "0.2 and 0.4, with 0.45"
+    alone = clock.time_savings(model, bind(model), batch)
+    assert (alone.heads, alone.neurons) == (pytest.approx(0.2), None)
     assert hp.find_sites(model, feed_forward=True) == sites, "the cuts are undone"
+
+
+ALONE = [SiteLatency("a", (0.1, 0.2, 0.4)), SiteLatency("b", (0.0,)), TABLE.sites[0]]
+
+
+@pytest.mark.parametrize(
+    ("saved", "factor"),
+    [(0.3, 1.5), (0.1, 0.5), (0.41, 1.0), (0.09, 1.0), (None, 1.0)],
+    ids=["more", "less", "too much", "too little", "not known"],
+)
+def test_only_a_likely_factor_is_taken(saved: float | None, factor: float) -> None:
+    assert _factor(ALONE[:2], False, saved) == pytest.approx(factor)
+    assert _factor(ALONE[:2], True, saved) == 1.0, "there are no neurons"
+
+
+def test_what_no_cut_saves_goes_first() -> None:
+    rows = [SiteLatency("a", (0.1, 0.2, 0.5)), SiteLatency("b", (0.3, 0.4, None, 0.5))]
+    assert _fitted(rows, 1.0) == rows
+    less = [row.seconds for row in _fitted(rows, 0.8)]  # 0.2 of the 0.4 that are always paid
+    assert less[0] == pytest.approx((0.05, 0.15, 0.45))
+    assert less[1][-1] == pytest.approx(0.35)
+    least = [row.seconds for row in _fitted(rows, 0.3)]  # all of them, and half of the rest
+    assert least[0] == pytest.approx((0, 0.05, 0.2))
+    assert least[1][-1] == pytest.approx(0.1)
+
+
+def test_a_layer_without_heads_is_measured() -> None:
+    model, batch = (
+        nn.Sequential(*(hp.MultiHeadAttention(8, 2) for _ in range(2))),
+        torch.randn(2, 3, 8),
+    )
+    sites = hp.find_sites(model)
+    hp.prune_(model, hp.HeadMask.from_keep({"0": [], "1": [0]}, {"0": 2, "1": 2}), sites=sites)
+    table = latency_table(model, batch, seconds=0)
+    assert [len(row.seconds) for row in table.sites] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +287,7 @@ def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(
     assert table.whole == 1.0
     assert table.row("0")[-1] == pytest.approx(1.0)
     (note,) = table.notes
-    assert "took 100 % longer than the model: their times are scaled" in note
+    assert "took 100 % longer than the model; their times are scaled" in note
     table.check(hp.find_sites(model))
     assert _smoothed([None, 1.0, 3.0, 2.0, 4.0]) == [None, 1.0, 2.5, 2.5, 4.0], "what falls is mean"
 

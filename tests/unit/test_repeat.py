@@ -13,6 +13,7 @@ import torch
 import headprune as hp
 from headprune import recovery
 from headprune.core.codec import FrozenDict
+from headprune.core.ladders import SiteLadder
 from headprune.core.record import RunRecord
 from headprune.recipes.validate import load_recipe
 from headprune.report.repeat import TRAINING, python_lines
@@ -114,6 +115,20 @@ def test_selectors_are_handed_what_they_ask_for(selector: str, line: str) -> Non
     assert line in text
     assert "hp.recover_(small, batches, method, original if method.needs_teacher" in text
     assert "must_remove={'a.b': (1,)}" in text
+
+
+@pytest.mark.parametrize("selector", ["local_search", "repriced"])
+def test_levels_are_measured_as_they_were_priced(selector: str) -> None:
+    """Also where `auto` chose the scorer of prices."""
+    record = planned(selector=selector)
+    assert record.scores is not None
+    names = [site.name for site in record.scores.sites]
+    ladders = tuple(SiteLadder(name, (0, 1), (1.0, 0.0)) for name in names)
+    settings = FrozenDict({"order": "surgeon", "examples": 64, "ridge": 0.1})
+    scores = replace(record.scores, scorer="ladder", settings=settings, ladders=ladders)
+    text = lines_of(replace(record, scores=scores), score={"scorer": "auto"})
+    call = "loss=hp.scoring.refitted_loss_of(model, batches, examples=64, ridge=0.1)"
+    assert call in text
 
 
 def test_a_budget_of_speed_is_measured_where_the_run_measured_it() -> None:

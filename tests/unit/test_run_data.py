@@ -264,9 +264,10 @@ def test_batches_of_like_length_hold_every_row_once_in_random_order(tmp_path: Pa
     padded = sum(int((batch["attention_mask"] == 0).sum()) for batch in batches)
     in_data_order = data.batches("train", 4)
     assert padded < sum(int((batch["attention_mask"] == 0).sum()) for batch in in_data_order) / 2
-    again = data.of_like_length("train", 4)
-    for one, other in zip(batches, again, strict=True):
-        assert torch.equal(one["input_ids"], other["input_ids"])
+    loader = data.same_batches("train", 4)
+    for again in (data.of_like_length("train", 4), loader, loader):
+        for one, other in zip(batches, again, strict=True):
+            assert torch.equal(one["input_ids"], other["input_ids"])
 
 
 def test_rows_of_one_length_stay_in_data_order(tmp_path: Path) -> None:

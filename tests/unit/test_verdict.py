@@ -357,7 +357,11 @@ def of_rows(n: int, source: str = "train") -> FrozenDict:
             " --set data.test_holdout=0.35 --out runs/sst2-bert-taylor-test",
         ),
         (of_rows(4_360), "collect labelled rows until about 3,500 of them are test rows", ""),
-        (of_rows(10_000, "test"), "collect labelled rows until about 3,500 of them are test rows", ""),
+        (
+            of_rows(10_000, "test"),
+            "collect labelled rows until about 3,500 of them are test rows",
+            "",
+        ),
     ],
 )
 def test_more_rows_are_asked_for_where_they_are(rows: FrozenDict, words: str, setting: str) -> None:
