@@ -176,6 +176,7 @@ def _rows_of_draw(
             "high": speed.high,
             "test": value,
             "heads": [kept[site.name] for site in sites if not site.is_feed_forward],
+            "width": max(len(heads) for heads in neurons.values()),
             "neurons": [kept[site.name] for site in sites if site.is_feed_forward],
             "seconds": seconds,
             **studies.stamp(),

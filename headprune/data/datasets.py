@@ -134,7 +134,8 @@ class Data:
     def of_like_length(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Return batches, each of rows of like length, in random order.
 
-        Rows that all have the same length stay in data order.
+        Rows that all have the same length stay in data order. Standard errors from blocks of rows
+        leave out what differs between lengths, because every block gets rows of all lengths.
         """
         return list(self.same_batches(purpose, size))
 
