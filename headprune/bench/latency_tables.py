@@ -69,16 +69,13 @@ def latency_table(
 ) -> LatencyTable:
     """Measure the seconds of each attention at every number of heads that it can be cut to.
 
-    Each attention module and its cut copies are timed alone, in turn, on recorded inputs; an entry
-    is the median. Then a copy of the model with the fewest heads in all layers is timed beside the
-    whole one, and the entries are scaled to what it saves; likewise for feed-forwards. Entries that
-    sum to more than the whole model are brought down to it, with a note. Check the table's
-    predictions with ``compare_latency``. Memory: a cut copy of the model.
+    Modules and their cut copies are timed alone, in turn, on recorded inputs; an entry is the
+    median. Then a copy of the model with the fewest heads is timed beside the whole one, and
+    entries are scaled to what it saves; likewise for neurons. Memory: a cut copy of the model.
 
     Args:
         model: A model. If compiled, it runs uncompiled here.
-        batch: Its input; with ``batch_size`` or ``length`` a mapping for ``shaped_batch``, which
-            drops labels and padding.
+        batch: Its input; with ``batch_size`` or ``length`` a mapping for ``shaped_batch``.
         batch_size: Examples per call; default those of the batch.
         length: Tokens per example; default those of the batch.
         sites: Default ``find_sites``; they have the policies of shared key/value heads.
@@ -391,7 +388,9 @@ def _fitted(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
     scaled.
     """
     excess = math.fsum(row.whole for row in table) - whole
-    least = {row.site: min(s for s in row.seconds if s is not None) for row in table}
+    least = {}
+    for row in table:
+        least[row.site] = min(s for s in row.seconds if s is not None)
     constant = math.fsum(least.values())
     if excess <= 0:
         return list(table)
