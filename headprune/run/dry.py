@@ -388,7 +388,7 @@ def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[St
 def _typical_first(subject: Subject) -> list[Any]:
     """The scorer's batches, those of about the mean number of tokens first."""
     batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
-    sizes = [sum(tensor.numel() for tensor in tensors(batch)) for batch in batches]
+    sizes = [sum(map(Tensor.numel, tensors(batch))) for batch in batches]
     mean = sum(sizes) / len(sizes)
     order = sorted(range(len(batches)), key=lambda number: abs(sizes[number] - mean))
     return [batches[number] for number in order]

@@ -52,8 +52,7 @@ def select(
             for speed and ladders.
         must_keep: Original indices by site's name.
         must_remove: The same.
-        loss: The rise of each example's loss, ``[masks, examples]``, for selectors that measure;
-            of the same examples in every call.
+        loss: The rise of each example's loss, ``[masks, examples]``, the same in every call.
         rescore: For selectors in steps: scores of a mask's heads alone.
         latency: For speed, from `headprune.bench.latency_table`.
 
