@@ -132,10 +132,12 @@ class Data:
         return self._collated([rows[i] for i in self.evaluated(purpose)], size)
 
     def of_like_length(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
-        """Return batches, each of rows of like length, in random order.
+        """Return batches, each of rows of like length: the longest first, the others in random
+        order.
 
-        Rows that all have the same length stay in data order. Standard errors from blocks of rows
-        leave out what differs between lengths, because every block gets rows of all lengths.
+        So a length that the memory cannot hold shows at once. Rows that all have the same length
+        stay in data order. Standard errors from blocks of rows leave out what differs between
+        lengths, because every block gets rows of all lengths.
         """
         return list(self.same_batches(purpose, size))
 
@@ -147,8 +149,9 @@ class Data:
         lengths = {len(row.get("input_ids", ())) for row in rows}
         if len(lengths) > 1:
             generator = torch.Generator().manual_seed(self.seed)
-            numbers = torch.randperm(len(batches), generator=generator).tolist()
-            batches = [batches[number] for number in numbers]
+            *others, longest = batches
+            numbers = torch.randperm(len(others), generator=generator).tolist()
+            batches = [longest, *(others[number] for number in numbers)]
         return DataLoader(rows, batch_sampler=batches, collate_fn=self.collate)
 
     def references(self, purpose: str) -> list[Any]:

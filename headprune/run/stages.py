@@ -109,7 +109,7 @@ def score_heads(
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     baselines: tuple[HeadScores, ...] = ()
     if weights or draws:
-        batch = subject.data.of_like_length("calibration", wanted.batch_size)[:1]
+        batch = _batches_to_score(subject)[:1]
         others = [*weights, *draws]
         baselines = score(subject.model, batch, others, sites=subject.sites, progress=False)
 
@@ -150,18 +150,22 @@ def _auto_announcement(subject: Subject) -> str:
     return f"auto: {len(auto.candidates)} scorers, then {auto.summary}, on {rows:,} rows"
 
 
+def _batches_to_score(subject: Subject) -> list[Any]:
+    """The calibration rows, of like length unless the scorer may stop before it has read all."""
+    wanted = subject.recipe.score
+    # What is read until then must be a random part of all rows.
+    batched = subject.data.of_like_length if wanted.stopping is None else subject.data.batches
+    return batched("calibration", wanted.batch_size)
+
+
 def score_calibration(
     subject: Subject, processes: Processes | None, work: Path | None = None
 ) -> HeadScores:
     """Score the calibration rows by the chosen scorer; several processes share the rows."""
     wanted = subject.recipe.score
-    batches = subject.data.of_like_length
-    if wanted.stopping is not None:
-        # The rows that are read until then must be a random part of all of them.
-        batches = subject.data.batches
     return score(
         subject.model,
-        batches("calibration", wanted.batch_size),
+        _batches_to_score(subject),
         scorer_of(subject),
         sites=subject.sites,
         until=wanted.stopping,

@@ -260,7 +260,8 @@ def test_batches_of_like_length_hold_every_row_once_in_random_order(tmp_path: Pa
     firsts = [first for batch in batches for first in batch["input_ids"][:, 0].tolist()]
     assert sorted(firsts) == sorted(row["input_ids"][0] for row in data.examples["train"])
     lengths = [batch["input_ids"].shape[1] for batch in batches]
-    assert lengths != sorted(lengths), "the first ones would be the shortest"
+    assert lengths[0] == max(lengths), "what the memory cannot hold shows at once"
+    assert lengths != sorted(lengths, reverse=True), "the first ones would be the longest"
     padded = sum(int((batch["attention_mask"] == 0).sum()) for batch in batches)
     in_data_order = data.batches("train", 4)
     assert padded < sum(int((batch["attention_mask"] == 0).sum()) for batch in in_data_order) / 2
