@@ -6,8 +6,8 @@
 Tasks, folders and trained models are those of ``regret.py``. For every draw of calibration rows the
 levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, selector
 ``repriced`` chooses by a measured latency table, the model is cut and refitted by ``lstsq``: once
-among heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are only
-reported. The cut model is timed beside the whole one in interleaved rounds, in ``--dtype``; all else
+among heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are
+only reported. The cut model is timed beside the whole one in interleaved rounds, in ``--dtype``; all else
 is fp32. A row of the record is one model, draw, speed and way; a run that is started again goes on
 after the last one.
 """
@@ -82,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     suffix = "" if args.device == "cpu" else f"-{args.device}"
     out: Path = args.out or RECORDS / f"one-budget-{args.task}{suffix}.json"
     same = {"benchmark": "one-budget", "task": args.task, "calibration": args.calibration}
-    same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype}
-    same["selector"] = SELECTOR
+    same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype, "selector": SELECTOR}
     if device.type == "cuda":
         same["gpu"] = torch.cuda.get_device_name(device)
     record = studies.begun(out, same, device, git_commit=git_commit())

@@ -129,11 +129,13 @@ def latency_table(
     # easily than in the model, or pay more for each call.
     whole = statistics.median(clock.whole)
     alone = math.fsum(row.whole for row in table)
-    factors = {
-        False: _factor(table, False, savings.seconds(whole, False)),
-        True: _factor(table, True, savings.seconds(whole, True)),
-    }
-    table = [replace(row, seconds=_scaled(row.seconds, factors[row.neurons])) for row in table]
+    factors = {}
+    for kind, fraction in savings.items():
+        of_kind = [row for row in table if _kind(row.neurons) == kind]
+        factors[kind] = _factor(of_kind, fraction * whole)
+    for place, row in enumerate(table):
+        factor = factors.get(_kind(row.neurons), 1.0)
+        table[place] = replace(row, seconds=_scaled(row.seconds, factor))
     table = _fitted(table, whole)
     return LatencyTable(
         whole=whole,
@@ -208,44 +210,36 @@ def _variants(model: nn.Module, b: BoundSite) -> dict[int, nn.Module]:
             continue
         if len(keep) < b.site.least:
             continue  # a layer that must keep a head
-        name = b.site.name
-        mask = HeadMask.from_keep({name: keep}, {name: b.site.n_query_heads})
-        # Cut the module in place, copy it, and undo the cut.
-        undo = cut_(model, [b], mask)
-        try:
-            variants[len(keep)] = copy.deepcopy(b.module)
-        finally:
-            undo.restore()
+        variants[len(keep)] = _cut_copy(model, [b], {b.site.name: keep}, b.module)
     return variants
 
 
-@dataclass(frozen=True)
-class _Savings:
-    """The fraction of the model's time that all heads but the fewest, and all neurons but the
-    fewest, save together; None where that is not known."""
-
-    heads: float | None = None
-    neurons: float | None = None
-
-    def seconds(self, whole: float, neurons: bool) -> float | None:
-        """What a kind saves of these seconds."""
-        fraction = self.neurons if neurons else self.heads
-        return None if fraction is None else fraction * whole
-
-
-def _cut_copy(model: nn.Module, bound: Sequence[BoundSite]) -> nn.Module | None:
-    """Return a copy with the fewest heads at these sites; None where there is none."""
-    keep, sizes = {}, {}
-    for b in bound:
-        keep[b.site.name] = _fewest(b.site)
-        sizes[b.site.name] = b.site.n_query_heads
+def _smallest(model: nn.Module, bound: Sequence[BoundSite]) -> nn.Module | None:
+    """Return a copy of the model with the fewest heads at these sites; None where there is none."""
+    keep = {b.site.name: _fewest(b.site) for b in bound}
     if all(len(keep[b.site.name]) == len(b.site.heads) for b in bound):
         return None
-    undo = cut_(model, bound, HeadMask.from_keep(keep, sizes))
     try:
-        return copy.deepcopy(model)
+        return _cut_copy(model, bound, keep, model)
     except (RuntimeError, TypeError):  # a model that cannot be copied
         return None
+
+
+def _cut_copy(
+    model: nn.Module, bound: Sequence[BoundSite], keep: Mapping[str, Sequence[int]], part: nn.Module
+) -> nn.Module:
+    """Cut the model in place, copy it or a module of it, and undo the cut.
+
+    Args:
+        model: The model.
+        bound: Sites that are cut.
+        keep: The heads that are kept, by site.
+        part: What is copied.
+    """
+    mask = HeadMask.from_keep(keep, {b.site.name: b.site.n_query_heads for b in bound})
+    undo = cut_(model, bound, mask)
+    try:
+        return copy.deepcopy(part)
     finally:
         undo.restore()
 
@@ -288,30 +282,34 @@ class _Clock:
             return _above_none(row)
         return row
 
-    def time_savings(self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any) -> _Savings:
+    def time_savings(
+        self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any
+    ) -> dict[str, float]:
         """Time copies with all heads, all neurons and both cut to the fewest, beside the model.
 
-        Of a model that cannot be copied, or has nothing to cut, nothing is known.
+        Returns:
+            By ``_kind`` the fraction of the model's time that it saves. A kind is missing where
+            that is not known: it cannot be cut, or the model cannot be copied.
         """
-        saved: dict[bool, float] = {}
+        saved: dict[str, float] = {}
         for neurons in (False, True):
             of_kind = [b for b in bound if b.site.is_feed_forward is neurons]
             part = self._saved(model, of_kind, inputs)
             if part is not None:
-                saved[neurons] = part
-        if len(saved) == 2:
-            # Together they may save more or less than one after the other.
-            both = self._saved(model, bound, inputs)
-            if both is None:
-                return _Savings()
-            scale = both / sum(saved.values())
-            saved = {neurons: part * scale for neurons, part in saved.items()}
-        return _Savings(heads=saved.get(False), neurons=saved.get(True))
+                saved[_kind(neurons)] = part
+        if len(saved) < 2:
+            return saved
+        # Together they may save more or less than one after the other.
+        both = self._saved(model, bound, inputs)
+        if both is None:
+            return {}
+        total = sum(saved.values())
+        return {kind: part * both / total for kind, part in saved.items()}
 
     def _saved(self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any) -> float | None:
         """The fraction of the model's time that a copy saves with the fewest heads at these
         sites; None where it saves nothing or cannot be made."""
-        small = _cut_copy(model, bound)
+        small = _smallest(model, bound)
         if small is None:
             return None
         ready = [_always(partial(call, one, inputs)) for one in (model, small)]
@@ -362,21 +360,24 @@ def _ready(module: nn.Module, recorded_call: RecordedCall) -> Callable[[], Any]:
     return lambda: module(*args, **kwargs)
 
 
-def _factor(table: Sequence[SiteLatency], neurons: bool, saved: float | None) -> float:
-    """How many times more the sites of a kind save in the model than alone; 1 where that is not
-    known.
+def _kind(neurons: bool) -> str:
+    """What is cut at a site, in words."""
+    return "neurons" if neurons else "heads"
+
+
+def _factor(rows: Sequence[SiteLatency], saved: float) -> float:
+    """How many times more sites save in the model than alone; 1 where that is noise.
 
     Args:
-        table: All rows, measured alone.
-        neurons: The kind.
-        saved: Seconds that its sites saved together.
+        rows: Of the sites, measured alone.
+        saved: Seconds that they saved together.
     """
     alone = 0.0
-    for row in table:
+    for row in rows:
         entries = [seconds for seconds in row.seconds[1:] if seconds is not None]
-        if row.neurons == neurons and entries:
+        if entries:
             alone += entries[-1] - entries[0]
-    if saved is None or alone <= 0 or not 1 / _MOST <= saved / alone <= _MOST:
+    if alone <= 0 or not 1 / _MOST <= saved / alone <= _MOST:
         return 1.0
     return saved / alone
 
@@ -388,12 +389,12 @@ def _fitted(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
     scaled.
     """
     excess = math.fsum(row.whole for row in table) - whole
+    if excess <= 0:
+        return list(table)
     least = {}
     for row in table:
         least[row.site] = min(s for s in row.seconds if s is not None)
     constant = math.fsum(least.values())
-    if excess <= 0:
-        return list(table)
     share = min(1.0, excess / constant) if constant else 0.0
     rows = []
     for row in table:
@@ -441,7 +442,7 @@ def _notes(
     rows: Mapping[Any, SecondsByHeads],
     alone: float,
     whole: float,
-    factors: Mapping[bool, float],
+    factors: Mapping[str, float],
 ) -> Iterator[str]:
     """Say what differs by more than a little from what was measured.
 
@@ -450,7 +451,7 @@ def _notes(
         rows: Smoothed rows.
         alone: Seconds of all sites, timed alone.
         whole: Seconds of the model.
-        factors: What rows were scaled by, for feed-forwards by True.
+        factors: What rows were scaled by, by kind.
     """
     moved = 0.0  # the largest relative change by smoothing
     for key, row in raw.items():
@@ -462,11 +463,10 @@ def _notes(
             f"Made non-decreasing, which moved an entry by up to {100 * moved:.0f} %: more seconds"
             " make it surer."
         )
-    for neurons, factor in factors.items():
+    for kind, factor in factors.items():
         if abs(factor - 1) > _WORTH_SAYING:
-            what = "neurons" if neurons else "heads"
             compared = f"{abs(factor - 1):.0%} {'more' if factor > 1 else 'less'}"
-            yield f"In the model, {what} save {compared} than alone; their times are scaled to it."
+            yield f"In the model, {kind} save {compared} than alone; their times are scaled to it."
     if alone > whole:
         more = f"{100 * (alone / whole - 1):.0f} %"
         yield f"The layers alone took {more} longer than the model; their times are scaled to it."

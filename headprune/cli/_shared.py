@@ -9,12 +9,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headprune.core.display import CONTROL, clean
 from headprune.core.errors import WARNING, HeadPruneError, ProcessFailed, VerificationFailed
+
+if TYPE_CHECKING:
+    from headprune.run.dry import DryRun
 
 #: Exit codes.
 FAILED, BAD_INPUT = 1, 2
@@ -131,6 +134,14 @@ def show(value: Any, text: str | None = None) -> None:
         console.print(markup())
     else:
         echo(text if text is not None else str(value))
+
+
+def show_estimate(estimate: DryRun, as_json: bool) -> None:
+    """Print what a dry run found."""
+    if as_json:
+        emit({**estimate.to_dict(), "seconds": estimate.seconds})
+    else:
+        show(estimate)
 
 
 # ----------------------------------------------------------------------------------------- errors

@@ -24,9 +24,9 @@ from headprune.cli._shared import (
     guarded,
     say,
     selector_names,
+    show_estimate,
     watching,
 )
-from headprune.cli._shared import show as show_value
 from headprune.core.errors import WARNING, InvalidValue, UnsupportedModel
 from headprune.core.files import occupied, pruned_name
 
@@ -200,6 +200,9 @@ def prune(
             flag = "--feed-forward" if feed_forward else "--no-feed-forward"
             with_data[flag] = flag
         _check_source(sources, with_data)
+        if streaming and data is not None:
+            must = "given with --plan or --scores, for nothing is run"
+            raise InvalidValue("--streaming", must, "--data")
         amounts = {
             "--keep": keep,
             "--keep-params": keep_params,
@@ -220,9 +223,6 @@ def prune(
         # 2. Cut: from file to file, by the plan, or by a run on the data.
         target = _Target(model, folder, format, max_shard_size, dtype, push, private, no_tokenizer)
         named = {"task": task, "text": text, "text_pair": text_pair, "label": label}
-        if streaming and data is not None:
-            must = "given with --plan or --scores, for nothing is run"
-            raise InvalidValue("--streaming", must, "--data")
         if dry_run:
             _estimate(target, str(data), named, recipe_settings, quiet, as_json)
             return
@@ -577,18 +577,12 @@ def _estimate(
     """Estimate a run on the data by a batch or two, and print it."""
     from headprune.data.guess import guess
     from headprune.run.dry import dry_run
+    from headprune.run.on_data import checked_recipe
 
     say_line = watching(quiet)["say"]
     guessed = guess(target.model, data, **named)
-    recipe = guessed.recipe(settings)
-    _check_before_run(target, recipe)
-    for line in guessed.why:
-        say_line(line)
-    estimate = dry_run(recipe, say=say_line)
-    if as_json:
-        emit({**estimate.to_dict(), "seconds": estimate.seconds})
-    else:
-        show_value(estimate)
+    recipe = checked_recipe(guessed, settings, partial(_check_before_run, target), say_line)
+    show_estimate(dry_run(recipe, say=say_line), as_json)
 
 
 def _on_data(

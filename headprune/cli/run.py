@@ -16,6 +16,7 @@ from headprune.cli._shared import (
     echo,
     emit,
     guarded,
+    show_estimate,
     watching,
 )
 from headprune.cli._shared import show as show_value
@@ -60,11 +61,7 @@ def run(
         if dry_run:
             from headprune.run.dry import dry_run as estimated
 
-            estimate = estimated(recipe, settings or (), say=how["say"])
-            if as_json:
-                emit({**estimate.to_dict(), "seconds": estimate.seconds})
-            else:
-                show_value(estimate)
+            show_estimate(estimated(recipe, settings or (), say=how["say"]), as_json)
             return
 
         # 3. The run.

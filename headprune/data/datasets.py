@@ -146,8 +146,7 @@ class Data:
         rows: Any = self.examples[purpose]
         order = self.evaluated(purpose)
         batches = [order[i : i + size] for i in range(0, len(order), size)]
-        lengths = {len(row.get("input_ids", ())) for row in rows}
-        if len(lengths) > 1:
+        if len(set(map(_length, rows))) > 1:
             generator = torch.Generator().manual_seed(self.seed)
             *others, longest = batches
             numbers = torch.randperm(len(others), generator=generator).tolist()
@@ -168,7 +167,7 @@ class Data:
     def evaluated(self, purpose: str) -> list[int]:
         """Return the rows' numbers in the order of ``evaluation``: by length."""
         rows = self.examples[purpose]
-        return sorted(range(len(rows)), key=lambda i: len(rows[i].get("input_ids", ())))
+        return sorted(range(len(rows)), key=lambda i: _length(rows[i]))
 
     def loader(self, purpose: str, size: int) -> DataLoader[Any]:
         """Return a loader that draws a new order of batches in every pass.
@@ -192,6 +191,11 @@ class Data:
         train = self.examples["train"]
         drawn = [train[i] for i in calibration_rows(len(train), calibration, seed)]
         return replace(self, examples={**self.examples, "calibration": drawn}, seed=seed)
+
+
+def _length(row: Example) -> int:
+    """Tokens of an example; 0 where it has none."""
+    return len(row.get("input_ids", ()))
 
 
 # ---------------------------------------------------------------- loading

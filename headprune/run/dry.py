@@ -225,9 +225,8 @@ def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
         n_train = len(subject.data.examples["train"])
         yield _training_estimate("train", step, recipe.train.epochs, n_train)
 
-    # 2. Scoring, and judging the plans of `auto`.
+    # 2. Scoring, judging the plans of `auto`, and choosing.
     yield from _scoring(subject, step)
-
     if selection.registry.get(recipe.select.selector).needs:
         basis = f"{recipe.select.selector} measures smaller models while it chooses"
         yield StageEstimate("select", None, basis)
@@ -321,7 +320,7 @@ def _scoring(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
 def _scoring_basis(subject: Subject) -> str:
     """The recipe's scorer, the rows it scores on, and how many batches were timed."""
     wanted, n_rows = subject.recipe.score, len(subject.data.examples["calibration"])
-    n_batches = len(subject.data.of_like_length("calibration", wanted.batch_size))
+    n_batches = -(-n_rows // wanted.batch_size)  # rounded up
     text = f"{wanted.scorer} on {n_rows:,} rows in {n_batches} batches"
     if n_batches >= 3:
         text += ", 2 of which were timed"

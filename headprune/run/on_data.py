@@ -11,7 +11,7 @@ from torch import nn
 from headprune.checkpoints.checkpoint import from_pretrained
 from headprune.core.codec import FrozenDict
 from headprune.core.record import RunRecord
-from headprune.data.guess import guess
+from headprune.data.guess import Guess, guess
 from headprune.recipes.schema import Recipe
 from headprune.run.journal import MODEL, RECORD, to_stderr
 from headprune.run.runner import run_recipe
@@ -54,13 +54,25 @@ def prune_on_data(
         HeadPruneError: bad input, or a proof that failed.
     """
     guessed = guess(model, data, task=task, text=text, text_pair=text_pair, label=label)
-    recipe = guessed.recipe(settings).model_copy(update={"out": str(folder)})
-    check(recipe)
-    for line in guessed.why:
-        say(line)
+    recipe = checked_recipe(guessed, settings, check, say)
+    recipe = recipe.model_copy(update={"out": str(folder)})
     # Killed after the run but before its model was saved elsewhere: it need not run again.
     record = _finished(recipe, folder) or run_recipe(recipe, say=say, progress=progress)
     return from_pretrained(folder / MODEL), record
+
+
+def checked_recipe(
+    guessed: Guess,
+    settings: Iterable[str],
+    check: Callable[[Recipe], None],
+    say: Callable[[str], None],
+) -> Recipe:
+    """Return a guessed recipe with the user's settings, once it is checked; say why it is so."""
+    recipe = guessed.recipe(settings)
+    check(recipe)
+    for line in guessed.why:
+        say(line)
+    return recipe
 
 
 def _finished(recipe: Recipe, folder: Path) -> RunRecord | None:

@@ -159,23 +159,31 @@ def test_heads_and_neurons_share_what_they_save_together(monkeypatch: pytest.Mon
     seconds = iter([8.0, 6.0, 5.5, 8.0])
     monkeypatch.setattr(clock, "_rounds", lambda *_: np.array([[10.0, next(seconds)]] * 5))
     saved = clock.time_savings(model, bind(model, sites), batch)
-    assert (saved.heads, saved.neurons) == pytest.approx((0.15, 0.3)), "0.2 and 0.4, with 0.45"
-    alone = clock.time_savings(model, bind(model), batch)
-    assert (alone.heads, alone.neurons) == (pytest.approx(0.2), None)
+    assert saved == pytest.approx({"heads": 0.15, "neurons": 0.3}), "0.2 and 0.4, with 0.45"
+    assert clock.time_savings(model, bind(model), batch) == pytest.approx({"heads": 0.2})
     assert hp.find_sites(model, feed_forward=True) == sites, "the cuts are undone"
-
-
-ALONE = [SiteLatency("a", (0.1, 0.2, 0.4)), SiteLatency("b", (0.0,)), TABLE.sites[0]]
 
 
 @pytest.mark.parametrize(
     ("saved", "factor"),
-    [(0.3, 1.5), (0.1, 0.5), (0.41, 1.0), (0.09, 1.0), (None, 1.0)],
-    ids=["more", "less", "too much", "too little", "not known"],
+    [(0.3, 1.5), (0.1, 0.5), (0.41, 1.0), (0.09, 1.0)],
+    ids=["more", "less", "too much", "too little"],
 )
-def test_only_a_likely_factor_is_taken(saved: float | None, factor: float) -> None:
-    assert _factor(ALONE[:2], False, saved) == pytest.approx(factor)
-    assert _factor(ALONE[:2], True, saved) == 1.0, "there are no neurons"
+def test_only_a_likely_factor_is_taken(saved: float, factor: float) -> None:
+    rows = [SiteLatency("a", (0.1, 0.2, 0.4)), SiteLatency("b", (0.0,))]
+    assert _factor(rows, saved) == pytest.approx(factor)
+    assert _factor(rows[1:], saved) == 1.0, "nothing to cut"
+
+
+def test_a_model_that_cannot_be_copied_is_not_scaled(clock: Clock) -> None:
+    class Single(Rest):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("one of its kind")
+
+    model = nn.Sequential(hp.MultiHeadAttention(8, 4), Single(clock))
+    table = latency_table(model, torch.randn(3, 5, 8), seconds=0)
+    assert table.row("0") == (0.5, 3.5, 6.5, 9.5, 12.5)
+    assert len(hp.find_sites(model)[0].heads) == 4, "the cut is undone"
 
 
 def test_what_no_cut_saves_goes_first() -> None:

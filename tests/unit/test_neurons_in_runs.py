@@ -119,7 +119,8 @@ def test_a_run_cuts_neurons_to_a_speed_and_reports_them(
     assert "48, head" not in html  # no map has a cell per neuron
     # The lines that repeat the run.
     assert "hp.find_sites(model, feed_forward=True)" in markdown
-    assert "loss=hp.scoring.refitted_loss_of(model, batches, sites=sites, examples=" in markdown
+    measured = "model, batches, sites=sites, examples=256, ridge=0.3, temperature=2.0"
+    assert f"loss=hp.scoring.refitted_loss_of({measured})" in markdown
 
 
 def test_auto_tries_ladders_and_plain_scorers_of_neurons(tmp_path: Path) -> None:
