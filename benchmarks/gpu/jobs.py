@@ -93,9 +93,9 @@ JOBS = (
     Job(
         "budget",
         f"{ONE_BUDGET} --batch 1024 --length 128 --dtype bfloat16 --seconds 2 --draws 0 1 2 --speedups"
-        f" 1.5 2.2 3 --set {ENCODER}",
+        f" 1.1 1.3 1.6 2 --set {ENCODER}",
         "one-budget-sst2-{device}.json",
-        most=180,
+        most=300,
         least=90,
         task="sst2",
         last_row=30,
