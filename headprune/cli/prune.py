@@ -299,6 +299,7 @@ class _CutModel:
         text: What was done, for people.
         facts: The same as data.
         record: The same for the model card.
+        notes: Of the plan, where they were not printed yet.
         copy: A folder that has the model too, to be removed when the model is saved.
     """
 
@@ -308,6 +309,7 @@ class _CutModel:
     text: str
     facts: dict[str, Any]
     record: RunRecord
+    notes: tuple[str, ...]
     copy: Path | None = None
 
 
@@ -544,7 +546,7 @@ def _by_plan(model: str, plan: PruningPlan) -> _CutModel:
     }
     proofs = (report.proof,) if report.proof else ()
     record = RunRecord("prune", "done", "prune", now(), plan=plan, proofs=proofs)
-    return _CutModel(subject, plan, example, str(report), {"report": facts}, record)
+    return _CutModel(subject, plan, example, str(report), {"report": facts}, record, plan.notes)
 
 
 def _check_before_run(target: _Target, recipe: Recipe) -> None:
@@ -606,9 +608,13 @@ def _on_data(
     )
     assert record.plan is not None  # a finished run has one
     judged = verdict(record, str(folder))
-    text = f"{judged}\n\n{record}\nreport: {folder / 'report.html'}"
+    # The lines of progress had the table and the plan's notes already.
+    table = f"\n{record}" if quiet else ""
+    text = f"{judged}\n{table}\nreport: {folder / 'report.html'}"
+    notes = record.plan.notes if quiet else ()
     facts = {"record": record.to_dict()}
-    return _CutModel(cut, record.plan, example_batch(cut), text, facts, record, folder / MODEL)
+    model, example = folder / MODEL, example_batch(cut)
+    return _CutModel(cut, record.plan, example, text, facts, record, notes, model)
 
 
 # ------------------------------------------------------------------------------- save and report
@@ -686,7 +692,7 @@ def _print(cut: _CutModel, target: _Target, written: _Written) -> None:
     """Print the result for people."""
     # What was done.
     echo(cut.text)
-    for note in cut.plan.notes:
+    for note in cut.notes:
         echo(f"note: {note}")
     # Which formats can hold this cut, and which one was written.
     for name, reason in written.formats.items():

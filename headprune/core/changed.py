@@ -115,7 +115,7 @@ class ChangedAnswers(Value):
             words.append(f"The {len(self.rows):,} {which}.")
         if self.split and self.rows:
             words.append(
-                f"Rows have their numbers in the data's split {self.split!r}, from 1, without a"
-                " header line."
+                f"Rows are numbered from 1 as in split {self.split!r} of the data; a header line"
+                " does not count."
             )
         return " ".join(words)

@@ -207,6 +207,8 @@ class Choice:
         if self.refitting is not None:
             names.append(self.unrefitted)
         width = max(map(len, names))
+        level = f"{100 * self.confidence:g} %"
+        lines.append(f"  {'':<{width}}  loss    minus that of the one taken [{level}]")
         lines.append(f"  {'whole model':<{width}}  {self.whole:.4f}")
         if self.refitting is not None:
             lines.append(f"  {self.unrefitted:<{width}}  {self.refitting.loss:.4f}")

@@ -62,10 +62,14 @@ def read_keep(text: str, where: str) -> int | float:
         amount = math.nan
     if isinstance(amount, int) and amount >= 1:
         return amount
-    if 0 < amount <= 1 and not text.endswith("%"):
+    if 0 < amount < 1 and not text.endswith("%"):
         return amount
-    must = "a count of heads, or a fraction of them above 0 and up to 1.0"
-    raise InvalidValue(where, must, repr(text), share_hint(amount) or "For example 0.5, or 36.")
+    must = "a count of heads, or a fraction of them above 0 and below 1.0"
+    if amount == 1:
+        hint = "All heads would be kept. For one head write 1."
+    else:
+        hint = share_hint(amount) or "For example 0.5, or 36."
+    raise InvalidValue(where, must, repr(text), hint)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ class Journal:
         self.folder, self.say = folder, say
         self.progress = sys.stderr.isatty() if progress is None else progress
         self._lines = self.tell if progress is None and not self.progress else None
+        self._stages: int | None = None
+        self._begun = 0  # stages so far, with those that were done before
+        self._inside = False  # a stage
         self._collected: RunRecord | None = None  # the notes of a stage; see `collected`
 
     def begin(self) -> None:
@@ -159,15 +162,31 @@ class Journal:
         """Print an indented line of progress under the stage's name."""
         self.say(f"    {line}")
 
+    def expect(self, stages: int) -> None:
+        """Say how many stages there will be; each is then announced with its number."""
+        self._stages = stages
+
+    def skip(self, name: str) -> None:
+        """Say that an earlier run finished a stage, or a part of the present one."""
+        if not self._inside:
+            self._begun += 1
+        self.say(f"[{name}] was done before")
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Run the block as a stage: name it in the record, time it, write the record."""
         self.note(stage=name)
         self.write()
-        self.say(f"[{name}]")
+        self._begun += 1
+        number = "" if self._stages is None else f" {self._begun} of {self._stages}"
+        self.say(f"[{name}]{number}")
         start = perf_counter()
-        with lines_to(self._lines):
-            yield
+        self._inside = True
+        try:
+            with lines_to(self._lines):
+                yield
+        finally:
+            self._inside = False
         seconds = perf_counter() - start
         self.note(timings={name: round(seconds, 3)})
         self.tell(f"{seconds:.1f} s")

@@ -78,7 +78,7 @@ class Progress:
             return False
         self._outputs[stage] = digest(dict(finished.files))
         self.journal.repeat(finished.noted)
-        self.journal.say(f"[{stage}] was done before")
+        self.journal.skip(stage)
         return True
 
     def once(

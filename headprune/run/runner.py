@@ -100,6 +100,7 @@ def run_recipe(
 def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None) -> None:
     """Run all stages of a recipe; ``progress.once`` reuses what an earlier run finished."""
     progress = Progress(journal)
+    journal.expect(_count_stages(recipe, random=stages.expects_random(recipe)))
 
     # 1. Load the data and the model, and train the model if the recipe says so.
     subject = prepare_subject(recipe, journal, progress=progress)
@@ -127,6 +128,8 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
         partial(_load_scores, subject, folder),
         _SCORE_FILES,
     )
+    random = stages.refits_random(recipe, scores)
+    journal.expect(_count_stages(recipe, random))
 
     # 6. Choose the heads to keep.
     select, load_plan = partial(_select, subject, scores.chosen), partial(_plan_of, journal)
@@ -155,7 +158,7 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
     def final() -> Quality:
         return quality or subject.judge(pruned, "test")
 
-    if stages.refits_random(recipe, scores):
+    if random:
         progress.once("random", lambda: stages.compare_refitted(subject, scores, final()), _nothing)
     progress.once(
         "answers", lambda: _compare_answers(subject, final(), folder), _nothing, (ANSWERS,)
@@ -168,6 +171,19 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
     # 12. Save the cut model and prove that it loads again unchanged.
     with journal.stage("save"):
         stages.save_model(subject, pruned, folder)
+
+
+def _count_stages(recipe: Recipe, random: bool) -> int:
+    """Count the stages of ``_run_stages``; ``random`` is whether random heads are recovered."""
+    always = ("data", "model", "base quality", "score", "select", "compare", "prune", "answers")
+    sometimes = (
+        recipe.train is not None,
+        recipe.select.timed,
+        recipe.report,
+        bool(recipe.recover),
+        random,
+    )
+    return len(always) + len(("bench", "save")) + sum(sometimes)
 
 
 # ---------------------------------------------------------- stages with their files in the folder

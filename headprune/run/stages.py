@@ -225,6 +225,13 @@ def refits_random(recipe: Recipe, scores: RunScores) -> bool:
     return bool(scores.random) and not judged and recovers_quickly(recipe)
 
 
+def expects_random(recipe: Recipe) -> bool:
+    """Whether random heads will get the plan's recoveries, as far as the recipe can say."""
+    wanted = recipe.score
+    drawn = wanted.random_draws and wanted.scorer not in ("random", "auto")
+    return bool(drawn) and recovers_quickly(recipe)
+
+
 def recovers_quickly(recipe: Recipe) -> bool:
     """Whether a run recovers, and without any training after the cut."""
     trains = any(recovery.registry.get(step.method).trains for step in recipe.recover)
@@ -464,11 +471,12 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
     Args:
         subject: The run's model, data and recipe.
         pruned: The cut model.
-        length: Tokens per example where the recipe gives no lengths.
+        length: Tokens per example of the sizes, and of speeds where the recipe gives no lengths.
     """
     journal, wanted = subject.journal, subject.recipe.bench
     # 1. Sizes.
-    journal.note(size=sizes(subject.model, pruned, subject.example, subject.sites))
+    size = sizes(subject.model, pruned, subject.example, subject.sites, length=length)
+    journal.note(size=size)
     if wanted is None:
         return
     # 2. Speed of one forward pass.
@@ -531,4 +539,4 @@ def save_model(subject: Subject, pruned: nn.Module, folder: Path) -> None:
     save_pretrained(pruned, place, subject.sites, processor=tools, record=record)
     proof = reload_proof(pruned, place, subject.example, subject.whole(), subject.sites)
     subject.journal.note(proofs=(proof,))
-    subject.journal.tell(f"{place}: loads back bit for bit")
+    subject.journal.tell(f"{place.name}: saved, and loads back bit for bit")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headprune.selection._base import Position, Problem, Selector
 
 #: The most units that are named on each side.
-_NAMED = 3
+_NAMED = 1
 
 #: Bounds of tree nodes are widened by this factor: single units decide about the last digit.
 _ROUNDING = 1 + 1e-12
@@ -51,15 +51,14 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
     if not close_kept:
         return ()  # then the other side has none either
     # The note in words.
-    stay = "stay" if len(close_kept) > 1 else "stays"
-    go = "go" if len(close_removed) > 1 else "goes"
+    verb = "are" if len(close_kept) > 1 else "is"
     if any(unit.error for unit in (*close_kept, *close_removed)):
         why = "their scores differ by no more than standard errors"
     else:
         why = "their scores are equal, so place decides"
     return (
-        f"Close call: {_names(problem, close_kept)} {stay}"
-        f" and {_names(problem, close_removed)} {go}; {why}.",
+        f"Close call: {_names(problem, close_kept)} {verb} kept,"
+        f" {_names(problem, close_removed)} removed; {why}.",
     )
 
 

@@ -154,7 +154,7 @@ def test_a_comparison_with_random_heads_is_not_claimed_within_the_spread(
         return render_markdown(replace(record, quality=(*record.quality[:2], chance)))
 
     assert "taylor is 5.66 points of accuracy better than removing as many heads" in markdown
-    assert "no better and no worse than removing as many heads at random" in told(value=0.965)
+    assert "draws: neither is shown to be better." in told(value=0.965)
     assert "2.96 points of accuracy worse" in told(value=0.999, spread=0.01)
     assert "do not all keep the same number of heads (16, 20)" in told(kept_heads=20)
 

@@ -34,7 +34,8 @@ def test_a_class_per_row_is_right_or_wrong() -> None:
     )
     assert [row.fate for row in found.rows] == ["lost", "wrong both times"]
     assert "right before and wrong now 1" in found.title
-    words = "Rows have their numbers in the data's split 'train', from 1, without a header line."
+    words = "Rows are numbered from 1 as in split 'train' of the data; "
+    words += "a header line does not count."
     assert found.caption == words
 
 

@@ -128,5 +128,5 @@ def test_a_model_is_cut_once_on_a_file_whose_name_is_no_text(tmp_path: Path) -> 
         on_data.prune_on_data(str(hub), str(path), folder, **options)
         return said
 
-    assert "[prune]" in cut()
+    assert any(line.startswith("[prune]") for line in cut())
     assert cut() == list(guess(str(hub), str(path)).why)  # it is taken as it is

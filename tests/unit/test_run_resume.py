@@ -102,6 +102,8 @@ def test_what_is_finished_is_not_done_again(
     word = "killed" if status == "running" else status  # for it holds no lock
     assert lines[0] == f"resuming the {word} run in {failed}"
     assert taken(lines) == ALL
+    numbered = ["[data] 1", "[model] 3", "[prune] 8", "[recover] 9", "[bench] 11", "[save] 12"]
+    assert [line for line in lines if " of 12" in line] == [f"{line} of 12" for line in numbered]
     (failed / "mine.txt").unlink()
     same_runs(failed, whole)  # what no stage vouches for is removed
     assert not (failed / WORK).exists()
