@@ -5,10 +5,11 @@
 
 Tasks, folders and trained models are those of ``regret.py``. For every draw of calibration rows the
 levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, selector
-``repriced`` chooses by a measured latency table, the model is cut and refitted by ``lstsq``: once
-among heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are
+``repriced`` chooses by a measured latency table, the model is cut and refitted by ``lstsq`` on
+``--refit-rows`` train rows, without their labels: once among heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are
 only reported. The cut model is timed beside the whole one in interleaved rounds, in ``--dtype``; all else
-is fp32. A row of the record is one model, draw, speed and way; a run that is started again goes on
+is fp32. With ``--int8`` the cut of heads and neurons, and the whole model, are also judged and timed
+in ONNX Runtime with dynamic INT8. A row of the record is one model, draw, speed and way; a run that is started again goes on
 after the last one.
 """
 
@@ -19,7 +20,7 @@ import copy
 import itertools
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,21 +42,23 @@ from headprune.run.surroundings import git_commit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
+from in_int8 import InInt8
 from pages import machine, publish, table
 from regret import REFITS, TASKS, TITLES, add_seeds, note_whole, opened, points, tested
 from studies import RECORDS
 
 PAGE = "one-budget.md"
 BOTH, HEADS = "heads and neurons", "heads alone"
+INT8 = "heads and neurons, then INT8"
 SELECTOR = "repriced"
 SPEEDUPS = (1.5, 2.2, 3.0, 3.6, 4.3)
-REFIT = RecoverStep(method="lstsq", settings=REFITS["lstsq"])
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found = studies.parser(__doc__, "one-budget", TASKS, [])
     found.add_argument("--speedups", type=float, nargs="+", default=list(SPEEDUPS))
     add_seeds(found)
+    found.add_argument("--refit-rows", type=int, default=2048, help="train rows to refit on")
     found.add_argument("--batch", type=int, default=32, help="examples per timed call")
     found.add_argument("--length", type=int, default=128, help="tokens of each")
     found.add_argument("--seconds", type=float, default=20.0, help="per timed model")
@@ -65,6 +68,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=["float32", "bfloat16"],
         default="float32",
         help="of the models that are timed",
+    )
+    found.add_argument(
+        "--int8", action="store_true", help="also in ONNX Runtime, INT8; classifiers on a CPU"
     )
     studies.add_minutes(found)
     return studies.parsed(found, argv)
@@ -83,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out: Path = args.out or RECORDS / f"one-budget-{args.task}{suffix}.json"
     same = {"benchmark": "one-budget", "task": args.task, "calibration": args.calibration}
     same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype, "selector": SELECTOR}
+    same["refit_rows"] = args.refit_rows
     if device.type == "cuda":
         same["gpu"] = torch.cuda.get_device_name(device)
     record = studies.begun(out, same, device, git_commit=git_commit())
@@ -99,25 +106,29 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
     done = {(row["tuned"], row["draw"], row["asked"], row["way"]) for row in record["rows"]}
     for tuned in args.tuned:
         for number in args.draws:
-            cells = itertools.product(args.speedups, (BOTH, HEADS))
-            missing = [cell for cell in cells if (tuned, number, *cell) not in done]
+            missing = {cell for cell in _cells_of_draw(args) if (tuned, number, *cell) not in done}
             if not missing:
                 continue
             # The next machine trains the same weights, and goes on with the record.
             with reproducible(resolve_device(args.device)):
                 subject = opened(args, tuned)
             note_whole(record, subject, tuned)
-            yield from _rows_of_draw(args, subject, tuned, number, missing)
+            for row in _rows_of_draw(args, subject, number, missing):
+                yield {"tuned": tuned, "draw": number, **row, **studies.stamp()}
+
+
+def _cells_of_draw(args: argparse.Namespace) -> list[tuple[float, str]]:
+    """Speeds and ways; at speed 1 nothing is cut."""
+    cells = list(itertools.product(args.speedups, (BOTH, HEADS)))
+    if args.int8:
+        cells += [(asked, INT8) for asked in (1.0, *args.speedups)]
+    return cells
 
 
 def _rows_of_draw(
-    args: argparse.Namespace,
-    subject: Subject,
-    tuned: int,
-    number: int,
-    missing: Sequence[tuple[float, str]],
+    args: argparse.Namespace, subject: Subject, number: int, missing: set[tuple[float, str]]
 ) -> Iterator[dict[str, Any]]:
-    """A row per speed and way, for one draw of calibration rows, whose levels are priced once."""
+    """A row per missing cell of one draw of calibration rows, whose levels are priced once."""
     # 1. Price the levels.
     subject = replace(subject, data=subject.data.redrawn(args.calibration, number))
     sites = hp.find_sites(subject.model, feed_forward=True)
@@ -129,9 +140,21 @@ def _rows_of_draw(
     latency = _latency(args, subject, batches[0], sites)
 
     neurons = {site.name: site.heads for site in sites if site.is_feed_forward}
-    for asked, way in missing:
+    kept = {site.name: site.n_query_heads for site in sites}
+    facts: dict[str, Any] = {
+        "length": latency.length,
+        "width": max(len(heads) for heads in neurons.values()),
+    }
+    if (1.0, INT8) in missing:
+        found = _measured(args, subject, INT8, subject.model, batches[0], latency)
+        yield {"asked": 1.0, "way": INT8, **facts, **found, **_kept(sites, kept)}
+    for asked, way in itertools.product(args.speedups, (BOTH, HEADS)):
+        wanted = [
+            one for one in ((BOTH, INT8) if way == BOTH else (HEADS,)) if (asked, one) in missing
+        ]
+        if not wanted:
+            continue
         # 2. Choose, cut and refit.
-        fixed = neurons if way == HEADS else None
         start = process_time()
         try:
             plan = hp.select(
@@ -139,7 +162,7 @@ def _rows_of_draw(
                 hp.Budget(speedup=asked),
                 SELECTOR,
                 latency=latency,
-                must_keep=fixed,
+                must_keep=neurons if way == HEADS else None,
                 loss=loss,
             )
         except InfeasibleBudget as error:
@@ -149,37 +172,51 @@ def _rows_of_draw(
         start = process_time()
         small = copy.deepcopy(subject.model)
         hp.prune_(small, plan, sites=sites)
-        recover_once(subject, small, REFIT)
-        refitting = round(process_time() - start, 1)
-        seconds = {"score": scoring, "select": selecting, "refit": refitting}
-        # 3. Judge and time.
-        _, value, _ = tested(subject, small)
-        (speed,) = hp.bench.compare_latency(
-            _timed(subject.model, args.dtype),
-            _timed(small, args.dtype),
-            partial(hp.bench.shaped_batch, batches[0]),
-            [latency.batch_size],
-            [latency.length],
-            seconds=args.seconds,
+        refit = RecoverStep(
+            method="lstsq", settings=REFITS["lstsq"], rows="train", examples=args.refit_rows
         )
+        recover_once(subject, small, refit)
+        refitting = round(process_time() - start, 1)
+        facts["seconds"] = {"score": scoring, "select": selecting, "refit": refitting}
+        facts["predicted"] = round(latency.whole / latency.predict(plan.mask), 3)
+        # 3. Judge and time.
         kept = {row.site: len(row.kept) for row in plan.mask.rows}
-        yield {
-            "tuned": tuned,
-            "draw": number,
-            "asked": asked,
-            "way": way,
-            "length": latency.length,
-            "predicted": round(latency.whole / latency.predict(plan.mask), 3),
-            "ratio": speed.ratio,
-            "low": speed.low,
-            "high": speed.high,
-            "test": value,
-            "heads": [kept[site.name] for site in sites if not site.is_feed_forward],
-            "width": max(len(heads) for heads in neurons.values()),
-            "neurons": [kept[site.name] for site in sites if site.is_feed_forward],
-            "seconds": seconds,
-            **studies.stamp(),
-        }
+        for one in wanted:
+            found = _measured(args, subject, one, small, batches[0], latency)
+            yield {"asked": asked, "way": one, **facts, **found, **_kept(sites, kept)}
+
+
+def _measured(
+    args: argparse.Namespace,
+    subject: Subject,
+    way: str,
+    small: nn.Module,
+    batch: Any,
+    latency: LatencyTable,
+) -> dict[str, float]:
+    """Judge a cut model on test rows, and time it beside the whole one."""
+    timed = _timed(small, args.dtype)
+    if way == INT8:
+        example = {name: value for name, value in batch.items() if name != "labels"}
+        small = timed = InInt8(small, example)
+    _, value, _ = tested(subject, small)
+    (speed,) = hp.bench.compare_latency(
+        _timed(subject.model, args.dtype),
+        timed,
+        partial(hp.bench.shaped_batch, batch),
+        [latency.batch_size],
+        [latency.length],
+        seconds=args.seconds,
+    )
+    return {"ratio": speed.ratio, "low": speed.low, "high": speed.high, "test": value}
+
+
+def _kept(sites: Sequence[hp.AttentionSite], kept: Mapping[str, int]) -> dict[str, list[int]]:
+    """Heads and neurons that each layer keeps."""
+    return {
+        "heads": [kept[site.name] for site in sites if not site.is_feed_forward],
+        "neurons": [kept[site.name] for site in sites if site.is_feed_forward],
+    }
 
 
 def _timed(model: nn.Module, dtype: str) -> nn.Module:
@@ -278,7 +315,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 
 def _task_lines(record: dict[str, Any]) -> list[str]:
     cells = []
-    for way in (BOTH, HEADS):
+    for way in (BOTH, HEADS, INT8):
         for asked, rows in by_speed(record, way).items():
             cells.append([way, f"{asked:g}", *_cells(record, rows)])
     metric = next(iter(record["whole"].values()))["metric"]
@@ -288,7 +325,8 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     return [
         f"## {_title(record)}",
         "",
-        f"The whole model: {wholes}. {record['calibration']} calibration rows; selector"
+        f"The whole model: {wholes}. {record['calibration']} calibration rows, refits on"
+        f" {record.get('refit_rows', record['calibration']):,}; selector"
         f" `{record.get('selector', 'knapsack')}`; timed at batch size"
         f" {record['batch']}, length {length}, in {record['dtype']}; {machine(record)} Heads and neurons kept per layer"
         " are those of the first draw. A speed that is missing is out of reach with a head and a"
@@ -307,7 +345,7 @@ def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
         lost.append(points(whole["metric"], whole["test"])(row["test"]))
     first = rows[0]
     return [
-        f"{statistics.fmean(row['predicted'] for row in rows):.2f}",
+        _predicted(rows),
         studies.spread([row["ratio"] for row in rows], 2),
         studies.spread([row["test"] for row in rows], 4),
         f"{statistics.fmean(lost):+.2f}",
@@ -315,6 +353,13 @@ def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
         " ".join(map(str, first["heads"])),
         " ".join(map(str, first["neurons"])),
     ]
+
+
+def _predicted(rows: Sequence[dict[str, Any]]) -> str:
+    """The speed that the latency table predicts; it knows nothing of INT8."""
+    if rows[0]["way"] == INT8:
+        return "-"
+    return f"{statistics.fmean(row['predicted'] for row in rows):.2f}"
 
 
 if __name__ == "__main__":

@@ -192,6 +192,18 @@ class Data:
         drawn = [train[i] for i in calibration_rows(len(train), calibration, seed)]
         return replace(self, examples={**self.examples, "calibration": drawn}, seed=seed)
 
+    def some(self, purpose: str, count: int | None) -> Data:
+        """Return a copy with at most ``count`` rows of a purpose, drawn at random by the seed."""
+        rows = self.examples[purpose]
+        if count is None or len(rows) <= count:
+            return self
+        drawn = calibration_rows(len(rows), count, self.seed)
+        targets = dict(self.targets)
+        if purpose in targets:
+            targets[purpose] = [targets[purpose][i] for i in drawn]
+        examples = {**self.examples, purpose: [rows[i] for i in drawn]}
+        return replace(self, examples=examples, targets=targets)
+
 
 def _length(row: Example) -> int:
     """Tokens of an example; 0 where it has none."""

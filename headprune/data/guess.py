@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -51,6 +51,14 @@ _BY_CLASS: dict[str, Task] = {
 _WITHOUT_TOKENS = ("image_classification", "audio_classification")
 #: Tokens of the longest example in a guessed recipe.
 _LONGEST = 256
+#: Rows of train that heads are scored on.
+CALIBRATION = 256
+#: Words that a refit is to read, by rows of train where the calibration rows have fewer.
+_REFIT_WORDS = 16_384
+#: Most rows to refit on.
+_MOST_REFIT_ROWS = 1024
+#: Rows whose words are counted.
+_READ = 200
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,11 @@ def guess(
     if chosen not in _WITHOUT_TOKENS:
         note = "longer examples are cut off"
         lines.append(_noted(f"max_length: {_max_length(config)}", note, 2))
-    return Guess(_recipe_text(model, data, chosen, lines, why, has_head, keep), tuple(why))
+    refitted = None
+    if chosen in (*LABELLED_TEXT, "token_classification"):
+        refitted = _refit_rows(rows, choice.texts)
+    recipe = _recipe_text(model, data, chosen, lines, why, has_head, keep, refitted)
+    return Guess(recipe, tuple(why))
 
 
 # ---------------------------------------------------------------- the task
@@ -235,6 +247,22 @@ def _is_missing(label: Any) -> bool:
     return label is None or (isinstance(label, (int, float)) and label < 0)
 
 
+def _refit_rows(rows: Any, texts: Sequence[str]) -> int | None:
+    """Return how many train rows to refit on; None where the calibration rows are enough.
+
+    A feed-forward has a thousand inputs or more, and short texts have few tokens: 256 sentences
+    leave a refit short of them.
+    """
+    some = rows.select(range(min(len(rows), _READ)))
+    words = 0
+    for name in texts:
+        for text in some[name]:
+            # Words that are columns of their own are listed.
+            words += len(text.split()) if isinstance(text, str) else len(text or ())
+    wanted = math.ceil(_REFIT_WORDS * len(some) / max(words, 1))
+    return min(wanted, _MOST_REFIT_ROWS) if wanted > CALIBRATION else None
+
+
 # ---------------------------------------------------------------- the recipe's text
 
 
@@ -288,6 +316,7 @@ def _recipe_text(
     why: list[str],
     has_head: bool,
     keep: str,
+    refitted: int | None,
 ) -> str:
     """Return the recipe as commented YAML."""
     lines = [
@@ -305,7 +334,8 @@ def _recipe_text(
         f"  path: {_quoted(data)}",
     ]
     lines += [f"  {line}" for line in columns]
-    lines.append(_noted("  calibration: 256", "rows of train that heads are scored on"))
+    note = "rows of train that heads are scored on"
+    lines.append(_noted(f"  calibration: {CALIBRATION}", note))
     if not has_head:
         note = "the head is new: the model is trained before anything is scored"
         lines.append(_noted("train:", note))
@@ -321,6 +351,11 @@ def _recipe_text(
         "recover:",
         _noted("  - method: lstsq", "refits heads and feed-forwards, without labels or training"),
         "    settings: {feed_forward: true, precision: float32}",
+    ]
+    if refitted is not None:
+        note = "short texts: it reads more rows than the scores"
+        lines += ["    rows: train", _noted(f"    examples: {refitted}", note)]
+    lines += [
         "bench:",
         "  batch_sizes: [1, 32]",
         "  seconds: 2.0",

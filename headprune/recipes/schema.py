@@ -218,12 +218,18 @@ class RecoverStep(Section):
         batch_size: Examples per batch.
         rows: ``calibration`` or ``train``; by default ``train`` for a method that trains, and
             calibration rows for others.
+        examples: At most so many of these rows, drawn at random; default all.
     """
 
     method: str
     settings: dict[str, Any] = {}
     batch_size: Positive = 32
     rows: Literal["calibration", "train"] | None = None
+    examples: Positive | None = None
+
+    def rows_of(self, trains: bool) -> str:
+        """Return the purpose of the rows that the method reads."""
+        return self.rows or ("train" if trains else "calibration")
 
 
 class BudgetSection(Section):

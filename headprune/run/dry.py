@@ -276,8 +276,8 @@ def _recovery_estimate(subject: Subject, step: _TrainingStep, wanted: RecoverSte
     """Estimate a recovery: one that trains by the training step, others by a few rows."""
     method: Any = configured(recovery.registry, wanted.method, wanted.settings)
     name = f"recover ({wanted.method})"
-    purpose = wanted.rows or ("train" if method.trains else "calibration")
-    n_rows = len(subject.data.examples[purpose])
+    purpose = wanted.rows_of(method.trains)
+    n_rows = len(subject.data.some(purpose, wanted.examples).examples[purpose])
     if method.trains:
         steps = getattr(method, "steps", None)
         epochs = steps * wanted.batch_size / n_rows if steps else getattr(method, "epochs", 1)

@@ -32,14 +32,15 @@ def recover_once(
         The method, the purpose of the rows that it read ("train", "calibration", ...), its report.
     """
     method: Recovery = seeded(recovery.registry, step.method, step.settings, subject.recipe.seed)
-    purpose = step.rows or ("train" if method.trains else "calibration")
+    purpose = step.rows_of(method.trains)
     # Only some methods need these: to stop early, or to resume.
     validation = None
     if method.needs_validation:
         validation = subject.data.evaluation("validation", EVALUATION_BATCH)
     folder = work if method.resumes else None
     # Only a training needs another order of rows in every pass.
-    loader = subject.data.loader if method.trains else subject.data.same_batches
+    data = subject.data.some(purpose, step.examples)
+    loader = data.loader if method.trains else data.same_batches
     report = recover_(
         pruned,
         loader(purpose, step.batch_size),

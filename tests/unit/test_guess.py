@@ -192,6 +192,21 @@ def test_task_and_columns_follow_from_the_model_and_from_what_the_columns_hold(
     assert recipe.data.max_length == (None if task in (IMAGES, CLIPS) else 256)
 
 
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (3, 1024),  # short: the most
+        (32, 512),  # so many have 16,384 words
+        (64, None),  # the 256 rows that are scored on have as many
+    ],
+)
+def test_short_texts_are_refitted_on_more_rows(tmp_path: Path, words: int, rows: Any) -> None:
+    text = " ".join(["word"] * words)
+    recipe = guessed(tmp_path, TEXTS, {"text": text, "label": 1}, num_labels=2).recipe()
+    (step,) = recipe.recover
+    assert (step.examples, step.rows) == (rows, "train" if rows else None)
+
+
 @pytest.mark.parametrize("settings", [{"id2label": {"0": "X"}}, {"problem_type": "regression"}])
 def test_a_model_of_one_number_grades(tmp_path: Path, settings: dict[str, Any]) -> None:
     found = guessed(tmp_path, TEXTS, {**PAIR, "score": 0.5}, **settings)

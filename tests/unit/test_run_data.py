@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from headprune.core.errors import InvalidValue
-from headprune.data.datasets import encode_rows, load_rows
+from headprune.data.datasets import Data, encode_rows, load_rows
 from headprune.data.features import Collate
 from headprune.data.models import Preparation
 from headprune.data.splits import normalised, partition
@@ -403,3 +403,14 @@ def test_an_image_of_no_numbers(tmp_path: Path) -> None:
     rows.to_parquet(tmp_path / "train.parquet")
     with pytest.raises(InvalidValue, match="row 9: must be an image of finite numbers, got NaN"):
         load_rows(recipe(tmp_path, "image_classification"))
+
+
+def test_some_rows_keep_their_targets() -> None:
+    rows = [{"input_ids": [i]} for i in range(40)]
+    targets = {"train": list(range(40)), "test": [1]}
+    data = Data({"train": rows, "test": rows[:1]}, collate=list, seed=3, targets=targets)
+    few = data.some("train", 5)
+    assert [row["input_ids"][0] for row in few.examples["train"]] == few.targets["train"]
+    assert len(set(few.targets["train"])) == 5
+    assert few.examples["test"] == rows[:1]
+    assert data.some("train", 40) is data.some("train", None) is data

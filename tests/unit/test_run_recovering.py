@@ -31,8 +31,15 @@ def test_only_a_training_gets_another_order_in_every_pass(
 
     monkeypatch.setattr(recovering, "recover_", noted)
     small = copy.deepcopy(subject.model)
-    step = RecoverStep(method=method, batch_size=4, rows="train")
+    step = RecoverStep(method=method, batch_size=4, rows="train", examples=8)
     recovering.recover_once(subject, small, step)
     (batches,) = read
+    rows = []
+    for batch in batches:
+        lengths = batch["attention_mask"].sum(dim=1)
+        rows += [row[:n].tolist() for row, n in zip(batch["input_ids"], lengths, strict=True)]
+    train = [list(row["input_ids"]) for row in subject.data.examples["train"]]
+    assert len(rows) == 8 < len(train)
+    assert all(row in train for row in rows)
     # Caches of earlier passes are found by a batch's content, so they need the same batches again.
     assert (_first_rows(batches) == _first_rows(batches)) is same
