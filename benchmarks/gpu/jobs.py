@@ -93,14 +93,15 @@ JOBS = (
     Job(
         "budget",
         f"{ONE_BUDGET} --batch 1024 --length 128 --dtype bfloat16 --seconds 2 --draws 0 1 2 --speedups"
-        f" 1.1 1.3 1.6 2 --set {ENCODER}",
+        f" 1.1 1.3 1.6 2 --refit-rows 512 --set {ENCODER}",
         "one-budget-sst2-{device}.json",
         most=300,
         least=90,
         task="sst2",
         last_row=30,
         tiny=(
-            "--calibration 16 --batch 2 --length 8 --seconds 0.01 --draws 0 --speedups 1.01 --set"
+            "--calibration 16 --refit-rows 16 --batch 2 --length 8 --seconds 0.01 --draws 0"
+            " --speedups 1.01 --set"
             f" {ENCODER} train.epochs=0.05"
         ),
     ),

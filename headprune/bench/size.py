@@ -19,17 +19,15 @@ def sizes(
     batch: Any,
     sites: Sites | None = None,
     loss: Loss | None = None,
-    length: int | None = None,
 ) -> tuple[SizeRow, ...]:
     """Count the sizes of both models on one batch.
 
     Args:
         original: The model before the cut.
         pruned: The model after it.
-        batch: Any batch for both.
+        batch: Any batch for both; multiply-adds are for one example of its length.
         sites: Default ``find_sites(original)``.
         loss: Calls the models, where a batch is not simply their arguments.
-        length: Tokens of the example whose multiply-adds are counted; default the batch's.
 
     Returns:
         Rows for heads, neurons of feed-forwards that are sites, parameters, bytes on disk,
@@ -42,7 +40,7 @@ def sizes(
     costs = measure_costs(original, bound_before, batch, loss)
     before = costs.total
     after = measure_costs(pruned, bound_after, batch, loss).total
-    length = costs.length if length is None else length
+    length = costs.length
     counts_before = HeadCounts.present(b.site for b in bound_before)
     counts_after = HeadCounts.present(b.site for b in bound_after)
     rows = [_row("heads", counts_before.heads, counts_after.heads)]

@@ -410,7 +410,8 @@ def _as_settings(chosen: _Choice, settings: list[str] | None) -> list[str]:
 
     option, amount = _one_budget(chosen.amounts, "--data")
     if isinstance(amount, str):
-        amount = read_keep(amount, option)
+        named = any(setting.startswith("select.must_remove") for setting in settings or ())
+        amount = read_keep(amount, option, whole=named)
     lines = [f"select.{_kind(option)}={amount}"]
     if option != "--keep":  # the guessed recipe has this budget
         lines.append("select.keep_heads=null")
@@ -603,15 +604,25 @@ def _on_data(
     # If this is killed and called again, the run resumes, or is reused.
     folder = target.out / RUN
     check = partial(_check_before_run, target)
+    watched, said = watching(quiet), set()
+
+    def say_and_note(line: str) -> None:
+        # A stage begins as "[name] 5 of 12"; one that is reused "was done before".
+        if not line.endswith("was done before"):
+            said.add(line.partition(" ")[0])
+        watched["say"](line)
+
+    progress = {**watched, "say": say_and_note}
     cut, record = prune_on_data(
-        target.model, data, folder, **named, settings=settings, check=check, **watching(quiet)
+        target.model, data, folder, **named, settings=settings, check=check, **progress
     )
     assert record.plan is not None  # a finished run has one
     judged = verdict(record, str(folder))
-    # The lines of progress had the table and the plan's notes already.
-    table = f"\n{record}" if quiet else ""
+    # Not what the lines of progress had: of a resumed run they have a part.
+    shown = not quiet and all(f"[{stage}]" in said for stage in ("select", "compare"))
+    table = "" if shown else f"\n{record}\n"
     text = f"{judged}\n{table}\nreport: {folder / 'report.html'}"
-    notes = record.plan.notes if quiet else ()
+    notes = () if shown else record.plan.notes
     facts = {"record": record.to_dict()}
     model, example = folder / MODEL, example_batch(cut)
     return _CutModel(cut, record.plan, example, text, facts, record, notes, model)

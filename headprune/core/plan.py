@@ -47,8 +47,13 @@ def share_hint(amount: float) -> str:
     return f"For {amount:g} % of the heads, write {amount / 100:g}." if 1 < amount < 100 else ""
 
 
-def read_keep(text: str, where: str) -> int | float:
+def read_keep(text: str, where: str, whole: bool = False) -> int | float:
     """Read a count of heads, or a fraction of them, from a command line.
+
+    Args:
+        text: What was typed.
+        where: The option.
+        whole: Allow 1.0, which keeps all heads but those that are named elsewhere.
 
     Raises:
         InvalidValue: anything else.
@@ -62,10 +67,13 @@ def read_keep(text: str, where: str) -> int | float:
         amount = math.nan
     if isinstance(amount, int) and amount >= 1:
         return amount
-    if 0 < amount < 1 and not text.endswith("%"):
+    percent = text.endswith("%")
+    if 0 < amount < 1 + whole and amount <= 1 and not percent:
         return amount
     must = "a count of heads, or a fraction of them above 0 and below 1.0"
-    if amount == 1:
+    if amount == 1 and percent:
+        hint = "For 1 % of the heads, write 0.01."
+    elif amount == 1:
         hint = "All heads would be kept. For one head write 1."
     else:
         hint = share_hint(amount) or "For example 0.5, or 36."

@@ -189,8 +189,12 @@ class Data:
     def redrawn(self, calibration: int, seed: int) -> Data:
         """Return a copy with other calibration rows and another order of batches."""
         train = self.examples["train"]
-        drawn = [train[i] for i in calibration_rows(len(train), calibration, seed)]
-        return replace(self, examples={**self.examples, "calibration": drawn}, seed=seed)
+        places = calibration_rows(len(train), calibration, seed)
+        examples = {**self.examples, "calibration": [train[i] for i in places]}
+        targets = dict(self.targets)
+        if "train" in targets:
+            targets["calibration"] = [targets["train"][i] for i in places]
+        return replace(self, examples=examples, targets=targets, seed=seed)
 
     def some(self, purpose: str, count: int | None) -> Data:
         """Return a copy with at most ``count`` rows of a purpose, drawn at random by the seed."""

@@ -59,6 +59,8 @@ _REFIT_WORDS = 16_384
 _MOST_REFIT_ROWS = 1024
 #: Rows whose words are counted.
 _READ = 200
+#: Letters that make a word where there are no blanks.
+_LETTERS = 6
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,20 @@ class Guess:
         Args:
             settings: ``dotted.key=value`` overrides.
         """
-        return check_recipe(override(parse_yaml(self.text, "the recipe"), settings), "the recipe")
+        settings = list(settings)
+        given = override(parse_yaml(self.text, "the recipe"), settings)
+        recipe = check_recipe(given, "the recipe")
+        # Whoever asks for more calibration rows wants no refit on fewer.
+        rows = recipe.data.calibration
+        if any(setting.startswith("recover") for setting in settings):
+            return recipe
+        steps = [
+            step.model_copy(update={"examples": rows})
+            if step.examples is not None and step.examples < rows
+            else step
+            for step in recipe.recover
+        ]
+        return recipe.model_copy(update={"recover": steps})
 
 
 def guess(
@@ -253,14 +268,26 @@ def _refit_rows(rows: Any, texts: Sequence[str]) -> int | None:
     A feed-forward has a thousand inputs or more, and short texts have few tokens: 256 sentences
     leave a refit short of them.
     """
+    if len(rows) <= CALIBRATION:
+        return None
     some = rows.select(range(min(len(rows), _READ)))
     words = 0
     for name in texts:
-        for text in some[name]:
-            # Words that are columns of their own are listed.
-            words += len(text.split()) if isinstance(text, str) else len(text or ())
-    wanted = math.ceil(_REFIT_WORDS * len(some) / max(words, 1))
+        # A name such as `meta.text` is that of a part of a column.
+        if name in some.column_names:
+            words += sum(map(_count_words, some[name]))
+    if not words:
+        return None
+    wanted = math.ceil(_REFIT_WORDS * len(some) / words)
     return min(wanted, _MOST_REFIT_ROWS) if wanted > CALIBRATION else None
+
+
+def _count_words(text: Any) -> int:
+    """Count the words of a text or a list of words; 0 for anything else."""
+    if isinstance(text, str):
+        # Some scripts have no blanks between words.
+        return max(len(text.split()), len(text) // _LETTERS)
+    return len(text) if isinstance(text, list) else 0
 
 
 # ---------------------------------------------------------------- the recipe's text

@@ -218,7 +218,7 @@ class RecoverStep(Section):
         batch_size: Examples per batch.
         rows: ``calibration`` or ``train``; by default ``train`` for a method that trains, and
             calibration rows for others.
-        examples: At most so many of these rows, drawn at random; default all.
+        examples: At most so many of these rows, drawn by the recipe's seed; default all.
     """
 
     method: str

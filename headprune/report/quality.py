@@ -334,8 +334,8 @@ def _against_random(
         noise = f"within two standard deviations of the {drawn.draws} draws"
     if noise:
         return (
-            f"Before recovery, {chosen.name} and as many random heads differ by {amount}, {noise}:"
-            " neither is shown to be better."
+            f"{chosen.name} and as many random heads differ by {amount}, {noise}: neither is shown"
+            " to be better."
         )
     word = "better" if gain > 0 else "worse"
     return (

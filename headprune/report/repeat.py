@@ -239,13 +239,14 @@ def _recoveries(
             seed["seed"] = recipe["seed"]
         lines.append(f"method = {_configured('recovery', name, {**seed, **settings})}")
         # A step without rows takes the calibration rows, unless it trains.
-        rows = step.get("rows")
+        rows, most = step.get("rows"), step.get("examples")
         on_train = rows == "train" or (trains and not rows)
         batches = "train_batches" if on_train else "batches"
         arguments = [model, batches, "method", teacher, *given]
         if "patience" in settings or "eval_every" in settings:
             arguments.append("validation=validation_batches")
-        lines.append(_call("hp.recover_", *arguments))
+        call = _call("hp.recover_", *arguments)
+        lines.append(f"{call}  # on at most {most} of the rows" if most else call)
     return lines
 
 

@@ -296,7 +296,8 @@ def _recovery_estimate(subject: Subject, step: _TrainingStep, wanted: RecoverSte
 
 def _timed_recovery(subject: Subject, wanted: RecoverStep, purpose: str, rows: int) -> float:
     """Seconds of a recovery on so many rows, of a copy that half of the heads are cut out of."""
-    examples = {**subject.data.examples, purpose: subject.data.examples[purpose][:rows]}
+    drawn = subject.data.some(purpose, wanted.examples).examples[purpose]
+    examples = {**subject.data.examples, purpose: drawn[:rows]}
     small = replace(subject, data=replace(subject.data, examples=examples))
     pruned = copy.deepcopy(subject.model)
     cut_(pruned, bind(pruned, subject.sites), half_of_heads(subject))

@@ -228,7 +228,9 @@ def refits_random(recipe: Recipe, scores: RunScores) -> bool:
 def expects_random(recipe: Recipe) -> bool:
     """Whether random heads will get the plan's recoveries, as far as the recipe can say."""
     wanted = recipe.score
-    drawn = wanted.random_draws and wanted.scorer not in ("random", "auto")
+    # `auto` refits random heads by itself, unless it is to draw none.
+    draws_itself = wanted.scorer == "auto" and wanted.settings.get("random_draws") != 0
+    drawn = wanted.random_draws and wanted.scorer != "random" and not draws_itself
     return bool(drawn) and recovers_quickly(recipe)
 
 
@@ -419,6 +421,7 @@ def _recover_step_(
     facts = {
         "method": steps[i].method,
         "rows": purpose,
+        "examples": len(subject.data.some(purpose, steps[i].examples).examples[purpose]),
         "seconds": round(report.seconds, 3),
         **report.metrics,
     }
@@ -471,16 +474,18 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
     Args:
         subject: The run's model, data and recipe.
         pruned: The cut model.
-        length: Tokens per example of the sizes, and of speeds where the recipe gives no lengths.
+        length: Tokens per example where the recipe gives no lengths.
     """
     journal, wanted = subject.journal, subject.recipe.bench
-    # 1. Sizes.
-    size = sizes(subject.model, pruned, subject.example, subject.sites, length=length)
-    journal.note(size=size)
+    lengths = [length] if wanted is None else wanted.lengths or [length]
+    # 1. Sizes, at the length of the speeds.
+    example = subject.example
+    if wanted is not None:
+        example = shaped_batch(example, 1, max(lengths))
+    journal.note(size=sizes(subject.model, pruned, example, subject.sites))
     if wanted is None:
         return
     # 2. Speed of one forward pass.
-    lengths = wanted.lengths or [length]
     rows = compare_latency(
         subject.model,
         pruned,

@@ -53,7 +53,7 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
     # The note in words.
     verb = "are" if len(close_kept) > 1 else "is"
     if any(unit.error for unit in (*close_kept, *close_removed)):
-        why = "their scores differ by no more than standard errors"
+        why = "their scores differ by no more than their standard error"
     else:
         why = "their scores are equal, so place decides"
     return (

@@ -101,6 +101,7 @@ def test_a_dry_run_writes_nothing(given: str) -> None:
         ("50%", "For 50 % of the heads, write 0.5."),
         ("50.0", "For 50 % of the heads, write 0.5."),
         ("1.0", "All heads would be kept. For one head write 1."),
+        ("1%", "For 1 % of the heads, write 0.01."),
         ("0.5%", "For example 0.5, or 36."),
         ("half", "For example 0.5, or 36."),
         ("0", "For example 0.5, or 36."),

@@ -83,6 +83,22 @@ def test_a_model_is_cut_on_them_without_a_recipe(contest: Path, tmp_path: Path) 
     record = RunRecord.load(tmp_path / "small" / "run" / "record.json")
     judged = {row.n_examples for row in record.quality if row.split == "test"}
     assert judged == {SIZES["validation"]}
+    assert record.plan is not None
+    notes = [f"note: {note}" for note in record.plan.notes]
+    assert notes
+    # The lines of progress have the plan's notes and all results.
+    assert not set(notes) & set(result.stdout.splitlines())
+    assert all(note in result.stderr for note in record.plan.notes)
+    # Killed before the model was saved, and called again: no such lines come.
+    model = tmp_path / "small" / "run" / "model"
+    model.mkdir()
+    for path in list((tmp_path / "small").iterdir()):
+        if path.is_file():
+            path.rename(model / path.name)
+    again = call("prune", *where, "--keep", "0.5", *settings)
+    assert again.exit_code == 0, again.output
+    assert str(record) in again.stdout
+    assert set(notes) <= set(again.stdout.splitlines())
 
 
 GRADED: dict[str, list[Any]] = {"train": [0.5] * 60, "validation": [1.5] * 12}
@@ -193,18 +209,34 @@ def test_task_and_columns_follow_from_the_model_and_from_what_the_columns_hold(
 
 
 @pytest.mark.parametrize(
-    ("words", "rows"),
+    ("text", "rows"),
     [
-        (3, 1024),  # short: the most
-        (32, 512),  # so many have 16,384 words
-        (64, None),  # the 256 rows that are scored on have as many
+        ("word " * 3, 1024),  # short: the most
+        ("word " * 32, 512),  # so many have 16,384 words
+        ("word " * 64, None),  # the 256 rows that are scored on have as many
+        ("字" * 500, None),  # no blanks
+        ({"body": "word"}, None),  # nothing to count
     ],
 )
-def test_short_texts_are_refitted_on_more_rows(tmp_path: Path, words: int, rows: Any) -> None:
-    text = " ".join(["word"] * words)
-    recipe = guessed(tmp_path, TEXTS, {"text": text, "label": 1}, num_labels=2).recipe()
-    (step,) = recipe.recover
+def test_short_texts_are_refitted_on_more_rows(tmp_path: Path, text: Any, rows: Any) -> None:
+    name = "text" if isinstance(text, str) else "text.body"
+    model = configured(tmp_path, TEXTS, num_labels=2)
+    lines = [json.dumps({"text": text, "label": i % 2}) for i in range(300)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found = guess(str(model), str(path), text=name)
+    (step,) = found.recipe().recover
     assert (step.examples, step.rows) == (rows, "train" if rows else None)
+    if rows is not None:
+        # More calibration rows are more rows for the refit, unless the recovery is set.
+        (more,) = found.recipe(["data.calibration=2000"]).recover
+        assert more.examples == 2000
+        (own,) = found.recipe(["data.calibration=2000", "recover.0.examples=300"]).recover
+        assert own.examples == 300
+    # So few rows are all scored on.
+    path.write_text("\n".join(lines[:200]), encoding="utf-8")
+    (few,) = guess(str(model), str(path), text=name).recipe().recover
+    assert few.examples is None
 
 
 @pytest.mark.parametrize("settings", [{"id2label": {"0": "X"}}, {"problem_type": "regression"}])

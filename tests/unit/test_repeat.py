@@ -83,14 +83,15 @@ def planned(**changes: Any) -> RunRecord:
 
 def test_recoveries_are_handed_their_rows_their_teacher_and_their_seed() -> None:
     steps = [
-        {"method": "lstsq", "settings": {}, "rows": "train"},
+        {"method": "lstsq", "settings": {}, "rows": "train", "examples": 1024},
         {"method": "finetune", "settings": {"patience": 2}, "rows": None},
     ]
     until = {"until": {"k": 3, "confidence": 0.9}}
     text = lines_of(record_of(), recover=steps, seed=7, train={"epochs": 1}, score=until)
     for line in (
         "until=hp.Stable(k=3, confidence=0.9)",
-        "hp.recover_(model, train_batches, method, original if method.needs_teacher else None)",
+        "hp.recover_(model, train_batches, method, original if method.needs_teacher else None)"
+        "  # on at most 1024 of the rows",
         "method = hp.recovery.Finetune(seed=7, patience=2)",
         "validation=validation_batches",
         "# model: the uncut model, as the run trained it",

@@ -414,3 +414,6 @@ def test_some_rows_keep_their_targets() -> None:
     assert len(set(few.targets["train"])) == 5
     assert few.examples["test"] == rows[:1]
     assert data.some("train", 40) is data.some("train", None) is data
+    drawn = data.redrawn(6, seed=1).some("calibration", 4)
+    rows = [row["input_ids"][0] for row in drawn.examples["calibration"]]
+    assert rows == drawn.targets["calibration"]

@@ -82,7 +82,9 @@ TEN = [[1.0 + i / 100 for i in range(10)]], [[1.0] * 10]
 def test_heads_on_either_side_within_the_standard_error_are_named(
     values, errors, count, selector, said
 ):
-    why = "differ by no more than standard errors" if errors else "are equal, so place decides"
+    why = "are equal, so place decides"
+    if errors:
+        why = "differ by no more than their standard error"
     note = note_of(scores_with(values, errors), Budget(keep_heads=count), selector)
     assert note == (f"Close call: {said}; their scores {why}." if said else "")
 
