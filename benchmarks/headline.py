@@ -1,7 +1,8 @@
 """What the README measured: one result with docs/headline.svg, and what heads alone do not give.
 
 Everything is read from records. Quality is of ``pipelines-sst2.json``, speed and the interval of
-the loss of ``tradeoff-sst2-cpu.json``: the same weights, plans and test rows.
+the loss of ``tradeoff-sst2-cpu.json``: the same weights, plans and test rows. What heads and
+neurons give under one budget is of ``one-budget-sst2.json``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import gpu_page
 import kv_groups
+import one_budget
 import pipelines
 import studies
 import tradeoff_page
@@ -48,25 +50,31 @@ def draw(records: Path, docs: Path) -> Path:
     panel = figure.subplots()
     for (way, words), mark in zip(WAYS.items(), "os", strict=True):
         draws = {kept: cells[way][kept] for kept in speeds if kept in cells[way]}
+        heads = " / ".join(map(str, draws))
         panel.errorbar(
             [speeds[kept]["ratio"] for kept in draws],
             [statistics.fmean(values) for values in draws.values()],
             [studies.deviation(values) for values in draws.values()],
-            label=words,
+            label=f"{heads} heads, {words}",
             marker=mark,
             capsize=3,
         )
-    for kept, row in speeds.items():
-        if kept in cells[CHOSEN]:
-            about = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
-            panel.annotate(f"{kept} heads", (row["ratio"], 0.02), **about)
+    by_speed = list(one_budget.by_speed(_shared(records), one_budget.BOTH).values())
+    panel.errorbar(
+        [statistics.fmean(row["ratio"] for row in rows) for rows in by_speed],
+        [statistics.fmean(row["test"] for row in rows) for rows in by_speed],
+        [studies.deviation([row["test"] for row in rows]) for rows in by_speed],
+        label="heads and neurons, chosen by headprune",
+        marker="^",
+        capsize=3,
+    )
     whole = f"all {quality['heads']} heads"
     panel.axhline(quality["base"][SPLIT], color="0.4", linestyle="--", linewidth=1, label=whole)
     panel.margins(x=0.08)
     panel.set_ylim(bottom=0.8)
     panel.set_xlabel("times as fast as with all heads")
     panel.set_ylabel(f"accuracy, {quality['judged'][SPLIT]} test rows")
-    panel.legend(loc="center left")
+    panel.legend(loc="lower left")
     panel.grid(alpha=0.2)
     studies.save_figure(figure, docs / PICTURE)
     return docs / PICTURE
@@ -76,7 +84,8 @@ def readme(records: Path) -> str:
     """The block of the README."""
     quality, speeds = read(records)
     cells = pipelines.cells(quality, SPLIT)
-    rows = [[f"{quality['heads']} (all)", f"{quality['base'][SPLIT]:.3f}", "", "", "1"]]
+    n_heads = quality["heads"]
+    rows = [[f"all {n_heads} heads", "1", f"{quality['base'][SPLIT]:.3f}", ""]]
     gains = {}
     for kept, row in speeds.items():
         if all(kept in cells[way] for way in WAYS):
@@ -84,44 +93,65 @@ def readme(records: Path) -> str:
             gains[kept] = gain(chosen, at_random)
             rows.append(
                 [
-                    str(kept),
+                    f"{kept} heads",
+                    interval(row["ratio"], row["low"], row["high"]),
                     f"{statistics.fmean(chosen):.3f}",
                     points(*loss(row, chosen)),
-                    points(*gains[kept]),
-                    interval(row["ratio"], row["low"], row["high"]),
                 ]
             )
     one = next(iter(speeds.values()))
-    third = quality["heads"] // 3
+    third = n_heads // 3
     draws = len(next(iter(cells[CHOSEN].values())))
     lines = [
-        f"On film reviews (SST-2), a BERT-style encoder (MiniLM) with {third} of its"
-        f" {quality['heads']} heads is {speeds[third]['ratio']:.2f} times as fast. Its accuracy"
-        f" changes by {points(*loss(speeds[third], cells[CHOSEN][third]))} points."
-        f" {against_random(gains, draws)}",
+        f"On film reviews (SST-2), a BERT-style encoder (MiniLM) with {third} of its {n_heads}"
+        f" heads is {speeds[third]['ratio']:.2f} times as fast. Its accuracy changes by"
+        f" {points(*loss(speeds[third], cells[CHOSEN][third]))} points."
+        f" {against_random(gains, draws)} With feed-forward neurons (`--speedup 2.2`)"
+        " [more](docs/one-budget.md) is gained.",
         "",
         f"![accuracy against speed](docs/{PICTURE})",
         "",
         *table(
-            [
-                "heads kept",
-                "accuracy",
-                "change in points",
-                "points above random heads, same refit",
-                "times as fast",
-            ],
-            rows,
+            ["kept", "times as fast", "accuracy", "change in points"], [*rows, *shared(records)]
         ),
         "",
-        f"Nothing is trained: {quality['calibration']} sentences choose the heads (`surgeon`) and"
-        " refit the output projections. headprune keeps a head in every layer; the random choice"
-        " may not. Numbers are means of"
-        f" {draws} draws of these sentences. Brackets are 95 % intervals: of the change over test"
-        " rows, of the points above random over draws. Speed: batch size"
-        f" {one['batch']}, {one['length']} tokens each, on a CPU"
-        f" ({one['hardware']['processor']}, {threads(one['hardware'])}).",
+        f"Nothing is trained: {quality['calibration']} sentences choose what is kept and refit it"
+        f" ({_shared(records)['refit_rows']:,} with neurons). Means of {draws} draws; ± standard"
+        f" deviations, brackets 95 % intervals. Speed: batch {one['batch']} × {one['length']} tokens,"
+        f" CPU, {threads(one['hardware'])}.",
     ]
     return "\n".join(lines)
+
+
+def _shared(records: Path) -> dict[str, Any]:
+    """The record of heads and neurons under one budget."""
+    found: dict[str, Any] = json.loads((records / "one-budget-sst2.json").read_text())
+    return found
+
+
+def shared(records: Path) -> list[list[str]]:
+    """Rows of the README's table: heads and neurons under one budget."""
+    record = _shared(records)
+    whole = statistics.fmean(one["test"] for one in record["whole"].values())
+    rows = []
+    for of_speed in one_budget.by_speed(record, one_budget.BOTH).values():
+        heads = statistics.fmean(sum(row["heads"]) for row in of_speed)
+        tests = [row["test"] for row in of_speed]
+        rows.append(
+            [
+                f"{heads:.0f} heads, {statistics.fmean(map(_share, of_speed)):.0%} of neurons",
+                studies.spread([row["ratio"] for row in of_speed], 2),
+                studies.spread(tests),
+                f"{100 * (statistics.fmean(tests) - whole):+.1f}",
+            ]
+        )
+    return rows
+
+
+def _share(row: dict[str, Any]) -> float:
+    """The fraction of neurons that a plan keeps."""
+    kept: list[int] = row["neurons"]
+    return sum(kept) / (len(kept) * row["width"])
 
 
 def loss(row: dict[str, Any], chosen: list[float]) -> tuple[float, float, float]:
