@@ -271,11 +271,8 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
     for record in records:
         whole = statistics.fmean(whole["test"] for whole in record["whole"].values())
         metric = next(iter(record["whole"].values()))["metric"]
-        parts = [_fastest(record, BOTH)]
-        if by_speed(record, INT8):
-            parts.append(f"with INT8 {_fastest(record, INT8)}")
         words.append(
-            f"{_title(record)}: {metric} {', '.join(parts)}; the whole model has {whole:.3f}"
+            f"{_title(record)}: {metric} {_fastest(record)}; the whole model has {whole:.3f}"
         )
     return (
         "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
@@ -283,9 +280,9 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _fastest(record: dict[str, Any], way: str) -> str:
-    """The quality and speed of the fastest cut of a way."""
-    rows = max(by_speed(record, way).values(), key=_mean_ratio)
+def _fastest(record: dict[str, Any]) -> str:
+    """The quality and speed of the fastest cut of heads and neurons."""
+    rows = max(by_speed(record, BOTH).values(), key=_mean_ratio)
     test = statistics.fmean(row["test"] for row in rows)
     return f"{test:.3f} at {_mean_ratio(rows):.1f} times the speed"
 
