@@ -162,9 +162,7 @@ def guess(
     if chosen not in _WITHOUT_TOKENS:
         note = "longer examples are cut off"
         lines.append(_noted(f"max_length: {_max_length(config)}", note, 2))
-    refitted = None
-    if chosen in (*LABELLED_TEXT, "token_classification"):
-        refitted = _refit_rows(rows, choice.texts)
+    refitted = _refit_rows(chosen, rows, choice.texts)
     recipe = _recipe_text(model, data, chosen, lines, why, has_head, keep, refitted)
     return Guess(recipe, tuple(why))
 
@@ -262,13 +260,13 @@ def _is_missing(label: Any) -> bool:
     return label is None or (isinstance(label, (int, float)) and label < 0)
 
 
-def _refit_rows(rows: Any, texts: Sequence[str]) -> int | None:
+def _refit_rows(task: Task, rows: Any, texts: Sequence[str]) -> int | None:
     """Return how many train rows to refit on; None where the calibration rows are enough.
 
     A feed-forward has a thousand inputs or more, and short texts have few tokens: 256 sentences
     leave a refit short of them.
     """
-    if len(rows) <= CALIBRATION:
+    if task not in (*LABELLED_TEXT, "token_classification") or len(rows) <= CALIBRATION:
         return None
     some = rows.select(range(min(len(rows), _READ)))
     words = 0
