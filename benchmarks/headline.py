@@ -59,7 +59,7 @@ def draw(records: Path, docs: Path) -> Path:
             marker=mark,
             capsize=3,
         )
-    by_speed = list(one_budget.by_speed(_shared(records), one_budget.BOTH).values())
+    by_speed = list(one_budget.by_speed(one_budget_of(records), one_budget.BOTH).values())
     panel.errorbar(
         [statistics.fmean(row["ratio"] for row in rows) for rows in by_speed],
         [statistics.fmean(row["test"] for row in rows) for rows in by_speed],
@@ -99,6 +99,7 @@ def readme(records: Path) -> str:
                     points(*loss(row, chosen)),
                 ]
             )
+    with_neurons = one_budget_of(records)
     one = next(iter(speeds.values()))
     third = n_heads // 3
     draws = len(next(iter(cells[CHOSEN].values())))
@@ -112,26 +113,26 @@ def readme(records: Path) -> str:
         f"![accuracy against speed](docs/{PICTURE})",
         "",
         *table(
-            ["kept", "times as fast", "accuracy", "change in points"], [*rows, *shared(records)]
+            ["kept", "times as fast", "accuracy", "change in points"],
+            [*rows, *rows_with_neurons(with_neurons)],
         ),
         "",
         f"Nothing is trained: {quality['calibration']} sentences choose what is kept and refit it"
-        f" ({_shared(records)['refit_rows']:,} with neurons). Means of {draws} draws; ± standard"
+        f" ({with_neurons['refit_rows']:,} with neurons). Means of {draws} draws; ± standard"
         f" deviations, brackets 95 % intervals. Speed: batch {one['batch']} × {one['length']} tokens,"
         f" CPU, {threads(one['hardware'])}.",
     ]
     return "\n".join(lines)
 
 
-def _shared(records: Path) -> dict[str, Any]:
+def one_budget_of(records: Path) -> dict[str, Any]:
     """The record of heads and neurons under one budget."""
     found: dict[str, Any] = json.loads((records / "one-budget-sst2.json").read_text())
     return found
 
 
-def shared(records: Path) -> list[list[str]]:
+def rows_with_neurons(record: dict[str, Any]) -> list[list[str]]:
     """Rows of the README's table: heads and neurons under one budget."""
-    record = _shared(records)
     whole = statistics.fmean(one["test"] for one in record["whole"].values())
     rows = []
     for of_speed in one_budget.by_speed(record, one_budget.BOTH).values():

@@ -6,11 +6,12 @@
 Tasks, folders and trained models are those of ``regret.py``. For every draw of calibration rows the
 levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, selector
 ``repriced`` chooses by a measured latency table, the model is cut and refitted by ``lstsq`` on
-``--refit-rows`` train rows, without their labels: once among heads and neurons, once among heads alone. Nothing is trained after the cut, and test rows are
-only reported. The cut model is timed beside the whole one in interleaved rounds, in ``--dtype``; all else
-is fp32. With ``--int8`` the cut of heads and neurons, and the whole model, are also judged and timed
-in ONNX Runtime with dynamic INT8. A row of the record is one model, draw, speed and way; a run that is started again goes on
-after the last one.
+``--refit-rows`` train rows, without their labels: once among heads and neurons, once among heads
+alone. Nothing is trained after the cut, and test rows are only reported. The cut model is timed
+beside the whole one in interleaved rounds, in ``--dtype``; all else is fp32. With ``--int8`` the
+cut of heads and neurons, and the whole model, are also judged and timed in ONNX Runtime with
+dynamic INT8. A row of the record is one model, draw, speed and way; a run that is started again
+goes on after the last one.
 """
 
 from __future__ import annotations

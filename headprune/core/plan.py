@@ -68,7 +68,8 @@ def read_keep(text: str, where: str, whole: bool = False) -> int | float:
     if isinstance(amount, int) and amount >= 1:
         return amount
     percent = text.endswith("%")
-    if 0 < amount < 1 + whole and amount <= 1 and not percent:
+    is_fraction = 0 < amount < 1 or (whole and amount == 1)
+    if is_fraction and not percent:
         return amount
     must = "a count of heads, or a fraction of them above 0 and below 1.0"
     if amount == 1 and percent:

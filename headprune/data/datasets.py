@@ -188,24 +188,22 @@ class Data:
 
     def redrawn(self, calibration: int, seed: int) -> Data:
         """Return a copy with other calibration rows and another order of batches."""
-        train = self.examples["train"]
-        places = calibration_rows(len(train), calibration, seed)
-        examples = {**self.examples, "calibration": [train[i] for i in places]}
-        targets = dict(self.targets)
-        if "train" in targets:
-            targets["calibration"] = [targets["train"][i] for i in places]
-        return replace(self, examples=examples, targets=targets, seed=seed)
+        return replace(self, seed=seed)._drawn("train", "calibration", calibration)
 
     def some(self, purpose: str, count: int | None) -> Data:
         """Return a copy with at most ``count`` rows of a purpose, drawn at random by the seed."""
-        rows = self.examples[purpose]
-        if count is None or len(rows) <= count:
+        if count is None or len(self.examples[purpose]) <= count:
             return self
-        drawn = calibration_rows(len(rows), count, self.seed)
+        return self._drawn(purpose, purpose, count)
+
+    def _drawn(self, source: str, purpose: str, count: int) -> Data:
+        """Return a copy with rows of ``purpose`` and their targets drawn from ``source``."""
+        rows = self.examples[source]
+        places = calibration_rows(len(rows), count, self.seed)
+        examples = {**self.examples, purpose: [rows[i] for i in places]}
         targets = dict(self.targets)
-        if purpose in targets:
-            targets[purpose] = [targets[purpose][i] for i in drawn]
-        examples = {**self.examples, purpose: [rows[i] for i in drawn]}
+        if source in targets:
+            targets[purpose] = [targets[source][i] for i in places]
         return replace(self, examples=examples, targets=targets)
 
 

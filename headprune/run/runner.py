@@ -175,7 +175,18 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
 
 def _count_stages(recipe: Recipe, random: bool) -> int:
     """Count the stages of ``_run_stages``; ``random`` is whether random heads are recovered."""
-    always = ("data", "model", "base quality", "score", "select", "compare", "prune", "answers")
+    always = (
+        "data",
+        "model",
+        "base quality",
+        "score",
+        "select",
+        "compare",
+        "prune",
+        "answers",
+        "bench",
+        "save",
+    )
     sometimes = (
         recipe.train is not None,
         recipe.select.timed,
@@ -183,7 +194,7 @@ def _count_stages(recipe: Recipe, random: bool) -> int:
         bool(recipe.recover),
         random,
     )
-    return len(always) + len(("bench", "save")) + sum(sometimes)
+    return len(always) + sum(sometimes)
 
 
 # ---------------------------------------------------------- stages with their files in the folder

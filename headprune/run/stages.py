@@ -477,14 +477,13 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
         length: Tokens per example where the recipe gives no lengths.
     """
     journal, wanted = subject.journal, subject.recipe.bench
-    lengths = [length] if wanted is None else wanted.lengths or [length]
-    # 1. Sizes, at the length of the speeds.
-    example = subject.example
-    if wanted is not None:
-        example = shaped_batch(example, 1, max(lengths))
-    journal.note(size=sizes(subject.model, pruned, example, subject.sites))
     if wanted is None:
+        journal.note(size=sizes(subject.model, pruned, subject.example, subject.sites))
         return
+    # 1. Sizes, at the length of the speeds.
+    lengths = wanted.lengths or [length]
+    example = shaped_batch(subject.example, 1, max(lengths))
+    journal.note(size=sizes(subject.model, pruned, example, subject.sites))
     # 2. Speed of one forward pass.
     rows = compare_latency(
         subject.model,

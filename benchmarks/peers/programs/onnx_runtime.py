@@ -62,16 +62,21 @@ def static(job: Job, source: str, out: str) -> None:
 
 
 def prepared(job: Job, source: str) -> str:
+    """The file that is quantised."""
+    found = str(job.out / "prepared.onnx")
+    optimise(source, found)
+    return found
+
+
+def optimise(source: str, out: str) -> None:
     """Optimised first, as its manual asks, and without the exporter's shapes, at which dynamic
     quantisation stops."""
     onnx: Any = importlib.import_module("onnx")
     inference: Any = importlib.import_module("onnxruntime.quantization.shape_inference")
-    found = str(job.out / "prepared.onnx")
-    inference.quant_pre_process(source, found, skip_symbolic_shape=True)
-    model = onnx.load(found)
+    inference.quant_pre_process(source, out, skip_symbolic_shape=True)
+    model = onnx.load(out)
     del model.graph.value_info[:]
-    onnx.save(model, found)
-    return found
+    onnx.save(model, out)
 
 
 WAYS = {"fp32": fp32, "dynamic": dynamic, "static": static}
