@@ -513,12 +513,16 @@ def picture(records: list[Record], path: Path) -> None:
     """A panel a record: quality against measured speed, a line a way, a point a budget."""
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
+    # A way has one colour and one place in the legend on all panels.
+    ways: list[str] = []
+    for record in records:
+        ways += [way for way in distinct(of(record, "quality"), "way") if way not in ways]
     figure = Figure(figsize=(4.6 * len(records), 4.2), layout="constrained")
     for panel, record in zip(
         figure.subplots(1, len(records), squeeze=False)[0], records, strict=True
     ):
         rows = shown(record)
-        for way in distinct(of(record, "quality"), "way"):
+        for number, way in enumerate(ways):
             points = []
             for row in rows:
                 draws = [r["quality"] for r in of(record, "quality", way=way, kept=row["kept"])]
@@ -526,7 +530,12 @@ def picture(records: list[Record], path: Path) -> None:
                     points.append((row["ratio"], statistics.fmean(draws), studies.deviation(draws)))
             if points:
                 panel.errorbar(
-                    *zip(*points, strict=True), label=way, marker=".", linewidth=1, capsize=2
+                    *zip(*points, strict=True),
+                    label=way,
+                    color=f"C{number}",
+                    marker=".",
+                    linewidth=1,
+                    capsize=2,
                 )
         for row in rows:
             panel.axvline(row["ratio"], color="0.85", linewidth=0.8, zorder=0)
