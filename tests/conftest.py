@@ -26,7 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen.read_options(config)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen.mark_further_families(items)
     chosen.select(config, items)
 
 

@@ -45,6 +45,11 @@ def run(
     The processes of torchrun or accelerate launch share the scoring; the first one does the rest.
     """
     with guarded(debug):
+        # A mistake in the recipe is reported before the seconds that PyTorch takes to import.
+        from headprune.recipes.validate import load_recipe
+
+        load_recipe(recipe, settings or ())
+
         from headprune.run.launched import launched
 
         how, launch = watching(quiet), launched()

@@ -55,6 +55,11 @@ def sweep(
 ) -> None:
     """Run every combination of a grid on one base model; called again, it resumes."""
     with guarded(debug):
+        # A misspelt name is reported before the seconds that PyTorch takes to import.
+        from headprune.recipes.reading import locate
+
+        locate(recipe)
+
         from headprune.sweep.sweeping import sweep as run_sweep
 
         done = run_sweep(

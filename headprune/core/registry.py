@@ -59,11 +59,17 @@ class Registry:
         self._loaded: dict[str, Any] = {}
         # Names of entries that were added in this process.
         self._added: set[str] = set()
-        # Read on first use: it takes milliseconds.
+        # Both are read on first use: each takes milliseconds.
         self._points: dict[str, EntryPoint] | None = None
+        self._files: list[str] | None = None
 
     def _own(self) -> list[str]:
         """Names of the entries of this library."""
+        if self._files is None:
+            self._files = self._read_files()
+        return self._files
+
+    def _read_files(self) -> list[str]:
         paths: list[str] = []
         # Files are listed; no entry is imported.
         spec = importlib.util.find_spec(self.package)

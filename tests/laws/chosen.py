@@ -1,6 +1,8 @@
 """Run the laws for one scorer or one layout: ``pytest tests/laws --scorer NAME`` or ``--layout NAME``.
 
 ``tests/conftest.py`` reads the options; names are those of the registries, or of a layout's family.
+
+``make test`` runs the laws over the first family of every layout, ``make test-all`` over all.
 """
 
 from __future__ import annotations
@@ -70,6 +72,17 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         return
     config.hook.pytest_deselected(items=[item for item in items if item not in keep])
     items[:] = keep
+
+
+def mark_further_families(items: list[pytest.Item]) -> None:
+    """Mark a layout's further families as slow: they share the code that the first one tests."""
+    families = {name: layouts.get(name).families for name in layouts.names()}
+    first = {(name, of_layout[0][0]) for name, of_layout in families.items() if of_layout}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        subject = callspec.params.get("subject") if callspec else None
+        if isinstance(subject, tuple) and subject not in first:
+            item.add_marker(pytest.mark.slow)
 
 
 def parameters(item: pytest.Item) -> set[str]:

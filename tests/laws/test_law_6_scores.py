@@ -24,7 +24,7 @@ from headprune.core.slabs import blocks
 from headprune.model.losses import default_loss
 from headprune.model.running import call
 from headprune.model.sites import lookup, slabs_of
-from headprune.scoring import Auto, HardConcrete, SubsetTopk, Taylor, registry
+from headprune.scoring import Attattr, Auto, HardConcrete, SubsetTopk, Taylor, registry
 from headprune.scoring._base import Scorer
 from tests.laws import chosen
 from tests.laws.support import CLOSE, TRANSFORMERS, Subject, set_implementation, subject_of
@@ -35,9 +35,10 @@ LEARNED: dict[str, Any] = {
     "hard_concrete": HardConcrete(steps=3, block=2),
     "subset_topk": SubsetTopk(steps=3, block=2),
 }
+FEW_STEPS: dict[str, Any] = {**LEARNED, "attattr": Attattr(steps=3)}
 EXCEPTED = {"auto", "random"}
 SCORERS: list[Any] = [
-    LEARNED.get(name) or registry.get(name)() for name in registry.names() if name not in EXCEPTED
+    FEW_STEPS.get(name) or registry.get(name)() for name in registry.names() if name not in EXCEPTED
 ]
 SCORERS += [
     Taylor(reduce="token"),

@@ -53,6 +53,25 @@ for command in (["--help"], ["run", "--help"], ["ls"]):
     assert not loaded_after(code) & HEAVY
 
 
+def test_a_mistake_in_a_recipe_is_reported_without_torch():
+    code = """
+import contextlib, io
+from headprune.cli.main import app
+for command in (
+    ["run", "digit-vit"],
+    ["run", "digits-vit", "--set", "select.keep_heads=none"],
+    ["sweep", "digit-vit", "--grid", "keep=0.5,0.7"],
+):
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            app(command, standalone_mode=False)
+        except (Exception, SystemExit) as error:
+            assert getattr(error, "exit_code", getattr(error, "code", 1)) == 1, error
+    assert "digits-vit" in err.getvalue() or "keep_heads" in err.getvalue(), err.getvalue()
+"""
+    assert not loaded_after(code) & HEAVY
+
+
 def test_planning_from_saved_scores_needs_no_torch():
     """After every module of ``core`` and ``selection`` was imported."""
     names = []
