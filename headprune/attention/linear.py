@@ -223,7 +223,7 @@ def cut_features(
     {'weight': (6, 1)}
     """
     size = feature_count(module, axis, where)
-    index = [operator.index(i) for i in index]
+    index = list(map(operator.index, index))
     in_range = all(0 <= i < size for i in index)
     if not in_range or any(a >= b for a, b in pairwise(index)):
         raise InvalidValue(f"index of {where}", f"strictly ascending positions below {size}", index)

@@ -336,7 +336,7 @@ class MultiHeadAttention(nn.Module):
         kept = site.check(indices(keep, "keep"))
         if kept == present:
             return ()
-        positions = [present.index(head) for head in kept]
+        positions = list(map(present.index, kept))
         kv = used_groups(self.geometry, positions)
 
         # 2. All cuts before any change, so that a refusal changes nothing.

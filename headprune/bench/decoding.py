@@ -104,7 +104,7 @@ def compare_decoding(
     # 2. Time every cell.
     vocabulary = int(original.config.vocab_size)  # type: ignore[union-attr, arg-type]
     models = (original, pruned)  # `timed` takes their index
-    options = [_last_logits(model) for model in models]
+    options = list(map(_last_logits, models))
     draw = torch.Generator().manual_seed(seed)
     rows = []
     with ExitStack() as stack:

@@ -401,9 +401,14 @@ def _fitted(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
         less = share * least[row.site]
         seconds = tuple(None if s is None else s - less for s in row.seconds)
         rows.append(replace(row, seconds=seconds))
-    total = math.fsum(row.whole for row in rows)
+    return _scaled_to(rows, whole)
+
+
+def _scaled_to(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
+    """Scale all sites alike, so that their sum is at most the time of the whole model."""
+    total = math.fsum(row.whole for row in table)
     scale = min(1.0, whole / total) if total else 1.0
-    return [replace(row, seconds=_scaled(row.seconds, scale)) for row in rows]
+    return [replace(row, seconds=_scaled(row.seconds, scale)) for row in table]
 
 
 def _above_none(row: SecondsByHeads) -> SecondsByHeads:

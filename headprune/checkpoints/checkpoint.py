@@ -357,7 +357,7 @@ def _sites_to_cut(
 ) -> list[BoundSite]:
     """The sites of a full-size model, which must have the structure that a manifest states."""
     if sites is None:
-        layouts = [layout_from(data) for data in manifest.layouts]
+        layouts = list(map(layout_from, manifest.layouts))
         located = sites_for(model, manifest.mask.sites, layouts=layouts)
     else:
         located = sites if isinstance(sites, Sites) else Sites(sites, ())

@@ -132,7 +132,7 @@ def _record(
         return CutRecord(plan.mask if isinstance(plan, PruningPlan) else plan), []
     try:
         record = CutRecord.from_dict(stored, f"{folder / 'config.json'}: {RECORD}")
-        return record, [layout_from(data) for data in record.layouts]
+        return record, list(map(layout_from, record.layouts))
     except HeadPruneError as error:
         raise CheckpointError(str(folder), "a record that we can read", str(error)) from error
 

@@ -261,7 +261,7 @@ def _difference(
     except Exception as error:  # ONNX Runtime has a class of its own for each kind
         got = reason_of(error)
         raise VerificationFailed(where, f"{must} for {shapes}", got) from error
-    difference = compare(list(step(inputs, past)), [torch.from_numpy(a) for a in arrays])
+    difference = compare(list(step(inputs, past)), list(map(torch.from_numpy, arrays)))
     allowed = _OTHER_KERNELS * difference.tolerance
     if not difference.maximum <= allowed:
         got = f"{difference.maximum:.3e} off for {shapes}"

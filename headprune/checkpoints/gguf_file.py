@@ -217,6 +217,15 @@ def _rotary_factors(model: Any) -> Tensor | None:
     return factors
 
 
+def _unknown_bias(facts: Description) -> str | None:
+    """The first bias that an architecture has no tensor for."""
+    for number, layer in enumerate(facts.layers):
+        unknown = sorted(set(layer.biases) - set(facts.architecture.biases))
+        if unknown:
+            return f"{unknown[0]}.bias in layer {number}"
+    return None
+
+
 def _reason_against(facts: Description, width: int) -> UnsupportedModel | None:
     """Why an architecture cannot hold a cut; None where it can."""
     architecture, layers = facts.architecture, facts.layers
@@ -229,12 +238,10 @@ def _reason_against(facts: Description, width: int) -> UnsupportedModel | None:
     smallest = min(min(count) for count in counts)
     if not architecture.uneven and (len(counts) > 1 or smallest == 0):
         return refused("for layers of one size", f"heads and neurons {sorted(counts)}")
-    for number, layer in enumerate(layers):
-        unknown = sorted(set(layer.biases) - set(architecture.biases))
-        if unknown:
-            hint = "A recovery without biases, such as head_rescale, needs none."
-            got = f"{unknown[0]}.bias in layer {number}"
-            return refused("for a model without this bias", got, hint)
+    unknown = _unknown_bias(facts)
+    if unknown is not None:
+        hint = "A recovery without biases, such as head_rescale, needs none."
+        return refused("for a model without this bias", unknown, hint)
     if architecture.full_width and layers[0].n_heads * facts.head_dim != width:
         return refused("for heads that together are as wide as the model", "fewer heads")
     if architecture.tied and not facts.tied:

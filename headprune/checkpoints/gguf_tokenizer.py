@@ -135,16 +135,24 @@ def _kind(content: dict[str, Any]) -> str:
         raise UnsupportedModel(_WHERE, must, ", ".join(sorted(unknown)), _HINT)
     if model.get("byte_fallback"):
         return "spm"
-    parts = _parts(content, "pre_tokenizer")
-    if [part["type"] for part in parts] == ["ByteLevel"] and parts[0].get("use_regex", True):
+    name = _split_of(_parts(content, "pre_tokenizer"))
+    if name is None:
+        must = "one that splits text as GPT-2, Llama 3 or Qwen 2 do"
+        raise UnsupportedModel(_WHERE, must, json.dumps(content["pre_tokenizer"]), _HINT)
+    return name
+
+
+def _split_of(parts: list[dict[str, Any]]) -> str | None:
+    """llama.cpp's name for how these parts split text; None where it has none."""
+    types = [part["type"] for part in parts]
+    if types == ["ByteLevel"] and parts[0].get("use_regex", True):
         return "gpt-2"
-    if [part["type"] for part in parts] == ["Split", "ByteLevel"]:
+    if types == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True):
         pattern = parts[0]["pattern"].get("Regex")
         for name, known in SPLITS.items():
-            if pattern == known and not parts[1].get("use_regex", True):
+            if pattern == known:
                 return name
-    must = "one that splits text as GPT-2, Llama 3 or Qwen 2 do"
-    raise UnsupportedModel(_WHERE, must, json.dumps(content["pre_tokenizer"]), _HINT)
+    return None
 
 
 def _parts(content: dict[str, Any], name: str) -> list[dict[str, Any]]:

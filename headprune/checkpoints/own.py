@@ -176,6 +176,17 @@ def _check_config_file(path: Path, manifest: Manifest) -> None:
     check_config(path)
 
 
+def _add_biases(
+    modules: Mapping[str, nn.Module], manifest: Manifest, tensors: Mapping[str, Tensor]
+) -> None:
+    """Give projections the biases that recovery added to them, without memory yet."""
+    for name in manifest.added_biases:
+        owner = modules.get(name.rpartition(".")[0])
+        if owner is not None and getattr(owner, "bias", None) is None and name in tensors:
+            bias = torch.empty_like(tensors[name], device="meta")
+            owner.register_parameter("bias", nn.Parameter(bias))
+
+
 def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> None:
     """Put the stored tensors in place of a cut model's own, shared ones shared.
 
@@ -191,11 +202,7 @@ def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], fold
     modules = dict(model.named_modules(remove_duplicate=False))
 
     # 1. Biases that recovery added.
-    for name in manifest.added_biases:
-        owner = modules.get(name.rpartition(".")[0])
-        if owner is not None and getattr(owner, "bias", None) is None and name in tensors:
-            bias = torch.empty_like(tensors[name], device="meta")
-            owner.register_parameter("bias", nn.Parameter(bias))
+    _add_biases(modules, manifest, tensors)
 
     # 2. Which tensors the model needs, and which there are.
     expected = weights_of(model, keep_vars=True)

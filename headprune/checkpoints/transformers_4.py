@@ -41,7 +41,7 @@ def pruned_heads(folder: Path) -> dict[int, tuple[int, ...]]:
     try:
         for layer, heads in pruned.items():
             if heads:
-                removed[int(layer)] = tuple(sorted({int(head) for head in heads}))
+                removed[int(layer)] = tuple(sorted(set(map(int, heads))))
     except (AttributeError, TypeError, ValueError) as error:
         must = "lists of removed heads by layer, as Transformers 4 wrote them"
         raise CheckpointError(f"{path}: {_KEY}", must, repr(pruned)[:100]) from error

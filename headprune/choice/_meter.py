@@ -111,7 +111,7 @@ class Meter:
         # A single row has to do for both.
         measured = _spread(folds.batches[_MEASURED] or folds.batches[0], examples)
         self._batches = [to_device(batch, device) for batch in measured]
-        self._whole = [self._measured(batch) for batch in self._batches]
+        self._whole = list(map(self._measured, self._batches))
         layers = [block.module for block in blocks_around(problem.model, problem.bound)]
         self._playback = Playback(layers, [b.gate for b in problem.bound], _ROOM)
         self._playback.learn(partial(self._measured, self._batches[0]))

@@ -427,7 +427,7 @@ def _at(items: Sequence[_T], places: Sequence[int]) -> list[_T]:
 
 def _first_places(items: Sequence[HeadMask], among: Sequence[HeadMask]) -> list[int]:
     """Of every item, the first place where it is among others."""
-    return [among.index(item) for item in items]
+    return list(map(among.index, items))
 
 
 def _draws_as_one(

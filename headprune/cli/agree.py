@@ -35,10 +35,10 @@ def agree(
 
         # 1. Load the scores, and name them by their files.
         check_different("files", files)
-        scores = [HeadScores.load(path) for path in files]
+        scores = list(map(HeadScores.load, files))
         names = [path.stem for path in files]
         if len(set(names)) < len(names):  # files of the same name in different folders
-            names = [str(path) for path in files]
+            names = list(map(str, files))
         # 2. Compare them.
         result = agreement(*scores, k=k, names=names)
         if out is not None:

@@ -95,7 +95,7 @@ def _check_length(models: Sequence[nn.Module], lengths: Sequence[int]) -> None:
     from headprune.data.models import longest_input
 
     # Position embeddings limit some models; None is no limit.
-    limits = [longest_input(model) for model in models]
+    limits = list(map(longest_input, models))
     known = [limit for limit in limits if limit is not None]
     if known and max(lengths) > min(known):
         must = f"at most {min(known)}, what the models can read"

@@ -50,7 +50,7 @@ def explain(
         measured = RunRecord.load(record).quality if record.is_file() else ()
         # 3. Print.
         if as_json:
-            emit({**explanation.to_dict(), "measured": [vars(row) for row in measured]})
+            emit({**explanation.to_dict(), "measured": list(map(vars, measured))})
             return
         show_value(explanation)
         if measured:

@@ -65,7 +65,7 @@ def _inspect(model: nn.Module, policy: Policy, feed_forward: bool = False) -> di
 
     sites = find_sites(model, policy=policy, feed_forward=feed_forward)
     bound = bind(model, sites)
-    rows = [_row(b) for b in bound]
+    rows = list(map(_row, bound))
     counts = HeadCounts.present(sites)
     totals = {
         "heads": counts.heads,
@@ -136,7 +136,7 @@ def _layout(bound: BoundSite) -> dict[str, Any]:
 
     return {
         "gate": gate_words(bound.layout),
-        "cut": [slab_words(s) for s in bound.slabs],
+        "cut": list(map(slab_words, bound.slabs)),
         "patched": patch_words(bound.layout),
         "no_heads_left": {},
     }
@@ -252,7 +252,7 @@ def _print(facts: dict[str, Any]) -> None:
         echo(f"  all heads of a layer may be removed: {_empty_words(layout['no_heads_left'])}")
 
     # 4. What is not recognised.
-    _say_not_taken([_of_data(group) for group in facts["not_taken"]])
+    _say_not_taken(list(map(_of_data, facts["not_taken"])))
 
 
 def _empty_words(answers: dict[str, str]) -> str:

@@ -5,8 +5,8 @@ A feed-forward has thousands of neurons: its row is a bar of as many parts as it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, pairwise
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise
 
 from headprune.core.display import Cell, Row, levels
 from headprune.core.heads import AttentionSite, HeadId, HeadMask, SiteKeep
@@ -28,15 +28,9 @@ def score_rows(
     several_kinds = len({site.kind for site in sites}) > 1
     neurons = [site.is_feed_forward for site in sites]
     bars = [_bar(row) if bar else row for bar, row in zip(neurons, values, strict=True)]
-    # All sites share one scale, but neurons have one of their own: each is small beside a head.
-    scales = {}
-    for kind in (False, True):
-        of_kind = [row for bar, row in zip(neurons, bars, strict=True) if bar is kind]
-        scales[kind] = iter(levels(list(chain.from_iterable(of_kind))))
     of_sites = _by_site(kept or ())
     rows = []
-    for site, row in zip(sites, bars, strict=True):
-        row_levels = [next(scales[site.is_feed_forward]) for _ in row]
+    for site, row, row_levels in zip(sites, bars, _levels_of(neurons, bars), strict=True):
         of_site = None if kept is None else of_sites.get(site.name, set())
         if site.is_feed_forward:
             cells, note = _neuron_cells(site, row, row_levels, of_site)
@@ -44,6 +38,19 @@ def score_rows(
             cells, note = _head_cells(site, row, row_levels, of_site), ""
         rows.append(Row(site.name, cells, site.kind if several_kinds else "", note))
     return rows
+
+
+def _levels_of(neurons: Sequence[bool], bars: Sequence[Sequence[float]]) -> Iterator[list[float]]:
+    """The levels of every site's row.
+
+    All sites share one scale, but neurons have one of their own: each is small beside a head.
+    """
+    scales = {}
+    for kind in (False, True):
+        of_kind = [row for bar, row in zip(neurons, bars, strict=True) if bar is kind]
+        scales[kind] = iter(levels(list(chain.from_iterable(of_kind))))
+    for bar, row in zip(neurons, bars, strict=True):
+        yield list(islice(scales[bar], len(row)))
 
 
 def _by_site(heads: Iterable[HeadId]) -> dict[str, set[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from headprune.core.codec import LATER, Value
@@ -155,17 +155,18 @@ class LatencyTable(Value):
         at = f"batch {self.batch_size} of {self.length} tokens, {self.dtype}, {self.device}"
         lines = [f"LatencyTable: {_ms(self.whole)}, of which {parts} ({at})"]
         width = max(len(row.site) for row in self.sites)
-        for row in self.sites:
-            cells = []
-            # From all heads down to none.
-            for count in reversed(range(len(row.seconds))):
-                seconds = row.seconds[count]
-                if seconds is not None:
-                    noun = "neuron" if row.neurons else "head"
-                    plural = "" if count == 1 else "s"
-                    cells.append(f"{count:,} {noun}{plural} {_ms(seconds)}")
-            lines.append(f"  {row.site:<{width}}  {', '.join(cells)}")
+        lines += [f"  {row.site:<{width}}  {', '.join(_cells(row))}" for row in self.sites]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _cells(row: SiteLatency) -> Iterator[str]:
+    """The time of every measured number of units, from all of them down to none."""
+    noun = "neuron" if row.neurons else "head"
+    for count in reversed(range(len(row.seconds))):
+        seconds = row.seconds[count]
+        if seconds is not None:
+            plural = "" if count == 1 else "s"
+            yield f"{count:,} {noun}{plural} {_ms(seconds)}"
 
 
 def _ms(seconds: float) -> str:

@@ -58,7 +58,7 @@ def data_of(layout: AttentionLayout) -> FrozenDict | None:
         if field.name in _NOT_STORED or value == field.default:
             continue
         data[field.name] = value
-    data["slabs"] = [_slab_data(slab) for slab in layout.slabs]
+    data["slabs"] = list(map(_slab_data, layout.slabs))
     if layout.kind is kind_of:
         data["kind"] = {"by_name": True}
     elif isinstance(layout.kind, SeenKind):

@@ -72,13 +72,16 @@ def read_keep(text: str, where: str, whole: bool = False) -> int | float:
     if is_fraction and not percent:
         return amount
     must = "a count of heads, or a fraction of them above 0 and below 1.0"
+    raise InvalidValue(where, must, repr(text), _keep_hint(amount, percent))
+
+
+def _keep_hint(amount: float, percent: bool) -> str:
+    """What to write instead of an amount that is neither a count nor a fraction."""
     if amount == 1 and percent:
-        hint = "For 1 % of the heads, write 0.01."
-    elif amount == 1:
-        hint = "All heads would be kept. For one head write 1."
-    else:
-        hint = share_hint(amount) or "For example 0.5, or 36."
-    raise InvalidValue(where, must, repr(text), hint)
+        return "For 1 % of the heads, write 0.01."
+    if amount == 1:
+        return "All heads would be kept. For one head write 1."
+    return share_hint(amount) or "For example 0.5, or 36."
 
 
 @dataclass(frozen=True)

@@ -102,15 +102,13 @@ class HeadScores(Value):
     def _check_shapes(self) -> None:
         """Refuse values, costs and matrices of another number of units."""
         shape = [len(site.units) for site in self.sites]
-        _check_rows("values", [len(row) for row in self.values], shape)
+        _check_rows("values", list(map(len, self.values)), shape)
         if self.standard_errors is not None:
-            _check_rows("standard_errors", [len(row) for row in self.standard_errors], shape)
+            _check_rows("standard_errors", list(map(len, self.standard_errors)), shape)
         if self.costs is not None:
-            _check_rows("costs.units", [len(row) for row in self.costs.units], shape)
+            _check_rows("costs.units", list(map(len, self.costs.units)), shape)
         if self.ladders is not None:
-            names = [site.name for site in self.sites]
-            if [ladder.site for ladder in self.ladders] != names:
-                raise InvalidValue("HeadScores.ladders", f"one per site, {names}", self.ladders)
+            _check_ladders(self.ladders, self.sites)
         n_units = sum(shape)
         if self.samples is not None and self.samples.units != n_units:
             must = f"one column per unit, {n_units}"
@@ -364,6 +362,12 @@ class HeadScores(Value):
     def _repr_html_(self) -> str:
         notes = [f"<p>{html_text(note)}</p>" for note in self.notes]
         return html_grid(self.title, self.rows()) + "".join(notes)
+
+
+def _check_ladders(ladders: Sequence[SiteLadder], sites: Sequence[AttentionSite]) -> None:
+    names = [site.name for site in sites]
+    if [ladder.site for ladder in ladders] != names:
+        raise InvalidValue("HeadScores.ladders", f"one per site, {names}", ladders)
 
 
 def _check_rows(name: str, lengths: list[int], shape: list[int]) -> None:

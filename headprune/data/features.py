@@ -78,7 +78,7 @@ class RowEncoder:
             sounds = Sounds(folder_of(section), self.processor, section.seconds)
             return sounds.encode(rows[section.audio])
         if section.tokens is not None:
-            return [self._tokens(ids) for ids in rows[section.tokens]]
+            return list(map(self._tokens, rows[section.tokens]))
         return self._text(rows)
 
     def _text(self, rows: Any) -> list[Example]:

@@ -284,7 +284,7 @@ def _read_files(
         for file in of_split:
             if not file.stat().st_size:
                 raise InvalidValue("data.path", "files with rows", f"{file}, which is empty")
-        patterns[role] = [_as_pattern(file) for file in of_split]
+        patterns[role] = list(map(_as_pattern, of_split))
     options: dict[str, Any] = {}
     if data_format == "text":
         options = {"sample_by": "document"}

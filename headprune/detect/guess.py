@@ -432,9 +432,16 @@ def _counts(module: nn.Module, sizes: _Sizes) -> list[tuple[_PathCount, ...]]:
             widths.append((path, "query_width"))
         elif value == sizes.n_query * sizes.value_dim:
             widths.append((path, "value_width"))
-    named = [pair for pair in heads if _is_named_for_heads(pair[0])]
-
     # 2. Sets of them.
+    sets = _sets_of_counts(heads, shared, widths)
+    return list(dict.fromkeys(map(tuple, sets)))
+
+
+def _sets_of_counts(
+    heads: list[_PathCount], shared: list[tuple[str, list[Count]]], widths: list[_PathCount]
+) -> list[list[_PathCount]]:
+    """Sets of attributes, most likely first; some may be there twice."""
+    named = [pair for pair in heads if _is_named_for_heads(pair[0])]
     sets: list[list[_PathCount]] = []
     kv_paths = [path for path, _ in shared]
     for chosen in islice(product(*(counts for _, counts in shared)), _ASSIGNMENTS):
@@ -443,8 +450,7 @@ def _counts(module: nn.Module, sizes: _Sizes) -> list[tuple[_PathCount, ...]]:
         sets += _with_widths([*heads, *kv], widths)
     for path, counts in shared:
         sets += [[*heads, (path, count)] for count in counts]
-    sets += [heads, []]
-    return list(dict.fromkeys(map(tuple, sets)))
+    return [*sets, heads, []]
 
 
 def _with_widths(counts: list[_PathCount], widths: list[_PathCount]) -> list[list[_PathCount]]:

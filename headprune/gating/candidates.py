@@ -394,7 +394,7 @@ class _Pass:
     def naive(self, settings: Tensor) -> tuple[Tensor, Tensor]:
         """Run a whole pass for every setting."""
         base = self._run(self.base)
-        rows = [self._run(gates) for gates in settings]
+        rows = list(map(self._run, settings))
         if not rows:
             return base.new_zeros(0, self.size), base
         return torch.stack(rows), base

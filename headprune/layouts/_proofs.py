@@ -237,7 +237,7 @@ def value_width(heads: nn.ModuleList) -> int:
     Raises:
         InvalidValue: the heads do not return features of one width.
     """
-    widths = sorted({_returned_width(head) for head in heads})
+    widths = sorted(set(map(_returned_width, heads)))
     if len(widths) != 1 or not widths[0]:
         must = (
             "modules that return features of one width, [batch, length, width] of [batch, length,"

@@ -251,7 +251,7 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
 
 
 def _check_site(name: Any, kind: Any, heads: Any) -> None:
-    only_ints = {type(head) for head in heads} == {int}
+    only_ints = set(map(type, heads)) == {int}
     if not isinstance(name, str) or kind not in ATTENTION_KINDS or not only_ints:
         raise TypeError(f"the site {name!r} is described by other things than words and heads")
 

@@ -164,7 +164,7 @@ def _places_of(
         places["first token"] = np.zeros((queries, keys), bool)
         places["first token"][1:, 0] = True  # for the first token it is its own position
     if len(words) == keys:
-        marks = np.array([_is_punctuation(word) for word in words])  # [keys]
+        marks = np.array(list(map(_is_punctuation, words)))  # [keys]
         places["punctuation"] = np.broadcast_to(marks, (queries, keys))
     return places
 

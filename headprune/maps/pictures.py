@@ -175,7 +175,7 @@ class AttentionPictures(Value):
         return weights
 
     def __str__(self) -> str:
-        patterns = [self.pattern(head) for head in self]
+        patterns = list(map(self.pattern, self))
         n_named = len(patterns) - patterns.count(None)
         return (
             f"attention of {len(patterns)} heads on {len(self.examples)} examples: {n_named} of"

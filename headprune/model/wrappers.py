@@ -60,7 +60,7 @@ def retire_wrappers(changed: Iterable[nn.Module]) -> int:
     # Such wrappers need a process group.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
-    changed_ids = {id(module) for module in changed}
+    changed_ids = set(map(id, changed))
     if not changed_ids:
         return 0
     # Only the garbage collector knows every object.

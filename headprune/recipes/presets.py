@@ -30,7 +30,7 @@ class Preset:
 
     def laid_over(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
         """Return the recipe with this scorer, selector and recovery in place of its own."""
-        data = {**recipe, "recover": [_plain(step) for step in self.recover]}
+        data = {**recipe, "recover": list(map(_plain, self.recover))}
         for key, preset in (("score", self.score), ("select", self.select)):
             section = recipe.get(key) or {}
             if isinstance(section, Mapping):

@@ -331,7 +331,7 @@ def _logits(output: Any) -> list[Tensor]:
     candidates: list[Any]
     if isinstance(output, Mapping):
         names = ("logits",) if "logits" in output else ("start_logits", "end_logits")
-        candidates = [output.get(name) for name in names]
+        candidates = list(map(output.get, names))
     elif isinstance(output, (tuple, list)):
         candidates = [value for value in output if _is_batched(value)][:1]
     else:

@@ -46,7 +46,7 @@ class Playback:
 
     def learn(self, run: Callable[[], Any]) -> None:
         """Find out in one pass which layers depend on which projections."""
-        last_inside = [self._last_projection_in(layer) for layer in self._layers]
+        last_inside = list(map(self._last_projection_in, self._layers))
         n_calls: Counter[int] = Counter()
         last: dict[int, int] = {}
         latest = -1  # of the projections called so far

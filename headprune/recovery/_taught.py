@@ -52,7 +52,7 @@ class TeacherCache:
         # A batch may come twice in one pass.
         if key is None or key in self._n_calls:
             return
-        self._n_calls[key] = [len(of_target) for of_target in streams]
+        self._n_calls[key] = list(map(len, streams))
         self._hidden[key] = list(hidden)
         # Sensitivities come first: they take longer to compute and less room.
         self._keep(key, self._sensitivities, sensitivities)

@@ -53,7 +53,7 @@ def no_trace(model: nn.Module) -> Iterator[None]:
     # 1. Save.
     modes = [(module, module.training) for module in model.modules()]
     shared_states = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
-    saved_states = [dict(shared) for shared in shared_states]
+    saved_states = list(map(dict, shared_states))
     before = random_states()
     current_gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     try:

@@ -273,16 +273,24 @@ def _tone(found: Comparison | None, row: QualityRow, base: QualityRow | None) ->
         if found.low > 0:
             return "bad"
         return "good" if found.high < 0 else "plain"
-    # Without results per row: two separate samples differ by more than the same rows do.
-    n, ends = min(row.n_examples, base.n_examples), (row.value, base.value)
-    if row.metric.lower() != "accuracy" or n < 1 or not all(0 <= end <= 1 for end in ends):
-        return "plain"
-    error = math.sqrt(sum(end * (1 - end) for end in ends) / n)
-    if row.spread is not None:
-        error = math.hypot(error, row.spread / math.sqrt(max(1, row.draws)))
-    if abs(row.value - base.value) <= 1.96 * error:
+    error = _error_of_difference(row, base)
+    if error is None or abs(row.value - base.value) <= 1.96 * error:
         return "plain"
     return "good" if row.value > base.value else "bad"
+
+
+def _error_of_difference(row: QualityRow, base: QualityRow) -> float | None:
+    """Standard error of a difference of accuracies without results per row; None of other metrics.
+
+    As of two separate samples, which differ by more than the same rows do.
+    """
+    n, ends = min(row.n_examples, base.n_examples), (row.value, base.value)
+    if row.metric.lower() != "accuracy" or n < 1 or not all(0 <= end <= 1 for end in ends):
+        return None
+    error = math.sqrt(sum(end * (1 - end) for end in ends) / n)
+    if row.spread is None:
+        return error
+    return math.hypot(error, row.spread / math.sqrt(max(1, row.draws)))
 
 
 def _remarks(

@@ -260,9 +260,10 @@ def _sweep_rows(
     table: SweepTable, inputs: SweepInputs, sizes: Sequence[str]
 ) -> tuple[SweepRow, ...]:
     settings = table.settings()
-    # Without a finished run there is nothing to rank.
-    best = {setting.values for setting in table.best()} if settings else set()
-    front = {setting.values for setting in table.front()} if settings else set()
+    ranked = {}
+    if settings:  # without a finished run there is nothing to rank
+        ranked["best of its budget"] = {setting.values for setting in table.best()}
+        ranked["Pareto curve"] = {setting.values for setting in table.front()}
     against = inputs.against_random or (None,) * len(settings)
     rows = []
     for setting, drop in zip(settings, against, strict=True):
@@ -277,11 +278,7 @@ def _sweep_rows(
             cells.append(_against_random(table.metric, setting, drop))
         if inputs.speeds:
             cells.append(_speed_cell(inputs.speeds.get(setting.best["plan"])))
-        marks = []
-        if setting.values in best:
-            marks.append("best of its budget")
-        if setting.values in front:
-            marks.append("Pareto curve")
+        marks = [name for name, among in ranked.items() if setting.values in among]
         rows.append(SweepRow(tuple(cells), setting.best["plan"], ", ".join(marks)))
     return tuple(rows)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from headprune.core.choice import Choice
 from headprune.core.heads import HeadCounts
 from headprune.core.metrics import (
     LOWER,
@@ -392,17 +393,21 @@ def _before_recovery(record: RunRecord, chosen: QualityRow, drawn: QualityRow) -
     return _Difference(chosen.metric, lost, lost - spread, lost + spread)
 
 
+def _random_by_auto(choice: Choice) -> _Clause:
+    where = f"on {choice.n_examples:,} held-out calibration rows"
+    detail = f"random heads were cut and refitted alike, and compared {where}"
+    if choice.beats_random:
+        return _Clause("the choice beat random heads", detail)
+    return _Clause("random heads are not shown to be worse at this size", detail)
+
+
 def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
     scores = record.scores
     if scores is not None and scores.scorer == "random":
         return _Clause("its heads were chosen at random")
     # Judged by `auto` on rows that the refit had not seen, random heads were refitted alike.
     if _refitted_alike(record) and scores is not None and scores.choice is not None:
-        where = f"on {scores.choice.n_examples:,} held-out calibration rows"
-        detail = f"random heads were cut and refitted alike, and compared {where}"
-        if scores.choice.beats_random:
-            return _Clause("the choice beat random heads", detail)
-        return _Clause("random heads are not shown to be worse at this size", detail)
+        return _random_by_auto(scores.choice)
     chance = _against_random(record, rows)
     if chance is None:
         return _Clause("it was not compared with random heads")
@@ -417,11 +422,12 @@ def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
         return _Clause(text, f"{n}: the difference is {amount}")
     relation = "worse" if better.drop < 0 else "better"
     detail = f"{n}: the choice is {relation} by {amount}, {_interval(better)}"
-    if better.sign == "above":
-        return _Clause(f"the choice beat random heads{chance.when}", detail)
-    if better.sign == "below":
-        return _Clause(f"random heads did better{chance.when}", detail)
-    return _Clause(f"random heads are not shown to be worse at this size{chance.when}", detail)
+    texts = {
+        "above": "the choice beat random heads",
+        "below": "random heads did better",
+    }
+    text = texts.get(better.sign, "random heads are not shown to be worse at this size")
+    return _Clause(f"{text}{chance.when}", detail)
 
 
 def _refitted_alike(record: RunRecord) -> bool:
@@ -480,6 +486,15 @@ def _against_cost(rows: Mapping[Role, QualityRow], tied: bool) -> str:
     return "keep more heads"
 
 
+def _rows_of_source(parts: Iterable[Any], source: Any) -> int:
+    """Rows of all splits that come from the same file or split as the test rows.
+
+    Test rows of a split of their own cannot become more.
+    """
+    same = [part for part in parts if isinstance(part, Mapping) and part["from"] == source]
+    return sum(part["rows"] for part in same)
+
+
 def _more_rows(record: RunRecord, n: int, needed: int, folder: str | None) -> tuple[str, str]:
     """Suggest more test rows, with a command where the data has them."""
     unsure = f"with {n:,} the cost is uncertain by more than a point"
@@ -487,9 +502,7 @@ def _more_rows(record: RunRecord, n: int, needed: int, folder: str | None) -> tu
     test, train = parts[:2]
     if not isinstance(test, Mapping) or not isinstance(train, Mapping) or "from" not in test:
         return f"measure on about {needed:,} test rows; {unsure}", ""
-    # Test rows of a split of their own cannot become more.
-    same = [part for part in parts if isinstance(part, Mapping) and part["from"] == test["from"]]
-    total: int = sum(part["rows"] for part in same)
+    total = _rows_of_source(parts, test["from"])
     share = math.ceil(100 * needed / total) / 100
     recipe = recipe_file(record, folder)
     enough = share <= 0.5 and _rows_to_train(record, total - math.ceil(share * total))

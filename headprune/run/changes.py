@@ -77,14 +77,16 @@ class JudgedRows:
             if texts[1] == texts[2]:
                 return None
             return self._answer(i, texts, worse)
+        return self._answer(i, self._changed_words(first, second), worse)
+
+    def _changed_words(self, first: Any, second: Any) -> list[str]:
+        """The classes of words whose class changed: the labels, those before, those after."""
         changed = []
         for (label, before), (_, after) in zip(first, second, strict=True):
             if before != after:
                 changed.append((label, before, after))
-        texts = []
-        for classes in zip(*changed, strict=True):  # the labels, those before, those after
-            texts.append(", ".join(map(self._name, classes[:_MOST_WORDS])))
-        return self._answer(i, texts, worse)
+        columns = zip(*changed, strict=True)
+        return [", ".join(map(self._name, classes[:_MOST_WORDS])) for classes in columns]
 
     def _answer(self, i: int, texts: Sequence[str], worse: float | None = None) -> ChangedAnswer:
         """Row ``i`` with its label, and the answers before and after."""

@@ -48,9 +48,9 @@ def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:
     Raises:
         InvalidValue: a record that cannot be read, or the same one twice.
     """
-    paths = [record_path(path) for path in paths]
+    paths = list(map(record_path, paths))
     check_different("records", paths)
-    records = [RunRecord.load(path) for path in paths]
+    records = list(map(RunRecord.load, paths))
     names = _names(records, paths)
     # One column of the page per record.
     columns = [Compared(name, record) for name, record in zip(names, records, strict=True)]
@@ -126,4 +126,4 @@ def _names(records: Sequence[RunRecord], paths: Sequence[Path]) -> list[str]:
     for names in (run_names, folder_names):
         if len(set(names)) == len(names):
             return names
-    return [str(p) for p in paths]
+    return list(map(str, paths))

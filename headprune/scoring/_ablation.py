@@ -32,7 +32,7 @@ def unit_rows(problem: ScoringProblem) -> Tensor:
     for b in problem.bound:
         of_site = torch.zeros(len(b.site.units), len(b.site.heads))
         for row, unit in zip(of_site, b.site.units, strict=True):
-            row[[b.site.heads.index(head) for head in unit]] = 1
+            row[list(map(b.site.heads.index, unit))] = 1
         rows.append(of_site)
     matrix: Tensor = torch.block_diag(*rows)
     return matrix

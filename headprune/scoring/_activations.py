@@ -362,7 +362,7 @@ def unit_columns(bound: BoundSite) -> list[Tensor]:
         # One head after the other: a list of places would have to be sent to the device.
         return torch.cat([of_head[head] for head in unit])
 
-    return [columns_of(unit) for unit in site.units]
+    return list(map(columns_of, site.units))
 
 
 def run(model: nn.Module, batch: Any, loss: Loss) -> None:

@@ -171,7 +171,7 @@ def _first_true(flags: Tensor) -> int | None:
 
 def _are_maps(tensors: Iterable[Tensor]) -> Tensor:
     """``[tensors]``: which of them are maps."""
-    return torch.stack([is_map(x) for x in tensors])
+    return torch.stack(list(map(is_map, tensors)))
 
 
 def is_map(x: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def removed(
     # Everything remains on the device: also which unit is removed is a number there. The CPU would
     # need one wait, too, but width ** 2 multiply-adds per channel are a GPU's work (at a width of
     # 4096, some 4e11 per site in fp64).
-    tables = [_UnitTable(f) for f in factors]
+    tables = list(map(_UnitTable, factors))
     results: list[list[Tensor]] = [[] for _ in factors]
     for jobs in _together(tables, len(weights)):
         # 1. The matrices of all jobs, [jobs, units * channels, units * channels].

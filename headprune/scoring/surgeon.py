@@ -265,7 +265,7 @@ class Surgeon(ConstantWork):
                 got = f"{self.ridge} at {f.bound.site.name}, whose channels depend on each other"
                 raise InvalidValue("Surgeon.ridge", must, got, "Use 1e-2, or more data.")
         by_run = zip(*removals, strict=True)  # of each run, [2, units] per site
-        return torch.stack([_rising(of_sites) for of_sites in by_run])
+        return torch.stack(list(map(_rising, by_run)))
 
 
 class _SurgeonPasses(Surgeon):

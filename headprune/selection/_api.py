@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 from headprune.core.coverage import coverage_notes
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
-from headprune.core.heads import HeadMask, Policy
+from headprune.core.heads import AttentionSite, HeadMask, Policy
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan, SiteBudget, share_hint
 from headprune.core.scores import HeadScores
@@ -277,17 +277,22 @@ def _notes(
         notes.extend(cache_notes(scores.sites, mask))
     else:
         notes.append(_NOTHING + beyond(budget, present))
-    emptied = [site for site in scores.sites if site.heads and not mask.kept(site.name)]
-    for noun, neurons in (("head", False), ("neuron", True)):
-        names = [site.name for site in emptied if site.is_feed_forward is neurons]
-        if names:
-            notes.append(f"Without a {noun}: {', '.join(names)}.")
+    notes.extend(_emptied_notes(scores.sites, mask))
     for verb, positions in (("Kept", task.must_keep), ("Removed", task.must_remove)):
         if positions:
             notes.append(f"{verb} on request: {_labels(task.scores, positions)}.")
     if task.latency is not None:
         notes.append(_predicted(task.latency, mask))
     return (*notes, *task.notes, *coverage_notes(scores.notes))
+
+
+def _emptied_notes(sites: Iterable[AttentionSite], mask: HeadMask) -> Iterator[str]:
+    """Name the layers that keep no head, then those that keep no neuron."""
+    emptied = [site for site in sites if site.heads and not mask.kept(site.name)]
+    for noun, neurons in (("head", False), ("neuron", True)):
+        names = [site.name for site in emptied if site.is_feed_forward is neurons]
+        if names:
+            yield f"Without a {noun}: {', '.join(names)}."
 
 
 def beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:

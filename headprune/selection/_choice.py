@@ -98,7 +98,7 @@ def _integers(numbers: Iterable[int]) -> Integers:
 
 def _solve(classes: list[_Options], room: int) -> list[int]:
     """Extend the states by one class at a time: the last class first, so that the first decides."""
-    hulls = [_hull(options) for options in classes]
+    hulls = list(map(_hull, classes))
     nothing = np.zeros(1, np.int64)
     states = _Options(nothing, nothing, nothing)
     steps: list[tuple[Integers, Integers]] = []

@@ -66,7 +66,7 @@ def _sides(
     problem: Problem, selector: Selector, keep: frozenset[Position]
 ) -> tuple[list[_Unit], list[_Unit]]:
     """Kept units, lowest first, and removed ones, highest first, without those a rule decided."""
-    scales = [selector.scale(row) for row in problem.scores.values]
+    scales = list(map(selector.scale, problem.scores.values))
     settled = problem.must_keep | problem.must_remove
     kept: list[_Unit] = []
     removed: list[_Unit] = []

@@ -50,7 +50,7 @@ def measured_losses(problem: Problem, plans: list[frozenset[Position]]) -> Float
         InvalidValue: the callable returns something else, or has a single example.
     """
     assert problem.loss is not None
-    losses = np.asarray(problem.loss([problem.mask(plan) for plan in plans]), dtype=np.float64)
+    losses = np.asarray(problem.loss(list(map(problem.mask, plans))), dtype=np.float64)
     where = "what select(loss=) returns"
     # One example has no standard error.
     if losses.ndim != 2 or len(losses) != len(plans) or losses.shape[1] < 2:

@@ -51,7 +51,7 @@ class Knapsack(Selector):
         sets: list[list[_Set]] = []
         for site, states in enumerate(problem.states(ranking(problem.scores))):
             sets.append(sets_of(site, states))
-        classes = [_options(site_sets) for site_sets in sets]
+        classes = list(map(_options, sets))
         # 2. One option of every class.
         chosen = best_choice(classes, problem.limit)
         if chosen is None:

@@ -114,7 +114,7 @@ def checked(optimizer: Optimizers | None, model: nn.Module) -> list[Any]:
         return []
     several = isinstance(optimizer, Iterable)
     given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
-    optimizers = [_unwrapped(one) for one in given]
+    optimizers = list(map(_unwrapped, given))
     ours = set(map(id, model.parameters()))
     for number, one in enumerate(optimizers):
         _check_optimizer(one, f"optimizer[{number}]" if several else "optimizer", ours)

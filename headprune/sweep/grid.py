@@ -280,7 +280,7 @@ def _path_problem(path: str, where: str) -> InvalidValue | None:
 
 def _axis(key: str, path: str, values: Sequence[Any], raw: Mapping[str, Any]) -> _Axis:
     """Turn given values into what the table shows and what the recipe takes."""
-    shown = [_shown(value) for value in values]
+    shown = list(map(_shown, values))
     set_to = list(values)
     if path in _RECOVERIES:
         set_to = [_recovery_steps(value, raw, path) for value in values]

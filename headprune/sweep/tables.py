@@ -118,7 +118,7 @@ def _base_row(base: ModelOutcome) -> FrozenDict:
 
 def write_table(table: SweepTable, sweep: Path) -> list[Path]:
     """Write ``table.json``, ``table.csv`` and ``table.parquet``; return their paths."""
-    rows = [dict(row) for row in table.rows]
+    rows = list(map(dict, table.rows))
     return [table.save(sweep / TABLE), *_write_columns(rows, sweep / "table")]
 
 
