@@ -215,3 +215,17 @@ def test_the_package_reads_openly() -> None:
     for path in sorted((ROOT / "headprune").rglob("*.py")):
         found = list(faults(ast.parse(path.read_text(encoding="utf-8"))))
         assert found == [], path
+
+
+def test_the_package_as_a_whole_stays_open() -> None:
+    """At most 4 comprehensions per 100 statements, and 15 functions above complexity 12."""
+    nodes = [
+        node
+        for path in (ROOT / "headprune").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    statements = sum(isinstance(node, ast.stmt) for node in nodes)
+    comprehensions = sum(isinstance(node, COMPREHENSIONS) for node in nodes)
+    hard = [node.name for node in nodes if isinstance(node, FUNCTIONS) and complexity(node) > 12]
+    assert comprehensions <= 0.04 * statements
+    assert len(hard) <= 15, hard
