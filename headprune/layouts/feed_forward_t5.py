@@ -1,4 +1,4 @@
-"""Feed-forward of T5: `wi` and `wo`; one expert of Switch Transformers."""
+"""Feed-forward of T5: `wi` and `wo`. An expert of Switch Transformers is not taken."""
 
 from __future__ import annotations
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from headprune import recovery, selection
+from headprune.choice.ladder import Ladder
+from headprune.choice.refitted import MEASURED_ROWS, refitted_loss_of
 from headprune.core.codec import FrozenDict, Value
-from headprune.core.heads import AttentionSite, HeadCounts
+from headprune.core.heads import AttentionSite, HeadCounts, HeadMask
 from headprune.model.cut import cut_
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, tensors, to_device, undisturbed
@@ -31,6 +33,7 @@ from headprune.scoring._api import score
 from headprune.scoring._base import Scorer
 from headprune.scoring._constant import ConstantWork
 from headprune.scoring._learned import LearnedScorer
+from headprune.selection.repriced import Repriced
 
 
 @dataclass(frozen=True)
@@ -227,9 +230,7 @@ def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
 
     # 2. Scoring, judging the plans of `auto`, and choosing.
     yield from _scoring(subject, step)
-    if selection.registry.get(recipe.select.selector).needs:
-        basis = f"{recipe.select.selector} measures smaller models while it chooses"
-        yield StageEstimate("select", None, basis)
+    yield from _choosing(subject)
 
     # 3. Evaluations.
     yield _evaluations(subject)
@@ -254,6 +255,18 @@ def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
             cells *= 3
         basis = f"{cells} cells, {recipe.bench.seconds:g} s each"
         yield StageEstimate("bench", cells * recipe.bench.seconds, basis)
+
+
+def _choosing(subject: Subject) -> Iterable[StageEstimate]:
+    """Estimate the choice of heads, if the selector measures models; others take no time."""
+    wanted = subject.recipe.select
+    selector = configured(selection.registry, wanted.selector, wanted.settings)
+    predicts_refits = isinstance(scorer_of(subject), Ladder) and not wanted.recover
+    if isinstance(selector, Repriced) and predicts_refits:
+        yield _repricing(subject, selector)
+    elif selector.needs:
+        basis = f"{wanted.selector} measures smaller models while it chooses"
+        yield StageEstimate("select", None, basis)
 
 
 def _refitted_draws(recipe: Recipe) -> int:
@@ -383,6 +396,44 @@ def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[St
     rows = " and ".join(f"{n:,}" for n in samples)
     basis = f"{auto.summary}; one such time was measured, on {rows} rows"
     yield StageEstimate("choose", seconds, basis)
+
+
+def _repricing(subject: Subject, selector: Repriced) -> StageEstimate:
+    """Estimate ``repriced``: at most its rounds, each of which measures levels near a plan."""
+    # 1. Preparation and the plans of a round, on one batch and on two.
+    batches = _typical_first(subject)
+    once = _timed_round(subject, batches[:1])
+    more = (0.0, 0.0)
+    if len(batches) > 1:
+        both = _timed_round(subject, batches[:2])
+        more = (max(both[0] - once[0], 0.0), max(both[1] - once[1], 0.0))
+
+    # 2. Preparation reads all rows, plans are measured on at most half of them.
+    measured = min(len(batches) / 2, MEASURED_ROWS / subject.recipe.score.batch_size)
+    prepared = once[0] + more[0] * (len(batches) - 1)
+    per_round = once[1] + more[1] * max(measured - 1, 0.0)
+    # A site has levels above and below the present one; a plan with one of them was timed.
+    sides = 2 * selector.reach
+    seconds = prepared + selector.rounds * sides * per_round
+    n_plans = selector.rounds * (1 + sides * len(subject.sites))
+    timed = f"{len(subject.sites) + 1} were timed on {min(2, len(batches))} batches"
+    return StageEstimate("select", seconds, f"repriced, about {n_plans} plans at most; {timed}")
+
+
+def _timed_round(subject: Subject, batches: list[Any]) -> tuple[float, float]:
+    """Seconds to prepare, and to measure a plan and it with one site whole, site after site."""
+    plan = half_of_heads(subject)
+    whole = HeadMask.full(subject.sites)
+    sizes = {row.site: row.n_heads for row in plan.rows}
+    near = []
+    for site in plan.sites:
+        kept = {name: (whole if name == site else plan).kept(name) for name in plan.sites}
+        near.append(HeadMask.from_keep(kept, sizes))
+    start = perf_counter()
+    rise = refitted_loss_of(subject.model, batches, sites=subject.sites, progress=False)
+    prepared = perf_counter()
+    rise([plan, *near])
+    return prepared - start, perf_counter() - prepared
 
 
 def _typical_first(subject: Subject) -> list[Any]:

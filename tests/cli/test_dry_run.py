@@ -214,3 +214,13 @@ def test_a_recovery_without_training_is_timed_on_a_few_rows(
 
 def _attentions(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "num_attention_heads")]
+
+
+def test_measured_plans_of_repriced_are_estimated() -> None:
+    budget = ["select.feed_forward=true", "select.keep_heads=null", "select.keep_macs=0.7"]
+    stages = dried(*ALONE, *budget, "score.scorer=ladder", "select.selector=repriced")
+    # Two layers of attention and two feed-forwards, each with a level above and one below.
+    assert stages["select"].basis.startswith("repriced, about 27 plans at most; 5 were timed")
+    assert (stages["select"].seconds or 0) > 0
+    stages = dried(*ALONE, "select.selector=repriced")
+    assert stages["select"].seconds is None, "only prices of levels are measured by predictions"
