@@ -423,12 +423,12 @@ _SHOWN = {
 }
 _EIGHT_BITS = {"onnxruntime": "onnxruntime-int8"}
 _COLUMNS = {
-    "plain": "even, `transformers`",
+    "plain": "even, `--format transformers`",
     "even": "even",
     "uneven": "uneven",
     "lstsq": "uneven, `lstsq` biases",
-    "neurons": "uneven, neurons too",
-    "empty": "no heads in a layer",
+    "neurons": "uneven, neurons cut",
+    "empty": "a layer without heads",
 }
 #: The largest difference of log-probabilities that counts as equal, in 32-bit floats.
 TOLERANCE = 1e-4
@@ -449,14 +449,13 @@ def matrix(records: Path) -> str:
         cells = [_cell(_rows(record, engine, kind)) for kind in CUTS]
         quantised = _rows(record, _EIGHT_BITS.get(engine, engine), "uneven", eight_bits=True)
         rows.append([title, *cells, _quantised(quantised)])
-    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits: run; equal tokens"]
+    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits: models run; equal tokens"]
     models = list(dict.fromkeys(row["model"] for row in record["rows"]))
     n_random = sum(name.endswith(", random") for name in models)
     about = (
-        f"Of {len(models)} small decoders ({n_random} random, one pretrained Llama), how many gave"
-        f" headprune's {record['steps']} greedy tokens for each of 3 prompts, and its"
-        f" log-probabilities within {TOLERANCE:g} (32-bit floats, CPU). *Even*: the same number"
-        " of heads in all layers."
+        f"How many of {len(models)} small decoders ({n_random} untrained, one pretrained Llama) give"
+        f" the same {record['steps']} greedy tokens as headprune for 3 prompts, and log-probabilities"
+        f" within {TOLERANCE:g} (32-bit floats, CPU). *Even*: all layers have equally many heads."
     )
     return "\n".join([about, "", *table(head, rows, len(head))])
 

@@ -17,8 +17,8 @@ _HEAD = (
     ' aria-labelledby="t d">'
 )
 _DESCRIPTION = (
-    "Six steps. Gate: a number multiplies what each head hands on. Score: an importance for each"
-    " head. Plan: which heads are kept. Prune: the weights lose the others. Prove: the cut model equals"
+    "Six steps. Gate: a number multiplies what each head passes on. Score: an importance for each"
+    " head. Plan: which heads are kept. Prune: remove the other heads from the weights. Prove: the cut model equals"
     " the gated one. Recover: the kept weights make up for what was removed."
 )
 
@@ -30,9 +30,9 @@ def draw(records: Path, docs: Path) -> Path:
         ("1 gate", "a switch on every head", _gate()),
         ("2 score", "how important is each?", _score(record)),
         ("3 plan", _kept_heads(record), _plan(record)),
-        ("4 prune", "weights lose the others", _prune(record)),
+        ("4 prune", "remove the other heads", _prune(record)),
         ("5 prove", "gated = pruned", _prove(record)),
-        ("6 recover", "the rest makes up for it", _recover(record)),
+        ("6 recover", "kept weights are trained again", _recover(record)),
     ]
     width, height = 3 * _PANEL[0] + 4 * _GAP, 2 * _PANEL[1] + 3 * _GAP
     lines = [
