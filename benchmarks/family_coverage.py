@@ -304,7 +304,7 @@ def readme(records: Path) -> str:
     counts = Counter(row["status"] for row in rows)
     exact, wrong = counts["exact"], counts["wrong"]
     return (
-        f"Of [{len(rows)} other model classes, drawn by chance](docs/coverage.md), {exact} are cut"
+        f"Of [{len(rows)} random classes that no layout targets](docs/coverage.md), {exact} are cut"
         f" exactly, {len(rows) - exact - wrong} refused with the\nreason, and"
         f" {wrong or 'none'} cut wrongly."
     )

@@ -234,8 +234,8 @@ def limits(records: Path) -> str:
         f" {short['batch']} and {short['length']} tokens, [MiniLM with {third} heads]({times}) is"
         f" only {short['ratio']:.2f} times as fast.{on_a_gpu(records)}",
         "- **Your language model is small.** [A Llama of 260,000 parameters](docs/kv-groups.md) has"
-        f" a perplexity of {llama['base']:.2f}. Without a quarter of its key/value groups, by the"
-        f" best scorer: {cut:.2f} after the cut, {refitted:.2f} after a refit, {after:.2f} after"
+        f" a perplexity of {llama['base']:.2f}. A quarter of its key/value groups removed (best"
+        f" scorer each): {cut:.2f} after the cut, {refitted:.2f} after a refit, {after:.2f} after"
         " training.",
     ]
     return "\n".join(lines)

@@ -449,13 +449,14 @@ def matrix(records: Path) -> str:
         cells = [_cell(_rows(record, engine, kind)) for kind in CUTS]
         quantised = _rows(record, _EIGHT_BITS.get(engine, engine), "uneven", eight_bits=True)
         rows.append([title, *cells, _quantised(quantised)])
-    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits: models run; equal tokens"]
+    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits: run; leading equal tokens"]
     models = list(dict.fromkeys(row["model"] for row in record["rows"]))
     n_random = sum(name.endswith(", random") for name in models)
     about = (
         f"How many of {len(models)} small decoders ({n_random} untrained, one pretrained Llama) give"
-        f" the same {record['steps']} greedy tokens as headprune for 3 prompts, and log-probabilities"
-        f" within {TOLERANCE:g} (32-bit floats, CPU). *Even*: all layers have equally many heads."
+        f" headprune's {record['steps']} greedy tokens for 3 prompts, and log-probabilities within"
+        f" {TOLERANCE:g} (32-bit floats, CPU). *Even*: equally many heads per layer. Where no format"
+        " is named: `remote-code`, GGUF or an export."
     )
     return "\n".join([about, "", *table(head, rows, len(head))])
 
