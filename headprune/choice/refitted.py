@@ -21,17 +21,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-#: The most rows that rises are measured on.
-MEASURED_ROWS = 256
-
-
 def refitted_loss_of(
     model: nn.Module,
     batches: Iterable[Any],
     *,
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,
-    examples: int = MEASURED_ROWS,
+    examples: int = 256,
     ridge: float = 0.3,
     temperature: float = TEMPERATURE,
     progress: bool | None = None,

@@ -45,11 +45,7 @@ def run(
     The processes of torchrun or accelerate launch share the scoring; the first one does the rest.
     """
     with guarded(debug):
-        # A mistake in the recipe is reported before the seconds that PyTorch takes to import.
         from headprune.recipes.validate import load_recipe
-
-        load_recipe(recipe, settings or ())
-
         from headprune.run.launched import launched
 
         how, launch = watching(quiet), launched()
@@ -61,6 +57,9 @@ def run(
 
                 share_scoring(recipe, settings or (), launch)
             return
+
+        # Most mistakes are reported before PyTorch is imported, which takes seconds.
+        load_recipe(recipe, settings or ())
 
         # 2. An estimate.
         if dry_run:

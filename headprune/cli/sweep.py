@@ -55,10 +55,10 @@ def sweep(
 ) -> None:
     """Run every combination of a grid on one base model; called again, it resumes."""
     with guarded(debug):
-        # A misspelt name is reported before the seconds that PyTorch takes to import.
-        from headprune.recipes.reading import locate
+        # Most mistakes are reported before PyTorch is imported, which takes seconds.
+        from headprune.sweep.grid import lay_out
 
-        locate(recipe)
+        lay_out(recipe, settings or (), grid)
 
         from headprune.sweep.sweeping import sweep as run_sweep
 

@@ -432,6 +432,7 @@ def _counts(module: nn.Module, sizes: _Sizes) -> list[tuple[_PathCount, ...]]:
             widths.append((path, "query_width"))
         elif value == sizes.n_query * sizes.value_dim:
             widths.append((path, "value_width"))
+
     # 2. Sets of them.
     sets = _sets_of_counts(heads, shared, widths)
     return list(dict.fromkeys(map(tuple, sets)))

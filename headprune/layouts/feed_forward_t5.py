@@ -1,4 +1,4 @@
-"""Feed-forward of T5: `wi` and `wo`. An expert of Switch Transformers is not taken."""
+"""Feed-forward of T5, and those of Switch Transformers that are no experts: `wi` and `wo`."""
 
 from __future__ import annotations
 

@@ -280,9 +280,9 @@ def _tone(found: Comparison | None, row: QualityRow, base: QualityRow | None) ->
 
 
 def _error_of_difference(row: QualityRow, base: QualityRow) -> float | None:
-    """Standard error of a difference of accuracies without results per row; None of other metrics.
+    """Standard error of the difference of two accuracies; None where it is not known.
 
-    As of two separate samples, which differ by more than the same rows do.
+    As if they were of separate samples, which differ by more than the same rows do.
     """
     n, ends = min(row.n_examples, base.n_examples), (row.value, base.value)
     if row.metric.lower() != "accuracy" or n < 1 or not all(0 <= end <= 1 for end in ends):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headprune.core.codec import FrozenDict
 from headprune.core.display import escape
 from headprune.core.files import atomic_path
 from headprune.core.metrics import POINTS, RATIO, drop_words, is_one_of
@@ -256,14 +257,19 @@ def _failure(run: Mapping[str, Any]) -> str:
     return f"{words(settings)}: {run['error']}"
 
 
+def _ranked(table: SweepTable) -> dict[str, set[FrozenDict]]:
+    """The settings that are marked in the table, by their mark."""
+    return {
+        "best of its budget": {setting.values for setting in table.best()},
+        "Pareto curve": {setting.values for setting in table.front()},
+    }
+
+
 def _sweep_rows(
     table: SweepTable, inputs: SweepInputs, sizes: Sequence[str]
 ) -> tuple[SweepRow, ...]:
     settings = table.settings()
-    ranked = {}
-    if settings:  # without a finished run there is nothing to rank
-        ranked["best of its budget"] = {setting.values for setting in table.best()}
-        ranked["Pareto curve"] = {setting.values for setting in table.front()}
+    ranked = _ranked(table) if settings else {}  # without a finished run there is nothing to rank
     against = inputs.against_random or (None,) * len(settings)
     rows = []
     for setting, drop in zip(settings, against, strict=True):

@@ -487,10 +487,7 @@ def _against_cost(rows: Mapping[Role, QualityRow], tied: bool) -> str:
 
 
 def _rows_of_source(parts: Iterable[Any], source: Any) -> int:
-    """Rows of all splits that come from the same file or split as the test rows.
-
-    Test rows of a split of their own cannot become more.
-    """
+    """Rows of all parts that were drawn from ``source``."""
     same = [part for part in parts if isinstance(part, Mapping) and part["from"] == source]
     return sum(part["rows"] for part in same)
 
@@ -502,6 +499,7 @@ def _more_rows(record: RunRecord, n: int, needed: int, folder: str | None) -> tu
     test, train = parts[:2]
     if not isinstance(test, Mapping) or not isinstance(train, Mapping) or "from" not in test:
         return f"measure on about {needed:,} test rows; {unsure}", ""
+    # Test rows of a split of their own cannot become more.
     total = _rows_of_source(parts, test["from"])
     share = math.ceil(100 * needed / total) / 100
     recipe = recipe_file(record, folder)

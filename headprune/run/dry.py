@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from headprune import recovery, selection
 from headprune.choice.ladder import Ladder
-from headprune.choice.refitted import MEASURED_ROWS, refitted_loss_of
+from headprune.choice.refitted import refitted_loss_of
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.heads import AttentionSite, HeadCounts, HeadMask
+from headprune.core.ladders import PRICE_SETTINGS
 from headprune.model.cut import cut_
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, tensors, to_device, undisturbed
@@ -261,9 +262,11 @@ def _choosing(subject: Subject) -> Iterable[StageEstimate]:
     """Estimate the choice of heads, if the selector measures models; others take no time."""
     wanted = subject.recipe.select
     selector = configured(selection.registry, wanted.selector, wanted.settings)
-    predicts_refits = isinstance(scorer_of(subject), Ladder) and not wanted.recover
-    if isinstance(selector, Repriced) and predicts_refits:
-        yield _repricing(subject, selector)
+    # While a model is pruned gradually, or where refits are made, cut models are measured.
+    predicts_refits = not wanted.recover and subject.recipe.gradual is None
+    scorer = scorer_of(subject)
+    if isinstance(selector, Repriced) and isinstance(scorer, Ladder) and predicts_refits:
+        yield _repricing(subject, selector, scorer)
     elif selector.needs:
         basis = f"{wanted.selector} measures smaller models while it chooses"
         yield StageEstimate("select", None, basis)
@@ -398,41 +401,43 @@ def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[St
     yield StageEstimate("choose", seconds, basis)
 
 
-def _repricing(subject: Subject, selector: Repriced) -> StageEstimate:
-    """Estimate ``repriced``: at most its rounds, each of which measures levels near a plan."""
-    # 1. Preparation and the plans of a round, on one batch and on two.
-    batches = _typical_first(subject)
-    once = _timed_round(subject, batches[:1])
-    more = (0.0, 0.0)
+def _repricing(subject: Subject, selector: Repriced, ladder: Ladder) -> StageEstimate:
+    """Estimate ``repriced``, if it measures as many plans as its rounds allow."""
+    # 1. One batch and two. The difference is at least a fifth of the first, as for scorers.
+    batches, batch_size = _typical_first(subject), subject.recipe.score.batch_size
+    prepared, measured = _timed_plans(subject, ladder, batches[:1])
+    more_prepared = more_measured = 0.0
     if len(batches) > 1:
-        both = _timed_round(subject, batches[:2])
-        more = (max(both[0] - once[0], 0.0), max(both[1] - once[1], 0.0))
+        both_prepared, both_measured = _timed_plans(subject, ladder, batches[:2])
+        more_prepared = max(both_prepared - prepared, 0.2 * prepared)
+        more_measured = max(both_measured - measured, 0.2 * measured)
 
-    # 2. Preparation reads all rows, plans are measured on at most half of them.
-    measured = min(len(batches) / 2, MEASURED_ROWS / subject.recipe.score.batch_size)
-    prepared = once[0] + more[0] * (len(batches) - 1)
-    per_round = once[1] + more[1] * max(measured - 1, 0.0)
-    # A site has levels above and below the present one; a plan with one of them was timed.
-    sides = 2 * selector.reach
-    seconds = prepared + selector.rounds * sides * per_round
-    n_plans = selector.rounds * (1 + sides * len(subject.sites))
-    timed = f"{len(subject.sites) + 1} were timed on {min(2, len(batches))} batches"
-    return StageEstimate("select", seconds, f"repriced, about {n_plans} plans at most; {timed}")
+    # 2. All batches are prepared. Half of the rows of each are measured, up to the ladder's limit.
+    n_measured = min(len(batches), 2 * ladder.examples / batch_size)
+    prepared += more_prepared * (len(batches) - 1)
+    measured += more_measured * max(n_measured - 1, 0.0)
+
+    # 3. All plans.
+    n_sites = len(subject.sites)
+    n_timed, n_plans = n_sites + 1, selector.most_plans(n_sites)
+    seconds = prepared + measured * n_plans / n_timed
+    timed = f"{n_timed} were timed on {min(2, len(batches))} batches"
+    return StageEstimate("select", seconds, f"repriced, up to {n_plans} plans; {timed}")
 
 
-def _timed_round(subject: Subject, batches: list[Any]) -> tuple[float, float]:
-    """Seconds to prepare, and to measure a plan and it with one site whole, site after site."""
-    plan = half_of_heads(subject)
-    whole = HeadMask.full(subject.sites)
-    sizes = {row.site: row.n_heads for row in plan.rows}
-    near = []
-    for site in plan.sites:
-        kept = {name: (whole if name == site else plan).kept(name) for name in plan.sites}
-        near.append(HeadMask.from_keep(kept, sizes))
+def _timed_plans(subject: Subject, ladder: Ladder, batches: list[Any]) -> tuple[float, float]:
+    """Seconds to prepare, and to measure half of the heads, also with one site whole at a time."""
+    half, whole = half_of_heads(subject), HeadMask.full(subject.sites)
+    sizes = {row.site: row.n_heads for row in half.rows}
+    plans = [half]
+    for site in half.sites:
+        kept = {name: (whole if name == site else half).kept(name) for name in half.sites}
+        plans.append(HeadMask.from_keep(kept, sizes))
+    options: dict[str, Any] = {name: getattr(ladder, name) for name in PRICE_SETTINGS}
     start = perf_counter()
-    rise = refitted_loss_of(subject.model, batches, sites=subject.sites, progress=False)
+    rise = refitted_loss_of(subject.model, batches, sites=subject.sites, progress=False, **options)
     prepared = perf_counter()
-    rise([plan, *near])
+    rise(plans)
     return prepared - start, perf_counter() - prepared
 
 

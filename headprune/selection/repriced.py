@@ -55,6 +55,11 @@ class Repriced(Knapsack):
                 raise InvalidValue(f"Repriced.{name}", "a count >= 1", repr(value))
         check_margin("Repriced.margin", self.margin)
 
+    def most_plans(self, n_sites: int) -> int:
+        """How many plans are measured at most, for so many sites."""
+        near = 2 * self.reach * n_sites
+        return self.rounds * (1 + near + len(_THRESHOLDS))
+
     def keep(self, problem: Problem) -> frozenset[Position]:
         chosen = super().keep(problem)
         levels = _Levels(problem, chosen)

@@ -216,11 +216,56 @@ def _attentions(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "num_attention_heads")]
 
 
-def test_measured_plans_of_repriced_are_estimated() -> None:
-    budget = ["select.feed_forward=true", "select.keep_heads=null", "select.keep_macs=0.7"]
-    stages = dried(*ALONE, *budget, "score.scorer=ladder", "select.selector=repriced")
-    # Two layers of attention and two feed-forwards, each with a level above and one below.
-    assert stages["select"].basis.startswith("repriced, about 27 plans at most; 5 were timed")
-    assert (stages["select"].seconds or 0) > 0
-    stages = dried(*ALONE, "select.selector=repriced")
-    assert stages["select"].seconds is None, "only prices of levels are measured by predictions"
+REPRICED = [
+    *("select.feed_forward=true", "select.keep_heads=null", "select.keep_macs=0.7"),
+    *("score.scorer=ladder", "select.selector=repriced"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        # Half of 64 rows: one is kept for fits, one is measured.
+        ("score.batch_size=16", 32),
+        ("score.batch_size=64", 32),
+        ("score.settings={examples: 8}", 8),
+    ],
+)
+def test_measured_plans_of_repriced_are_estimated(
+    monkeypatch: pytest.MonkeyPatch, settings: str, rows: int
+) -> None:
+    """A second for every measured row of a plan, 100 seconds to prepare, and 10 a batch."""
+    clock = [0.0]
+
+    def measure(model: Any, batches: Any, **options: Any) -> Any:
+        clock[0] += 100 + 10 * len(batches)
+        measured = sum(len(batch["labels"]) for batch in batches) / 2
+
+        def rise(plans: Any) -> None:
+            clock[0] += measured * len(plans)
+
+        return rise
+
+    monkeypatch.setattr(dry, "score", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(dry, "refitted_loss_of", measure)
+    stage = dried(*ALONE, *REPRICED, settings)["select"]
+    # Three rounds: a plan, it with each of four sites one level up and down, four candidates.
+    n_plans = 3 * (1 + 4 * 2 + 4)
+    n_batches = 1 if "64" in settings else 4
+    # The second batch counts for at least a fifth of the first.
+    prepared = 110 + (n_batches - 1) * 0.2 * 110
+    assert stage.seconds == pytest.approx(prepared + n_plans * rows)
+    assert stage.basis.startswith(f"repriced, up to {n_plans} plans; 5 were timed on")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*ALONE, "select.selector=repriced"],
+        [*ALONE, *REPRICED, "select.recover=[{method: mean_fold}]"],
+    ],
+    ids=["scores without prices", "refits are made"],
+)
+def test_plans_that_are_cut_are_not_estimated(settings: list[str]) -> None:
+    assert dried(*settings)["select"].seconds is None

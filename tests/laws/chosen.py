@@ -75,14 +75,24 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def mark_further_families(items: list[pytest.Item]) -> None:
-    """Mark a layout's further families as slow: they share the code that the first one tests."""
-    families = {name: layouts.get(name).families for name in layouts.names()}
-    first = {(name, of_layout[0][0]) for name, of_layout in families.items() if of_layout}
+    """Mark further families of a layout as slow: most of their code is the first one's.
+
+    The first one of every layout of feed-forwards counts as well.
+    """
+    first = first_families()
     for item in items:
         callspec = getattr(item, "callspec", None)
         subject = callspec.params.get("subject") if callspec else None
         if isinstance(subject, tuple) and subject not in first:
             item.add_marker(pytest.mark.slow)
+
+
+def first_families() -> set[tuple[str, str]]:
+    """A family of every layout, as pairs of the layout of its attention and its name."""
+    from tests.laws.families import ONE_EACH  # it builds models, which options need not wait for
+
+    families = {name: layouts.get(name).families for name in layouts.names()}
+    return {(name, own[0][0]) for name, own in families.items() if own} | {*ONE_EACH}
 
 
 def parameters(item: pytest.Item) -> set[str]:

@@ -27,6 +27,25 @@ FAMILIES = [
 #: Families whose layers must keep a head; every other one may lose all.
 KEEP_A_HEAD = {family for layout, family in FAMILIES if registry.get(layout).empty == "refuse"}
 
+#: One family per layout of feed-forwards.
+ONE_EACH = [
+    ("albert", "albert"),
+    ("bart", "bart"),
+    ("bart", "gptj"),
+    ("bart", "wav2vec2"),
+    ("bert", "bert"),
+    ("distilbert", "distilbert"),
+    ("gpt2", "gpt2"),
+    ("gpt_neox", "gpt_neox"),
+    ("llama", "llama"),
+    ("modernbert", "modernbert"),
+    ("phi3", "phi3"),
+    ("t5", "t5"),
+    ("t5", "mt5"),
+    ("torch_multi_head", "torch.nn.TransformerEncoder"),
+    ("x_transformers", "x_transformers.Encoder"),
+]
+
 
 def over(families: Iterable[tuple[str, str]] = FAMILIES) -> pytest.MarkDecorator:
     """Runs a test on every one of these families; its argument ``subject`` is the family's

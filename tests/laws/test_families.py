@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from headprune.layouts import registry
 from headprune.model.sites import reason_against
-from tests.laws.families import FAMILIES, KEEP_A_HEAD, implementations, over
+from tests.laws import chosen
+from tests.laws.families import FAMILIES, KEEP_A_HEAD, ONE_EACH, implementations, over
 from tests.laws.support import Subject
 
 #: Families that must never drop out of the matrix; variants of one (falcon-mqa) count once.
@@ -72,3 +73,10 @@ def test_every_attention_of_the_model_is_a_site_of_its_layout(subject: Subject) 
             assert name in own or name.startswith(inside), (
                 f"{name} ({type(module).__name__}) was not found"
             )
+
+
+def test_the_core_tries_a_family_of_every_layout() -> None:
+    first = chosen.first_families()
+    assert first < {*FAMILIES}
+    assert {layout for layout, _ in first} == {layout for layout, _ in FAMILIES}
+    assert {*ONE_EACH} <= first, "their feed-forwards are of other layouts than their attention"

@@ -14,6 +14,7 @@ from headprune.layouts import registry
 from headprune.model.running import call, outputs
 from tests.laws.families import (
     FAMILIES,
+    ONE_EACH,
     assert_equal,
     assert_same_gradients,
     far,
@@ -42,24 +43,6 @@ EXPERTS = {"gpt_oss", "mixtral", "olmoe"}
 WITH_NEURONS = [pair for pair in FAMILIES if pair[1] not in WITHOUT | EXPERTS]
 #: Attention that PyTorch computes in another order once its output projection is called.
 ROUNDED = {"siglip", "torch.nn.TransformerEncoder", "torch.nn.TransformerDecoder", "wavlm"}
-#: One family per layout of feed-forwards.
-ONE_EACH = [
-    ("albert", "albert"),
-    ("bart", "bart"),
-    ("bart", "gptj"),
-    ("bart", "wav2vec2"),
-    ("bert", "bert"),
-    ("distilbert", "distilbert"),
-    ("gpt2", "gpt2"),
-    ("gpt_neox", "gpt_neox"),
-    ("llama", "llama"),
-    ("modernbert", "modernbert"),
-    ("phi3", "phi3"),
-    ("t5", "t5"),
-    ("t5", "mt5"),
-    ("torch_multi_head", "torch.nn.TransformerEncoder"),
-    ("x_transformers", "x_transformers.Encoder"),
-]
 
 
 def sites_of(subject: Subject) -> hp.Sites:
