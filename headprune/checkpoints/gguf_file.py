@@ -234,14 +234,16 @@ def _reason_against(facts: Description, width: int) -> UnsupportedModel | None:
         where = f"{_WHERE}, architecture {architecture.name!r}"
         return UnsupportedModel(where, must, got, hint)
 
+    # llama.cpp reads counts as one number or as a list per layer, by architecture.
     counts = {(layer.n_heads, layer.n_kv_heads, layer.n_neurons) for layer in layers}
     smallest = min(min(count) for count in counts)
     if not architecture.uneven and (len(counts) > 1 or smallest == 0):
         return refused("for layers of one size", f"heads and neurons {sorted(counts)}")
     unknown = _unknown_bias(facts)
     if unknown is not None:
-        hint = "A recovery without biases, such as head_rescale, needs none."
+        hint = "A recovery without biases needs none: head_rescale with intercept='drop'."
         return refused("for a model without this bias", unknown, hint)
+    # Some architectures take the width of a head from the model's width.
     if architecture.full_width and layers[0].n_heads * facts.head_dim != width:
         return refused("for heads that together are as wide as the model", "fewer heads")
     if architecture.tied and not facts.tied:
@@ -287,6 +289,7 @@ def write(model: Any, description: Description, folder: Path, dtype: Dtype | Non
 
     # 2. Names and sizes of all tensors, then their numbers, one tensor at a time.
     kinds = {}
+    # Only 16-bit floats have a range that numbers can leave; other names need shapes alone.
     has_16_bits = dtype in ("f16", "q8_0")
     for name, array in _tensors(model, description, with_numbers=has_16_bits):
         kinds[name] = _kind(array.shape, dtype)

@@ -109,6 +109,7 @@ def _at_the_ends(folder: Path) -> dict[str, tuple[int | None, bool]]:
     else:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    # What a text gets around it is seen on one letter.
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     adds_bos = bos is not None and whole[:1] == [bos]
@@ -133,6 +134,7 @@ def _kind(content: dict[str, Any]) -> str:
     if unknown:
         must = f"one with normalizers among {', '.join(sorted(_NORMALIZERS))}"
         raise UnsupportedModel(_WHERE, must, ", ".join(sorted(unknown)), _HINT)
+    # Only SentencePiece models fall back on bytes.
     if model.get("byte_fallback"):
         return "spm"
     name = _split_of(_parts(content, "pre_tokenizer"))
@@ -169,12 +171,14 @@ def _tokens(content: dict[str, Any], n_rows: int) -> list[tuple[str, int]]:
     from gguf import TokenType
 
     model = content["model"]
+    # 1. Tokens of the vocabulary, then those of single bytes.
     known = {number: (text, TokenType.NORMAL) for text, number in model["vocab"].items()}
     if model.get("byte_fallback"):
         for byte in range(256):
             text = f"<0x{byte:02X}>"
             if text in model["vocab"]:
                 known[model["vocab"][text]] = (text, TokenType.BYTE)
+    # 2. Added tokens, which may take the place of others.
     for token in content["added_tokens"]:
         of_type = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
         if token["content"] == model.get("unk_token"):
@@ -183,6 +187,7 @@ def _tokens(content: dict[str, Any], n_rows: int) -> list[tuple[str, int]]:
     if max(known) >= n_rows:
         must = f"one with token ids below the {n_rows} rows of the embedding"
         raise UnsupportedModel(_WHERE, must, max(known), _HINT)
+    # 3. Embeddings are often padded: rows without a token get a name that no text has.
     unused = TokenType.UNUSED
     return [known.get(number, (f"[PAD{number}]", unused)) for number in range(n_rows)]
 
@@ -191,6 +196,7 @@ def _scores(content: dict[str, Any], texts: list[str]) -> list[float]:
     """How early BPE makes each token: llama.cpp merges the pair of the highest score first."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(content["model"]["merges"]):
+        # Older files write a merge as "a b", newer ones as a pair.
         text = "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
         ranks.setdefault(text, rank)
     last = len(ranks)

@@ -55,6 +55,7 @@ class Prediction:
     def of(cls, bound: BoundSite, heads: Sequence[int], sums: Normal, ridge: float) -> Prediction:
         """Fit the prediction to a site's contexts; ``heads`` are kept."""
         site = bound.site
+        # Columns of every head: [heads, value_dim].
         columns = torch.arange(len(site.heads) * site.value_dim).view(len(site.heads), -1)
         wanted = set(heads)
         is_kept = torch.tensor([head in wanted for head in site.heads])
@@ -62,6 +63,7 @@ class Prediction:
         kept = sent(columns[is_kept].flatten(), device)
         removed = sent(columns[~is_kept].flatten(), device)
         covariance = sums.xx[kept]  # [kept, width]
+        # Least squares on centred contexts: [kept, removed].
         weight, _ = solved(covariance[:, kept], covariance[:, removed], ridge)
         bias = sums.x_mean[removed] - sums.x_mean[kept] @ weight
         return cls(tuple(heads), kept, removed, weight, bias)
@@ -69,6 +71,7 @@ class Prediction:
     def filled(self, x: Tensor) -> Tensor:
         """Replace the removed columns of contexts ``[..., width]`` by their prediction."""
         kept = x.index_select(-1, self.kept)
+        # [..., removed]
         predicted = kept @ self.weight.to(x) + self.bias.to(x)
         return x.index_copy(-1, self.removed, predicted)
 

@@ -106,6 +106,7 @@ class Agreement(Value):
         if first == second:
             must = "two different names of those compared"
             raise UnknownName(where, must, f"{first!r} twice")
+        # A pair is stored once, in the order of the names.
         for pair in self.pairs:
             if {self.names[pair.first], self.names[pair.second]} == {first, second}:
                 return pair

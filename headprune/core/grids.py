@@ -27,10 +27,12 @@ def score_rows(
     """
     several_kinds = len({site.kind for site in sites}) > 1
     neurons = [site.is_feed_forward for site in sites]
+    # A row of neurons is drawn as a bar: one mean per level in place of thousands of values.
     bars = [_bar(row) if bar else row for bar, row in zip(neurons, values, strict=True)]
     of_sites = _by_site(kept or ())
     rows = []
     for site, row, row_levels in zip(sites, bars, _levels_of(neurons, bars), strict=True):
+        # A site that keeps nothing is in no HeadId.
         of_site = None if kept is None else of_sites.get(site.name, set())
         if site.is_feed_forward:
             cells, note = _neuron_cells(site, row, row_levels, of_site)
@@ -83,11 +85,13 @@ def _head_cells(
     unit_levels: Sequence[float],
     kept: Collection[int] | None,
 ) -> tuple[Cell, ...]:
+    # Heads of one unit (a key/value group) share its score.
     level_of: dict[int, float] = {}
     value_of: dict[int, float] = {}
     for unit, value, level in zip(site.units, values, unit_levels, strict=True):
         for head in unit:
             level_of[head], value_of[head] = level, value
+    # Heads that an earlier cut removed have a cell without a level.
     cells = []
     for head in range(site.n_query_heads):
         is_kept = head in value_of and (kept is None or head in kept)
@@ -112,6 +116,7 @@ def _neuron_cells(
     """The bar of a feed-forward, and its numbers in words."""
     n_present = len(site.heads)
     n_kept = n_present if kept is None else len(kept)
+    # Neurons are removed from the worst up, so the first parts are the kept ones.
     filled = bar_parts(n_kept, n_present, len(means))
     widths = level_widths(n_present)
     cells = []

@@ -163,6 +163,7 @@ class _NewWeights:
             must, got = "a parameter of its own", "one that accelerate offloads as tied"
             raise UnsupportedModel(where, must, got, _HINT)
 
+        # 1. Tensors in memory. The same place and cut give one new tensor, so sharing survives.
         place: tuple[Any, ...]
         cut = (dimension, tuple(rows), away.dtype)
         if key in in_memory:
@@ -176,6 +177,7 @@ class _NewWeights:
             self.memory.setdefault(id(source), {})[key] = self.made[place]
             return
 
+        # 2. Tensors on disk, told apart by file and name.
         entry = source.index[key]
         file = str(entry.get("safetensors_file") or key)
         place = ("file", file, entry.get("weight_name", key), *cut)
@@ -201,6 +203,7 @@ class _NewWeights:
     def _renewed(self, number: int) -> Any:
         from accelerate.utils import OffloadedWeightsLoader
 
+        # New tensors and entries take the place of old ones of the same name.
         source = self.sources[number]
         memory = self.memory.get(number, {})
         disk = self.disk.get(number, {})

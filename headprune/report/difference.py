@@ -71,6 +71,7 @@ class RecordChange:
         text = f"{self.what}: {_text(first)} -> {_text(second)}"
         if not isinstance(first, (int, float)) or not isinstance(second, (int, float)):
             return text
+        # Both are numbers: their difference follows.
         if first != second:
             text += f" ({second - first:+.4g})"
         return text
@@ -128,6 +129,7 @@ def plan_difference(
         )
     neurons = frozenset(row.site for row in (*a.rows, *b.rows) if row.neurons)
     lines = _neuron_lines(a, b, names, neurons)
+    # From here on heads alone.
     a, b = _without(a, neurons), _without(b, neurons)
     return PlanDifference(
         names=names,

@@ -70,10 +70,10 @@ def ask(
         new: list[int] = []
         of_prompt: list[float] = []
         while len(new) < new_tokens:
-            best = step(ids).topk(2)
+            best = step(ids).topk(2)  # logits [vocabulary]; the gap shows how close a call was
             new.append(int(best.indices[0]))
             of_prompt.append(float(best.values[0] - best.values[1]))
-            ids = torch.tensor([new[-1:]])
+            ids = torch.tensor([new[-1:]])  # [1, 1]: a step gets what the last one has not seen
         tokens.append(new)
         gaps.append(of_prompt)
     return Answer(arrays, tokens, gaps)
@@ -89,7 +89,7 @@ def _without_cache(forward: Forward) -> Step:
     def step(ids: Tensor) -> Tensor:
         nonlocal read
         read = torch.cat([read, ids], 1)
-        return forward(_inputs(read))[0][0, -1]
+        return forward(_inputs(read))[0][0, -1]  # [vocabulary]
 
     return step
 
