@@ -264,8 +264,9 @@ def test_measured_plans_of_repriced_are_estimated(
     [
         [*ALONE, "select.selector=repriced"],
         [*ALONE, *REPRICED, "select.recover=[{method: mean_fold}]"],
+        [*ALONE, *REPRICED, "gradual={stages: 2}"],
     ],
-    ids=["scores without prices", "refits are made"],
+    ids=["scores without prices", "refits are made", "in stages"],
 )
 def test_plans_that_are_cut_are_not_estimated(settings: list[str]) -> None:
     assert dried(*settings)["select"].seconds is None
