@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -204,6 +205,13 @@ def faults(tree: ast.Module) -> Iterator[str]:
                 yield f"docstring of {n_words} words: {getattr(node, 'name', 'the module')}"
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax tree of every file of the package."""
+    paths = sorted((ROOT / "headprune").rglob("*.py"))
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 def test_the_search_for_faults_finds_them() -> None:
     nested = "x = [[a for a in b] for b in c]"
     branches = "\n".join(f"    if a == {n}: pass" for n in range(COMPLEXITY))
@@ -212,18 +220,13 @@ def test_the_search_for_faults_finds_them() -> None:
 
 
 def test_the_package_reads_openly() -> None:
-    for path in sorted((ROOT / "headprune").rglob("*.py")):
-        found = list(faults(ast.parse(path.read_text(encoding="utf-8"))))
-        assert found == [], path
+    for path, tree in trees().items():
+        assert list(faults(tree)) == [], path
 
 
 def test_the_package_as_a_whole_stays_open() -> None:
     """At most 4 comprehensions per 100 statements, and 15 functions above complexity 12."""
-    nodes = [
-        node
-        for path in (ROOT / "headprune").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     statements = sum(isinstance(node, ast.stmt) for node in nodes)
     comprehensions = sum(isinstance(node, COMPREHENSIONS) for node in nodes)
     hard = [node.name for node in nodes if isinstance(node, FUNCTIONS) and complexity(node) > 12]

@@ -289,7 +289,7 @@ def write(model: Any, description: Description, folder: Path, dtype: Dtype | Non
 
     # 2. Names and sizes of all tensors, then their numbers, one tensor at a time.
     kinds = {}
-    # Only 16-bit floats have a range that numbers can leave; other names need shapes alone.
+    # Only 16-bit floats can overflow, so other types need the shapes alone here.
     has_16_bits = dtype in ("f16", "q8_0")
     for name, array in _tensors(model, description, with_numbers=has_16_bits):
         kinds[name] = _kind(array.shape, dtype)

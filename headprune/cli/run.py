@@ -58,22 +58,20 @@ def run(
                 share_scoring(recipe, settings or (), launch)
             return
 
-        # Most mistakes are reported before PyTorch is imported, which takes seconds.
-        load_recipe(recipe, settings or ())
+        # 2. The recipe. Most mistakes are reported before PyTorch is imported, which takes seconds.
+        chosen = load_recipe(recipe, settings or ())
 
-        # 2. An estimate.
+        # 3. An estimate.
         if dry_run:
             from headprune.run.dry import dry_run as estimated
 
-            show_estimate(estimated(recipe, settings or (), say=how["say"]), as_json)
+            show_estimate(estimated(chosen, say=how["say"]), as_json)
             return
 
-        # 3. The run.
+        # 4. The run.
         from headprune.run.runner import run_recipe
 
-        record = run_recipe(
-            recipe, settings or (), out=out, overwrite=overwrite, launch=launch, **how
-        )
+        record = run_recipe(chosen, out=out, overwrite=overwrite, launch=launch, **how)
         if as_json:
             emit(record.to_dict())
         else:

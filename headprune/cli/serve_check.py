@@ -83,7 +83,7 @@ def _print(found: ServeCheck) -> None:
     """Print the table for people."""
     show(None, f"{found.model}, compared with {found.reference}")
     lines = [("engine", "version", "result", "difference", "tokens", "")]
-    lines += list(map(_cells, found.rows))
+    lines += map(_cells, found.rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         padded = map(str.ljust, line, widths)

@@ -35,6 +35,9 @@ _UNFINISHED = {
     "interrupted": "The run was interrupted in stage",
     "running": "The run is in stage",
 }
+#: How the chosen heads compare with random ones.
+_BEAT_RANDOM = "the choice beat random heads"
+_NOT_SHOWN = "random heads are not shown to be worse at this size"
 
 
 @dataclass(frozen=True)
@@ -396,9 +399,7 @@ def _before_recovery(record: RunRecord, chosen: QualityRow, drawn: QualityRow) -
 def _random_by_auto(choice: Choice) -> _Clause:
     where = f"on {choice.n_examples:,} held-out calibration rows"
     detail = f"random heads were cut and refitted alike, and compared {where}"
-    if choice.beats_random:
-        return _Clause("the choice beat random heads", detail)
-    return _Clause("random heads are not shown to be worse at this size", detail)
+    return _Clause(_BEAT_RANDOM if choice.beats_random else _NOT_SHOWN, detail)
 
 
 def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
@@ -422,11 +423,8 @@ def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
         return _Clause(text, f"{n}: the difference is {amount}")
     relation = "worse" if better.drop < 0 else "better"
     detail = f"{n}: the choice is {relation} by {amount}, {_interval(better)}"
-    texts = {
-        "above": "the choice beat random heads",
-        "below": "random heads did better",
-    }
-    text = texts.get(better.sign, "random heads are not shown to be worse at this size")
+    texts = {"above": _BEAT_RANDOM, "below": "random heads did better"}
+    text = texts.get(better.sign, _NOT_SHOWN)
     return _Clause(f"{text}{chance.when}", detail)
 
 

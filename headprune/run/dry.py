@@ -363,15 +363,20 @@ def _one_scorer(subject: Subject, step: _TrainingStep, scorer: Scorer) -> tuple[
         constant, basis = _constant_work(subject, scorer)
         passes = scorer.only_passes()
 
-    # The difference between one batch and two is the time per batch. It is at least a fifth of
-    # the first, in case the clock says that two batches are as fast as one.
     batches = _typical_first(subject)
     first = _timed(subject, passes, batches[:1], subject.sites)
     per_batch = 0.0
     if len(batches) > 1:
-        both = _timed(subject, passes, batches[:2], subject.sites)
-        per_batch = max(both - first, 0.2 * first)
+        per_batch = _per_batch(first, _timed(subject, passes, batches[:2], subject.sites))
     return first + per_batch * (len(batches) - 1) + constant, basis
+
+
+def _per_batch(first: float, both: float) -> float:
+    """Seconds of each further batch, from those of one batch and of two.
+
+    At least a fifth of the first, in case the clock says that two batches are as fast as one.
+    """
+    return max(both - first, 0.2 * first)
 
 
 def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[StageEstimate]:
@@ -403,14 +408,15 @@ def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[St
 
 def _repricing(subject: Subject, selector: Repriced, ladder: Ladder) -> StageEstimate:
     """Estimate ``repriced``, if it measures as many plans as its rounds allow."""
-    # 1. One batch and two. The difference is at least a fifth of the first, as for scorers.
+    # 1. One batch and two.
+    plans = _neighbours(subject)
     batches, batch_size = _typical_first(subject), subject.recipe.score.batch_size
-    prepared, measured = _timed_plans(subject, ladder, batches[:1])
+    prepared, measured = _timed_plans(subject, ladder, plans, batches[:1])
     more_prepared = more_measured = 0.0
     if len(batches) > 1:
-        both_prepared, both_measured = _timed_plans(subject, ladder, batches[:2])
-        more_prepared = max(both_prepared - prepared, 0.2 * prepared)
-        more_measured = max(both_measured - measured, 0.2 * measured)
+        both_prepared, both_measured = _timed_plans(subject, ladder, plans, batches[:2])
+        more_prepared = _per_batch(prepared, both_prepared)
+        more_measured = _per_batch(measured, both_measured)
 
     # 2. All batches are prepared. Half of the rows of each are measured, up to the ladder's limit.
     n_measured = min(len(batches), 2 * ladder.examples / batch_size)
@@ -418,21 +424,24 @@ def _repricing(subject: Subject, selector: Repriced, ladder: Ladder) -> StageEst
     measured += more_measured * max(n_measured - 1, 0.0)
 
     # 3. All plans.
-    n_sites = len(subject.sites)
-    n_timed, n_plans = n_sites + 1, selector.most_plans(n_sites)
-    seconds = prepared + measured * n_plans / n_timed
-    timed = f"{n_timed} were timed on {min(2, len(batches))} batches"
+    n_plans = selector.most_plans(len(subject.sites))
+    seconds = prepared + measured * n_plans / len(plans)
+    timed = f"{len(plans)} were timed on {min(2, len(batches))} batches"
     return StageEstimate("select", seconds, f"repriced, up to {n_plans} plans; {timed}")
 
 
-def _timed_plans(subject: Subject, ladder: Ladder, batches: list[Any]) -> tuple[float, float]:
-    """Seconds to prepare, and to measure half of the heads, also with one site whole at a time."""
-    half, whole = half_of_heads(subject), HeadMask.full(subject.sites)
-    sizes = {row.site: row.n_heads for row in half.rows}
-    plans = [half]
-    for site in half.sites:
-        kept = {name: (whole if name == site else half).kept(name) for name in half.sites}
-        plans.append(HeadMask.from_keep(kept, sizes))
+def _neighbours(subject: Subject) -> list[HeadMask]:
+    """Half of the heads, and the same with one site whole at a time."""
+    rows, whole = half_of_heads(subject).rows, HeadMask.full(subject.sites).rows
+    places = range(len(rows))
+    near = [HeadMask((*rows[:i], whole[i], *rows[i + 1 :])) for i in places]
+    return [HeadMask(rows), *near]
+
+
+def _timed_plans(
+    subject: Subject, ladder: Ladder, plans: list[HeadMask], batches: list[Any]
+) -> tuple[float, float]:
+    """Seconds to prepare, and to measure plans."""
     options: dict[str, Any] = {name: getattr(ladder, name) for name in PRICE_SETTINGS}
     start = perf_counter()
     rise = refitted_loss_of(subject.model, batches, sites=subject.sites, progress=False, **options)

@@ -2,12 +2,13 @@
 
 ``tests/conftest.py`` reads the options; names are those of the registries, or of a layout's family.
 
-``make test`` runs the laws over the first family of every layout, ``make test-all`` over all.
+``make test`` runs the laws over one family of every layout, ``make test-all`` over all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -79,29 +80,31 @@ def mark_further_families(items: list[pytest.Item]) -> None:
 
     The first one of every layout of feed-forwards counts as well.
     """
-    first = first_families()
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        subject = callspec.params.get("subject") if callspec else None
-        if isinstance(subject, tuple) and subject not in first:
+    families = [item for item in items if isinstance(arguments(item).get("subject"), tuple)]
+    first = first_families() if families else set()
+    for item in families:
+        if arguments(item)["subject"] not in first:
             item.add_marker(pytest.mark.slow)
 
 
 def first_families() -> set[tuple[str, str]]:
     """A family of every layout, as pairs of the layout of its attention and its name."""
-    from tests.laws.families import ONE_EACH  # it builds models, which options need not wait for
+    from tests.laws.families import ONE_EACH  # it imports Transformers; most tests do not
 
     families = {name: layouts.get(name).families for name in layouts.names()}
     return {(name, own[0][0]) for name, own in families.items() if own} | {*ONE_EACH}
 
 
+def arguments(item: pytest.Item) -> dict[str, Any]:
+    """What a test is parametrized with, by name."""
+    callspec = getattr(item, "callspec", None)
+    return dict(callspec.params) if callspec else {}
+
+
 def parameters(item: pytest.Item) -> set[str]:
     """The strings among a test's parameters, also those inside pairs (layout, family)."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is None:
-        return set()
     found = set()
-    for value in callspec.params.values():
+    for value in arguments(item).values():
         parts = value if isinstance(value, tuple) else (value,)
         found |= {part for part in parts if isinstance(part, str)}
     return found
