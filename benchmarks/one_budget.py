@@ -10,8 +10,10 @@ levels of all sites are priced (scorer ``ladder``); then, for every speed that i
 alone. Nothing is trained after the cut, and test rows are only reported. The cut model is timed
 beside the whole one in interleaved rounds, in ``--dtype``; all else is fp32. With ``--int8`` the
 cut of heads and neurons, and the whole model, are also judged and timed in ONNX Runtime with
-dynamic INT8. A row of the record is one model, draw, speed and way; a run that is started again
-goes on after the last one.
+dynamic INT8. With ``--train`` the refitted cut is then trained as the base model was, with that
+one's logits: twice in all. Beside it stands a smaller architecture (``fewer_layers.py``) for the
+same speed, trained twice as long as the base model with the same logits. A row of the record is one
+model, draw, speed and way; a run that is started again goes on after the last one.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.latency import LatencyTable
+from headprune.core.paired import Answers, drop_of_means
 from headprune.data.models import resolve_device
 from headprune.recipes.schema import RecoverStep
 from headprune.run.recovering import recover_once
@@ -43,15 +47,20 @@ from headprune.run.surroundings import git_commit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
+from fewer_layers import fewer_layers
 from in_int8 import InInt8
-from pages import machine, publish, table
+from pages import interval, machine, publish, table
 from regret import REFITS, TASKS, TITLES, add_seeds, note_whole, opened, points, tested
 from studies import RECORDS
 
 PAGE = "one-budget.md"
 BOTH, HEADS = "heads and neurons", "heads alone"
 INT8 = "heads and neurons, then INT8"
+TRAINED = "heads and neurons, then trained"
+SMALLER = "smaller architecture, trained"
 SELECTOR = "repriced"
+#: What is made of the same cut; the last one changes it.
+FROM = {BOTH: (BOTH, INT8, TRAINED), HEADS: (HEADS,), SMALLER: (SMALLER,)}
 #: Tasks whose models read tokens and give a class.
 CLASSIFIERS = ("sst2", "trec", "hwu64")
 SPEEDUPS = (1.5, 2.2, 3.0, 3.6, 4.3)
@@ -74,6 +83,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     found.add_argument(
         "--int8", action="store_true", help="also in ONNX Runtime, INT8; classifiers on a CPU"
+    )
+    found.add_argument(
+        "--train", action="store_true", help="also train, and a smaller architecture beside it"
     )
     studies.add_minutes(found)
     args = studies.parsed(found, argv)
@@ -129,6 +141,8 @@ def _cells_of_draw(args: argparse.Namespace) -> list[tuple[float, str]]:
     cells = list(itertools.product(args.speedups, (BOTH, HEADS)))
     if args.int8:
         cells += [(asked, INT8) for asked in (1.0, *args.speedups)]
+    if args.train:
+        cells += itertools.product(args.speedups, (TRAINED, SMALLER))
     return cells
 
 
@@ -148,18 +162,20 @@ def _rows_of_draw(
 
     neurons = {site.name: site.heads for site in sites if site.is_feed_forward}
     kept = {site.name: site.n_query_heads for site in sites}
-    facts: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "length": latency.length,
         "width": max(len(heads) for heads in neurons.values()),
     }
     if (1.0, INT8) in missing:
         found = _measured(args, subject, INT8, subject.model, batches[0], latency)
-        yield {"asked": 1.0, "way": INT8, **facts, **found, **_kept(sites, kept)}
-    for asked, way in itertools.product(args.speedups, (BOTH, HEADS)):
-        wanted = [
-            one for one in ((BOTH, INT8) if way == BOTH else (HEADS,)) if (asked, one) in missing
-        ]
+        yield {"asked": 1.0, "way": INT8, **shared, **found, **_kept(sites, kept)}
+    for asked, way in itertools.product(args.speedups, (BOTH, HEADS, SMALLER)):
+        wanted = [one for one in FROM[way] if (asked, one) in missing]
         if not wanted:
+            continue
+        if way == SMALLER:
+            for found in _smaller(args, subject, number, asked, batches[0], latency):
+                yield {"asked": asked, "way": way, **shared, **found}
             continue
         # 2. Choose, cut and refit.
         start = process_time()
@@ -184,13 +200,51 @@ def _rows_of_draw(
         )
         recover_once(subject, small, refit)
         refitting = round(process_time() - start, 1)
-        facts["seconds"] = {"score": scoring, "select": selecting, "refit": refitting}
-        facts["predicted"] = round(latency.whole / latency.predict(plan.mask), 3)
+        seconds = {"score": scoring, "select": selecting, "refit": refitting}
+        predicted = round(latency.whole / latency.predict(plan.mask), 3)
         # 3. Judge and time.
         kept = {row.site: len(row.kept) for row in plan.mask.rows}
         for one in wanted:
-            found = _measured(args, subject, one, small, batches[0], latency)
-            yield {"asked": asked, "way": one, **facts, **found, **_kept(sites, kept)}
+            if one == TRAINED:
+                seconds = {**seconds, "train": _train(subject, small, number, times=1)}
+            found = {"seconds": seconds, "predicted": predicted, **_kept(sites, kept)}
+            found |= _measured(args, subject, one, small, batches[0], latency)
+            yield {"asked": asked, "way": one, **shared, **found}
+
+
+def _smaller(
+    args: argparse.Namespace,
+    subject: Subject,
+    number: int,
+    asked: float,
+    batch: Any,
+    latency: LatencyTable,
+) -> Iterator[dict[str, Any]]:
+    """What was measured of a smaller architecture; nothing where none is so fast."""
+    try:
+        small = fewer_layers(subject, latency, asked)
+    except InfeasibleBudget as error:
+        print(f"{args.task}, {asked:g} times as fast: {error}", flush=True)
+        return
+    seconds = {"train": _train(subject, small, number, times=2)}
+    sites = hp.find_sites(small, feed_forward=True)
+    kept = {site.name: len(site.heads) for site in sites}
+    found = _measured(args, subject, SMALLER, small, batch, latency)
+    yield {"seconds": seconds, **found, **_kept(sites, kept)}
+
+
+def _train(subject: Subject, small: nn.Module, seed: int, times: int) -> float:
+    """Train as the base model was, so many times over, with its logits; returns CPU seconds."""
+    assert subject.recipe.train is not None, "all tasks are trained"
+    settings = subject.recipe.train.model_dump()
+    loader = subject.data.loader("train", settings.pop("batch_size"))
+    settings["epochs"] *= times
+    start = process_time()
+    tune = hp.recovery.Finetune(**settings, distill=1.0, seed=seed)
+    with reproducible(resolve_device(subject.recipe.device)):
+        hp.recover_(small, loader, tune, subject.model, progress=False)
+    small.eval()
+    return round(process_time() - start, 1)
 
 
 def _measured(
@@ -200,13 +254,13 @@ def _measured(
     small: nn.Module,
     batch: Any,
     latency: LatencyTable,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Judge a cut model on test rows, and time it beside the whole one."""
     timed = _timed(small, args.dtype)
     if way == INT8:
         example = {name: value for name, value in batch.items() if name != "labels"}
         small = timed = InInt8(small, example)
-    _, value, _ = tested(subject, small)
+    value, right = _tested(subject, small)
     (speed,) = hp.bench.compare_latency(
         _timed(subject.model, args.dtype),
         timed,
@@ -215,7 +269,15 @@ def _measured(
         [latency.length],
         seconds=args.seconds,
     )
-    return {"ratio": speed.ratio, "low": speed.low, "high": speed.high, "test": value}
+    return {"ratio": speed.ratio, "low": speed.low, "high": speed.high, "test": value, **right}
+
+
+def _tested(subject: Subject, model: nn.Module) -> tuple[float, dict[str, str]]:
+    """The metric of test rows, and which were right where that is what it counts."""
+    if subject.recipe.task not in ("text_classification", "image_classification"):
+        return tested(subject, model)[1], {}
+    quality = subject.judge(model, "test")
+    return quality.value, studies.packed(np.array(quality.amounts))
 
 
 def _kept(sites: Sequence[hp.AttentionSite], kept: Mapping[str, int]) -> dict[str, list[int]]:
@@ -326,17 +388,23 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 
 def _task_lines(record: dict[str, Any]) -> list[str]:
     cells = []
-    for way in (BOTH, HEADS, INT8):
+    for way in (BOTH, HEADS, INT8, TRAINED, SMALLER):
         for asked, rows in by_speed(record, way).items():
             cells.append([way, f"{asked:g}", *_cells(record, rows)])
     metric = next(iter(record["whole"].values()))["metric"]
     wholes = ", ".join(f"{whole['test']:.4f}" for whole in record["whole"].values())
     length = record["rows"][0]["length"]
-    int8 = ""
+    more = ""
     if any(row["way"] == INT8 for row in record["rows"]):
-        int8 = (
+        more += (
             " INT8 is that of ONNX Runtime (dynamic, per channel), timed beside the whole model in"
             " PyTorch; at 1 nothing is cut."
+        )
+    trained = by_speed(record, TRAINED)
+    if trained:
+        more += (
+            " What is trained has the base model's training twice over, with its logits: the cut"
+            " model after the cut, the smaller architecture from the weights before any fine-tuning."
         )
     head = ["what may go", "asked", "predicted", "measured", metric, "points", "draws"]
     return [
@@ -347,11 +415,42 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
         f" `{record.get('selector', 'knapsack')}`; timed at batch size"
         f" {record['batch']}, length {length}, in {record['dtype']}; {machine(record)} Heads and neurons kept per layer"
         " are those of the first draw. A speed that is missing is out of reach with a head and a"
-        f" level of neurons in every layer.{int8}",
+        f" level of neurons in every layer.{more}",
         "",
         *table([*head, "heads kept per layer", "neurons kept per layer"], cells),
         "",
+        *_against_smaller(record),
     ]
+
+
+def _against_smaller(record: dict[str, Any]) -> list[str]:
+    """Cut and trained, beside a smaller architecture that was trained as long."""
+    smaller = by_speed(record, SMALLER)
+    lines = []
+    for asked, ours in by_speed(record, TRAINED).items():
+        theirs = smaller.get(asked, [])
+        if not theirs or not all("right" in row for row in (*ours, *theirs)):
+            continue
+        n = next(iter(record["whole"].values()))["n"]
+        drop = drop_of_means(
+            [_answers(row, n) for row in theirs], [_answers(row, n) for row in ours]
+        )
+        lines.append(
+            f"- Asked {asked:g}: {interval(-100 * drop.value, -100 * drop.high, -100 * drop.low)}"
+            f" points, at {_mean_ratio(ours):.2f} and {_mean_ratio(theirs):.2f} times the speed."
+        )
+    if not lines:
+        return []
+    head = (
+        "Both trained, heads and neurons cut against the smaller architecture: the difference of"
+        " mean accuracies with its 95 % interval over rows and draws."
+    )
+    return [head, "", *lines, ""]
+
+
+def _answers(row: dict[str, Any], n: int) -> Answers:
+    """Which test rows were right."""
+    return Answers("accuracy", studies.unpacked(row["right"], n), np.ones(n))
 
 
 def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -373,8 +472,8 @@ def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _predicted(rows: Sequence[dict[str, Any]]) -> str:
-    """The speed that the latency table predicts; it knows nothing of INT8."""
-    if rows[0]["way"] == INT8:
+    """The speed that the latency table predicts; it knows nothing of INT8 or fewer layers."""
+    if rows[0]["way"] in (INT8, SMALLER):
         return "-"
     return f"{statistics.fmean(row['predicted'] for row in rows):.2f}"
 

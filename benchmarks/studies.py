@@ -4,6 +4,7 @@ row."""
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
 import statistics
@@ -14,6 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from scipy.stats import t as student
 
@@ -241,6 +243,23 @@ def by_student(values: Sequence[float]) -> tuple[float, float, float]:
     mean, error = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
     half = float(student.ppf(0.975, len(values) - 1)) * error
     return mean, mean - half, mean + half
+
+
+def packed(answers: np.ndarray) -> dict[str, str]:
+    """Answers that are right or wrong, a bit each, in base 85: so a record has all that paired
+    intervals need.
+
+    Answers of another kind take too much room, and nothing of them is kept in the record.
+    """
+    if not np.isin(answers, (0, 1)).all():
+        return {}
+    return {"right": base64.b85encode(np.packbits(answers.astype(bool)).tobytes()).decode()}
+
+
+def unpacked(right: str, count: int) -> np.ndarray:
+    """The answers of so many rows, from a record's ``right``."""
+    bits = np.frombuffer(base64.b85decode(right), dtype=np.uint8)
+    return np.unpackbits(bits, count=count).astype(np.float32)
 
 
 def weights_of(model: nn.Module) -> str:

@@ -31,7 +31,6 @@ Answers stay in ``--work``, for the paired intervals.
 from __future__ import annotations
 
 import argparse
-import base64
 import copy
 import hashlib
 import itertools
@@ -295,7 +294,7 @@ def quality_rows(
                 "threads": torch.get_num_threads(),
             }
             said |= {"cut": digest(plan)} if plan is not None else {}
-            yield said | {"quality": task.quality(answers, "test"), **packed(answers)}
+            yield said | {"quality": task.quality(answers, "test"), **studies.packed(answers)}
     compared = {
         (row["way"], row["kept"], row["draws"], row["against"])
         for row in done
@@ -339,17 +338,6 @@ def keep_answers(path: Path, answers: np.ndarray) -> None:
         np.save(file, answers)
 
 
-def packed(answers: np.ndarray) -> dict[str, str]:
-    """Answers that are right or wrong, a bit each, in base 85: so a record has all that paired
-    intervals need.
-
-    Answers of another kind take too much room, and nothing of them is kept in the record.
-    """
-    if not np.isin(answers, (0, 1)).all():
-        return {}
-    return {"right": base64.b85encode(np.packbits(answers.astype(bool)).tobytes()).decode()}
-
-
 def unpack(done: list[dict[str, Any]], store: Path, count: int) -> None:
     """Write the answers that a record brought from another machine to the files that this one
     lacks."""
@@ -360,8 +348,7 @@ def unpack(done: list[dict[str, Any]], store: Path, count: int) -> None:
             else None
         )
         if file is not None and "right" in row and not file.is_file():
-            bits = np.frombuffer(base64.b85decode(row["right"]), dtype=np.uint8)
-            keep_answers(file, np.unpackbits(bits, count=count).astype(np.float32))
+            keep_answers(file, studies.unpacked(row["right"], count))
 
 
 def planned(

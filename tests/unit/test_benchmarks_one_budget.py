@@ -35,3 +35,24 @@ def test_a_speed_is_cut_judged_and_timed_and_a_run_goes_on(
     text = page_of(study, tmp_path, study.PAGE)
     assert "## digits, ViT, 10 classes" in text
     assert f"| {study.BOTH} | 1.5 | {both['predicted']:.2f} |" in text
+
+
+def test_what_is_trained_stands_beside_a_smaller_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = benchmark("one_budget")
+    monkeypatch.setattr(hp.bench, "latency_table", steady_levels)
+    out = tmp_path / "one-budget-digits.json"
+    few = f"--task digits --data {tmp_path} --work {tmp_path} --out {out} --calibration 24"
+    few += f" --set {TINY_DIGITS} --seconds 0.01 --batch 2 --speedups 1.5 1000 --train"
+    rows = {row["way"]: row for row in record_of(study, few)["rows"]}
+    assert list(rows) == [study.BOTH, study.TRAINED, study.HEADS, study.SMALLER]
+    cut, trained, smaller = (rows[way] for way in (study.BOTH, study.TRAINED, study.SMALLER))
+    assert (trained["heads"], trained["neurons"]) == (cut["heads"], cut["neurons"])
+    assert "train" not in cut["seconds"]
+    assert len(smaller["heads"]) <= len(cut["heads"])
+    assert len({*smaller["neurons"]}) == 1, "all layers are alike"
+    assert sum(smaller["neurons"]) < 2 * smaller["width"], "fewer or narrower layers"
+    text = page_of(study, tmp_path, study.PAGE)
+    assert f"| {study.SMALLER} | 1.5 | - |" in text
+    assert "- Asked 1.5: " in text
