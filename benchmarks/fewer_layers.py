@@ -1,13 +1,14 @@
-"""A smaller architecture that is as fast as a cut model: what anyone could train instead.
+"""A smaller architecture that is about as fast as a cut model: one that can be trained instead.
 
 It keeps the first layers of the weights that the base model had before its fine-tuning, as many as
-the speed pays for, rounded up; the feed-forwards of these layers are narrowed until it is met. Of
-each the neurons of the largest weights are kept.
+the speed pays for. The feed-forwards of these layers are narrowed until the speed is met; of each
+the neurons of the largest weights are kept.
 """
 
 from __future__ import annotations
 
-import math
+import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,22 +17,36 @@ import headprune as hp
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.latency import LatencyTable
 from headprune.data.models import build_model
+from headprune.model.running import device_of
 from headprune.run.subject import Subject
 
 
-def fewer_layers(subject: Subject, table: LatencyTable, asked: float) -> nn.Module:
+def fewer_layers(
+    subject: Subject, table: LatencyTable, asked: float, ratio: Callable[[nn.Module], float]
+) -> nn.Module:
     """The untrained smaller model, predicted to be ``asked`` times as fast as the base model.
+
+    Args:
+        subject: The base model and its recipe.
+        table: Its latency table.
+        asked: The speed.
+        ratio: Measures how many times as fast a model is as the base model.
 
     Raises:
         InfeasibleBudget: not even one layer with its narrowest feed-forward is so fast.
     """
-    n_layers, n_neurons = shape(table, asked)
+    # A layer has norms and additions too, which go with it: time a model of one layer.
+    single = copy.deepcopy(subject.model)
+    n_layers = len(_layers(single))
+    _shorten_(single, 1)
+    layer = (table.whole - table.whole / ratio(single)) / (n_layers - 1)
+    n_layers, n_neurons = shape(table, n_layers, layer, asked)
+
     labels = list(subject.model.config.id2label.values())
-    small: Any = build_model(subject.recipe, labels, subject.preparation)
-    stack = next(module for module in small.modules() if isinstance(module, nn.ModuleList))
-    del stack[n_layers:]
-    small.config.num_hidden_layers = n_layers
+    small = build_model(subject.recipe, labels, subject.preparation).to(device_of(subject.model))
+    _shorten_(small, n_layers)
     sites = hp.find_sites(small, feed_forward=True)
+    # The magnitude reads the weights alone.
     scores = hp.score(small, [subject.example], "magnitude", sites=sites, progress=False)
     keep = {}
     for site, values in zip(scores.sites, scores.values, strict=True):
@@ -42,31 +57,43 @@ def fewer_layers(subject: Subject, table: LatencyTable, asked: float) -> nn.Modu
     return small
 
 
-def shape(table: LatencyTable, asked: float) -> tuple[int, int]:
-    """Layers, and the neurons of each, by the times of a model whose layers are alike.
+def shape(table: LatencyTable, n_layers: int, layer: float, asked: float) -> tuple[int, int]:
+    """The most layers that are fast enough, and the most neurons of each.
+
+    Args:
+        table: Of a model whose layers are alike.
+        n_layers: Its layers.
+        layer: Seconds of one of them.
+        asked: The speed.
 
     >>> from headprune.core.latency import LatencyTable, SiteLatency
     >>> rows = [SiteLatency(f"attention {i}", (0.0, 1.0)) for i in range(4)]
     >>> rows += [SiteLatency(f"feed-forward {i}", (0.0, 0.5, 1.0), neurons=True) for i in range(4)]
     >>> table = LatencyTable(8.0, tuple(rows), 8, 128, "CPU", "float32")
-    >>> shape(table, 1.0), shape(table, 2.0), shape(table, 2.3)
-    ((4, 2), (2, 2), (2, 1))
+    >>> [shape(table, 4, 2.0, asked) for asked in (1.0, 2.0, 2.3, 3.0)]
+    [(4, 2), (2, 2), (2, 1), (1, 2)]
     """
-    attention = next(row for row in table.sites if not row.neurons)
     feed_forward = next(row for row in table.sites if row.neurons)
-    n_layers = sum(not row.neurons for row in table.sites)
-    layer = attention.whole + feed_forward.whole
-    # What is outside of the layers stays.
-    budget = table.whole / asked - (table.whole - n_layers * layer)
-    kept = math.ceil(budget / layer - 1e-9)
-    most = budget / kept - attention.whole if kept > 0 else 0.0
-    widths = [
-        n
-        for n, seconds in enumerate(feed_forward.seconds)
-        if n and seconds is not None and seconds <= most * (1 + 1e-9)
-    ]
-    if not widths:
-        must = "met by one layer with its narrowest feed-forward"
-        got = f"{asked:g} times the speed"
-        raise InfeasibleBudget("A smaller architecture", must, got)
-    return kept, max(widths)
+    outside = table.whole - n_layers * layer
+    for kept in range(n_layers, 0, -1):
+        # What a layer may take, above what is beside its feed-forward.
+        most = (table.whole / asked - outside) / kept - (layer - feed_forward.whole)
+        widths = [
+            n
+            for n, seconds in enumerate(feed_forward.seconds)
+            if n and seconds is not None and seconds <= most * (1 + 1e-9)
+        ]
+        if widths:
+            return kept, max(widths)
+    must = "met by one layer with its narrowest feed-forward"
+    raise InfeasibleBudget("A smaller architecture", must, f"{asked:g} times the speed")
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def _shorten_(model: Any, n_layers: int) -> None:
+    """Keep the first layers."""
+    del _layers(model)[n_layers:]
+    model.config.num_hidden_layers = n_layers

@@ -7,13 +7,13 @@ Tasks, folders and trained models are those of ``regret.py``. For every draw of 
 levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, selector
 ``repriced`` chooses by a measured latency table, the model is cut and refitted by ``lstsq`` on
 ``--refit-rows`` train rows, without their labels: once among heads and neurons, once among heads
-alone. Nothing is trained after the cut, and test rows are only reported. The cut model is timed
+alone. Test rows are only reported. The cut model is timed
 beside the whole one in interleaved rounds, in ``--dtype``; all else is fp32. With ``--int8`` the
 cut of heads and neurons, and the whole model, are also judged and timed in ONNX Runtime with
-dynamic INT8. With ``--train`` the refitted cut is then trained as the base model was, with that
-one's logits: twice in all. Beside it stands a smaller architecture (``fewer_layers.py``) for the
-same speed, trained twice as long as the base model with the same logits. A row of the record is one
-model, draw, speed and way; a run that is started again goes on after the last one.
+dynamic INT8. Nothing is trained after the cut, but for ``--train``: then the refitted cut is trained
+for as many epochs as the base model was, with that one's logits. Beside it stands a smaller
+architecture (``fewer_layers.py``) of about the same speed, trained for twice as many. A row of the
+record is one model, draw, speed and way; a run that is started again goes on after the last one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ TRAINED = "heads and neurons, then trained"
 SMALLER = "smaller architecture, trained"
 SELECTOR = "repriced"
 #: What is made of the same cut; the last one changes it.
-FROM = {BOTH: (BOTH, INT8, TRAINED), HEADS: (HEADS,), SMALLER: (SMALLER,)}
+FROM = {BOTH: (BOTH, INT8, TRAINED), HEADS: (HEADS,)}
+WAYS_OF_CUTS = tuple(itertools.chain.from_iterable(FROM.values()))
 #: Tasks whose models read tokens and give a class.
 CLASSIFIERS = ("sst2", "trec", "hwu64")
 SPEEDUPS = (1.5, 2.2, 3.0, 3.6, 4.3)
@@ -90,6 +91,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     studies.add_minutes(found)
     args = studies.parsed(found, argv)
     in_fp32_on_cpu = (args.device, args.dtype) == ("cpu", "float32")
+    if args.train and args.task not in (*CLASSIFIERS, "digits"):
+        found.error(f"--train is for digits, {', '.join(CLASSIFIERS)}")
     if args.int8 and not (in_fp32_on_cpu and args.task in CLASSIFIERS):
         found.error(f"--int8 is for {', '.join(CLASSIFIERS)}, on a CPU in float32")
     return args
@@ -149,33 +152,50 @@ def _cells_of_draw(args: argparse.Namespace) -> list[tuple[float, str]]:
 def _rows_of_draw(
     args: argparse.Namespace, subject: Subject, number: int, missing: set[tuple[float, str]]
 ) -> Iterator[dict[str, Any]]:
-    """A row per missing cell of one draw of calibration rows, whose levels are priced once."""
-    # 1. Price the levels.
+    """A row per missing cell of one draw of calibration rows."""
     subject = replace(subject, data=subject.data.redrawn(args.calibration, number))
     sites = hp.find_sites(subject.model, feed_forward=True)
     batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
+    latency = _latency(args, subject, batches[0], sites)
+    neurons = [site for site in sites if site.is_feed_forward]
+    shared = {"length": latency.length, "width": max(len(site.heads) for site in neurons)}
+
+    def row(asked: float, way: str, found: dict[str, Any]) -> dict[str, Any]:
+        return {"asked": asked, "way": way, **shared, **found}
+
+    # What needs no prices of levels comes first.
+    if (1.0, INT8) in missing:
+        kept = {site.name: site.n_query_heads for site in sites}
+        found = _measured(args, subject, INT8, subject.model, batches[0], latency)
+        yield row(1.0, INT8, {**found, **_kept(sites, kept)})
+    for asked in args.speedups:
+        if (asked, SMALLER) in missing:
+            for found in _smaller(args, subject, number, asked, batches[0], latency):
+                yield row(asked, SMALLER, found)
+    if any((asked, way) in missing for asked in args.speedups for way in WAYS_OF_CUTS):
+        for asked, way, found in _cut_rows(args, subject, number, missing, sites, batches, latency):
+            yield row(asked, way, found)
+
+
+def _cut_rows(
+    args: argparse.Namespace,
+    subject: Subject,
+    number: int,
+    missing: set[tuple[float, str]],
+    sites: Sequence[hp.AttentionSite],
+    batches: Sequence[Any],
+    latency: LatencyTable,
+) -> Iterator[tuple[float, str, dict[str, Any]]]:
+    """Speed, way and measurements of the missing cuts, whose levels are priced once."""
+    # 1. Price the levels.
     start = process_time()
     scores = hp.score(subject.model, batches, "ladder", sites=sites, progress=False)
     loss = hp.scoring.refitted_loss_of(subject.model, batches, sites=sites, progress=False)
     scoring = round(process_time() - start, 1)
-    latency = _latency(args, subject, batches[0], sites)
-
     neurons = {site.name: site.heads for site in sites if site.is_feed_forward}
-    kept = {site.name: site.n_query_heads for site in sites}
-    shared: dict[str, Any] = {
-        "length": latency.length,
-        "width": max(len(heads) for heads in neurons.values()),
-    }
-    if (1.0, INT8) in missing:
-        found = _measured(args, subject, INT8, subject.model, batches[0], latency)
-        yield {"asked": 1.0, "way": INT8, **shared, **found, **_kept(sites, kept)}
-    for asked, way in itertools.product(args.speedups, (BOTH, HEADS, SMALLER)):
+    for asked, way in itertools.product(args.speedups, FROM):
         wanted = [one for one in FROM[way] if (asked, one) in missing]
         if not wanted:
-            continue
-        if way == SMALLER:
-            for found in _smaller(args, subject, number, asked, batches[0], latency):
-                yield {"asked": asked, "way": way, **shared, **found}
             continue
         # 2. Choose, cut and refit.
         start = process_time()
@@ -209,7 +229,7 @@ def _rows_of_draw(
                 seconds = {**seconds, "train": _train(subject, small, number, times=1)}
             found = {"seconds": seconds, "predicted": predicted, **_kept(sites, kept)}
             found |= _measured(args, subject, one, small, batches[0], latency)
-            yield {"asked": asked, "way": one, **shared, **found}
+            yield asked, one, found
 
 
 def _smaller(
@@ -222,7 +242,12 @@ def _smaller(
 ) -> Iterator[dict[str, Any]]:
     """What was measured of a smaller architecture; nothing where none is so fast."""
     try:
-        small = fewer_layers(subject, latency, asked)
+        small = fewer_layers(
+            subject,
+            latency,
+            asked,
+            lambda model: _speed(args, subject, model, batch, latency).ratio,
+        )
     except InfeasibleBudget as error:
         print(f"{args.task}, {asked:g} times as fast: {error}", flush=True)
         return
@@ -234,7 +259,7 @@ def _smaller(
 
 
 def _train(subject: Subject, small: nn.Module, seed: int, times: int) -> float:
-    """Train as the base model was, so many times over, with its logits; returns CPU seconds."""
+    """Train with the base model's settings and logits, for so many times its epochs; CPU seconds."""
     assert subject.recipe.train is not None, "all tasks are trained"
     settings = subject.recipe.train.model_dump()
     loader = subject.data.loader("train", settings.pop("batch_size"))
@@ -256,20 +281,27 @@ def _measured(
     latency: LatencyTable,
 ) -> dict[str, Any]:
     """Judge a cut model on test rows, and time it beside the whole one."""
-    timed = _timed(small, args.dtype)
     if way == INT8:
         example = {name: value for name, value in batch.items() if name != "labels"}
-        small = timed = InInt8(small, example)
+        small = InInt8(small, example)
     value, right = _tested(subject, small)
+    speed = _speed(args, subject, small, batch, latency)
+    return {"ratio": speed.ratio, "low": speed.low, "high": speed.high, "test": value, **right}
+
+
+def _speed(
+    args: argparse.Namespace, subject: Subject, small: nn.Module, batch: Any, latency: LatencyTable
+) -> Any:
+    """A model's times beside the whole model's, in interleaved rounds."""
     (speed,) = hp.bench.compare_latency(
         _timed(subject.model, args.dtype),
-        timed,
+        _timed(small, args.dtype),
         partial(hp.bench.shaped_batch, batch),
         [latency.batch_size],
         [latency.length],
         seconds=args.seconds,
     )
-    return {"ratio": speed.ratio, "low": speed.low, "high": speed.high, "test": value, **right}
+    return speed
 
 
 def _tested(subject: Subject, model: nn.Module) -> tuple[float, dict[str, str]]:
@@ -403,10 +435,12 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     trained = by_speed(record, TRAINED)
     if trained:
         more += (
-            " What is trained has the base model's training twice over, with its logits: the cut"
-            " model after the cut, the smaller architecture from the weights before any fine-tuning."
+            " *Trained*: the cut model for as many epochs as the base model was, with that one's"
+            " logits, after its refit; the smaller architecture (fewer, narrower layers of the"
+            " weights before any fine-tuning, about as fast) for twice as many, with the same"
+            " logits. A speed without such rows was not tried."
         )
-    head = ["what may go", "asked", "predicted", "measured", metric, "points", "draws"]
+    head = ["what is cut", "asked", "predicted", "measured", metric, "points", "draws"]
     return [
         f"## {_title(record)}",
         "",
@@ -425,27 +459,36 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
 
 def _against_smaller(record: dict[str, Any]) -> list[str]:
     """Cut and trained, beside a smaller architecture that was trained as long."""
+    n = next(iter(record["whole"].values()))["n"]
     smaller = by_speed(record, SMALLER)
     lines = []
-    for asked, ours in by_speed(record, TRAINED).items():
-        theirs = smaller.get(asked, [])
-        if not theirs or not all("right" in row for row in (*ours, *theirs)):
+    for asked, rows in by_speed(record, TRAINED).items():
+        # Draws that both have.
+        theirs = {_draw(row): row for row in smaller.get(asked, []) if "right" in row}
+        ours = {_draw(row): row for row in rows if "right" in row and _draw(row) in theirs}
+        theirs = {draw: theirs[draw] for draw in ours}
+        if not ours:
             continue
-        n = next(iter(record["whole"].values()))["n"]
-        drop = drop_of_means(
-            [_answers(row, n) for row in theirs], [_answers(row, n) for row in ours]
-        )
+        answers = [[_answers(row, n) for row in some.values()] for some in (theirs, ours)]
+        drop = drop_of_means(*answers)
+        over = "rows" if len(ours) == 1 else f"rows and {len(ours)} draws"
+        speeds = [_mean_ratio(list(some.values())) for some in (ours, theirs)]
         lines.append(
             f"- Asked {asked:g}: {interval(-100 * drop.value, -100 * drop.high, -100 * drop.low)}"
-            f" points, at {_mean_ratio(ours):.2f} and {_mean_ratio(theirs):.2f} times the speed."
+            f" points (interval over {over}), at {speeds[0]:.2f} and {speeds[1]:.2f} times the"
+            " speed."
         )
     if not lines:
         return []
     head = (
-        "Both trained, heads and neurons cut against the smaller architecture: the difference of"
-        " mean accuracies with its 95 % interval over rows and draws."
+        "Both trained, the difference of accuracies with its 95 % interval; above 0 the cut model is"
+        " better than the smaller architecture:"
     )
     return [head, "", *lines, ""]
+
+
+def _draw(row: dict[str, Any]) -> tuple[int, int]:
+    return row["tuned"], row["draw"]
 
 
 def _answers(row: dict[str, Any], n: int) -> Answers:

@@ -46,7 +46,7 @@ def test_what_is_trained_stands_beside_a_smaller_architecture(
     few = f"--task digits --data {tmp_path} --work {tmp_path} --out {out} --calibration 24"
     few += f" --set {TINY_DIGITS} --seconds 0.01 --batch 2 --speedups 1.5 1000 --train"
     rows = {row["way"]: row for row in record_of(study, few)["rows"]}
-    assert list(rows) == [study.BOTH, study.TRAINED, study.HEADS, study.SMALLER]
+    assert list(rows) == [study.SMALLER, study.BOTH, study.TRAINED, study.HEADS]
     cut, trained, smaller = (rows[way] for way in (study.BOTH, study.TRAINED, study.SMALLER))
     assert (trained["heads"], trained["neurons"]) == (cut["heads"], cut["neurons"])
     assert "train" not in cut["seconds"]
