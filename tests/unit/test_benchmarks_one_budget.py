@@ -12,14 +12,19 @@ from tests.scripts import benchmark
 from tests.steady_clock import steady_levels
 
 
+def _command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The study of the tiny digits, with a latency table that does not depend on the machine."""
+    monkeypatch.setattr(hp.bench, "latency_table", steady_levels)
+    out = tmp_path / "one-budget-digits.json"
+    few = f"--task digits --data {tmp_path} --work {tmp_path} --out {out} --calibration 24"
+    return f"{few} --set {TINY_DIGITS} --seconds 0.01 --batch 2"
+
+
 def test_a_speed_is_cut_judged_and_timed_and_a_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = benchmark("one_budget")
-    monkeypatch.setattr(hp.bench, "latency_table", steady_levels)
-    out = tmp_path / "one-budget-digits.json"
-    few = f"--task digits --data {tmp_path} --work {tmp_path} --out {out} --calibration 24"
-    few += f" --set {TINY_DIGITS} --seconds 0.01 --batch 2"
+    few = _command(tmp_path, monkeypatch)
     rows = record_of(study, f"{few} --speedups 1.5")["rows"]
     assert [row["way"] for row in rows] == [study.BOTH, study.HEADS]
     for row in rows:
@@ -41,11 +46,8 @@ def test_what_is_trained_stands_beside_a_smaller_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = benchmark("one_budget")
-    monkeypatch.setattr(hp.bench, "latency_table", steady_levels)
-    out = tmp_path / "one-budget-digits.json"
-    few = f"--task digits --data {tmp_path} --work {tmp_path} --out {out} --calibration 24"
-    few += f" --set {TINY_DIGITS} --seconds 0.01 --batch 2 --speedups 1.5 1000 --train"
-    rows = {row["way"]: row for row in record_of(study, few)["rows"]}
+    command = _command(tmp_path, monkeypatch) + " --speedups 1.5 1000 --train"
+    rows = {row["way"]: row for row in record_of(study, command)["rows"]}
     assert list(rows) == [study.SMALLER, study.BOTH, study.TRAINED, study.HEADS]
     cut, trained, smaller = (rows[way] for way in (study.BOTH, study.TRAINED, study.SMALLER))
     assert (trained["heads"], trained["neurons"]) == (cut["heads"], cut["neurons"])
