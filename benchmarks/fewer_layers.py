@@ -21,27 +21,35 @@ from headprune.model.running import device_of
 from headprune.run.subject import Subject
 
 
-def fewer_layers(
-    subject: Subject, table: LatencyTable, asked: float, ratio: Callable[[nn.Module], float]
-) -> nn.Module:
+def layer_seconds(
+    model: nn.Module, table: LatencyTable, ratio: Callable[[nn.Module], float]
+) -> float:
+    """Seconds of one layer, with the norms and additions that go with it.
+
+    Args:
+        model: The base model.
+        table: Its latency table.
+        ratio: Measures how many times as fast a model is as the base model.
+    """
+    single = copy.deepcopy(model)
+    n_layers = len(_layers(single))
+    _shorten_(single, 1)
+    return (table.whole - table.whole / ratio(single)) / (n_layers - 1)
+
+
+def fewer_layers(subject: Subject, table: LatencyTable, layer: float, asked: float) -> nn.Module:
     """The untrained smaller model, predicted to be ``asked`` times as fast as the base model.
 
     Args:
         subject: The base model and its recipe.
         table: Its latency table.
+        layer: Seconds of one of its layers.
         asked: The speed.
-        ratio: Measures how many times as fast a model is as the base model.
 
     Raises:
         InfeasibleBudget: not even one layer with its narrowest feed-forward is so fast.
     """
-    # A layer has norms and additions too, which go with it: time a model of one layer.
-    single = copy.deepcopy(subject.model)
-    n_layers = len(_layers(single))
-    _shorten_(single, 1)
-    layer = (table.whole - table.whole / ratio(single)) / (n_layers - 1)
-    n_layers, n_neurons = shape(table, n_layers, layer, asked)
-
+    n_layers, n_neurons = shape(table, len(_layers(subject.model)), layer, asked)
     labels = list(subject.model.config.id2label.values())
     small = build_model(subject.recipe, labels, subject.preparation).to(device_of(subject.model))
     _shorten_(small, n_layers)

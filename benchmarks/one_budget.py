@@ -4,16 +4,16 @@
     python benchmarks/one_budget.py --figure        # docs/one-budget.md, from the records
 
 Tasks, folders and trained models are those of ``regret.py``. For every draw of calibration rows the
-levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for, selector
-``repriced`` chooses by a measured latency table, the model is cut and refitted by ``lstsq`` on
-``--refit-rows`` train rows, without their labels: once among heads and neurons, once among heads
-alone. Test rows are only reported. The cut model is timed
-beside the whole one in interleaved rounds, in ``--dtype``; all else is fp32. With ``--int8`` the
-cut of heads and neurons, and the whole model, are also judged and timed in ONNX Runtime with
-dynamic INT8. Nothing is trained after the cut, but for ``--train``: then the refitted cut is trained
-for as many epochs as the base model was, with that one's logits. Beside it stands a smaller
-architecture (``fewer_layers.py``) of about the same speed, trained for twice as many. A row of the
-record is one model, draw, speed and way; a run that is started again goes on after the last one.
+levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for,
+selector ``repriced`` chooses by a measured latency table, the model is cut and refitted by
+``lstsq`` on ``--refit-rows`` train rows, without their labels: once among heads and neurons, once
+among heads alone. Test rows are only reported. The cut model is timed beside the whole one in
+interleaved rounds, in ``--dtype``; all else is fp32. With ``--int8`` the cut of heads and neurons,
+and the whole model, are also judged and timed in ONNX Runtime with dynamic INT8. Nothing is trained
+after the cut, but for ``--train``: then the refitted cut is trained for as many epochs as the base
+model was, with that one's logits. Beside it stands a smaller architecture (``fewer_layers.py``) of
+about the same speed, trained for twice as many. A row of the record is one model, draw, speed and
+way; a run that is started again goes on after the last one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from headprune.run.surroundings import git_commit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
-from fewer_layers import fewer_layers
+from fewer_layers import fewer_layers, layer_seconds
 from in_int8 import InInt8
 from pages import interval, machine, publish, table
 from regret import REFITS, TASKS, TITLES, add_seeds, note_whole, opened, points, tested
@@ -168,10 +168,17 @@ def _rows_of_draw(
         kept = {site.name: site.n_query_heads for site in sites}
         found = _measured(args, subject, INT8, subject.model, batches[0], latency)
         yield row(1.0, INT8, {**found, **_kept(sites, kept)})
-    for asked in args.speedups:
-        if (asked, SMALLER) in missing:
-            for found in _smaller(args, subject, number, asked, batches[0], latency):
-                yield row(asked, SMALLER, found)
+    smaller = [asked for asked in args.speedups if (asked, SMALLER) in missing]
+    if smaller:
+        layer = layer_seconds(
+            subject.model,
+            latency,
+            lambda model: _speed(args, subject, model, batches[0], latency).ratio,
+        )
+        for asked in smaller:
+            measured = _smaller(args, subject, number, asked, layer, batches[0], latency)
+            if measured is not None:
+                yield row(asked, SMALLER, measured)
     if any((asked, way) in missing for asked in args.speedups for way in WAYS_OF_CUTS):
         for asked, way, found in _cut_rows(args, subject, number, missing, sites, batches, latency):
             yield row(asked, way, found)
@@ -237,25 +244,21 @@ def _smaller(
     subject: Subject,
     number: int,
     asked: float,
+    layer: float,
     batch: Any,
     latency: LatencyTable,
-) -> Iterator[dict[str, Any]]:
-    """What was measured of a smaller architecture; nothing where none is so fast."""
+) -> dict[str, Any] | None:
+    """What was measured of a smaller architecture; None where none is so fast."""
     try:
-        small = fewer_layers(
-            subject,
-            latency,
-            asked,
-            lambda model: _speed(args, subject, model, batch, latency).ratio,
-        )
+        small = fewer_layers(subject, latency, layer, asked)
     except InfeasibleBudget as error:
         print(f"{args.task}, {asked:g} times as fast: {error}", flush=True)
-        return
+        return None
     seconds = {"train": _train(subject, small, number, times=2)}
     sites = hp.find_sites(small, feed_forward=True)
     kept = {site.name: len(site.heads) for site in sites}
     found = _measured(args, subject, SMALLER, small, batch, latency)
-    yield {"seconds": seconds, **found, **_kept(sites, kept)}
+    return {"seconds": seconds, **found, **_kept(sites, kept)}
 
 
 def _train(subject: Subject, small: nn.Module, seed: int, times: int) -> float:
