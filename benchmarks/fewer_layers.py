@@ -33,7 +33,7 @@ def layer_seconds(
     """
     single = copy.deepcopy(model)
     n_layers = len(_layers(single))
-    _shorten_(single, 1)
+    first_layers_(single, 1)
     return (table.whole - table.whole / ratio(single)) / (n_layers - 1)
 
 
@@ -52,7 +52,7 @@ def fewer_layers(subject: Subject, table: LatencyTable, layer: float, asked: flo
     n_layers, n_neurons = shape(table, len(_layers(subject.model)), layer, asked)
     labels = list(subject.model.config.id2label.values())
     small = build_model(subject.recipe, labels, subject.preparation).to(device_of(subject.model))
-    _shorten_(small, n_layers)
+    first_layers_(small, n_layers)
     sites = hp.find_sites(small, feed_forward=True)
     # The magnitude reads the weights alone.
     scores = hp.score(small, [subject.example], "magnitude", sites=sites, progress=False)
@@ -101,7 +101,7 @@ def _layers(model: nn.Module) -> nn.ModuleList:
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
-def _shorten_(model: Any, n_layers: int) -> None:
+def first_layers_(model: Any, n_layers: int) -> None:
     """Keep the first layers."""
     del _layers(model)[n_layers:]
     model.config.num_hidden_layers = n_layers

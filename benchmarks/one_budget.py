@@ -14,6 +14,12 @@ after the cut, but for ``--train``: then the refitted cut is trained for as many
 model was, with that one's logits. Beside it stands a smaller architecture (``fewer_layers.py``) of
 about the same speed, trained for twice as many. A row of the record is one model, draw, speed and
 way; a run that is started again goes on after the last one.
+
+A GPU can choose, train and judge what a CPU shall run fast, in three steps::
+
+    python benchmarks/one_budget.py ... --step table                # on the CPU, into --tables
+    python benchmarks/one_budget.py ... --step judge --device cuda  # on the GPU, by these tables
+    python benchmarks/one_budget.py ... --step time --out RECORD    # on the CPU, adds the speeds
 """
 
 from __future__ import annotations
@@ -21,9 +27,10 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,21 +43,23 @@ from torch import nn
 
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget
+from headprune.core.files import write_atomic
 from headprune.core.latency import LatencyTable
 from headprune.core.paired import Answers, drop_of_means
 from headprune.data.models import resolve_device
 from headprune.recipes.schema import RecoverStep
+from headprune.run.journal import Journal
 from headprune.run.recovering import recover_once
-from headprune.run.subject import Subject, quiet
-from headprune.run.surroundings import git_commit
+from headprune.run.subject import Subject, prepare_subject, quiet
+from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
-from fewer_layers import fewer_layers, layer_seconds
+from fewer_layers import fewer_layers, first_layers_, layer_seconds
 from in_int8 import InInt8
-from pages import interval, machine, publish, table
-from regret import REFITS, TASKS, TITLES, add_seeds, note_whole, opened, points, tested
+from pages import interval, machine, publish, ran_on, table
+from regret import REFITS, TASKS, TITLES, add_seeds, note_whole, opened, points, recipe_of, tested
 from studies import RECORDS
 
 PAGE = "one-budget.md"
@@ -75,7 +84,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found.add_argument("--batch", type=int, default=32, help="examples per timed call")
     found.add_argument("--length", type=int, default=128, help="tokens of each")
     found.add_argument("--seconds", type=float, default=20.0, help="per timed model")
-    found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    studies.add_device(found)
     found.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
@@ -88,13 +97,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found.add_argument(
         "--train", action="store_true", help="also train, and a smaller architecture beside it"
     )
+    found.add_argument("--step", choices=["table", "judge", "time"], help="by default all of them")
+    found.add_argument("--tables", type=Path, help="folder of latency tables, by default --work")
     studies.add_minutes(found)
     args = studies.parsed(found, argv)
     in_fp32_on_cpu = (args.device, args.dtype) == ("cpu", "float32")
     if args.train and args.task not in (*CLASSIFIERS, "digits"):
         found.error(f"--train is for digits, {', '.join(CLASSIFIERS)}")
-    if args.int8 and not (in_fp32_on_cpu and args.task in CLASSIFIERS):
-        found.error(f"--int8 is for {', '.join(CLASSIFIERS)}, on a CPU in float32")
+    if args.int8 and not (in_fp32_on_cpu and args.task in CLASSIFIERS and args.step is None):
+        found.error(f"--int8 is for {', '.join(CLASSIFIERS)}, on a CPU in float32, in one step")
+    args.tables = args.tables or args.work
     return args
 
 
@@ -107,18 +119,21 @@ def main(argv: Sequence[str] | None = None) -> Path:
     quiet()
     device = resolve_device(args.device)
     args.set.append(f"device={args.device}")
-    suffix = "" if args.device == "cpu" else f"-{args.device}"
-    out: Path = args.out or RECORDS / f"one-budget-{args.task}{suffix}.json"
+    if args.step == "table":
+        return measure_table(args)
+    out: Path = args.out or RECORDS / f"one-budget-{args.task}{studies.suffix(args.device)}.json"
+    if args.step == "time":
+        return add_times(args, out, over)
     same = {"benchmark": "one-budget", "task": args.task, "calibration": args.calibration}
     same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype, "selector": SELECTOR}
     same["refit_rows"] = args.refit_rows
-    if device.type == "cuda":
-        same["gpu"] = torch.cuda.get_device_name(device)
+    same |= studies.gpu(device)
     record = studies.begun(out, same, device, git_commit=git_commit())
     record.setdefault("whole", {})
     studies.keep(record, out)
     for row in studies.added(record, rows(args, record), over, out):
-        print({key: row[key] for key in ("draw", "way", "asked", "ratio", "test")}, flush=True)
+        shown = ("draw", "way", "asked", "ratio", "test")
+        print({key: row[key] for key in shown if key in row}, flush=True)
     print(out)
     return out
 
@@ -131,9 +146,7 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
             missing = {cell for cell in _cells_of_draw(args) if (tuned, number, *cell) not in done}
             if not missing:
                 continue
-            # The next machine trains the same weights, and goes on with the record.
-            with reproducible(resolve_device(args.device)):
-                subject = opened(args, tuned)
+            subject = opened(args, tuned)
             note_whole(record, subject, tuned)
             for row in _rows_of_draw(args, subject, number, missing):
                 yield {"tuned": tuned, "draw": number, **row, **studies.stamp()}
@@ -156,7 +169,7 @@ def _rows_of_draw(
     subject = replace(subject, data=subject.data.redrawn(args.calibration, number))
     sites = hp.find_sites(subject.model, feed_forward=True)
     batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
-    latency = _latency(args, subject, batches[0], sites)
+    latency = _latency(args, subject.model, batches[0], sites)
     neurons = [site for site in sites if site.is_feed_forward]
     shared = {"length": latency.length, "width": max(len(site.heads) for site in neurons)}
 
@@ -170,11 +183,7 @@ def _rows_of_draw(
         yield row(1.0, INT8, {**found, **_kept(sites, kept)})
     smaller = [asked for asked in args.speedups if (asked, SMALLER) in missing]
     if smaller:
-        layer = layer_seconds(
-            subject.model,
-            latency,
-            lambda model: _speed(args, subject, model, batches[0], latency).ratio,
-        )
+        layer = _layer(args, subject.model, batches[0], latency)
         for asked in smaller:
             measured = _smaller(args, subject, number, asked, layer, batches[0], latency)
             if measured is not None:
@@ -288,23 +297,25 @@ def _measured(
         example = {name: value for name, value in batch.items() if name != "labels"}
         small = InInt8(small, example)
     value, right = _tested(subject, small)
-    speed = _speed(args, subject, small, batch, latency)
-    return {"ratio": speed.ratio, "low": speed.low, "high": speed.high, "test": value, **right}
+    judged = {"test": value, **right}
+    if args.step == "judge":
+        return judged
+    return {**_speed(args, subject.model, small, batch, latency), **judged}
 
 
 def _speed(
-    args: argparse.Namespace, subject: Subject, small: nn.Module, batch: Any, latency: LatencyTable
-) -> Any:
-    """A model's times beside the whole model's, in interleaved rounds."""
+    args: argparse.Namespace, whole: nn.Module, small: nn.Module, batch: Any, latency: LatencyTable
+) -> dict[str, float]:
+    """How many times as fast as the whole model, in interleaved rounds, with an interval."""
     (speed,) = hp.bench.compare_latency(
-        _timed(subject.model, args.dtype),
+        _timed(whole, args.dtype),
         _timed(small, args.dtype),
         partial(hp.bench.shaped_batch, batch),
         [latency.batch_size],
         [latency.length],
         seconds=args.seconds,
     )
-    return speed
+    return {"ratio": speed.ratio, "low": speed.low, "high": speed.high}
 
 
 def _tested(subject: Subject, model: nn.Module) -> tuple[float, dict[str, str]]:
@@ -332,16 +343,14 @@ def _timed(model: nn.Module, dtype: str) -> nn.Module:
 
 
 def _latency(
-    args: argparse.Namespace, subject: Subject, batch: Any, sites: Sequence[hp.AttentionSite]
+    args: argparse.Namespace, model: nn.Module, batch: Any, sites: Sequence[hp.AttentionSite]
 ) -> LatencyTable:
     """The task's latency table, measured at the first time."""
-    usual = (args.device, args.dtype) == ("cpu", "float32")
-    where = "" if usual else f"-{args.device}-{args.dtype}"
-    path = args.work / f"latency-{args.task}-{args.batch}x{args.length}{where}.json"
+    path = _timed_file(args, "latency")
     if path.is_file():
         return LatencyTable.load(path)
     found = hp.bench.latency_table(
-        _timed(subject.model, args.dtype),
+        _timed(model, args.dtype),
         batch,
         batch_size=args.batch,
         # An image has a length of its own.
@@ -351,6 +360,94 @@ def _latency(
     )
     found.save(path)
     return found
+
+
+def _layer(args: argparse.Namespace, model: nn.Module, batch: Any, latency: LatencyTable) -> float:
+    """Seconds of one layer of the task's model, measured at the first time."""
+    path = _timed_file(args, "layer")
+    if path.is_file():
+        seconds: float = json.loads(path.read_text())["seconds"]
+        return seconds
+    seconds = layer_seconds(
+        model, latency, lambda small: _speed(args, model, small, batch, latency)["ratio"]
+    )
+    write_atomic(path, json.dumps({"seconds": seconds}).encode())
+    return seconds
+
+
+def _timed_file(args: argparse.Namespace, what: str) -> Path:
+    """Where something is kept that was timed for the task.
+
+    Raises:
+        SystemExit: step ``judge``, and it is not there.
+    """
+    # Step `judge` may run elsewhere; what is timed is timed on a CPU then.
+    usual = args.step == "judge" or (args.device, args.dtype) == ("cpu", "float32")
+    where = "" if usual else f"-{args.device}-{args.dtype}"
+    path: Path = args.tables / f"{what}-{args.task}-{args.batch}x{args.length}{where}.json"
+    if args.step == "judge" and not path.is_file():
+        raise SystemExit(f"--tables: must hold {path.name}; make it by --step table.")
+    return path
+
+
+# ----------------------------------------------------------------------------------------------
+# steps on two machines
+
+
+def _untrained(args: argparse.Namespace, tuned: int) -> tuple[Subject, Any]:
+    """The task's model as it is before its training, which has the same speed, and a batch."""
+    recipe = recipe_of(args, tuned)
+    journal = Journal(recipe.name, recipe.model_dump(), None, lambda line: None, progress=False)
+    subject = prepare_subject(recipe, journal, train=False)
+    return subject, subject.data.batches("calibration", args.batch)[0]
+
+
+def measure_table(args: argparse.Namespace) -> Path:
+    """Measure the latency table and the seconds of a layer; return the table's path."""
+    subject, batch = _untrained(args, args.tuned[0])
+    sites = hp.find_sites(subject.model, feed_forward=True)
+    latency = _latency(args, subject.model, batch, sites)
+    seconds = _layer(args, subject.model, batch, latency)
+    print(f"{args.task}: {1e3 * latency.whole:.1f} ms, of which a layer {1e3 * seconds:.1f} ms")
+    return _timed_file(args, "latency")
+
+
+def add_times(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> Path:
+    """Time the rows that were judged elsewhere, each shape once; return the record's path."""
+    record = json.loads(out.read_text())
+    args.batch, args.length, args.dtype = record["batch"], record["length"], record["dtype"]
+    subject, batch = _untrained(args, 0)
+    sites = hp.find_sites(subject.model, feed_forward=True)
+    latency = _latency(args, subject.model, batch, sites)
+    device = resolve_device(args.device)
+    record["timed"] = {"hardware": hardware(device), "versions": versions()}
+    known: dict[str, dict[str, float]] = {}
+    for row in record["rows"]:
+        shape = json.dumps([row["heads"], row["neurons"]])
+        if "ratio" in row:
+            continue
+        if over():
+            break
+        if shape not in known:
+            small = _of_shape(subject.model, row["heads"], row["neurons"])
+            known[shape] = _speed(args, subject.model, small, batch, latency)
+        row.update(known[shape], timed=studies.stamp())
+        studies.keep(record, out)
+        print(row["draw"], row["way"], row["asked"], f"{row['ratio']:.3f}", flush=True)
+    return out
+
+
+def _of_shape(whole: nn.Module, heads: Sequence[int], neurons: Sequence[int]) -> nn.Module:
+    """A model with so many heads and neurons in each of its layers; the first of each."""
+    small = copy.deepcopy(whole)
+    first_layers_(small, len(heads))
+    sites = hp.find_sites(small, feed_forward=True)
+    # Attention and feed-forwards come in the order of the layers.
+    counted = {False: iter(heads), True: iter(neurons)}
+    keep = {site.name: list(range(next(counted[site.is_feed_forward]))) for site in sites}
+    counts = {site.name: site.n_query_heads for site in sites}
+    hp.prune_(small, hp.HeadMask.from_keep(keep, counts), sites=sites)
+    return small
 
 
 # ----------------------------------------------------------------------------------------------
@@ -386,15 +483,21 @@ def _fastest(record: dict[str, Any]) -> str:
 
 
 def _title(record: dict[str, Any]) -> str:
-    """The task, and the GPU where there was one."""
-    return TITLES[record["task"]] + (f", on an {record['gpu']}" if "gpu" in record else "")
+    """The task, and the GPU where one was timed."""
+    on_gpu = "gpu" in record and not _by_tables(record)
+    return TITLES[record["task"]] + (f", on an {record['gpu']}" if on_gpu else "")
+
+
+def _by_tables(record: dict[str, Any]) -> bool:
+    """Whether models were judged by another machine's latency tables, and are timed there."""
+    return "timed" in record or not any("ratio" in row for row in record["rows"])
 
 
 def by_speed(record: dict[str, Any], way: str) -> dict[float, list[dict[str, Any]]]:
-    """Rows of a way by the speed that was asked for, the slowest first."""
+    """Timed rows of a way by the speed that was asked for, the slowest first."""
     found: dict[float, list[dict[str, Any]]] = {}
     for row in sorted(record["rows"], key=lambda row: row["asked"]):
-        if row["way"] == way:
+        if row["way"] == way and "ratio" in row:
             found.setdefault(row["asked"], []).append(row)
     return found
 
@@ -443,6 +546,9 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
             " weights before any fine-tuning, about as fast) for twice as many, with the same"
             " logits. A speed without such rows was not tried."
         )
+    where = machine(record)
+    if "timed" in record:
+        where = f"on {ran_on(record['timed']['hardware'])}. Chosen, trained and judged on: {where}"
     head = ["what is cut", "asked", "predicted", "measured", metric, "points", "draws"]
     return [
         f"## {_title(record)}",
@@ -450,8 +556,8 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
         f"The whole model: {wholes}. {record['calibration']} calibration rows, refits on"
         f" {record.get('refit_rows', record['calibration']):,}; selector"
         f" `{record.get('selector', 'knapsack')}`; timed at batch size"
-        f" {record['batch']}, length {length}, in {record['dtype']}; {machine(record)} Heads and neurons kept per layer"
-        " are those of the first draw. A speed that is missing is out of reach with a head and a"
+        f" {record['batch']}, length {length}, in {record['dtype']}; {where} Heads and neurons kept"
+        " per layer are those of the first draw. A speed that is missing is out of reach with a head and a"
         f" level of neurons in every layer.{more}",
         "",
         *table([*head, "heads kept per layer", "neurons kept per layer"], cells),

@@ -8,7 +8,8 @@ rows and budget.
 validation files), stories260k and tinyshakespeare. A pipeline is a scorer and a refit; random
 heads, refitted alike, are one of them, and so is ``auto``, which takes one of the others by the
 loss of held-out calibration rows. ``--tuned`` are seeds of the task's training, ``--draws`` those
-of calibration rows. Nothing is trained after the cut, and test rows are only reported.
+of calibration rows. Nothing is trained after the cut, and test rows are only reported. With
+``--device cuda`` models are trained, cut and judged on a GPU, into ``regret-TASK-cuda.json``.
 
 Which tasks pipelines are chosen by and which ones confirm the choice (``CHOOSING``) was fixed
 before any was run. A row of the record is one model, draw, budget and refit, written as soon as it
@@ -39,7 +40,8 @@ from headprune.core.choice import candidate_name
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.metrics import drop
 from headprune.core.scores import HeadScores
-from headprune.model.running import undisturbed
+from headprune.data.models import resolve_device
+from headprune.model.running import device_of, to_device, undisturbed
 from headprune.recipes.reading import locate
 from headprune.recipes.schema import Recipe, RecoverStep
 from headprune.recipes.validate import load_recipe
@@ -52,7 +54,8 @@ from headprune.sweep.base import open_base, ready_base
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
-from pages import publish
+from determinism import reproducible
+from pages import machine, publish
 from studies import RECORDS
 
 #: Recipe and settings of every task; ``{data}`` and ``{work}`` are the folders that are given.
@@ -143,6 +146,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_seeds(found)
     found.add_argument("--refits", nargs="+", choices=list(REFITS), default=list(REFITS)[:2])
     found.add_argument("--candidates", nargs="+", help="scorers, in place of auto's")
+    studies.add_device(found)
     studies.add_minutes(found)
     return studies.parsed(found, argv)
 
@@ -168,9 +172,12 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args.calibration = args.calibration or ROWS.get(args.task, 256)
     over = studies.clock(args)
     quiet()
-    out: Path = args.out or RECORDS / f"regret-{args.task}.json"
+    device = resolve_device(args.device)
+    args.set.append(f"device={args.device}")
+    out: Path = args.out or RECORDS / f"regret-{args.task}{studies.suffix(args.device)}.json"
     same = {"benchmark": "regret", "task": args.task, "calibration": args.calibration}
-    record = studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
+    same |= studies.gpu(device)
+    record = studies.begun(out, same, device, git_commit=git_commit())
     record.setdefault("whole", {})
     for row in studies.added(record, rows(args, record), over, out):
         cells = " ".join(f"{name} {cell['test']:.4f}" for name, cell in row["cells"].items())
@@ -232,8 +239,9 @@ def tested(subject: Subject, model: nn.Module) -> tuple[str, float, int]:
     labels: list[Tensor] = []
     with undisturbed(model), torch.no_grad():
         for batch in subject.data.evaluation("test", EVALUATION_BATCH):
-            answers.append(model(**batch).logits[:, 0])
-            labels.append(batch["labels"])
+            batch = to_device(batch, device_of(model))
+            answers.append(model(**batch).logits[:, 0].cpu())
+            labels.append(batch["labels"].cpu())
     correlation = spearmanr(torch.cat(answers).numpy(), torch.cat(labels).numpy()).statistic
     return "spearman", float(correlation), len(torch.cat(labels))
 
@@ -268,8 +276,10 @@ def opened(args: argparse.Namespace, tuned: int) -> Subject:
         write_capitals(args.data / "tinyshakespeare" / "input.txt", args.work / "capitals")
     recipe = recipe_of(args, tuned)
     folder = args.work / args.task
-    base = ready_base(recipe, folder, lambda line: None)
-    return open_base(base, folder, recipe)
+    # The next machine trains the same weights, and goes on with the record.
+    with reproducible(resolve_device(recipe.device)):
+        base = ready_base(recipe, folder, lambda line: None)
+        return open_base(base, folder, recipe)
 
 
 def write_capitals(text: Path, folder: Path) -> None:
@@ -571,7 +581,7 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
             f"The whole model's {metric}: {', '.join(wholes)}. {record['calibration']} calibration"
             " rows; trainings with a"
         ),
-        f"draw each: {n_rows}. Points above (+) or below (-) the whole model.",
+        f"draw each: {n_rows}. Points above (+) or below (-) the whole model. {machine(record)}",
         "",
         f"| pipeline | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
         f"| --- |{' ---: |' * len(shares)}",

@@ -77,6 +77,21 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return args
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Where models are trained, cut and judged."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+
+
+def suffix(device: str) -> str:
+    """What the names of records end with that were made elsewhere than on a CPU."""
+    return "" if device == "cpu" else f"-{device}"
+
+
+def gpu(device: torch.device) -> dict[str, str]:
+    """The GPU's name, as records have it; nothing of a CPU."""
+    return {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+
+
 def add_minutes(parser: argparse.ArgumentParser) -> None:
     """For machines that are lent for a while."""
     parser.add_argument(

@@ -63,6 +63,17 @@ class Job:
 
 JOBS = (
     Job(
+        "judged",
+        "benchmarks/gpu/at_once.py --device {device} --data {data} --model {model} --work {work}"
+        " --records {records} --minutes {minutes}",
+        "regret-sst2-{device}.json",
+        most=560,
+        least=120,
+        task="sst2",
+        last_row=45,
+        tiny="--tiny",
+    ),
+    Job(
         "correct",
         "-m pytest -q -p no:cacheprovider -W default tests/gpu",
         "gpu-correct.json",

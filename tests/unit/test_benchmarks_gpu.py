@@ -320,8 +320,40 @@ def test_every_job_is_a_command_that_its_script_takes(worker: ModuleType, small:
             assert words[1] == "pytest"
             assert (ROOT / words[-1]).is_dir()
             continue
-        args = script(ROOT / words[0]).arguments(words[1:])
+        module = script(ROOT / words[0])
+        args = module.arguments(words[1:])
+        if one.name == "judged":
+            check_parts(module, args, one.record.format(**names))
+            continue
         assert f"{{records}}/{one.record}".format(**names) == str(args.out)
+
+
+def check_parts(at_once: ModuleType, args: Any, record: str) -> None:
+    """Every part of the studies is a command that its script takes, too."""
+    assert record in {part.record("cpu") for part in at_once.PARTS}
+    for part in at_once.PARTS:
+        words = at_once.command(part, args, Path("work"), Path("out.json"), minutes=1.0)
+        taken = script(Path(words[1])).arguments(words[2:])
+        assert getattr(taken, {"tuned": "tuned", "draw": "draws"}[part.key]) == [part.number]
+
+
+def test_parts_of_a_study_are_divided_and_joined(tmp_path: Path) -> None:
+    at_once = script(ROOT / "benchmarks" / "gpu" / "at_once.py")
+    rows = [{"tuned": 0, "draw": 0}, {"tuned": 0, "draw": 1}, {"tuned": 1, "draw": 0}]
+    whole = {"0": {"weights": "a"}, "1": {"weights": "b"}}
+    path = tmp_path / "regret-trec-cpu.json"
+    path.write_text(json.dumps({"task": "trec", "whole": whole, "rows": rows}))
+    outs = []
+    for number in (0, 1, 2):
+        outs.append(tmp_path / f"{number}.json")
+        at_once.divide(at_once.Part("regret", "trec", number), path, outs[-1])
+    assert [len(json.loads(out.read_text())["rows"]) for out in outs] == [2, 1, 0]
+    at_once.join(outs, path)
+    assert json.loads(path.read_text()) == {"task": "trec", "whole": whole, "rows": rows}
+    # The same seed gave other weights in one of the parts.
+    outs[2].write_text(json.dumps({"whole": {"0": {"weights": "c"}}, "rows": []}))
+    with pytest.raises(ValueError, match="seed 0"):
+        at_once.join(outs, path)
 
 
 @pytest.mark.long

@@ -1,0 +1,196 @@
+"""Run the studies that train, cut and judge many models, several at once: nothing of them is timed.
+
+    python benchmarks/gpu/at_once.py --device cuda --data DATA --model MODEL --work WORK \
+        --records RECORDS --minutes 8
+
+A process is one part of a study: one training of ``regret.py`` with all its draws, or one draw of
+``one_budget.py``. It writes a record of its own, and the parts of a study are joined into one
+record whenever one of them ends. Rows that are in a record already are not made again. Tasks
+without rows in ``--data`` are passed over, and so is ``one_budget.py`` where ``--data`` has no
+``tables`` folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+#: Exit status of a study whose minutes were over before its rows were.
+UNFINISHED = 75
+#: Folder of the latency tables, in that of the data.
+TABLES = "tables"
+NUMBERS = (0, 1, 2)
+#: The rows of a task that has not its own folder.
+ROWS_OF = {"capitals": "tinyshakespeare"}
+#: Settings of the encoder, which travels in fp16 and is trained in fp32.
+ENCODER = "model.path={model} model.dtype=float32"
+REGRET = "--refits lstsq --tuned {number} --draws 0 1 2"
+ONE_BUDGET = (
+    "--step judge --tables {tables} --train --draws {number} --speedups 1.3 1.5 2.2 3 3.6 4.3"
+)
+#: What a rehearsal adds: few rows, one candidate, a moment of training.
+TINY = {
+    "regret": "--calibration 16 --shares 0.5 --draws 0 --candidates taylor",
+    "one_budget": "--calibration 16 --refit-rows 16 --speedups 1.3",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Args:
+        study: The script.
+        task: Its task.
+        number: Of the training (``regret``) or of the draw (``one_budget``).
+    """
+
+    study: str
+    task: str
+    number: int
+
+    @property
+    def key(self) -> str:
+        """What the number is called in the rows."""
+        return "tuned" if self.study == "regret" else "draw"
+
+    def record(self, device: str) -> str:
+        """The name of the study's record; what ends in ``-judged`` has yet to be timed."""
+        stem = "regret-{task}" if self.study == "regret" else "one-budget-{task}-judged"
+        return stem.format(task=self.task) + f"-{device}.json"
+
+
+PARTS = (
+    *(Part("one_budget", "sst2", number) for number in NUMBERS),
+    *(Part("regret", task, n) for task in ("hwu64", "trec", "stsb", "capitals") for n in NUMBERS),
+    *(Part("regret", "sst2", number) for number in NUMBERS),
+    *(Part("one_budget", "hwu64", number) for number in NUMBERS),
+    *(Part("one_budget", "trec", number) for number in NUMBERS),
+)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    for name in ("data", "model", "work", "records"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, required=True, help="begin no row after them")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: one small part a study")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts; return 0 when all rows are there, ``UNFINISHED`` or 1 when some are not."""
+    args = arguments(argv)
+    end = time.monotonic() + 60 * args.minutes
+    parts = [part for part in PARTS if has_rows(part, args.data)]
+    if args.tiny:
+        parts = [part for part in parts if (part.task, part.number) == ("sst2", 0)]
+    # Each process works from one thread of Python, which a GPU does not keep busy.
+    with ThreadPoolExecutor(args.processes) as pool:
+        codes = list(pool.map(lambda part: run(part, args, end), parts))
+    failed = any(code not in (0, UNFINISHED) for code in codes)
+    return 1 if failed else UNFINISHED if UNFINISHED in codes else 0
+
+
+def has_rows(part: Part, data: Path) -> bool:
+    """Whether the part can run with this data."""
+    there = (data / ROWS_OF.get(part.task, part.task)).is_dir()
+    return there and (part.study == "regret" or (data / TABLES).is_dir())
+
+
+def run(part: Part, args: argparse.Namespace, end: float) -> int:
+    """Run one process to its end, and join its study; return its exit status."""
+    minutes = (end - time.monotonic()) / 60
+    if minutes <= 0:
+        return UNFINISHED
+    name = f"{part.study}-{part.task}-{part.number}"
+    # Parts of one training work side by side, so each has a folder of its own.
+    work = args.work / "at-once" / name
+    work.mkdir(parents=True, exist_ok=True)
+    out = work / part.record(args.device)
+    divide(part, args.records / out.name, out)
+    begin = time.monotonic()
+    with (work / "log").open("a") as log:
+        code = subprocess.run(
+            command(part, args, work, out, minutes),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        ).returncode
+    seconds = time.monotonic() - begin
+    print(f"{name}: exit status {code} after {seconds:.0f} s", flush=True)
+    print("\n".join((work / "log").read_text().splitlines()[-12:]), flush=True)
+    same = [one for one in PARTS if (one.study, one.task) == (part.study, part.task)]
+    folders = [args.work / "at-once" / f"{one.study}-{one.task}-{one.number}" for one in same]
+    join([folder / out.name for folder in folders], args.records / out.name)
+    return code
+
+
+def command(
+    part: Part, args: argparse.Namespace, work: Path, out: Path, minutes: float
+) -> list[str]:
+    """The command of a part."""
+    options = REGRET if part.study == "regret" else ONE_BUDGET
+    options = f"{options} {TINY[part.study]}" if args.tiny else options
+    settings = f"{ENCODER} train.epochs=0.05" if args.tiny else ENCODER
+    fields = {"number": part.number, "tables": args.data / TABLES, "model": args.model}
+    words = shlex.split(f"{options} --set {settings}")
+    where = ["--task", part.task, "--data", args.data, "--work", work, "--out", out]
+    limits = ["--device", args.device, "--minutes", f"{minutes:.2f}"]
+    script = HERE.parent / f"{part.study}.py"
+    given = [sys.executable, script, *where, *limits, *(word.format(**fields) for word in words)]
+    return [str(word) for word in given]
+
+
+def divide(part: Part, whole: Path, out: Path) -> None:
+    """Give a part its own rows of a record that is there."""
+    if out.is_file() or not whole.is_file():
+        return
+    record = json.loads(whole.read_text())
+    record["rows"] = [row for row in record["rows"] if row[part.key] == part.number]
+    out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def join(parts: Iterable[Path], whole: Path) -> None:
+    """Write the record of all rows of the parts that are there.
+
+    Raises:
+        ValueError: two parts name different weights for the same training.
+    """
+    records: list[dict[str, Any]] = [
+        json.loads(path.read_text()) for path in parts if path.is_file()
+    ]
+    if not records:
+        return
+    joined = {**records[0], "rows": [row for record in records for row in record["rows"]]}
+    joined["whole"] = {}
+    for record in records:
+        for tuned, about in record["whole"].items():
+            known = joined["whole"].setdefault(tuned, about)
+            if known["weights"] != about["weights"]:
+                raise ValueError(f"{whole.name}: two parts trained other weights by seed {tuned}")
+    joined["whole"] = dict(sorted(joined["whole"].items()))
+    unfinished = whole.with_suffix(".part")
+    unfinished.write_text(json.dumps(joined, indent=1) + "\n")
+    unfinished.replace(whole)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
