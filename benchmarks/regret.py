@@ -414,8 +414,23 @@ def points(metric: str, whole: float) -> Callable[[float], float]:
 
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page from every record there is."""
-    found = studies.records_in(records, "regret")
+    found = by_task(studies.records_in(records, "regret"))
     return publish(docs / PAGE, lead(found), page(found))
+
+
+def by_task(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record a task: models that a CPU trained, and those that a GPU trained, are different
+    trainings."""
+    joined: dict[str, dict[str, Any]] = {}
+    for record in records:
+        device = record["hardware"]["device"]
+        found = joined.setdefault(
+            record["task"], {**record, "whole": {}, "rows": [], "machines": []}
+        )
+        found["whole"] |= {f"{device} {tuned}": row for tuned, row in record["whole"].items()}
+        found["rows"] += [{**row, "tuned": f"{device} {row['tuned']}"} for row in record["rows"]]
+        found["machines"].append(machine(record))
+    return list(joined.values())
 
 
 def lead(records: Sequence[dict[str, Any]]) -> str:
@@ -573,15 +588,16 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     metric = next(iter(record["whole"].values()))["metric"]
     found = cells(record)
     shares = sorted(found, reverse=True)
-    n_rows = len({(row["tuned"], row["draw"]) for row in record["rows"]})
+    pairs = [str(max(map(len, found[share].values()))) for share in shares]
     lines = [
         f"## {TITLES[record['task']]}",
         "",
         (
             f"The whole model's {metric}: {', '.join(wholes)}. {record['calibration']} calibration"
-            " rows; trainings with a"
+            " rows. Points"
         ),
-        f"draw each: {n_rows}. Points above (+) or below (-) the whole model. {machine(record)}",
+        "above (+) or below (-) the whole model, mean over pairs of a training and a draw.",
+        f"Measured on: {' And on: '.join(record['machines'])}",
         "",
         f"| pipeline | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
         f"| --- |{' ---: |' * len(shares)}",
@@ -596,7 +612,7 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     for name in names:
         shown = [_spread(found[share].get(name, [])) for share in shares]
         lines.append(f"| {name} | {' | '.join(shown)} |")
-    return [*lines, ""]
+    return [*lines, f"| pairs | {' | '.join(pairs)} |", ""]
 
 
 def _spread(values: Sequence[float]) -> str:
