@@ -12,7 +12,7 @@ interleaved rounds, in ``--dtype``; all else is fp32. With ``--int8`` the cut of
 and the whole model, are also judged and timed in ONNX Runtime with dynamic INT8. Nothing is trained
 after the cut, but for ``--train``: then the refitted cut is trained for as many epochs as the base
 model was, with that one's logits. Beside it stands a smaller architecture (``fewer_layers.py``) of
-about the same speed, trained for twice as many. A row of the record is one model, draw, speed and
+about the same speed, trained for twice as many. Both are also trained for one such time more. A row of the record is one model, draw, speed and
 way; a run that is started again goes on after the last one.
 
 A GPU can choose, train and judge what a CPU shall run fast, in three steps::
@@ -67,9 +67,14 @@ BOTH, HEADS = "heads and neurons", "heads alone"
 INT8 = "heads and neurons, then INT8"
 TRAINED = "heads and neurons, then trained"
 SMALLER = "smaller architecture, trained"
+LONGER = ", longer"
+#: How many times the base model's epochs each is trained. The cut model comes from one that was
+#: trained once, so the two of a pair have the same epochs behind them.
+TIMES = {TRAINED: 1, TRAINED + LONGER: 2}
+TIMES_OF_SMALLER = {SMALLER: 2, SMALLER + LONGER: 3}
 SELECTOR = "repriced"
-#: What is made of the same cut; the last one changes it.
-FROM = {BOTH: (BOTH, INT8, TRAINED), HEADS: (HEADS,)}
+#: What is made of the same cut.
+FROM = {BOTH: (BOTH, INT8, *TIMES), HEADS: (HEADS,)}
 WAYS_OF_CUTS = tuple(itertools.chain.from_iterable(FROM.values()))
 #: Tasks whose models read tokens and give a class.
 CLASSIFIERS = ("sst2", "trec", "hwu64")
@@ -158,7 +163,7 @@ def _cells_of_draw(args: argparse.Namespace) -> list[tuple[float, str]]:
     if args.int8:
         cells += [(asked, INT8) for asked in (1.0, *args.speedups)]
     if args.train:
-        cells += itertools.product(args.speedups, (TRAINED, SMALLER))
+        cells += itertools.product(args.speedups, (*TIMES, *TIMES_OF_SMALLER))
     return cells
 
 
@@ -181,13 +186,14 @@ def _rows_of_draw(
         kept = {site.name: site.n_query_heads for site in sites}
         found = _measured(args, subject, INT8, subject.model, batches[0], latency)
         yield row(1.0, INT8, {**found, **_kept(sites, kept)})
-    smaller = [asked for asked in args.speedups if (asked, SMALLER) in missing]
+    cells = itertools.product(args.speedups, TIMES_OF_SMALLER)
+    smaller = [cell for cell in cells if cell in missing]
     if smaller:
         layer = _layer(args, subject.model, batches[0], latency)
-        for asked in smaller:
-            measured = _smaller(args, subject, number, asked, layer, batches[0], latency)
+        for asked, way in smaller:
+            measured = _smaller(args, subject, number, asked, way, layer, batches[0], latency)
             if measured is not None:
-                yield row(asked, SMALLER, measured)
+                yield row(asked, way, measured)
     if any((asked, way) in missing for asked in args.speedups for way in WAYS_OF_CUTS):
         for asked, way, found in _cut_rows(args, subject, number, missing, sites, batches, latency):
             yield row(asked, way, found)
@@ -241,10 +247,12 @@ def _cut_rows(
         # 3. Judge and time.
         kept = {row.site: len(row.kept) for row in plan.mask.rows}
         for one in wanted:
-            if one == TRAINED:
-                seconds = {**seconds, "train": _train(subject, small, number, times=1)}
             found = {"seconds": seconds, "predicted": predicted, **_kept(sites, kept)}
-            found |= _measured(args, subject, one, small, batches[0], latency)
+            model = small
+            if one in TIMES:
+                model = copy.deepcopy(small)
+                found["seconds"] = {**seconds, "train": _train(subject, model, number, TIMES[one])}
+            found |= _measured(args, subject, one, model, batches[0], latency)
             yield asked, one, found
 
 
@@ -253,6 +261,7 @@ def _smaller(
     subject: Subject,
     number: int,
     asked: float,
+    way: str,
     layer: float,
     batch: Any,
     latency: LatencyTable,
@@ -263,10 +272,10 @@ def _smaller(
     except InfeasibleBudget as error:
         print(f"{args.task}, {asked:g} times as fast: {error}", flush=True)
         return None
-    seconds = {"train": _train(subject, small, number, times=2)}
+    seconds = {"train": _train(subject, small, number, TIMES_OF_SMALLER[way])}
     sites = hp.find_sites(small, feed_forward=True)
     kept = {site.name: len(site.heads) for site in sites}
-    found = _measured(args, subject, SMALLER, small, batch, latency)
+    found = _measured(args, subject, way, small, batch, latency)
     return {"seconds": seconds, **found, **_kept(sites, kept)}
 
 
@@ -526,7 +535,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 
 def _task_lines(record: dict[str, Any]) -> list[str]:
     cells = []
-    for way in (BOTH, HEADS, INT8, TRAINED, SMALLER):
+    for way in (BOTH, HEADS, INT8, *TIMES, *TIMES_OF_SMALLER):
         for asked, rows in by_speed(record, way).items():
             cells.append([way, f"{asked:g}", *_cells(record, rows)])
     metric = next(iter(record["whole"].values()))["metric"]
@@ -538,13 +547,12 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
             " INT8 is that of ONNX Runtime (dynamic, per channel), timed beside the whole model in"
             " PyTorch; at 1 nothing is cut."
         )
-    trained = by_speed(record, TRAINED)
-    if trained:
+    if any(row["way"] in TIMES for row in record["rows"]):
         more += (
             " *Trained*: the cut model for as many epochs as the base model was, with that one's"
             " logits, after its refit; the smaller architecture (fewer, narrower layers of the"
             " weights before any fine-tuning, about as fast) for twice as many, with the same"
-            " logits. A speed without such rows was not tried."
+            " logits; *longer*: for one such time more. A speed without such rows was not tried."
         )
     where = machine(record)
     if "timed" in record:
@@ -568,10 +576,25 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
 
 def _against_smaller(record: dict[str, Any]) -> list[str]:
     """Cut and trained, beside a smaller architecture that was trained as long."""
-    n = next(iter(record["whole"].values()))["n"]
-    smaller = by_speed(record, SMALLER)
     lines = []
-    for asked, rows in by_speed(record, TRAINED).items():
+    for trained, smaller in zip(TIMES, TIMES_OF_SMALLER, strict=True):
+        lines += _differences(record, trained, smaller)
+    if not lines:
+        return []
+    head = (
+        "Both trained, the difference of accuracies with its 95 % interval; above 0 the cut model is"
+        " better than the smaller architecture:"
+    )
+    return [head, "", *lines, ""]
+
+
+def _differences(record: dict[str, Any], trained: str, of_smaller: str) -> list[str]:
+    """A line for each speed at which both were trained."""
+    n = next(iter(record["whole"].values()))["n"]
+    smaller = by_speed(record, of_smaller)
+    longer = LONGER if LONGER in trained else ""
+    lines = []
+    for asked, rows in by_speed(record, trained).items():
         # Draws that both have.
         theirs = {_draw(row): row for row in smaller.get(asked, []) if "right" in row}
         ours = {_draw(row): row for row in rows if "right" in row and _draw(row) in theirs}
@@ -583,17 +606,11 @@ def _against_smaller(record: dict[str, Any]) -> list[str]:
         over = "rows" if len(ours) == 1 else f"rows and {len(ours)} draws"
         speeds = [_mean_ratio(list(some.values())) for some in (ours, theirs)]
         lines.append(
-            f"- Asked {asked:g}: {interval(-100 * drop.value, -100 * drop.high, -100 * drop.low)}"
+            f"- Asked {asked:g}{longer}: {interval(-100 * drop.value, -100 * drop.high, -100 * drop.low)}"
             f" points (interval over {over}), at {speeds[0]:.2f} and {speeds[1]:.2f} times the"
             " speed."
         )
-    if not lines:
-        return []
-    head = (
-        "Both trained, the difference of accuracies with its 95 % interval; above 0 the cut model is"
-        " better than the smaller architecture:"
-    )
-    return [head, "", *lines, ""]
+    return lines
 
 
 def _draw(row: dict[str, Any]) -> tuple[int, int]:
@@ -625,7 +642,7 @@ def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _predicted(rows: Sequence[dict[str, Any]]) -> str:
     """The speed that the latency table predicts; it knows nothing of INT8 or fewer layers."""
-    if rows[0]["way"] in (INT8, SMALLER):
+    if rows[0]["way"] in (INT8, *TIMES_OF_SMALLER):
         return "-"
     return f"{statistics.fmean(row['predicted'] for row in rows):.2f}"
 

@@ -48,7 +48,8 @@ def test_what_is_trained_stands_beside_a_smaller_architecture(
     study = benchmark("one_budget")
     command = _command(tmp_path, monkeypatch) + " --speedups 1.5 1000 --train"
     rows = {row["way"]: row for row in record_of(study, command)["rows"]}
-    assert list(rows) == [study.SMALLER, study.BOTH, study.TRAINED, study.HEADS]
+    smaller, trained = list(study.TIMES_OF_SMALLER), list(study.TIMES)
+    assert list(rows) == [*smaller, study.BOTH, *trained, study.HEADS]
     cut, trained, smaller = (rows[way] for way in (study.BOTH, study.TRAINED, study.SMALLER))
     assert (trained["heads"], trained["neurons"]) == (cut["heads"], cut["neurons"])
     assert "train" not in cut["seconds"]
@@ -58,3 +59,32 @@ def test_what_is_trained_stands_beside_a_smaller_architecture(
     text = page_of(study, tmp_path, study.PAGE)
     assert f"| {study.SMALLER} | 1.5 | - |" in text
     assert "- Asked 1.5: " in text
+    assert "- Asked 1.5, longer: " in text
+
+
+def test_what_one_machine_judges_another_one_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = benchmark("one_budget")
+    command = _command(tmp_path, monkeypatch) + " --speedups 1.5 --train"
+    tables = tmp_path / "tables"
+    with pytest.raises(SystemExit, match="--step table"):
+        study.main([*command.split(), "--step", "judge", "--tables", str(tables)])
+    tables.mkdir()
+    study.main([*command.split(), "--step", "table", "--tables", str(tables)])
+    judged = record_of(study, f"{command} --step judge --tables {tables}")
+    assert all("test" in row and "ratio" not in row for row in judged["rows"])
+    timed = record_of(study, f"{command} --step time")
+    assert timed["timed"]["hardware"]["device"] == "cpu"
+    assert all(row["low"] <= row["ratio"] <= row["high"] for row in timed["rows"])
+    # One shape is timed once.
+    both, trained = (
+        next(row for row in timed["rows"] if row["way"] == way)
+        for way in (study.BOTH, study.TRAINED)
+    )
+    assert both["ratio"] == trained["ratio"]
+    untimed = [
+        {k: row[k] for k in old} for row, old in zip(timed["rows"], judged["rows"], strict=True)
+    ]
+    assert untimed == judged["rows"]
+    assert "Chosen, trained and judged on: " in page_of(study, tmp_path, study.PAGE)
