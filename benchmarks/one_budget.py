@@ -492,9 +492,12 @@ def _fastest(record: dict[str, Any]) -> str:
 
 
 def _title(record: dict[str, Any]) -> str:
-    """The task, and the GPU where one was timed."""
-    on_gpu = "gpu" in record and not _by_tables(record)
-    return TITLES[record["task"]] + (f", on an {record['gpu']}" if on_gpu else "")
+    """The task, and the GPU where there was one."""
+    title = TITLES[record["task"]]
+    if "gpu" not in record:
+        return title
+    made = " made" if _by_tables(record) else ""
+    return f"{title},{made} on an {record['gpu']}"
 
 
 def _by_tables(record: dict[str, Any]) -> bool:
