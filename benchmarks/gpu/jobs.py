@@ -70,7 +70,7 @@ JOBS = (
         most=560,
         least=120,
         task="sst2",
-        last_row=45,
+        last_row=90,
         tiny="--tiny",
     ),
     Job(
