@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.stats import t as student
 
 from headprune.core.choice import RANDOM, Candidate, candidate_name
-from headprune.core.codec import FrozenDict
+from headprune.core.codec import EMPTY, FrozenDict
 
 Floats = NDArray[np.float64]
 #: A candidate: its scorer, settings, and whether each kind of attention meets the budget by itself.
@@ -22,6 +22,7 @@ def ranked(
     same: Sequence[int],
     folds: int | None,
     confidence: float,
+    draws: Floats | None = None,
 ) -> tuple[tuple[Candidate, ...], str]:
     """Rank the candidates by their loss, and compare each with the one that is taken.
 
@@ -38,15 +39,19 @@ def ranked(
             share a fit.
         confidence: Of the margin: that no candidate is better than the one taken by more than its
             interval says.
+        draws: ``[draws, rows]``: losses of plans of random heads. They are one candidate with their
+            mean loss. Its interval reaches over those of all draws, which differ by more than their
+            mean shows.
 
     Returns:
         The candidates from the lowest loss to the highest, and the name of the one taken, which is
         never ``random``.
     """
     means = losses.mean(1)
-    chosen = _taken(asked, losses, folds)
+    chosen = _taken(losses, folds)
     # Any of the others may be the best one.
-    comparisons = max(1, len(asked) - 1)
+    has_draws = draws is not None and len(draws) > 0
+    comparisons = max(1, len(asked) - 1 + has_draws)
 
     candidates = []
     for i, (scorer, settings, by_kind) in enumerate(asked):
@@ -65,9 +70,35 @@ def ranked(
                 same_as=other,
             )
         )
+    if draws is not None and has_draws:
+        candidates.append(_random(draws, losses[chosen], folds, confidence, comparisons))
     # Among equal losses the one that is taken comes first.
-    order = sorted(range(len(asked)), key=lambda i: (means[i], i != chosen, i))
+    order = sorted(range(len(candidates)), key=lambda i: (candidates[i].loss, i != chosen, i))
     return tuple(candidates[i] for i in order), candidates[chosen].name
+
+
+def _random(
+    draws: Floats, chosen: Floats, folds: int | None, confidence: float, comparisons: int
+) -> Candidate:
+    """Return the random draws as one candidate.
+
+    Args:
+        draws: ``[draws, rows]``.
+        chosen: ``[rows]``: losses of the candidate that is taken.
+        folds: As in `ranked`.
+        confidence: As in `ranked`.
+        comparisons: As of the other candidates; a statement about all draws needs no more.
+    """
+    ends = [interval(draw - chosen, folds, confidence, comparisons) for draw in draws]
+    return Candidate(
+        scorer=RANDOM,
+        settings=EMPTY,
+        by_kind=False,
+        loss=float(draws.mean()),
+        difference=float((draws - chosen).mean()),
+        low=min(low for low, _ in ends),
+        high=max(high for _, high in ends),
+    )
 
 
 def interval(
@@ -88,14 +119,12 @@ def interval(
     return mean - quantile * error, mean + quantile * error
 
 
-def _taken(asked: Sequence[Asked], losses: Floats, folds: int | None) -> int:
+def _taken(losses: Floats, folds: int | None) -> int:
     """Return the place of the first candidate within one standard error of the lowest loss."""
     # Losses of few rows differ by chance. So a candidate that is usually good, and comes first,
     # keeps its place until another one is better by more than that.
-    scorers = [i for i, (scorer, _, _) in enumerate(asked) if scorer != RANDOM]
-    means = losses.mean(1)
-    lowest = min(scorers, key=lambda i: means[i])
-    for i in scorers:
+    lowest = int(losses.mean(1).argmin())
+    for i in range(len(losses)):
         mean, error = _paired(losses[i] - losses[lowest], folds)
         if mean <= error:
             return i

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import starmap
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +16,7 @@ from headprune import recovery, scoring
 from headprune.attention.sharded import check_whole
 from headprune.choice._held_out import Folds, Refit, RefitRefused, held_out_losses, whole_losses
 from headprune.choice._scores import as_scores
-from headprune.choice._statistics import Asked, Floats, interval, ranked
+from headprune.choice._statistics import Asked, interval, ranked
 from headprune.core.choice import RANDOM, Choice, Refitting, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InfeasibleBudget, InvalidValue, did_you_mean
@@ -187,8 +186,15 @@ class Auto(Scorer):
 
         # 3. Take a candidate.
         asked, masks, losses = _at(asked, finite), _at(masks, finite), losses[finite]
-        merged = _draws_as_one(asked, losses.numpy(), _first_places(masks, masks))
-        table, chosen = ranked(*merged, self.folds if refit else None, self.confidence)
+        n_scorers = sum(scorer != RANDOM for scorer, _, _ in asked)  # the draws come last
+        table, chosen = ranked(
+            asked[:n_scorers],
+            losses[:n_scorers].numpy(),
+            _first_places(masks, masks)[:n_scorers],
+            self.folds if refit else None,
+            self.confidence,
+            draws=losses[n_scorers:].numpy(),
+        )
 
         # 4. Compare its plan with the same plan without a refit.
         refitting = None
@@ -363,11 +369,8 @@ def _check_equal_plans(problem: ScoringProblem, masks: Sequence[HeadMask]) -> No
 def _with_choice(estimate: Estimate, choice: Choice) -> Estimate:
     """The estimate of the chosen candidate, with the choice and notes about it."""
     notes = [*choice.notes]
-    if choice.ties:
-        names = " and ".join([choice.chosen, *(c.name for c in choice.ties)])
-        notes.append(f"On these rows {names} are equally good, though they keep different heads.")
     # Each is empty where there is none.
-    notes += [choice.doubt, choice.refit_doubt]
+    notes += [choice.tie_note, choice.doubt, choice.refit_doubt]
     of_auto = [f"auto: {note}" for note in notes if note]
     return replace(estimate, notes=(*estimate.notes, *of_auto), choice=choice)
 
@@ -428,17 +431,3 @@ def _at(items: Sequence[_T], places: Sequence[int]) -> list[_T]:
 def _first_places(items: Sequence[HeadMask], among: Sequence[HeadMask]) -> list[int]:
     """Of every item, the first place where it is among others."""
     return list(map(among.index, items))
-
-
-def _draws_as_one(
-    asked: list[Asked], losses: Floats, same: list[int]
-) -> tuple[list[Asked], Floats, list[int]]:
-    """Merge the random draws into one last candidate, whose loss ``[rows]`` is their mean."""
-    names = [name for name, _, _ in asked]
-    n_scorers = len(names) - names.count(RANDOM)  # the draws come last
-    if n_scorers == len(asked):
-        return asked, losses, same
-    mean = losses[n_scorers:].mean(0, keepdims=True)
-    rows = np.concatenate([losses[:n_scorers], mean])
-    # It has no plan of its own, so it is the first of its kind.
-    return [*asked[:n_scorers], (RANDOM, EMPTY, False)], rows, [*same[:n_scorers], n_scorers]

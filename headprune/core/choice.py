@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ from headprune.core.codec import LATER, FrozenDict
 
 #: The candidate that every other one has to beat.
 RANDOM = "random"
+#: Decimals of losses in tables: so many, and more where differences are small.
+_DECIMALS = 4
+_MOST_DECIMALS = 8
 
 
 def candidate_name(scorer: str, settings: Mapping[str, Any], by_kind: bool) -> str:
@@ -33,8 +37,8 @@ class Candidate:
         by_kind: Whether each kind of attention met the budget by itself.
         loss: Mean loss of the held-out rows.
         difference: ``loss`` minus that of the chosen candidate.
-        low: Lower end of the difference's interval.
-        high: Upper end.
+        low: Lower end of the difference's interval; of random draws, the lowest of any draw's.
+        high: Upper end; of random draws, the highest of any draw's.
         same_as: An earlier candidate that keeps the same heads; empty where there is none.
     """
 
@@ -156,19 +160,51 @@ class Choice:
 
     @property
     def beats_random(self) -> bool:
-        """Whether random heads, refitted alike, lose more: their whole interval is above 0.
+        """Whether every draw of random heads, refitted alike, is shown to lose more.
 
         True where none were drawn.
         """
         return all(one.low > 0 for one in self.candidates if one.scorer == RANDOM)
 
     @property
+    def loses_to_random(self) -> bool:
+        """Whether every draw of random heads, refitted alike, is shown to lose less."""
+        return any(one.high < 0 for one in self.candidates if one.scorer == RANDOM)
+
+    @property
     def doubt(self) -> str:
-        """A warning that random heads may be as good; empty where the chosen ones beat them."""
+        """A warning that random heads may be as good, or are better; empty where they are worse."""
         if self.beats_random:
             return ""
         alike = ", refitted alike" if self.refit else ""
+        if self.loses_to_random:
+            comma = "," if alike else ""
+            return f"On these rows random heads{alike}{comma} did better than the chosen ones."
         return f"These rows do not show that the chosen heads are better than random ones{alike}."
+
+    @property
+    def tie_note(self) -> str:
+        """Which other plans these rows cannot distinguish from the chosen one; empty for none."""
+        # Of candidates that keep the same heads, the first one stands for all.
+        others = [one.name for one in self.ties if not one.same_as]
+        if not others:
+            return ""
+        names = " and ".join([self.chosen, *others])
+        return f"These rows do not show a difference between {names}, which keep different heads."
+
+    @property
+    def decimals(self) -> int:
+        """Decimals of losses in tables, enough to show the smallest interval of a difference."""
+        widths = []
+        for one in self.candidates:
+            width = max(abs(one.low), abs(one.high))
+            if one is not self.best and width:
+                widths.append(width)
+        # Two significant digits where four decimals would show fewer.
+        smallest = min(widths, default=1.0)
+        if smallest >= 5 * 10**-_DECIMALS or not math.isfinite(smallest):
+            return _DECIMALS
+        return min(_MOST_DECIMALS, math.ceil(-math.log10(smallest)) + 1)
 
     @property
     def unrefitted(self) -> str:
@@ -180,7 +216,10 @@ class Choice:
         """A warning that the refit harms, or is not shown to help; empty where it helps."""
         if self.refitting is None or self.refitting.helps:
             return ""
-        losses = f"loss {self.best.loss:.4f} with it, {self.refitting.loss:.4f} without"
+        with_it, without = (
+            f"{loss:.{self.decimals}f}" for loss in (self.best.loss, self.refitting.loss)
+        )
+        losses = f"loss {with_it} with it, {without} without"
         if self.refitting.harms:
             return (
                 f"Fitted to part of these rows, {self.refit} makes the cut model worse on the"
@@ -208,19 +247,21 @@ class Choice:
             names.append(self.unrefitted)
         width = max(map(len, names))
         level = f"{100 * self.confidence:g} %"
+        n = self.decimals
         lines.append(f"  {'':<{width}}  loss    minus that of the one taken [{level}]")
-        lines.append(f"  {'whole model':<{width}}  {self.whole:.4f}")
+        lines.append(f"  {'whole model':<{width}}  {self.whole:.{n}f}")
         if self.refitting is not None:
-            lines.append(f"  {self.unrefitted:<{width}}  {self.refitting.loss:.4f}")
+            lines.append(f"  {self.unrefitted:<{width}}  {self.refitting.loss:.{n}f}")
         for one in self.candidates:
             interval = ""
             if one is not self.best:
-                interval = f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
-            lines.append(
-                f"  {one.name:<{width}}  {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip()
-            )
+                # A small negative number would round to "-0.0000"; adding 0.0 removes its sign.
+                ends = [round(end, n) + 0.0 for end in (one.difference, one.low, one.high)]
+                interval = "{:+.{n}f} [{:+.{n}f}, {:+.{n}f}]".format(*ends, n=n)
+            mark = self.mark(one)
+            lines.append(f"  {one.name:<{width}}  {one.loss:.{n}f}  {interval:<28} {mark}".rstrip())
         lines.append(
-            f"  the best candidate's loss is at most {self.margin:.4f} below that of"
+            f"  the best candidate's loss is at most {self.margin:.{n}f} below that of"
             f" {self.chosen} ({100 * self.confidence:g} % confidence)"
         )
         if self.preferred:

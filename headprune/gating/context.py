@@ -135,12 +135,18 @@ def gate_tensors(
 
 
 def _as_tensor(gates: Any) -> Any:
-    """Turn a NumPy array into a tensor and booleans into 0 and 1; change nothing else."""
+    """Turn a NumPy array into a tensor, and a mask of booleans or of integers 0 and 1 into floats.
+
+    Everything else is returned unchanged.
+    """
     if isinstance(gates, np.ndarray):
+        if gates.dtype.kind == "f" and not np.isfinite(gates).all():
+            raise InvalidValue("gates", "finite", "NaN or infinite")
         gates = torch.tensor(gates)
-    if isinstance(gates, Tensor) and gates.dtype == torch.bool:
-        return gates.float()
-    return gates
+    if not isinstance(gates, Tensor) or gates.is_floating_point() or gates.is_complex():
+        return gates
+    is_mask = gates.dtype == torch.bool or bool(((gates == 0) | (gates == 1)).all())
+    return gates.float() if is_mask else gates
 
 
 def _from_mapping(

@@ -38,7 +38,7 @@ def choice_table(record: RunRecord) -> ChoiceTable | None:
     above = (
         f"Each candidate's plan ({choice.budget}) was cut{refit}, and judged by the loss of"
         f" {choice.n_examples:,} rows that its refit had not seen. The whole model's loss there is"
-        f" {fixed(choice.whole, 4)}."
+        f" {fixed(choice.whole, choice.decimals)}."
     )
     lines = tuple(_line(choice, candidate) for candidate in choice.candidates)
     return ChoiceTable(above, lines, tuple(_below(choice)))
@@ -48,27 +48,30 @@ def _line(choice: Choice, candidate: Candidate) -> CandidateLine:
     taken = candidate is choice.best
     # Candidates that remove the same heads have no difference to show.
     difference = "–"
+    digits = choice.decimals
     if not taken and candidate.same_as != choice.chosen:
-        interval = f"[{signed(candidate.low, 4)}, {signed(candidate.high, 4)}]"
-        difference = f"{signed(candidate.difference, 4)} {interval}"
+        interval = f"[{signed(candidate.low, digits)}, {signed(candidate.high, digits)}]"
+        difference = f"{signed(candidate.difference, digits)} {interval}"
     tone = "good" if taken else ""
     mark = choice.mark(candidate)
-    return CandidateLine(candidate.name, fixed(candidate.loss, 4), difference, mark, tone)
+    return CandidateLine(candidate.name, fixed(candidate.loss, digits), difference, mark, tone)
 
 
 def _below(choice: Choice) -> list[str]:
     """Write the sentences below the table: the margin, the refit's gain, and doubts."""
     confidence = f"{100 * choice.confidence:g} % confidence"
+    digits = choice.decimals
     lines = [
-        f"The best candidate's loss is at most {fixed(choice.margin, 4)} below the chosen one's"
-        f" ({confidence})."
+        f"The best candidate's loss is at most {fixed(choice.margin, digits)} below the chosen"
+        f" one's ({confidence})."
     ]
     refitting = choice.refitting
     if refitting is not None:
-        gain = signed(refitting.loss - choice.best.loss, 4)
-        interval = f"[{signed(refitting.low, 4)}, {signed(refitting.high, 4)}]"
+        gain = signed(refitting.loss - choice.best.loss, digits)
+        interval = f"[{signed(refitting.low, digits)}, {signed(refitting.high, digits)}]"
+        without = fixed(refitting.loss, digits)
         lines.append(
-            f"Without {choice.refit} the loss of the chosen plan is {fixed(refitting.loss, 4)}, a"
+            f"Without {choice.refit} the loss of the chosen plan is {without}, a"
             f" difference of {gain} {interval} ({confidence})."
         )
     # Sentences that do not apply are empty.

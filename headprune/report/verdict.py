@@ -37,6 +37,7 @@ _UNFINISHED = {
 }
 #: How the chosen heads compare with random ones.
 _BEAT_RANDOM = "the choice beat random heads"
+_RANDOM_BETTER = "random heads did better"
 _NOT_SHOWN = "random heads are not shown to be worse at this size"
 
 
@@ -398,8 +399,13 @@ def _before_recovery(record: RunRecord, chosen: QualityRow, drawn: QualityRow) -
 
 def _random_by_auto(choice: Choice) -> _Clause:
     where = f"on {choice.n_examples:,} held-out calibration rows"
-    detail = f"random heads were cut and refitted alike, and compared {where}"
-    return _Clause(_BEAT_RANDOM if choice.beats_random else _NOT_SHOWN, detail)
+    detail = f"random heads were cut and refitted alike, and their loss compared {where}"
+    if choice.loses_to_random:
+        return _Clause(_RANDOM_BETTER, detail)
+    if not choice.beats_random:
+        return _Clause(_NOT_SHOWN, detail)
+    # A loss is compared here: accuracies may be the same.
+    return _Clause("its held-out loss is lower than that of random heads", detail)
 
 
 def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
@@ -423,7 +429,7 @@ def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
         return _Clause(text, f"{n}: the difference is {amount}")
     relation = "worse" if better.drop < 0 else "better"
     detail = f"{n}: the choice is {relation} by {amount}, {_interval(better)}"
-    texts = {"above": _BEAT_RANDOM, "below": "random heads did better"}
+    texts = {"above": _BEAT_RANDOM, "below": _RANDOM_BETTER}
     text = texts.get(better.sign, _NOT_SHOWN)
     return _Clause(f"{text}{chance.when}", detail)
 

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 from scipy.stats import t as student
 
 import headprune as hp
-from headprune.choice._statistics import ranked
+from headprune.choice._statistics import interval, ranked
 from headprune.core.choice import RANDOM, Candidate, Choice, Refitting
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.heads import AttentionSite
@@ -34,7 +34,7 @@ def asked(*names: str) -> list[tuple[str, FrozenDict, bool]]:
 def test_intervals_are_those_of_paired_differences() -> None:
     rng = np.random.default_rng(0)
     losses = rng.normal(size=(3, 40)) + np.array([[0.0], [0.1], [3.0]])
-    found, chosen = ranked(asked("a", "b", RANDOM), losses, [0, 1, 2], 2, 0.95)
+    found, chosen = ranked(asked("a", "b"), losses[:2], [0, 1], 2, 0.95, losses[2:])
     other = "b" if chosen == "a" else "a"
     one = next(c for c in found if c.scorer == other)
     difference = (losses[1] - losses[0]) * (1 if chosen == "a" else -1)
@@ -64,13 +64,27 @@ def test_the_first_candidate_within_one_standard_error_is_taken(gap: float, take
 
 def test_random_heads_are_never_taken() -> None:
     losses = np.array([[2.0, 2.1, 2.2], [1.0, 1.1, 1.3]])
-    found, chosen = ranked(asked("a", RANDOM), losses, [0, 1], 2, 0.95)
+    found, chosen = ranked(asked("a"), losses[:1], [0], 2, 0.95, losses[1:])
     assert chosen == "a"
     assert [c.scorer for c in found] == [RANDOM, "a"]
     choice = Choice(found, "a", "half", "lstsq", 3, 1.0)
     assert choice.best.scorer == "a"
     assert not choice.beats_random
     assert choice.margin == 0
+
+
+def test_every_draw_of_random_heads_must_lose_more() -> None:
+    """The mean of two draws loses more than the chosen heads, but one of them does not."""
+    noise = np.random.default_rng(0).normal(scale=0.01, size=(3, 50))
+    losses = np.array([[1.0], [0.99], [3.0]]) + noise
+    found, chosen = ranked(asked("a"), losses[:1], [0], 2, 0.95, losses[1:])
+    drawn = found[-1]
+    assert drawn.loss == pytest.approx(losses[1:].mean())
+    each = [interval(draw - losses[0], 2, 0.95, 1) for draw in losses[1:]]
+    assert (drawn.low, drawn.high) == (each[0][0], each[1][1])
+    choice = Choice(found, chosen, "half", "lstsq", 50, 0.5)
+    assert not choice.beats_random
+    assert not choice.loses_to_random
 
 
 def test_the_margin_covers_the_best_candidate() -> None:
@@ -120,6 +134,31 @@ def test_doubt_says_refitted_only_where_it_was() -> None:
     assert choice_of(drawn).doubt.endswith("than random ones, refitted alike.")
     assert choice_of(drawn, refit="").doubt.endswith("than random ones.")
     assert not choice_of(replace(drawn, low=0.05)).doubt
+    better = choice_of(replace(drawn, loss=0.7, difference=-0.3, low=-0.4, high=-0.2))
+    assert better.doubt == (
+        "On these rows random heads, refitted alike, did better than the chosen ones."
+    )
+    assert better.loses_to_random
+
+
+def test_a_tie_is_named_once_for_all_that_keep_its_heads() -> None:
+    close = Candidate("obs", EMPTY, False, 1.1, 0.1, -0.2, 0.4)
+    also = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4, same_as="obs")
+    assert choice_of(close, also).tie_note == (
+        "These rows do not show a difference between taylor and obs, which keep different heads."
+    )
+    assert not choice_of().tie_note
+
+
+def test_small_differences_have_more_decimals() -> None:
+    close = Candidate("obs", EMPTY, False, 1.00002, 2e-5, 1.6e-5, 2.4e-5)
+    far = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4)
+    text = str(choice_of(close, far))
+    assert "1.000020  +0.000020 [+0.000016, +0.000024]" in text
+    assert "1.100000  +0.100000 [-0.200000, +0.400000]" in text
+    assert choice_of(far).decimals == 4
+    below = Candidate("obs", EMPTY, False, 1.0, -1e-9, -0.3, 0.3)
+    assert "+0.0000 [-0.3000, +0.3000]" in str(choice_of(below)), "no negative zero"
 
 
 def test_a_choice_prints_as_a_table_in_line() -> None:

@@ -8,6 +8,7 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,7 +50,8 @@ MASK = hp.HeadMask.from_keep
         ({"0": torch.ones(3)}, InvalidValue, r"gates\['0'\]: must be .* \[4\], .*got shape \[3\]"),
         ({"0": torch.ones(2, 2, 2, 4)}, InvalidValue, r"got shape \[2, 2, 2, 4\]"),
         ({"0": torch.tensor(1.0)}, InvalidValue, r"got shape \[\]"),
-        ({"0": torch.ones(4, dtype=torch.long)}, InvalidValue, "got torch.int64"),
+        ({"0": 2 * torch.ones(4, dtype=torch.long)}, InvalidValue, "got torch.int64"),
+        ({"0": np.full(4, np.nan)}, InvalidValue, "must be finite, got NaN or infinite"),
         ({"0": [1.0, 1.0, 0.0, 1.0]}, InvalidValue, "got list"),
         ({"o": torch.ones(4)}, UnknownName, "gates: must be keyed by site names, got 'o'"),
         ({1: torch.ones(4)}, UnknownName, "keyed by site names, got 1"),
@@ -81,7 +83,8 @@ def test_arrays_and_booleans_are_gates() -> None:
     with hp.gated(subject.model, table):
         expected = subject.run()
     by_site = dict(zip(subject.n_heads, table.double().numpy(), strict=True))
-    for gates in (table.numpy(), table.bool(), table.bool().numpy(), by_site):
+    masks = (table.bool(), table.bool().numpy(), table.int(), table.long().numpy())
+    for gates in (table.numpy(), *masks, by_site):
         with hp.gated(subject.model, gates):
             assert_close(subject.run(), expected, **EXACT)
 
