@@ -434,13 +434,10 @@ def page(records: list[dict[str, Any]]) -> str:
             " too, in tries that left"
         ),
         (
-            "no record. `taylor` stays the default of `score`: the sentence encoder's validation"
-            " rows prefer it, it needs"
+            "no record. `score` itself begins with `taylor`, which needs one pass whatever the loss;"
+            " runs begin with `auto`,"
         ),
-        (
-            "one pass whatever the number of classes, and it works for any loss. Test rows are only"
-            " reported."
-        ),
+        "for which docs/regret.md speaks. Test rows are only reported.",
         "",
         *(
             f"- `{name}`: scorer `{by}`, selector `{how}`"
