@@ -248,7 +248,7 @@ class Choice:
         width = max(map(len, names))
         level = f"{100 * self.confidence:g} %"
         n = self.decimals
-        lines.append(f"  {'':<{width}}  loss    minus that of the one taken [{level}]")
+        lines.append(f"  {'':<{width}}  {'loss':<{n + 2}}  minus that of the one taken [{level}]")
         lines.append(f"  {'whole model':<{width}}  {self.whole:.{n}f}")
         if self.refitting is not None:
             lines.append(f"  {self.unrefitted:<{width}}  {self.refitting.loss:.{n}f}")
@@ -259,7 +259,9 @@ class Choice:
                 ends = [round(end, n) + 0.0 for end in (one.difference, one.low, one.high)]
                 interval = "{:+.{n}f} [{:+.{n}f}, {:+.{n}f}]".format(*ends, n=n)
             mark = self.mark(one)
-            lines.append(f"  {one.name:<{width}}  {one.loss:.{n}f}  {interval:<28} {mark}".rstrip())
+            lines.append(
+                f"  {one.name:<{width}}  {one.loss:.{n}f}  {interval:<{3 * n + 16}} {mark}".rstrip()
+            )
         lines.append(
             f"  the best candidate's loss is at most {self.margin:.{n}f} below that of"
             f" {self.chosen} ({100 * self.confidence:g} % confidence)"

@@ -155,6 +155,7 @@ def test_small_differences_have_more_decimals() -> None:
     far = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4)
     text = str(choice_of(close, far))
     assert "1.000020  +0.000020 [+0.000016, +0.000024]" in text
+    assert "loss      minus that of" in text, "as wide as the losses"
     assert "1.100000  +0.100000 [-0.200000, +0.400000]" in text
     assert choice_of(far).decimals == 4
     below = Candidate("obs", EMPTY, False, 1.0, -1e-9, -0.3, 0.3)
