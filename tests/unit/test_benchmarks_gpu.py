@@ -332,9 +332,10 @@ def check_parts(at_once: ModuleType, args: Any, record: str) -> None:
     """Every part of the studies is a command that its script takes, too."""
     assert record in {part.record("cpu") for part in at_once.PARTS}
     for part in at_once.PARTS:
-        words = at_once.command(part, args, Path("work"), Path("out.json"), minutes=1.0)
-        taken = script(Path(words[1])).arguments(words[2:])
-        assert getattr(taken, {"tuned": "tuned", "draw": "draws"}[part.key]) == [part.number]
+        for options in at_once.OPTIONS[part.study]:
+            words = at_once.command(part, options, args, Path("work"), Path("out.json"), minutes=1)
+            taken = script(Path(words[1])).arguments(words[2:])
+            assert getattr(taken, {"tuned": "tuned", "draw": "draws"}[part.key]) == [part.number]
 
 
 def test_parts_of_a_study_are_divided_and_joined(tmp_path: Path) -> None:
