@@ -58,7 +58,7 @@ WHOLE = "all heads"
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "learned-gates", TASKS, [36, 24, 14])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    studies.add_device(parser)
     parser.add_argument(
         "--epochs", type=float, default=1.0, help="of the fine-tuning that both ways begin with"
     )

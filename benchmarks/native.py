@@ -65,7 +65,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    studies.add_device(parser)
     parser.add_argument("--threads", type=int, default=2, help="of torch, on a CPU")
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--layers", type=int, default=6)

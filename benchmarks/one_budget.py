@@ -309,19 +309,19 @@ def _measured(
     judged = {"test": value, **right}
     if args.step == "judge":
         return judged
-    return {**_speed(args, subject.model, small, batch, latency), **judged}
+    return {**_speed(args, subject.model, small, batch, latency.length), **judged}
 
 
 def _speed(
-    args: argparse.Namespace, whole: nn.Module, small: nn.Module, batch: Any, latency: LatencyTable
+    args: argparse.Namespace, whole: nn.Module, small: nn.Module, batch: Any, length: int
 ) -> dict[str, float]:
     """How many times as fast as the whole model, in interleaved rounds, with an interval."""
     (speed,) = hp.bench.compare_latency(
         _timed(whole, args.dtype),
         _timed(small, args.dtype),
         partial(hp.bench.shaped_batch, batch),
-        [latency.batch_size],
-        [latency.length],
+        [args.batch],
+        [length],
         seconds=args.seconds,
     )
     return {"ratio": speed.ratio, "low": speed.low, "high": speed.high}
@@ -378,7 +378,7 @@ def _layer(args: argparse.Namespace, model: nn.Module, batch: Any, latency: Late
         seconds: float = json.loads(path.read_text())["seconds"]
         return seconds
     seconds = layer_seconds(
-        model, latency, lambda small: _speed(args, model, small, batch, latency)["ratio"]
+        model, latency, lambda small: _speed(args, model, small, batch, latency.length)["ratio"]
     )
     write_atomic(path, json.dumps({"seconds": seconds}).encode())
     return seconds
@@ -424,22 +424,20 @@ def measure_table(args: argparse.Namespace) -> Path:
 def add_times(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> Path:
     """Time the rows that were judged elsewhere, each shape once; return the record's path."""
     record = json.loads(out.read_text())
-    args.batch, args.length, args.dtype = record["batch"], record["length"], record["dtype"]
-    subject, batch = _untrained(args, 0)
-    sites = hp.find_sites(subject.model, feed_forward=True)
-    latency = _latency(args, subject.model, batch, sites)
+    args.batch, args.dtype = record["batch"], record["dtype"]
+    subject, batch = _untrained(args, args.tuned[0])
     device = resolve_device(args.device)
     record["timed"] = {"hardware": hardware(device), "versions": versions()}
     known: dict[str, dict[str, float]] = {}
     for row in record["rows"]:
-        shape = json.dumps([row["heads"], row["neurons"]])
         if "ratio" in row:
             continue
         if over():
             break
+        shape = json.dumps([row["heads"], row["neurons"]])
         if shape not in known:
             small = _of_shape(subject.model, row["heads"], row["neurons"])
-            known[shape] = _speed(args, subject.model, small, batch, latency)
+            known[shape] = _speed(args, subject.model, small, batch, row["length"])
         row.update(known[shape], timed=studies.stamp())
         studies.keep(record, out)
         print(row["draw"], row["way"], row["asked"], f"{row['ratio']:.3f}", flush=True)
@@ -464,8 +462,9 @@ def _of_shape(whole: nn.Module, heads: Sequence[int], neurons: Sequence[int]) ->
 
 
 def draw(records: Path, docs: Path) -> Path:
-    """Writes the page from every record there is."""
-    found = studies.records_in(records, "one-budget")
+    """Writes the page from every record with a speed; one that was only judged has none yet."""
+    there = studies.records_in(records, "one-budget")
+    found = [record for record in there if any("ratio" in row for row in record["rows"])]
     return publish(docs / PAGE, lead(found), page(found))
 
 
@@ -496,13 +495,9 @@ def _title(record: dict[str, Any]) -> str:
     title = TITLES[record["task"]]
     if "gpu" not in record:
         return title
-    made = " made" if _by_tables(record) else ""
+    # Models that were made on the GPU may be timed elsewhere.
+    made = " made" if "timed" in record else ""
     return f"{title},{made} on an {record['gpu']}"
-
-
-def _by_tables(record: dict[str, Any]) -> bool:
-    """Whether models were judged by another machine's latency tables, and are timed there."""
-    return "timed" in record or not any("ratio" in row for row in record["rows"])
 
 
 def by_speed(record: dict[str, Any], way: str) -> dict[float, list[dict[str, Any]]]:

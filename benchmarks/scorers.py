@@ -67,7 +67,7 @@ DRAWS = {"random": 10, "magnitude": 1}
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "scorers", TASKS, [54, 36, 24, 14])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    studies.add_device(parser)
     parser.add_argument("--epochs", type=float, default=1.0)
     names = sorted(
         hp.scoring.registry.names(), key=lambda name: name in FEW

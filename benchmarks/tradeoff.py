@@ -104,7 +104,7 @@ TASKS: dict[str, Callable[[argparse.Namespace], Task]] = dict.fromkeys(TITLES, e
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "tradeoff", TASKS, GRID["kept"])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    studies.add_device(parser)
     parser.add_argument("--threads", type=int, default=2, help="of torch, on a CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: by the device")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
@@ -205,9 +205,7 @@ def about(args: argparse.Namespace, task: Task, device: torch.device) -> dict[st
         "judged": len(answers),
         "base": task.quality(answers, "test"),
     }
-    if device.type == "cuda":
-        same["gpu"] = torch.cuda.get_device_name(device)
-    return same
+    return same | studies.gpu(device)
 
 
 def rows(

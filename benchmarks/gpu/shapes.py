@@ -394,9 +394,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 def begin(args: argparse.Namespace, device: torch.device, out: Path) -> dict[str, Any]:
     """The record without rows, or the one at ``out`` if the same kind of GPU made it."""
     same: dict[str, Any] = {"benchmark": "gpu-shapes", "device": args.device, "small": args.small}
-    if device.type == "cuda":
-        same["gpu"] = torch.cuda.get_device_name(device)
-    return studies.begun(out, same, device)
+    return studies.begun(out, same | studies.gpu(device), device)
 
 
 def missing(

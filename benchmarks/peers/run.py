@@ -60,7 +60,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME"
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    studies.add_device(parser)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32])
     parser.add_argument(
@@ -157,9 +157,8 @@ def begin(args: argparse.Namespace, subject: Subject, out: Path) -> dict[str, An
         "device_used": args.device,
         "threads": args.threads,
     }
-    if args.device == "cuda":
-        same["gpu"] = torch.cuda.get_device_name()
-    return studies.begun(out, same, torch.device(args.device), git_commit=git_commit())
+    device = torch.device(args.device)
+    return studies.begun(out, same | studies.gpu(device), device, git_commit=git_commit())
 
 
 def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ def ranked(
     same: Sequence[int],
     folds: int | None,
     confidence: float,
-    draws: Floats | None = None,
+    draws: Sequence[Floats] = (),
 ) -> tuple[tuple[Candidate, ...], str]:
     """Rank the candidates by their loss, and compare each with the one that is taken.
 
@@ -39,7 +39,7 @@ def ranked(
             share a fit.
         confidence: Of the margin: that no candidate is better than the one taken by more than its
             interval says.
-        draws: ``[draws, rows]``: losses of plans of random heads. They are one candidate with their
+        draws: Losses ``[rows]`` of each plan of random heads. They are one candidate with their
             mean loss. Its interval reaches over those of all draws, which differ by more than their
             mean shows.
 
@@ -50,8 +50,7 @@ def ranked(
     means = losses.mean(1)
     chosen = _taken(losses, folds)
     # Any of the others may be the best one.
-    has_draws = draws is not None and len(draws) > 0
-    comparisons = max(1, len(asked) - 1 + has_draws)
+    comparisons = max(1, len(asked) - 1 + (len(draws) > 0))
 
     candidates = []
     for i, (scorer, settings, by_kind) in enumerate(asked):
@@ -70,7 +69,7 @@ def ranked(
                 same_as=other,
             )
         )
-    if draws is not None and has_draws:
+    if len(draws):
         candidates.append(_random(draws, losses[chosen], folds, confidence, comparisons))
     # Among equal losses the one that is taken comes first.
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].loss, i != chosen, i))
@@ -78,24 +77,25 @@ def ranked(
 
 
 def _random(
-    draws: Floats, chosen: Floats, folds: int | None, confidence: float, comparisons: int
+    draws: Sequence[Floats], chosen: Floats, folds: int | None, confidence: float, comparisons: int
 ) -> Candidate:
     """Return the random draws as one candidate.
 
     Args:
-        draws: ``[draws, rows]``.
+        draws: Losses ``[rows]`` of each.
         chosen: ``[rows]``: losses of the candidate that is taken.
         folds: As in `ranked`.
         confidence: As in `ranked`.
         comparisons: As of the other candidates; a statement about all draws needs no more.
     """
-    ends = [interval(draw - chosen, folds, confidence, comparisons) for draw in draws]
+    differences = np.stack(draws) - chosen  # [draws, rows]
+    ends = [interval(one, folds, confidence, comparisons) for one in differences]
     return Candidate(
         scorer=RANDOM,
         settings=EMPTY,
         by_kind=False,
-        loss=float(draws.mean()),
-        difference=float((draws - chosen).mean()),
+        loss=float(np.mean(draws)),
+        difference=float(differences.mean()),
         low=min(low for low, _ in ends),
         high=max(high for _, high in ends),
     )

@@ -193,7 +193,7 @@ class Auto(Scorer):
             _first_places(masks, masks)[:n_scorers],
             self.folds if refit else None,
             self.confidence,
-            draws=losses[n_scorers:].numpy(),
+            draws=list(losses[n_scorers:].numpy()),
         )
 
         # 4. Compare its plan with the same plan without a refit.

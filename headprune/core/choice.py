@@ -216,10 +216,8 @@ class Choice:
         """A warning that the refit harms, or is not shown to help; empty where it helps."""
         if self.refitting is None or self.refitting.helps:
             return ""
-        with_it, without = (
-            f"{loss:.{self.decimals}f}" for loss in (self.best.loss, self.refitting.loss)
-        )
-        losses = f"loss {with_it} with it, {without} without"
+        n = self.decimals
+        losses = f"loss {self.best.loss:.{n}f} with it, {self.refitting.loss:.{n}f} without"
         if self.refitting.harms:
             return (
                 f"Fitted to part of these rows, {self.refit} makes the cut model worse on the"
