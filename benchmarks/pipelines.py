@@ -433,11 +433,8 @@ def page(records: list[dict[str, Any]]) -> str:
             "classifiers, by their validation rows here; its ridge was chosen by validation rows,"
             " too, in tries that left"
         ),
-        (
-            "no record. `score` itself begins with `taylor`, which needs one pass whatever the loss;"
-            " runs begin with `auto`,"
-        ),
-        "for which docs/regret.md speaks. Test rows are only reported.",
+        "no record. `surgeon` is the default of `score`, too; runs begin with `auto`. See",
+        "docs/regret.md. Test rows are only reported.",
         "",
         *(
             f"- `{name}`: scorer `{by}`, selector `{how}`"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
@@ -17,12 +17,14 @@ from headprune.attention.sharded import check_whole
 from headprune.choice._held_out import Folds, Refit, RefitRefused, held_out_losses, whole_losses
 from headprune.choice._scores import as_scores
 from headprune.choice._statistics import Asked, interval, ranked
+from headprune.core.bars import announce
 from headprune.core.choice import RANDOM, Choice, Refitting, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InfeasibleBudget, InvalidValue, did_you_mean
-from headprune.core.heads import HeadMask
+from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
+from headprune.model.losses import predicts_text
 from headprune.model.own_loss import is_default
 from headprune.model.sites import sites_of
 from headprune.recovery._api import recover_
@@ -123,6 +125,22 @@ class Auto(Scorer):
         """Every candidate, configured."""
         return list(starmap(_configured, self.asked))
 
+    def most_plans(self, sites: Iterable[AttentionSite]) -> int:
+        """The largest number of plans to judge; candidates that keep the same heads share one."""
+        kinds = {site.kind for site in sites if not site.is_feed_forward}
+        # With several kinds of attention, a plan with a budget for each kind is tried as well.
+        plans_per_candidate = 2 if len(kinds) > 1 else 1
+        return len(self.candidates) * plans_per_candidate + self.random_draws
+
+    def judging(self, sites: Iterable[AttentionSite]) -> str:
+        """How many plans are judged, and how, in words."""
+        done = f"cut and refitted by {self.refit_name}" if self.refit_name else "cut"
+        return f"up to {self.most_plans(sites)} plans, each {done} {self.folds} times"
+
+    def announce(self, text: str, progress: bool | None) -> None:
+        """Say how much work is about to be done; ``progress`` is that of ``score``."""
+        announce(text, progress)
+
     def _check_candidates(self) -> None:
         """Refuse scorers that cannot be candidates, and settings that they do not have."""
         for name, settings in self.asked:
@@ -167,6 +185,10 @@ class Auto(Scorer):
 
         # 1. Score with every candidate, and select heads by each one's scores.
         candidates = self._usable(problem)
+        if problem.workers.rank == 0:
+            judging = self.judging(sites_of(problem.bound))
+            text = f"auto: {len(candidates)} scorers, then {judging}, on {folds.size:,} rows"
+            self.announce(text, problem.progress)
         estimates = self._estimates(problem, candidates)
         if losses_are_coupled(problem):
             # Rows of a fold would have other losses than rows of a whole batch.
@@ -212,6 +234,7 @@ class Auto(Scorer):
             confidence=self.confidence,
             notes=(*notes, *note),
             refitting=refitting,
+            is_text=is_default(problem.loss) and predicts_text(problem.model, folds.batches[0][0]),
         )
         scorer = candidates.index((choice.best.scorer, choice.best.settings))
         return _with_choice(estimates[scorer], choice)

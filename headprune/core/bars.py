@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -63,6 +64,17 @@ def bar(
         leave=False,
         bar_format=f"{{desc}}: {done}{{postfix}}",
     )
+
+
+def announce(text: str, show: bool | None = False) -> None:
+    """Print one line before long work, where bars are shown.
+
+    Args:
+        text: The line.
+        show: As for ``bar``.
+    """
+    if show or (show is None and sys.stderr.isatty()):
+        print(text, file=sys.stderr)
 
 
 class _Lines:

@@ -98,6 +98,7 @@ class Choice:
         confidence: Of the margin.
         notes: Messages for the user.
         refitting: Effect of the refit; None where there was none.
+        is_text: Whether losses are those of a text's tokens, so that tables show perplexities.
     """
 
     candidates: tuple[Candidate, ...]
@@ -109,6 +110,7 @@ class Choice:
     confidence: float = 0.95
     notes: tuple[str, ...] = ()
     refitting: Refitting | None = field(default=None, metadata=LATER)
+    is_text: bool = field(default=False, metadata=LATER)
 
     @property
     def best(self) -> Candidate:
@@ -225,6 +227,18 @@ class Choice:
             )
         return f"These rows do not show that {self.refit} helps ({losses})."
 
+    def perplexity(self, loss: float) -> str:
+        """The exponential of a mean loss, for tables; empty where losses are not of a text."""
+        if not self.is_text:
+            return ""
+        # Above this, the exponential is no float.
+        return f"{math.exp(loss):.4g}" if loss < 700 else "over 1e304"
+
+    def _cells(self, loss: float) -> str:
+        """The loss, and its perplexity where there is one, as they stand in the table."""
+        cells = f"{loss:.{self.decimals}f}  "
+        return f"{cells}{self.perplexity(loss):<12}" if self.is_text else cells
+
     def mark(self, one: Candidate) -> str:
         """A candidate's remark in tables: taken, ties, or whose heads it keeps."""
         if one is self.best:
@@ -246,20 +260,22 @@ class Choice:
         width = max(map(len, names))
         level = f"{100 * self.confidence:g} %"
         n = self.decimals
-        lines.append(f"  {'':<{width}}  {'loss':<{n + 2}}  minus that of the one taken [{level}]")
-        lines.append(f"  {'whole model':<{width}}  {self.whole:.{n}f}")
+        header = "perplexity  " if self.is_text else ""
+        title = f"{'loss':<{n + 2}}  {header}minus that of the one taken [{level}]"
+        lines.append(f"  {'':<{width}}  {title}")
+        lines.append(f"  {'whole model':<{width}}  {self._cells(self.whole)}".rstrip())
         if self.refitting is not None:
-            lines.append(f"  {self.unrefitted:<{width}}  {self.refitting.loss:.{n}f}")
+            lines.append(
+                f"  {self.unrefitted:<{width}}  {self._cells(self.refitting.loss)}".rstrip()
+            )
         for one in self.candidates:
             interval = ""
             if one is not self.best:
                 # A small negative number would round to "-0.0000"; adding 0.0 removes its sign.
                 ends = [round(end, n) + 0.0 for end in (one.difference, one.low, one.high)]
                 interval = "{:+.{n}f} [{:+.{n}f}, {:+.{n}f}]".format(*ends, n=n)
-            mark = self.mark(one)
-            lines.append(
-                f"  {one.name:<{width}}  {one.loss:.{n}f}  {interval:<{3 * n + 16}} {mark}".rstrip()
-            )
+            cells, mark = self._cells(one.loss), self.mark(one)
+            lines.append(f"  {one.name:<{width}}  {cells}{interval:<{3 * n + 16}} {mark}".rstrip())
         lines.append(
             f"  the best candidate's loss is at most {self.margin:.{n}f} below that of"
             f" {self.chosen} ({100 * self.confidence:g} % confidence)"

@@ -131,6 +131,17 @@ def has_labels(batch: Any) -> bool:
     return isinstance(batch, Mapping) and ("labels" in batch or "start_positions" in batch)
 
 
+def predicts_text(model: nn.Module, batch: Any) -> bool:
+    """Whether the default loss of a batch is that of a text's tokens: its exponential is the
+    perplexity."""
+    if is_causal_lm(model):
+        return True
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return False
+    return is_encoder_decoder(model) and labels.ndim == 2  # [batch, tokens]
+
+
 def predict(model: nn.Module, batch: Any) -> Any:
     """Run the model without labels.
 

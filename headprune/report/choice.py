@@ -15,6 +15,7 @@ class CandidateLine:
 
     name: str
     loss: str  # on held-out rows
+    perplexity: str  # the same as a perplexity, where losses are those of a text
     difference: str  # from the chosen one, with its interval
     mark: str  # such as `taken` or `ties`
     tone: str
@@ -25,6 +26,7 @@ class ChoiceTable:
     """The table, and the sentences above and below it."""
 
     above: str
+    is_text: bool  # whether there are perplexities
     rows: tuple[CandidateLine, ...]
     below: tuple[str, ...]
 
@@ -38,10 +40,12 @@ def choice_table(record: RunRecord) -> ChoiceTable | None:
     above = (
         f"Each candidate's plan ({choice.budget}) was cut{refit}, and judged by the loss of"
         f" {choice.n_examples:,} rows that its refit had not seen. The whole model's loss there is"
-        f" {fixed(choice.whole, choice.decimals)}."
+        f" {fixed(choice.whole, choice.decimals)}"
     )
+    whole = choice.perplexity(choice.whole)
+    above += f", its perplexity {whole}." if whole else "."
     lines = tuple(_line(choice, candidate) for candidate in choice.candidates)
-    return ChoiceTable(above, lines, tuple(_below(choice)))
+    return ChoiceTable(above, choice.is_text, lines, tuple(_below(choice)))
 
 
 def _line(choice: Choice, candidate: Candidate) -> CandidateLine:
@@ -54,7 +58,14 @@ def _line(choice: Choice, candidate: Candidate) -> CandidateLine:
         difference = f"{signed(candidate.difference, digits)} {interval}"
     tone = "good" if taken else ""
     mark = choice.mark(candidate)
-    return CandidateLine(candidate.name, fixed(candidate.loss, digits), difference, mark, tone)
+    return CandidateLine(
+        name=candidate.name,
+        loss=fixed(candidate.loss, digits),
+        perplexity=choice.perplexity(candidate.loss),
+        difference=difference,
+        mark=mark,
+        tone=tone,
+    )
 
 
 def _below(choice: Choice) -> list[str]:

@@ -39,6 +39,7 @@ _UNFINISHED = {
 _BEAT_RANDOM = "the choice beat random heads"
 _RANDOM_BETTER = "random heads did better"
 _NOT_SHOWN = "random heads are not shown to be worse at this size"
+_NOT_SHOWN_REFITTED = "after a refit, random heads are not shown to be worse"
 
 
 @dataclass(frozen=True)
@@ -397,12 +398,15 @@ def _before_recovery(record: RunRecord, chosen: QualityRow, drawn: QualityRow) -
     return _Difference(chosen.metric, lost, lost - spread, lost + spread)
 
 
-def _random_by_auto(choice: Choice) -> _Clause:
+def _random_by_auto(choice: Choice, chance: _Chance | None) -> _Clause:
     where = f"on {choice.n_examples:,} held-out calibration rows"
     detail = f"random heads were cut and refitted alike, and their loss compared {where}"
     if choice.loses_to_random:
         return _Clause(_RANDOM_BETTER, detail)
     if not choice.beats_random:
+        # The draws of the run, which nothing refitted, may show more.
+        if chance is not None and chance.when and chance.more.reversed.sign == "above":
+            return _Clause(f"{_BEAT_RANDOM}{chance.when}, but {_NOT_SHOWN_REFITTED}", detail)
         return _Clause(_NOT_SHOWN, detail)
     # A loss is compared here: accuracies may be the same.
     return _Clause("its held-out loss is lower than that of random heads", detail)
@@ -412,12 +416,16 @@ def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
     scores = record.scores
     if scores is not None and scores.scorer == "random":
         return _Clause("its heads were chosen at random")
+    chance = _against_random(record, rows)
     # Judged by `auto` on rows that the refit had not seen, random heads were refitted alike.
     if _refitted_alike(record) and scores is not None and scores.choice is not None:
-        return _random_by_auto(scores.choice)
-    chance = _against_random(record, rows)
+        return _random_by_auto(scores.choice, chance)
     if chance is None:
         return _Clause("it was not compared with random heads")
+    return _random_by_draws(chance)
+
+
+def _random_by_draws(chance: _Chance) -> _Clause:
     better = chance.more.reversed
     amount = f"{_amount(better)} of {better.metric}"
     if not is_one_of(better.metric, POINTS):

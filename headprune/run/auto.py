@@ -62,23 +62,12 @@ class AutoOfRun(Auto):
             teacher = problem.model if method.needs_teacher else None
             recover_(small, batches, method, teacher, sites=self._run.sites)
 
+    def announce(self, text: str, progress: bool | None) -> None:
+        self._run.journal.tell(text)
+
     @property
     def stands_in(self) -> bool:
         return judged_after(self._run.recipe) == [STAND_IN] != self._run.recipe.recover
-
-    @property
-    def most_plans(self) -> int:
-        """The largest number of plans to judge; candidates that keep the same heads share one."""
-        kinds = len({site.kind for site in self._run.sites if not site.is_feed_forward})
-        # With several kinds of attention, a plan with a budget for each kind is tried as well.
-        plans_per_candidate = 2 if kinds > 1 else 1
-        return len(self.candidates) * plans_per_candidate + self.random_draws
-
-    @property
-    def summary(self) -> str:
-        """How many plans are judged, and how, on one line."""
-        done = f"cut and refitted by {self.refit_name}" if self.refit_name else "cut"
-        return f"up to {self.most_plans} plans, each {done} {self.folds} times"
 
     def judge_once(self, batches: list[Any]) -> None:
         """Cut half of the heads, refit, and judge one fold, so that it can be timed.

@@ -37,7 +37,7 @@ from headprune.recipes.schema import BenchSection, Recipe, RecoverStep
 from headprune.recipes.validate import configured
 from headprune.report.quality import RECOVERED_RANDOM
 from headprune.report.verdict import at_chance
-from headprune.run.auto import AutoOfRun, scorer_of
+from headprune.run.auto import scorer_of
 from headprune.run.changes import JudgedRows
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
@@ -127,8 +127,6 @@ def score_heads(
 def _score_and_report(subject: Subject, work: Path | None) -> HeadScores:
     """Run the chosen scorer, together with the other processes if there are any."""
     journal, launch = subject.journal, subject.launch
-    if subject.recipe.score.scorer == "auto":
-        journal.tell(_auto_announcement(subject))
     if launch is None:
         scores = score_calibration(subject, None, work)
     else:
@@ -140,14 +138,6 @@ def _score_and_report(subject: Subject, work: Path | None) -> HeadScores:
         for line in str(scores.choice).split("\n"):
             journal.tell(line)
     return scores
-
-
-def _auto_announcement(subject: Subject) -> str:
-    """Say how much work ``auto`` is about to do."""
-    auto = scorer_of(subject)
-    assert isinstance(auto, AutoOfRun)
-    rows = len(subject.data.examples["calibration"])
-    return f"auto: {len(auto.candidates)} scorers, then {auto.summary}, on {rows:,} rows"
 
 
 def _batches_to_score(subject: Subject) -> list[Any]:

@@ -66,7 +66,7 @@ def score(
 def score(
     model: nn.Module,
     batches: Iterable[Any] | None = None,
-    scorer: str | Scorer | list[str | Scorer] | tuple[str | Scorer, ...] = "taylor",
+    scorer: str | Scorer | list[str | Scorer] | tuple[str | Scorer, ...] = "surgeon",
     *,
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,

@@ -127,7 +127,7 @@ def _losses(problem: ScoringProblem, model: nn.Module) -> Tensor:
 def rescorer(
     model: nn.Module,
     batches: Iterable[Any] | None,
-    scorer: str | Scorer = "taylor",
+    scorer: str | Scorer = "surgeon",
     *,
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,

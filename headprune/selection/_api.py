@@ -26,6 +26,8 @@ _NOT_BY_KIND = (
     "auto chose a budget per kind of attention; this one cannot be met so, and holds for all kinds"
     " together."
 )
+#: A kind of attention gets a note where it keeps at most this part of its share of the heads.
+_UNEVEN = 0.5
 _NOTHING = "Nothing is removed: the budget allows every head that is present."
 
 
@@ -278,6 +280,9 @@ def _notes(
     else:
         notes.append(_NOTHING + beyond(budget, present))
     notes.extend(_emptied_notes(scores.sites, mask))
+    # Where kinds have budgets, or `auto` compared both ways, the split is deliberate.
+    if isinstance(budget, Budget) and scores.choice is None:
+        notes.extend(_uneven_notes(scores.sites, mask))
     for verb, positions in (("Kept", task.must_keep), ("Removed", task.must_remove)):
         if positions:
             notes.append(f"{verb} on request: {_labels(task.scores, positions)}.")
@@ -293,6 +298,27 @@ def _emptied_notes(sites: Iterable[AttentionSite], mask: HeadMask) -> Iterator[s
         names = [site.name for site in emptied if site.is_feed_forward is neurons]
         if names:
             yield f"Without a {noun}: {', '.join(names)}."
+
+
+def _uneven_notes(sites: Iterable[AttentionSite], mask: HeadMask) -> Iterator[str]:
+    """A note on the kinds of attention that keep far fewer of their heads than the model does."""
+    present: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    for site in sites:
+        if site.heads and not site.is_feed_forward:
+            present[site.kind] = present.get(site.kind, 0) + len(site.heads)
+            kept[site.kind] = kept.get(site.kind, 0) + len(mask.kept(site.name))
+    share = sum(kept.values()) / max(1, sum(present.values()))
+    few = []
+    for kind, count in kept.items():
+        if count <= _UNEVEN * share * present[kind]:
+            few.append(f"{count} of {present[kind]} heads of kind {kind}")
+    if few:
+        yield (
+            f"Kept are {', '.join(few)}, and {share:.0%} of all heads. Scores of different kinds"
+            " of attention may not compare: try a budget for each kind, or the scorer auto, which"
+            " compares both."
+        )
 
 
 def beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:

@@ -124,6 +124,28 @@ def test_losses_are_those_of_cutting_and_refitting_by_hand(model: Stream, rows: 
     assert choice.n_examples == ROWS
 
 
+def test_it_says_beforehand_what_it_does(
+    model: Stream, rows: Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score(model, rows)
+    assert "auto:" not in capsys.readouterr().err
+    hp.score(model, [rows], auto(), loss=loss, progress=True)
+    judging = "up to 5 plans, each cut and refitted by lstsq 2 times"
+    line = f"auto: 3 scorers, then {judging}, on {ROWS} rows\n"
+    said = capsys.readouterr().err
+    assert said.index(line) < said.index("cut and refit:")
+
+
+@pytest.mark.parametrize(("name", "is_text"), [("llama", True), ("t5", True), ("bert", False)])
+def test_losses_of_a_text_are_shown_as_perplexities(name: str, is_text: bool) -> None:
+    subject = labelled_subject(name)
+    batches = [subject.batch] * 2
+    scorer = auto(candidates=("obs",), refit=None)
+    scores = hp.score(subject.model, batches, scorer, sites=subject.sites, progress=False)
+    assert scores.choice is not None
+    assert scores.choice.is_text == is_text
+
+
 def test_without_a_refit_rows_share_no_fit(model: Stream, rows: Tensor) -> None:
     choice = choice_of(model, rows, refit=None)
     assert not choice.refit

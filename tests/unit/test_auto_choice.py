@@ -104,6 +104,24 @@ def test_the_margin_covers_the_best_candidate() -> None:
 # ---------------------------------------------------------------- what a choice says
 
 
+def test_losses_of_a_text_have_a_perplexity() -> None:
+    other = Candidate("obs", EMPTY, False, 1.1, 0.1, 0.05, 0.15)
+    choice = replace(choice_of(other), is_text=True)
+    assert [choice.perplexity(loss) for loss in (0.5, 1.1, 800.0)] == [
+        "1.649",
+        "3.004",
+        "over 1e304",
+    ]
+    lines = str(choice).split("\n")
+    assert lines[1].split()[:2] == ["loss", "perplexity"]
+    assert lines[2].split() == ["whole", "model", "0.5000", "1.649"]
+    assert lines[4].split()[:3] == ["obs", "1.1000", "3.004"]
+    # The columns after it begin at one place.
+    assert lines[1].index("minus") == lines[4].index("+0.1000")
+    assert "perplexity" not in str(choice_of(other))
+    assert choice_of(other).perplexity(0.5) == ""
+
+
 def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie() -> None:
     same = Candidate("fisher", EMPTY, False, 1.0, 0.0, 0.0, 0.0, same_as="taylor")
     close = Candidate("obs", EMPTY, False, 1.1, 0.1, -0.2, 0.4)

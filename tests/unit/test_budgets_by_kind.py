@@ -65,6 +65,20 @@ def test_every_group_meets_its_own_budget_and_the_rest_is_kept_whole(selector: s
         s.check(plan.mask.kept(s.name))
 
 
+def test_a_kind_that_keeps_far_fewer_heads_is_named() -> None:
+    """A budget for all kinds removes few causal heads here: their scores are the largest."""
+
+    def named(plan: PruningPlan) -> list[str]:
+        return [note for note in plan.notes if "may not compare" in note]
+
+    (note,) = named(hp.select(scores_of(), HALF))
+    few = "2 of 8 heads of kind self, 2 of 8 heads of kind cross"
+    assert note.startswith(f"Kept are {few}, and 50% of all heads.")
+    even = {"self": HALF, "causal": HALF, "cross": HALF}
+    assert named(hp.select(scores_of(), even)) == []
+    assert named(hp.select(scores_of(), Budget(keep_heads=1.0))) == []
+
+
 @pytest.mark.parametrize("name", ["net.a[b]", "net.a*", "net.a?", "net.[!x]"])
 def test_the_name_of_a_site_is_that_site_alone(name: str) -> None:
     """Whatever it is as a pattern: ``net.a[b]`` fits no name here, ``net.a*`` fits two."""

@@ -196,6 +196,13 @@ def test_how_auto_chose_is_a_table(record: RunRecord, html: str) -> None:
         assert words in text
         assert words in page
     assert "How the scorer was chosen" not in html
+    assert "perplexity" not in text.lower()
+
+    of_text = replace(record, scores=replace(record.scores, choice=replace(choice, is_text=True)))
+    page, text = unescape(render_html(of_text)), render_markdown(of_text)
+    assert "| taylor | 0.7500 | 2.117 | +0.2500 [−0.1250, +0.6250] | ties |" in text
+    assert "loss there is 0.2500, its perplexity 1.284." in text
+    assert '<td role="cell" data-label="Perplexity">1.649</td>' in page
 
 
 # ----------------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ def test_one_pass_may_read_in_any_order() -> None:
 def test_batches_may_be_tuples_or_tensors() -> None:
     subject = subject_of("multi_head_attention")
     x = subject.batch["x"]
-    expected = score(subject, "taylor", [{"x": x}])
+    expected = score(subject, "surgeon", [{"x": x}])
     for batch in (x, (x,), [x, None]):
         found = hp.score(subject.model, [batch], loss=own_loss, progress=False)
         assert found.values == expected.values
