@@ -1,12 +1,14 @@
 """Measure what ``auto`` costs beside the scorers that it tries, interleaved in one process.
 
     python benchmarks/choice_cost.py --task hwu64 --data path/to/data --work runs/regret
+    python benchmarks/choice_cost.py --task hwu64 ... --sketches 8
     python benchmarks/choice_cost.py --figure           # docs/choice-cost.md, from the records
 
 Every round times each way once, in CPU seconds of the process, so that other processes count
 little. The ways are single scorers, all candidates of `auto` together (they share their passes),
 one refit by `lstsq`, and `auto` as a whole. Memory is the peak of what tensors take beyond weights
-and batches, with fewer rows, by torch's profiler.
+and batches, with fewer rows, by torch's profiler. With ``--sketches``, prices of `surgeon` by few
+backward passes are compared with those by one pass per class, which are exact.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.stats import spearmanr
 
 import headprune as hp
 from headprune.choice.auto import DEFAULT, Auto
@@ -36,6 +40,8 @@ import studies
 from pages import publish
 
 PAGE = "choice-cost.md"
+#: Numbers of backward passes of `surgeon` that are compared with one per class; 4 is its default.
+SKETCHES = (1, 2, 4, 8)
 TITLES = {
     "taylor": "`taylor`",
     "surgeon": "`surgeon`",
@@ -52,6 +58,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found.add_argument("--share", type=float, default=1 / 3, help="share of heads kept")
     found.add_argument("--rounds", type=int, default=3)
     found.add_argument("--memory-rows", type=int, default=32)
+    found.add_argument(
+        "--sketches", type=int, default=0, help="draws of rows and seeds to compare prices on"
+    )
     found.add_argument("--set", nargs="+", default=[], help="settings of the recipe")
     studies.add_minutes(found)
     return studies.parsed(found, argv)
@@ -77,14 +86,18 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
     """Yield what the record lacks: rounds of CPU seconds, then one row of memory."""
     done = {(row["what"], row["round"]) for row in record["rows"]}
     wanted = [("seconds", number) for number in range(args.rounds)] + [("memory", 0)]
+    wanted += [("sketch", number) for number in range(args.sketches)]
     wanted = [one for one in wanted if one not in done]
     if not wanted:
         return
     subject = regret.opened(args, 0)
     for what, number in wanted:
-        count = args.calibration if what == "seconds" else args.memory_rows
+        count = args.memory_rows if what == "memory" else args.calibration
         drawn = replace(subject, data=subject.data.redrawn(count, number))
         row: dict[str, Any] = {"what": what, "round": number, "share": args.share, "n_rows": count}
+        if what == "sketch":
+            yield {**row, "draws": sketched(drawn, args.share, number), **studies.stamp()}
+            continue
         for name, run in in_turn(ways(drawn, args.share), number):
             if what == "seconds":
                 start = process_time()
@@ -93,6 +106,50 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
             else:
                 row[name] = scoring_cost.peak(run, torch.device("cpu"))
         yield {**row, **studies.stamp()}
+
+
+def sketched(subject: Any, share: float, seed: int) -> dict[str, dict[str, float]]:
+    """Compare prices of `surgeon` by few backward passes with the exact ones.
+
+    Args:
+        subject: A classifier with its rows.
+        share: Of the heads that a plan keeps.
+        seed: Of the sketches.
+
+    Returns:
+        By the number of passes: the median of a price's relative error (``off``) and of its
+        standard error over examples (``error``), the rank correlation, and how many heads the plan
+        has that the exact one has not (``other``).
+    """
+    batches = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)
+
+    def priced(draws: int) -> Any:
+        scorer = Surgeon(draws=draws, seed=seed)
+        return hp.score(subject.model, batches, scorer, sites=subject.sites, progress=False)
+
+    budget = hp.Budget(keep_heads=share)
+    exact = priced(int(subject.model.config.num_labels))
+    prices = _flat(exact.values)
+    kept = hp.select(exact, budget).mask
+    found = {}
+    for draws in SKETCHES:
+        scores = priced(draws)
+        values = _flat(scores.values)
+        mask = hp.select(scores, budget).mask
+        others = 0
+        for site in exact.sites:
+            others += len(set(mask.kept(site.name)) - set(kept.kept(site.name)))
+        found[str(draws)] = {
+            "off": float(np.median(np.abs(values - prices) / prices)),
+            "error": float(np.median(_flat(scores.standard_errors) / values)),
+            "rank": float(spearmanr(values, prices).statistic),
+            "other": others,
+        }
+    return found
+
+
+def _flat(rows: Any) -> Any:
+    return np.concatenate([np.asarray(row, dtype=np.float64) for row in rows])
 
 
 def ways(subject: Any, share: float) -> dict[str, Callable[[], Any]]:
@@ -205,6 +262,30 @@ def _table(record: dict[str, Any]) -> list[str]:
         lines.append(f"| {title} | {seconds:.1f} | {to_taylor:.1f} | {to_surgeon:.1f} | {peak} |")
     if measured:
         lines += ["", f"Peak memory with {measured[0]['n_rows']} rows."]
+    return [*lines, *_sketch_lines(record)]
+
+
+def _sketch_lines(record: dict[str, Any]) -> list[str]:
+    """Return how far `surgeon` with few backward passes is from one pass per class."""
+    rows = [row for row in record["rows"] if row["what"] == "sketch"]
+    if not rows:
+        return []
+    lines = [
+        "",
+        "`surgeon` needs a backward pass per class for its exact prices, and takes 4 random groups",
+        f"of classes by default. Against the exact prices, mean over {len(rows)} draws of rows and",
+        "groups: the median error of a price, its standard error over examples, the correlation of",
+        f"ranks, and heads of the plan ({rows[0]['share']:.0%} kept) that are others:",
+        "",
+        "| backward passes | off by | standard error | rank correlation | other heads kept |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for draws in rows[0]["draws"]:
+        off, error, rank, other = (
+            statistics.fmean(row["draws"][draws][name] for row in rows)
+            for name in ("off", "error", "rank", "other")
+        )
+        lines.append(f"| {draws} | {off:.1%} | {error:.0%} | {rank:.3f} | {other:.1f} |")
     return lines
 
 

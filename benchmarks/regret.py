@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from scipy.stats import spearmanr
+from scipy.stats import t as student
 from torch import Tensor, nn
 
 import headprune as hp
@@ -528,6 +529,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
                 "",
                 *_regret_table(by, some),
             ]
+    lines += _advice_lines(records)
+    lines += _refit_lines(records)
     for record in records:
         lines += _task_lines(record)
     return "\n".join([*lines, *studies.no_gpu(record["hardware"] for record in records)]) + "\n"
@@ -585,6 +588,100 @@ def _mean_and_worst(part: Sequence[float]) -> str:
     return f"{statistics.fmean(part):.2f} | {max(part):.2f}"
 
 
+def differences(record: dict[str, Any], one: str, other: str) -> dict[float, list[float]]:
+    """Return by share the points of one pipeline above those of another, pair by pair.
+
+    Args:
+        record: Of a task.
+        one: A scorer and a refit, as `cells` names them.
+        other: Another one.
+    """
+    values: dict[tuple[float, Any, int], dict[str, float]] = {}
+    for row in record["rows"]:
+        whole = record["whole"][str(row["tuned"])]
+        of = points(whole["metric"], whole["test"])
+        at = values.setdefault((round(row["share"], 4), row["tuned"], row["draw"]), {})
+        for name, cell in {**row["cells"], AUTO: row["cells"][row["auto"]]}.items():
+            at[f"{name}, {row['refit']}"] = of(cell["test"])
+    found: dict[float, list[float]] = {}
+    for (share, _, _), at in values.items():
+        if one in at and other in at:
+            found.setdefault(share, []).append(at[one] - at[other])
+    return found
+
+
+def _advice_lines(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of `auto` against the single scorer that README advised before it."""
+    before, now = "surgeon, lstsq", f"{AUTO}, lstsq"
+    by = {record["task"]: differences(record, now, before) for record in records}
+    shares = sorted({share for of_task in by.values() for share in of_task}, reverse=True)
+    if not shares:
+        return []
+    lines = [
+        "## `auto` against `surgeon`, which README advised before",
+        "",
+        "Points of `auto, lstsq` above `surgeon, lstsq`, paired over trainings and draws, with 95 %",
+        "intervals by Student. Where `auto` took `surgeon` for every pair, the difference is 0.",
+        "",
+        f"| task | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
+        f"| --- |{' ---: |' * len(shares)}",
+    ]
+    for task, of_task in by.items():
+        shown = " | ".join(_interval(of_task.get(share, [])) for share in shares)
+        lines.append(f"| {TITLES[task]} | {shown} |")
+    return [*lines, ""]
+
+
+def _interval(values: Sequence[float]) -> str:
+    """Return the mean of paired differences with its 95 % interval."""
+    if not values:
+        return "-"
+    mean = statistics.fmean(values)
+    if not any(values):
+        return "0"
+    if len(values) == 1:
+        return f"{mean:+.2f}"
+    quantile = float(student.ppf(0.975, len(values) - 1))
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
+
+
+def _refit_lines(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of other refits against `lstsq`, for tasks that have them."""
+    rows = []
+    shares: set[float] = set()
+    for record in records:
+        for refit in REFITS:
+            by_share: dict[float, list[float]] = {}
+            for scorer in record["rows"][0]["cells"]:
+                if refit == "lstsq" or scorer == RANDOM:
+                    continue
+                found = differences(record, f"{scorer}, {refit}", f"{scorer}, lstsq")
+                for share, values in found.items():
+                    by_share.setdefault(share, []).extend(values)
+            if by_share:
+                rows.append((record["task"], refit, by_share))
+                shares |= set(by_share)
+    if not rows:
+        return []
+    columns = sorted(shares, reverse=True)
+    lines = [
+        "## Where a refit helps and where it harms",
+        "",
+        "Points above `lstsq` of the same heads: mean ± standard deviation over scorers, trainings",
+        "and draws. `no refit`: the cut alone. `output`: tokens weigh by the slopes of the logits.",
+        "`held-out ridge`: a ridge per layer by the error on other rows, feed-forwards only where",
+        "that error falls.",
+        "",
+        f"| task | refit | {' | '.join(f'{share:.0%} kept' for share in columns)} |",
+        f"| --- | --- |{' ---: |' * len(columns)}",
+    ]
+    for task, refit, by_share in rows:
+        shown = " | ".join(_spread(by_share.get(share, [])) for share in columns)
+        lines.append(f"| {TITLES[task]} | {refit} | {shown} |")
+    return [*lines, ""]
+
+
 def _task_lines(record: dict[str, Any]) -> list[str]:
     """What every pipeline lost on one task."""
     wholes = [f"{whole['test']:.4f}" for whole in record["whole"].values()]
@@ -612,10 +709,17 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
             "its later rule of one standard error takes by the same losses and intervals.",
         ]
     names = list(dict.fromkeys(name for at in found.values() for name in at))
-    for name in names:
+    for name in filter(_is_listed, names):
         shown = [_spread(found[share].get(name, [])) for share in shares]
         lines.append(f"| {name} | {' | '.join(shown)} |")
     return [*lines, f"| pairs | {' | '.join(pairs)} |", ""]
+
+
+def _is_listed(name: str) -> bool:
+    """Whether a pipeline has a row in its task's table; `_refit_lines` has other refits."""
+    if name.endswith(", no refit"):
+        return name.startswith((f"{AUTO},", f"{RANDOM},"))
+    return name.endswith(", lstsq")
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -63,6 +63,25 @@ def test_regret_is_taken_to_the_best_mean(regret: ModuleType) -> None:
     assert at == pytest.approx({"auto": 0.0, "taylor": 3.0, "obs": 5.0, "random": 28.0})
 
 
+def test_pipelines_are_compared_pair_by_pair(regret: ModuleType) -> None:
+    rows = [{"surgeon": 0.8, "obs": 0.82, "random": 0.5}, {"surgeon": 0.8, "obs": 0.7, "random": 0}]
+    found = record("trec", "accuracy", 0.9, rows, ["obs", "surgeon"])
+    at = regret.differences(found, "auto, lstsq", "surgeon, lstsq")
+    assert at == {0.3333: pytest.approx([2.0, 0.0])}
+    lines = regret._advice_lines([found])
+    assert lines[-2] == "| TREC, 6 classes | +1.00 [-11.71, +13.71] |"
+
+    # Without the refit, of the same heads: each scorer is compared with itself, not random heads.
+    alone = record("trec", "accuracy", 0.9, rows, ["obs", "surgeon"])
+    for row in alone["rows"]:
+        row["refit"] = "no refit"
+        row["cells"]["obs"]["test"] -= 0.1
+    found["rows"] += alone["rows"]
+    assert regret._refit_lines([found])[-2].startswith("| TREC, 6 classes | no refit | -5.00 ± ")
+    listed = [name for name in ("obs", "auto", "random") if regret._is_listed(f"{name}, no refit")]
+    assert listed == ["auto", "random"]
+
+
 def test_a_lower_perplexity_is_better(regret: ModuleType) -> None:
     rows = [{"taylor": 6.0, "obs": 5.5}]
     (found,) = regret.cells(record("stories", "perplexity", 5.0, rows, ["obs"])).values()
@@ -95,6 +114,13 @@ def test_the_cost_of_a_choice_is_timed_and_put_on_the_page(tmp_path: Path) -> No
     assert record_of(study, few)["rows"] == [seconds, memory]  # nothing is measured again
     text = page_of(study, tmp_path, study.PAGE)
     assert f"{seconds['auto'] / seconds['surgeon']:.1f} |" in text
+    few = f"{few} --sketches 1"
+    *_, sketch = record_of(study, few)["rows"]
+    assert sketch["what"] == "sketch"
+    # The digits have 10 classes: more passes come closer to one per class.
+    assert 0 < sketch["draws"]["8"]["off"] < sketch["draws"]["1"]["off"]
+    assert sketch["draws"]["8"]["rank"] > 0.9
+    assert f"| 8 | {sketch['draws']['8']['off']:.1%} |" in page_of(study, tmp_path, study.PAGE)
     ways = {"a": print, "b": print, "c": print}
     assert [name for name, _ in study.in_turn(ways, 1)] == ["b", "c", "a"], "each is first in turn"
 
