@@ -529,7 +529,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
                 "",
                 *_regret_table(by, some),
             ]
-    lines += _advice_lines(records)
+    for title, text, others in AGAINST:
+        lines += _against_lines(records, title, text, others)
     lines += _refit_lines(records)
     for record in records:
         lines += _task_lines(record)
@@ -610,25 +611,48 @@ def differences(record: dict[str, Any], one: str, other: str) -> dict[float, lis
     return found
 
 
-def _advice_lines(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of `auto` against the single scorer that README advised before it."""
-    before, now = "surgeon, lstsq", f"{AUTO}, lstsq"
-    by = {record["task"]: differences(record, now, before) for record in records}
-    shares = sorted({share for of_task in by.values() for share in of_task}, reverse=True)
-    if not shares:
+#: Comparisons of `auto`: a title, what it says, and the other pipeline of each refit.
+AGAINST = (
+    (
+        "`auto` against `surgeon`, which README advised before",
+        "Where `auto` took `surgeon` for every pair, the difference is 0.",
+        {"lstsq": "surgeon"},
+    ),
+    (
+        "`auto` against random heads",
+        "Random heads were refitted alike; `no refit`: neither was.",
+        {"lstsq": RANDOM, "no refit": RANDOM},
+    ),
+)
+
+
+def _against_lines(
+    records: Sequence[dict[str, Any]], title: str, text: str, others: dict[str, str]
+) -> list[str]:
+    """Return a table of `auto` against another scorer, a row per task and refit."""
+    rows: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        for refit, other in others.items():
+            found = differences(record, f"{AUTO}, {refit}", f"{other}, {refit}")
+            name = TITLES[record["task"]]
+            # One pair has no interval.
+            if max(map(len, found.values()), default=0) > 1:
+                rows[name if refit == "lstsq" else f"{name}, {refit}"] = found
+    shares = sorted({share for row in rows.values() for share in row}, reverse=True)
+    if not rows:
         return []
     lines = [
-        "## `auto` against `surgeon`, which README advised before",
+        f"## {title}",
         "",
-        "Points of `auto, lstsq` above `surgeon, lstsq`, paired over trainings and draws, with 95 %",
-        "intervals by Student. Where `auto` took `surgeon` for every pair, the difference is 0.",
+        "Points of `auto` above the other, paired over trainings and draws, 95 % intervals by Student.",
+        text,
         "",
         f"| task | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
         f"| --- |{' ---: |' * len(shares)}",
     ]
-    for task, of_task in by.items():
-        shown = " | ".join(_interval(of_task.get(share, [])) for share in shares)
-        lines.append(f"| {TITLES[task]} | {shown} |")
+    for name, row in rows.items():
+        shown = " | ".join(_interval(row.get(share, [])) for share in shares)
+        lines.append(f"| {name} | {shown} |")
     return [*lines, ""]
 
 
@@ -643,7 +667,9 @@ def _interval(values: Sequence[float]) -> str:
         return f"{mean:+.2f}"
     quantile = float(student.ppf(0.975, len(values) - 1))
     half = quantile * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
+    # Adding 0.0 removes the sign of a small negative number that rounds to 0.
+    ends = [round(end, 2) + 0.0 for end in (mean, mean - half, mean + half)]
+    return "{:+.2f} [{:+.2f}, {:+.2f}]".format(*ends)
 
 
 def _refit_lines(records: Sequence[dict[str, Any]]) -> list[str]:

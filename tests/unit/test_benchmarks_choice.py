@@ -68,7 +68,7 @@ def test_pipelines_are_compared_pair_by_pair(regret: ModuleType) -> None:
     found = record("trec", "accuracy", 0.9, rows, ["obs", "surgeon"])
     at = regret.differences(found, "auto, lstsq", "surgeon, lstsq")
     assert at == {0.3333: pytest.approx([2.0, 0.0])}
-    lines = regret._advice_lines([found])
+    lines = regret._against_lines([found], *regret.AGAINST[0])
     assert lines[-2] == "| TREC, 6 classes | +1.00 [-11.71, +13.71] |"
 
     # Without the refit, of the same heads: each scorer is compared with itself, not random heads.
