@@ -179,8 +179,8 @@ def against_random(gains: dict[int, tuple[float, float, float]], draws: int) -> 
     if len(clear) == len(gains):
         return f"Over {draws} draws, the chosen heads are shown to beat random heads."
     return (
-        f"Over {draws} draws, the chosen heads are shown to beat random heads only where"
-        f" {' and '.join(clear)} are kept."
+        f"Over {draws} draws, the chosen heads beat random heads clearly only with"
+        f" {' and '.join(clear)} kept."
     )
 
 

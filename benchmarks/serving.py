@@ -426,7 +426,7 @@ _COLUMNS = {
     "plain": "even, `--format transformers`",
     "even": "even",
     "uneven": "uneven",
-    "lstsq": "uneven, `lstsq` biases",
+    "lstsq": "uneven, refitted (biases)",
     "neurons": "uneven, neurons cut",
     "empty": "a layer without heads",
 }
@@ -448,8 +448,8 @@ def matrix(records: Path) -> str:
     for engine, title in _SHOWN.items():
         cells = [_cell(_rows(record, engine, kind)) for kind in CUTS]
         quantised = _rows(record, _EIGHT_BITS.get(engine, engine), "uneven", eight_bits=True)
-        rows.append([title, *cells, _quantised(quantised)])
-    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits: run; leading equal tokens"]
+        rows.append([title, *cells, *_quantised(quantised)])
+    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits", "equal tokens"]
     models = list(dict.fromkeys(row["model"] for row in record["rows"]))
     n_random = sum(name.endswith(", random") for name in models)
     about = (
@@ -478,12 +478,13 @@ def _cell(rows: list[dict[str, Any]]) -> str:
     return f"{sum(map(is_equal, rows))}/{len(rows)}" if rows else "-"
 
 
-def _quantised(rows: list[dict[str, Any]]) -> str:
+def _quantised(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """How many cuts an engine runs in 8 bits, and how many of a prompt's first tokens are equal."""
     served = [row for row in rows if "equal_tokens" in row]
     if not served:
-        return "-"
+        return "-", "-"
     shares = [row["equal_tokens"] / row["tokens"] for row in served]
-    return f"{len(served)}/{len(rows)}; {min(shares):.0%}-{max(shares):.0%}"
+    return f"{len(served)}/{len(rows)}", f"{min(shares):.0%}-{max(shares):.0%}"
 
 
 def details(records: Path) -> str:

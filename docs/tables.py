@@ -480,7 +480,7 @@ def api_methods() -> str:
         "Recoveries": recovery.registry,
     }
     for title, registry in registries.items():
-        methods = [registry.get(name) for name in registry.names() if registry.is_own(name)]
+        methods = [registry.get(name) for name in registry.names() if registry.is_builtin(name)]
         lines = [f"::: {method.__module__}.{method.__name__}\n" for method in methods]
         section = re.compile(rf"(^## {title}\n\n).*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
         text = section.sub(rf"\g<1>{chr(10).join(lines)}\n", text)
@@ -495,10 +495,10 @@ def readme() -> str:
     names = [
         name
         for name in registry.names()
-        if registry.is_own(name) and not registry.get(name).is_feed_forward
+        if registry.is_builtin(name) and not registry.get(name).is_feed_forward
     ]
     n_families = sum(len(registry.get(name).families) for name in names)
-    n_scorers = sum(scoring.registry.is_own(name) for name in scoring.registry.names())
+    n_scorers = sum(scoring.registry.is_builtin(name) for name in scoring.registry.names())
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"\d+(?= families and variants)", str(n_families), text)
     text = re.sub(r"\d+(?= layouts\]\(docs/layouts.md\))", str(len(names)), text)

@@ -13,30 +13,31 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 #: A path in backquotes that ends a paragraph with a colon, and the Python block under it.
 FILE = re.compile(r"`([\w/]+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
-#: By folder: the group of entry points, and the object that a file of it defines.
-GROUPS = {
-    "headprune/scoring": ("headprune.scorers", "ClippedGradient"),
-    "headprune/layouts": ("headprune.layouts", "LAYOUT"),
-    "headprune/selection": ("headprune.selectors", "FirstFit"),
+#: By file: the group of entry points, and the object that it defines.
+ENTRIES = {
+    "headprune/scoring/clipped_gradient.py": ("headprune.scorers", "ClippedGradient"),
+    "my_package/pocket.py": ("headprune.layouts", "LAYOUT"),
+    "headprune/selection/first_fit.py": ("headprune.selectors", "FirstFit"),
 }
 
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH: every file of the page, and the entry points of those in rooms."""
+    """A folder for PYTHONPATH: every file of the page in `my_package`, and its entry points."""
     folder = tmp_path_factory.mktemp("plugin")
     files = dict(FILE.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
     assert len(files) == 4, "a scorer, a layout, the model of the layout, a selector"
+    package = folder / "my_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
     sections = []
     for path, code in files.items():
-        room, _, name = path.rpartition("/")
-        if room not in GROUPS:
-            (folder / path).write_text(code, encoding="utf-8")
-            continue
-        stem = name.removesuffix(".py")
-        (folder / f"contributed_{stem}.py").write_text(code, encoding="utf-8")
-        group, entry = GROUPS[room]
-        sections.append(f"[{group}]\n{stem} = contributed_{stem}:{entry}\n")
+        stem = Path(path).stem
+        (package / f"{stem}.py").write_text(code, encoding="utf-8")
+        if path in ENTRIES:
+            group, entry = ENTRIES[path]
+            sections.append(f"[{group}]\n{stem} = my_package.{stem}:{entry}\n")
+    assert len(sections) == len(ENTRIES)
     info = folder / "contributed-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: contributed\nVersion: 1.0\n")

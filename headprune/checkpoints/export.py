@@ -151,11 +151,11 @@ class GraphStep(nn.Module):
         config = getattr(model, "config", None)
         takes_it = "use_cache" in inspect.signature(model.forward).parameters
         has_it = takes_it or getattr(config, "use_cache", None) is not None
-        self.fixed = {"use_cache": cache} if has_it else {}
+        self.forward_options = {"use_cache": cache} if has_it else {}
 
     def run(self, inputs: dict[str, Tensor], past: list[Tensor]) -> Any:
-        """The model's own result, for a cache as ``_pairs`` returns it."""
-        options: dict[str, Any] = dict(self.fixed)
+        """The model's own result; ``past`` is key, value, key, value, ..., as of ``_pairs``."""
+        options: dict[str, Any] = dict(self.forward_options)
         if self.cache:
             from transformers import DynamicCache
 
@@ -186,7 +186,7 @@ class GraphStep(nn.Module):
                 earlier[name] = tensor[:, :-n_new]
                 if name != "attention_mask":  # it covers the cached tokens too
                     later[name] = tensor[:, -n_new:]
-        result = self.model(**earlier, **self.fixed)
+        result = self.model(**earlier, **self.forward_options)
         return later, _pairs(getattr(result, "past_key_values", None))
 
 

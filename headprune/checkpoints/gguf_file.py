@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headprune.checkpoints import gguf_tokenizer
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.core.files import writing
+from headprune.core.files import write_errors
 from headprune.model.building import is_known
 from headprune.model.offloaded import state_of
 from headprune.model.sites import BoundSite
@@ -119,10 +119,10 @@ def check_installed() -> None:
 
 
 def check_dtype(dtype: str | None, format: str, where: str = "dtype") -> None:
-    """Refuse a dtype that is none, and one for another format.
+    """Check a dtype of the weights in a file; None is the model's own.
 
     Raises:
-        InvalidValue: as said.
+        InvalidValue: an unknown dtype, or one with another format than gguf.
     """
     if dtype is None:
         return
@@ -297,7 +297,7 @@ def write(model: Any, description: Description, folder: Path, dtype: Dtype | Non
         size = gguf.quant_shape_to_byte_shape(array.shape, kinds[name])
         n_bytes = int(np.prod(size))
         writer.add_tensor_info(name, size, np.dtype(np.uint8), n_bytes, kinds[name])
-    with writing(folder):
+    with write_errors(folder):
         writer.write_header_to_file(folder / FILE)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import InvalidValue, NotWritten, VerificationFailed
-from headprune.core.files import writing
+from headprune.core.files import write_errors
 from headprune.model.building import save_as
 from headprune.model.examples import example_batch
 from headprune.model.offloaded import state_of
@@ -86,7 +86,7 @@ def written_and_proven(
     # 1. Write, load and run.
     try:
         with quiet():
-            with writing(folder):
+            with write_errors(folder):
                 save_as(kind, config, model, folder, max_shard_size, original_names)
             loaded, info = kind.from_pretrained(folder, **options)
         loaded_outputs = sample_outputs(loaded.to(device_of(model)), example)

@@ -57,7 +57,7 @@ def _is_io(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
+def write_errors(path: str | Path) -> Iterator[None]:
     """Translate errors of the system inside the block into NotWritten.
 
     Raises:
@@ -90,7 +90,7 @@ def atomic_paths() -> Iterator[Callable[[str | Path], Path]]:
     def beside(path: str | Path) -> Path:
         path = Path(path)
         temporary = _temporary(path.parent, path.name)
-        with writing(path):
+        with write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         modes[temporary] = os.fstat(handle).st_mode  # 0o666 without the bits of the user's umask
@@ -183,7 +183,7 @@ class _Staging:
         # Inside a folder that exists: a rename needs one and the same disk.
         self.home = folder.parent if self.is_new else folder
         self.hint = _AS_BEFORE
-        with writing(folder):
+        with write_errors(folder):
             self.home.mkdir(parents=True, exist_ok=True)
             finish_renames(folder)
             _remove_dead(self.home, folder.name)
@@ -398,7 +398,7 @@ def append_line(path: str | Path, line: str) -> None:
     Raises:
         NotWritten: the system refused to write; the file is as it was.
     """
-    with writing(path), open(path, "ab+", buffering=0, opener=_unlinked) as file:
+    with write_errors(path), open(path, "ab+", buffering=0, opener=_unlinked) as file:
         # The last byte shows whether the last line is complete.
         before = file.seek(0, os.SEEK_END)
         file.seek(max(0, before - 1))

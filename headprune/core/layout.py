@@ -167,7 +167,8 @@ class AttentionLayout:
     # itself; they need not exist. A norm across several heads is refused: a cut would change the
     # kept heads.
     per_head: tuple[str, ...] = ()
-    # A cut keeps them true where the module has them.
+    # Attributes of the module that count heads, and what they count. A cut keeps them true. A name
+    # that the module lacks is passed over: families of one layout may have different ones.
     counts: tuple[tuple[str, Count], ...] = ()
     # Axis of the gate's input that holds the examples.
     batch_axis: int = 0
@@ -206,11 +207,10 @@ class AttentionLayout:
         contexts = [slab for slab in self.slabs if slab.units == ("context",)]
         paths = [slab.path for slab in contexts]
         if self.gate and (paths != [self.gate] or contexts[0].axis != "in"):
-            must = (
-                "described by one slab of unit 'context', the gate's input:"
-                f" HeadSlab({self.gate!r}, 'in', 'context')"
-            )
-            raise InvalidValue(f"layout {self.name!r}", must, paths)
+            must = f"the one slab of unit 'context': HeadSlab({self.gate!r}, 'in', 'context')"
+            got = f"slabs of 'context' at {paths}"
+            hint = "gate and that slab name the same projection, which reads all heads' outputs."
+            raise InvalidValue(f"gate {self.gate!r} of layout {self.name!r}", must, got, hint)
         if not self.policies or not set(self.policies) <= set(POLICIES):
             must = f"some of {', '.join(POLICIES)}"
             raise InvalidValue(f"layout {self.name!r}.policies", must, self.policies)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from headprune.core.errors import InvalidValue
-from headprune.core.files import writing
+from headprune.core.files import write_errors
 
 LOCK = ".lock"
 _HINT = "Wait for it, or give another folder with --out."
@@ -40,7 +40,7 @@ def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
         raise InvalidValue(str(path), "a file", "something else", "Take it away.")
     with ExitStack() as stack:
         # Only errors of taking the lock are translated, not those of the work under it.
-        with writing(folder):
+        with write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 stack.enter_context(FileLock(path, timeout=0))

@@ -124,7 +124,7 @@ class Registry:
             self._added.add(name)
             self._loaded[name] = entry
 
-    def is_own(self, name: str) -> bool:
+    def is_builtin(self, name: str) -> bool:
         """Whether an entry is a file of this library, not of another package."""
         return name in self._own()
 

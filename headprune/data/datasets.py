@@ -27,9 +27,9 @@ from headprune.data.order import LikeLengths
 from headprune.data.overlap import given_notes, given_twice
 from headprune.data.questions import (
     check_answers,
-    cut_off,
     encode_questions,
     has_unanswerable,
+    notes_on_lost_answers,
 )
 from headprune.data.sound import clip_of
 from headprune.data.sources import Source, check_pictures, folder_of, load_source, undecoded
@@ -559,7 +559,7 @@ def _encode_questions(
             if name in targets:
                 targets[name].append(question)
     # A window holds one answer only if the context is not cut before it.
-    notes = cut_off(examples, recipe.data.max_length)
+    notes = notes_on_lost_answers(examples, recipe.data.max_length)
     return Data(
         examples,
         Collate(preparation.pad),

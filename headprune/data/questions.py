@@ -165,7 +165,7 @@ def has_unanswerable(splits: Iterable[Any], label: str) -> bool:
     return any(not answers["text"] for answers in all_answers)
 
 
-def cut_off(
+def notes_on_lost_answers(
     examples: Mapping[str, Sequence[Example]],
     max_length: int | None,
 ) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ def cut_off(
     notes = []
     for name, rows in examples.items():
         lost = sum(example["start_positions"] == BEYOND for example in rows)
-        if name == "train" and lost == len(rows):
+        if name == "train" and rows and lost == len(rows):
             must = "long enough for the answer of some train row"
             raise InvalidValue("data.max_length", must, max_length)
         if lost:

@@ -254,20 +254,21 @@ def _slabs(
 
 
 def _is_complete(core: AttentionCore, sizes: _Sizes, slabs: list[HeadSlab]) -> bool:
-    """Whether slabs hold all the queries, keys and values whose projections were recorded."""
-    score_units: set[str] = set()
+    """Whether slabs hold all the queries, keys and values whose projections the trace recorded."""
+    query_key_units: set[str] = set()
     value_units: set[str] = set()
     for slab in slabs:
         if slab.path in core.query_key_paths:
-            score_units.update(slab.units)
+            query_key_units.update(slab.units)
         if slab.path in core.value_paths:
             value_units.update(slab.units)
-    if not slabs or (core.query_key_paths and not score_units):
+    if not slabs or (core.query_key_paths and not query_key_units):
         return False
     # Queries or keys may come from outside of the projections; values may not.
     if core.value_paths and "value" not in value_units:
         return False
-    return sizes.n_kv == sizes.n_query or "key" in score_units
+    # Where key/value heads are fewer than query heads, a slab must hold the keys.
+    return sizes.n_kv == sizes.n_query or "key" in query_key_units
 
 
 def _by_rank(options: list[list[HeadSlab | str]]) -> Iterator[tuple[HeadSlab | str, ...]]:
@@ -465,12 +466,13 @@ def _with_widths(counts: list[_PathCount], widths: list[_PathCount]) -> list[lis
 def _kv_counts(path: str, value: int, sizes: _Sizes) -> list[Count]:
     """Counts of key/value heads that an attribute's value fits, most likely first."""
     if sizes.n_kv == sizes.n_query:
-        return []
+        return []  # no attribute can count what is not shared
     counts: list[Count] = []
     if value == sizes.n_kv:
         counts.append("n_kv_heads")
     if value == sizes.n_query // sizes.n_kv:
         counts.append("group_size")
+    # Such as `n_rep` and `queries_per_group`. Only the order of the guesses depends on it.
     if re.search(r"rep|group_size|per", path.rpartition(".")[2]):
         counts.reverse()
     return counts

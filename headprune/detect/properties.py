@@ -383,15 +383,16 @@ def _unfit_sizes(core: AttentionCore) -> str:
 def _from_error(attempt: Attempt) -> Finding | None:
     """The property that the error of a failed guess states."""
     text = str(attempt.error)
-    # 1. By its text.
+    # 1. By its text. Messages of model/cut.py and model/refusals.py, of surgery/verify.py, and of
+    # core/heads.py; test_detect_properties.py has a module for each.
     for pattern, name in (
-        ("shared|cut in one way|of its own|alone", "shared tensors"),
+        ("shared with|cut in one way|a projection of its own|attention alone", "shared tensors"),
         ("no effect", "no effect on the example"),
         ("a unit to remove", "one head"),
     ):
         if re.search(pattern, text):
             return name, text
-    # 2. By its class: the cut refuses layers that are no plain matrices.
+    # 2. By its class: all else that the cut refuses is a projection that is no plain matrix.
     if isinstance(attempt.error, UnsupportedModel):
         return "projections that are no matrices", text
     # 3. Gates that fit the wrong axis, or none.

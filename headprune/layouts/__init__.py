@@ -30,6 +30,6 @@ def register(layout: AttentionLayout) -> None:
     registry.add(layout.name, layout)
 
 
-def is_own(layout: AttentionLayout) -> bool:
+def is_builtin(layout: AttentionLayout) -> bool:
     """Whether a layout is one of this library's files."""
-    return registry.is_own(layout.name) and registry.get(layout.name) is layout
+    return registry.is_builtin(layout.name) and registry.get(layout.name) is layout

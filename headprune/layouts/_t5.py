@@ -50,6 +50,7 @@ class WithoutHeadsWithPositionBias(WithoutHeads):
         **kwargs: Any,
     ) -> Any:
         bias = full_bias(self, hidden_states, key_value_states, position_bias, past_key_values)
+        # Without heads a mask has no effect; the bias is for the next layer alone.
         output, weights = super().forward(
             hidden_states, key_value_states=key_value_states, past_key_values=past_key_values
         )

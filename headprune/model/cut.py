@@ -32,7 +32,7 @@ from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
 from headprune.core.mixin import WITHOUT_HEADS, Mixin, mix_in
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
-from headprune.layouts import is_own
+from headprune.layouts import is_builtin
 from headprune.layouts._own_code import OwnCode
 from headprune.model.offloaded import OffloadedTensor, offloaders, own_tensors
 from headprune.model.offloaded_cut import (
@@ -518,7 +518,7 @@ def _record(cut: _SiteCut) -> None:
     if any(map(callable, (layout.head_dim, layout.value_dim, layout.key_dim))):
         widths = (site.head_dim, site.value_dim, site.key_dim)
     # So that the model's sites are found, and saved, where nobody passes the layout again.
-    own = None if is_own(layout) else layout
+    own = None if is_builtin(layout) else layout
     state = HeadState(site.n_query_heads, site.n_kv_heads, cut.heads, widths, site.layout, own)
     for path, count in layout.counts:
         if lookup(module, path) is not None:

@@ -176,14 +176,16 @@ def _of_tokens(
 def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
     """Compute a seed per example from what it contains, without padding.
 
+    So what is drawn for an example does not depend on its batch.
+
     Args:
-        model: Names its main input; without it all tensors but answers count.
+        model: Names its main input. Where the batch lacks it, all tensors but answers count.
         batch: The batch as the user gave it; one on an accelerator has to be copied back.
         seed: Enters every seed.
     """
     mapping = batch if isinstance(batch, Mapping) else {}
     mask = mapping.get("attention_mask")
-    # Padding depends on the batch, and a seed must not.
+    # Padding depends on the batch.
     unpadded = unmasked(mask.cpu()) if isinstance(mask, Tensor) else None
     parts = [part.detach().cpu() for part in _contents(model, batch)]
     seeds = []
@@ -191,6 +193,7 @@ def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
         digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
         for part in parts:
             row = part[example]
+            # Only tensors with an axis of tokens have padding.
             if unpadded is not None and part.shape[:2] == unpadded.shape:
                 row = row[unpadded[example]]
             digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

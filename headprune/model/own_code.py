@@ -27,26 +27,27 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 def own_code(bound: BoundSite) -> str | None:
     """Describe the first code in a site that is no library's; None where there is none.
 
-    Layouts that are not the package's own were written for such code, or were proven on it. Layouts
-    that run a module's code before they take it (``AttentionLayout.proves``) know its class, not
-    its hooks and projections.
+    Layouts that are not the package's own were written for such code, or were proven on it, so
+    there is nothing to report. Layouts that run a module's code before they take it
+    (``AttentionLayout.proves``) know its class, not its hooks and projections.
     """
     layout, module = bound.layout, bound.module
-    if not registry.is_own(layout.name) or registry.get(layout.name) != layout:
+    if not registry.is_builtin(layout.name) or registry.get(layout.name) != layout:
         return None
     proven = _is_proven(layout, module)
     # Modules of a list are removed whole, with all their code.
-    lists = tuple(f"{slab.path}." for slab in layout.slabs if slab.axis == "list")
-    cut = {slab.path for slab in layout.slabs if slab.axis in ("in", "out")}
+    prefixes = tuple(f"{slab.path}." for slab in layout.slabs if slab.axis == "list")
+    cut_paths = {slab.path for slab in layout.slabs if slab.axis in ("in", "out")}
     for path, part in module.named_modules():
-        if path.startswith(lists):
+        if path.startswith(prefixes):
             continue
         # A proven layout knows the code of classes, except that of the projections it cuts.
-        trusts_class = proven and path not in cut
+        trusts_class = proven and path not in cut_paths
         code = _of_part(part, trusts_class)
         if code is not None:
             where = f"{bound.site.name}.{path}".strip(".") or type(part).__name__
             return f"{code} at {where!r}"
+    # Transformers lets a user register the function that computes attention.
     return _attention_function(module)
 
 

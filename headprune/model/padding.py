@@ -333,8 +333,10 @@ class _MaskWatcher(TorchFunctionMode):
         query = _call_argument(args, kwargs, 0, "query")
         key = _call_argument(args, kwargs, 1, "key")
         mask = _call_argument(args, kwargs, 3, "attn_mask")
+        # Padding is asked for, so `is_causal` does not matter: without a mask all keys are seen.
         if mask is None:
             return None if key.is_nested else int(key.shape[-2])
+        # The cache holds the mask too, so that no other tensor gets its id.
         version = 0 if mask.is_inference() else mask._version  # inference tensors have none
         known = id(mask), version
         if known not in self._cache:
@@ -342,7 +344,7 @@ class _MaskWatcher(TorchFunctionMode):
             pairs: Tensor = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
             if pairs.dtype != torch.bool:
                 pairs = pairs > HIDDEN
-            while len(self._cache) >= _CACHED_MASKS:
+            while len(self._cache) >= _CACHED_MASKS:  # the oldest entry goes first
                 del self._cache[next(iter(self._cache))]
             self._cache[known] = mask, visible(pairs)
         return self._cache[known][1]

@@ -44,7 +44,7 @@ from headprune.core.layout import (
 from headprune.core.layout_data import data_of
 from headprune.core.opening import read_bytes
 from headprune.core.version import __version__
-from headprune.layouts import is_own
+from headprune.layouts import is_builtin
 from headprune.model.building import fresh
 from headprune.model.plain_config import config_of_cut
 from headprune.model.sites import BoundSite, all_cut_sites, bind, layouts_of_cuts
@@ -207,7 +207,7 @@ def record_of(model: Any, config: Any = None) -> CutRecord:
 
 def as_data(layouts: Iterable[AttentionLayout]) -> tuple[FrozenDict, ...]:
     """Those of some layouts, as data, that are no files of this library and no code."""
-    stored = [data_of(layout) for layout in layouts if not is_own(layout)]
+    stored = [data_of(layout) for layout in layouts if not is_builtin(layout)]
     return tuple(data for data in stored if data is not None)
 
 

@@ -121,8 +121,8 @@ class _Follower(TorchDispatchMode):
         self.calls: list[FollowedCall] = []
         # Followed projections that are running. Nested, so a count.
         self.n_running = 0
-        self._expected = expected
-        self._biases = biases
+        self._stop_after = expected
+        self._number_of_bias = biases
         self._padding_info = padding_info
         self._ended: list[FollowedCall] = []
         # By identity of the tensor. An alias holds its tensor, so no identity is used twice.
@@ -137,7 +137,7 @@ class _Follower(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Before the first call there is nothing to follow, only biases to find.
-        if not self.calls and not self._biases:
+        if not self.calls and not self._number_of_bias:
             return func(*args, **kwargs)
         # 1. Before the operation: end calls that it does not continue, copy what it overwrites.
         operands: list[_Alias] = []
@@ -154,7 +154,7 @@ class _Follower(TorchDispatchMode):
         for alias in operands:
             if self._is_followed(alias):
                 self._continue_with(func, alias, args, output)
-        if self._biases and not self.n_running and func.overloadpacket is _ATEN.add:
+        if self._number_of_bias and not self.n_running and func.overloadpacket is _ATEN.add:
             self._begin_at_bias(args, output)
         return output
 
@@ -200,7 +200,7 @@ class _Follower(TorchDispatchMode):
     def _begin_at_bias(self, args: Any, output: Tensor) -> None:
         """Begin a call where the bias of a projection that reads no heads is added."""
         for operand in args:
-            number = self._biases.get(id(operand))
+            number = self._number_of_bias.get(id(operand))
             if number is not None:
                 # The projection reads no channels: [..., 0].
                 self.begin(number, output.new_empty(*output.shape[:-1], 0), output)
@@ -224,7 +224,7 @@ class _Follower(TorchDispatchMode):
         if any(alias.call is call for alias in aliases):
             self._forget(call)
             self._ended.append(call)
-        if len(self._ended) == self._expected:
+        if len(self._ended) == self._stop_after:
             raise _AllFollowed
 
     def _protect_ended_calls(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -193,7 +193,7 @@ def take_folder(folder: Path, overwrite: bool, journal: Journal) -> None:
     present = [name for name in (*FILES, *FOLDERS) if (folder / name).exists()]
     kept: set[str] = set()
     if present and not overwrite:
-        _check_unfinished(folder, present, journal)
+        _resume_or_refuse(folder, present, journal)
         kept = {WORK, *_finished_files(folder)}
     journal.begin()
     for name in FILES:
@@ -206,8 +206,8 @@ def take_folder(folder: Path, overwrite: bool, journal: Journal) -> None:
     remove_parts(folder)
 
 
-def _check_unfinished(folder: Path, present: Sequence[str], journal: Journal) -> None:
-    """Refuse a folder with a finished run or with files that belong to no run."""
+def _resume_or_refuse(folder: Path, present: Sequence[str], journal: Journal) -> None:
+    """Say that a killed run resumes; refuse a finished one, and files that belong to no run."""
     hint = "Give another folder with --out, or --overwrite."
     try:
         status = RunRecord.load(folder / RECORD).status

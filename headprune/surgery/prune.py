@@ -239,7 +239,7 @@ def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
         )
         hint = (
             "Pass example=batch: the cut model is compared with the gated one on it, and under"
-            " other masks."
+            " other masks. A layout that your own package registers needs none (CONTRIBUTING.md)."
         )
         raise InvalidValue("prune_(example=)", must, f"None, and {code}", hint)
 
