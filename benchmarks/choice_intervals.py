@@ -211,12 +211,15 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "",
         "`auto` says by how much the loss of the candidate that it took may exceed that of the best",
         "candidate, at 95 % confidence. Each resample draws the calibration rows anew. The truth is",
-        "measured on the train rows that were not drawn, with the same refitted models. Single",
-        "intervals are those of the difference between the candidate taken and each of the others.",
+        "measured on the train rows that were not drawn, with the same refitted models. The table of",
+        "`auto` also has an interval for each other candidate; all of them together should hold in",
+        "95 % of the resamples. They hold less often where few rows carry most of the loss: Student's",
+        "interval is too short for so skewed a mean. So take `ties` as *not shown to differ*, and a",
+        "difference whose interval ends near 0 with caution.",
         "",
         "| model, rows | kept | resamples | within the margin | 95 % interval | took the best"
-        " | mean excess | mean margin | single intervals that hold |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        " | mean excess | mean margin | all intervals hold | single intervals that hold |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in records:
         for share, (n, within) in sorted(counts(record["rows"]).items(), reverse=True):
@@ -226,11 +229,13 @@ def page(records: Sequence[dict[str, Any]]) -> str:
             excess = sum(row["excess"] for row in some) / n
             margin = sum(row["margin"] for row in some) / n
             intervals = sum(row["intervals"] for row in some)
+            together = sum(row["intervals_right"] == row["intervals"] for row in some)
             hold = sum(row["intervals_right"] for row in some) / max(1, intervals)
             lines.append(
                 f"| {regret.TITLES[record['task']]}, {record['calibration']} rows | {share:.0%}"
                 f" | {n} | {within / n:.1%} | {interval.low:.1%} to {interval.high:.1%}"
-                f" | {right / n:.0%} | {excess:.4f} | {margin:.4f} | {hold:.1%} of {intervals} |"
+                f" | {right / n:.0%} | {excess:.4f} | {margin:.4f}"
+                f" | {together / n:.0%} | {hold:.1%} of {intervals} |"
             )
     return "\n".join([*lines, "", *studies.no_gpu(r["hardware"] for r in records)]) + "\n"
 

@@ -589,7 +589,11 @@ def _mean_and_worst(part: Sequence[float]) -> str:
     return f"{statistics.fmean(part):.2f} | {max(part):.2f}"
 
 
-def differences(record: dict[str, Any], one: str, other: str) -> dict[float, list[float]]:
+#: By training of the model, the differences of its draws of calibration rows.
+Pairs = dict[str, list[float]]
+
+
+def differences(record: dict[str, Any], one: str, other: str) -> dict[float, Pairs]:
     """Return by share the points of one pipeline above those of another, pair by pair.
 
     Args:
@@ -604,11 +608,16 @@ def differences(record: dict[str, Any], one: str, other: str) -> dict[float, lis
         at = values.setdefault((round(row["share"], 4), row["tuned"], row["draw"]), {})
         for name, cell in {**row["cells"], AUTO: row["cells"][row["auto"]]}.items():
             at[f"{name}, {row['refit']}"] = of(cell["test"])
-    found: dict[float, list[float]] = {}
-    for (share, _, _), at in values.items():
+    found: dict[float, Pairs] = {}
+    for (share, tuned, _), at in values.items():
         if one in at and other in at:
-            found.setdefault(share, []).append(at[one] - at[other])
+            pairs = found.setdefault(share, {}).setdefault(str(tuned), [])
+            pairs.append(at[one] - at[other])
     return found
+
+
+def _all_pairs(pairs: Pairs) -> list[float]:
+    return [value for of_training in pairs.values() for value in of_training]
 
 
 #: Comparisons of `auto`: a title, what it says, and the other pipeline of each refit.
@@ -630,12 +639,12 @@ def _against_lines(
     records: Sequence[dict[str, Any]], title: str, text: str, others: dict[str, str]
 ) -> list[str]:
     """Return a table of `auto` against another scorer, a row per task and refit."""
-    rows: dict[str, dict[float, list[float]]] = {}
+    rows: dict[str, dict[float, Pairs]] = {}
     for record in records:
         for refit, other in others.items():
             found = differences(record, f"{AUTO}, {refit}", f"{other}, {refit}")
             name = TITLES[record["task"]]
-            # One pair has no interval.
+            # One training has no interval.
             if max(map(len, found.values()), default=0) > 1:
                 rows[name if refit == "lstsq" else f"{name}, {refit}"] = found
     shares = sorted({share for row in rows.values() for share in row}, reverse=True)
@@ -644,24 +653,26 @@ def _against_lines(
     lines = [
         f"## {title}",
         "",
-        "Points of `auto` above the other, paired over trainings and draws, 95 % intervals by Student.",
+        "Points of `auto` above the other, mean over trainings of the mean over their draws, with",
+        "Student's 95 % interval over trainings (draws of one training are not independent).",
         text,
         "",
         f"| task | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
         f"| --- |{' ---: |' * len(shares)}",
     ]
     for name, row in rows.items():
-        shown = " | ".join(_interval(row.get(share, [])) for share in shares)
+        shown = " | ".join(_interval(row.get(share, {})) for share in shares)
         lines.append(f"| {name} | {shown} |")
     return [*lines, ""]
 
 
-def _interval(values: Sequence[float]) -> str:
-    """Return the mean of paired differences with its 95 % interval."""
+def _interval(pairs: Pairs) -> str:
+    """Return the mean of paired differences with its 95 % interval over trainings."""
+    values = [statistics.fmean(of_training) for of_training in pairs.values()]
     if not values:
         return "-"
     mean = statistics.fmean(values)
-    if not any(values):
+    if not any(_all_pairs(pairs)):
         return "0"
     if len(values) == 1:
         return f"{mean:+.2f}"
@@ -683,8 +694,8 @@ def _refit_lines(records: Sequence[dict[str, Any]]) -> list[str]:
                 if refit == "lstsq" or scorer == RANDOM:
                     continue
                 found = differences(record, f"{scorer}, {refit}", f"{scorer}, lstsq")
-                for share, values in found.items():
-                    by_share.setdefault(share, []).extend(values)
+                for share, pairs in found.items():
+                    by_share.setdefault(share, []).extend(_all_pairs(pairs))
             if by_share:
                 rows.append((record["task"], refit, by_share))
                 shares |= set(by_share)

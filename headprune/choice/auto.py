@@ -125,17 +125,24 @@ class Auto(Scorer):
         """Every candidate, configured."""
         return list(starmap(_configured, self.asked))
 
-    def most_plans(self, sites: Iterable[AttentionSite]) -> int:
+    def most_plans(self, sites: Iterable[AttentionSite], n_candidates: int | None = None) -> int:
         """The largest number of plans to judge; candidates that keep the same heads share one."""
+        if n_candidates is None:
+            n_candidates = len(self.candidates)
         kinds = {site.kind for site in sites if not site.is_feed_forward}
         # With several kinds of attention, a plan with a budget for each kind is tried as well.
-        plans_per_candidate = 2 if len(kinds) > 1 else 1
-        return len(self.candidates) * plans_per_candidate + self.random_draws
+        plans_per_candidate = 2 if len(kinds) > 1 and self.tries_kinds else 1
+        return n_candidates * plans_per_candidate + self.random_draws
 
-    def judging(self, sites: Iterable[AttentionSite]) -> str:
+    def judging(self, sites: Iterable[AttentionSite], n_candidates: int | None = None) -> str:
         """How many plans are judged, and how, in words."""
         done = f"cut and refitted by {self.refit_name}" if self.refit_name else "cut"
-        return f"up to {self.most_plans(sites)} plans, each {done} {self.folds} times"
+        return f"up to {self.most_plans(sites, n_candidates)} plans, each {done} {self.folds} times"
+
+    @property
+    def tries_kinds(self) -> bool:
+        """Whether a budget for each kind of attention is tried, where there are several."""
+        return True
 
     def announce(self, text: str, progress: bool | None) -> None:
         """Say how much work is about to be done; ``progress`` is that of ``score``."""
@@ -186,7 +193,7 @@ class Auto(Scorer):
         # 1. Score with every candidate, and select heads by each one's scores.
         candidates = self._usable(problem)
         if problem.workers.rank == 0:
-            judging = self.judging(sites_of(problem.bound))
+            judging = self.judging(sites_of(problem.bound), len(candidates))
             text = f"auto: {len(candidates)} scorers, then {judging}, on {folds.size:,} rows"
             self.announce(text, problem.progress)
         estimates = self._estimates(problem, candidates)

@@ -280,6 +280,7 @@ class Choice:
             f"  the best candidate's loss is at most {self.margin:.{n}f} below that of"
             f" {self.chosen} ({100 * self.confidence:g} % confidence)"
         )
-        if self.preferred:
-            lines.append(f"  {self.preferred}")
+        # Each is empty where there is none.
+        sentences = (self.preferred, self.doubt, self.refit_doubt)
+        lines += [f"  {sentence}" for sentence in sentences if sentence]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

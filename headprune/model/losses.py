@@ -42,6 +42,40 @@ def _causal_classes() -> frozenset[str]:
     return frozenset(names)
 
 
+#: Transformers' tables of classes whose logits are of classes, of tokens or of a grade.
+_TABLES = (
+    "SEQUENCE_CLASSIFICATION",
+    "TOKEN_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
+    "QUESTION_ANSWERING",
+    "MULTIPLE_CHOICE",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+)
+
+
+@cache
+def _classes_with_logits() -> frozenset[str]:
+    """Names of Transformers' models whose logits the default loss knows."""
+    from transformers.models.auto import modeling_auto
+
+    names = set(_causal_classes())
+    for table in _TABLES:
+        # Another version of Transformers may lack a table.
+        known = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES", {})
+        for value in known.values():
+            names.update([value] if isinstance(value, str) else value)
+    return frozenset(names)
+
+
+def has_known_logits(model: nn.Module) -> bool:
+    """Whether a model's class says that its logits are those of classes, tokens or a grade."""
+    return any(kind.__name__ in _classes_with_logits() for kind in type(bare(model)).__mro__)
+
+
 def is_causal_lm(model: nn.Module) -> bool:
     """Decide whether it is a causal language model of Transformers, in any wrapper.
 
@@ -152,7 +186,7 @@ def predict(model: nn.Module, batch: Any) -> Any:
         raise InvalidValue("batch", must, type(batch).__name__, _HINT)
     if not has_labels(batch) and not is_causal_lm(model):
         got = f"only {sorted(map(str, batch))}"
-        hint = f"{_HINT} The scorers ggn and obs need no labels."
+        hint = f"{_HINT} The scorers surgeon and obs need no labels."
         raise InvalidValue("batch", "a mapping with 'labels'", got, hint)
     return call(model, inputs_of(model, batch))
 

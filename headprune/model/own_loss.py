@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from headprune.core.errors import InvalidValue
 from headprune.model.inside import bare
 from headprune.model.losses import (
     default_loss,
+    has_known_logits,
     has_labels,
     is_encoder_decoder,
     logits_of,
@@ -46,11 +47,13 @@ class Reading:
         shifted: Whether labels of tokens are those of the next token.
         refusal: Raised when the loss is called: the model's own is another one.
         notes: What the user should know.
+        is_assumed: Whether neither labels nor the model's class say that its output is of classes.
     """
 
     shifted: bool
     refusal: InvalidValue | None = None
     notes: tuple[str, ...] = ()
+    is_assumed: bool = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Losses ``[batch]``; see ``default_loss``."""
@@ -66,6 +69,20 @@ class Reading:
 def is_default(loss: Any) -> bool:
     """Whether a loss is the default one, compared or not."""
     return loss is default_loss or isinstance(loss, Reading)
+
+
+def output_notes(loss: Any) -> tuple[str, ...]:
+    """A note for what reads a model's output as classes, where that is not known to be right.
+
+    Args:
+        loss: The default loss of a call.
+    """
+    if not isinstance(loss, Reading) or not loss.is_assumed:
+        return ()
+    return (
+        "The model's output counted as a softmax over its last axis, which neither labels nor the"
+        " model's class say that it is. If it is something else, pass loss=.",
+    )
 
 
 def shift_of(loss: Any) -> bool | None:
@@ -89,6 +106,8 @@ def reading_of(model: nn.Module, batch: Any) -> Reading:
         labels.
     """
     by_class = Reading(reads_next(model))
+    if not has_labels(batch) and not has_known_logits(model):
+        return replace(by_class, is_assumed=True)
     if not has_labels(batch) or not _takes_answers(model):
         return by_class
 
@@ -151,7 +170,8 @@ def _compared(
     else:
         got = f"{means[by_class][0]:.6g}"
     must = f"the own loss of {type(bare(model)).__name__}, {own:.6g} on the first batch"
-    return Reading(by_class, InvalidValue("the default loss", must, got, _HINT))
+    refusal = InvalidValue("the default loss", must, got, _HINT)
+    return Reading(by_class, refusal, is_assumed=not has_known_logits(model))
 
 
 def _not_compared(error: Exception) -> str:

@@ -39,7 +39,8 @@ _UNFINISHED = {
 _BEAT_RANDOM = "the choice beat random heads"
 _RANDOM_BETTER = "random heads did better"
 _NOT_SHOWN = "random heads are not shown to be worse at this size"
-_NOT_SHOWN_REFITTED = "after a refit, random heads are not shown to be worse"
+_NOT_SHOWN_ALIKE = "after a refit, random heads are not shown to be worse"
+_NOT_SHOWN_LOSS = "their held-out loss is not shown to be higher"
 
 
 @dataclass(frozen=True)
@@ -400,13 +401,16 @@ def _before_recovery(record: RunRecord, chosen: QualityRow, drawn: QualityRow) -
 
 def _random_by_auto(choice: Choice, chance: _Chance | None) -> _Clause:
     where = f"on {choice.n_examples:,} held-out calibration rows"
-    detail = f"random heads were cut and refitted alike, and their loss compared {where}"
+    treated = "cut and refitted alike" if choice.refit else "cut alike"
+    detail = f"random heads were {treated}, and their loss compared {where}"
     if choice.loses_to_random:
         return _Clause(_RANDOM_BETTER, detail)
     if not choice.beats_random:
         # The draws of the run, which nothing refitted, may show more.
-        if chance is not None and chance.when and chance.more.reversed.sign == "above":
-            return _Clause(f"{_BEAT_RANDOM}{chance.when}, but {_NOT_SHOWN_REFITTED}", detail)
+        if chance is not None and chance.more.reversed.sign == "above":
+            by_draws = _random_by_draws(chance)
+            text = f"{by_draws.text}, but {_NOT_SHOWN_ALIKE if choice.refit else _NOT_SHOWN_LOSS}"
+            return _Clause(text, f"{by_draws.detail}; {detail}")
         return _Clause(_NOT_SHOWN, detail)
     # A loss is compared here: accuracies may be the same.
     return _Clause("its held-out loss is lower than that of random heads", detail)

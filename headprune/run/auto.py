@@ -41,12 +41,16 @@ class AutoOfRun(Auto):
         assert self.subject is not None
         return self.subject
 
-    def groups(self, scores: HeadScores) -> dict[str, Budget] | None:
+    @property
+    def tries_kinds(self) -> bool:
         recipe = self._run.recipe
         # Budgets by site are the user's choice, and gradual pruning has a single budget.
-        if recipe.select.budgets or recipe.gradual is not None:
+        return not recipe.select.budgets and recipe.gradual is None
+
+    def groups(self, scores: HeadScores) -> dict[str, Budget] | None:
+        if not self.tries_kinds:
             return None
-        return by_kind(scores.sites, recipe.select.budget)
+        return by_kind(scores.sites, self._run.recipe.select.budget)
 
     def selected(self, scores: HeadScores, groups: Mapping[str, Budget] | None) -> PruningPlan:
         return choose_heads(self._run, scores, baseline=True, budget=groups)

@@ -391,7 +391,7 @@ def _alike(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:
 
 def _refusal(name: str, reason: str) -> InvalidValue:
     must = "used with scorers whose score is a mean of one number per example"
-    hint = "Leave until= out, or take taylor or fisher."
+    hint = "Name taylor or fisher, or leave until= out; surgeon is what score takes by default."
     return InvalidValue("score(until=)", must, f"{name!r}: {reason}", hint)
 
 

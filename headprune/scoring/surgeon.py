@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import counted, rows_of
-from headprune.model.own_loss import is_default, shift_of
+from headprune.model.own_loss import is_default, output_notes, shift_of
 from headprune.model.padding import inputs_of
 from headprune.model.running import batch_size
 from headprune.model.transfers import in_main_memory
@@ -148,7 +148,7 @@ class Surgeon(ConstantWork):
         if curvature == "loss":
             return noted(problem, estimate)
         if is_default(problem.loss):
-            return estimate
+            return replace(estimate, notes=(*estimate.notes, *output_notes(problem.loss)))
         note = f"loss= was not asked: curvature={curvature!r} reads the output alone."
         return replace(estimate, notes=(*estimate.notes, note))
 

@@ -281,7 +281,7 @@ def _notes(
         notes.append(_NOTHING + beyond(budget, present))
     notes.extend(_emptied_notes(scores.sites, mask))
     # Where kinds have budgets, or `auto` compared both ways, the split is deliberate.
-    if isinstance(budget, Budget) and scores.choice is None:
+    if isinstance(budget, Budget) and scores.choice is None and scores.scorer != "random":
         notes.extend(_uneven_notes(scores.sites, mask))
     for verb, positions in (("Kept", task.must_keep), ("Removed", task.must_remove)):
         if positions:
@@ -316,8 +316,8 @@ def _uneven_notes(sites: Iterable[AttentionSite], mask: HeadMask) -> Iterator[st
     if few:
         yield (
             f"Kept are {', '.join(few)}, and {share:.0%} of all heads. Scores of different kinds"
-            " of attention may not compare: try a budget for each kind, or the scorer auto, which"
-            " compares both."
+            " of attention may not compare. The scorer auto compares this with a budget for each"
+            " kind."
         )
 
 

@@ -48,7 +48,7 @@ def test_it_says_what_a_run_would_take_and_writes_nothing(tmp_path: Path) -> Non
     assert str(found).endswith("nothing was trained, cut or written")
     assert found.rows["calibration"] == 64
     stages = {stage.stage: stage.seconds for stage in found.stages}
-    assert list(stages) == ["train", "score", "quality", "recover (finetune)", "bench"]
+    assert list(stages) == ["train", "score", "choose", "quality", "recover (finetune)", "bench"]
     assert seconds == pytest.approx(sum(stage or 0 for stage in stages.values()))
     recipe: Any = load_recipe("digits-vit", SHORT)
     times = recipe.train.epochs / recipe.recover[0].settings["epochs"]

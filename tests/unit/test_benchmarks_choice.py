@@ -65,11 +65,17 @@ def test_regret_is_taken_to_the_best_mean(regret: ModuleType) -> None:
 
 def test_pipelines_are_compared_pair_by_pair(regret: ModuleType) -> None:
     rows = [{"surgeon": 0.8, "obs": 0.82, "random": 0.5}, {"surgeon": 0.8, "obs": 0.7, "random": 0}]
-    found = record("trec", "accuracy", 0.9, rows, ["obs", "surgeon"])
+    found = record("trec", "accuracy", 0.9, rows * 2, ["obs", "surgeon", "obs", "obs"])
+    for row in found["rows"][2:]:
+        row["tuned"] = 1
+    found["whole"]["1"] = found["whole"]["0"]
     at = regret.differences(found, "auto, lstsq", "surgeon, lstsq")
-    assert at == {0.3333: pytest.approx([2.0, 0.0])}
+    assert at == {0.3333: {"0": pytest.approx([2.0, 0.0]), "1": pytest.approx([2.0, -10.0])}}
+    # Over the means of both trainings, 1 and -4: their interval has one degree of freedom.
     lines = regret._against_lines([found], *regret.AGAINST[0])
-    assert lines[-2] == "| TREC, 6 classes | +1.00 [-11.71, +13.71] |"
+    half = 12.7062 * 2.5
+    expected = f"-1.50 [{-1.5 - half:+.2f}, {-1.5 + half:+.2f}]"
+    assert lines[-2] == f"| TREC, 6 classes | {expected} |"
 
     # Without the refit, of the same heads: each scorer is compared with itself, not random heads.
     alone = record("trec", "accuracy", 0.9, rows, ["obs", "surgeon"])

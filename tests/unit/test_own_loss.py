@@ -342,6 +342,36 @@ def test_who_asks_no_loss_refuses_none() -> None:
     assert hp.score(model, [CLASSES], "taylor", loss=plain).n_examples == 4
 
 
+class Elsewhere(nn.Module):
+    """A model of no known class, whose output may be anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = hp.MultiHeadAttention(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)
+
+
+@pytest.mark.parametrize("scorer", ["surgeon", "ggn"])
+def test_an_output_that_may_be_no_classes_is_named(scorer: str) -> None:
+    def notes(model: nn.Module, batch: Any, **options: Any) -> str:
+        return " ".join(hp.score(model, [batch], scorer, progress=False, **options).notes)
+
+    words = "The model's output counted as a softmax over its last axis"
+    assert words in notes(Elsewhere(), torch.randn(4, 5, 8))
+    # A class of Transformers says what it gives, and so do labels.
+    unlabelled = {"input_ids": CLASSES["input_ids"]}
+    assert words not in notes(classifier(), unlabelled)
+    assert words not in notes(classifier(), CLASSES)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean((1, 2))
+
+    # With a loss of the user's, surgeon reads that one; ggn says that it does not.
+    assert words not in notes(Elsewhere(), torch.randn(4, 5, 8), loss=loss)
+
+
 def test_weights_of_classes_and_smoothed_labels_are_told() -> None:
     plain, model = classifier(), classifier(Weighted)
     said = (

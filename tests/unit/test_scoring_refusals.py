@@ -278,7 +278,7 @@ def test_a_fused_kernel_shows_no_maps() -> None:
 def test_ggn_needs_logits_and_batches_that_the_model_takes(bert: Subject) -> None:
     del bert.batch["labels"]
     with pytest.raises(
-        InvalidValue, match=r"batch 0: must be logits .*BaseModelOutput.*Use fisher"
+        InvalidValue, match=r"batch 0: must be logits .*BaseModelOutput.*surgeon or fisher"
     ):
         hp.score(bert.model.bert, [bert.batch], "ggn", progress=False)
     model, x = nn.Sequential(MultiHeadAttention(8, 2)), torch.randn(6, 5, 8)

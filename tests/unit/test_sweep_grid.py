@@ -116,7 +116,7 @@ def test_a_checked_recipe_takes_no_settings() -> None:
 
 def test_presets_beside_the_recipe_itself() -> None:
     points = lay_out("digits-vit", [], ["preset=none,kwon2022,flap2024", "keep=0.5,0.25"]).points
-    scorers = [scorer for scorer in ("taylor", "fisher", "fluctuation") for _ in range(2)]
+    scorers = [scorer for scorer in ("auto", "fisher", "fluctuation") for _ in range(2)]
     assert [p.recipe.score.scorer for p in points] == scorers
     assert [p.recipe.select.keep_heads for p in points] == [0.5, 0.25] * 3
     with pytest.raises(RecipeError, match="--grid scorer: must be left out beside preset"):

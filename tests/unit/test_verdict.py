@@ -149,12 +149,14 @@ def test_gain(speed: tuple[SpeedRow, ...], clause: str, detail: str) -> None:
     assert detail in said.details
 
 
-def chosen_by_auto(low: float, high: float = 0.2, **changes: Any) -> RunRecord:
+def chosen_by_auto(
+    low: float, high: float = 0.2, refit: str = "lstsq", **changes: Any
+) -> RunRecord:
     """The record of `auto`, whose random candidate loses more by ``low`` to ``high``."""
     taylor = Candidate("taylor", EMPTY, False, 0.3, 0.0, 0.0, 0.0)
     difference = (low + high) / 2
     random = Candidate("random", EMPTY, False, 0.3 + difference, difference, low, high)
-    choice = Choice((taylor, random), "taylor", "keep 50 %", "lstsq", 512, 0.2)
+    choice = Choice((taylor, random), "taylor", "keep 50 %", refit, 512, 0.2)
     scores = record_of().scores
     assert scores is not None
     return built(scores=replace(scores, choice=choice), **changes)
@@ -259,7 +261,12 @@ TIED = "random heads are not shown to be worse at this size"
             chosen_by_auto(-0.01),
             "the choice beat random heads before recovery, but after a refit, random heads are not"
             " shown to be worse",
-            "on 512 held-out calibration rows",
+            "10 draws of random heads before recovery: the choice is better by 5.66 points",
+        ),
+        (
+            chosen_by_auto(-0.01, refit="", quality=record_of().quality[:3]),
+            "the choice beat random heads, but their held-out loss is not shown to be higher",
+            "random heads were cut alike, and their loss compared on 512 held-out",
         ),
         (
             chosen_by_auto(-0.01, random=compared("taylor", "random", 0.001, -0.01, 0.012)),
