@@ -235,7 +235,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "",
         "CPU seconds of one process on one thread, median over rounds in turn; the ratio is the",
         "median of the rounds' ratios. Memory is the peak of what tensors take beyond weights and",
-        "batches, with fewer rows.",
+        "batches, with fewer rows. `auto` refits on half of the rows, so its peak may be below that of",
+        "one refit on all.",
     ]
     for record in records:
         lines += ["", *_table(record)]

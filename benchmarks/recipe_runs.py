@@ -19,6 +19,8 @@ from pathlib import Path
 
 from headprune.core.codec import FrozenDict
 from headprune.core.record import QualityRow, RunRecord
+from headprune.recipes.reading import shipped_recipes
+from headprune.recipes.validate import load_recipe
 from headprune.report.decoding import decoding_lines
 from headprune.report.formats import fixed
 
@@ -119,10 +121,16 @@ def surroundings(record: RunRecord) -> str:
     """Where it ran, when, and what was proven; not how long it took, for other work may have run
     beside it."""
     where, apart = ran_on(record.hardware), max(proof.max_difference for proof in record.proofs)
-    return (
+    text = (
         f"{where}, {record.created[:10]}. The cut model gives the gated model's outputs up to"
         f" {apart:.1e}."
     )
+    if record.name in shipped_recipes():
+        then = record.recipe["score"]["scorer"]
+        today = load_recipe(record.name).score.scorer
+        if today != then:
+            text += f" The recipe named the scorer `{then}` then; today it takes `{today}`."
+    return text
 
 
 def quality(record: RunRecord) -> list[str]:

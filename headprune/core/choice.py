@@ -228,7 +228,10 @@ class Choice:
         return f"These rows do not show that {self.refit} helps ({losses})."
 
     def perplexity(self, loss: float) -> str:
-        """The exponential of a mean loss, for tables; empty where losses are not of a text."""
+        """The exponential of a mean loss, for tables; empty where losses are not of a text.
+
+        Every row weighs alike. ``evaluate`` weighs a text's rows by their tokens.
+        """
         if not self.is_text:
             return ""
         # Above this, the exponential is no float.
