@@ -87,7 +87,7 @@ def atomic_paths() -> Iterator[Callable[[str | Path], Path]]:
     modes: dict[Path, int] = {}
     hint = _AS_BEFORE
 
-    def beside(path: str | Path) -> Path:
+    def temporary_of(path: str | Path) -> Path:
         path = Path(path)
         temporary = _temporary(path.parent, path.name)
         with write_errors(path):
@@ -99,7 +99,7 @@ def atomic_paths() -> Iterator[Callable[[str | Path], Path]]:
         return temporary
 
     try:
-        yield beside
+        yield temporary_of
         # 1. All files are on the disk.
         for temporary, mode in modes.items():
             _apply_mode(temporary, mode)
@@ -128,8 +128,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     Raises:
         NotWritten: the system refused to write.
     """
-    with atomic_paths() as beside:
-        yield beside(path)
+    with atomic_paths() as temporary_of:
+        yield temporary_of(path)
 
 
 def write_atomic(path: str | Path, data: bytes) -> Path:
@@ -362,7 +362,7 @@ def _move_files(place: Path, folder: Path, removed: Sequence[str]) -> None:
             _flush(folder / path)
 
 
-def occupied(folder: Path, beside: Container[str] = ()) -> list[str]:
+def occupied(folder: Path, allowed: Container[str] = ()) -> list[str]:
     """List what stands in the way of a new folder.
 
     Temporary files do not count. They are another process's, which ``staged(alone=True)`` finds at
@@ -370,12 +370,12 @@ def occupied(folder: Path, beside: Container[str] = ()) -> list[str]:
 
     Args:
         folder: The folder.
-        beside: Names that may be there.
+        allowed: Names that may be there.
     """
     if not folder.is_dir():
         return [folder.name] if os.path.lexists(folder) else []
     names = [path.name for path in folder.iterdir() if not path.name.endswith(PART)]
-    return sorted(name for name in names if name not in beside)
+    return sorted(name for name in names if name not in allowed)
 
 
 def pruned_name(model: str) -> str:

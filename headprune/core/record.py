@@ -236,7 +236,7 @@ class RunRecord(Value):
         record = super().load(path)
         if record.scores is None:
             return record
-        return replace(record, scores=record.scores.beside(path))
+        return replace(record, scores=record.scores.stored_with(path))
 
     @property
     def title(self) -> str:

@@ -67,22 +67,22 @@ class StoredMatrix(ABC):
         numbers: Floats = self._state["matrix"]
         return numbers
 
-    def beside(self, path: str | Path) -> Self:
-        """The same, to be read from beside a JSON file when it is needed."""
+    def stored_with(self, path: str | Path) -> Self:
+        """A copy that reads its matrix, when it is needed, from the folder of a JSON file."""
         copy = replace(self)  # type: ignore[type-var]
         copy._state["path"] = Path(path)
         return copy
 
-    def write(self, path: str | Path, beside: Callable[[str | Path], Path]) -> None:
+    def write(self, path: str | Path, temporary_of: Callable[[str | Path], Path]) -> None:
         """Write the matrix for the JSON file ``path``.
 
         Args:
             path: The JSON file.
-            beside: Gives the temporary path of a file's own, see ``atomic_paths``.
+            temporary_of: Gives the temporary path of a file's own, see ``atomic_paths``.
         """
         marks = {"headprune": type(self).__name__, "sha256": self.sha256}
         data = packed({self.kind: self.matrix}, marks)
-        beside(self._companion(Path(path))).write_bytes(data)
+        temporary_of(self._companion(Path(path))).write_bytes(data)
 
     @property
     def _state(self) -> dict[str, Any]:

@@ -127,15 +127,15 @@ class HeadScores(Value):
             The path.
         """
         matrices = ((self.samples, "per-example numbers"), (self.curvature, "curvature"))
-        with atomic_paths() as beside:
+        with atomic_paths() as temporary_of:
             # The JSON file is put in place first. If a kill leaves matrices under temporary names,
             # its hashes find them.
-            temporary = beside(path)
+            temporary = temporary_of(path)
             for matrix, what in matrices:
                 if matrix is None:
                     continue
                 try:
-                    matrix.write(path, beside)
+                    matrix.write(path, temporary_of)
                 except InvalidValue as error:
                     warnings.warn(f"{path} is written without {what}: {error}", stacklevel=2)
             temporary.write_bytes(self.to_json().encode())
@@ -148,12 +148,12 @@ class HeadScores(Value):
         Raises:
             InvalidValue: the file cannot be read or holds no HeadScores.
         """
-        return super().load(path).beside(path)
+        return super().load(path).stored_with(path)
 
-    def beside(self, path: str | Path) -> Self:
+    def stored_with(self, path: str | Path) -> Self:
         """These scores, with samples and curvature to be read from beside a file."""
-        samples = None if self.samples is None else self.samples.beside(path)
-        curvature = None if self.curvature is None else self.curvature.beside(path)
+        samples = None if self.samples is None else self.samples.stored_with(path)
+        curvature = None if self.curvature is None else self.curvature.stored_with(path)
         return replace(self, samples=samples, curvature=curvature)
 
     def of(self, sites: str) -> HeadScores:
