@@ -75,6 +75,24 @@ def test_every_attention_of_the_model_is_a_site_of_its_layout(subject: Subject) 
             )
 
 
+@over([pair for pair in FAMILIES if not registry.is_builtin(pair[0])])
+def test_every_count_of_a_plugins_layout_is_an_attribute(subject: Subject) -> None:
+    """A misspelt name would be passed over, and the cut module would keep its old count.
+
+    Layouts of the library also name attributes that other versions of a class have.
+    """
+    for site in subject.sites:
+        if site.layout != subject.layout.name:
+            continue
+        module = subject.model.get_submodule(site.name)
+        for path, _ in subject.layout.counts:
+            missing = object()
+            found = module
+            for name in path.split("."):
+                found = getattr(found, name, missing)
+            assert found is not missing, f"layout {site.layout}: no attribute {path!r}"
+
+
 def test_the_core_tries_a_family_of_every_layout() -> None:
     first = chosen.first_families()
     assert first < {*FAMILIES}
