@@ -108,7 +108,7 @@ LABELLED: dict[str, Entry] = {
     "fisher_matrix": read(fisher_matrix),
     "loss_of": lambda m, b, loss: loss_of(m, b, loss=loss, progress=False)([mask(m)]),
     "mask_losses": lambda m, b, loss: mask_losses(m, b, [mask(m)], loss=loss, progress=False),
-    "rescorer": lambda m, b, loss: rescorer(m, b, loss=loss, progress=False)(mask(m)),
+    "rescorer": lambda m, b, loss: rescorer(m, b, "taylor", loss=loss, progress=False)(mask(m)),
 }
 UNLABELLED: dict[str, Entry] = {
     **{f"score {name}": scoring(name) for name in ("wanda", "obs", "ggn", "entropy")},

@@ -28,6 +28,7 @@ OWN = (
     "report=false",
     "score.magnitude=false",
     "score.random_draws=0",
+    "score.scorer=taylor",
     "score.settings.reduce=token",
     "select.policy=free",
     "select.keep_kv=null",
