@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import regret
 import scoring_cost
 import studies
-from pages import publish
+from pages import publish, table
 
 PAGE = "choice-cost.md"
 #: Numbers of backward passes of `surgeon` that are compared with one per class; 4 is its default.
@@ -129,27 +129,19 @@ def sketched(subject: Any, share: float, seed: int) -> dict[str, dict[str, float
 
     budget = hp.Budget(keep_heads=share)
     exact = priced(int(subject.model.config.num_labels))
-    prices = _flat(exact.values)
+    prices = np.concatenate(exact.values)
     kept = hp.select(exact, budget).mask
     found = {}
     for draws in SKETCHES:
         scores = priced(draws)
-        values = _flat(scores.values)
-        mask = hp.select(scores, budget).mask
-        others = 0
-        for site in exact.sites:
-            others += len(set(mask.kept(site.name)) - set(kept.kept(site.name)))
+        values = np.concatenate(scores.values)
         found[str(draws)] = {
             "off": float(np.median(np.abs(values - prices) / prices)),
-            "error": float(np.median(_flat(scores.standard_errors) / values)),
+            "error": float(np.median(np.concatenate(scores.standard_errors) / values)),
             "rank": float(spearmanr(values, prices).statistic),
-            "other": others,
+            "other": (hp.select(scores, budget).mask - kept).n_kept,
         }
     return found
-
-
-def _flat(rows: Any) -> Any:
-    return np.concatenate([np.asarray(row, dtype=np.float64) for row in rows])
 
 
 def ways(subject: Any, share: float) -> dict[str, Callable[[], Any]]:
@@ -278,16 +270,16 @@ def _sketch_lines(record: dict[str, Any]) -> list[str]:
         "groups: the median error of a price, its standard error over examples, the correlation of",
         f"ranks, and heads of the plan ({rows[0]['share']:.0%} kept) that are others:",
         "",
-        "| backward passes | off by | standard error | rank correlation | other heads kept |",
-        "| ---: | ---: | ---: | ---: | ---: |",
     ]
+    body = []
     for draws in rows[0]["draws"]:
         off, error, rank, other = (
             statistics.fmean(row["draws"][draws][name] for row in rows)
             for name in ("off", "error", "rank", "other")
         )
-        lines.append(f"| {draws} | {off:.1%} | {error:.0%} | {rank:.3f} | {other:.1f} |")
-    return lines
+        body.append([draws, f"{off:.1%}", f"{error:.0%}", f"{rank:.3f}", f"{other:.1f}"])
+    head = ["backward passes", "off by", "standard error", "rank correlation", "other heads kept"]
+    return [*lines, *table(head, body, left=0)]
 
 
 if __name__ == "__main__":

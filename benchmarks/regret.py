@@ -56,7 +56,7 @@ from headprune.sweep.base import open_base, ready_base
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
-from pages import machine, publish
+from pages import machine, publish, table
 from studies import RECORDS
 
 #: Recipe and settings of every task; ``{data}`` and ``{work}`` are the folders that are given.
@@ -457,12 +457,18 @@ def cells(record: dict[str, Any]) -> dict[float, Cells]:
     """Points above the whole model's, by share and pipeline; ``auto`` has those of what it took."""
     found: dict[float, Cells] = {}
     for row in record["rows"]:
-        whole = record["whole"][str(row["tuned"])]
-        of = points(whole["metric"], whole["test"])
         at = found.setdefault(round(row["share"], 4), {})
-        for name, cell in {**row["cells"], AUTO: row["cells"][row["auto"]]}.items():
-            at.setdefault(f"{name}, {row['refit']}", []).append(of(cell["test"]))
+        for name, value in points_of(record, row).items():
+            at.setdefault(name, []).append(value)
     return found
+
+
+def points_of(record: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    """Points of a row's pipelines above the whole model; ``auto`` has those of what it took."""
+    whole = record["whole"][str(row["tuned"])]
+    of = points(whole["metric"], whole["test"])
+    named = {**row["cells"], AUTO: row["cells"][row["auto"]]}
+    return {f"{name}, {row['refit']}": of(cell["test"]) for name, cell in named.items()}
 
 
 def regrets(records: Sequence[dict[str, Any]]) -> dict[str, dict[tuple[str, float], float]]:
@@ -603,11 +609,8 @@ def differences(record: dict[str, Any], one: str, other: str) -> dict[float, Pai
     """
     values: dict[tuple[float, Any, int], dict[str, float]] = {}
     for row in record["rows"]:
-        whole = record["whole"][str(row["tuned"])]
-        of = points(whole["metric"], whole["test"])
-        at = values.setdefault((round(row["share"], 4), row["tuned"], row["draw"]), {})
-        for name, cell in {**row["cells"], AUTO: row["cells"][row["auto"]]}.items():
-            at[f"{name}, {row['refit']}"] = of(cell["test"])
+        pair = (round(row["share"], 4), row["tuned"], row["draw"])
+        values.setdefault(pair, {}).update(points_of(record, row))
     found: dict[float, Pairs] = {}
     for (share, tuned, _), at in values.items():
         if one in at and other in at:
@@ -657,13 +660,15 @@ def _against_lines(
         "Student's 95 % interval over trainings (draws of one training are not independent).",
         text,
         "",
-        f"| task | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
-        f"| --- |{' ---: |' * len(shares)}",
     ]
-    for name, row in rows.items():
-        shown = " | ".join(_interval(row.get(share, {})) for share in shares)
-        lines.append(f"| {name} | {shown} |")
-    return [*lines, ""]
+    body = [
+        [name, *(_interval(row.get(share, {})) for share in shares)] for name, row in rows.items()
+    ]
+    return [*lines, *table(["task", *map(_kept, shares)], body), ""]
+
+
+def _kept(share: float) -> str:
+    return f"{share:.0%} kept"
 
 
 def _interval(pairs: Pairs) -> str:
@@ -710,13 +715,11 @@ def _refit_lines(records: Sequence[dict[str, Any]]) -> list[str]:
         "`held-out ridge`: a ridge per layer by the error on other rows, feed-forwards only where",
         "that error falls.",
         "",
-        f"| task | refit | {' | '.join(f'{share:.0%} kept' for share in columns)} |",
-        f"| --- | --- |{' ---: |' * len(columns)}",
     ]
+    body = []
     for task, refit, by_share in rows:
-        shown = " | ".join(_spread(by_share.get(share, [])) for share in columns)
-        lines.append(f"| {TITLES[task]} | {refit} | {shown} |")
-    return [*lines, ""]
+        body.append([TITLES[task], refit, *_spreads(by_share, columns)])
+    return [*lines, *table(["task", "refit", *map(_kept, columns)], body, left=2), ""]
 
 
 def _task_lines(record: dict[str, Any]) -> list[str]:
@@ -736,8 +739,6 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
         "above (+) or below (-) the whole model, mean over pairs of a training and a draw.",
         f"Measured on: {' And on: '.join(record['machines'])}",
         "",
-        f"| pipeline | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
-        f"| --- |{' ---: |' * len(shares)}",
     ]
     if any("auto_of" in row for row in record["rows"]):
         lines[4:4] = [
@@ -746,10 +747,12 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
             "its later rule of one standard error takes by the same losses and intervals.",
         ]
     names = list(dict.fromkeys(name for at in found.values() for name in at))
+    body = []
     for name in filter(_is_listed, names):
-        shown = [_spread(found[share].get(name, [])) for share in shares]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return [*lines, f"| pairs | {' | '.join(pairs)} |", ""]
+        by_share = {share: found[share].get(name, []) for share in shares}
+        body.append([name, *_spreads(by_share, shares)])
+    body.append(["pairs", *pairs])
+    return [*lines, *table(["pipeline", *map(_kept, shares)], body), ""]
 
 
 def _is_listed(name: str) -> bool:
@@ -757,6 +760,10 @@ def _is_listed(name: str) -> bool:
     if name.endswith(", no refit"):
         return name.startswith((f"{AUTO},", f"{RANDOM},"))
     return name.endswith(", lstsq")
+
+
+def _spreads(by_share: dict[float, list[float]], shares: Sequence[float]) -> list[str]:
+    return [_spread(by_share.get(share, [])) for share in shares]
 
 
 def _spread(values: Sequence[float]) -> str:

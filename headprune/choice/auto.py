@@ -125,16 +125,14 @@ class Auto(Scorer):
         """Every candidate, configured."""
         return list(starmap(_configured, self.asked))
 
-    def most_plans(self, sites: Iterable[AttentionSite], n_candidates: int | None = None) -> int:
+    def most_plans(self, sites: Iterable[AttentionSite], n_candidates: int) -> int:
         """The largest number of plans to judge; candidates that keep the same heads share one."""
-        if n_candidates is None:
-            n_candidates = len(self.candidates)
         kinds = {site.kind for site in sites if not site.is_feed_forward}
         # With several kinds of attention, a plan with a budget for each kind is tried as well.
         plans_per_candidate = 2 if len(kinds) > 1 and self.tries_kinds else 1
         return n_candidates * plans_per_candidate + self.random_draws
 
-    def judging(self, sites: Iterable[AttentionSite], n_candidates: int | None = None) -> str:
+    def judging(self, sites: Iterable[AttentionSite], n_candidates: int) -> str:
         """How many plans are judged, and how, in words."""
         done = f"cut and refitted by {self.refit_name}" if self.refit_name else "cut"
         return f"up to {self.most_plans(sites, n_candidates)} plans, each {done} {self.folds} times"

@@ -14,6 +14,8 @@ RANDOM = "random"
 #: Decimals of losses in tables: so many, and more where differences are small.
 _DECIMALS = 4
 _MOST_DECIMALS = 8
+#: Title of a column of tables, where losses are those of a text.
+_PERPLEXITY = "perplexity  "
 
 
 def candidate_name(scorer: str, settings: Mapping[str, Any], by_kind: bool) -> str:
@@ -240,7 +242,7 @@ class Choice:
     def _cells(self, loss: float) -> str:
         """The loss, and its perplexity where there is one, as they stand in the table."""
         cells = f"{loss:.{self.decimals}f}  "
-        return f"{cells}{self.perplexity(loss):<12}" if self.is_text else cells
+        return f"{cells}{self.perplexity(loss):<{len(_PERPLEXITY)}}" if self.is_text else cells
 
     def mark(self, one: Candidate) -> str:
         """A candidate's remark in tables: taken, ties, or whose heads it keeps."""
@@ -263,7 +265,7 @@ class Choice:
         width = max(map(len, names))
         level = f"{100 * self.confidence:g} %"
         n = self.decimals
-        header = "perplexity  " if self.is_text else ""
+        header = _PERPLEXITY if self.is_text else ""
         title = f"{'loss':<{n + 2}}  {header}minus that of the one taken [{level}]"
         lines.append(f"  {'':<{width}}  {title}")
         lines.append(f"  {'whole model':<{width}}  {self._cells(self.whole)}".rstrip())

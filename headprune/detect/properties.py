@@ -383,8 +383,7 @@ def _unfit_sizes(core: AttentionCore) -> str:
 def _from_error(attempt: Attempt) -> Finding | None:
     """The property that the error of a failed guess states."""
     text = str(attempt.error)
-    # 1. By its text. Messages of model/cut.py and model/refusals.py, of surgery/verify.py, and of
-    # core/heads.py; test_detect_properties.py has a module for each.
+    # 1. By its text: messages of model/cut.py and model/refusals.py, then of detect/prove.py.
     for pattern, name in (
         ("shared with|cut in one way|a projection of its own|attention alone", "shared tensors"),
         ("no effect", "no effect on the example"),

@@ -31,19 +31,10 @@ _HINT = "Pass loss=, a callable (model, batch) -> Tensor[batch] of per-example l
 # ---------------------------------------------------------------- what a model's class says
 
 
-@cache
-def _causal_classes() -> frozenset[str]:
-    """Names of Transformers' causal language models."""
-    from transformers.models.auto import modeling_auto
-
-    names: set[str] = set()
-    for value in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        names.update([value] if isinstance(value, str) else value)
-    return frozenset(names)
-
-
+_CAUSAL = "CAUSAL_LM"
 #: Transformers' tables of classes whose logits are of classes, of tokens or of a grade.
-_TABLES = (
+_WITH_LOGITS = (
+    _CAUSAL,
     "SEQUENCE_CLASSIFICATION",
     "TOKEN_CLASSIFICATION",
     "IMAGE_CLASSIFICATION",
@@ -58,12 +49,12 @@ _TABLES = (
 
 
 @cache
-def _classes_with_logits() -> frozenset[str]:
-    """Names of Transformers' models whose logits the default loss knows."""
+def _classes_in(*tables: str) -> frozenset[str]:
+    """Names of the classes in Transformers' tables of models."""
     from transformers.models.auto import modeling_auto
 
-    names = set(_causal_classes())
-    for table in _TABLES:
+    names: set[str] = set()
+    for table in tables:
         # Another version of Transformers may lack a table.
         known = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES", {})
         for value in known.values():
@@ -71,9 +62,15 @@ def _classes_with_logits() -> frozenset[str]:
     return frozenset(names)
 
 
+def _is_in(model: nn.Module, *tables: str) -> bool:
+    """Whether a model's class, in any wrapper, or a class that it derives from is in a table."""
+    names = _classes_in(*tables)
+    return any(kind.__name__ in names for kind in type(bare(model)).__mro__)
+
+
 def has_known_logits(model: nn.Module) -> bool:
     """Whether a model's class says that its logits are those of classes, tokens or a grade."""
-    return any(kind.__name__ in _classes_with_logits() for kind in type(bare(model)).__mro__)
+    return _is_in(model, *_WITH_LOGITS)
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -81,7 +78,7 @@ def is_causal_lm(model: nn.Module) -> bool:
 
     The labels of one may be its inputs.
     """
-    return any(kind.__name__ in _causal_classes() for kind in type(bare(model)).__mro__)
+    return _is_in(model, _CAUSAL)
 
 
 def reads_next(model: nn.Module) -> bool:
@@ -102,7 +99,7 @@ def _has_unshifted_loss(model: nn.Module) -> bool:
     Such a loss takes the labels as they are. A class that takes no labels has no loss.
     """
     for kind in type(model).__mro__:
-        if kind.__name__ in _causal_classes():
+        if kind.__name__ in _classes_in(_CAUSAL):
             code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
             if code is None or "labels" not in code.co_varnames:
                 return False

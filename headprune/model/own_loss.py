@@ -71,12 +71,15 @@ def is_default(loss: Any) -> bool:
     return loss is default_loss or isinstance(loss, Reading)
 
 
-def output_notes(loss: Any) -> tuple[str, ...]:
-    """A note for what reads a model's output as classes, where that is not known to be right.
+def output_notes(loss: Any, reader: str) -> tuple[str, ...]:
+    """Notes of what reads a model's output as distributions over classes, and no loss.
 
     Args:
-        loss: The default loss of a call.
+        loss: The loss of the call.
+        reader: What reads the output.
     """
+    if not is_default(loss):
+        return (f"loss= was not asked: {reader} reads the output alone.",)
     if not isinstance(loss, Reading) or not loss.is_assumed:
         return ()
     return (
@@ -106,9 +109,9 @@ def reading_of(model: nn.Module, batch: Any) -> Reading:
         labels.
     """
     by_class = Reading(reads_next(model))
-    if not has_labels(batch) and not has_known_logits(model):
-        return replace(by_class, is_assumed=True)
-    if not has_labels(batch) or not _takes_answers(model):
+    if not has_labels(batch):
+        return replace(by_class, is_assumed=not has_known_logits(model))
+    if not _takes_answers(model):
         return by_class
 
     # 1. The model's own loss. Its forward may raise anything: what is wrong with the batch raises

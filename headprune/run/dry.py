@@ -399,10 +399,13 @@ def _auto(subject: Subject, step: _TrainingStep, auto: AutoOfRun) -> Iterable[St
         more = max(_timed_plan(auto, batches[: 2 * few]) - once, 0.0)
 
     # 3. All plans and folds.
-    seconds = auto.most_plans(subject.sites) * auto.folds * (once + more * (len(batches) / few - 1))
+    of_all_rows = once + more * (len(batches) / few - 1)
+    n_plans = auto.most_plans(subject.sites, len(auto.candidates))
+    seconds = n_plans * auto.folds * of_all_rows
     samples = sorted({min(few * batch_size, n_rows), min(2 * few * batch_size, n_rows)})
     rows = " and ".join(f"{n:,}" for n in samples)
-    basis = f"{auto.judging(subject.sites)}; one such time was measured, on {rows} rows"
+    judging = auto.judging(subject.sites, len(auto.candidates))
+    basis = f"{judging}; one such time was measured, on {rows} rows"
     yield StageEstimate("choose", seconds, basis)
 
 

@@ -21,7 +21,7 @@ from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature
 from headprune.gating.context import gated
 from headprune.model.losses import default_loss
-from headprune.model.own_loss import is_default, output_notes, shift_of
+from headprune.model.own_loss import output_notes, shift_of
 from headprune.model.recompute import recomputed
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
@@ -107,10 +107,8 @@ class Ggn(Scorer):
             estimate = replace(estimate, seed=self.seed)
         n_examples = estimate.n_examples
         estimate = with_curvature(estimate, n, lambda: summed(parts, "total").cpu() / n_examples)
-        if is_default(problem.loss):
-            return replace(estimate, notes=(*estimate.notes, *output_notes(problem.loss)))
-        note = "loss= was not asked: ggn reads the output alone."
-        return replace(estimate, notes=(*estimate.notes, note))
+        notes = output_notes(problem.loss, "ggn")
+        return replace(estimate, notes=(*estimate.notes, *notes))
 
     @torch.inference_mode(False)
     @torch.enable_grad()

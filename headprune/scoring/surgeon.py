@@ -147,10 +147,8 @@ class Surgeon(ConstantWork):
             estimate = replace(estimate, seed=self.seed)
         if curvature == "loss":
             return noted(problem, estimate)
-        if is_default(problem.loss):
-            return replace(estimate, notes=(*estimate.notes, *output_notes(problem.loss)))
-        note = f"loss= was not asked: curvature={curvature!r} reads the output alone."
-        return replace(estimate, notes=(*estimate.notes, note))
+        notes = output_notes(problem.loss, f"curvature={curvature!r}")
+        return replace(estimate, notes=(*estimate.notes, *notes))
 
     def _gathered(
         self, problem: ScoringProblem, curvature: str

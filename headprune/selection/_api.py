@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ from headprune.core.scores import HeadScores
 from headprune.selection import registry
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
 from headprune.selection._close import close_calls
-from headprune.selection._groups import WHERE, by_kind, divided
+from headprune.selection._groups import WHERE, by_kind, divided, heads_by_kind
 from headprune.selection._policies import cache_notes
 from headprune.selection._required import Heads
 from headprune.selection._task import SelectionTask
@@ -300,14 +300,9 @@ def _emptied_notes(sites: Iterable[AttentionSite], mask: HeadMask) -> Iterator[s
             yield f"Without a {noun}: {', '.join(names)}."
 
 
-def _uneven_notes(sites: Iterable[AttentionSite], mask: HeadMask) -> Iterator[str]:
+def _uneven_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> Iterator[str]:
     """A note on the kinds of attention that keep far fewer of their heads than the model does."""
-    present: dict[str, int] = {}
-    kept: dict[str, int] = {}
-    for site in sites:
-        if site.heads and not site.is_feed_forward:
-            present[site.kind] = present.get(site.kind, 0) + len(site.heads)
-            kept[site.kind] = kept.get(site.kind, 0) + len(mask.kept(site.name))
+    present, kept = heads_by_kind(sites), heads_by_kind(sites, mask)
     share = sum(kept.values()) / max(1, sum(present.values()))
     few = []
     for kind, count in kept.items():

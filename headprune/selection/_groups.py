@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TypeVar
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
-from headprune.core.heads import KINDS, AttentionSite
+from headprune.core.heads import KINDS, AttentionSite, HeadMask
 from headprune.core.plan import Budget, SiteBudget, allowance
 from headprune.core.samples import if_there
 from headprune.core.scores import Cost, HeadScores
@@ -68,6 +68,16 @@ def _no_such_sites(sites: Sequence[AttentionSite], key: str) -> UnknownName:
     return UnknownName(f"{WHERE}[{key!r}]", must, "one that is for no site", hint)
 
 
+def heads_by_kind(sites: Iterable[AttentionSite], mask: HeadMask | None = None) -> dict[str, int]:
+    """Count the heads of each kind of attention: those present, or those that a mask keeps."""
+    counts: dict[str, int] = {}
+    for site in sites:
+        if site.heads and not site.is_feed_forward:  # whose neurons are no heads
+            heads = site.heads if mask is None else mask.kept(site.name)
+            counts[site.kind] = counts.get(site.kind, 0) + len(heads)
+    return counts
+
+
 def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget] | None:
     """The budget as a count of heads for each kind of attention.
 
@@ -78,10 +88,7 @@ def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget]
         None where all sites are of one kind, where the budget counts no heads, or where a kind
         would keep none.
     """
-    heads: dict[str, int] = {}
-    for site in sites:
-        if site.heads and not site.is_feed_forward:  # whose neurons are no heads
-            heads[site.kind] = heads.get(site.kind, 0) + len(site.heads)
+    heads = heads_by_kind(sites)
     # One kind alone needs no budget of its own.
     if len(heads) < 2 or budget.keep_heads is None:
         return None
