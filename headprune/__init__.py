@@ -14,9 +14,9 @@ used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from headprune.core.lazy import lazy
 from headprune.core.version import __version__
 
 _HOME = {
@@ -50,39 +50,30 @@ _HOME = {
     "select": "headprune.selection._api",
 }
 _ROOMS = (
-    *("attention", "bench", "checkpoints", "core", "data", "detect", "gating", "layouts", "maps"),
-    *(
-        "model",
-        "recipes",
-        "recovery",
-        "report",
-        "run",
-        "scoring",
-        "selection",
-        "serving",
-        "surgery",
-    ),
+    "attention",
+    "bench",
+    "checkpoints",
+    "core",
+    "data",
+    "detect",
+    "gating",
+    "layouts",
+    "maps",
+    "model",
+    "recipes",
+    "recovery",
+    "report",
+    "run",
+    "scoring",
+    "selection",
+    "serving",
+    "surgery",
     "sweep",
 )
+_MODULES = {room: f"headprune.{room}" for room in _ROOMS} | {"plot": "headprune.report.plot"}
 
-__all__ = ["__version__", *_HOME, *_ROOMS, "plot"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    if name in _ROOMS:
-        return importlib.import_module(f"headprune.{name}")
-    if name == "plot":
-        return importlib.import_module("headprune.report.plot")
-    raise AttributeError(f"module 'headprune' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+__all__ = ["__version__", *_HOME, *_MODULES]
+__getattr__, __dir__ = lazy(__name__, _HOME, _MODULES)
 
 if TYPE_CHECKING:
     from headprune.attention.multi_head import MultiHeadAttention

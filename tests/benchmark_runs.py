@@ -1,16 +1,12 @@
 """What tests of benchmark scripts share: tiny models, rows of made-up words, records and pages."""
 
-from __future__ import annotations
-
 import json
 import random
 import shlex
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from tests.scripts import WORDS, tiny_encoder
+import torch
+
+from tests.tiny_models import WORDS, bert
 
 #: Values of ``--set`` for a ViT that learns the digits in a second.
 TINY_DIGITS = (
@@ -19,13 +15,13 @@ TINY_DIGITS = (
 )
 
 
-def question(draw: random.Random) -> dict[str, Any]:
+def question(draw):
     """Some words; the first of them says the label."""
     words = draw.choices(WORDS, k=draw.randint(3, 7))
     return {"text": " ".join(words), "label": WORDS.index(words[0]) % 3}
 
 
-def graded_pair(draw: random.Random) -> dict[str, Any]:
+def graded_pair(draw):
     """Two sentences; the grade is the share of words that they have in common."""
     first, second = (draw.choices(WORDS, k=draw.randint(3, 7)) for _ in range(2))
     second[: draw.randint(0, 3)] = first[: draw.randint(0, 3)]
@@ -33,13 +29,7 @@ def graded_pair(draw: random.Random) -> dict[str, Any]:
     return {"sentence1": " ".join(first), "sentence2": " ".join(second or first), "score": grade}
 
 
-def write_rows(
-    folder: Path,
-    make: Callable[[random.Random], dict[str, Any]],
-    train: int = 60,
-    validation: int = 20,
-    test: int = 40,
-) -> None:
+def write_rows(folder, make, train=60, validation=20, test=40):
     """Writes so many rows of each split into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
@@ -48,19 +38,20 @@ def write_rows(
         (folder / f"{split}.jsonl").write_text("\n".join(rows))
 
 
-def encoder_study(folder: Path, task: str) -> str:
+def encoder_study(folder, task):
     """Writes rows of a task and a tiny encoder; returns the arguments of a study of them."""
     write_rows(folder / task, graded_pair if task == "stsb" else question)
-    model = tiny_encoder(folder)
+    torch.manual_seed(0)
+    model = bert(folder / "model", "BertModel", hidden_size=16)
     return f"--task {task} --data {folder / task} --work {folder} --model {model}"
 
 
-def record_of(study: ModuleType, command: str) -> Any:
+def record_of(study, command):
     """The record that a study writes with these arguments."""
     return json.loads(study.main(shlex.split(command)).read_text(encoding="utf-8"))
 
 
-def page_of(study: ModuleType, folder: Path, page: str) -> str:
+def page_of(study, folder, page):
     """A page that a study writes from the records in a folder."""
     study.main(["--figure", "--records", str(folder), "--docs", str(folder)])
     return (folder / page).read_text(encoding="utf-8")

@@ -1,8 +1,6 @@
 """A headless Chromium of the tests, spoken to over two pipes: real keys, real widths, light and
 dark, pictures."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -11,9 +9,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 #: What continuous integration must not do without, as ``.ci/run`` says: there a test fails and does
@@ -24,29 +19,12 @@ REQUIRED = {
 #: Far above what a page takes on a slow machine with other work.
 _PATIENCE = 120.0
 _FLAGS = (
-    *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--hide-scrollbars",
-    ),
-    *(
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-dev-shm-usage",
-    ),
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--hide-scrollbars", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--disable-dev-shm-usage"),
 )
-_KEYS = {
-    "Enter": ("\r", 13),
-    " ": (" ", 32),
-    "Tab": ("", 9),
-    "Escape": ("", 27),
-    "Home": ("", 36),
-    "End": ("", 35),
-}
+_KEYS = {"Enter": ("\r", 13), " ": (" ", 32), "Tab": ("", 9), "Escape": ("", 27)}
+_KEYS |= {"Home": ("", 36), "End": ("", 35)}
 _KEYS |= {f"Arrow{way}": ("", code) for code, way in enumerate(("Left", "Up", "Right", "Down"), 37)}
 
 
@@ -57,15 +35,14 @@ class Browser:
     policy refused.
     """
 
-    def __init__(self) -> None:
-        assert CHROMIUM is not None
+    def __init__(self):
         self.profile = tempfile.TemporaryDirectory(
             prefix="headprune-chromium-", ignore_cleanup_errors=True
         )
         to_read, self.write_end = os.pipe()
         self.read_end, to_write = os.pipe()
 
-        def place() -> None:  # Chromium reads commands from 3 and writes answers to 4
+        def place():  # Chromium reads commands from 3 and writes answers to 4
             os.dup2(to_read, 63)
             os.dup2(to_write, 64)
             os.dup2(63, 3)
@@ -83,11 +60,11 @@ class Browser:
             "stdout": subprocess.DEVNULL,
             "stderr": subprocess.DEVNULL,
         }
-        self.process = subprocess.Popen(command, preexec_fn=place, close_fds=False, **quiet)  # type: ignore[call-overload]
+        self.process = subprocess.Popen(command, preexec_fn=place, close_fds=False, **quiet)
         os.close(to_read)
         os.close(to_write)
         self.number, self.held, self.session = 0, b"", None
-        self.messages: list[str] = []
+        self.messages = []
         self.loaded = False
         pages = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
         attached = self.call("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)
@@ -95,25 +72,20 @@ class Browser:
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
-    def __enter__(self) -> Browser:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.process.terminate()
         self.process.wait(_PATIENCE)
         os.close(self.read_end)
         os.close(self.write_end)
         self.profile.cleanup()
 
-    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+    def call(self, method, **arguments):
         """One command of the DevTools protocol, and its answer."""
         self.number += 1
-        message: dict[str, Any] = {"id": self.number, "method": method, "params": arguments}
+        message = {"id": self.number, "method": method, "params": arguments}
         if self.session is not None:
             message["sessionId"] = self.session
         os.write(self.write_end, json.dumps(message).encode() + b"\0")
@@ -121,10 +93,9 @@ class Browser:
             answer = self._next()
             if answer.get("id") == self.number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
-                result: dict[str, Any] = answer["result"]
-                return result
+                return answer["result"]
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self):
         """The next message; events are noted on the way."""
         end = time.monotonic() + _PATIENCE
         while b"\0" not in self.held:
@@ -134,7 +105,7 @@ class Browser:
             assert part, "Chromium is gone"
             self.held += part
         line, _, self.held = self.held.partition(b"\0")
-        message: dict[str, Any] = json.loads(line)
+        message = json.loads(line)
         method, values = message.get("method"), message.get("params", {})
         if method == "Runtime.consoleAPICalled":
             self.messages.append(
@@ -148,7 +119,7 @@ class Browser:
             self.loaded = True
         return message
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def open(self, path, width=1280, height=900, dark=False):
         """Opens a file at a width, in light or dark, and waits until it is there."""
         self.messages.clear()
         self.size(width, height)
@@ -159,17 +130,12 @@ class Browser:
         while not self.loaded:
             self._next()
 
-    def size(self, width: int, height: int = 900) -> None:
+    def size(self, width, height=900):
         """The window's size in CSS pixels."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **shape)
 
-    def run(self, expression: str) -> Any:
+    def run(self, expression):
         """The value of a JavaScript expression in the page; a promise is waited for."""
         done = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
@@ -177,25 +143,18 @@ class Browser:
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
-    def press(self, *keys: str) -> None:
+    def press(self, *keys):
         """Real key strokes, one after the other, to whatever has the focus."""
         for key in keys:
             text, code = _KEYS[key]
-            pressed = {
-                "key": key,
-                "code": "Space" if key == " " else key,
-                "windowsVirtualKeyCode": code,
-            }
-            self.call(
-                "Input.dispatchKeyEvent",
-                type="keyDown" if text else "rawKeyDown",
-                text=text,
-                **pressed,
-            )
+            pressed = {"key": key, "code": "Space" if key == " " else key}
+            pressed["windowsVirtualKeyCode"] = code
+            down = "keyDown" if text else "rawKeyDown"
+            self.call("Input.dispatchKeyEvent", type=down, text=text, **pressed)
             self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
             self._settle()
 
-    def click(self, selector: str) -> None:
+    def click(self, selector):
         """A real click on the middle of the first element of a selector, scrolled into view."""
         place = f"document.querySelector({json.dumps(selector)})"
         self.run(f"{place}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
@@ -206,7 +165,7 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
         self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self):
         """Waits until the page has drawn what a key or a click brought: the events that it queued
         are over."""
         frame = "requestAnimationFrame(() => setTimeout(done))"
@@ -215,7 +174,7 @@ class Browser:
             f" {frame} }})"
         )
 
-    def picture(self, path: Path, whole: bool = True) -> Path:
+    def picture(self, path, whole=True):
         """A PNG of the whole page, or of what the window shows."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))

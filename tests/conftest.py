@@ -3,6 +3,7 @@ in fp64."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -30,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen.mark_further_families(items)
     chosen.select(config, items)
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays: without this, each of the many collections that timed code asks
+    # for would look at all of it again, for most of a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

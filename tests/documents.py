@@ -1,16 +1,12 @@
 """README and docs, read as what they are tested by: their code, their commands, and what a page
 takes for granted."""
 
-from __future__ import annotations
-
 import random
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -32,7 +28,7 @@ class Block:
     prints: str | None = None
 
 
-def blocks(page: Path) -> list[Block]:
+def blocks(page):
     """The fenced blocks of a page. A ``text`` block right after code, with nothing between, is what
     it prints."""
     text = page.read_text(encoding="utf-8")
@@ -51,7 +47,7 @@ def blocks(page: Path) -> list[Block]:
     return read
 
 
-def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+def commands(page):
     """The ``headprune`` commands of a page's code, indented or fenced: as written, and their
     arguments."""
     text = page.read_text(encoding="utf-8")
@@ -66,14 +62,14 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
         yield line, shlex.split(line, comments=True)[1:]
 
 
-def mentions(page: Path) -> Iterator[list[str]]:
+def mentions(page):
     """Commands in the running text, ``headprune VERB --option``, which may be parts of one."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     for found in re.finditer(r"`headprune ([a-z][^`]*)`", text):
         yield shlex.split(" ".join(found[1].split()))
 
 
-def words(text: str) -> int:
+def words(text):
     """Words of Markdown, of tables too; code blocks, comments and addresses of links do not
     count."""
     text = re.sub(r"<!--.*?-->", "", _FENCE.sub("", text), flags=re.DOTALL)
@@ -82,11 +78,11 @@ def words(text: str) -> int:
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
-def _indented(text: str) -> list[str]:
+def _indented(text):
     return [line[4:] for line in _FENCE.sub("", text).split("\n") if line.startswith("    ")]
 
 
-def classifier(folder: Path, kind: str, **config: Any) -> None:
+def classifier(folder, kind, **config):
     """A tiny sequence classifier of Transformers with its tokenizer, where a page names one of the
     hub."""
     import torch
@@ -106,7 +102,7 @@ def classifier(folder: Path, kind: str, **config: Any) -> None:
     model(model.config_class(vocab_size=len(vocabulary), **config)).save_pretrained(folder)
 
 
-def reviews(path: Path, rows: int = 80) -> None:
+def reviews(path, rows=80):
     """A CSV with columns text and label, whose label says whether the text calls the film good."""
     draw = random.Random(0)
     lines = ["text,label"]
@@ -117,7 +113,7 @@ def reviews(path: Path, rows: int = 80) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def seq2seq() -> tuple[Any, list[dict[str, Any]]]:
+def seq2seq():
     """A tiny BART with 2 + 1 layers of 8 heads, whose time is that of its attention, and batches
     for it."""
     import torch

@@ -24,13 +24,16 @@ import torch
 from tests.tiny_recipe import TINY
 
 _FILE_CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree")
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.killing_imports"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.killing_imports"])
+
+
+#: With fewer steps of training.
+SHORT = {**TINY, "data": {**TINY["data"], "test_holdout": 1150}}
 
 
 def the_run(out: str) -> None:
-    """A run from training to report, in a second or two; what a batch gives in scoring is written
-    at once."""
+    """A run from training to report; what a batch gives in scoring is written at once."""
     from headprune.run import Recipe, run_recipe
     from headprune.scoring import _resume_cache
 
@@ -46,7 +49,7 @@ def the_run(out: str) -> None:
         "out": out,
         "name": "killed",
     }
-    run_recipe(Recipe.model_validate({**TINY, **parts}), say=lambda line: None, progress=False)
+    run_recipe(Recipe.model_validate({**SHORT, **parts}), say=lambda line: None, progress=False)
 
 
 def the_gradual_run(out: str) -> None:
@@ -55,7 +58,7 @@ def the_gradual_run(out: str) -> None:
 
     gradual = {"stages": 3, "batch_size": 64, "settings": {"epochs": 1, "learning_rate": 1e-3}}
     parts = {"gradual": gradual, "score": {"random_draws": 1}, "report": False, "out": out}
-    run_recipe(Recipe.model_validate({**TINY, **parts}), say=lambda line: None, progress=False)
+    run_recipe(Recipe.model_validate({**SHORT, **parts}), say=lambda line: None, progress=False)
 
 
 def the_sweep(out: str) -> None:
@@ -63,7 +66,7 @@ def the_sweep(out: str) -> None:
     from headprune.run import Recipe, sweep
 
     grid = ["scorer=taylor,magnitude", "keep=0.5,0.25", "recover=none,mean_fold"]
-    sweep(Recipe.model_validate(TINY), grid, out=out, say=lambda line: None)
+    sweep(Recipe.model_validate(SHORT), grid, out=out, say=lambda line: None)
 
 
 def the_frame(out: str, overwrite: bool = False) -> None:
@@ -124,7 +127,7 @@ def the_scores(out: str) -> None:
 def begun(work: Callable[[str], None], out: Path, calls: int | None = None) -> Any:
     """A process that does the work; with ``calls`` it kills itself at that call which changes a
     file in ``out``."""
-    process = _context.Process(target=_do, args=(work, str(out), calls))
+    process = context.Process(target=_do, args=(work, str(out), calls))
     process.start()
     return process
 
@@ -181,7 +184,7 @@ def killed_and_finished(
 
 def limited(what: str, out: Path, limit: int) -> str:
     """Saves something in a process whose files may have so many bytes; the error's words."""
-    process = _context.Process(target=_save_within, args=(what, str(out), limit))
+    process = context.Process(target=_save_within, args=(what, str(out), limit))
     process.start()
     process.join()
     assert process.exitcode == 0

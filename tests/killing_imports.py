@@ -1,4 +1,4 @@
-"""What the fork server of `killing` imports before it forks."""
+"""What the fork server of `killing` imports before it forks, for `processes` too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ import headprune.recovery._training
 import headprune.run.on_data
 import headprune.run.runner
 import headprune.sweep.sweeping  # noqa: F401
-from tests import killing  # noqa: F401
+from tests import killing, processes_work  # noqa: F401
 
 matplotlib.use("agg")

@@ -1,13 +1,9 @@
 """Every class of Transformers that gives a loss, tiny, with a batch: to compare the default loss
 with."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 #: Sizes, and the names that configurations have for them.
@@ -34,7 +30,7 @@ _SIZES = [
     (32, "image_size projection_dim out_hidden_size output_dim"),
     (8, "patch_size"),
 ]
-SMALL: dict[str, Any] = {name: size for size, names in _SIZES for name in names.split()}
+SMALL = {name: size for size, names in _SIZES for name in names.split()}
 #: Configurations of models that rotate by three positions, and do not say by how much each.
 THREE_POSITIONS = ("Qwen2VLTextConfig", "Qwen2_5_VLTextConfig", "PaddleOCRTextConfig")
 
@@ -61,9 +57,9 @@ TASKS = {
 }
 
 
-def classes(task: str) -> list[str]:
+def classes(task):
     """The classes of one of Transformers' mappings that stand in no mapping before it."""
-    found: dict[str, str] = {}
+    found = {}
     for mapping in TASKS:
         for value in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).values():
             for name in (value,) if isinstance(value, str) else value:
@@ -71,7 +67,7 @@ def classes(task: str) -> list[str]:
     return [name for name, mapping in found.items() if mapping == task]
 
 
-def build(name: str) -> nn.Module:
+def build(name):
     """A tiny random model of a class.
 
     Raises:
@@ -88,13 +84,13 @@ def build(name: str) -> nn.Module:
     if size > MOST:
         raise ValueError(f"{size} parameters")
     torch.manual_seed(0)
-    model: nn.Module = kind(config).eval()
+    model = kind(config).eval()
     if hasattr(model, "set_default_language"):
         model.set_default_language("en_XX")
     return model
 
 
-def _small(kind: Any) -> Any:
+def _small(kind):
     """A configuration of a class with small numbers in it and in the configurations that are in
     it."""
     config = kind()
@@ -110,7 +106,7 @@ def _small(kind: Any) -> Any:
     return kind(**given)
 
 
-def _takes(config: Any, name: str) -> bool:
+def _takes(config, name):
     """Whether it has such a number, or leaves the number of a token open."""
     try:
         now = getattr(config, name)
@@ -122,10 +118,10 @@ def _takes(config: Any, name: str) -> bool:
     )
 
 
-def batch_for(model: nn.Module, task: str) -> dict[str, Any]:
+def batch_for(model, task):
     """Two examples of what a class takes, with labels, of which not as many count in both."""
     draw = torch.Generator().manual_seed(1)
-    batch: dict[str, Any] = _inputs(str(getattr(model, "main_input_name", "input_ids")), draw)
+    batch = _inputs(str(getattr(model, "main_input_name", "input_ids")), draw)
     if task == "VIDEO_CLASSIFICATION":
         batch = {"pixel_values": torch.randn(2, model.config.num_frames, 3, 32, 32, generator=draw)}
     kind = TASKS[task]
@@ -151,12 +147,12 @@ def batch_for(model: nn.Module, task: str) -> dict[str, Any]:
     return batch
 
 
-def one(batch: dict[str, Any], number: int) -> dict[str, Any]:
+def one(batch, number):
     """An example of a batch alone."""
     return {k: v[number : number + 1] if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
-def _inputs(main: str, draw: torch.Generator) -> dict[str, Tensor]:
+def _inputs(main, draw):
     if main == "pixel_values":
         return {main: torch.randn(2, 3, 32, 32, generator=draw)}
     if main == "input_values":
@@ -168,5 +164,5 @@ def _inputs(main: str, draw: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _tokens(draw: torch.Generator) -> Tensor:
+def _tokens(draw):
     return torch.randint(3, 50, (2, 10), generator=draw)

@@ -22,16 +22,13 @@ What it cannot see: kernels that CUDA does not have, memory, time, and whether a
 ``non_blocking=True`` to main memory is read too early (every copy to main memory counts as a wait).
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -52,44 +49,26 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 _FOLDERS = tuple(str(_REPOSITORY / name) for name in ("headprune", "benchmarks", "tests"))
 _PACKAGES = "site-packages/"
 
-#: Operators whose result, or the check of it, the CPU reads.
-_WAITS = {
-    "aten::_local_scalar_dense",  # item, int, float, bool, and whatever asks for one of them
-    "aten::equal",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::bincount",
-    "aten::histc",
-    # Linear algebra that looks at its own error codes; cholesky_ex, inv_ex and solve_ex do not.
-    "aten::_linalg_check_errors",
-    "aten::cholesky_inverse",
-    "aten::_linalg_eigh",
-    "aten::_linalg_svd",
-    "aten::_linalg_eigvals",
-}
+
+def _aten(names):
+    return {f"aten::{name}" for name in names.split()}
+
+
+#: Operators whose result, or the check of it, the CPU reads. The first is item, int, float, bool,
+#: and whatever asks for one of them. Linear algebra looks at its own error codes; cholesky_ex,
+#: inv_ex and solve_ex do not.
+_WAITS = _aten(
+    "_local_scalar_dense equal nonzero masked_select _unique _unique2 unique_dim"
+    " unique_consecutive bincount histc _linalg_check_errors cholesky_inverse _linalg_eigh"
+    " _linalg_svd _linalg_eigvals"
+)
 #: Operators that take tensors of two devices.
-_CROSSING = {
-    "aten::copy_",
-    "aten::_to_copy",
-    "aten::set_",
-    "aten::set_data",
-    "aten::lift_fresh",
-    "aten::detach",
-}
+_CROSSING = _aten("copy_ _to_copy set_ set_data lift_fresh detach")
 #: Operators that are not called pointwise and yet take a CPU's tensor of no dimension as if it were
 #: a number.
-_TAKES_NUMBERS = {"aten::fill_", "aten::masked_fill", "aten::masked_fill_", "aten::where"}
-_READS_BY_INDEX = {"aten::index", "aten::_unsafe_index"}
-_WRITES_BY_INDEX = {
-    "aten::index_put",
-    "aten::index_put_",
-    "aten::_index_put_impl_",
-    "aten::_unsafe_index_put",
-}
+_TAKES_NUMBERS = _aten("fill_ masked_fill masked_fill_ where")
+_READS_BY_INDEX = _aten("index _unsafe_index")
+_WRITES_BY_INDEX = _aten("index_put index_put_ _index_put_impl_ _unsafe_index_put")
 _INDICES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 _MASKS = (torch.bool, torch.uint8)
 #: Functions that make a tensor of Python's numbers, which are sent from main memory.
@@ -98,7 +77,7 @@ _FROM_NUMBERS = {"tensor", "as_tensor", "asarray", "new_tensor"}
 #: Functions of modes, which pass on what others have asked for.
 _PASSED_ON = ("__torch_dispatch__", "__torch_function__")
 
-_real_device = Tensor.device.__get__  # type: ignore[attr-defined]
+_real_device = Tensor.device.__get__
 
 
 @dataclass(frozen=True)
@@ -118,7 +97,7 @@ class Event:
     line: str
     package: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind}: {self.what} at {self.line}, asked for by {self.package}"
 
 
@@ -126,8 +105,8 @@ class PretendedCuda(AbstractContextManager["PretendedCuda"]):
     """For as long as the block lasts, there is a GPU ``cuda:0``, and what happens on it is
     noted."""
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
+    def __init__(self):
+        self.events = []
         self.storages = _Storages()
         self.looking_away = False
         #: Whether operators without a tensor are making one on the GPU; the innermost call of
@@ -135,18 +114,18 @@ class PretendedCuda(AbstractContextManager["PretendedCuda"]):
         self.making = [False]
         self._stack = ExitStack()
 
-    def __enter__(self) -> PretendedCuda:
+    def __enter__(self):
         for owner, name, value in _environment(self):
             self._stack.enter_context(mock.patch.object(owner, name, value))
         self._stack.enter_context(_Calls(self))
         self._stack.enter_context(_Operators(self))
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._stack.close()
 
     @contextmanager
-    def unseen(self) -> Iterator[None]:
+    def unseen(self):
         """What happens in the block is the modes' own."""
         before, self.looking_away = self.looking_away, True
         try:
@@ -155,7 +134,7 @@ class PretendedCuda(AbstractContextManager["PretendedCuda"]):
             self.looking_away = before
 
     @contextmanager
-    def made_there(self, there: bool) -> Iterator[None]:
+    def made_there(self, there):
         """Tensors that are made of nothing in the block lie on the GPU, or do not."""
         self.making.append(there)
         try:
@@ -163,30 +142,30 @@ class PretendedCuda(AbstractContextManager["PretendedCuda"]):
         finally:
             self.making.pop()
 
-    def note(self, kind: Kind, what: str) -> None:
+    def note(self, kind, what):
         line, package = _caller(sys._getframe(1))
         self.events.append(Event(kind, what, line, package))
 
-    def forget(self) -> None:
+    def forget(self):
         """Begins anew; tensors stay where they are."""
         self.events.clear()
 
-    def of(self, kind: Kind) -> list[Event]:
+    def of(self, kind):
         return [event for event in self.events if event.kind == kind]
 
     @property
-    def mismatches(self) -> list[Event]:
+    def mismatches(self):
         return self.of("mismatch")
 
     @property
-    def waits(self) -> list[Event]:
+    def waits(self):
         return self.of("wait")
 
     @property
-    def uploads(self) -> list[Event]:
+    def uploads(self):
         return self.of("upload")
 
-    def report(self) -> str:
+    def report(self):
         """Every kind of event with how often it was seen, most often first."""
         return "\n".join(
             f"{count:6} x {event}" for event, count in Counter(self.events).most_common()
@@ -200,15 +179,15 @@ class _Storages:
     enough to know one.
     """
 
-    def __init__(self) -> None:
-        self._references: dict[int, StorageWeakRef] = {}
+    def __init__(self):
+        self._references = {}
         self._look_again = 10_000
 
-    def __contains__(self, tensor: object) -> bool:
+    def __contains__(self, tensor):
         storage = _storage(tensor)
         return storage is not None and storage._cdata in self._references
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor):
         storage = _storage(tensor)
         if storage is None:
             return
@@ -219,13 +198,13 @@ class _Storages:
             }
             self._look_again = 2 * len(self._references) + 10_000
 
-    def discard(self, tensor: Tensor) -> None:
+    def discard(self, tensor):
         storage = _storage(tensor)
         if storage is not None:
             self._references.pop(storage._cdata, None)
 
 
-def _storage(tensor: object) -> Any:
+def _storage(tensor):
     """A tensor's storage; None where it has none, as on the meta device."""
     if not isinstance(tensor, Tensor):
         return None
@@ -237,7 +216,7 @@ def _storage(tensor: object) -> Any:
         return None
 
 
-def _same_storage(a: Tensor, b: Tensor) -> bool:
+def _same_storage(a, b):
     mine, other = _storage(a), _storage(b)
     return mine is not None and other is not None and mine._cdata == other._cdata
 
@@ -245,17 +224,11 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
 class _Operators(TorchDispatchMode):
     """Looks at every operator, the backward pass's with it."""
 
-    def __init__(self, gpu: PretendedCuda) -> None:
+    def __init__(self, gpu):
         super().__init__()
         self.gpu = gpu
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if self.gpu.looking_away:
             return func(*args, **kwargs)
@@ -276,7 +249,7 @@ class _Operators(TorchDispatchMode):
                 self._lie_there(out, given)
         return out
 
-    def _check_devices(self, func: Any, name: str, given: list[Tensor], there: list[bool]) -> None:
+    def _check_devices(self, func, name, given, there):
         if all(there) or name in _CROSSING:
             return
         others = [x for x, is_there in zip(given, there, strict=True) if not is_there]
@@ -300,7 +273,7 @@ class _Operators(TorchDispatchMode):
             ]
             self.gpu.note("mismatch", f"{name} of {', '.join(places)}")
 
-    def _check_waits(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_waits(self, name, args, kwargs):
         if name in _WAITS:
             self.gpu.note("wait", name)
         elif name in _READS_BY_INDEX or name in _WRITES_BY_INDEX:
@@ -317,7 +290,7 @@ class _Operators(TorchDispatchMode):
         ):
             self.gpu.note("wait", name)  # of counts alone: how long the answer is, only they know
 
-    def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _copied(self, args, kwargs):
         """``copy_``: the target stays where it is."""
         target, source = (x in self.gpu.storages for x in args[:2])
         if target and not source and args[1].dim():
@@ -327,30 +300,24 @@ class _Operators(TorchDispatchMode):
             self.gpu.note("wait", "copy_ to main memory")
         return target
 
-    def _lie_there(self, out: Any, given: list[Tensor]) -> None:
+    def _lie_there(self, out, given):
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and not any(_same_storage(x, y) for y in given):
                 self.gpu.storages.add(x)
 
 
-def _has_tensor(args: Any, kwargs: Any) -> bool:
+def _has_tensor(args, kwargs):
     return any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs)))
 
 
 class _Calls(TorchFunctionMode):
     """Looks at calls from Python: what a tensor says of its device, and where it is sent."""
 
-    def __init__(self, gpu: PretendedCuda) -> None:
+    def __init__(self, gpu):
         super().__init__()
         self.gpu = gpu
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if self.gpu.looking_away:
             return func(*args, **kwargs)
@@ -380,9 +347,7 @@ class _Calls(TorchFunctionMode):
             return self._backward(func, args, kwargs)
         return self._called(func, args, kwargs)
 
-    def _backward(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _backward(self, func, args, kwargs):
         """A backward pass, whose hooks and functions of Python are looked at as well.
 
         A mode is off while it handles a call, and what calls Python back has to be called with the
@@ -394,18 +359,14 @@ class _Calls(TorchFunctionMode):
         with self.gpu.made_there(there), straight_on, self:
             return run(*args, **kwargs)
 
-    def _copied(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _copied(self, func, args, kwargs):
         with self.gpu.unseen():  # it goes by way of storages
             out = func(*args, **kwargs)
         if args[0] in self.gpu.storages:
             self.gpu.storages.add(out)
         return out
 
-    def _called(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _called(self, func, args, kwargs):
         """Any other function: what it makes lies where ``device=`` says, or where its tensors
         do."""
         name = getattr(func, "__name__", "")
@@ -428,15 +389,13 @@ class _Calls(TorchFunctionMode):
                     self._put(x, there)
         return out
 
-    def _put(self, x: Tensor, there: bool) -> None:
+    def _put(self, x, there):
         if there:
             self.gpu.storages.add(x)
         else:
             self.gpu.storages.discard(x)
 
-    def _moved(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _moved(self, func, args, kwargs):
         """``to``, ``cpu`` and ``cuda``."""
         source, *rest = args
         target, sent = self._target(func, rest, kwargs)
@@ -464,9 +423,7 @@ class _Calls(TorchFunctionMode):
         self._put(out, now)
         return out
 
-    def _target(
-        self, func: Callable[..., Any], rest: list[Any], kwargs: dict[str, Any]
-    ) -> tuple[torch.device | None, bool]:
+    def _target(self, func, rest, kwargs):
         """Where a tensor is sent, None where it stays; and whether Python goes on at once."""
         flags = [x for x in rest if isinstance(x, bool)]
         sent = bool(kwargs.get("non_blocking", flags[0] if flags else False))
@@ -483,18 +440,12 @@ class _Calls(TorchFunctionMode):
         return None, sent
 
 
-def _backward_of(
-    tensor: Tensor,
-    gradient: Any = None,
-    retain_graph: Any = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
+def _backward_of(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
     """``Tensor.backward``."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def _device(value: object) -> torch.device | None:
+def _device(value):
     if isinstance(value, torch.device):
         return value
     if isinstance(value, str):
@@ -504,12 +455,12 @@ def _device(value: object) -> torch.device | None:
     return None
 
 
-def _is_cuda(value: object) -> bool:
+def _is_cuda(value):
     found = _device(value)
     return found is not None and found.type == "cuda"
 
 
-def _caller(frame: FrameType | None) -> tuple[str, str]:
+def _caller(frame):
     """The innermost line of this project above a frame, and the package of the innermost one that
     is not torch's."""
     package = ""
@@ -525,7 +476,7 @@ def _caller(frame: FrameType | None) -> tuple[str, str]:
     return "no line of this project", package or "python"
 
 
-def _package(file: str, ours: bool) -> str:
+def _package(file, ours):
     """``headprune``, ``tests``, ``transformers``, ...; nothing for torch and for Python itself."""
     if ours:
         return Path(file).relative_to(_REPOSITORY).parts[0]
@@ -533,7 +484,7 @@ def _package(file: str, ours: bool) -> str:
     return "" if found == "torch" else found
 
 
-def _environment(gpu: PretendedCuda) -> Iterator[tuple[Any, str, Any]]:
+def _environment(gpu):
     """What ``torch.cuda`` is asked for, with the answers of a machine with one GPU."""
     properties = SimpleNamespace(
         name="a pretended GPU",
@@ -544,13 +495,13 @@ def _environment(gpu: PretendedCuda) -> Iterator[tuple[Any, str, Any]]:
         uuid="0",
     )
 
-    def synchronize(device: object = None) -> None:
+    def synchronize(device=None):
         gpu.note("wait", "torch.cuda.synchronize")
 
-    def state(device: object = None) -> Tensor:
+    def state(device=None):
         return torch.zeros(16, dtype=torch.uint8)
 
-    answers: dict[str, Callable[..., Any]] = {
+    answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.scripts import ROOT
 
@@ -36,12 +36,30 @@ def started(
             process.communicate()
 
 
-def together(
-    size: int, work: str, folder: Path, *more: str, timeout: float = 600, **environment: str
-) -> None:
-    """Runs a function of ``tests/processes_work.py`` in so many processes, all of which must end
-    well."""
-    command = [sys.executable, "-m", "tests.processes_work", work, str(folder), *more]
-    with started(size, command, **environment) as running:
-        said = [process.communicate(timeout=timeout)[0] for process in running]
-        assert not any(process.returncode for process in running), "\n".join(said)
+@contextmanager
+def forked(size: int, work: str, folder: Path, *more: str, **environment: str) -> Iterator[Any]:
+    """The same for a function of ``tests/processes_work.py``; the processes come from the fork
+    server of ``killing``, which has imported everything."""
+    from tests import killing, processes_work
+
+    running = []
+    for rank in range(size):
+        known = {"WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank), **environment}
+        given = (known, work, str(folder), *more)
+        running.append(killing.context.Process(target=processes_work.in_process, args=given))
+    try:
+        for process in running:
+            process.start()
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.join()
+
+
+def together(size: int, work: str, folder: Path, *more: str, **environment: str) -> None:
+    """Runs it in so many processes, all of which must end well."""
+    with forked(size, work, folder, *more, **environment) as running:
+        for process in running:
+            process.join(600)
+        assert [process.exitcode for process in running] == [0] * size

@@ -1,8 +1,6 @@
-"""What the processes of the tests do: ``python -m tests.processes_work NAME FOLDER ...``, one
-function a name.
+"""What the processes of the tests do, one function a name.
 
-A fresh Python each, as ``torchrun`` starts them, which finds the others through a file in the
-folder. It imports no Transformers where the work needs none, for that takes longer than the work.
+They find each other through a file in the folder.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -50,26 +47,13 @@ _QUICK: dict[str, Any] = {
     "subset_topk": SubsetTopk(steps=3, block=2),
 }
 SCORERS: list[Any] = [_QUICK.get(name) or registry.get(name)() for name in registry.names()]
-SCORERS += [
-    Taylor(reduce="token"),
-    Taylor(normalize="l2"),
-    Taylor(reduce="batch", block=2),
-    Fisher(block=2),
-]
-SCORERS += [
-    LeaveOneOut(replacement="mean"),
-    LeaveOneOut(replacement="resample", pool=3),
-    LeaveOneOut(replay=False),
-]
+SCORERS += [Taylor(reduce="token"), Taylor(normalize="l2"), Taylor(reduce="batch", block=2)]
+SCORERS += [Fisher(block=2), LeaveOneOut(replacement="mean"), LeaveOneOut(replay=False)]
+SCORERS += [LeaveOneOut(replacement="resample", pool=3), AttributionPatching(base="mean")]
+SCORERS += [Shapley(method="two_sided"), Obs(blocks=3), Surgeon(blocks=2)]
 BOUNDED: list[Any] = [Taylor(), Taylor(reduce="token"), Taylor(reduce="batch", block=3), Fisher()]
 BOUNDED += [IntegratedGradients(points=1), "ggn"]
 SHARDED = ["taylor", "fisher", "leave_one_out", "obs", "magnitude", "entropy", "ggn"]
-SCORERS += [
-    AttributionPatching(base="mean"),
-    Shapley(method="two_sided"),
-    Obs(blocks=3),
-    Surgeon(blocks=2),
-]
 
 
 def subject() -> Subject:
@@ -88,34 +72,28 @@ def batches(count: int, rows: int = 2) -> list[dict[str, Any]]:
 
 def scored(count: int, processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
     """By every scorer; ``auto`` needs two examples a fold."""
-    wanted = (
-        SCORERS if count > 2 else [scorer for scorer in SCORERS if not isinstance(scorer, Auto)]
-    )
-    return hp.score(
-        subject().model, batches(count), wanted, loss=loss, processes=processes, progress=False
-    )
+    wanted = [scorer for scorer in SCORERS if count > 2 or not isinstance(scorer, Auto)]
+    given: dict[str, Any] = {"loss": loss, "processes": processes, "progress": False}
+    return hp.score(subject().model, batches(count), wanted, **given)
 
 
 def score_all(folder: Path, *counts: str) -> None:
     """Every scorer, on several numbers of batches; and one that reads until it is settled."""
-    for count in map(int, counts):
-        for number, scores in enumerate(scored(count, hp.Processes(timeout=600))):
-            scores.save(folder / f"{count}-{number}-{distributed.get_rank()}.json")
-    until(hp.Processes(timeout=600)).save(folder / f"until-{distributed.get_rank()}.json")
-    for number, scores in enumerate(bounded(hp.Processes(timeout=600))):
-        scores.save(folder / f"bounded-{number}-{distributed.get_rank()}.json")
-    offloaded(hp.Processes(timeout=600)).save(folder / f"offloaded-{distributed.get_rank()}.json")
-    for number, scores in enumerate(resumed(folder / "work", hp.Processes(timeout=600))):
-        scores.save(folder / f"resumed-{number}-{distributed.get_rank()}.json")
+    shared, rank = hp.Processes(timeout=600), distributed.get_rank()
+    found = {count: scored(int(count), shared) for count in counts}
+    found |= {"until": (until(shared),), "bounded": bounded(shared)}
+    found |= {"offloaded": (offloaded(shared),), "resumed": resumed(folder / "work", shared)}
+    for name, many in found.items():
+        for number, scores in enumerate(many):
+            scores.save(folder / f"{name}-{number}-{rank}.json")
 
 
 def bounded(processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
     """Where there is room for few rows, so that they are exchanged in pieces and kept as means of
     neighbours."""
     own, data, limit = subject(), batches(20), samples.LIMIT
-    samples.LIMIT = (
-        8 * sum(len(site.units) for site in own.sites) ** 2
-    )  # the curvature, to the last byte
+    # The curvature, to the last byte.
+    samples.LIMIT = 8 * sum(len(site.units) for site in own.sites) ** 2
     try:
         return hp.score(own.model, data, BOUNDED, loss=loss, processes=processes, progress=False)
     finally:
@@ -128,12 +106,8 @@ def resumed(
     """After a first call that failed in the middle of its passes, of which every process had kept
     something."""
     whole, scorers = batches(6), [Taylor(), Surgeon(blocks=2), LeaveOneOut(replacement="mean")]
-    given: dict[str, Any] = {
-        "loss": loss,
-        "processes": processes,
-        "folder": folder,
-        "progress": False,
-    }
+    given: dict[str, Any] = {"loss": loss, "processes": processes, "progress": False}
+    given["folder"] = folder
     if folder is not None:
         _resume_cache.EVERY, _resume_cache._TIMES = 0.0, 0
         with suppress(HeadPruneError, RuntimeError):
@@ -187,13 +161,8 @@ def fail(folder: Path, how: str, timeout: str) -> None:
         return loss(model, batch)
 
     with telling(folder):
-        hp.score(
-            subject().model,
-            batches(6),
-            "taylor",
-            loss=fragile,
-            processes=hp.Processes(float(timeout)),
-        )
+        given: dict[str, Any] = {"loss": fragile, "processes": hp.Processes(float(timeout))}
+        hp.score(subject().model, batches(6), "taylor", **given)
 
 
 def differ(folder: Path, *whats: str) -> None:
@@ -223,13 +192,8 @@ def _differ(folder: Path, what: str) -> None:
         return loss(model, batch) * (float("nan") if number == 1 else 1.0)
 
     with telling(folder, what):
-        hp.score(
-            model,
-            data,
-            scorer,
-            loss=broken if what == "loss" else loss,
-            processes=hp.Processes(600),
-        )
+        judged = broken if what == "loss" else loss
+        hp.score(model, data, scorer, loss=judged, processes=hp.Processes(600))
 
 
 class OwnPlans(Auto):
@@ -340,26 +304,19 @@ def telling(folder: Path, what: str = "told") -> Iterator[None]:
     try:
         yield
     except HeadPruneError as error:
-        told = {
-            "kind": type(error).__name__,
-            "words": str(error),
-            "seconds": time.monotonic() - start,
-        }
+        told = {"kind": type(error).__name__, "words": str(error)}
+        told["seconds"] = time.monotonic() - start
         (folder / f"{what}-{distributed.get_rank()}.json").write_text(json.dumps(told))
 
 
-def main() -> None:
-    name, folder, *more = sys.argv[1:]
+def in_process(known: dict[str, str], name: str, folder: str, *more: str) -> None:
+    """Does the work as the process of this rank."""
+    os.environ.update(known)
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = int(known["RANK"]), int(known["WORLD_SIZE"])
     if not name.startswith("alone_"):
-        distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size
-        )
+        meeting = f"file://{folder}/meeting"
+        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     globals()[name](Path(folder), *more)
     if distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

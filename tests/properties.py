@@ -1,19 +1,14 @@
 """Strategies of Hypothesis for what headprune takes, and how often a property is tried in each tier
 of the tests."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.heads import HeadMask
 from headprune.core.slabs import HeadGeometry
 
-_ALWAYS: dict[str, Any] = {
+_ALWAYS = {
     "deadline": None,  # the first example builds models
     "database": None,
     "suppress_health_check": [
@@ -24,18 +19,18 @@ _ALWAYS: dict[str, Any] = {
 }
 
 
-def quick(n: int, **more: Any) -> settings:
+def quick(n, **more):
     """The normal tier: the same few examples every time."""
     return settings(max_examples=n, derandomize=True, **_ALWAYS, **more)
 
 
-def often(n: int, **more: Any) -> settings:
+def often(n, **more):
     """The long tier: so many examples, other ones every time; a failure prints the one that
     failed."""
     return settings(max_examples=n, print_blob=True, **_ALWAYS, **more)
 
 
-def tiers(test: Callable[..., Any], n: int, many: int) -> tuple[Any, Any]:
+def tiers(test, n, many):
     """A property, which ``given`` made, as a test of each tier.
 
     Args:
@@ -59,7 +54,7 @@ MAPPINGS = st.dictionaries(TEXT, JSON, max_size=4)
 
 
 @st.composite
-def geometries(draw: Any) -> HeadGeometry:
+def geometries(draw):
     """Head counts and widths: one key/value head a query head, groups of any size, or any head
     shared by any."""
     n_kv, share = draw(st.integers(1, 4)), draw(st.integers(1, 4))
@@ -72,7 +67,7 @@ def geometries(draw: Any) -> HeadGeometry:
     return HeadGeometry(len(kv_of), n_kv, head_dim, value_dim, key_dim, tuple(kv_of))
 
 
-def kept_units(sites: Iterable[AttentionSite], least: int = 0) -> st.SearchStrategy[HeadMask]:
+def kept_units(sites, least=0):
     """Masks that keep whole units of some sites, at least so many of each."""
     sites = list(sites)
     rows = [
@@ -82,7 +77,7 @@ def kept_units(sites: Iterable[AttentionSite], least: int = 0) -> st.SearchStrat
         for s in sites
     ]
 
-    def mask(chosen: tuple[set[int], ...]) -> HeadMask:
+    def mask(chosen):
         keep = {
             s.name: [h for u in units for h in s.units[u]]
             for s, units in zip(sites, chosen, strict=True)

@@ -1,8 +1,6 @@
 """Records and tables as reports see them, with what lies beside them, and a page as a parser sees
 it."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace
@@ -22,27 +20,18 @@ from headprune.maps.pictures import AttentionPictures, ShownExample
 NASTY = '<script>alert("x")</script>|`*&'
 
 
-def scores_of(sites: list[AttentionSite], scale: float = 1.0, errors: bool = True) -> HeadScores:
+def scores_of(sites, scale=1.0, errors=True):
     draw = random.Random(0)
     values = tuple(tuple(scale * draw.random() ** 2 for _ in s.units) for s in sites)
     spread = (
         tuple(tuple(0.07 * v + 0.002 * scale for v in row) for row in values) if errors else None
     )
-    print_of = ModelFingerprint("5f1c" * 16, "a94e" * 16)
-    return HeadScores(
-        tuple(sites),
-        values,
-        spread,
-        "taylor",
-        FrozenDict({"reduce": "example"}),
-        512,
-        print_of,
-        "d0d0" * 16,
-        7,
-    )
+    model, settings = ModelFingerprint("5f1c" * 16, "a94e" * 16), FrozenDict({"reduce": "example"})
+    by = ("taylor", settings, 512)
+    return HeadScores(tuple(sites), values, spread, *by, model, "d0d0" * 16, 7)
 
 
-def plan_of(scores: HeadScores, share: float = 0.5) -> PruningPlan:
+def plan_of(scores, share=0.5):
     ranked = scores.ranked()
     gone = {(u.name, h) for u in ranked[: round(len(ranked) * (1 - share))] for h in u.heads}
     keep = {s.name: [h for h in s.heads if (s.name, h) not in gone] for s in scores.sites}
@@ -52,67 +41,40 @@ def plan_of(scores: HeadScores, share: float = 0.5) -> PruningPlan:
     )
 
 
-def record_of(
-    n_layers: int = 4, n_heads: int = 8, n_kv: int | None = None, **changes: object
-) -> RunRecord:
+def record_of(n_layers=4, n_heads=8, n_kv=None, **changes):
     """A realistic record of a run that went well."""
-    kind = "causal" if n_kv else "self"
     name = "model.layers.{}.self_attn" if n_kv else "bert.encoder.layer.{}.attention.self"
-    sites = [
-        AttentionSite(
-            name.format(i),
-            "llama" if n_kv else "bert",
-            kind,
-            n_heads,
-            n_kv or n_heads,
-            64,
-            64,
-            (*range(n_heads),),
-        )
-        for i in range(n_layers)
-    ]
+    family = ("llama", "causal") if n_kv else ("bert", "self")
+    shape = (n_heads, n_kv or n_heads, 64, 64, (*range(n_heads),))
+    sites = [AttentionSite(name.format(i), *family, *shape) for i in range(n_layers)]
     scores = scores_of(sites)
     plan = plan_of(scores)
     total, kept = n_layers * n_heads, plan.mask.n_kept
+    test = ("test", 872)
+    versions = {"python": "3.12.4", "torch": "2.9.0", "transformers": "5.14.0"}
+    machine = {"processor": "AMD EPYC 7B13", "threads": 2, "memory_gib": 7.8, "accelerator": None}
+    recipe = {"model": "bert-mini", "data": {"path": "sst2", "split": "train"}}
+    rows = {"score": {"split": "train", "rows": list(range(512))}}
+    final = "recovered (finetune)"
     record = RunRecord(
         name="sst2-bert-taylor",
         status="done",
         stage="report",
         created="2026-03-02T09:14:31Z",
-        recipe=FrozenDict(
-            {
-                "model": "bert-mini",
-                "data": {"path": "sst2", "split": "train"},
-                "scorer": "taylor",
-                "keep_heads": 0.5,
-            }
-        ),
-        versions=FrozenDict(
-            {"python": "3.12.4", "torch": "2.9.0", "transformers": "5.14.0", "headprune": "0.1.0"}
-        ),
-        hardware=FrozenDict(
-            {"processor": "AMD EPYC 7B13", "threads": 2, "memory_gib": 7.8, "accelerator": None}
-        ),
+        recipe=FrozenDict({**recipe, "scorer": "taylor", "keep_heads": 0.5}),
+        versions=FrozenDict({**versions, "headprune": "0.1.0"}),
+        hardware=FrozenDict(machine),
         git_commit="a996f20c",
         seeds=FrozenDict({"score": 7, "random": list(range(10)), "finetune": 11}),
-        rows=FrozenDict(
-            {
-                "score": {"split": "train", "rows": list(range(512))},
-                "test": {"split": "test", "n": 872},
-            }
-        ),
+        rows=FrozenDict({**rows, "test": {"split": "test", "n": 872}}),
         scores=scores,
         plan=plan,
         quality=(
-            QualityRow("base", total, "accuracy", 0.9763, "test", 872, 0.0811),
-            QualityRow("taylor", kept, "accuracy", 0.9694, "test", 872, 0.1022),
-            QualityRow(
-                "random", kept, "accuracy", 0.9128, "test", 872, 0.2671, draws=10, spread=0.0214
-            ),
-            QualityRow("magnitude", kept, "accuracy", 0.9415, "test", 872, 0.1743),
-            QualityRow(
-                "recovered (finetune)", kept, "accuracy", 0.974, "test", 872, 0.0874, trained=True
-            ),
+            QualityRow("base", total, "accuracy", 0.9763, *test, 0.0811),
+            QualityRow("taylor", kept, "accuracy", 0.9694, *test, 0.1022),
+            QualityRow("random", kept, "accuracy", 0.9128, *test, 0.2671, draws=10, spread=0.0214),
+            QualityRow("magnitude", kept, "accuracy", 0.9415, *test, 0.1743),
+            QualityRow(final, kept, "accuracy", 0.974, *test, 0.0874, trained=True),
         ),
         speed=(
             SpeedRow(1, 128, 0.00812, 0.00871, 0.00798, 0.00866, 1.012, 0.991, 1.034, 200),
@@ -129,12 +91,11 @@ def record_of(
         timings=FrozenDict({"load": 3.21, "score": 41.8, "finetune": 312.0, "bench": 78.4}),
         warnings=("The speed was measured on two shared cores; expect other ratios elsewhere.",),
     )
-    return replace(record, **changes)  # type: ignore[arg-type]
+    return replace(record, **changes)
 
 
-def costed(record: RunRecord) -> RunRecord:
+def costed(record):
     """The same with what every head costs."""
-    assert record.scores is not None
     units = tuple(
         tuple(Cost(1000, 0, 1000, 64, 512 * len(u)) for u in s.units) for s in record.scores.sites
     )
@@ -142,15 +103,8 @@ def costed(record: RunRecord) -> RunRecord:
     return replace(record, scores=replace(record.scores, costs=table))
 
 
-def maps_of(
-    record: RunRecord,
-    n_examples: int = 3,
-    length: int = 6,
-    image: tuple[int, int] | None = None,
-    words: bool = True,
-) -> AttentionMaps:
+def maps_of(record, n_examples=3, length=6, image=None, words=True):
     """Maps of the record's sites: head 0 looks at the token before, the others here and there."""
-    assert record.scores is not None
     draw = np.random.default_rng(0)
     sites = []
     for site in record.scores.sites:
@@ -169,12 +123,12 @@ def maps_of(
     return AttentionMaps(tuple(sites), tokens, (), image)
 
 
-def pictures_of(record: RunRecord, n_examples: int = 3, length: int = 6) -> AttentionPictures:
+def pictures_of(record, n_examples=3, length=6):
     """Pictures of these maps, of text."""
     return AttentionPictures.of(maps_of(record, n_examples, length))
 
 
-def image_pictures_of(record: RunRecord, side: int = 3) -> AttentionPictures:
+def image_pictures_of(record, side=3):
     """Pictures of an image with a class token."""
     maps = maps_of(record, 2, side * side + 1, (side, side), words=False)
     own = ShownExample("test row 0, label 7", pixels="AAAA////", height=1, width=2)
@@ -186,42 +140,42 @@ class Page(HTMLParser):
 
     VOID = frozenset({"meta", "link", "br", "wbr", "input", "col", "img", "hr"})
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: list[str] = []
+        self.elements = []
+        self.open = []
+        self.words = []
         self.feed(text)
         self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open, f"</{tag}> closes nothing"
         assert self.open.pop() == tag, f"</{tag}> closes another element"
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.open and self.open[-1] != "style":
             self.words.append(data)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return " ".join(" ".join(self.words).split())
 
-    def cells(self) -> list[dict[str, str | None]]:
+    def cells(self):
         return [
             a
             for tag, a in self.elements
             if tag == "td" and "cell" in (a.get("class") or "").split()
         ]
 
-    def table_row(self, name: str, html: str) -> str:
+    def table_row(self, name, html):
         found = re.search(
             rf'<tr[^>]*><th scope="row"[^>]*>{re.escape(name)}.*?</tr>', html, re.DOTALL
         )
@@ -229,7 +183,7 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", found[0]))
 
 
-def sweep_table(metric: str = "accuracy") -> SweepTable:
+def sweep_table(metric="accuracy"):
     rows = []
     drops = {
         ("taylor", 0.5): (0.01, 0.03),
@@ -241,30 +195,15 @@ def sweep_table(metric: str = "accuracy") -> SweepTable:
         for seed, lost in enumerate(values):
             row = {"run": f"{scorer}{keep}{seed}", "scorer": scorer, "keep": keep, "seed": seed}
             for split, more in (("validation", 0.0), ("test", 0.01)):
-                row |= {
-                    split: 0.9 - lost - more,
-                    f"{split}_loss": 0.3,
-                    f"{split}_drop": lost + more,
-                }
+                row |= {split: 0.9 - lost - more, f"{split}_loss": 0.3}
+                row[f"{split}_drop"] = lost + more
                 row |= {f"{split}_drop_low": lost - 0.01, f"{split}_drop_high": lost + 0.02}
             heads = int(32 * keep)
-            row |= {
-                "heads": heads,
-                "params": 1000 * heads,
-                "macs": 10 * heads,
-                "kv": None,
-                "plan": "plans/abcdefgh.json",
-            }
-            rows.append(FrozenDict(row))
+            row |= {"heads": heads, "params": 1000 * heads, "macs": 10 * heads, "kv": None}
+            rows.append(FrozenDict({**row, "plan": "plans/abcdefgh.json"}))
     base = {"validation": 0.9, "test": 0.91, "validation_loss": 0.3, "test_loss": 0.3}
-    base |= {
-        "validation_rows": 300,
-        "test_rows": 420,
-        "heads": 32,
-        "params": 40000,
-        "macs": 400,
-        "kv": None,
-    }
+    base |= {"validation_rows": 300, "test_rows": 420}
+    base |= {"heads": 32, "params": 40000, "macs": 400, "kv": None}
     failed = (FrozenDict({"scorer": "fisher", "keep": 0.5, "seed": 0, "error": "no | labels"}),)
     return SweepTable(
         "demo", metric, ("scorer", "keep"), ("keep",), FrozenDict(base), tuple(rows), failed

@@ -1,35 +1,29 @@
 """Twelve tables as people have them, with the classes of a model for each."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 QUEUES = ("billing", "technical", "sales", "spam mail")
 STARS = ("bad", "good")
 NLI = ("entailment", "neutral", "contradiction")
 N = 40
 
 
-def message(i: int) -> str:
+def message(i):
     return f"please look at my order number {i} again"
 
 
-def date(i: int) -> str:
+def date(i):
     return f"2024-0{1 + i % 9}-{10 + i % 3}"
 
 
-def queue(i: int) -> str:
+def queue(i):
     return QUEUES[i % 4]
 
 
-def table(folder: Path, lines: Sequence[str], name: str = "rows.csv", **how: str) -> str:
+def table(folder, lines, name="rows.csv", **how):
     (folder / name).write_text("\n".join(lines), newline="", **how)
     return str(folder / name)
 
 
-TABLES: dict[str, tuple[str, Any, Sequence[str], str]] = {
+TABLES = {
     "message,queue": (
         "message,queue",
         lambda i: f"{message(i)},{queue(i)}",
@@ -105,7 +99,7 @@ TABLES: dict[str, tuple[str, Any, Sequence[str], str]] = {
 }
 
 
-def written(folder: Path, name: str) -> str:
+def written(folder, name):
     """One of the tables as a file."""
     header, row, _, _ = TABLES[name]
     excel = name == "from Excel"

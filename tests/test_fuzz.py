@@ -5,8 +5,6 @@ Each mutation has a number, and the number alone makes it. ``make test`` tries s
 ``make test-long`` thousands.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import warnings
@@ -31,7 +29,7 @@ IGNORED = pytest.mark.filterwarnings(
 )
 
 
-def try_some(name: str, numbers: range, folder: Path) -> dict[str, int]:
+def try_some(name, numbers, folder):
     """Reads so many damaged files; how many were refused and how many were read all the same.
 
     The folders lie deep enough in ``folder`` that a way out of them by some ``..`` ends in it
@@ -69,23 +67,21 @@ def try_some(name: str, numbers: range, folder: Path) -> dict[str, int]:
     return found
 
 
-def seen_in(folder: Path) -> dict[str, tuple[int, int]]:
+def seen_in(folder):
     """Every file under a folder, with its length and the time when it was written last."""
     files = (path for path in folder.rglob("*") if not path.is_dir())
     return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in files}
 
 
 @pytest.mark.parametrize("where", ["../../HACKED", "../sound/neighbour", "new"])
-def test_what_a_reader_writes_is_seen(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(folder: Path) -> None:
+def test_what_a_reader_writes_is_seen(where, tmp_path, monkeypatch):
+    def make(folder):
         save_plan(folder)
         (folder / "neighbour").write_text("a")
 
     sound = [True]  # the first time that it is read
 
-    def read(folder: Path) -> None:
+    def read(folder):
         if not sound:
             Path(where).write_text("b")
         sound.clear()
@@ -97,19 +93,19 @@ def test_what_a_reader_writes_is_seen(
 
 @IGNORED
 @pytest.mark.parametrize("name", KINDS)
-def test_damaged_files(name: str, tmp_path: Path) -> None:
+def test_damaged_files(name, tmp_path):
     try_some(name, range(round(30 * SLOW.get(name, 1))), tmp_path)
 
 
 @IGNORED
 @pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
-def test_thousands_of_damaged_files(name: str, tmp_path: Path) -> None:
+def test_thousands_of_damaged_files(name, tmp_path):
     found = try_some(name, range(100, 100 + round(500 * SLOW.get(name, 1))), tmp_path)
     print(f"{name}: {found}")
 
 
-def test_no_flipped_bit_of_a_training_is_gone_on_with(tmp_path: Path) -> None:
+def test_no_flipped_bit_of_a_training_is_gone_on_with(tmp_path):
     """``torch.load`` compares no checksum, so that most of them would make other weights."""
     draw, keeper = random.Random(0), training_of(tmp_path)
     weights = torch.randn(100, generator=torch.Generator().manual_seed(0))
@@ -124,7 +120,6 @@ def test_no_flipped_bit_of_a_training_is_gone_on_with(tmp_path: Path) -> None:
         except HeadPruneError:
             refused += 1
             continue
-        assert state is not None
         assert torch.equal(state["weights"]["w"], weights)
         assert state["step"] == TRAINED["step"]
     assert refused

@@ -1,16 +1,12 @@
 """Hostile files by hand: nothing in them is run, or believed beyond its folder.
 What is shown of them is in test_hostile_words.py."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +40,7 @@ PACKAGE = Path(hp.__file__).parent
 
 
 @pytest.fixture
-def hacked(tmp_path: Path) -> Iterator[Path]:
+def hacked(tmp_path):
     """A file that code out of a file would make; it must not be there at the end."""
     path = tmp_path / "HACKED"
     yield path
@@ -52,7 +48,7 @@ def hacked(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """The folder of a sound model, for a test to damage."""
     return bert(tmp_path / "model")
 
@@ -82,9 +78,7 @@ HOSTILE_YAML = {
 
 
 @pytest.mark.parametrize("what", HOSTILE_YAML)
-def test_hostile_yaml_is_refused_in_words_and_soon(
-    what: str, tmp_path: Path, hacked: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_yaml_is_refused_in_words_and_soon(what, tmp_path, hacked, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(HOSTILE_YAML[what], encoding="utf-8")
     start = time.process_time()
@@ -92,14 +86,14 @@ def test_hostile_yaml_is_refused_in_words_and_soon(
     assert time.process_time() - start < 5
 
 
-def test_overrides_are_read_within_the_same_limits() -> None:
+def test_overrides_are_read_within_the_same_limits():
     for text in ("!!python/name:os.system", "[" * 5000, "&a [*a]"):
         with pytest.raises(InvalidValue):
             load_recipe("digits-vit", [f"name={text}"])
     assert parse_yaml("[1, {a: 2}]", "here") == [1, {"a": 2}]  # what is sound is read
 
 
-def test_the_one_yaml_loader_is_a_safe_one() -> None:
+def test_the_one_yaml_loader_is_a_safe_one():
     assert issubclass(_Loader, yaml.SafeLoader)
     tags = [tag for tag in _Loader.yaml_constructors if tag]
     assert not any(tag.startswith("tag:yaml.org,2002:python") for tag in tags)
@@ -115,7 +109,7 @@ LOADERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 YAML_LOADERS = {"yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 
 
-def danger(node: ast.Call) -> bool:
+def danger(node):
     """Whether a call could run data: a loader of pickles, evaluation, a shell, others' modules."""
     name, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
     first, last = name.split(".")[0], name.split(".")[-1]
@@ -130,7 +124,7 @@ def danger(node: ast.Call) -> bool:
     )
 
 
-def dangers(source: str) -> list[str]:
+def dangers(source):
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return [ast.unparse(node) for node in nodes if danger(node)]
 
@@ -139,14 +133,14 @@ def dangers(source: str) -> list[str]:
 ON_REQUEST = {"cli/serve_check.py", "serving/opening.py", "serving/servers.py"}
 
 
-def test_no_file_of_ours_could_run_data() -> None:
+def test_no_file_of_ours_could_run_data():
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE).as_posix() in ON_REQUEST:
             continue
         assert dangers(path.read_text(encoding="utf-8")) == [], path
 
 
-def test_the_look_for_dangers_sees_them() -> None:
+def test_the_look_for_dangers_sees_them():
     bad = (
         *("pickle.load(f)", "torch.load(f)", "eval(x)", "yaml.load(t, yaml.Loader)"),
         *("joblib.load(f)", "np.load(f, allow_pickle=True)", "subprocess.run(c, shell=True)"),
@@ -163,17 +157,15 @@ def test_the_look_for_dangers_sees_them() -> None:
 class Evil:
     """Pickled, it makes a file when it is loaded."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_pickle_in_place_of_weights_runs_nothing(
-    bare: bool, folder: Path, tmp_path: Path, hacked: Path
-) -> None:
+def test_a_pickle_in_place_of_weights_runs_nothing(bare, folder, tmp_path, hacked):
     (folder / "model.safetensors").unlink()
     weights = folder / "pytorch_model.bin"
     torch.save({"weight": Evil(hacked)}, weights)
@@ -192,9 +184,7 @@ def test_a_pickle_in_place_of_weights_runs_nothing(
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # PEFT asks Transformers by an old name
-def test_a_pickle_in_place_of_adapters_runs_nothing(
-    folder: Path, tmp_path: Path, hacked: Path
-) -> None:
+def test_a_pickle_in_place_of_adapters_runs_nothing(folder, tmp_path, hacked):
     peft = pytest.importorskip("peft")
     model = transformers.BertForSequenceClassification.from_pretrained(folder)
     adapters = tmp_path / "adapters"
@@ -207,7 +197,7 @@ def test_a_pickle_in_place_of_adapters_runs_nothing(
         open_model(str(adapters))
 
 
-def test_a_pickle_in_place_of_a_training_runs_nothing(tmp_path: Path, hacked: Path) -> None:
+def test_a_pickle_in_place_of_a_training_runs_nothing(tmp_path, hacked):
     torch.save({"identity": {"a": "b"}, "weights": Evil(hacked)}, tmp_path / FILE)
     with pytest.raises(CheckpointError):
         Keeper(tmp_path, 1, {"a": "b"}).load()
@@ -216,7 +206,7 @@ def test_a_pickle_in_place_of_a_training_runs_nothing(tmp_path: Path, hacked: Pa
 # ---------------------------------------------------------------- code beside weights
 
 
-def add_code(folder: Path, hacked: Path, **config: Any) -> None:
+def add_code(folder, hacked, **config):
     """Puts code into a model's folder that its configuration and its tokenizer's ask for."""
     classes = "class Config: pass\nclass Model: pass\nclass Tokenizer: pass\n"
     code = f"from pathlib import Path\nPath({str(hacked)!r}).touch()\n{classes}"
@@ -231,9 +221,7 @@ def add_code(folder: Path, hacked: Path, **config: Any) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"model_type": "unheard-of", "architectures": ["Unheard"]}], ids=["known", "new"]
 )
-def test_no_command_runs_code_out_of_a_folder(
-    config: dict[str, Any], folder: Path, tmp_path: Path, hacked: Path
-) -> None:
+def test_no_command_runs_code_out_of_a_folder(config, folder, tmp_path, hacked):
     add_code(folder, hacked, **config)
     rows, recipe = tmp_path / "rows.csv", tmp_path / "recipe.yaml"
     rows.write_text("text,label\n" + "".join(f"w{i} w{i % 7},{i % 2}\n" for i in range(40)))
@@ -274,9 +262,7 @@ def test_no_command_runs_code_out_of_a_folder(
         {"text_config": {"_attn_implementation": [["a/kernel"]]}},
     ],
 )
-def test_a_kernel_that_a_configuration_names_is_not_fetched(
-    config: dict[str, Any], folder: Path
-) -> None:
+def test_a_kernel_that_a_configuration_names_is_not_fetched(config, folder):
     changed(folder / "config.json", **config)
     with pytest.raises(CheckpointError, match="the name of an implementation that is installed"):
         open_model(str(folder))
@@ -307,8 +293,8 @@ ENDLESS, SOON = "(([a-z.0-9]+)+)+!", "must be names of modules, or patterns that
     ],
 )
 def test_adapters_that_name_modules_folders_or_endless_patterns_are_refused(
-    config: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+    config, words, tmp_path
+):
     pytest.importorskip("peft")
     usual = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base")}
     usual |= {"target_modules": ["query"]}
@@ -321,9 +307,7 @@ def test_adapters_that_name_modules_folders_or_endless_patterns_are_refused(
 # ---------------------------------------------------------------- recipes
 
 
-def test_a_recipe_imports_what_it_names_only_when_it_is_run(
-    tmp_path: Path, hacked: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_imports_what_it_names_only_when_it_is_run(tmp_path, hacked, monkeypatch):
     code = f"from pathlib import Path\nPath({str(hacked)!r}).touch()\n"
     (tmp_path / "evil_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -349,12 +333,9 @@ def test_a_recipe_imports_what_it_names_only_when_it_is_run(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["../x", "..", "a/b", "a\\b", "/tmp/x", "", "a\0b", "a\n", "~", "-rf", "${description}"],
+    "name", ["../x", "..", "a/b", "a\\b", "/tmp/x", "", "a\0b", "a\n", "~", "-rf", "${description}"]
 )
-def test_the_name_of_a_recipe_is_no_path(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_of_a_recipe_is_no_path(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raw = {**TINY, "description": "../x", "name": name}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(raw))
@@ -375,7 +356,7 @@ def test_the_name_of_a_recipe_is_no_path(
         *(("run", run) for run in ("../x", "/x", "a/b", "..", "")),
     ],
 )
-def test_a_table_names_nothing_outside_of_its_sweep(key: str, value: Any, tmp_path: Path) -> None:
+def test_a_table_names_nothing_outside_of_its_sweep(key, value, tmp_path):
     table = sweep_table()
     first = FrozenDict({**table.rows[0], key: value})
     replace(table, rows=(first, *table.rows[1:])).save(tmp_path / "table.json")
@@ -385,14 +366,14 @@ def test_a_table_names_nothing_outside_of_its_sweep(key: str, value: Any, tmp_pa
 
 
 @pytest.mark.parametrize("field", ["base", "plan", "outcome"])
-def test_a_run_of_a_sweep_names_no_file_outside(field: str) -> None:
-    told: dict[str, Any] = {"base": "ab", "plan": "cd", "outcome": "ef", field: "../../x"}
+def test_a_run_of_a_sweep_names_no_file_outside(field):
+    told = {"base": "ab", "plan": "cd", "outcome": "ef", field: "../../x"}
     with pytest.raises(InvalidValue, match=f"SweepRun.{field}"):
         SweepRun(EMPTY, EMPTY, 0, EMPTY, status="done", **told)
 
 
 @pytest.mark.parametrize("name", ["", "..", "/etc/passwd", "model/../../x", "a\0b"])
-def test_what_is_done_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
+def test_what_is_done_names_no_file_outside_of_its_folder(name, tmp_path):
     files, noted = FrozenDict({name: "0" * 64}), hp.RunRecord("a", "running", "s", "c")
     said = "must be the path of a file inside the folder"
     with pytest.raises(InvalidValue, match=f"Finished.files: {said}"):
@@ -409,7 +390,7 @@ def test_what_is_done_names_no_file_outside_of_its_folder(name: str, tmp_path: P
     assert found == [".work", "history.jsonl", "record.json"]
 
 
-def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
+def test_times_that_are_none_are_passed_over(tmp_path):
     odd = (b"[1]", b"\xff\xfe", b"[" * 5000, b'{"kind": [], "key": "p", "seconds": 1}')
     times = (b"", b', "seconds": "soon"', b', "seconds": 1.5')
     lines = [*odd, *(b'{"kind": "plans", "key": "p"' + more + b"}" for more in times)]
@@ -420,9 +401,7 @@ def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "", "\ud800", 5])
-def test_an_index_names_no_file_outside_of_its_folder(
-    name: Any, folder: Path, tmp_path: Path
-) -> None:
+def test_an_index_names_no_file_outside_of_its_folder(name, folder, tmp_path):
     (tmp_path / "other").mkdir()
     (folder / "model.safetensors").rename(tmp_path / "other" / "model.safetensors")
     index = json.dumps({"metadata": {}, "weight_map": {"classifier.bias": name}})
@@ -435,7 +414,7 @@ def test_an_index_names_no_file_outside_of_its_folder(
         prune_checkpoint(folder, hp.HeadMask(()), tmp_path / "out")
 
 
-def test_a_manifest_names_no_file_outside_of_its_folder(folder: Path, tmp_path: Path) -> None:
+def test_a_manifest_names_no_file_outside_of_its_folder(folder, tmp_path):
     model = transformers.BertModel.from_pretrained(folder)
     ours = hp.save_pretrained(model, tmp_path / "ours", max_shard_size="2KB")
     shards = json.loads((ours / "headprune.json").read_text())["shards"]
@@ -447,18 +426,16 @@ def test_a_manifest_names_no_file_outside_of_its_folder(folder: Path, tmp_path: 
         hp.from_pretrained(ours)
 
 
-def test_data_that_names_a_device_is_not_read_for_ever(tmp_path: Path) -> None:
+def test_data_that_names_a_device_is_not_read_for_ever(tmp_path):
     for name in ("/dev/zero", "..", "a\0b"):
         with pytest.raises(InvalidValue, match="the path of a file that can be read"):
             clip_of(name, "row 0", tmp_path)
 
 
-def test_a_panic_of_a_library_in_rust_is_told_in_words(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panic_of_a_library_in_rust_is_told_in_words(folder, monkeypatch):
     panic = type("PanicException", (BaseException,), {})
 
-    def panics(*_: object, **__: object) -> None:
+    def panics(*_, **__):
         raise panic("no entry found for key")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", panics)
@@ -469,7 +446,7 @@ def test_a_panic_of_a_library_in_rust_is_told_in_words(
 @pytest.mark.parametrize(
     "gone", ['["../victim"]', '["/victim"]', '{"a": 1}', "[" * 5000, "[3]", "not JSON", '[".."]']
 )
-def test_what_a_killed_save_wrote_touches_nothing_outside(gone: str, tmp_path: Path) -> None:
+def test_what_a_killed_save_wrote_touches_nothing_outside(gone, tmp_path):
     """A folder may bring such leftovers along."""
     model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
     precious = [tmp_path / "victim", elsewhere / "a"]

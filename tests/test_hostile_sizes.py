@@ -1,13 +1,9 @@
 """Absurd sizes in files: refused before a model of them is built, and what models have is
 believed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from tests.tiny_models import bert
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """The folder of a sound model, for a test to damage."""
     return bert(tmp_path / "model")
 
@@ -38,9 +34,7 @@ def folder(tmp_path: Path) -> Path:
         ("intermediate_size", 2**25),
     ],
 )
-def test_a_configuration_of_no_model_is_refused_before_it_is_built(
-    key: str, value: int, folder: Path
-) -> None:
+def test_a_configuration_of_no_model_is_refused_before_it_is_built(key, value, folder):
     changed(folder / "config.json", **{key: value})
     start = time.monotonic()
     with pytest.raises(CheckpointError, match=key if value > 2**26 else "weights beside it"):
@@ -60,7 +54,7 @@ def test_a_configuration_of_no_model_is_refused_before_it_is_built(
         ("num_conv_layers", [[300, 300], [500, 0]]),
     ],
 )
-def test_counts_of_no_model_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+def test_counts_of_no_model_are_refused(key, value, tmp_path):
     path = tmp_path / "config.json"
     for config in ({key: value}, {"text_config": [{key: value}]}):
         path.write_text(json.dumps(config))
@@ -71,13 +65,13 @@ def test_counts_of_no_model_are_refused(key: str, value: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text", ["[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900], ids=["lists", "objects"]
 )
-def test_a_configuration_that_is_nested_deep_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_configuration_that_is_nested_deep_is_refused(text, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"a": {text}}}')
     with pytest.raises(CheckpointError, match="nested more than 40 deep"):
         check_config(tmp_path / "config.json")
 
 
-def test_numbers_of_models_are_believed(tmp_path: Path) -> None:
+def test_numbers_of_models_are_believed(tmp_path):
     config = {
         "vocab_size": 20_000_000,
         "rope_parameters": {"full": {"rope_theta": 10**9, "factor": 10**6}},
@@ -92,9 +86,7 @@ def test_numbers_of_models_are_believed(tmp_path: Path) -> None:
     check_config(tmp_path / "config.json")
 
 
-def test_numbers_that_multiply_are_stopped_while_the_model_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_multiply_are_stopped_while_the_model_is_built(tmp_path, monkeypatch):
     sizes = {"vocab_size": 17, "embedding_size": 8, "hidden_size": 8}
     config = transformers.AlbertConfig(num_attention_heads=2, intermediate_size=8, **sizes)
     model = transformers.AlbertModel(config)
@@ -118,9 +110,7 @@ def test_numbers_that_multiply_are_stopped_while_the_model_is_built(
     torch.nn.ModuleList(torch.nn.Identity() for _ in range(1001))
 
 
-def test_a_configuration_that_is_too_long_is_not_read_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_that_is_too_long_is_not_read_whole(folder, monkeypatch):
     monkeypatch.setattr(foreign, "_LONGEST", 10_000)
     open_model(str(folder))  # sound so far
     with open(folder / "config.json", "a") as file:
@@ -129,7 +119,7 @@ def test_a_configuration_that_is_too_long_is_not_read_whole(
         open_model(str(folder))
 
 
-def test_weights_that_are_not_there_are_not_made_up(folder: Path) -> None:
+def test_weights_that_are_not_there_are_not_made_up(folder):
     # All sizes are the defaults: those of BERT base.
     config = {"model_type": "bert", "architectures": ["BertModel"]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -137,7 +127,7 @@ def test_weights_that_are_not_there_are_not_made_up(folder: Path) -> None:
         open_model(str(folder))
 
 
-def test_a_mask_of_a_billion_heads_is_refused() -> None:
+def test_a_mask_of_a_billion_heads_is_refused():
     text = hp.HeadMask.from_keep({}, {"a": 4}).to_json()
     with pytest.raises(InvalidValue, match="of 0 to 65,536 heads"):
         hp.HeadMask.from_json(text.replace('"n_heads": 4', f'"n_heads": {10**9}'))

@@ -1,15 +1,11 @@
 """Words out of files where something reads them: a terminal, a page, a card, a picture, a
 spreadsheet, a shell, Python."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import matplotlib
 import pytest
@@ -25,7 +21,6 @@ from headprune.core.agreement import Agreement, Measure, Pair
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
 from headprune.core.errors import InvalidValue
-from headprune.core.record import RunRecord
 from headprune.core.sweeps import SweepTable
 from headprune.data.models import open_model
 from headprune.layouts import registry
@@ -46,21 +41,20 @@ STEERING = "\x1b[2J\x1b]0;title\x07 \x9b31m \u202e \x08"
 SHELL = "a; touch HACKED #"
 
 
-def nasty_record(text: str) -> tuple[RunRecord, hp.HeadScores, hp.PruningPlan]:
+def nasty_record(text):
     """A record with a text in every place that a file can fill, its scores, and its plan."""
     record = record_of()
-    assert record.scores is not None
     sites = tuple(replace(s, name=f"{s.name}{text}") for s in record.scores.sites)
     scores = replace(record.scores, sites=sites, scorer=f"taylor{text}", notes=(text,), data=text)
     plan = replace(plan_of(scores), selector=f"by {text}", notes=(text,), scorer=scores.scorer)
     quality = tuple(replace(row, name=f"{row.name} {text}") for row in record.quality)
     texts = dict.fromkeys(("error", "stage", "git_commit", "name"), text)
     settings = dict.fromkeys(("recipe", "versions", "metrics", "rows"), FrozenDict({text: text}))
-    more: dict[str, Any] = {"status": "failed", "warnings": (text,), **texts, **settings}
+    more = {"status": "failed", "warnings": (text,), **texts, **settings}
     return replace(record, scores=scores, plan=plan, quality=quality, **more), scores, plan
 
 
-def agreement_of(text: str) -> Agreement:
+def agreement_of(text):
     measure = Measure(0.5, 0.25, 0.75)
     pair = Pair(0, 1, measure, measure, measure)
     return Agreement((text, "[bold]b"), 2, 5, 0.95, (pair,), (text,))
@@ -69,9 +63,7 @@ def agreement_of(text: str) -> Agreement:
 # ---------------------------------------------------------------- terminals, pages, cards
 
 
-def test_nothing_that_steers_a_terminal_reaches_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_that_steers_a_terminal_reaches_one(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     record, scores, plan = nasty_record(STEERING)
     a, b = tmp_path / "a", tmp_path / "b"
@@ -111,20 +103,20 @@ def test_nothing_that_steers_a_terminal_reaches_one(
         assert clean(text) == text
 
 
-def test_what_is_printed_in_colour_holds_no_colours_of_a_file() -> None:
+def test_what_is_printed_in_colour_holds_no_colours_of_a_file():
     text = "\x1b[5m[bold red]\\[/]\x9b"
     record, scores, plan = nasty_record(text)
-    values: tuple[Any, ...] = (record, scores, plan, agreement_of(text), explain(plan, scores))
+    values = (record, scores, plan, agreement_of(text), explain(plan, scores))
     for value in values:
         console = Console(force_terminal=True, width=250, color_system=None, file=io.StringIO())
         console.print(value.__rich__())
-        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        shown = console.file.getvalue()
         assert "\x1b[5m" not in shown
         assert "\x9b" not in shown
         assert "[bold" in shown, "markup in a file is text"
 
 
-def test_pages_and_notebooks_escape_what_files_say() -> None:
+def test_pages_and_notebooks_escape_what_files_say():
     tags = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     text = f"{tags}\"'](javascript:alert(1)){STEERING}"
     record, scores, plan = nasty_record(text)
@@ -141,7 +133,7 @@ def test_pages_and_notebooks_escape_what_files_say() -> None:
     assert not re.search(r"(?<!\\)\]\(javascript", outside)
 
 
-def test_the_card_of_a_model_escapes_what_a_plan_says(tmp_path: Path) -> None:
+def test_the_card_of_a_model_escapes_what_a_plan_says(tmp_path):
     model = hp.MultiHeadAttention(8, 2)
     notes = ("<!-- headprune: end -->\n# Free!\n<script>", "![x](http://somewhere/x.png)")
     plan = hp.PruningPlan(hp.HeadMask.full(hp.find_sites(model)), notes=notes, selector="`x`\n# y")
@@ -155,9 +147,9 @@ def test_the_card_of_a_model_escapes_what_a_plan_says(tmp_path: Path) -> None:
     assert card._code("x`|<img>\n# T") == r"x\`\|\<img\> \# T"
 
 
-def card_of(name: str, folder: Path) -> tuple[str, Any]:
+def card_of(name, folder):
     """The card of a model that was loaded from a name, and its facts for the hub."""
-    model: Any = registry.get("llama").tiny(0)[0]
+    model = registry.get("llama").tiny(0)[0]
     model.config._name_or_path = name
     hp.save_pretrained(model, folder)
     text = (folder / card.CARD).read_text("utf-8")
@@ -174,9 +166,7 @@ def card_of(name: str, folder: Path) -> tuple[str, Any]:
         "org/\u202ex",
     ],
 )
-def test_a_card_says_what_a_model_was_loaded_from_and_nothing_else(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_card_says_what_a_model_was_loaded_from_and_nothing_else(name, tmp_path):
     plain, _ = card_of("a", tmp_path / "plain")
     named, facts = card_of(name, tmp_path / "named")
     assert facts == {"tags": ["headprune"]}, "what is no name of the hub is not told to it"
@@ -186,7 +176,7 @@ def test_a_card_says_what_a_model_was_loaded_from_and_nothing_else(
     assert "`" not in line.replace(r"\`", "")
 
 
-def test_a_name_of_the_hub_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+def test_a_name_of_the_hub_is_text_whatever_it_looks_like(tmp_path):
     for name in ("1.10", "null"):
         assert card_of(name, tmp_path / name)[1]["base_model"] == name
 
@@ -194,7 +184,7 @@ def test_a_name_of_the_hub_is_text_whatever_it_looks_like(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- pictures and spreadsheets
 
 
-def drawn(text: str, folder: Path) -> Figure:
+def drawn(text, folder):
     """Every picture of values that hold a text; those that are no files are on one figure."""
     _, scores, plan = nasty_record(text)
     maps, found = maps_of(record_of(), 1, 4), agreement_of(text)
@@ -217,7 +207,7 @@ def drawn(text: str, folder: Path) -> Figure:
 
 
 @pytest.mark.parametrize("text", [r"$\frac$", "$", r"\$"])
-def test_pictures_draw_what_files_say_letter_by_letter(text: str, tmp_path: Path) -> None:
+def test_pictures_draw_what_files_say_letter_by_letter(text, tmp_path):
     """To matplotlib ``$`` begins a formula, and one that it cannot read ends the picture."""
     figure = drawn(text, tmp_path)
     figure.savefig(tmp_path / "maps.png")
@@ -225,11 +215,11 @@ def test_pictures_draw_what_files_say_letter_by_letter(text: str, tmp_path: Path
         assert label.get_text().replace(r"\$", "$").endswith(text.replace(r"\$", "$"))
 
 
-def test_pictures_hand_no_name_to_tex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_hand_no_name_to_tex(tmp_path, monkeypatch):
     """Under ``text.usetex`` a name would be LaTeX, which reads files; here it would fail, or not be
     installed."""
 
-    def made(_: object, tex: str, *__: object, **___: object) -> None:
+    def made(_, tex, *__, **___):
         raise AssertionError(f"LaTeX was asked for {tex}")
 
     for name in ("make_tex", "make_dvi", "make_png", "get_text_width_height_descent"):
@@ -241,7 +231,7 @@ def test_pictures_hand_no_name_to_tex(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not any(t.get_usetex() for t in texts)
 
 
-def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path: Path) -> None:
+def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path):
     formulas = ["=cmd|' /C calc'!A0", "@SUM(A1)", "+x", "-2+3+cmd|' /C calc'!A0", "\t=1"]
     formulas += ["\uff1d1", "\uff0b1", "\uff0d1", "\uff201"]
     cells = [*formulas, "-0.5", "taylor", None]
@@ -262,7 +252,7 @@ def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("always:.*names code of others")
-def test_who_trusts_a_folder_with_a_modelling_file_runs_no_other_code(tmp_path: Path) -> None:
+def test_who_trusts_a_folder_with_a_modelling_file_runs_no_other_code(tmp_path):
     """The base model's tokenizer and pipelines may name code of a repository: it was never looked
     at."""
     base, out, plain = bert(tmp_path / "base"), tmp_path / "out", tmp_path / "plain"
@@ -290,7 +280,7 @@ def test_who_trusts_a_folder_with_a_modelling_file_runs_no_other_code(tmp_path: 
 
 
 @pytest.mark.parametrize("name", [f"package:{SHELL}/m", "package:a\nerror: b/m"])
-def test_no_package_is_to_be_installed_whose_name_is_none(name: str) -> None:
+def test_no_package_is_to_be_installed_whose_name_is_none(name):
     with pytest.raises(InvalidValue, match="no package") as refusal:
         open_model(name)
     assert refusal.value.hint == "Give a folder: --set MODEL=FOLDER."
@@ -305,8 +295,8 @@ def test_no_package_is_to_be_installed_whose_name_is_none(name: str) -> None:
     ],
 )
 def test_the_line_that_loads_a_folder_with_code_names_a_class_of_transformers(
-    auto_map: Any, named: str, tmp_path: Path
-) -> None:
+    auto_map, named, tmp_path
+):
     folder = bert(tmp_path / "model")
     changed(folder / "config.json", headprune_heads={}, auto_map=auto_map)
     with pytest.raises(InvalidValue, match="which runs the modelling file") as refusal:
@@ -315,18 +305,17 @@ def test_the_line_that_loads_a_folder_with_code_names_a_class_of_transformers(
     assert line in (refusal.value.hint or "")
 
 
-def test_a_setting_to_give_is_one_word_for_a_shell(tmp_path: Path) -> None:
+def test_a_setting_to_give_is_one_word_for_a_shell(tmp_path):
     config = {SHELL: None, "b": f"${{model.config.{SHELL}}}"}
     recipe = {**TINY, "model": {**TINY["model"], "config": config}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(hp.core.errors.HeadPruneError) as refusal:
         load_recipe(tmp_path / "recipe.yaml")
     said = re.search("Give it: (.*)", str(refusal.value))
-    assert said is not None
     assert shlex.split(said[1]) == ["--set", f"model.config.{SHELL}=..."]
 
 
-def test_a_folder_that_begins_like_an_option_is_a_folder() -> None:
+def test_a_folder_that_begins_like_an_option_is_a_folder():
     record = record_of()
     recipe = FrozenDict({**record.recipe, "task": "x", "out": "--out=/tmp/x"})
     words = shlex.split(repeat.command(replace(record, recipe=recipe)))

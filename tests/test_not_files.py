@@ -5,8 +5,6 @@ What is tried runs in a process of its own that is ended where it waits: neither
 nor one that fills the memory takes the tests along.
 """
 
-from __future__ import annotations
-
 import ast
 import multiprocessing
 import os
@@ -18,10 +16,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,7 +38,7 @@ PACKAGE = Path(hp.__file__).parent
 PATIENCE, MEMORY = 60, 2 << 30
 
 
-def _finished(folder: Path) -> None:
+def _finished(folder):
     take_finished(folder)
     Finished.load(folder / ".work" / "score.json")
 
@@ -51,7 +47,7 @@ def _finished(folder: Path) -> None:
 UNCOPIED = {"finished stage": _finished, "timings": sum_timings}
 
 
-def _socket(path: Path) -> None:
+def _socket(path):
     """Bound from its own folder: the path of a socket has about a hundred characters."""
     before = os.getcwd()
     os.chdir(path.parent)
@@ -62,12 +58,12 @@ def _socket(path: Path) -> None:
         os.chdir(before)
 
 
-def _link_to_fifo(path: Path) -> None:
+def _link_to_fifo(path):
     os.mkfifo(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 
 
-IN_PLACE: dict[str, Callable[[Path], object]] = {
+IN_PLACE = {
     "FIFO": os.mkfifo,
     "link to a FIFO": _link_to_fifo,
     "link to a device": lambda path: path.symlink_to("/dev/zero"),
@@ -77,7 +73,7 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _in_child(action: Callable[[], object], answer: Any) -> None:
+def _in_child(action, answer):
     if sys.platform == "linux":
         own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY, own + MEMORY))
@@ -94,7 +90,7 @@ def _in_child(action: Callable[[], object], answer: Any) -> None:
         os._exit(0)
 
 
-def outcome(action: Callable[[], object]) -> tuple[str, str]:
+def outcome(action):
     """What became of an action, and its words: read, refused (an error of ours), broken (another),
     or waiting."""
     here, there = multiprocessing.Pipe()
@@ -113,7 +109,7 @@ def outcome(action: Callable[[], object]) -> tuple[str, str]:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that processes fork beside threads
 @pytest.mark.parametrize("name", KINDS)
-def test_every_reader_ends_where_no_file_is(name: str, tmp_path: Path) -> None:
+def test_every_reader_ends_where_no_file_is(name, tmp_path):
     kind, sound = KINDS[name], tmp_path / "sound"
     sound.mkdir()
     kind.make(sound)
@@ -129,7 +125,7 @@ def test_every_reader_ends_where_no_file_is(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", IN_PLACE)
-def test_the_one_reader_takes_regular_files_alone(what: str, tmp_path: Path) -> None:
+def test_the_one_reader_takes_regular_files_alone(what, tmp_path):
     path = tmp_path / "a.json"
     IN_PLACE[what](path)
     for read in (check_file, opened, read_bytes, read_text):
@@ -141,16 +137,14 @@ def test_the_one_reader_takes_regular_files_alone(what: str, tmp_path: Path) -> 
         assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
 
 
-def test_what_takes_the_place_of_a_file_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeypatch):
     """Another process may put a FIFO there between the look and the opening."""
     os.mkfifo(path := tmp_path / "a.json")
     monkeypatch.setattr(opening, "check_file", lambda path: None)
     assert outcome(lambda: read_bytes(path))[0] == "refused"
 
 
-def test_files_and_links_to_files_are_read(tmp_path: Path) -> None:
+def test_files_and_links_to_files_are_read(tmp_path):
     file, link = tmp_path / "a", tmp_path / "b"
     file.write_bytes("é\r\nb\n".encode())
     link.symlink_to("a")
@@ -162,14 +156,14 @@ def test_files_and_links_to_files_are_read(tmp_path: Path) -> None:
         read_bytes(tmp_path / "none")
 
 
-def test_a_file_of_nothing_but_a_length_is_not_read(tmp_path: Path) -> None:
+def test_a_file_of_nothing_but_a_length_is_not_read(tmp_path):
     with open(tmp_path / "record.json", "wb") as file:
         file.truncate(1 << 40)
     told, words = outcome(lambda: hp.RunRecord.load(tmp_path / "record.json"))
     assert (told, "at most 268,435,456 bytes" in words) == ("refused", True)
 
 
-def test_rows_that_name_a_fifo_in_place_of_a_picture_are_refused(tmp_path: Path) -> None:
+def test_rows_that_name_a_fifo_in_place_of_a_picture_are_refused(tmp_path):
     datasets = pytest.importorskip("datasets")
     os.mkfifo(tmp_path / "a.png")
     features = datasets.Features({"image": datasets.Image()})
@@ -195,7 +189,7 @@ ALLOWED = {
 }
 
 
-def openings(source: str) -> list[int]:
+def openings(source):
     """Lines that open a file by its name."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -209,12 +203,12 @@ def openings(source: str) -> list[int]:
     return found
 
 
-def test_the_look_for_openings_sees_them() -> None:
+def test_the_look_for_openings_sees_them():
     source = "Path(a).read_text()\nopen(a)\nread_text(a)\nopen(a, 'wb')\nsafe_open(a, 'np')"
     assert openings(source) == [1, 2, 5]
 
 
-def test_files_are_opened_in_one_place() -> None:
+def test_files_are_opened_in_one_place():
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE).as_posix() in ALLOWED:
             continue

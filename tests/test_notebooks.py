@@ -5,14 +5,11 @@ Notebooks on models or data of the hub have a cell ``settings = []``, for whoeve
 elsewhere; the tests put tiny local ones there.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import resource
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,35 +30,35 @@ NOTEBOOKS = {
 }
 
 
-def read(name: str) -> Any:
+def read(name):
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def outputs(notebook: Any) -> list[Any]:
+def outputs(notebook):
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
-def said(notebook: Any) -> str:
+def said(notebook):
     texts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs(notebook))
     return "\n".join(texts)
 
 
-def pictures(notebook: Any) -> int:
+def pictures(notebook):
     return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
 
 
-def processor_time() -> float:
+def processor_time():
     """Seconds of all processes that were started here and are gone."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
 
-def test_the_notebooks_are_found() -> None:
+def test_the_notebooks_are_found():
     assert sorted(path.stem for path in FOLDER.rglob("*.ipynb")) == list(NOTEBOOKS)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebooks_are_thin_and_small(name: str) -> None:
+def test_notebooks_are_thin_and_small(name):
     notebook = read(name)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert cells
@@ -88,7 +85,7 @@ def test_notebooks_are_thin_and_small(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the Jupyter client, not of ours
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebooks_execute(name: str, tmp_path: Path) -> None:
+def test_notebooks_execute(name, tmp_path):
     notebook, (recipe, n_pictures) = read(name), NOTEBOOKS[name]
     if recipe is not None:
         (tmp_path / "data").mkdir()
@@ -106,7 +103,7 @@ def test_notebooks_execute(name: str, tmp_path: Path) -> None:
     CHECKS[name](said(notebook))
 
 
-def check_importance(text: str) -> None:
+def check_importance(text):
     accuracies = [float(x) for x in re.findall(r"(\d\.\d+) (?:in full|gated|pruned)", text)]
     assert len(accuracies) == 3
     assert accuracies[1] == accuracies[2]  # gated and pruned are one model
@@ -121,11 +118,11 @@ def check_importance(text: str) -> None:
     assert re.search(r"^\d+ of 32 heads mostly do one thing$", text, re.M)
 
 
-def check_scorers(text: str) -> None:
+def check_scorers(text):
     assert len(re.findall(r"^ +(?:\w+|random \d): \d\.\d+ with 24 heads$", text, re.M)) == 9
 
 
-def check_own_model(text: str) -> None:
+def check_own_model(text):
     assert "UnsupportedModel" in text or "must be" in text
     found = re.findall(r"(\d\.\d+) (?:in full|cut|refitted)", text)
     full, cut, refitted = map(float, found)
@@ -134,7 +131,7 @@ def check_own_model(text: str) -> None:
     assert text.rstrip().endswith("True")
 
 
-def check_groups(text: str) -> None:
+def check_groups(text):
     ((before, after), *_) = re.findall(r"([\d,]+) -> ([\d,]+) bytes", text)
     before, after = (int(number.replace(",", "")) for number in (before, after))
     assert before == 2 * after
@@ -145,11 +142,11 @@ def check_groups(text: str) -> None:
     assert text.rstrip().endswith("(True, True)")
 
 
-def check_translation(text: str) -> None:
+def check_translation(text):
     assert len(re.findall(r"^(?:(?:en|de)coder self|cross)-attention \['", text, re.M)) == 3
 
 
-def check_choice(text: str) -> None:
+def check_choice(text):
     assert "True" in text
     assert "heads, shown by validation rows to lose at most 3.00 points" in text
     assert "no model of the sweep is shown to lose" in text

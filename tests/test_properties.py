@@ -1,12 +1,9 @@
 """Laws on whatever Hypothesis draws: ragged plans, shapes, masks, values; and any sequence of verbs
 on one model."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,33 +17,25 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.codec import FrozenDict
 from headprune.core.heads import HeadMask
-from headprune.core.plan import Budget, PruningPlan
+from headprune.core.plan import Budget
 from headprune.core.record import RunRecord
 from headprune.core.slabs import axis_size, kept_rows, rows_of, used_groups
-from tests.laws.support import (
-    CLOSE,
-    EXACT,
-    Subject,
-    logits,
-    picture,
-    subject_of,
-    without_float32_norms,
-)
+from tests.laws.support import CLOSE, EXACT, logits, picture, subject_of, without_float32_norms
 from tests.properties import MAPPINGS, TEXT, geometries, kept_units, often, quick, tiers
 
 # ---------------------------------------------------------------- stored values
 
 
-def _stored() -> Any:
+def _stored():
     @given(MAPPINGS, TEXT, st.lists(st.floats(), max_size=3))
-    def test(data: dict[str, Any], text: str, numbers: list[float]) -> None:
+    def test(data, text, numbers):
         metrics = FrozenDict({"all": [data, numbers], **data})
         record = RunRecord(text, "done", text, text, metrics=metrics, error=text)
         written = record.to_json()
@@ -71,18 +60,18 @@ _PACKED = [
 ]
 
 
-def _slabs() -> Any:
+def _slabs():
     packings = st.sampled_from(["sequential", "grouped"])
 
     @given(geometries(), st.sampled_from(_PACKED), packings, st.data())
-    def test(geometry: Any, units: tuple[str, ...], packing: str, data: Any) -> None:
+    def test(geometry, units, packing, data):
         every = range(geometry.n_query_heads)
         first = data.draw(st.sets(st.sampled_from(every)), "kept first")
         kept_of_these = st.sets(st.sampled_from(sorted(first))) if first else st.just(set())
         second = data.draw(kept_of_these, "kept of these")
         size = axis_size(geometry, units)
 
-        def rows(of: Any, heads: set[int]) -> list[int]:
+        def rows(of, heads):
             return kept_rows(of, units, packing, heads, used_groups(of, heads))
 
         assert rows(geometry, set(every)) == list(range(size))
@@ -113,17 +102,16 @@ test_rows_that_are_kept, test_any_rows_that_are_kept = tiers(_slabs, 150, 5000)
 class Pair(nn.Module):
     """Two attentions of ours of one shape, the second reading the first."""
 
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(self, **sizes):
         super().__init__()
         self.first, self.second = hp.MultiHeadAttention(**sizes), hp.MultiHeadAttention(**sizes)
 
-    def forward(self, x: Tensor, **seen: Any) -> Tensor:
-        found: Tensor = self.second(torch.tanh(self.first(x, **seen)), **seen)
-        return found
+    def forward(self, x, **seen):
+        return self.second(torch.tanh(self.first(x, **seen)), **seen)
 
 
 @st.composite
-def pairs(draw: Any) -> tuple[Pair, dict[str, Any], float]:
+def pairs(draw):
     """A pair, what it reads, and how far rounding may take it."""
     n_kv, share = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     sizes = {"query_size": draw(st.integers(1, 6)), "n_heads": n_kv * share, "n_kv_heads": n_kv}
@@ -132,7 +120,7 @@ def pairs(draw: Any) -> tuple[Pair, dict[str, Any], float]:
     torch.manual_seed(draw(st.integers(0, 99)))
     model = Pair(**sizes, bias=draw(st.booleans()), dtype=dtype).eval()
     n, length = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    batch: dict[str, Any] = {"x": torch.randn(n, length, sizes["query_size"], dtype=dtype)}
+    batch = {"x": torch.randn(n, length, sizes["query_size"], dtype=dtype)}
     batch["causal"] = draw(st.booleans())
     match draw(st.sampled_from(["whole", "right", "left", "ragged"])):
         case "right":
@@ -145,7 +133,7 @@ def pairs(draw: Any) -> tuple[Pair, dict[str, Any], float]:
     return model, batch, 1e-10 if dtype == torch.float64 else 1e-4
 
 
-def check_cuts(model: nn.Module, data: Any, run: Any, tolerance: float) -> nn.Module:
+def check_cuts(model, data, run, tolerance):
     """Laws 1, 3 and 5 of two plans: gates leave no trace, gated = pruned, and A then B = A ∪ B, to
     the last bit. Returns the cut model."""
     sites = hp.find_sites(model)
@@ -167,13 +155,13 @@ def check_cuts(model: nn.Module, data: Any, run: Any, tolerance: float) -> nn.Mo
     return at_once
 
 
-def same_bits(got: nn.Module, expected: nn.Module) -> None:
+def same_bits(got, expected):
     assert_close(got.state_dict(), expected.state_dict(), **EXACT)
 
 
-def _own() -> Any:
+def _own():
     @given(pairs(), st.data())
-    def test(made: tuple[Pair, dict[str, Any], float], data: Any) -> None:
+    def test(made, data):
         model, batch, tolerance = made
         small = check_cuts(model, data, lambda m: m(**batch), tolerance)
         with tempfile.TemporaryDirectory() as folder:
@@ -191,10 +179,10 @@ test_our_attention, test_any_attention_of_ours = tiers(_own, 15, 1500)
 
 # ---------------------------------------------------------------- any sequence of verbs
 
-_BUILT: dict[str, Subject] = {}
+_BUILT = {}
 
 
-def built(name: str) -> Subject:
+def built(name):
     """A tiny model in fp64, built once; whoever cuts it cuts a copy."""
     if name not in _BUILT:
         _BUILT[name] = subject_of(name)
@@ -208,30 +196,29 @@ class Verbs(RuleBasedStateMachine):
     name = "bert"
 
     @initialize()
-    def begin(self) -> None:
+    def begin(self):
         subject = built(self.name)
         self.batch = subject.batch
         self.model = copy.deepcopy(subject.model)
         self.whole = copy.deepcopy(self.model)  # what the mask is laid over
         self.mask = HeadMask.full(subject.sites)
-        self.plan: PruningPlan | None = None
+        self.plan = None
 
-    def _labelled(self) -> dict[str, Any]:
+    def _labelled(self):
         ids, seen = self.batch["input_ids"], self.batch["attention_mask"]
         of_tokens = self.name == "llama"
         labels = ids.masked_fill(seen == 0, -100) if of_tokens else torch.arange(len(ids)) % 2
         return {**self.batch, "labels": labels}
 
-    def _units(self, data: Any) -> HeadMask:
-        found: HeadMask = data.draw(kept_units(hp.find_sites(self.model)))
-        return found
+    def _units(self, data):
+        return data.draw(kept_units(hp.find_sites(self.model)))
 
-    def _run(self, model: nn.Module) -> Tensor:
+    def _run(self, model):
         with torch.no_grad():
             return logits(model, self.batch)
 
     @rule(data=st.data())
-    def gate(self, data: Any) -> None:
+    def gate(self, data):
         gates, before, shown = self._units(data), picture(self.model), self._run(self.model)
         with hp.gated(self.model, gates):
             inside = self._run(self.model)
@@ -243,7 +230,7 @@ class Verbs(RuleBasedStateMachine):
     # A model without heads has nothing to score, and says so.
     @precondition(lambda self: len(self.mask))
     @rule(name=st.sampled_from(["magnitude", "taylor"]))
-    def score(self, name: str) -> None:
+    def score(self, name):
         before, shown, batch = picture(self.model), self._run(self.model), self._labelled()
         scores = hp.score(self.model, None if name == "magnitude" else [batch], name)
         assert picture(self.model) == before
@@ -260,7 +247,7 @@ class Verbs(RuleBasedStateMachine):
             assert self.plan.mask.n_kept <= scores.n_heads - 1
 
     @rule(data=st.data(), proven=st.booleans())
-    def prune(self, data: Any, proven: bool) -> None:
+    def prune(self, data, proven):
         plan = self._units(data)
         note(str(plan))
         report = hp.prune_(self.model, plan, self.batch if proven else None)
@@ -269,21 +256,20 @@ class Verbs(RuleBasedStateMachine):
 
     @precondition(lambda self: self.plan is not None)
     @rule()
-    def prune_by_the_plan(self) -> None:
+    def prune_by_the_plan(self):
         """A plan of some time ago: heads may have been removed since."""
-        assert self.plan is not None
         hp.prune_(self.model, self.plan.mask)
         self.mask = self.mask & self.plan.mask
         self.plan = None
 
     @rule()
-    def prune_nothing(self) -> None:
+    def prune_nothing(self):
         before = picture(self.model)
         report = hp.prune_(self.model, self.mask, self.batch)
         assert (report.n_removed, picture(self.model)) == (0, before)
 
     @rule()
-    def save_and_load(self) -> None:
+    def save_and_load(self):
         with tempfile.TemporaryDirectory() as folder:
             hp.save_pretrained(self.model, Path(folder) / "model")
             again = without_float32_norms(hp.from_pretrained(Path(folder) / "model"))
@@ -293,13 +279,13 @@ class Verbs(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.mask))
     @rule(method=st.sampled_from(["mean_fold", "lstsq"]))
-    def recover(self, method: str) -> None:
+    def recover(self, method):
         """What is recovered is another model, so the comparison goes on with a copy of it."""
         hp.recover_(self.model, [self.batch], method, teacher=copy.deepcopy(self.whole))
         self.whole = copy.deepcopy(self.model)
 
     @invariant()
-    def equals_the_gated_one(self) -> None:
+    def equals_the_gated_one(self):
         sites = hp.find_sites(self.model)
         assert [s.heads for s in sites] == [self.mask.kept(s.name) for s in sites]
         with hp.gated(self.whole, self.mask):
@@ -314,7 +300,7 @@ class DecoderVerbs(Verbs):
     name = "llama"
 
 
-def _longer(batch: dict[str, Any]) -> dict[str, Any]:
+def _longer(batch):
     """The batch with two tokens of padding more."""
     longer = {}
     for name, x in batch.items():
@@ -324,11 +310,11 @@ def _longer(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("machine", [Verbs, DecoderVerbs])
-def test_any_sequence_of_verbs_keeps_the_laws(machine: type[Verbs]) -> None:
+def test_any_sequence_of_verbs_keeps_the_laws(machine):
     run_state_machine_as_test(machine, settings=quick(4, stateful_step_count=8))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("machine", [Verbs, DecoderVerbs])
-def test_many_sequences_of_verbs_keep_the_laws(machine: type[Verbs]) -> None:
+def test_many_sequences_of_verbs_keep_the_laws(machine):
     run_state_machine_as_test(machine, settings=often(100, stateful_step_count=20))

@@ -1,8 +1,6 @@
 """What users get: a wheel with everything in it, which installs into an empty environment and runs
 the demo."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -18,7 +16,7 @@ from tests.scripts import ROOT
 pytestmark = pytest.mark.long  # installs torch, and runs the recipe of two minutes
 
 
-def run(*command: object, cwd: Path) -> str:
+def run(*command, cwd):
     """A command that knows nothing of this checkout."""
     own = {**os.environ}
     for name in ("PYTHONPATH", "PYTHONHOME"):
@@ -29,14 +27,14 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
-def empty(folder: Path) -> Path:
+def empty(folder):
     """A new environment; the folder of its programs."""
     venv.create(folder, with_pip=True)
     return folder / ("Scripts" if sys.platform == "win32" else "bin")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     home = tmp_path_factory.mktemp("wheel")
     programs = empty(home / "builder")
     run(programs / "python", "-m", "pip", "install", "--quiet", "build", cwd=home)
@@ -46,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_the_wheel_holds_types_recipes_and_templates_and_no_tests(wheel: Path) -> None:
+def test_the_wheel_holds_types_recipes_and_templates_and_no_tests(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "headprune/py.typed" in names
     assert {f"headprune/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")} <= names
@@ -56,9 +54,7 @@ def test_the_wheel_holds_types_recipes_and_templates_and_no_tests(wheel: Path) -
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"headprune"}
 
 
-def test_the_wheel_installs_into_an_empty_environment_and_runs_the_demo(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_installs_into_an_empty_environment_and_runs_the_demo(wheel, tmp_path):
     programs = empty(tmp_path / "empty")
     pins = ["-c", ROOT / "constraints.txt"]  # on Linux an open range brings gigabytes for GPUs
     run(programs / "python", "-m", "pip", "install", "--quiet", *pins, wheel, cwd=tmp_path)

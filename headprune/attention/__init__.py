@@ -5,8 +5,9 @@ Every name loads when it is first used; importing this package does not import t
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headprune.core.lazy import lazy
 
 _HOME = {
     "Additive": "headprune.attention.compatibility",
@@ -30,18 +31,7 @@ __all__ = [
     "replace_features_",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'headprune.attention' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+__getattr__, __dir__ = lazy(__name__, _HOME)
 
 if TYPE_CHECKING:
     from headprune.attention.cache import KVCache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headprune.core.lazy import lazy
 
 _HOME = {
     "compare_decoding": "headprune.bench.decoding",
@@ -17,17 +18,7 @@ _HOME = {
 }
 
 __all__ = [*_HOME]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+__getattr__, __dir__ = lazy(__name__, _HOME)
 
 if TYPE_CHECKING:
     from headprune.bench.decoding import compare_decoding as compare_decoding

@@ -93,8 +93,8 @@ def section(
 def _parameters(after: int, before: int | None) -> str:
     if before is None:
         return f"- Parameters: {after:,}"
-    share = 100 * (1 - after / before)
-    return f"- Parameters: {before:,} before, {after:,} after (-{share:.1f} %)"
+    share = 100 * (after / before - 1)
+    return f"- Parameters: {before:,} before, {after:,} after ({share:+.1f} %)"
 
 
 def _plan_lines(plan: PruningPlan, sites: list[AttentionSite]) -> list[str]:
@@ -160,13 +160,22 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
         metadata = "\n".join(["---", *known, "tags:", "- headprune", "---", ""])
         return write_atomic(path, f"{metadata}\n{block}".encode())
     if old is None:
-        old = read_bytes(path).decode()
+        old = read(path)
     # In place of an earlier section, else at the end.
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
-        return write_atomic(path, (before + block + after.removeprefix("\n")).encode())
-    return write_atomic(path, f"{old}{_gap_after(old)}{block}".encode())
+        return write_atomic(path, _encoded(before + block + after.removeprefix("\n")))
+    return write_atomic(path, _encoded(f"{old}{_gap_after(old)}{block}"))
+
+
+def read(path: Path) -> str:
+    """Read a card; bytes that are no UTF-8 are written again as they were."""
+    return read_bytes(path).decode(errors="surrogateescape")
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
 
 
 def _gap_after(text: str) -> str:
@@ -183,8 +192,8 @@ def carry(folder: Path, original: Path) -> None:
         folder: With a card that has a section.
         original: The base model's card.
     """
-    own = read_bytes(folder / CARD).decode().partition(BEGIN)[2].partition(END)[0].strip("\n")
-    words, begin, rest = read_bytes(original).decode(errors="replace").partition(BEGIN)
+    own = read(folder / CARD).partition(BEGIN)[2].partition(END)[0].strip("\n")
+    words, begin, rest = read(original).partition(BEGIN)
     if begin:  # without the section of an earlier cut
         words += rest.partition(END)[2].removeprefix("\n")
     if own and words.strip():

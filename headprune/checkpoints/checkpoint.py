@@ -37,7 +37,6 @@ from headprune.core.files import finish_renames, sha256_file, staged
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.layout_data import layout_from
-from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.model.building import fresh
@@ -187,7 +186,7 @@ def write_card(
     loading = _loading(model, format, folder)
     text = card.section(model, sites, loading, plan, params_before, record)
     path = folder / card.CARD
-    old = read_bytes(path).decode() if path.is_file() else None
+    old = card.read(path) if path.is_file() else None
     card.write(place, text, card.hub_name(model), old)
 
 
@@ -266,10 +265,10 @@ def from_pretrained(
     finish_renames(folder)
     is_ours = (folder / MANIFEST).is_file() and not _is_pushed_over(folder)
     if model is None and not is_ours and transformers_4.pruned_heads(folder):
+        _refuse("the configuration's pruned_heads say", plan=plan, sites=sites)
         return transformers_4.opened(folder)
-    if is_ours and plan is not None:
-        must = f"left out, for {MANIFEST} says which heads the model has"
-        raise InvalidValue("from_pretrained(plan=)", must, type(plan).__name__)
+    if is_ours:
+        _refuse(f"{MANIFEST} says", plan=plan)
     if plan is not None or (not is_ours and described.is_described(folder)):
         return described.opened(folder, plan, model, sites)
     # Tensors are read before a model is built or changed.
@@ -282,6 +281,14 @@ def from_pretrained(
             "model", "a freshly built full-size torch.nn.Module", type(model).__name__
         )
     return filled(folder, manifest, tensors, model, sites)
+
+
+def _refuse(who_says: str, **arguments: Any) -> None:
+    """Refuse arguments that say what the folder says itself."""
+    for name, value in arguments.items():
+        if value is not None:
+            must = f"left out, for {who_says} which heads the model has"
+            raise InvalidValue(f"from_pretrained({name}=)", must, type(value).__name__)
 
 
 def _is_pushed_over(folder: Path) -> bool:

@@ -110,9 +110,11 @@ def _check_example(example: Any) -> None:
     must = "a mapping of input names to tensors with the examples first"
     if not isinstance(example, Mapping):
         raise InvalidValue("example", must, type(example).__name__)
-    for tensor in example.values():
-        if not isinstance(tensor, Tensor) or not tensor.ndim:
-            raise InvalidValue("example", must, type(example).__name__)
+    for name, tensor in example.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidValue(f"example[{name!r}]", must, type(tensor).__name__)
+        if not tensor.ndim:
+            raise InvalidValue(f"example[{name!r}]", must, "a tensor without axes")
 
 
 def _without_inputs(model: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:

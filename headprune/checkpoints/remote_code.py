@@ -102,13 +102,14 @@ def _check_mixins(model: nn.Module, bound: list[BoundSite]) -> None:
 
 def auto_classes(model: nn.Module) -> list[str]:
     """The Auto classes of Transformers that load the model's class."""
-    import transformers
+    from transformers.models.auto import modeling_auto
 
     names = []
-    for name in dir(transformers):
+    # `dir(transformers)` would list them too, but takes a second.
+    for name in sorted(modeling_auto.__all__):
         if not name.startswith("AutoModel"):
             continue
-        mapping = getattr(getattr(transformers, name), "_model_mapping", None)
+        mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
         if mapping is None:
             continue
         # One class, or several for one configuration.

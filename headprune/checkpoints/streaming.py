@@ -62,9 +62,9 @@ class StreamReport:
     feed_forwards: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        share = 100 * (1 - self.params_after / self.params_before)
+        share = 100 * (self.params_after / self.params_before - 1)
         removed = HeadCounts.sum((len(hs), site in self.feed_forwards) for site, hs in self.removed)
-        sizes = f"{self.params_before:,} -> {self.params_after:,} parameters (-{share:.1f} %)"
+        sizes = f"{self.params_before:,} -> {self.params_after:,} parameters ({share:+.1f} %)"
         return f"removed {removed}, {sizes}, file to file; not compared with the gated model"
 
 

@@ -5,14 +5,9 @@ judged.
 recipe). It stands above the rooms that it puts together: scores, selection, the cut and the refit.
 """
 
-import importlib
-from typing import Any
+from headprune.core.lazy import lazy
 
 #: Imported on first use.
 _HOME = {"Auto": "headprune.choice.auto", "Ladder": "headprune.choice.ladder"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy(__name__, _HOME)

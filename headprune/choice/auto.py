@@ -20,7 +20,7 @@ from headprune.choice._statistics import Asked, interval, ranked
 from headprune.core.bars import announce
 from headprune.core.choice import RANDOM, Choice, Refitting, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.errors import InfeasibleBudget, InvalidValue, did_you_mean
+from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
@@ -163,7 +163,7 @@ class Auto(Scorer):
             must = "a recovery that does not train"
             hint = "Take lstsq in place of the training."
             raise InvalidValue("Auto.refit", must, repr(self.refit), hint)
-        _check_settings("Auto.refit_settings", str(self.refit), method, self.refit_settings or {})
+        self._method()  # refuses settings that it does not have
 
     @property
     def settings(self) -> FrozenDict:
@@ -293,7 +293,8 @@ class Auto(Scorer):
     def _method(self) -> Recovery:
         """The refit, configured."""
         assert self.refit is not None
-        method: Recovery = recovery.registry.get(self.refit)(**(self.refit_settings or {}))
+        settings = self.refit_settings or {}
+        method: Recovery = recovery.registry.configured(self.refit, settings, "Auto.refit_settings")
         return method
 
     def _usable(self, problem: ScoringProblem) -> list[Named]:
@@ -404,24 +405,9 @@ def _with_choice(estimate: Estimate, choice: Choice) -> Estimate:
 
 
 def _configured(name: str, settings: Mapping[str, Any]) -> Scorer:
-    """Make a candidate's scorer.
-
-    Raises:
-        UnknownName: no such scorer.
-        InvalidValue: a setting that it does not have, or a value that it refuses.
-    """
-    cls = scoring.registry.get(name)
-    _check_settings("Auto.candidates", name, cls, settings)
-    scorer: Scorer = cls(**settings)
+    """Make a candidate's scorer."""
+    scorer: Scorer = scoring.registry.configured(name, settings, "Auto.candidates")
     return scorer
-
-
-def _check_settings(where: str, name: str, method: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that a registered method, a dataclass, does not have."""
-    known = [f.name for f in dataclasses.fields(method)]
-    for key in settings:
-        if key not in known:
-            raise InvalidValue(where, f"settings of {name}", repr(key), did_you_mean(key, known))
 
 
 def _finite(asked: Sequence[Asked], losses: torch.Tensor) -> tuple[list[int], tuple[str, ...]]:

@@ -70,7 +70,8 @@ class Ladder(Scorer):
 
     def _ranks(self) -> Scorer:
         """The scorer that ranks the units."""
-        scorer: Scorer = scoring.registry.get(self.order)(**self.order_settings)
+        settings = self.order_settings
+        scorer: Scorer = scoring.registry.configured(self.order, settings, "Ladder.order_settings")
         return scorer
 
     @property

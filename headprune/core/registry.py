@@ -9,6 +9,7 @@ an error.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -136,6 +137,26 @@ class Registry:
 
     def __len__(self) -> int:
         return len(self.names())
+
+    def configured(self, name: str, settings: Mapping[str, Any], where: str) -> Any:
+        """Return an entry, a dataclass, with these settings.
+
+        Args:
+            name: The entry's name.
+            settings: By its fields' names.
+            where: What the settings are called, for messages.
+
+        Raises:
+            UnknownName: no entry has the name.
+            InvalidValue: a setting that it does not have, or a value that it refuses.
+        """
+        entry = self.get(name)
+        known = [field.name for field in dataclasses.fields(entry)]
+        for key in settings:
+            if key not in known:
+                hint = did_you_mean(key, known)
+                raise InvalidValue(where, f"settings of {name}", repr(key), hint)
+        return entry(**settings)
 
     def get(self, name: str) -> Any:
         """Return the entry of this name; import it if needed.

@@ -177,7 +177,7 @@ class Data:
         # Each pass continues this generator, so passes differ and runs agree.
         generator = torch.Generator().manual_seed(self.seed)
         rows: Any = self.examples[purpose]
-        # Translations: padding of both sides would cost most.
+        # Translations and answers to questions: batches of like length have the least padding.
         if self.targets:
             lengths = [len(row["input_ids"]) + len(row.get("labels", ())) for row in rows]
             sampler = LikeLengths(lengths, size, generator)

@@ -66,7 +66,7 @@ def load_source(section: DataSection) -> Source:
     elif _suffix(path) in _FORMATS or path.is_absolute() or section.path.startswith((".", "~")):
         must = "an existing file or folder, or a hub name"
         hint = (
-            "Give yours: --data of prune, init and score, --set data.path=... of run, or the key"
+            "Give yours: --data of prune and init, --set data.path=... of run and score, or the key"
             " that the recipe makes it from, such as model.path."
         )
         raise InvalidValue("data.path", must, repr(section.path), hint)

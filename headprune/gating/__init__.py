@@ -4,8 +4,9 @@
 are their distributions.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headprune.core.lazy import lazy
 
 _HOME = {
     "GateDistribution": "headprune.gating.stochastic",
@@ -15,17 +16,7 @@ _HOME = {
 }
 
 __all__ = ["GateDistribution", "HardConcrete", "LearnedGates", "SubsetTopk"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'headprune.gating' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+__getattr__, __dir__ = lazy(__name__, _HOME)
 
 if TYPE_CHECKING:
     from headprune.gating.learned import LearnedGates

@@ -107,7 +107,13 @@ def _full_precision() -> Iterator[None]:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:
         # The user chose by PyTorch's newer setting; mixing it with the older one is an error.
-        yield
+        backend: Any = torch.backends.cuda.matmul
+        newer = backend.fp32_precision
+        backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            backend.fp32_precision = newer
         return
     if before == "highest":
         yield

@@ -127,6 +127,15 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 # ---------------------------------------------------------------- the default loss
 
 
+def decoder_ids(model: Any, batch: Mapping[str, Any]) -> Any:
+    """The ids that the decoder reads: given, or made by the model from the labels."""
+    given, labels = batch.get("decoder_input_ids"), batch.get("labels")
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if given is not None or make is None or not isinstance(labels, Tensor):
+        return given
+    return make(labels)
+
+
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """Compute one loss per example for a Transformers model and a batch with labels.
 
@@ -335,30 +344,10 @@ def _wide(logits: Tensor) -> Tensor:
 # ---------------------------------------------------------------- checks
 
 
-def checked_losses(loss: Loss, model: nn.Module, batch: Any, number: int) -> Tensor:
-    """Call a loss and check what it returns.
-
-    Args:
-        loss: The per-example loss.
-        model: The model.
-        batch: The batch.
-        number: Which batch this is, from 0, for messages.
-
-    Returns:
-        Losses ``[batch]``.
-
-    Raises:
-        InvalidValue: not one finite number per example.
-    """
-    losses = shaped_losses(loss, model, batch, number)
-    check_finite([(number, losses)])
-    return losses
-
-
 def shaped_losses(loss: Loss, model: nn.Module, batch: Any, number: int) -> Tensor:
     """Call a loss and check its shape, without a wait for an accelerator.
 
-    ``check_finite`` is the other half of ``checked_losses``.
+    ``check_finite`` is the other half of the checks.
     """
     size = batch_size(batch, f"batch {number}")
     with explained_one(model, batch, f"batch {number}"):

@@ -131,7 +131,7 @@ def _wrong_labels(model: nn.Module, batch: Any, where: str, text: str) -> Invali
     place = f"the labels of {where}"
     beyond = re.search(r"Target (-?\d+) is out of bounds", text)
     if beyond:
-        count = getattr(getattr(model, "config", None), "num_labels", None)
+        count = getattr(getattr(bare(model), "config", None), "num_labels", None)
         known = "" if count is None else f", {count} in the model's configuration"
         must = f"at least 0 and below the number of classes{known}"
         hint = (
@@ -172,7 +172,7 @@ def _too_long(model: nn.Module, batch: Any, where: str, text: str) -> InvalidVal
 
 
 def _n_positions(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
+    config = getattr(bare(model), "config", None)
     for name in _POSITIONS:
         limit = getattr(config, name, None)
         if isinstance(limit, int):

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from headprune.layouts._code import LIBRARIES
 from headprune.model.running import undisturbed
 from headprune.model.transfers import in_main_memory
 
 #: Packages whose modules differ between the two modes by noise and running statistics alone.
-_KNOWN = frozenset(
-    {"torch", "transformers", "headprune", "peft", "timm", "accelerate", "diffusers"}
-    | {"x_transformers"}
-)
+_KNOWN = LIBRARIES
 #: Parts of class names of modules that draw noise or keep statistics.
 _NOISE = (
     "dropout",

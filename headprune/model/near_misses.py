@@ -250,10 +250,5 @@ def no_sites_error(model: nn.Module, layouts: list[AttentionLayout]) -> Unsuppor
         " your module with headprune.AttentionLayout; pass either as"
         " find_sites(model, layouts=[...])."
     )
-    if any(isinstance(module, nn.MultiheadAttention) for _, module in modules):
-        hint += (
-            " Or replace torch.nn.MultiheadAttention by"
-            " headprune.MultiHeadAttention.from_torch(module)."
-        )
     must = "a model with attention that headprune knows"
     return UnsupportedModel(type(model).__name__, must, got, hint)

@@ -5,8 +5,9 @@ Both forms come from one set of formatted values (`view`), so that their numbers
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headprune.core.lazy import lazy
 
 #: Modules of the public names; importing the package loads none of them.
 _HOME = {
@@ -29,18 +30,7 @@ __all__ = [
     "write_report",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'headprune.report' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+__getattr__, __dir__ = lazy(__name__, _HOME)
 
 if TYPE_CHECKING:
     from headprune.report.agreement import draw_agreement

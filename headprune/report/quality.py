@@ -116,11 +116,9 @@ def _role(row: QualityRow, scorer: str) -> Role:
     first = words[0] if words else ""
     if first == "base":
         return "base"
-    if first == "recovered":
+    # A gradual cut is trained between its steps, so its model is a recovered one.
+    if first in ("recovered", "gradual"):
         return "recovered"
-    if row.trained:
-        # A plan with training between its cuts has the scorer's name, too.
-        return "recovered" if scorer and row.name.startswith(scorer) else "other"
     if scorer and row.name == scorer:
         return "chosen"
     return _BASELINES.get(first, "other")

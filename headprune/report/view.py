@@ -147,7 +147,7 @@ def _contents(record: RunRecord, inputs: ReportInputs, heads: bool) -> tuple[tup
         ("quality", "Quality", record.quality),
         ("speed-and-size", "Speed and size", record.speed or record.size),
         ("the-heads", "Heads", heads),
-        ("attention", "Attention", inputs.pictures),
+        ("attention", "Attention", inputs.pictures and inputs.pictures.examples),
         ("agreement", "Agreement", inputs.agreement),
         ("origin", "Provenance", True),
     )

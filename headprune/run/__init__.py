@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headprune.core.lazy import lazy
 
 #: The module of every public name; it is imported when the name is first used.
 _HOME = {
@@ -32,18 +33,7 @@ __all__ = [
     "sweep",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'headprune.run' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+__getattr__, __dir__ = lazy(__name__, _HOME)
 
 if TYPE_CHECKING:
     from headprune.recipes.reading import shipped_recipes

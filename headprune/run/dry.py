@@ -28,7 +28,7 @@ from headprune.run.auto import AutoOfRun, half_of_heads, scorer_of
 from headprune.run.journal import Journal, to_stderr
 from headprune.run.recovering import recover_once
 from headprune.run.runner import resolved
-from headprune.run.stages import REFITTED_DRAWS, recovers_quickly
+from headprune.run.stages import REFITTED_DRAWS, expects_random
 from headprune.run.subject import EVALUATION_BATCH, Subject, prepare_subject, quiet
 from headprune.scoring._api import score
 from headprune.scoring._base import Scorer
@@ -273,10 +273,8 @@ def _choosing(subject: Subject) -> Iterable[StageEstimate]:
 
 
 def _refitted_draws(recipe: Recipe) -> int:
-    """How many random plans get the recoveries, too; `auto` judges refitted ones by itself."""
-    if recipe.score.scorer in ("auto", "random") or not recovers_quickly(recipe):
-        return 0
-    return min(REFITTED_DRAWS, recipe.score.random_draws)
+    """How many random plans get the recoveries, too."""
+    return min(REFITTED_DRAWS, recipe.score.random_draws) if expects_random(recipe) else 0
 
 
 def _training_estimate(
@@ -504,12 +502,17 @@ def _timed(subject: Subject, scorer: Scorer, batches: list[Any], sites: Sites) -
 def _evaluations(subject: Subject) -> StageEstimate:
     """Estimate all evaluations from one batch of test rows.
 
-    The base model, the plan and every recovery are measured on test and validation rows, the
-    baselines on test rows only.
+    The base model, the plan, a gradual cut and every recovery are measured on test and validation
+    rows, the baselines on test rows only.
     """
     recipe, data = subject.recipe, subject.data
-    n_both = 2 + len(recipe.recover)
-    n_test_only = recipe.score.random_draws + recipe.score.magnitude + _refitted_draws(recipe)
+    n_both = 2 + (recipe.gradual is not None) + len(recipe.recover)
+    # A scorer is not compared with itself.
+    n_test_only = _refitted_draws(recipe)
+    if recipe.score.scorer != "random":
+        n_test_only += recipe.score.random_draws
+    if recipe.score.scorer != "magnitude":
+        n_test_only += recipe.score.magnitude
 
     # Time one batch.
     few = {name: rows[:EVALUATION_BATCH] for name, rows in data.examples.items()}

@@ -60,7 +60,7 @@ def in_short() -> str:
         "torch": _installed("torch") or "not installed",
         "transformers": _installed("transformers") or "not installed",
         "platform": platform.platform(),
-        "device": f"{_processor()}, {_cores()} cores, {gpu}",
+        "device": f"{_processor()}, {usable_cores()} cores, {gpu}",
     }
     return "\n".join(f"{name} {value}" for name, value in lines.items())
 
@@ -85,7 +85,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cores": _cores(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -106,7 +106,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def _cores() -> int | None:
+def usable_cores() -> int | None:
     """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, combinations
+from itertools import chain, combinations, zip_longest
 from typing import TYPE_CHECKING, TypeAlias
 
 from headprune.core.agreement import MEASURES, Agreement, Measure, Pair
@@ -209,13 +209,9 @@ def _units(scores: HeadScores) -> list[Site]:
 
 
 def _differing_site(mine: list[Site], theirs: list[Site]) -> Site | None:
-    """A site that only one of two scores has, or has with these units; None where all are equal."""
-    if mine == theirs:
-        return None
-    for site in theirs:
-        if site not in mine:
-            return site
-    return next(site for site in mine if site not in theirs)
+    """The first site that two scores have not both, with these units and in this place."""
+    pairs = zip_longest(mine, theirs)
+    return next((other or own for own, other in pairs if own != other), None)
 
 
 def _names(scores: Sequence[HeadScores]) -> tuple[str, ...]:

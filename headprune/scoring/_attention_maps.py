@@ -12,7 +12,7 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.maps.attention_maps import AttentionMaps, SiteMaps
 from headprune.model.inside import bare
-from headprune.model.losses import default_loss, is_encoder_decoder
+from headprune.model.losses import decoder_ids, default_loss, is_encoder_decoder
 from headprune.model.mistakes import explained_one
 from headprune.model.padding import PaddingInfo
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
@@ -117,17 +117,24 @@ def _words(model: nn.Module, batch: Any, tokenizer: Any) -> tuple[Words, Words]:
     read = _row_words(tokenizer, ids, batch.get("attention_mask"))
     if not is_encoder_decoder(model):
         return read, ()
-    target, mask = batch.get("decoder_input_ids"), batch.get("decoder_attention_mask")
+    target, mask = decoder_ids(model, batch), batch.get("decoder_attention_mask")
+    if target is None and isinstance(batch.get("labels"), Tensor):
+        target = _shifted(model, batch["labels"])
     if target is None:
-        # The model makes the decoder's inputs from the labels, one place to the right.
-        labels = batch["labels"]
-        first: int = bare(model).config.decoder_start_token_id  # type: ignore[union-attr, assignment]
-        start = labels.new_full((len(labels), 1), first)
-        target = torch.cat([start, labels[:, :-1]], 1)
-        if mask is None:
-            # A query counts where there is a token to predict.
-            mask = labels != -100
+        must = "left out where the batch has neither decoder_input_ids nor labels"
+        raise InvalidValue("attention_maps(tokenizer=)", must, sorted(map(str, batch)))
+    if mask is None and "decoder_input_ids" not in batch:
+        # A query counts where there is a token to predict.
+        mask = batch["labels"] != -100
     return read, _row_words(tokenizer, target, mask)
+
+
+def _shifted(model: nn.Module, labels: Tensor) -> Tensor:
+    """The labels one place to the right, as a decoder reads them that has no method for it."""
+    config: Any = bare(model).config
+    start = labels.new_full((len(labels), 1), config.decoder_start_token_id)
+    read = torch.cat([start, labels[:, :-1]], 1)
+    return read.masked_fill(read == -100, config.pad_token_id or 0)
 
 
 def _row_words(tokenizer: Any, ids: Tensor, mask: Tensor | None) -> Words:

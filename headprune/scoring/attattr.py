@@ -16,7 +16,14 @@ from headprune.model.precision import product_eps
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
 from headprune.scoring._activations import run
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of, with_heads
+from headprune.scoring._base import (
+    Estimate,
+    Scorer,
+    ScoringProblem,
+    check_count,
+    one_of,
+    with_heads,
+)
 from headprune.scoring._gates import gate_dtype
 from headprune.scoring._gradients import refuse_coupled_losses
 from headprune.scoring._maps import (
@@ -63,8 +70,7 @@ class Attattr(Scorer):
     of: str = "probability"
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InvalidValue("Attattr.steps", "a count >= 1", self.steps)
+        check_count("Attattr.steps", self.steps)
         one_of("Attattr.of", self.of, ("probability", "loss"))
 
     def estimate(self, problem: ScoringProblem) -> Estimate:

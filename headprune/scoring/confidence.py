@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.model.losses import is_encoder_decoder
+from headprune.model.losses import decoder_ids, is_encoder_decoder
 from headprune.model.padding import PaddingInfo
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
@@ -59,7 +59,7 @@ class Confidence(MapScorer):
         ids = batch.get("input_ids")
         query_ids = key_ids = ids
         if b.site.kind != "self" and is_encoder_decoder(problem.model):
-            query_ids = _decoder_ids(problem.model, batch)
+            query_ids = decoder_ids(problem.model, batch)
             # Cross-attention takes its keys from the encoder.
             key_ids = ids if b.site.kind == "cross" else query_ids
         return _without(queries, query_ids, excluded), _without(keys, key_ids, excluded)
@@ -80,12 +80,3 @@ def _end_tokens(model: nn.Module) -> tuple[int, ...]:
     if isinstance(ids, (list, tuple)):
         return tuple(ids)
     return (int(ids),)
-
-
-def _decoder_ids(model: Any, batch: Mapping[str, Any]) -> Any:
-    """The ids that the decoder reads: given, or made by the model from the labels."""
-    given, labels = batch.get("decoder_input_ids"), batch.get("labels")
-    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if given is not None or make is None or not isinstance(labels, Tensor):
-        return given
-    return make(labels)

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue
 from headprune.gating.context import gated
 from headprune.model.sites import sites_of
 from headprune.model.transfers import in_fp64
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, check_count
 from headprune.scoring._coupling import noted
 from headprune.scoring._gates import gate_shapes, n_units, open_gates
 from headprune.scoring._gradients import loss_gradients
@@ -53,8 +52,7 @@ class IntegratedGradients(Scorer):
     points: int = 8
 
     def __post_init__(self) -> None:
-        if self.points < 1:
-            raise InvalidValue("IntegratedGradients.points", "at least 1", self.points)
+        check_count("IntegratedGradients.points", self.points)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         nodes, weights = np.polynomial.legendre.leggauss(self.points)  # on [-1, 1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.scoring._ablation import Replay, byte_count, differences, nothing, unit_rows
 from headprune.scoring._averages import averaged, mean_and_error
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, check_count, one_of
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,8 @@ class Shapley(Scorer):
 
     def __post_init__(self) -> None:
         one_of("Shapley.method", self.method, ("permutation", "two_sided"))
-        if self.orders < 1:
-            raise InvalidValue("Shapley.orders", "a count >= 1", self.orders)
-        if self.step < 1:
-            raise InvalidValue("Shapley.step", "a count >= 1", self.step)
+        check_count("Shapley.orders", self.orders)
+        check_count("Shapley.step", self.step)
         if not 0 <= self.truncation < 1:
             must = "a part of the whole, 0 <= truncation < 1"
             raise InvalidValue("Shapley.truncation", must, self.truncation)

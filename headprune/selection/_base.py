@@ -85,12 +85,10 @@ class Problem:
             site = self.scores.sites[place]
             missing = must_keep[place] - units
             if missing:
-                heads = list(site.units[min(missing)])
-                return f"{site.name} without heads {heads}, which must stay"
+                return f"without {site.words(site.units[min(missing)])}, which must stay"
             unwanted = must_remove[place] & units
             if unwanted:
-                heads = list(site.units[min(unwanted)])
-                return f"{site.name} with heads {heads}, which must go"
+                return f"with {site.words(site.units[min(unwanted)])}, which must go"
             count = self.heads(place, units)
             if count not in self.counts[place]:
                 plural = "" if count == 1 else "s"

@@ -75,7 +75,7 @@ def _nothing_to_keep(budget: Budget) -> InvalidValue:
     """The error of a budget over something that the model has none of."""
     lacks, hint = "no such cost", ""
     if budget.kind == "keep_heads":
-        lacks = "no attention heads left"
+        lacks = "no attention heads"
     if budget.kind == "keep_kv":
         lacks = "no KV cache that shrinks with its heads"
         hint = "Budget by keep_heads, keep_params or keep_macs."

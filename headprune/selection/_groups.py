@@ -129,6 +129,7 @@ def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
         samples=None,  # samples are of the whole model
         notes=notes,
         curvature=curvature,
+        ladders=None if scores.ladders is None else _chosen(scores.ladders, places),
     )
 
 

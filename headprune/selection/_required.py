@@ -54,12 +54,12 @@ def as_units(
     if both:
         place, unit = both[0]
         site = sites[place]
-        heads = list(site.units[unit])
-        hint = f"Heads {heads} stay or go together." if len(heads) > 1 else ""
+        words = site.words(site.units[unit])
+        hint = f"{words} stay or go together." if len(site.units[unit]) > 1 else ""
         raise InvalidValue(
             "select(must_keep=, must_remove=)",
             "about different heads",
-            f"{site.name}{heads} in both",
+            f"{words} in both",
             hint,
         )
     return must_keep, must_remove

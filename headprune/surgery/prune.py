@@ -78,8 +78,8 @@ class PruneReport:
         return f"{now.of(before)} kept"
 
     def __str__(self) -> str:
-        percent = 100 * (1 - self.params_after / self.params_before)
-        sizes = f"{self.params_before:,} -> {self.params_after:,} parameters (-{percent:.1f} %)"
+        percent = 100 * (self.params_after / self.params_before - 1)
+        sizes = f"{self.params_before:,} -> {self.params_after:,} parameters ({percent:+.1f} %)"
         text = f"{self._counts()}, {sizes}"
         if self.proof is None:
             return f"{text}, not compared with the gated model (no example given)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from headprune.recipes.schema import Recipe
 from headprune.report.formats import duration
 from headprune.run.journal import WORK, to_stderr
 from headprune.run.subject import Subject, quiet
+from headprune.run.surroundings import usable_cores
 from headprune.sweep.base import Base, ready_base
 from headprune.sweep.grid import Design, Grid, lay_out
 from headprune.sweep.outcome import ModelOutcome
@@ -86,8 +86,10 @@ def sweep(
     """
     # 1. Check the grid and the other arguments.
     design = lay_out(recipe, settings, grid)
-    _check_count("seeds", seeds, seeds >= 1, "a count >= 1")
-    _check_count("jobs", jobs, jobs >= 1 or jobs == -1, "a count >= 1, or -1")
+    if not _is_count(seeds):
+        raise InvalidValue("sweep(seeds=)", "a count >= 1", seeds)
+    if not _is_count(jobs) and jobs != -1:
+        raise InvalidValue("sweep(jobs=)", "a count >= 1, or -1", jobs)
     folder = Path(out) if out is not None else Path(f"{design.recipe.folder}-sweep")
     with locked(folder, "a sweep"):
         quiet()
@@ -115,9 +117,8 @@ def sweep(
             close()
 
 
-def _check_count(name: str, value: int, fits: bool, must: str) -> None:
-    if not fits or not isinstance(value, int):
-        raise InvalidValue(f"sweep({name}=)", must, value)
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _write_results(
@@ -133,7 +134,7 @@ def _write_results(
     write_timings(runs, files, folder)
     write_surroundings(design.recipe, folder)
     if table.rows and design.recipe.bench is not None:
-        measure_speeds(table, folder, running.open_base, running.say)
+        measure_speeds(table, folder, design.recipe, running.open_base, running.say)
     for path in report_sweep(given):
         running.say(f"wrote {path}")
     return table
@@ -356,4 +357,4 @@ def _threads(recipe: Recipe, jobs: int) -> int | None:
         return recipe.threads
     import joblib
 
-    return max(1, (os.cpu_count() or 1) // int(joblib.effective_n_jobs(jobs)))
+    return max(1, (usable_cores() or 1) // int(joblib.effective_n_jobs(jobs)))

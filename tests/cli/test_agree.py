@@ -1,19 +1,15 @@
 """``headprune agree``: JSON, a picture, and one message an error."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
 import headprune as hp
 from headprune.core.agreement import Agreement
 from tests.command_line import done, json_of, refused
-from tests.laws.support import Subject, as_double, subject_of
+from tests.laws.support import as_double, subject_of
 
 
-def save(subject: Subject, folder: Path, **scorers: str) -> list[Path]:
+def save(subject, folder, **scorers):
     batches = [as_double(subject.layout.tiny(seed)[1]) for seed in range(3)]
     paths = []
     for name, scorer in scorers.items():
@@ -23,26 +19,26 @@ def save(subject: Subject, folder: Path, **scorers: str) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def files(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("scores")
     return save(subject_of("bert"), folder, first="taylor", second="fisher", third="magnitude")
 
 
-def test_json_and_a_picture(files: list[Path], tmp_path: Path) -> None:
+def test_json_and_a_picture(files, tmp_path):
     found = Agreement.from_dict(json_of("agree", *files, "--out", tmp_path / "agree.svg"))
     assert (found.names, found.k, found.n_units) == (("first", "second", "third"), 6, 12)
     assert found.pairs[0].spearman.low is not None
     assert (tmp_path / "agree.svg").stat().st_size > 5000
 
 
-def test_files_of_one_name_are_told_apart_by_their_paths(files: list[Path], tmp_path: Path) -> None:
+def test_files_of_one_name_are_told_apart_by_their_paths(files, tmp_path):
     other = tmp_path / "other" / "first.json"
     hp.HeadScores.load(files[0]).save(other)
     assert f"{files[0]} - {other}" in done("agree", files[0], other).stdout
 
 
-def test_bad_input(files: list[Path], tmp_path: Path) -> None:
+def test_bad_input(files, tmp_path):
     (stranger,) = save(subject_of("gpt2"), tmp_path, stranger="magnitude")
     first = files[0]
     for arguments, words in (

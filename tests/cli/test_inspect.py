@@ -1,11 +1,6 @@
 """``headprune inspect``: policies, what a cut changes, and every attention-like module that is not
 taken."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from torch import nn
 
@@ -18,23 +13,23 @@ from tests.command_line import done, json_of, refused
 class OddAttention(nn.Module):
     """Attention that no layout describes."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width=8):
         super().__init__()
         self.W_q = nn.Linear(width, width)
 
 
 @pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], nn.Module]:
+def put(monkeypatch):
     """Makes a model the one that ``inspect here`` opens."""
 
-    def place(model: nn.Module) -> nn.Module:
+    def place(model):
         monkeypatch.setattr("headprune.data.models.open_model", lambda path: model)
         return model
 
     return place
 
 
-def test_sites_and_totals(put: Any) -> None:
+def test_sites_and_totals(put):
     put(registry.get("bert").tiny(0)[0])
     found = json_of("inspect here")
     first = found["sites"][0]
@@ -48,7 +43,7 @@ def test_sites_and_totals(put: Any) -> None:
     assert "KV cache" not in text
 
 
-def test_policies_and_units_of_grouped_queries(put: Any) -> None:
+def test_policies_and_units_of_grouped_queries(put):
     put(registry.get("llama").tiny(0, "llama")[0])
     by_group, by_head = (
         json_of(f"inspect here --policy {policy}")["sites"] for policy in ("group", "balanced")
@@ -65,7 +60,7 @@ def test_policies_and_units_of_grouped_queries(put: Any) -> None:
     assert "must be one of group, balanced, free" in refused("inspect here --policy some")
 
 
-def test_what_a_policy_costs_in_cache(put: Any) -> None:
+def test_what_a_policy_costs_in_cache(put):
     put(registry.get("llama").tiny(0, "llama")[0])
     for policy, words in (
         ("group", "group: a key/value head is removed with all its query heads"),
@@ -83,7 +78,7 @@ def test_what_a_policy_costs_in_cache(put: Any) -> None:
     assert site["kv_bytes_per_token"] == 2 * site["kv_heads"] * site["head_dim"] * 4
 
 
-def test_one_key_head_for_all_query_heads(put: Any) -> None:
+def test_one_key_head_for_all_query_heads(put):
     put(registry.get("falcon").tiny(0, "falcon-mqa")[0])
     text = done("inspect here").stdout
     assert "one key/value head is kept" in text
@@ -91,10 +86,8 @@ def test_one_key_head_for_all_query_heads(put: Any) -> None:
     assert "(MQA): it is kept as long as one of them is, whatever the policy" in text
 
 
-def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
-    put: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def picture(model: nn.Module) -> Any:
+def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(put, monkeypatch):
+    def picture(model):
         return {n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()}
 
     model, batch = registry.get("bart").tiny(0, "bart")
@@ -104,7 +97,7 @@ def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
     assert picture(model) == before
     model(**batch)
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*_):
         raise UnsupportedModel("here", "cut so that it keeps a head", "none kept")
 
     put(registry.get("t5").tiny(0, "t5")[0])
@@ -113,7 +106,7 @@ def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
     assert said in done("inspect here").stdout
 
 
-def test_what_a_cut_changes_in_words(put: Any) -> None:
+def test_what_a_cut_changes_in_words(put):
     put(registry.get("gpt2").tiny(0)[0])
     layout = json_of("inspect here")["layouts"]["gpt2"]
     assert layout["gate"] == "input of `c_proj`"
@@ -123,7 +116,7 @@ def test_what_a_cut_changes_in_words(put: Any) -> None:
     assert all(line in text for line in (*layout["cut"], *layout["patched"]))
 
 
-def test_every_module_that_is_not_taken_is_named_with_its_reason(put: Any) -> None:
+def test_every_module_that_is_not_taken_is_named_with_its_reason(put):
     odd = [*(OddAttention() for _ in range(12)), OddAttention(16)]
     put(nn.Sequential(hp.MultiHeadAttention(8, 2), *odd))
     (group,) = json_of("inspect here")["not_taken"]

@@ -1,12 +1,8 @@
 """The command line as a person uses it: recipes made up, one command from data to a smaller model,
 plans explained, runs compared."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +26,7 @@ QUICK = "--set bench.seconds=0.05 --set score.random_draws=1"
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A tiny text classifier with a head for three labels, an encoder without a head, and a CSV."""
     folder = tmp_path_factory.mktemp("person")
     torch.manual_seed(0)
@@ -43,13 +39,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def given(home: Path) -> str:
+def given(home):
     """The options that name the classifier and its rows."""
     return f"--model {home / 'classifier'} --data {home / 'rows.csv'}"
 
 
 @pytest.fixture(scope="module")
-def small(home: Path, given: str) -> tuple[Path, Any]:
+def small(home, given):
     """The folder that one command makes of them, and what the command said."""
     return home / "small", done(f"prune {given} --keep 0.5 --out {home / 'small'} {QUICK}")
 
@@ -57,7 +53,7 @@ def small(home: Path, given: str) -> tuple[Path, Any]:
 # ---------------------------------------------------------------- init
 
 
-def test_init_writes_a_recipe_that_runs(given: str, tmp_path: Path) -> None:
+def test_init_writes_a_recipe_that_runs(given, tmp_path):
     mine = tmp_path / "mine.yaml"
     found = json_of(f"init {given} --out {mine}")
     recipe = load_recipe(mine)
@@ -84,9 +80,7 @@ def test_init_writes_a_recipe_that_runs(given: str, tmp_path: Path) -> None:
         ("a,b,c,label", "x y,y z,z x,0", {"--text": "a, b, c"}),
     ],
 )
-def test_columns_that_could_be_either_are_asked_for(
-    home: Path, tmp_path: Path, header: str, row: str, asked: dict[str, str]
-) -> None:
+def test_columns_that_could_be_either_are_asked_for(home, tmp_path, header, row, asked):
     rows = tmp_path / "rows.csv"
     rows.write_text("\n".join([header, *[row] * 5]))
     with pytest.raises(HeadPruneError) as error:
@@ -94,23 +88,20 @@ def test_columns_that_could_be_either_are_asked_for(
     assert {error.value.where: str(error.value.got)} == asked
 
 
-def test_a_task_is_checked(given: str) -> None:
+def test_a_task_is_checked(given):
     assert "Did you mean 'regression'" in refused(f"init {given} --task regresion")
 
 
 # ---------------------------------------------------------------- prune on data
 
 
-def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Path, Any]) -> None:
+def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small):
     folder, result = small
     assert sum(len(site.heads) for site in hp.find_sites(hp.from_pretrained(folder))) == 4
     record = RunRecord.load(folder / "run" / "record.json")
     assert record.status == "done"
-    assert record.plan is not None
-    assert record.scores is not None
     assert record.plan.mask.n_kept == 4
     choice = record.scores.choice
-    assert choice is not None
     assert (choice.budget, choice.refit) == (record.plan.wanted, "lstsq")
     assert "recovered (lstsq)" in [row.name for row in record.quality]
     at_chance = "The whole model is not shown to do better than always answering"
@@ -128,16 +119,14 @@ def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Pat
 
 
 @pytest.mark.parametrize("where", ["bench", "save"])
-def test_a_command_that_ended_early_goes_on(
-    where: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_ended_early_goes_on(where, given, tmp_path, monkeypatch):
     """In the middle of its run, or between its run and the folder that comes of it."""
     command = f"prune {given} --keep 0.5 --out {tmp_path / 'a'} {QUICK} --set score.scorer=taylor"
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise RuntimeError("power is gone")
 
-    failing: Any = (stages, "bench") if where == "bench" else (headprune.cli.prune, "_write")
+    failing = (stages, "bench") if where == "bench" else (headprune.cli.prune, "_write")
     with monkeypatch.context() as patch:
         patch.setattr(*failing, fail)
         assert "power is gone" in call(command).stderr
@@ -149,15 +138,13 @@ def test_a_command_that_ended_early_goes_on(
     refused(command)  # a model is there now
 
 
-def test_a_format_that_can_hold_no_cut_is_refused_before_the_run(
-    given: str, tmp_path: Path
-) -> None:
+def test_a_format_that_can_hold_no_cut_is_refused_before_the_run(given, tmp_path):
     command = f"prune {given} --keep 3 --out {tmp_path / 'out'} --format transformers"
     assert "--format: must be one that can hold a cut of this model" in refused(command)
     assert not (tmp_path / "out").exists()
 
 
-def test_quiet_shows_no_progress(given: str, tmp_path: Path) -> None:
+def test_quiet_shows_no_progress(given, tmp_path):
     done(f"init {given} --out {tmp_path / 'r.yaml'}")
     short = "--set bench=null --set score.scorer=taylor --set score.random_draws=0"
     still = done(f"run {tmp_path / 'r.yaml'} --out {tmp_path / 'b'} {short} --quiet")
@@ -170,7 +157,7 @@ def test_quiet_shows_no_progress(given: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- explain
 
 
-def test_explain_says_which_heads_are_removed_and_why(small: tuple[Path, Any]) -> None:
+def test_explain_says_which_heads_are_removed_and_why(small):
     run = small[0] / "run"
     data = json_of(f"explain {run}")
     assert data.pop("measured")[0]["name"] == "base"
@@ -188,7 +175,7 @@ def test_explain_says_which_heads_are_removed_and_why(small: tuple[Path, Any]) -
     assert text.count("rank ") >= 4
 
 
-def test_what_a_score_alone_does_not_say() -> None:
+def test_what_a_score_alone_does_not_say():
     sites = tuple(hp.AttentionSite(name, "bert", "self", 2, 2, 4, 4, (0, 1)) for name in ("a", "b"))
     model = ModelFingerprint("s", "w")
     scores = hp.HeadScores(sites, ((0.1, 0.2), (0.3, 0.9)), None, "leave_one_out", EMPTY, 4, model)
@@ -202,9 +189,7 @@ def test_what_a_score_alone_does_not_say() -> None:
         explain(hp.PruningPlan(mask, model=ModelFingerprint("t", "w")), scores)
 
 
-def test_explain_asks_for_scores_and_says_if_the_plan_was_made_from_others(
-    small: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_explain_asks_for_scores_and_says_if_the_plan_was_made_from_others(small, tmp_path):
     run, plan = small[0] / "run", tmp_path / "plan.json"
     hp.PruningPlan.load(run / "plan.json").save(plan)
     assert "scores.json beside the plan" in refused(f"explain {plan}")
@@ -221,7 +206,7 @@ def test_explain_asks_for_scores_and_says_if_the_plan_was_made_from_others(
 # ---------------------------------------------------------------- diff
 
 
-def test_diff_of_plans(tmp_path: Path) -> None:
+def test_diff_of_plans(tmp_path):
     for name, keep in (("x", {"a": [0, 1]}), ("y", {"a": [1, 2], "b": [1]})):
         mask = hp.HeadMask.from_keep(keep, {"a": 4, "b": 2})
         hp.PruningPlan(mask).save(tmp_path / f"{name}.json")
@@ -232,7 +217,7 @@ def test_diff_of_plans(tmp_path: Path) -> None:
     assert found.agreement == 0.25
 
 
-def test_diff_of_records(small: tuple[Path, Any], tmp_path: Path) -> None:
+def test_diff_of_records(small, tmp_path):
     run = small[0] / "run"
     record = RunRecord.load(run / "record.json").to_dict()
     changes = {"git_commit": "abc", "recipe": {**record["recipe"], "seed": 1}}
@@ -242,7 +227,6 @@ def test_diff_of_records(small: tuple[Path, Any], tmp_path: Path) -> None:
     assert "  git_commit: " in text
     found = RecordDifference.from_dict(json_of(f"diff {run} {tmp_path}"))
     assert {change.what for change in found.recipe} == {"seed"}
-    assert found.plans is not None
     assert found.plans.agreement == 1
     assert "a PruningPlan and a RunRecord" in refused(f"diff {run / 'plan.json'} {tmp_path}")
     for written, got in (("{", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "KeyError")):

@@ -1,19 +1,13 @@
 """``headprune prune`` and ``score``: dtypes and policies are kept, adapters, licences, and folders
 that run code."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
@@ -31,14 +25,14 @@ IGNORED = pytest.mark.filterwarnings(
 )  # PEFT asks
 
 
-def saved(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def saved(folder, name, dtype=torch.float32):
     """A layout's tiny model, saved in ``base``."""
-    model: Any = shaken(registry.get(name).tiny(0)[0], norms=False).to(dtype).eval()
+    model = shaken(registry.get(name).tiny(0)[0], norms=False).to(dtype).eval()
     model.save_pretrained(folder / "base")
     return model
 
 
-def planned(folder: Path, model: nn.Module) -> hp.HeadMask:
+def planned(folder, model):
     """An uneven plan, as a file: another number of units at every site."""
     sites = hp.find_sites(model)
     keep = {s.name: [h for unit in s.units[: 1 + i % 2] for h in unit] for i, s in enumerate(sites)}
@@ -47,7 +41,7 @@ def planned(folder: Path, model: nn.Module) -> hp.HeadMask:
     return mask
 
 
-def prune(folder: Path, more: str = "", model: str = "base") -> str:
+def prune(folder, more="", model="base"):
     """The command that cuts a model by the plan beside it into ``out``."""
     return f"prune --model {folder / model} --plan {folder}/plan.json --out {folder / 'out'} {more}"
 
@@ -55,7 +49,7 @@ def prune(folder: Path, more: str = "", model: str = "base") -> str:
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama", torch.bfloat16), ("bert", torch.float16)], ids=["bf16", "fp16"]
 )
-def test_half_precision_is_kept(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_is_kept(name, dtype, tmp_path):
     model = saved(tmp_path, name, dtype)
     mask = planned(tmp_path, model)
     assert json_of(prune(tmp_path))["report"]["max_difference"] is not None
@@ -70,7 +64,7 @@ def test_half_precision_is_kept(name: str, dtype: torch.dtype, tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stories(tmp_path_factory):
     """A folder with a tiny Llama of 2 layers with 8 heads in 4 groups, and a recipe for it."""
     folder = tmp_path_factory.mktemp("stories")
     settings = [*FIXTURES["llama-stories"](folder), "recover=[]", "bench=null", "device=cpu"]
@@ -81,9 +75,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("policy", "units"), [("group", 4), (None, 8)])
-def test_score_with_a_policy_and_prune_by_it(
-    policy: str | None, units: int, stories: Path, tmp_path: Path
-) -> None:
+def test_score_with_a_policy_and_prune_by_it(policy, units, stories, tmp_path):
     more = f"--policy {policy}" if policy else ""
     scored, out = tmp_path / "scores.json", tmp_path / "out"
     done(f"score {stories / 'tiny.yaml'} {more} --out {scored}")
@@ -97,12 +89,11 @@ def test_score_with_a_policy_and_prune_by_it(
     assert f"keep 12 heads, policy {taken}" in (out / "README.md").read_text()
 
 
-def test_a_run_cuts_under_the_policy_of_its_recipe(stories: Path, tmp_path: Path) -> None:
+def test_a_run_cuts_under_the_policy_of_its_recipe(stories, tmp_path):
     settings = "--set select.policy=free --set select.keep_heads=7"
     result = done(f"run {stories / 'tiny.yaml'} --out {tmp_path / 'out'} {settings}")
     assert "    free: " in result.stderr
     record = hp.RunRecord.load(tmp_path / "out" / "record.json")
-    assert record.plan is not None
     kept = record.plan.mask.n_kept
     assert (record.plan.policy, kept) == ("free", 7), "no multiple of a group's two heads"
     assert {proof.what for proof in record.proofs} == {"outputs", "generation", "reload"}
@@ -113,11 +104,11 @@ def test_a_run_cuts_under_the_policy_of_its_recipe(stories: Path, tmp_path: Path
 
 
 @pytest.fixture
-def adapted(tmp_path: Path) -> Callable[[str], nn.Module]:
+def adapted(tmp_path):
     """Writes a base model and LoRA adapters for it; returns the merged model."""
     peft = pytest.importorskip("peft")
 
-    def make(name: str) -> nn.Module:
+    def make(name):
         targets = {"llama": ["q_proj", "k_proj", "v_proj", "o_proj"], "bert": ["query", "value"]}
         task = {"llama": "CAUSAL_LM", "bert": "SEQ_CLS"}[name]
         config = peft.LoraConfig(
@@ -126,14 +117,13 @@ def adapted(tmp_path: Path) -> Callable[[str], nn.Module]:
         saved(tmp_path, name)
         model = peft.get_peft_model(open_model(str(tmp_path / "base")), config)
         model.save_pretrained(tmp_path / "adapters")
-        merged: nn.Module = model.merge_and_unload()
-        return merged
+        return model.merge_and_unload()
 
     return make
 
 
 @IGNORED
-def test_adapters_are_merged_on_request_only(adapted: Any, tmp_path: Path) -> None:
+def test_adapters_are_merged_on_request_only(adapted, tmp_path):
     merged = adapted("llama")
     mask = planned(tmp_path, merged)
     message = refused(prune(tmp_path, model="adapters"))
@@ -148,9 +138,7 @@ def test_adapters_are_merged_on_request_only(adapted: Any, tmp_path: Path) -> No
 
 
 @IGNORED
-def test_adapters_are_inspected_and_refused_by_recipes(
-    adapted: Any, stories: Path, tmp_path: Path
-) -> None:
+def test_adapters_are_inspected_and_refused_by_recipes(adapted, stories, tmp_path):
     adapted("bert")
     folder = tmp_path / "adapters"
     found = json_of(f"inspect {folder}")
@@ -169,7 +157,7 @@ def test_adapters_are_inspected_and_refused_by_recipes(
 # ---------------------------------------------------------------- cards, and early refusals
 
 
-def test_the_licence_and_words_of_the_card_are_copied(tmp_path: Path) -> None:
+def test_the_licence_and_words_of_the_card_are_copied(tmp_path):
     planned(tmp_path, saved(tmp_path, "bert"))
     base, out = tmp_path / "base", tmp_path / "out"
     words = "---\nlicense: mit\n---\n# Small BERT\n\nTrained on news.\n"
@@ -196,15 +184,13 @@ def test_the_licence_and_words_of_the_card_are_copied(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_written_is_refused_before_any_work(
-    more: str, words: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_written_is_refused_before_any_work(more, words, tmp_path):
     planned(tmp_path, saved(tmp_path, "llama"))
     assert words in refused(prune(tmp_path, more))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_runs_code_is_opened_by_no_command(stories: Path, tmp_path: Path) -> None:
+def test_a_folder_that_runs_code_is_opened_by_no_command(stories, tmp_path):
     planned(tmp_path, saved(tmp_path, "llama"))
     done(prune(tmp_path, "--format remote-code"))
     out = tmp_path / "out"
@@ -221,7 +207,7 @@ def test_a_folder_that_runs_code_is_opened_by_no_command(stories: Path, tmp_path
     assert "must be a model that Transformers or headprune opens by itself" in message
 
 
-def test_a_model_that_no_inputs_can_be_made_up_for(tmp_path: Path) -> None:
+def test_a_model_that_no_inputs_can_be_made_up_for(tmp_path):
     """A tiny Whisper, which takes spectrograms: cut without a comparison, and not timed."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
@@ -245,7 +231,7 @@ def test_a_model_that_no_inputs_can_be_made_up_for(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- from file to file
 
 
-def test_streaming_needs_a_folder(tmp_path: Path) -> None:
+def test_streaming_needs_a_folder(tmp_path):
     hp.PruningPlan(hp.HeadMask.from_keep({}, {"a": 2})).save(tmp_path / "plan.json")
     given = f"--plan {tmp_path / 'plan.json'} --out {tmp_path / 'out'} --streaming"
     message = refused(f"prune --model someone/something {given}")
@@ -254,7 +240,7 @@ def test_streaming_needs_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # as outside of the tests, where a warning is no error
-def test_streaming_as_json_and_a_warning_about_other_weights(tmp_path: Path) -> None:
+def test_streaming_as_json_and_a_warning_about_other_weights(tmp_path):
     model, out = saved(tmp_path, "llama"), tmp_path / "out"
     mask = planned(tmp_path, model)
     (tmp_path / "base" / "LICENSE").write_text("free")

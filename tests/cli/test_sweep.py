@@ -1,8 +1,6 @@
 """``headprune sweep`` and ``headprune pick``: stopped and resumed, in two processes, locked; exit
 codes and words."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -24,7 +22,7 @@ N_RUNS = 8
 WRITTEN = ("table.json", "table.csv", "table.parquet", "tradeoff.svg", "summary.md", "report.html")
 
 
-def files(folder: Path) -> dict[str, tuple[int, int]]:
+def files(folder):
     """Finished files of a sweep, each with its inode and the time when it was written."""
     found = {}
     for kind in ("scores", "plans", "outcomes", "runs", "bases"):
@@ -36,14 +34,14 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY))
     return path
 
 
 @pytest.fixture(scope="module")
-def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(recipe, tmp_path_factory):
     """The folder of a sweep that nothing disturbed."""
     out = tmp_path_factory.mktemp("sweeps") / "whole"
     said = done(f"sweep {recipe} {GRID} --out {out}").stderr
@@ -53,9 +51,7 @@ def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_what_was_done_before_it_was_stopped_is_not_done_again(
-    recipe: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_what_was_done_before_it_was_stopped_is_not_done_again(recipe, whole, tmp_path):
     """The folder of a sweep that was killed: half of its runs, and no table."""
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     for path in sorted((out / "runs").glob("*.json"))[N_RUNS // 2 :]:
@@ -77,9 +73,7 @@ def test_what_was_done_before_it_was_stopped_is_not_done_again(
 @pytest.mark.parametrize(
     "backend", ["", pytest.param("--backend dask", marks=pytest.mark.long)], ids=["joblib", "dask"]
 )
-def test_several_processes_give_the_same_table(
-    backend: str, recipe: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_several_processes_give_the_same_table(backend, recipe, whole, tmp_path, capfd):
     if backend:
         pytest.importorskip("distributed")
     shutil.copytree(whole / "bases", tmp_path / "bases")
@@ -88,16 +82,14 @@ def test_several_processes_give_the_same_table(
     assert backend or not re.search("Traceback|Warning", said + capfd.readouterr().err)
 
 
-def test_its_page_is_drawn_anew(whole: Path, tmp_path: Path) -> None:
+def test_its_page_is_drawn_anew(whole, tmp_path):
     made = json_of(f"report {whole} --out {tmp_path}")
     assert sorted(made) == ["html", "markdown", "png", "svg"]
     page, there = (folder.joinpath("report.html").read_text() for folder in (tmp_path, whole))
     assert page == there
 
 
-def test_the_line_of_its_page_runs_where_the_sweep_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_of_its_page_runs_where_the_sweep_was_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     bert(tmp_path / "t4", num_labels=2)
@@ -117,15 +109,13 @@ def test_the_line_of_its_page_runs_where_the_sweep_was_started(
     assert "headprune pick" not in page, "its data is not found from here"
 
 
-def test_one_sweep_a_folder(recipe: Path, whole: Path) -> None:
+def test_one_sweep_a_folder(recipe, whole):
     with FileLock(whole / ".lock"):
         message = refused(f"sweep {recipe} {GRID} --out {whole}")
     assert "must be free, got a sweep that is running there" in message
 
 
-def test_failed_runs_end_in_a_list_and_an_exit_code(
-    recipe: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_failed_runs_end_in_a_list_and_an_exit_code(recipe, whole, tmp_path):
     shutil.copytree(whole / "bases", tmp_path / "bases")
     result = call(f"sweep {recipe} --grid keep=1,0.5 --out {tmp_path}")
     assert result.exit_code == 1
@@ -134,9 +124,7 @@ def test_failed_runs_end_in_a_list_and_an_exit_code(
     assert "## Failed" in (tmp_path / "summary.md").read_text()
 
 
-def test_bad_input(
-    recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input(recipe, whole, tmp_path, monkeypatch):
     shutil.copytree(whole / "bases", tmp_path / "bases")
     monkeypatch.setitem(sys.modules, "distributed", None)
     for arguments, words in (
@@ -148,7 +136,7 @@ def test_bad_input(
         assert words in refused(f"sweep {recipe} {arguments} --out {tmp_path}")
 
 
-def test_pick(whole: Path, tmp_path: Path) -> None:
+def test_pick(whole, tmp_path):
     command = f"pick {whole} --max-drop 0.9"
     result = done(f"{command} --out {tmp_path / 'small'}")
     assert "4 heads, shown by validation rows to lose at most 90.00 points" in result.stdout
@@ -161,7 +149,7 @@ def test_pick(whole: Path, tmp_path: Path) -> None:
     assert (found["headprune"], found["size"]) == ("Pick", 4.0)
 
 
-def test_pick_of_nothing(whole: Path, tmp_path: Path) -> None:
+def test_pick_of_nothing(whole, tmp_path):
     result = call(f"pick {whole} --max-drop -0.9")
     assert result.exit_code == 1
     assert "no model of the sweep is shown to lose at most" in result.stdout

@@ -1,8 +1,6 @@
 """A terminal and a shell: progress while one waits, colour, nothing of either in a pipe, and words
 that a shell completes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -26,32 +24,30 @@ SHELL = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     return str(bert(tmp_path_factory.mktemp("bert"), num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_bench_shows_how_long_it_takes_on_a_terminal(
-    model: str, quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_shows_how_long_it_takes_on_a_terminal(model, quiet, monkeypatch, capsys):
     parent, child = terminal()
     asked = {"batch": [1, 2], "length": [4], "seconds": 0.2, "device": "cpu", "quiet": quiet}
     with os.fdopen(child, "w") as errors, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", errors)
-        bench(model, model, **asked)  # type: ignore[arg-type]
+        bench(model, model, **asked)
     said = read_all(parent)
     assert bool(BAR.search(said)) is not quiet, said
     assert ("timing 2 sizes" in said) is not quiet
     assert "batch 2 x 4" in capsys.readouterr().out
 
 
-def test_nothing_is_drawn_into_a_pipe(model: str) -> None:
+def test_nothing_is_drawn_into_a_pipe(model):
     timed = f"bench {model} {model} --batch 1 --length 4 --seconds 0.01"
     assert done(timed).stderr == "timing 1 sizes, 0.01 s each or longer\n"
     assert done(f"{timed} --quiet").stderr == ""
 
 
-def test_help_is_coloured_on_terminals_that_want_it() -> None:
+def test_help_is_coloured_on_terminals_that_want_it():
     usual = {"TERM": "xterm-256color", "COLUMNS": "100"}
     coloured, status = on_terminal(["--help"], **usual)
     assert status == 0, coloured
@@ -60,7 +56,7 @@ def test_help_is_coloured_on_terminals_that_want_it() -> None:
     assert "\x1b[3" not in plain  # no colour; bold is none
 
 
-def recipes(start: str) -> list[str]:
+def recipes(start):
     return [name for name in shipped_recipes() if name.startswith(start)]
 
 
@@ -77,7 +73,7 @@ def recipes(start: str) -> list[str]:
         ("headprune expl", ["explain"]),
     ],
 )
-def test_a_shell_completes(words: str, expected: list[str]) -> None:
+def test_a_shell_completes(words, expected):
     assert expected
     place = str(len(words.split()) - 1)
     asked = {"_HEADPRUNE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}

@@ -5,12 +5,8 @@ without this variable every test here is skipped. ``HEADPRUNE_GPU_RECORD=path.js
 record's file, see ``record.py``.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ LAST = "test_cuda_graphs"
 
 
 @pytest.fixture(scope="session")
-def device() -> torch.device:
+def device():
     """The GPU, or what stands in for it."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "cpu"):
@@ -38,7 +34,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _with_a_device(device: torch.device) -> Iterator[None]:
+def _with_a_device(device):
     """Every test here needs the device. On a GPU warnings are written down and are no errors:
     libraries warn of what is fast or slow on each machine, and the numbers count here."""
     if device.type != "cuda":
@@ -53,26 +49,26 @@ def _with_a_device(device: torch.device) -> Iterator[None]:
 
 
 @pytest.fixture
-def compare(request: pytest.FixtureRequest, device: torch.device) -> Compare:
+def compare(request, device):
     """``compare(name, found, wanted, tolerance)``: writes the relative error into the record, then
     asserts."""
     return Compare(_name(request.node))
 
 
 @pytest.fixture
-def gpu(device: torch.device) -> torch.device:
+def gpu(device):
     """The device, for what a CPU cannot stand in for."""
     if device.type != "cuda":
         pytest.skip("a CPU stands in for the GPU, and has nothing of the kind")
     return device
 
 
-def _name(item: pytest.Item) -> str:
+def _name(item):
     return f"{item.path.stem}::{item.name}"
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
+def pytest_runtest_makereport(item, call):
     """Writes down what became of a test, also where no comparison was reached."""
     report = yield
     if report.passed:
@@ -93,6 +89,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Puts the tests of ``LAST`` at the end."""
     items.sort(key=lambda item: item.path.stem == LAST)

@@ -6,16 +6,13 @@ the CPU is the truth for every precision on the GPU: what a comparison finds is 
 computing, not of storing.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import headprune as hp
 from headprune.core.heads import HeadMask
@@ -23,7 +20,7 @@ from headprune.model.double import double_
 from headprune.model.losses import Loss, default_loss
 from headprune.model.running import call, over_tensors
 from headprune.model.sites import Sites
-from tests.laws.support import ragged
+from tests.laws.support import logits, ragged
 
 VOCABULARY = 200
 #: Examples a batch and tokens an example; every batch pads some of its examples.
@@ -54,30 +51,26 @@ class Subject:
     sites: Sites
     loss: Loss
 
-    def copy(
-        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> nn.Module:
+    def copy(self, device="cpu", dtype=torch.float32):
         """A copy of the model to run, cut or train."""
         model = copy.deepcopy(self.model)
         model = double_(model) if dtype == torch.float64 else model.to(dtype)
         return model.to(device)
 
-    def data(
-        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> list[dict[str, Any]]:
+    def data(self, device="cpu", dtype=torch.float32):
         """The batches, floating-point tensors in a dtype."""
         return [placed(batch, device, dtype) for batch in self.batches]
 
-    def ragged(self, seed: int = 0) -> HeadMask:
+    def ragged(self, seed=0):
         """Another number of heads in every layer."""
         return ragged(self.sites, seed)
 
-    def mask(self, keep: dict[str, Any]) -> HeadMask:
+    def mask(self, keep):
         """Sites that are not named keep every head."""
         return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in self.sites})
 
 
-def placed(batch: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
+def placed(batch, device, dtype):
     """A batch on a device, its floating-point tensors in a dtype."""
     return over_tensors(
         batch, lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device)
@@ -88,7 +81,7 @@ class OwnModel(nn.Module):
     """Three layers of our own attention with grouped queries, one of them causal, and a
     classifier."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.ModuleList(
             hp.MultiHeadAttention(96, 6, n_kv_heads=3, value_dim=12) for _ in range(3)
@@ -96,139 +89,108 @@ class OwnModel(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(96) for _ in range(3))
         self.head = nn.Linear(96, 3)
 
-    def forward(self, x: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+    def forward(self, x, valid_lens=None):
         for number, (attention, norm) in enumerate(zip(self.attention, self.norms, strict=True)):
             x = norm(x + attention(x, valid_lens=valid_lens, causal=number == 1))
-        out: Tensor = self.head(x[:, 0])
-        return out
+        return self.head(x[:, 0])
 
 
 class TorchModel(nn.Module):
     """PyTorch's own encoder of three layers and a classifier on the first token."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         layer = nn.TransformerEncoderLayer(96, 6, 128, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.head = nn.Linear(96, 3)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        out: Tensor = self.head(self.encoder(x, src_key_padding_mask=padding)[:, 0])
-        return out
+    def forward(self, x, padding=None):
+        return self.head(self.encoder(x, src_key_padding_mask=padding)[:, 0])
 
 
-def own_loss(model: nn.Module, batch: Any) -> Tensor:
+@torch.no_grad()
+def output(model, batch):
+    """What a model puts out."""
+    return logits(model, batch)
+
+
+def own_loss(model, batch):
     """``[batch]``, for models without labels."""
-    logits = call(model, batch)
-    return (
-        logits.float().logsumexp(-1).square()
-        if logits.dtype != torch.float64
-        else logits.logsumexp(-1).square()
-    )
+    found = call(model, batch)
+    if found.dtype != torch.float64:
+        found = found.float()
+    return found.logsumexp(-1).square()
 
 
-def _encoder() -> nn.Module:
-    return _transformers(
-        "BertForSequenceClassification",
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        intermediate_size=256,
-        max_position_embeddings=64,
-        num_labels=3,
-        initializer_range=SPREAD / 2,
-    )
+def _encoder():
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"intermediate_size": 256, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    more = {"num_labels": 3, "initializer_range": SPREAD / 2}
+    return _transformers("BertForSequenceClassification", **sizes, **more)
 
 
-def _decoder() -> nn.Module:
-    return _transformers(
-        "LlamaForCausalLM",
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=128,
-        initializer_range=SPREAD,
-        **_SPECIAL,
-    )
+def _decoder():
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": VOCABULARY}
+    return _transformers("LlamaForCausalLM", **sizes, initializer_range=SPREAD, **_SPECIAL)
 
 
-def _vision() -> nn.Module:
-    return _transformers(
-        "ViTForImageClassification",
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=4,
-        num_channels=3,
-        num_labels=3,
-        initializer_range=SPREAD,
-    )
+def _vision():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 64, "image_size": 16, "patch_size": 4, "num_channels": 3}
+    more = {"num_labels": 3, "initializer_range": SPREAD}
+    return _transformers("ViTForImageClassification", **sizes, **more)
 
 
-def _encoder_decoder() -> nn.Module:
-    return _transformers(
-        "T5ForConditionalGeneration",
-        vocab_size=VOCABULARY,
-        d_model=64,
-        d_kv=16,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
+def _encoder_decoder():
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return _transformers("T5ForConditionalGeneration", vocab_size=VOCABULARY, **sizes, **special)
 
 
-def _transformers(kind: str, **settings: Any) -> nn.Module:
+def _transformers(kind, **settings):
     import transformers
 
     found = getattr(transformers, kind)
-    model: nn.Module = found(found.config_class(**settings))
-    return model
+    return found(found.config_class(**settings))
 
 
-def _lengths(n_tokens: int) -> Tensor:
+def _lengths(n_tokens):
     """How many tokens of each example are no padding."""
     return torch.linspace(n_tokens, n_tokens // 2, N_EXAMPLES).long()
 
 
-def _text(n_tokens: int) -> dict[str, Any]:
+def _text(n_tokens):
     mask = (torch.arange(n_tokens) < _lengths(n_tokens)[:, None]).long()
     return {"input_ids": torch.randint(3, VOCABULARY, mask.shape) * mask, "attention_mask": mask}
 
 
-def _labelled_text(n_tokens: int) -> dict[str, Any]:
+def _labelled_text(n_tokens):
     return {**_text(n_tokens), "labels": torch.randint(0, 3, (N_EXAMPLES,))}
 
 
-def _images(n_tokens: int) -> dict[str, Any]:
+def _images(n_tokens):
     return {
         "pixel_values": torch.randn(N_EXAMPLES, 3, 16, 16),
         "labels": torch.randint(0, 3, (N_EXAMPLES,)),
     }
 
 
-def _text_to_text(n_tokens: int) -> dict[str, Any]:
+def _text_to_text(n_tokens):
     return {**_text(n_tokens), "labels": torch.randint(3, VOCABULARY, (N_EXAMPLES, n_tokens // 2))}
 
 
-def _vectors(n_tokens: int) -> dict[str, Any]:
+def _vectors(n_tokens):
     return {"x": torch.randn(N_EXAMPLES, n_tokens, 96), "valid_lens": _lengths(n_tokens)}
 
 
-def _padded_vectors(n_tokens: int) -> dict[str, Any]:
+def _padded_vectors(n_tokens):
     padding = torch.arange(n_tokens) >= _lengths(n_tokens)[:, None]
     return {"x": torch.randn(N_EXAMPLES, n_tokens, 96), "padding": padding}
 
 
 #: Name, model, batch of so many tokens, loss.
-_MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]], Loss]] = {
+_MAKERS = {
     "encoder": (_encoder, _labelled_text, default_loss),
     "decoder": (_decoder, _text, default_loss),
     "vision": (_vision, _images, default_loss),
@@ -240,7 +202,7 @@ NAMES = tuple(_MAKERS)
 
 
 @cache
-def subject(name: str) -> Subject:
+def subject(name):
     """The model of a name and its data: the same ones in every process and on every machine."""
     make_model, make_batch, loss = _MAKERS[name]
     with torch.random.fork_rng(devices=[]):
@@ -248,9 +210,8 @@ def subject(name: str) -> Subject:
         model = make_model().eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                if (
-                    parameter.ndim == 1
-                ):  # fresh biases are zero and norms one, which would hide mistakes
+                # Fresh biases are zero and norms one, which would hide mistakes.
+                if parameter.ndim == 1:
                     parameter += 0.1 * torch.randn_like(parameter)
                 parameter.copy_(exact(parameter))
         batches = [make_batch(n_tokens) for n_tokens in (N_TOKENS, N_TOKENS - 6)]
@@ -260,7 +221,7 @@ def subject(name: str) -> Subject:
     return Subject(name, model, batches, hp.find_sites(model), loss)
 
 
-def exact(values: Tensor) -> Tensor:
+def exact(values):
     """The nearest numbers that bfloat16 and float16 both hold exactly."""
     values = values.bfloat16().float()
     return torch.where(values.abs() < SMALLEST, torch.zeros_like(values), values)

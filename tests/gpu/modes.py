@@ -1,11 +1,9 @@
 """Precisions to compute in: a dtype of weights, TF32 on or off, autocast."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from headprune.model.double import Doubled
@@ -41,7 +39,7 @@ WIDE = (FP64, FP32, TF32)
 
 
 @contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
+def tf32(allowed):
     """Allows or forbids TF32 in products and in convolutions, which PyTorch allows it by
     default."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -55,7 +53,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 @contextmanager
-def computing(mode: Mode, device: torch.device) -> Iterator[None]:
+def computing(mode, device):
     """Computes in a mode for as long as the block lasts; in fp64 also the steps that models take in
     fp32."""
     with ExitStack() as stack:
@@ -65,3 +63,9 @@ def computing(mode: Mode, device: torch.device) -> Iterator[None]:
         if mode.autocast:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16))
         yield
+
+
+def usable(mode, device):
+    """Skips a test where the device has no such mode."""
+    if mode.tf32 and device.type == "cpu":
+        pytest.skip("a CPU has no TF32")

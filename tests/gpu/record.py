@@ -1,12 +1,9 @@
 """What the checks on a GPU found: measured errors, and what became of every test, as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -14,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headprune.core.version import __version__
 from headprune.model.running import tensors
@@ -24,7 +20,7 @@ from tests.gpu import tolerances
 VARIABLE = "HEADPRUNE_GPU_RECORD"
 
 
-def relative_error(found: Any, wanted: Any) -> float:
+def relative_error(found, wanted):
     """The largest difference over the largest number wanted, pair by pair; infinite where shapes or
     NaN differ.
 
@@ -38,13 +34,13 @@ def relative_error(found: Any, wanted: Any) -> float:
     return max(_error(a, b) for a, b in pairs)
 
 
-def _flat(value: Any) -> list[Tensor]:
+def _flat(value):
     if isinstance(value, (int, float)):
         return [torch.tensor(float(value), dtype=torch.float64)]
     return list(tensors(value))
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
+def _error(found, wanted):
     if found.shape != wanted.shape:
         return math.inf
     if not found.numel():
@@ -76,11 +72,11 @@ class Record:
     n_passed: int = 0
     warnings: dict[str, int] = field(default_factory=dict)
 
-    def warned(self, message: str) -> None:
+    def warned(self, message):
         """Counts a warning."""
         self.warnings[message] = self.warnings.get(message, 0) + 1
 
-    def write(self) -> None:
+    def write(self):
         """Writes the file whole, if one is named: after every test, so that a run that is killed
         leaves what it had."""
         if not os.environ.get(VARIABLE):
@@ -93,7 +89,7 @@ class Record:
         )
         part.replace(path)
 
-    def _content(self) -> dict[str, Any]:
+    def _content(self):
         failed = [c for c in self.checks if not c["passed"]] + [
             t for t in self.tests if t["outcome"] == "failed"
         ]
@@ -117,7 +113,7 @@ class Record:
         }
 
 
-def _machine(device: torch.device | None) -> dict[str, Any]:
+def _machine(device):
     if device is None or device.type != "cuda":
         return {
             "name": "cpu, standing in for a GPU" if device is not None else "none",
@@ -132,8 +128,8 @@ def _machine(device: torch.device | None) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "headprune": __version__}
+def _versions():
+    found = {"python": platform.python_version(), "headprune": __version__}
     for name in ("torch", "transformers", "numpy", "accelerate"):
         found[name] = version(name) if find_spec(name) is not None else None
     return {**found, "cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
@@ -149,64 +145,56 @@ class Compare:
         test: Its name in the record.
     """
 
-    def __init__(self, test: str) -> None:
+    def __init__(self, test):
         self.test = test
 
-    def __call__(
-        self, name: str, found: Any, wanted: Any, tolerance: float, mode: str = ""
-    ) -> float:
-        """Asserts that two values are equal up to a relative tolerance; returns the error."""
-        error = relative_error(found, wanted)
+    def __call__(self, name, found, wanted, tolerance, mode=""):
+        """Asserts that two values are equal up to a relative tolerance, a number or a table by
+        modes; returns the error."""
+        error, tolerance = relative_error(found, wanted), _in(tolerance, mode)
         self._add(name, mode, error, tolerance, passed=error <= tolerance)
         assert error <= tolerance, f"{name} {mode}: {error:.3e} off, and {tolerance:.3e} is allowed"
         return error
 
-    def differs(
-        self, name: str, found: Any, wanted: Any, tolerance: float, mode: str = ""
-    ) -> float:
+    def differs(self, name, found, wanted, tolerance, mode=""):
         """The negative control of a check: asserts that the error is above its tolerance."""
-        error = relative_error(found, wanted)
+        error, tolerance = relative_error(found, wanted), _in(tolerance, mode)
         self._add(f"control: {name}", mode, error, tolerance, passed=error > tolerance)
         assert error > tolerance, (
             f"{name} {mode}: only {error:.3e} off, so the check would not have seen it"
         )
         return error
 
-    def holds(self, name: str, condition: bool, mode: str = "") -> None:
+    def holds(self, name, condition, mode=""):
         """A check that is a yes or no: its error is 0 or 1."""
         self(name, float(condition), 1.0, tolerances.EXACT, mode)
 
-    def note(self, name: str, **facts: Any) -> None:
+    def note(self, name, **facts):
         """Writes down what was read or counted."""
         RECORD.notes.append({"test": self.test, "name": name, **facts})
 
-    def _add(self, name: str, mode: str, error: float, tolerance: float, passed: bool) -> None:
+    def _add(self, name, mode, error, tolerance, passed):
         shown = error if math.isfinite(error) else str(error)
-        row = {
-            "test": self.test,
-            "check": name,
-            "mode": mode,
-            "error": shown,
-            "tolerance": tolerance,
-            "passed": passed,
-        }
-        RECORD.checks.append(row)
+        row = {"test": self.test, "check": name, "mode": mode, "error": shown}
+        RECORD.checks.append({**row, "tolerance": tolerance, "passed": passed})
 
 
-def ranks(values: Tensor) -> Tensor:
+def _in(tolerance, mode):
+    return tolerance[mode] if isinstance(tolerance, dict) else tolerance
+
+
+def ranks(values):
     """Places in the order of size, from 0."""
     return values.argsort().argsort().double()
 
 
-def disagreement(found: Tensor, wanted: Tensor) -> float:
+def disagreement(found, wanted):
     """One minus Spearman's rank correlation."""
     together = torch.stack([ranks(found.cpu()), ranks(wanted.cpu())])
     return 1.0 - float(torch.corrcoef(together)[0, 1])
 
 
-def same_bits(
-    found: Iterable[Tensor] | Mapping[str, Tensor], wanted: Iterable[Tensor] | Mapping[str, Tensor]
-) -> bool:
+def same_bits(found, wanted):
     """Whether all tensors are equal, bit for bit, and of one dtype."""
     pairs = list(zip(tensors(found), tensors(wanted), strict=True))
     return bool(pairs) and all(

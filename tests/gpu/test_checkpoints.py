@@ -1,18 +1,12 @@
 """Checkpoints: saved on the GPU, loaded on the CPU and moved to the GPU, bit for bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 import headprune as hp
 from tests.gpu.models import NAMES, subject
-from tests.gpu.modes import BF16, FP16, FP32, Mode, computing
-from tests.gpu.record import Compare, same_bits
+from tests.gpu.modes import BF16, FP16, FP32, computing
+from tests.gpu.record import same_bits
 from tests.laws.support import logits
 
 CPU = torch.device("cpu")
@@ -21,15 +15,13 @@ BUILT_HERE = ("own", "torch")
 
 
 @torch.no_grad()
-def output(model: nn.Module, batch: Any) -> Tensor:
+def output(model, batch):
     return logits(model, batch)
 
 
 @pytest.mark.parametrize("mode", [FP32, BF16, FP16], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", NAMES)
-def test_saved_on_the_gpu(
-    compare: Compare, device: torch.device, tmp_path: Path, of: str, mode: Mode
-) -> None:
+def test_saved_on_the_gpu(compare, device, tmp_path, of, mode):
     found = subject(of)
     model = found.copy(device, mode.dtype)
     hp.prune_(model, found.ragged(1))
@@ -52,7 +44,7 @@ def test_saved_on_the_gpu(
 
 
 @pytest.mark.parametrize("form", ["transformers", "remote-code"])
-def test_other_formats(compare: Compare, device: torch.device, tmp_path: Path, form: str) -> None:
+def test_other_formats(compare, device, tmp_path, form):
     """Written from the GPU, where what loads is compared with the model before anything is put into
     the folder."""
     import transformers
@@ -69,7 +61,7 @@ def test_other_formats(compare: Compare, device: torch.device, tmp_path: Path, f
         )
 
 
-def test_a_refit_survives(compare: Compare, device: torch.device, tmp_path: Path) -> None:
+def test_a_refit_survives(compare, device, tmp_path):
     found = subject("decoder")
     teacher, batches = found.copy(device), found.data(device)
     model = found.copy(device)

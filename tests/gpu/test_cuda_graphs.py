@@ -4,8 +4,6 @@ replayed.
 This file runs last (``conftest.LAST``): a capture that fails may leave the GPU's context unusable.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,12 +11,11 @@ import headprune as hp
 from headprune.model.running import call
 from tests.gpu import tolerances
 from tests.gpu.models import subject
-from tests.gpu.record import Compare
 from tests.laws.support import logits
 
 
 @pytest.mark.parametrize("of", ["own", "encoder"])
-def test_a_gated_call_is_captured(compare: Compare, gpu: torch.device, of: str) -> None:
+def test_a_gated_call_is_captured(compare, gpu, of):
     found = subject(of)
     batch = found.data(gpu)[0]
     # Without padding: masks and lengths are looked at, and to look ends a capture.
@@ -51,18 +48,8 @@ def test_a_gated_call_is_captured(compare: Compare, gpu: torch.device, of: str) 
         whole = logits(model, batch)
         with hp.gated(model, changed):
             wanted = logits(model, batch)
+    compare(f"a captured call of the {of}, gates open", opened, whole, tolerances.OUTPUTS, "fp32")
     compare(
-        f"a captured call of the {of}, gates open",
-        opened,
-        whole,
-        tolerances.OUTPUTS["fp32"],
-        "fp32",
+        f"a captured call of the {of}, other gates", replayed, wanted, tolerances.OUTPUTS, "fp32"
     )
-    compare(
-        f"a captured call of the {of}, other gates",
-        replayed,
-        wanted,
-        tolerances.OUTPUTS["fp32"],
-        "fp32",
-    )
-    compare.differs("other gates do something", replayed, whole, tolerances.OUTPUTS["fp32"], "fp32")
+    compare.differs("other gates do something", replayed, whole, tolerances.OUTPUTS, "fp32")

@@ -1,24 +1,20 @@
 """Training on the GPU: the loss falls as on the CPU, and the same training twice, or stopped, gives
 the same bits."""
 
-from __future__ import annotations
-
 import copy
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import headprune as hp
 from benchmarks.determinism import VARIABLE, deterministic
 from headprune.model.losses import default_loss
 from tests.gpu import tolerances
 from tests.gpu.models import subject
-from tests.gpu.modes import AUTOCAST, FP32, FP64, Mode, computing
-from tests.gpu.record import Compare, same_bits
+from tests.gpu.modes import AUTOCAST, FP32, FP64, computing
+from tests.gpu.record import same_bits
 
 pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
 
@@ -26,13 +22,13 @@ CPU = torch.device("cpu")
 N_STEPS = 6
 
 
-def finetune(**settings: Any) -> Any:
+def finetune(**settings):
     return hp.recovery.Finetune(
         **{"steps": N_STEPS, "learning_rate": 1e-3, "schedule": "constant", **settings}
     )
 
 
-def parts(of: str, mode: Mode, device: torch.device) -> tuple[nn.Module, nn.Module, list[Any]]:
+def parts(of, mode, device):
     """A cut model without dropout, so that devices can be compared, its teacher, and batches."""
     found = subject(of)
     teacher = found.copy(device, mode.dtype)
@@ -45,16 +41,14 @@ def parts(of: str, mode: Mode, device: torch.device) -> tuple[nn.Module, nn.Modu
 
 
 @torch.no_grad()
-def loss_of(model: nn.Module, batches: list[Any], mode: Mode, device: torch.device) -> float:
+def loss_of(model, batches, mode, device):
     with computing(mode, device):
         return float(torch.cat([default_loss(model, batch) for batch in batches]).double().mean())
 
 
 @pytest.mark.parametrize("of", ["encoder", "decoder"])
 @pytest.mark.parametrize("mode", [FP64, FP32], ids=lambda mode: mode.name)
-def test_the_loss_falls_as_on_the_cpu(
-    compare: Compare, device: torch.device, of: str, mode: Mode
-) -> None:
+def test_the_loss_falls_as_on_the_cpu(compare, device, of, mode):
     losses = []
     for where in (device, CPU):
         model, teacher, batches = parts(of, mode, where)
@@ -64,15 +58,10 @@ def test_the_loss_falls_as_on_the_cpu(
         after = loss_of(model, batches, mode, where)
         compare.holds(f"the loss of the {of} falls on {where.type}", after < before, mode.name)
         losses.append(after)
-    compare(
-        f"the loss of the {of} after {N_STEPS} steps",
-        *losses,
-        tolerances.TRAINING[mode.name],
-        mode.name,
-    )
+    compare(f"the loss of the {of} after {N_STEPS} steps", *losses, tolerances.TRAINING, mode.name)
 
 
-def test_mixed_precision(compare: Compare, device: torch.device) -> None:
+def test_mixed_precision(compare, device):
     model, _, batches = parts("encoder", FP32, device)
     before = loss_of(model, batches, FP32, device)
     wide = copy.deepcopy(model)
@@ -90,16 +79,14 @@ def test_mixed_precision(compare: Compare, device: torch.device) -> None:
     )
 
 
-def trained(
-    device: torch.device, folder: Path | None = None, stop: int | None = None, **settings: Any
-) -> dict[str, Tensor]:
+def trained(device, folder=None, stop=None, **settings):
     """The weights after a training with dropout; with ``stop``, one that was interrupted in this
     step and goes on."""
     found = subject("encoder")
     teacher, batches = found.copy(device), found.data(device)
     chosen = finetune(distill=0.5, **settings)
 
-    def once(loss: Any) -> nn.Module:
+    def once(loss):
         model = copy.deepcopy(teacher)
         hp.prune_(model, found.ragged(1))
         hp.recover_(model, batches, chosen, teacher, loss=loss, folder=folder)
@@ -108,7 +95,6 @@ def trained(
     if stop is not None:
         with pytest.raises(KeyboardInterrupt):
             once(Interrupted(stop))
-        assert folder is not None
         assert any(folder.iterdir())
     return {name: tensor.clone() for name, tensor in once(default_loss).state_dict().items()}
 
@@ -116,10 +102,10 @@ def trained(
 class Interrupted:
     """The default loss, which the user interrupts in one of its calls."""
 
-    def __init__(self, stop: int) -> None:
+    def __init__(self, stop):
         self.left = stop
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+    def __call__(self, model, batch):
         self.left -= 1
         if self.left < 0:
             raise KeyboardInterrupt
@@ -127,9 +113,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_deterministic_training(
-    compare: Compare, device: torch.device, tmp_path: Path, precision: str | None
-) -> None:
+def test_deterministic_training(compare, device, tmp_path, precision):
     """A study goes on on the next machine from a checkpoint: that must be the training that was
     never stopped."""
     mode = "autocast" if precision else "fp32"
@@ -142,7 +126,7 @@ def test_deterministic_training(
     compare.differs("another seed trains otherwise", other, first, tolerances.EXACT, mode)
 
 
-def test_training_without_these_settings(compare: Compare, device: torch.device) -> None:
+def test_training_without_these_settings(compare, device):
     """Not promised to be the same twice; whether it is, is written down."""
     compare.note(
         "trained twice without deterministic settings",
@@ -150,7 +134,7 @@ def test_training_without_these_settings(compare: Compare, device: torch.device)
     )
 
 
-def test_cublas_knows_its_workspace(compare: Compare, device: torch.device) -> None:
+def test_cublas_knows_its_workspace(compare, device):
     compare.note("workspace of cuBLAS", **{VARIABLE: os.environ.get(VARIABLE)})
     with deterministic():
         assert os.environ[VARIABLE] in (":4096:8", ":16:8")

@@ -1,7 +1,5 @@
 """Fingerprints and plans do not depend on the device."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -11,17 +9,15 @@ import headprune as hp
 from headprune.model.fingerprint import fingerprint, weights_digest
 from headprune.model.running import digest_of
 from tests.gpu.models import NAMES, subject
-from tests.gpu.modes import BF16, FP32, FP64, Mode
-from tests.gpu.record import Compare, same_bits
+from tests.gpu.modes import BF16, FP32, FP64
+from tests.gpu.record import same_bits
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("mode", [FP64, FP32, BF16], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", NAMES)
-def test_the_same_on_both_devices(
-    compare: Compare, device: torch.device, of: str, mode: Mode
-) -> None:
+def test_the_same_on_both_devices(compare, device, of, mode):
     found = subject(of)
     here, there = found.copy(device, mode.dtype), found.copy(CPU, mode.dtype)
     marks = [fingerprint(model, hp.find_sites(model)) for model in (here, there)]
@@ -41,9 +37,7 @@ def test_the_same_on_both_devices(
 
 
 @pytest.mark.parametrize("of", NAMES)
-def test_a_plan_from_one_device_fits_the_other(
-    compare: Compare, device: torch.device, of: str
-) -> None:
+def test_a_plan_from_one_device_fits_the_other(compare, device, of):
     """Without the warning that the weights are others."""
     found, cut = subject(of), []
     for scored_on, cut_on in ((CPU, device), (device, CPU)):

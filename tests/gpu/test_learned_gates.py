@@ -1,29 +1,22 @@
 """Learned gates on the GPU: steps run, nothing lies on two devices, draws and gradients are the
 CPU's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 import headprune as hp
 from headprune.gating import HardConcrete, SubsetTopk
-from headprune.gating.stochastic import GateDistribution
 from headprune.model.losses import default_loss
 from tests.gpu import tolerances
 from tests.gpu.models import subject
-from tests.gpu.modes import AUTOCAST, FP32, FP64, Mode, computing
-from tests.gpu.record import Compare
+from tests.gpu.modes import AUTOCAST, FP32, FP64, computing
 from tests.laws.support import no_dropout
 
 CPU = torch.device("cpu")
 DISTRIBUTIONS = [HardConcrete(keep=0.5, warmup=2), SubsetTopk(keep=0.5, steps=3)]
 
 
-def trained(
-    of: str, distribution: GateDistribution, mode: Mode, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def trained(of, distribution, mode, device):
     """Slopes of the gates' weights in the first step, and the weights after four."""
     found = subject(of)
     model, batches = (
@@ -31,7 +24,7 @@ def trained(
         found.data(device, mode.dtype),
     )
     model.training = True  # gates are drawn, and dropout that is a function stays out
-    slopes: list[Tensor] = []
+    slopes = []
     with computing(mode, device), hp.learned_gates(model, distribution, seed=3) as gates:
         # The slope at a step of length 1 is compared, because Adam's step has one length whatever
         # the slope is.
@@ -51,9 +44,7 @@ def trained(
 @pytest.mark.parametrize("mode", [FP64, FP32, AUTOCAST], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: distribution.name)
 @pytest.mark.parametrize("of", ["encoder", "decoder"])
-def test_gates_are_trained(
-    compare: Compare, device: torch.device, of: str, distribution: GateDistribution, mode: Mode
-) -> None:
+def test_gates_are_trained(compare, device, of, distribution, mode):
     slopes, weights = trained(of, distribution, mode, device)
     first, last = trained(of, distribution, FP64, CPU)
     name = f"{distribution.name} of the {of}"
@@ -76,7 +67,7 @@ def test_gates_are_trained(
     )
 
 
-def test_evaluation_is_hard(compare: Compare, device: torch.device) -> None:
+def test_evaluation_is_hard(compare, device):
     found = subject("encoder")
     model, batch = found.copy(device), found.data(device)[0]
     with hp.learned_gates(model, SubsetTopk(keep=0.5, steps=3)) as gates, torch.no_grad():

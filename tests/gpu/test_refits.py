@@ -1,26 +1,21 @@
 """Refits on the GPU are those of the CPU: weights and outputs, in fp64 and fp32; TF32 costs them
 its rounding alone."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import headprune as hp
 from headprune.recovery import registry
 from tests.gpu import tolerances
 from tests.gpu.models import subject
-from tests.gpu.modes import FP64, TF32, WIDE, Mode, computing
-from tests.gpu.record import Compare
+from tests.gpu.modes import FP64, TF32, WIDE, computing
 from tests.laws.support import logits
 
 CPU = torch.device("cpu")
-R: Any = hp.recovery
+R = hp.recovery
 METHODS = [
     R.Lstsq(),
     R.Lstsq(feed_forward=True),
@@ -41,9 +36,7 @@ CASES = [
 ]
 
 
-def refitted(
-    of: str, method: Any, mode: Mode, device: torch.device
-) -> tuple[dict[str, Tensor], Tensor, float]:
+def refitted(of, method, mode, device):
     """What a refit changes, what the model then puts out, and the share of the error that is left
     over."""
     found = subject(of)
@@ -61,13 +54,13 @@ def refitted(
 
 
 @cache
-def truth(of: str, method: Any) -> tuple[dict[str, Tensor], Tensor, float]:
+def truth(of, method):
     return refitted(of, method, FP64, CPU)
 
 
 @pytest.mark.parametrize("mode", WIDE, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(("of", "method"), CASES, ids=repr)
-def test_a_refit(compare: Compare, device: torch.device, of: str, method: Any, mode: Mode) -> None:
+def test_a_refit(compare, device, of, method, mode):
     if mode.tf32 and device.type == "cpu":
         pytest.skip("a CPU has no TF32")
     if mode is FP64 and device.type == "cpu":
@@ -90,12 +83,12 @@ def test_a_refit(compare: Compare, device: torch.device, of: str, method: Any, m
         )
 
 
-def test_all_that_do_not_train_are_here() -> None:
+def test_all_that_do_not_train_are_here():
     names = {name for name in registry.names() if not registry.get(name).trains}
     assert {type(m).__name__ for m in METHODS} == {registry.get(name).__name__ for name in names}
 
 
-def test_a_refit_of_other_data_is_seen(compare: Compare, device: torch.device) -> None:
+def test_a_refit_of_other_data_is_seen(compare, device):
     """The negative control: a refit over half of the data has other weights."""
     found = subject("encoder")
     teacher, batches = found.copy(device, FP64.dtype), found.data(device, FP64.dtype)

@@ -7,28 +7,24 @@ label that is drawn lies at a step of a cumulated distribution, which rounding m
 narrow numbers drawn labels differ, so drawing scorers are compared in fp64 and fp32.
 """
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import headprune as hp
 from headprune.scoring import registry
 from tests.gpu import tolerances
-from tests.gpu.models import NAMES, Subject, placed, subject
-from tests.gpu.modes import FP16, FP32, FP64, MODES, TF32, WIDE, Mode, computing
-from tests.gpu.record import Compare, disagreement
+from tests.gpu.models import NAMES, placed, subject
+from tests.gpu.modes import FP16, FP32, FP64, MODES, TF32, WIDE, computing
+from tests.gpu.record import disagreement
 from tests.reference import scores as reference
 
 CPU = torch.device("cpu")
-S: Any = hp.scoring
+S = hp.scoring
 
 #: Settings that keep a check short; all other scorers run as they are.
-SHORT: dict[str, Any] = {
+SHORT = {
     "attattr": S.Attattr(steps=4),
     "attribution_patching": S.AttributionPatching(base="mean"),
     "hard_concrete": S.HardConcrete(steps=10, block=4),
@@ -57,24 +53,24 @@ SLOW = (*TRAINED, "attattr", "integrated_gradients", "shapley", "surgeon")
 NO_MAPS = {("torch", "entropy"), ("torch", "attattr")}
 
 
-def flat(found: Any) -> Tensor:
+def flat(found):
     """``[units]`` of all sites."""
     return torch.tensor([value for row in found.values for value in row], dtype=torch.float64)
 
 
-def scored(of: Subject, scorer: Any, mode: Mode, device: torch.device) -> Tensor:
+def scored(of, scorer, mode, device):
     model, batches = of.copy(device, mode.dtype), of.data(device, mode.dtype)
     with computing(mode, device):
         return flat(hp.score(model, batches, scorer, loss=of.loss, progress=False))
 
 
 @cache
-def truth(name: str, scorer: Any) -> Tensor:
+def truth(name, scorer):
     """Scores on the CPU in fp64."""
     return scored(subject(name), scorer, FP64, CPU)
 
 
-def rehearsable(known: str, mode: Mode) -> None:
+def rehearsable(known, mode):
     """Skips what says nothing, or takes long, where a CPU stands in for the GPU."""
     if mode.tf32:
         pytest.skip("a CPU has no TF32")
@@ -84,9 +80,7 @@ def rehearsable(known: str, mode: Mode) -> None:
         pytest.skip("float16 takes ten times as long on a CPU")
 
 
-def check(
-    compare: Compare, of: str, scorer: Any, mode: Mode, device: torch.device, known: str
-) -> None:
+def check(compare, of, scorer, mode, device, known):
     if device.type == "cpu":
         rehearsable(known, mode)
     wanted = truth(of, scorer)
@@ -105,22 +99,20 @@ def check(
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("name", registry.names())
-def test_every_scorer(compare: Compare, device: torch.device, name: str, mode: Mode) -> None:
+def test_every_scorer(compare, device, name, mode):
     check(compare, "encoder", SHORT.get(name, name), mode, device, name)
 
 
 @pytest.mark.parametrize("mode", [FP64, FP32], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("scorer", OTHERS, ids=repr)
-def test_other_settings(compare: Compare, device: torch.device, scorer: Any, mode: Mode) -> None:
+def test_other_settings(compare, device, scorer, mode):
     check(compare, "encoder", scorer, mode, device, repr(scorer))
 
 
 @pytest.mark.parametrize("mode", WIDE, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("scorer", SOME)
 @pytest.mark.parametrize("of", [name for name in NAMES if name != "encoder"])
-def test_every_model(
-    compare: Compare, device: torch.device, of: str, scorer: str, mode: Mode
-) -> None:
+def test_every_model(compare, device, of, scorer, mode):
     if (of, scorer) in NO_MAPS:
         pytest.skip("no attention maps are to be had")
     draws = scorer in ("ggn", "surgeon") and of in ("decoder", "encoder-decoder")
@@ -130,29 +122,27 @@ def test_every_model(
 
 
 @pytest.mark.parametrize("policy", ["balanced", "free"])
-def test_policies(compare: Compare, device: torch.device, policy: str) -> None:
+def test_policies(compare, device, policy):
     of, found = subject("decoder"), []
     for where in (device, CPU):
         model, batches = of.copy(where, FP64.dtype), of.data(where, FP64.dtype)
         sites = hp.find_sites(model, policy=policy)
         with computing(FP64, where):
             found.append(flat(hp.score(model, batches, "taylor", sites=sites, progress=False)))
-    compare(f"scores under policy {policy}", *found, tolerances.SCORES["fp64"], "fp64")
+    compare(f"scores under policy {policy}", *found, tolerances.SCORES, "fp64")
 
 
-def test_batches_may_lie_on_either_device(compare: Compare, device: torch.device) -> None:
+def test_batches_may_lie_on_either_device(compare, device):
     of = subject("encoder")
     model = of.copy(device)
     found = [
         flat(hp.score(model, of.data(where), "taylor", progress=False)) for where in (device, CPU)
     ]
     # Not the same bits: the backward pass of fused attention may add up in any order.
-    compare(
-        "scores with batches on the GPU and on the CPU", *found, tolerances.SCORES["fp32"], "fp32"
-    )
+    compare("scores with batches on the GPU and on the CPU", *found, tolerances.SCORES, "fp32")
 
 
-def test_standard_errors_samples_and_curvature(compare: Compare, device: torch.device) -> None:
+def test_standard_errors_samples_and_curvature(compare, device):
     of, found = subject("encoder"), []
     for where in (device, CPU):
         with computing(FP64, where):
@@ -163,10 +153,10 @@ def test_standard_errors_samples_and_curvature(compare: Compare, device: torch.d
         found.append(
             [errors, torch.tensor(scores.samples.matrix), torch.tensor(scores.curvature.matrix)]
         )
-    compare("standard errors, samples and curvature", *found, tolerances.SCORES["fp64"], "fp64")
+    compare("standard errors, samples and curvature", *found, tolerances.SCORES, "fp64")
 
 
-def test_a_head_that_is_scaled_is_seen(compare: Compare, device: torch.device) -> None:
+def test_a_head_that_is_scaled_is_seen(compare, device):
     """Another model must not pass: one head's output weights are 1 % larger."""
     of = subject("encoder")
     model, site = of.copy(device, FP32.dtype), of.sites[1]
@@ -175,15 +165,11 @@ def test_a_head_that_is_scaled_is_seen(compare: Compare, device: torch.device) -
     with computing(FP32, device):
         found = flat(hp.score(model, of.data(device), "taylor", progress=False))
     compare.differs(
-        "a head scaled by 1.01",
-        found,
-        truth("encoder", "taylor"),
-        tolerances.SCORES["fp32"],
-        "fp32",
+        "a head scaled by 1.01", found, truth("encoder", "taylor"), tolerances.SCORES, "fp32"
     )
 
 
-def test_tf32_is_really_on(compare: Compare, gpu: torch.device) -> None:
+def test_tf32_is_really_on(compare, gpu):
     """What is compared as TF32 is TF32: it would not pass for fp32."""
     found = scored(subject("decoder"), "taylor", TF32, gpu)
     compare.differs(
@@ -191,7 +177,7 @@ def test_tf32_is_really_on(compare: Compare, gpu: torch.device) -> None:
     )
 
 
-def test_generated_batches_keep_their_device(compare: Compare, device: torch.device) -> None:
+def test_generated_batches_keep_their_device(compare, device):
     """Until the lowest heads are settled, batches are read one by one."""
     of, found = subject("encoder"), []
     for where in (device, CPU):
@@ -201,4 +187,4 @@ def test_generated_batches_keep_their_device(compare: Compare, device: torch.dev
             found.append(
                 flat(hp.score(model, batches, "taylor", until=hp.Stable(k=8), progress=False))
             )
-    compare("scores until they are stable", *found, tolerances.SCORES["fp64"], "fp64")
+    compare("scores until they are stable", *found, tolerances.SCORES, "fp64")

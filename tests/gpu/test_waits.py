@@ -1,25 +1,20 @@
 """How often scoring waits for the GPU: PyTorch counts the calls that do."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
 import headprune as hp
 from headprune.model.running import call
-from tests.gpu.models import Subject, subject
-from tests.gpu.record import Compare
+from tests.gpu.models import subject
 
 #: Batches of a short and of a long pass; what is done once a call cancels out.
 FEW, MANY = 3, 7
 
 
-def waits(work: Callable[[], Any]) -> int:
+def waits(work):
     """Calls in ``work`` that wait for the GPU."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as said:
@@ -32,13 +27,13 @@ def waits(work: Callable[[], Any]) -> int:
     return sum("called a synchronizing" in str(warning.message) for warning in said)
 
 
-def batches_of(of: Subject, count: int) -> list[Any]:
+def batches_of(of, count):
     """Batches on the CPU, as a loader gives them, without lengths that our attention looks at."""
     batch = {name: value for name, value in of.batches[0].items() if name != "valid_lens"}
     return [batch] * count
 
 
-def per_batch(of: Subject, work: Callable[[list[Any]], Any]) -> float:
+def per_batch(of, work):
     work(batches_of(of, FEW))  # what libraries do once
     few, many = (waits(partial(work, batches_of(of, count))) for count in (FEW, MANY))
     return (many - few) / (MANY - FEW)
@@ -48,15 +43,13 @@ def per_batch(of: Subject, work: Callable[[list[Any]], Any]) -> float:
     "scorer", ["taylor", "fisher", "leave_one_out", "activation_norm", "obs", "ggn", "surgeon"]
 )
 @pytest.mark.parametrize("of", ["own", "encoder", "decoder"])
-def test_scoring_waits_no_more_than_the_model_does(
-    compare: Compare, gpu: torch.device, of: str, scorer: str
-) -> None:
+def test_scoring_waits_no_more_than_the_model_does(compare, gpu, of, scorer):
     """Of ``taylor`` it is asserted, of the others written down. A model of Transformers may wait by
     itself, where it looks at masks."""
     found = subject(of)
     model = found.copy(gpu)
 
-    def bare(batches: list[Any]) -> None:
+    def bare(batches):
         for batch in batches:
             with torch.no_grad():
                 call(
@@ -77,7 +70,7 @@ def test_scoring_waits_no_more_than_the_model_does(
         )
 
 
-def test_a_wait_is_seen(compare: Compare, gpu: torch.device) -> None:
+def test_a_wait_is_seen(compare, gpu):
     """The negative control: to read a value waits."""
     values = torch.ones(3, device=gpu)
     compare.holds("a read value is a wait", waits(lambda: values.sum().item()) == 1)

@@ -12,8 +12,6 @@ scorers with a CPU for the GPU (TF32: emulated, operands rounded to 11 bits); th
 factor of 5 to 10 to another order of sums.
 """
 
-from __future__ import annotations
-
 #: The same bits.
 EXACT = 0.0
 

@@ -1,17 +1,12 @@
 """Agreement of scores: against SciPy and by hand, its intervals, what it refuses, averaged ranks."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
-from rich.console import Console
 from scipy.stats import kendalltau, rankdata, spearmanr
 
 import headprune as hp
@@ -30,33 +25,36 @@ SITES = tuple(
 MARK = ModelFingerprint("s", "w")
 
 
-def fixed(values: Any, scorer: str = "magnitude", **changes: Any) -> HeadScores:
+def fixed(values, scorer="magnitude", **changes):
     rows = tuple(tuple(map(float, row)) for row in np.reshape(values, (2, 6)))
     return replace(HeadScores(SITES, rows, None, scorer, EMPTY, 0, MARK), **changes)
 
 
-def sampled(matrix: Any, scorer: str = "taylor", data: str = "data") -> HeadScores:
+def sampled(matrix, scorer="taylor", data="data"):
     samples = Samples.of(matrix)
     return fixed(matrix.mean(0), scorer, samples=samples, n_examples=len(matrix), data=data)
 
 
-def noise(seed: int, n: int = 40) -> Any:
+def noise(seed, n=40):
     return np.random.default_rng(seed).normal(size=(n, 12)) + 0.2 * np.arange(12)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_measures_are_scipys_and_sets_by_hand(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    a, b = rng.integers(5, size=12), rng.normal(size=12)  # ties on one side
-    pair = hp.agreement(fixed(a), fixed(b), k=4).pairs[0]
-    assert pair.spearman.value == pytest.approx(spearmanr(a, b).statistic)
-    assert pair.kendall.value == pytest.approx(kendalltau(a, b).statistic)
-    first, second = ({(u.site, u.unit) for u in fixed(x).ranked()[:4]} for x in (a, b))
-    assert pair.jaccard.value == pytest.approx(len(first & second) / len(first | second))
-    assert (pair.spearman.low, pair.kendall.high) == (None, None)
+def test_measures_are_scipys_and_sets_by_hand():
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        a, b = rng.integers(5, size=12), rng.normal(size=12)  # ties on one side
+        pair = hp.agreement(fixed(a), fixed(b), k=4).pairs[0]
+        assert pair.spearman.value == pytest.approx(spearmanr(a, b).statistic)
+        assert pair.kendall.value == pytest.approx(kendalltau(a, b).statistic)
+        first, second = ({(u.site, u.unit) for u in fixed(x).ranked()[:4]} for x in (a, b))
+        assert pair.jaccard.value == pytest.approx(len(first & second) / len(first | second))
+        assert (pair.spearman.low, pair.kendall.high) == (None, None)
+    old = hp.agreement(fixed(np.arange(12)), fixed(noise(2).mean(0), "old", n_examples=9))
+    assert old.pairs[0].spearman.low is None
+    assert old.notes == ("old is held fixed: scores of 'old' without them",)
 
 
-def test_intervals_are_those_of_a_literal_bootstrap() -> None:
+def test_intervals_are_those_of_a_literal_bootstrap():
     """The same resampled examples are taken for both scorers."""
     a, b = noise(0), noise(0) ** 2 + noise(1)
     found = hp.agreement(sampled(a), sampled(b, "fisher"), draws=1000).pairs[0].spearman
@@ -71,28 +69,15 @@ def test_intervals_are_those_of_a_literal_bootstrap() -> None:
     assert_allclose([found.low, found.high], wanted, atol=0.15 * width)
 
 
-def test_scores_of_the_same_examples_share_their_resamples() -> None:
+def test_scores_of_the_same_examples_share_their_resamples():
     """The same numbers twice agree in every resample; as numbers of other data they do not."""
     together = hp.agreement(sampled(noise(0)), sampled(noise(0))).pairs[0].spearman
     apart = hp.agreement(sampled(noise(0)), sampled(noise(0), data="other")).pairs[0].spearman
     assert (together.low, together.high) == (1.0, 1.0)
-    assert apart.low is not None
     assert apart.low < 0.97
 
 
-def test_more_data_make_narrower_intervals_and_none_make_none() -> None:
-    def width(n: int) -> Any:
-        pair = hp.agreement(sampled(noise(0, n)), fixed(np.arange(12))).pairs[0]
-        return pair.kendall.high - pair.kendall.low  # type: ignore[operator]
-
-    assert width(40) > 2 * width(4000)
-    old = fixed(noise(2).mean(0), "old", n_examples=9)
-    found = hp.agreement(fixed(np.arange(12)), old)
-    assert found.pairs[0].spearman.low is None
-    assert found.notes == ("old is held fixed: scores of 'old' without them",)
-
-
-def test_it_is_a_value_with_a_table() -> None:
+def test_it_is_a_value_with_a_table():
     found = hp.agreement(sampled(noise(0)), fixed(np.arange(12)), sampled(noise(1)), k=3)
     assert found.names == ("taylor (1)", "magnitude", "taylor (2)")
     assert Agreement.from_json(found.to_json()) == found
@@ -102,17 +87,15 @@ def test_it_is_a_value_with_a_table() -> None:
         found.between("magnitude", "tailor (1)")
     with pytest.raises(UnknownName, match="two different names of those compared"):
         found.between("magnitude", "magnitude")
-    with (console := Console(width=200)).capture() as captured:
-        console.print(found.__rich__())
     assert "Jaccard of the 3 lowest" in str(found)
-    for text in (str(found), found._repr_html_(), captured.get()):
+    for text in (str(found), found._repr_html_()):
         assert str(pair.spearman) in text
         assert "taylor (1) - magnitude" in text
     flat = fixed(np.arange(12))
     assert "<b>" not in hp.agreement(flat, flat, names=["<b>", "[b]"])._repr_html_()
 
 
-def test_equal_scores_have_no_order() -> None:
+def test_equal_scores_have_no_order():
     """NaN is not equal to itself; an agreement is equal to what is read back, and so is its hash."""
     found = hp.agreement(fixed(np.ones(12), "flat"), sampled(noise(0)))
     assert math.isnan(found.pairs[0].spearman.value)
@@ -126,7 +109,7 @@ def test_equal_scores_have_no_order() -> None:
     assert found.pairs[0].spearman != math.nan
 
 
-def test_the_picture_is_written_in_known_formats(tmp_path: Path) -> None:
+def test_the_picture_is_written_in_known_formats(tmp_path):
     scores = [sampled(noise(0)), fixed(np.ones(12)), sampled(noise(1))]
     found = hp.agreement(*scores, names=["one", "two", "three"])
     for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
@@ -143,33 +126,34 @@ OTHER_MODEL = fixed(np.arange(12), "other", model=ModelFingerprint("t", "w"))
 OTHER_WEIGHTS = fixed(np.arange(12), model=ModelFingerprint("s", "x"))
 
 
-@pytest.mark.parametrize(
-    ("scores", "settings", "error", "words"),
-    [
-        ([A], {}, InvalidValue, "two scores or more, got 1"),
-        ([[A, A]], {}, InvalidValue, r"given HeadScores, .*got list"),
-        ([A, OTHER_MODEL], {}, PlanMismatch, "scores of one model, got magnitude and other of"),
-        ([A, A.of("layer.0")], {}, PlanMismatch, r"same sites and units, got layer\.1 with 6"),
-        ([A, A], {"k": 0}, InvalidValue, "a count of units from 1 to 11"),
-        ([A, A], {"k": 12}, InvalidValue, "a count of units from 1 to 11"),
-        ([A, A], {"names": ["a"]}, InvalidValue, "one name per score, 2, got 1"),
-        ([A, A], {"names": ["a", "a"]}, InvalidValue, "different from one another"),
-    ],
-)
-def test_scores_that_cannot_be_compared_are_refused(
-    scores: list[Any], settings: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        hp.agreement(*scores, **settings)
+WRONG = [
+    ([A], {}, InvalidValue, "two scores or more, got 1"),
+    ([[A, A]], {}, InvalidValue, r"given HeadScores, .*got list"),
+    ([A, OTHER_MODEL], {}, PlanMismatch, "scores of one model, got magnitude and other of"),
+    ([A, A.of("layer.0")], {}, PlanMismatch, r"same sites and units, got layer\.1 with 6"),
+    ([A, A], {"k": 0}, InvalidValue, "a count of units from 1 to 11"),
+    ([A, A], {"k": 12}, InvalidValue, "a count of units from 1 to 11"),
+    ([A, A], {"names": ["a"]}, InvalidValue, "one name per score, 2, got 1"),
+    ([A, A], {"names": ["a", "a"]}, InvalidValue, "different from one another"),
+]
 
 
-def test_other_weights_are_noted_and_their_ranks_are_not_averaged() -> None:
+def test_scores_that_cannot_be_compared_are_refused_and_other_weights_noted():
+    for scores, settings, error, words in WRONG:
+        with pytest.raises(error, match=words):
+            hp.agreement(*scores, **settings)
     assert "the scores are of models with other weights" in hp.agreement(A, OTHER_WEIGHTS).notes
     with pytest.raises(PlanMismatch, match="models with other weights"):
         rank_average([A, OTHER_WEIGHTS])
 
 
-def test_ranks_are_averaged() -> None:
+def test_the_same_sites_in_another_order_are_refused():
+    turned = replace(A, sites=A.sites[::-1])
+    with pytest.raises(PlanMismatch, match="scores of the same sites"):
+        hp.agreement(A, turned)
+
+
+def test_ranks_are_averaged():
     a, b = np.array([5, 5, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]), 1000.0 * np.arange(12)
     found = rank_average([fixed(a), fixed(b, "random")])
     assert_allclose(np.ravel(found.values), (rankdata(a) + rankdata(b)) / 2)
@@ -181,7 +165,7 @@ def test_ranks_are_averaged() -> None:
         rank_average([sampled(noise(0)), A]).stable(3)
 
 
-def test_averaged_ranks_have_standard_errors_and_know_their_examples() -> None:
+def test_averaged_ranks_have_standard_errors_and_know_their_examples():
     a, b = noise(0), noise(0) + noise(1)
     found = rank_average([sampled(a), sampled(b, "fisher"), A], draws=1000)
     assert (found.n_examples, found.data, found.seed) == (40, "data", 0)
@@ -189,5 +173,4 @@ def test_averaged_ranks_have_standard_errors_and_know_their_examples() -> None:
     for _ in range(1000):
         rows = rng.integers(40, size=40)
         drawn.append((rankdata(a[rows].mean(0)) + rankdata(b[rows].mean(0)) + np.arange(1, 13)) / 3)
-    assert found.standard_errors is not None
     assert_allclose(np.ravel(found.standard_errors), np.std(drawn, axis=0), rtol=0.15)

@@ -5,19 +5,14 @@ Every function that our code calls, and every function of torch or Python that o
 made to raise once: at the first call of all, at the second, and so on.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import headprune as hp
 from headprune.recovery import Finetune
@@ -40,17 +35,17 @@ _HARMLESS = {
 class Raise:
     """Raises at the n-th call that our code makes or is, in the block; counts them where n is 0."""
 
-    def __init__(self, n: int = 0) -> None:
+    def __init__(self, n=0):
         self.n, self.count, self.where = n, 0, ""
 
-    def __enter__(self) -> Raise:
+    def __enter__(self):
         sys.setprofile(self._watch)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_):
         sys.setprofile(None)
 
-    def _watch(self, frame: Any, event: str, function: Any) -> None:
+    def _watch(self, frame, event, function):
         if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(HERE):
             return
         # Where a generator goes on, its frame would end without its own `finally`, which no real
@@ -67,7 +62,7 @@ class Raise:
             raise Injected(self.where)
 
 
-def held_by(value: Any) -> Any:
+def held_by(value):
     """An attribute by identity, plain ones by value, with the items of a mapping or a set."""
     if isinstance(value, dict):
         return id(value), [(key, id(item)) for key, item in value.items()]
@@ -76,7 +71,7 @@ def held_by(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else id(value)
 
 
-def picture(model: nn.Module) -> Any:
+def picture(model):
     """Everything that a model is: classes, attributes, hooks, and tensors by identity, flags and
     bits."""
     modules = {
@@ -95,7 +90,7 @@ def picture(model: nn.Module) -> Any:
     return modules, tensors, None if config is None else config.to_dict()
 
 
-def same(before: Any, after: Any, where: str) -> None:
+def same(before, after, where):
     assert before[0].keys() == after[0].keys(), where
     for name, module in before[0].items():
         assert module == after[0][name], f"{name!r} is not as it was after an error at {where}"
@@ -107,7 +102,7 @@ def same(before: Any, after: Any, where: str) -> None:
     assert before[2] == after[2], where
 
 
-def raised_everywhere(model: nn.Module, work: Callable[[nn.Module], Any], step: int) -> int:
+def raised_everywhere(model, work, step):
     """Lets every ``step``-th call of the work raise, in turn; the model must be as it was. Returns
     how many did."""
     for _ in range(2):  # the second has found what is remembered between calls
@@ -125,14 +120,13 @@ def raised_everywhere(model: nn.Module, work: Callable[[nn.Module], Any], step: 
                 n_raised += 1
                 same(before, picture(subject), raising.where)
                 continue
-        # Where an error is one of the answers that the work expects, it goes on and comes to its
-        # end.
+        # An error that the work expects as an answer: it came to its end.
         subject = copy.deepcopy(model)
         before = picture(subject)
     return n_raised
 
 
-def parts(some: int, many: int = 1) -> Any:
+def parts(some, many=1):
     """Every so many-th call in the usual tier, and more of them, or all, in the long one."""
     return pytest.mark.parametrize(
         "step", [some, pytest.param(many, marks=pytest.mark.long)], ids=["some", "many"]
@@ -141,7 +135,7 @@ def parts(some: int, many: int = 1) -> Any:
 
 @parts(307)
 @pytest.mark.parametrize("name", DEEP)
-def test_a_cut(name: str, step: int) -> None:
+def test_a_cut(name, step):
     case = subject_of(name)
     case.model.train()
     case.model.register_forward_hook(lambda *_: None)
@@ -152,7 +146,7 @@ def test_a_cut(name: str, step: int) -> None:
 
 @parts(997, 11)
 @pytest.mark.parametrize("name", ["gpt2", "multi_head_attention"])
-def test_a_cut_with_its_proof(name: str, step: int) -> None:
+def test_a_cut_with_its_proof(name, step):
     case = subject_of(name)
     for parameter in list(case.model.parameters())[::2]:
         parameter.requires_grad_(False)
@@ -162,8 +156,7 @@ def test_a_cut_with_its_proof(name: str, step: int) -> None:
 
 
 @parts(907, 5)
-def test_a_layer_that_loses_all_its_heads(step: int) -> None:
-    """Classes are put in front of others, and a module runs without heads."""
+def test_a_layer_that_loses_all_its_heads(step):
     case = subject_of("bert")
     work = lambda model: hp.prune_heads_(model, {0: range(case.sites[0].n_query_heads)})  # noqa: E731
     assert raised_everywhere(case.model, work, step) >= 3
@@ -171,7 +164,7 @@ def test_a_layer_that_loses_all_its_heads(step: int) -> None:
 
 @parts(4001, 101)
 @pytest.mark.parametrize("method", ["mean_fold", "lstsq"])
-def test_a_recovery(method: str, step: int) -> None:
+def test_a_recovery(method, step):
     case = subject_of("llama")  # its projections have no bias, and get one
     teacher, model = case.copy(), case.copy()
     hp.prune_(model, case.ragged(1))
@@ -181,7 +174,7 @@ def test_a_recovery(method: str, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_training() -> None:
+def test_a_training():
     case = subject_of("bert")
     work = lambda m: hp.recover_(m, [case.batch], Finetune(steps=2, learning_rate=0.1))  # noqa: E731
     assert raised_everywhere(case.model, work, step=601) >= 2
@@ -189,12 +182,12 @@ def test_a_training() -> None:
 
 @parts(2503, 101)
 @pytest.mark.parametrize("format", ["headprune", "transformers"])
-def test_a_save(format: Any, step: int, tmp_path: Path) -> None:
+def test_a_save(format, step, tmp_path):
     """The folder is as it was, too, or it is the new one whole."""
     case = subject_of("llama")  # its configuration can say how many heads are left
     out, ours = tmp_path / "out", tmp_path / "new"
 
-    def files(folder: Path) -> dict[str, bytes]:
+    def files(folder):
         return {p.name: p.read_bytes() for p in folder.iterdir()}
 
     hp.save_pretrained(case.model, out)
@@ -204,7 +197,7 @@ def test_a_save(format: Any, step: int, tmp_path: Path) -> None:
     hp.save_pretrained(model, ours, format=format)
     new = files(ours)
 
-    def work(small: nn.Module) -> None:
+    def work(small):
         shutil.rmtree(out)
         out.mkdir()
         for name, data in old.items():

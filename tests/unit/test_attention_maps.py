@@ -1,13 +1,9 @@
 """hp.attention_maps: the weights that the model used, without padding; stored, and said in words
 where they hold."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,37 +20,30 @@ from headprune.core.errors import (
 )
 from headprune.core.heads import HeadId
 from headprune.maps import attention_maps
-from headprune.maps.attention_maps import AttentionMaps, SiteMaps
+from headprune.maps.attention_maps import AttentionMaps
 
 
 class Words:
-    """A tokenizer of numbers."""
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+    def convert_ids_to_tokens(self, ids):
         return ["," if i == 7 else f"w{i}" for i in ids]
 
 
 @pytest.fixture(scope="module")
-def bert() -> Any:
+def bert():
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=30,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=16,
-    )
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16}
+    config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
     return BertModel(config).eval()
 
 
-def padded() -> dict[str, torch.Tensor]:
+def padded():
     ids = torch.tensor([[3, 7, 5, 6, 9], [4, 8, 2, 0, 0]])
     return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
 
-def test_the_weights_are_those_of_the_model_which_stays_as_it_was(bert: Any) -> None:
+def test_the_weights_are_those_of_the_model_which_stays_as_it_was(bert):
     implementation = bert.config._attn_implementation
     maps = hp.attention_maps(bert, padded(), tokenizer=Words())
     assert bert.config._attn_implementation == implementation == "sdpa"
@@ -69,13 +58,12 @@ def test_the_weights_are_those_of_the_model_which_stays_as_it_was(bert: Any) -> 
             np.testing.assert_allclose(shown, weights[i, 2, :n, :n].numpy(), rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(shown.sum(1), 1, rtol=1e-5)
         assert not site.weights[1, :, 3:].any()
-    assert repr(maps) == "AttentionMaps of 8 heads at 2 sites, 2 examples"
     assert maps.tokens == (("w3", ",", "w5", "w6", "w9"), ("w4", "w8", "w2"))
     assert maps.labels(maps.sites[0].site, 1) == (maps.tokens[1], maps.tokens[1])
     assert len(list(maps)) == 8
 
 
-def test_a_cut_model_shows_its_heads_by_their_original_numbers(bert: Any) -> None:
+def test_a_cut_model_shows_its_heads_by_their_original_numbers(bert):
     small = copy.deepcopy(bert)
     first, second = (site.name for site in hp.find_sites(small))
     hp.prune_(small, hp.HeadMask.from_keep({first: [1, 3], second: []}, {first: 4, second: 4}))
@@ -92,18 +80,12 @@ def test_a_cut_model_shows_its_heads_by_their_original_numbers(bert: Any) -> Non
     assert maps.labels(first, 0)[0] == ("0", "1", "2", "3", "4")
 
 
-def test_a_translator_has_words_of_both_languages() -> None:
+def test_a_translator_has_words_of_both_languages():
     from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
 
     torch.manual_seed(0)
-    config = TransformerConfig(
-        vocab_size=30,
-        d_model=16,
-        ffn_dim=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        num_attention_heads=2,
-    )
+    sizes = {"vocab_size": 30, "d_model": 16, "ffn_dim": 16, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, encoder_layers=1, decoder_layers=1)
     model = TransformerForTranslation(config).eval()
     labels = torch.tensor([[11, 12, 13], [14, 15, -100]])
     maps = hp.attention_maps(model, {**padded(), "labels": labels}, tokenizer=Words())
@@ -114,9 +96,11 @@ def test_a_translator_has_words_of_both_languages() -> None:
     assert maps.labels(by_kind["causal"], 0) == (maps.targets[0], maps.targets[0])
     assert maps.labels(by_kind["self"], 0) == (maps.tokens[0], maps.tokens[0])
     assert maps.shown(HeadId(by_kind["cross"], 0), 1).shape == (2, 3)
+    in_front = {**padded(), "labels": torch.tensor([[11, 12, 13], [-100, 14, 15]])}
+    assert hp.attention_maps(model, in_front, tokenizer=Words()).targets[1][-1] == "w14"
 
 
-def test_what_shows_no_map_is_refused(bert: Any) -> None:
+def test_what_shows_no_map_is_refused(bert):
     model = copy.deepcopy(bert)
     names = {s.name: s.n_query_heads for s in hp.find_sites(model)}
     hp.prune_(model, hp.HeadMask.from_keep(dict.fromkeys(names, ()), names))
@@ -129,18 +113,10 @@ def test_what_shows_no_map_is_refused(bert: Any) -> None:
         hp.attention_maps(own, torch.randn(2, 3, 8), tokenizer=Words())
 
 
-def test_values_must_fit() -> None:
-    grid, mask = np.eye(2, dtype=np.float32)[None, None], np.ones((1, 2), bool)
-    with pytest.raises(InvalidValue, match="at least one"):
-        AttentionMaps(())
-    with pytest.raises(InvalidValue, match="one row for each of 1 examples"):
-        AttentionMaps((SiteMaps("x", "self", (0,), grid, mask, mask),), (("a",), ("b",)))
-
-
 # ---------------------------------------------------------------- files
 
 
-def test_they_are_stored_and_damage_is_seen(bert: Any, tmp_path: Path) -> None:
+def test_they_are_stored_and_damage_is_seen(bert, tmp_path):
     maps = hp.attention_maps(bert, padded(), tokenizer=Words(), image=(1, 2))
     path = maps.save(tmp_path / "maps.safetensors")
     again = AttentionMaps.load(path)
@@ -167,19 +143,13 @@ def test_they_are_stored_and_damage_is_seen(bert: Any, tmp_path: Path) -> None:
     [
         ({"0.weights": np.ones((1, 1, 2, 2))}, {}, "numbers of type BOOL, F64"),
         ({}, {"sites": [["x", "upwards", [0]]]}, "described by other things than words and heads"),
-        ({}, {"sites": [["x", "self", [0.0]]]}, "described by other things than words and heads"),
         ({}, {"sites": [["x", "self", [0, 1]]]}, r"x has 2 heads and weights \[1, 1, 2, 2\]"),
-        ({"0.keys": np.ones((1, 3), bool)}, {}, r"x has 1 heads and weights \[1, 1, 2, 2\]"),
         ({}, {"sites": [["x", "self", [0]], ["y", "self", [0]]]}, "KeyError: '1.weights'"),
         ({}, {"image": [math.inf, 1]}, "OverflowError"),
-        ({}, {"tokens": 3}, "TypeError"),
         ({}, {"tokens": [["a", "b"], ["c"]]}, "AttentionMaps"),
     ],
 )
-def test_a_file_whose_words_do_not_fit_its_numbers(
-    tmp_path: Path, arrays: Any, facts: Any, words: str
-) -> None:
-    """Somebody else's: its hash is right."""
+def test_a_file_whose_words_do_not_fit_its_numbers(tmp_path, arrays, facts, words):
     masks = {f"0.{name}": np.ones((1, 2), bool) for name in ("queries", "keys")}
     found = {"0.weights": np.full((1, 1, 2, 2), 0.5, np.float32), **masks, **arrays}
     whole = {"sites": [["x", "self", [0]]], "tokens": [], "targets": [], "image": None}
@@ -197,7 +167,7 @@ def test_a_file_whose_words_do_not_fit_its_numbers(
 # ---------------------------------------------------------------- tokens
 
 
-def test_byte_pairs_are_shown_as_text(bert: torch.nn.Module) -> None:
+def test_byte_pairs_are_shown_as_text(bert):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,11 +1,7 @@
 """AttentionPictures: what is stored is the maps to a 255th, small enough, and says what is left
 out; and patterns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ from headprune.core.heads import HeadId
 from headprune.maps.patterns import (
     ONE_KEY,
     SAME_POSITIONS,
-    Pattern,
     find_patterns,
     main_pattern,
 )
@@ -23,13 +18,13 @@ from headprune.maps.pictures import MEAN, AttentionPictures, ShownExample
 from tests.report_records import maps_of, pictures_of, record_of
 
 
-def bytes_of(pictures: AttentionPictures) -> int:
+def bytes_of(pictures):
     return sum(
         len(site.heads) * queries * keys for site in pictures.sites for queries, keys in site.sizes
     )
 
 
-def test_every_weight_is_kept_to_a_255th_of_the_largest_and_survives_a_file(tmp_path: Path) -> None:
+def test_every_weight_is_kept_to_a_255th_of_the_largest_and_survives_a_file(tmp_path):
     record = record_of(2, 4)
     maps = maps_of(record, 3, 7)
     pictures = AttentionPictures.of(maps, [ShownExample(f"row {i}") for i in range(3)])
@@ -45,13 +40,10 @@ def test_every_weight_is_kept_to_a_255th_of_the_largest_and_survives_a_file(tmp_
             )
         assert again.pattern(head) == maps.mostly(head)
     assert again.examples[1].tokens == maps.tokens[1]
-    assert str(again) == (
-        "attention of 8 heads on 3 examples: 2 of these heads mostly do one thing that has a name"
-    )
     assert again.pattern(HeadId("nowhere", 0)) is None
 
 
-def test_a_long_text_is_cut_to_what_fits_and_then_examples_go() -> None:
+def test_a_long_text_is_cut_to_what_fits_and_then_examples_go():
     maps = maps_of(record_of(2, 4), 4, 20)
     pictures = AttentionPictures.of(maps, limit=8 * 4 * 12**2)
     assert {size for site in pictures.sites for size in site.sizes} == {(12, 12)}
@@ -66,7 +58,7 @@ def test_a_long_text_is_cut_to_what_fits_and_then_examples_go() -> None:
     assert len(AttentionPictures.of(maps, limit=1).examples) == 1
 
 
-def test_an_image_has_its_mean_and_loses_its_patches_views_first() -> None:
+def test_an_image_has_its_mean_and_loses_its_patches_views_first():
     maps = maps_of(record_of(1, 2), 2, 10, (3, 3), words=False)
     pictures = AttentionPictures.of(maps)
     assert pictures.rows == (MEAN, *range(10))
@@ -84,7 +76,7 @@ def test_an_image_has_its_mean_and_loses_its_patches_views_first() -> None:
     assert AttentionPictures.of(replace(maps, image=(4, 4))).image is None  # more patches than keys
 
 
-def test_damage_is_seen(tmp_path: Path) -> None:
+def test_damage_is_seen(tmp_path):
     pictures = pictures_of(record_of(1, 2), 1, 3)
     (site,) = pictures.sites
     path = pictures.save(tmp_path / "attention.json")
@@ -95,39 +87,33 @@ def test_damage_is_seen(tmp_path: Path) -> None:
             AttentionPictures.load(path)
 
 
-def test_values_must_fit() -> None:
-    (site,), row = pictures_of(record_of(1, 2), 1, 3).sites, ShownExample("x")
+def test_values_must_fit():
+    (site,) = pictures_of(record_of(1, 2), 1, 3).sites
     for make, words in (
         (lambda: ShownExample("x", pixels="AA==", height=1, width=1), "3 bytes in base64"),
         (lambda: AttentionPictures((), (site,)), "of 0 examples"),
-        (lambda: AttentionPictures((row,), ()), "at least one, got none"),
-        (lambda: AttentionPictures((), (), image=(0, 3)), "rows and columns of patches, both >= 1"),
         (lambda: replace(site, sizes=((-3, -3),)), r"counts >= 0, got \(-3, -3\)"),
     ):
         with pytest.raises(InvalidValue, match=words):
             make()
 
 
-# ----------------------------------------------------------------------------------------------
-# patterns
-
-
-def found(maps: Any, kind: str = "self", keys: Any = (), image: Any = None) -> dict[str, Pattern]:
+def found(maps, kind="self", keys=(), image=None):
     return {pattern.name: pattern for pattern in find_patterns(maps, kind, keys, image)}
 
 
-def main(*maps: Any, kind: str = "self", keys: Any = ()) -> Pattern | None:
+def main(*maps, kind="self", keys=()):
     return main_pattern(find_patterns(maps, kind, keys, None))
 
 
-def shifted(n: int, shift: int, share: float = 0.8) -> np.ndarray:
+def shifted(n, shift, share=0.8):
     """Rows that put a share of their weight on one place by position, and the rest evenly."""
     weights = np.full((n, n), (1 - share) / n)
     weights[np.arange(n), (np.arange(n) + shift) % n] += share
     return weights
 
 
-def test_shares_are_what_they_say() -> None:
+def test_shares_are_what_they_say():
     weights = np.array(
         [[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.1, 0.6, 0.2, 0.1], [0.0, 0.0, 0.5, 0.5]]
     )
@@ -145,11 +131,9 @@ def test_shares_are_what_they_say() -> None:
     assert patterns["previous token"].chance == pytest.approx(0.25)
     assert patterns["punctuation"].chance == pytest.approx(0.5)
     assert main(weights, keys=words) == patterns["previous token"]
-    said = "previous token (60 % of its weight; even attention: 25 %)"
-    assert str(Pattern("previous token", 0.6, 0.25)) == said
 
 
-def test_what_even_attention_would_do_is_nothing_to_say() -> None:
+def test_what_even_attention_would_do_is_nothing_to_say():
     assert main(np.full((4, 4), 0.25), keys=[(",", ",", ",", "a")]) is None
     causal = np.tril(np.ones((3, 3))) / np.arange(1, 4)[:, None]
     patterns = found([causal], "causal")
@@ -158,7 +142,7 @@ def test_what_even_attention_would_do_is_nothing_to_say() -> None:
     assert main(causal, kind="causal") is None
 
 
-def test_positions_are_told_only_where_queries_are_keys() -> None:
+def test_positions_are_told_only_where_queries_are_keys():
     """Causal maps with more keys than queries, and cross attention to patches: which is whose
     neighbour is unknown."""
     assert not found([np.full((2, 3), 1 / 3)], "causal")
@@ -171,7 +155,7 @@ def test_positions_are_told_only_where_queries_are_keys() -> None:
     assert "own patch" not in text
 
 
-def test_where_only_positions_are_alike_that_is_what_is_said() -> None:
+def test_where_only_positions_are_alike_that_is_what_is_said():
     alike = main(shifted(9, 3), shifted(9, 3))
     assert alike is not None
     assert alike.name == SAME_POSITIONS
@@ -200,7 +184,7 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
-def test_patches_have_neighbours_on_the_grid_and_no_others(name: str) -> None:
+def test_patches_have_neighbours_on_the_grid_and_no_others(name):
     """Of a class token and three rows of four patches; at the edge the class token is looked at."""
     down, right = NEIGHBOURS[name]
     weights = np.zeros((13, 13))

@@ -1,20 +1,14 @@
 """Which heads are kept is a part of the state of MultiHeadAttention, in whatever way a state dict
 is stored."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Callable
 from itertools import combinations, product
-from pathlib import Path
-from typing import Any
 
 import accelerate
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.testing import assert_close
 
@@ -27,16 +21,14 @@ from tests.laws.support import subject_of
 REFUSED = r"the heads of .* in the state dict: must be those of the module, .* of \d, got .* of \d"
 
 
-def module_of(keep: tuple[int, ...], n_kv_heads: int, seed: int = 0) -> hp.MultiHeadAttention:
-    """Cut to some heads."""
+def module_of(keep, n_kv_heads, seed=0):
     torch.manual_seed(seed)
     module = hp.MultiHeadAttention(16, 4, n_kv_heads=n_kv_heads).eval()
     module.prune_heads_(keep, policy="free")
     return module
 
 
-def reread(state: dict[str, Tensor], folder: Path, how: str) -> dict[str, Tensor]:
-    """A state dict as it comes back from where it was stored."""
+def reread(state, folder, how):
     file = folder / "state"
     if how == "torch":
         torch.save(state, file)
@@ -53,11 +45,7 @@ KEPT = [keep for n in (1, 2, 3) for keep in combinations(range(4), n)]
 
 
 @pytest.mark.parametrize(("how", "n_kv_heads"), STORED)
-def test_a_state_dict_goes_into_the_heads_it_is_of(
-    how: str, n_kv_heads: int, tmp_path: Path
-) -> None:
-    """Every two sets of as many heads: either the outputs are those that were stored, or it is an
-    error."""
+def test_a_state_dict_goes_into_the_heads_it_is_of(how, n_kv_heads, tmp_path):
     x = torch.randn(2, 5, 16)
     for ours, theirs in product(KEPT, KEPT):
         if len(ours) != len(theirs):
@@ -75,7 +63,7 @@ def test_a_state_dict_goes_into_the_heads_it_is_of(
         assert_close(target(x), before(x), rtol=0, atol=0)
 
 
-def test_the_whole_counts_too() -> None:
+def test_the_whole_counts_too():
     """Heads 1, 2 and 3: of 4 in two groups the first group has one, of 6 in two groups it has
     two."""
     module, wide = module_of((1, 2, 3), 2), hp.MultiHeadAttention(24, 6, n_kv_heads=2, head_dim=4)
@@ -91,7 +79,7 @@ def test_the_whole_counts_too() -> None:
 
 
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_older_state_dicts_load(n_kv_heads: int) -> None:
+def test_older_state_dicts_load(n_kv_heads):
     """Those of cut modules do not say which heads they have, those of whole ones never do."""
     names = [f"W_{name}.{part}" for name in "qkvo" for part in ("weight", "bias")]
     assert list(module_of((0, 1, 2, 3), n_kv_heads).state_dict()) == names
@@ -103,7 +91,7 @@ def test_older_state_dicts_load(n_kv_heads: int) -> None:
         assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
 
-def test_a_module_that_was_built_small_takes_what_means_the_same_in_it() -> None:
+def test_a_module_that_was_built_small_takes_what_means_the_same_in_it():
     x, source = torch.randn(2, 5, 16), module_of((1, 2, 3), 4)
     small = hp.MultiHeadAttention(16, 3, head_dim=4).eval()
     small.load_state_dict(source.state_dict())
@@ -118,23 +106,27 @@ def test_a_module_that_was_built_small_takes_what_means_the_same_in_it() -> None
             source.load_state_dict({**source.state_dict(), KEPT_HEADS: stored})
 
 
-# --- in a model
-# -------------------------------------------------------------------------------------------------------
-
-
-def cut(heads: dict[int, list[int]]) -> tuple[nn.Module, Any]:
+def cut(heads):
     subject = subject_of("multi_head_attention")
     model = copy.deepcopy(subject.model)
     hp.prune_heads_(model, heads)
     return model, subject.batch
 
 
-def test_tools_that_store_models_keep_the_heads(tmp_path: Path) -> None:
-    """In PyTorch, safetensors and torch.distributed.checkpoint; pruned by ``hp.prune_``."""
+def test_fingerprints_are_those_of_before_modules_stored_their_heads():
+    model, _ = cut({0: [0, 1]})
+    sites = hp.find_sites(model)
+    marks = [fingerprint(model, sites), weights_digest(model)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(hp.MultiHeadAttention, "_save_to_state_dict")
+        assert [fingerprint(model, sites), weights_digest(model)] == marks
+
+
+def test_tools_that_store_models_keep_the_heads(tmp_path):
     (source, batch), (other, _) = cut({0: [0, 1]}), cut({0: [2, 3]})
     file = str(tmp_path / "model.safetensors")
     safetensors.torch.save_model(source, file)
-    load: list[Callable[[nn.Module], Any]] = [
+    load = [
         lambda model: model.load_state_dict(source.state_dict(), assign=True),
         lambda model: safetensors.torch.load_model(model, file),
         lambda model: set_model_state_dict(model, get_model_state_dict(source)),
@@ -147,26 +139,7 @@ def test_tools_that_store_models_keep_the_heads(tmp_path: Path) -> None:
             one(copy.deepcopy(other))
 
 
-def test_what_we_store_of_a_model_is_as_it_was(tmp_path: Path) -> None:
-    """Folders, fingerprints and digests know the heads by themselves."""
-    model, batch = cut({0: [0, 1]})
-    hp.save_pretrained(model, tmp_path)
-    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    assert not any(KEPT_HEADS in name for name in stored)
-    loaded = hp.from_pretrained(tmp_path, cut({})[0])
-    assert_close(loaded(**batch), model(**batch), rtol=0, atol=0)
-    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
-    assert weights_of(model).keys() == {n for n, _ in model.named_parameters()}
-    marks = [fingerprint(model, hp.find_sites(model)), weights_digest(model)]
-    with pytest.MonkeyPatch.context() as patch:  # as before modules stored their heads
-        patch.delattr(hp.MultiHeadAttention, "_save_to_state_dict")
-        assert [fingerprint(model, hp.find_sites(model)), weights_digest(model)] == marks
-
-
-# --- however a model is moved, stored and loaded
-# ----------------------------------------------------------------------
-
-CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+CHANGES = {
     "half": lambda model: model.half(),
     "to dtype": lambda model: model.to(torch.bfloat16).double(),
     "copied": copy.deepcopy,
@@ -180,14 +153,13 @@ CHANGED = [(change, "mpnet") for change in CHANGES]
 CHANGED += [(change, "multi_head_attention") for change in ("half", "given memory", "assigned")]
 
 
-def filled(empty: nn.Module, source: nn.Module, **how: bool) -> nn.Module:
-    """With weights as an older state dict has them, which does not say its heads."""
+def filled(empty, source, **how):
     empty.load_state_dict(dict(weights_of(source)), **how)
     return empty
 
 
 @pytest.mark.parametrize(("change", "layout"), [*CHANGED, ("half", "bert")])
-def test_what_changes_a_model_keeps_the_heads(change: str, layout: str) -> None:
+def test_what_changes_a_model_keeps_the_heads(change, layout):
     subject = subject_of(layout)
     models = [subject.copy(), subject.copy()]
     for model, removed in zip(models, (0, -1), strict=True):
@@ -205,21 +177,7 @@ def test_what_changes_a_model_keeps_the_heads(change: str, layout: str) -> None:
     assert hp.find_sites(same)[0].heads != hp.find_sites(other)[0].heads
 
 
-def test_weights_of_a_cut_model_go_into_one_that_was_built_small() -> None:
-    """Strictly: a library's class has no place for more than its weights."""
-    subject = subject_of("bert")
-    small = subject.copy()
-    hp.prune_(small, subject.without({s.name: [1] for s in subject.sites}))
-    built = subject.copy()
-    hp.prune_(built, subject.without({s.name: [0] for s in subject.sites}))
-    for module in built.modules():  # as a new one: no class of ours, nothing that we noted
-        module.__dict__.pop("headprune_state", None)
-        module._load_state_dict_pre_hooks.clear()
-    built.load_state_dict(small.state_dict())
-    assert_close(subject.run(built), subject.run(small), rtol=0, atol=0)
-
-
-def test_accelerate_dispatches_a_stored_model(tmp_path: Path) -> None:
+def test_accelerate_dispatches_a_stored_model(tmp_path):
     """It sets tensors one by one: a place for the heads must be there, and what came is looked at
     in the next verb."""
     (source, batch), (same, _), (other, _) = cut({0: [0, 1]}), cut({0: [0, 1]}), cut({0: [2, 3]})
@@ -233,7 +191,7 @@ def test_accelerate_dispatches_a_stored_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("buffers", [False, True])
-def test_a_model_whose_buffers_are_offloaded_can_be_cut(buffers: bool) -> None:
+def test_a_model_whose_buffers_are_offloaded_can_be_cut(buffers):
     (expected, batch), (model, _) = cut({0: [0, 1], 1: [0, 1]}), cut({})
     model = accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=buffers)
     for layer in (0, 1):
@@ -243,7 +201,7 @@ def test_a_model_whose_buffers_are_offloaded_can_be_cut(buffers: bool) -> None:
 
 @pytest.mark.parametrize("decay", [0.9, 0.9999])
 @torch.no_grad()
-def test_an_average_of_models_keeps_the_heads(decay: float) -> None:
+def test_an_average_of_models_keeps_the_heads(decay):
     """Averages of whole numbers are rounded down, a little at every step."""
     module = hp.MultiHeadAttention(36, 18, n_kv_heads=9)
     module.prune_heads_([0, 3, 5, 6, 7, 17], policy="free")

@@ -1,88 +1,74 @@
 """`auto`: each candidate's plan is cut, refitted on other rows and judged; the lowest held-out loss
 is taken."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
 from scipy.stats import t as student
-from torch import Tensor, nn
 
 import headprune as hp
 from headprune.choice import _held_out
 from headprune.choice.auto import Auto
-from headprune.core.choice import RANDOM, Choice
+from headprune.core.choice import RANDOM
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from headprune.core.scores import HeadScores
-from headprune.report.explanation import explain
 from tests.laws.support import labelled_subject
+from tests.scoring_help import Stack
 
 CANDIDATES = ("taylor", "obs", "fluctuation")
 HALF = hp.Budget(keep_heads=0.5)
 ROWS = 12
 
 
-class Stream(nn.Module):
-    """Two layers of attention whose outputs are added to a stream."""
+class Stream(Stack):
+    def __init__(self):
+        super().__init__(8, 4, 3)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(hp.MultiHeadAttention(8, 4) for _ in range(2))
-        self.read = nn.Linear(8, 3)
-
-    def forward(self, batch: Any) -> Tensor:
-        x = batch["x"] if isinstance(batch, dict) else batch
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.read(x.mean(1))
+    def forward(self, batch):
+        return super().forward(batch["x"] if isinstance(batch, dict) else batch)
 
 
-def loss(model: nn.Module, x: Tensor) -> Tensor:
+def loss(model, x):
     return (model(x) - x[:, 0, :3]).square().sum(1)
 
 
 @pytest.fixture
-def model() -> Stream:
+def model():
     return Stream()
 
 
 @pytest.fixture
-def rows() -> Tensor:
+def rows():
     return torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1))
 
 
-def auto(**changes: Any) -> Auto:
+def auto(**changes):
     return Auto(**{"candidates": CANDIDATES, **changes})
 
 
-def score(model: nn.Module, rows: Tensor, size: int = 5, **changes: Any) -> HeadScores:
+def score(model, rows, size=5, **changes):
     batches = list(rows.split(size))
     return hp.score(model, batches, auto(**changes), loss=loss, progress=False)
 
 
-def choice_of(model: nn.Module, rows: Tensor, size: int = 5, **changes: Any) -> Choice:
-    found = score(model, rows, size, **changes).choice
-    assert found is not None
-    return found
+def choice_of(model, rows, size=5, **changes):
+    return score(model, rows, size, **changes).choice
 
 
-def plan_of(model: nn.Module, rows: Tensor, name: str) -> hp.PruningPlan:
+def plan_of(model, rows, name):
     return hp.select(hp.score(model, [rows], name, loss=loss), HALF)
 
 
-def losses_when_cut(model: nn.Module, rows: Tensor, plan: Any) -> Any:
+def losses_when_cut(model, rows, plan):
     with hp.gated(model, plan), torch.no_grad():
         return loss(model, rows).double().numpy()
 
 
-def losses_by_hand(model: nn.Module, rows: Tensor, plan: Any) -> Any:
+def losses_by_hand(model, rows, plan):
     """``[rows]``: every row's loss under a plan, cut and refitted on the rows of the other
     parity."""
     found = torch.zeros(len(rows), dtype=torch.float64)
@@ -95,7 +81,7 @@ def losses_by_hand(model: nn.Module, rows: Tensor, plan: Any) -> Any:
     return found.numpy()
 
 
-def interval(difference: Any, comparisons: int, stretch: float) -> list[float]:
+def interval(difference, comparisons, stretch):
     quantile = student.ppf(1 - 0.05 / (2 * comparisons), len(difference) - 1)
     half = quantile * difference.std(ddof=1) / len(difference) ** 0.5 * stretch
     return [difference.mean() - half, difference.mean() + half]
@@ -104,7 +90,7 @@ def interval(difference: Any, comparisons: int, stretch: float) -> list[float]:
 # ---------------------------------------------------------------- the numbers
 
 
-def test_losses_are_those_of_cutting_and_refitting_by_hand(model: Stream, rows: Tensor) -> None:
+def test_losses_are_those_of_cutting_and_refitting_by_hand(model, rows):
     choice = choice_of(model, rows)
     expected = {
         name: losses_by_hand(model, rows, plan_of(model, rows, name)) for name in CANDIDATES
@@ -124,29 +110,16 @@ def test_losses_are_those_of_cutting_and_refitting_by_hand(model: Stream, rows: 
     assert choice.n_examples == ROWS
 
 
-def test_it_says_beforehand_what_it_does(
-    model: Stream, rows: Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    score(model, rows)
-    assert "auto:" not in capsys.readouterr().err
-    hp.score(model, [rows], auto(), loss=loss, progress=True)
-    judging = "up to 5 plans, each cut and refitted by lstsq 2 times"
-    line = f"auto: 3 scorers, then {judging}, on {ROWS} rows\n"
-    said = capsys.readouterr().err
-    assert said.index(line) < said.index("cut and refit:")
-
-
-@pytest.mark.parametrize(("name", "is_text"), [("llama", True), ("t5", True), ("bert", False)])
-def test_losses_of_a_text_are_shown_as_perplexities(name: str, is_text: bool) -> None:
+@pytest.mark.parametrize(("name", "is_text"), [("llama", True), ("bert", False)])
+def test_losses_of_a_text_are_shown_as_perplexities(name, is_text):
     subject = labelled_subject(name)
     batches = [subject.batch] * 2
     scorer = auto(candidates=("obs",), refit=None)
     scores = hp.score(subject.model, batches, scorer, sites=subject.sites, progress=False)
-    assert scores.choice is not None
     assert scores.choice.is_text == is_text
 
 
-def test_without_a_refit_rows_share_no_fit(model: Stream, rows: Tensor) -> None:
+def test_without_a_refit_rows_share_no_fit(model, rows):
     choice = choice_of(model, rows, refit=None)
     assert not choice.refit
     assert choice.refitting is None
@@ -159,9 +132,7 @@ def test_without_a_refit_rows_share_no_fit(model: Stream, rows: Tensor) -> None:
             assert_allclose([one.low, one.high], expected, atol=1e-5)
 
 
-def test_what_the_refit_is_worth_is_the_difference_to_the_cut_model(
-    model: Stream, rows: Tensor
-) -> None:
+def test_what_the_refit_is_worth_is_the_difference_to_the_cut_model(model, rows):
     found = score(model, rows)
     choice = found.choice
     plan = plan_of(model, rows, choice.chosen)
@@ -174,9 +145,7 @@ def test_what_the_refit_is_worth_is_the_difference_to_the_cut_model(
     assert HeadScores.from_json(found.to_json()) == found
 
 
-def test_scores_are_those_of_the_chosen_candidate_with_its_settings(
-    model: Stream, rows: Tensor
-) -> None:
+def test_scores_are_those_of_the_chosen_candidate_with_its_settings(model, rows):
     found = score(model, rows, candidates=({"taylor": {"reduce": "signed"}},))
     assert found.choice.chosen == "taylor (reduce=signed)"
     assert (found.scorer, found.settings["reduce"]) == ("taylor", "signed")
@@ -186,7 +155,7 @@ def test_scores_are_those_of_the_chosen_candidate_with_its_settings(
     assert_allclose(np.array(found.values), np.array(alone.values), rtol=1e-5)
 
 
-def test_kinds_are_judged_by_themselves_too() -> None:
+def test_kinds_are_judged_by_themselves_too():
     subject = labelled_subject("t5")
     scorer = Auto(candidates=("taylor",), refit=None, random_draws=1)
     found = hp.score(subject.model, [subject.batch] * 2, scorer, progress=False)
@@ -197,12 +166,12 @@ def test_kinds_are_judged_by_themselves_too() -> None:
 
 
 @pytest.fixture
-def held_out(monkeypatch: pytest.MonkeyPatch) -> Any:
+def held_out(monkeypatch):
     """Replaces the losses that `auto` judges by: ``held_out(change)`` gets plans, refit and them."""
     plain = _held_out.held_out_losses
 
-    def replace_by(change: Any) -> None:
-        def changed(problem: Any, folds: Any, plans: Any, refit: Any) -> Tensor:
+    def replace_by(change):
+        def changed(problem, folds, plans, refit):
             return change(plans, refit, plain(problem, folds, plans, refit))
 
         monkeypatch.setattr("headprune.choice.auto.held_out_losses", changed)
@@ -210,10 +179,8 @@ def held_out(monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace_by
 
 
-def test_plans_that_are_the_same_are_judged_once(
-    model: Stream, rows: Tensor, held_out: Any
-) -> None:
-    asked: list[int] = []
+def test_plans_that_are_the_same_are_judged_once(model, rows, held_out):
+    asked = []
     held_out(lambda plans, refit, losses: (asked.append(len(plans)), losses)[1])
     names = ("taylor", "taylor2", "fisher", "obs")
     choice = choice_of(model, rows, keep=7, random_draws=0, candidates=names)
@@ -224,7 +191,7 @@ def test_plans_that_are_the_same_are_judged_once(
         assert one.loss == next(c.loss for c in choice.candidates if c.name == one.same_as)
 
 
-def test_the_model_is_as_it_was(model: Stream, rows: Tensor) -> None:
+def test_the_model_is_as_it_was(model, rows):
     before = copy.deepcopy(model.state_dict())
     model.train()
     score(model, rows)
@@ -236,33 +203,24 @@ def test_the_model_is_as_it_was(model: Stream, rows: Tensor) -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_a_refit_that_harms_is_a_note_of_the_scores(
-    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def spoil(self: Any, problem: Any, small: Any, batches: Any) -> None:
+def test_a_refit_that_harms_or_is_refused_is_a_note_of_the_scores(model, rows, monkeypatch):
+    def spoil(self, problem, small, batches):
         with torch.no_grad():
-            small.read.bias.add_(10.0)
+            small.head.bias.add_(10.0)
+
+    def refuse(self, problem, small, batches):
+        raise UnsupportedModel("the model", "one that can be refitted", "another", "")
 
     monkeypatch.setattr(Auto, "refit_", spoil)
     assert any("lstsq makes the cut model worse" in note for note in score(model, rows).notes)
-
-
-def test_a_refused_refit_is_a_note_of_the_scores(
-    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Any, problem: Any, small: Any, batches: Any) -> None:
-        raise UnsupportedModel("the model", "one that can be refitted", "another", "")
-
     monkeypatch.setattr(Auto, "refit_", refuse)
     found = score(model, rows)
     assert (found.choice.refit, found.choice.refitting) == ("", None)
     assert any("auto: Judged without a refit, which lstsq refuses" in note for note in found.notes)
 
 
-def test_a_candidate_whose_losses_are_not_finite_is_not_taken(
-    model: Stream, rows: Tensor, held_out: Any
-) -> None:
-    def first_is_lost(plans: Any, refit: Any, losses: Tensor) -> Tensor:
+def test_a_candidate_whose_losses_are_not_finite_is_not_taken(model, rows, held_out):
+    def first_is_lost(plans, refit, losses):
         losses[0, 3] = torch.nan
         return losses
 
@@ -274,8 +232,8 @@ def test_a_candidate_whose_losses_are_not_finite_is_not_taken(
         score(model, rows, candidates=("taylor",))
 
 
-def test_what_cannot_be_judged_is_refused(model: Stream, rows: Tensor) -> None:
-    def contrast(model: nn.Module, x: Tensor) -> Tensor:
+def test_what_cannot_be_judged_is_refused(model, rows):
+    def contrast(model, x):
         out = model(x)
         return (out @ out.T).log_softmax(1).diagonal().neg()
 
@@ -290,38 +248,38 @@ def test_what_cannot_be_judged_is_refused(model: Stream, rows: Tensor) -> None:
         score(model, rows)
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"candidates": ("auto",)}, "auto not among them"),
-        ({"candidates": ("random",)}, "random is judged anyway"),
-        ({"candidates": ("magnitude",)}, "scorers that read data"),
-        ({"candidates": ()}, "one scorer at least"),
-        ({"candidates": ({"taylor": {"reduce": "all"}},)}, "one of example"),
-        ({"candidates": ({"taylor": {"reduced": "token"}},)}, "settings of taylor, got 'reduced'"),
-        ({"candidates": ({"taylor": {}, "obs": {}},)}, "mappings of one name to its settings"),
-        ({"candidates": ("tailor",)}, "taylor"),
-        ({"folds": 1}, "a count >= 2"),
-        ({"random_draws": -1}, "a count >= 0"),
-        ({"confidence": 1.0}, "between 0 and 1"),
-        ({"keep": 0.0}, "a fraction above 0"),
-        ({"refit": "finetune"}, "does not train"),
-        ({"refit": "mean_fold", "refit_settings": {"ridge": 1.0}}, "settings of mean_fold, got"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises((InvalidValue, UnknownName), match=match):
-        Auto(**settings)
+WRONG = [
+    ({"candidates": ("auto",)}, "auto not among them"),
+    ({"candidates": ("random",)}, "random is judged anyway"),
+    ({"candidates": ("magnitude",)}, "scorers that read data"),
+    ({"candidates": ()}, "one scorer at least"),
+    ({"candidates": ({"taylor": {"reduce": "all"}},)}, "one of example"),
+    ({"candidates": ({"taylor": {"reduced": "token"}},)}, "settings of taylor, got 'reduced'"),
+    ({"candidates": ({"taylor": {}, "obs": {}},)}, "mappings of one name to its settings"),
+    ({"candidates": ("tailor",)}, "taylor"),
+    ({"folds": 1}, "a count >= 2"),
+    ({"random_draws": -1}, "a count >= 0"),
+    ({"confidence": 1.0}, "between 0 and 1"),
+    ({"keep": 0.0}, "a fraction above 0"),
+    ({"refit": "finetune"}, "does not train"),
+    ({"refit": "mean_fold", "refit_settings": {"ridge": 1.0}}, "settings of mean_fold, got"),
+]
+
+
+def test_settings_are_checked():
+    for settings, match in WRONG:
+        with pytest.raises((InvalidValue, UnknownName), match=match):
+            Auto(**settings)
 
 
 # ---------------------------------------------------------------- other models and batches
 
 
-def test_lists_and_arrays_of_a_batch_go_to_folds_as_tensors_do(model: Stream, rows: Tensor) -> None:
+def test_lists_and_arrays_of_a_batch_go_to_folds_as_tensors_do(model, rows):
     tags, numbers = ["a", "bb", "ccc"] * 4, np.arange(1.0, 13.0, dtype=np.float32)
     batch = {"x": rows, "tags": tags, "numbers": numbers}
 
-    def own(model: nn.Module, batch: Any) -> Tensor:
+    def own(model, batch):
         weights = torch.tensor([float(len(tag)) for tag in batch["tags"]])
         weights = weights * torch.as_tensor(batch["numbers"])
         return (model(batch) - batch["x"][:, 0, :3]).square().sum(1) * weights
@@ -330,8 +288,8 @@ def test_lists_and_arrays_of_a_batch_go_to_folds_as_tensors_do(model: Stream, ro
     assert_allclose(found.choice.whole, float(own(model, batch).mean().detach()), rtol=1e-5)
 
 
-def test_a_tuple_with_targets_and_the_default_candidates(model: Stream, rows: Tensor) -> None:
-    def own(model: nn.Module, batch: Any) -> Tensor:
+def test_a_tuple_with_targets_and_the_default_candidates(model, rows):
+    def own(model, batch):
         x, y = batch
         return (model(x) - y).square().sum(1)
 
@@ -340,16 +298,16 @@ def test_a_tuple_with_targets_and_the_default_candidates(model: Stream, rows: Te
     assert names == {"taylor", "surgeon", "fluctuation", "obs", RANDOM}
 
 
-def test_a_model_that_keeps_what_it_computed(rows: Tensor) -> None:
+def test_a_model_that_keeps_what_it_computed(rows):
     class Keeping(Stream):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.last = super().forward(x)
             return self.last
 
     assert choice_of(Keeping(), rows, candidates=("obs", "taylor"))
 
 
-def test_under_inference_mode(model: Stream, rows: Tensor) -> None:
+def test_under_inference_mode(model, rows):
     expected = choice_of(model, rows)
     with torch.inference_mode():
         assert choice_of(model, rows) == expected
@@ -358,21 +316,12 @@ def test_under_inference_mode(model: Stream, rows: Tensor) -> None:
 # ---------------------------------------------------------------- what others make of it
 
 
-def test_a_plan_says_where_auto_chose_for_another_budget(model: Stream, rows: Tensor) -> None:
+def test_a_plan_says_where_auto_chose_for_another_budget(model, rows):
     scores = score(model, rows)
 
-    def told(budget: Any) -> bool:
+    def told(budget):
         return any("for another budget: keep 50 %" in n for n in hp.select(scores, budget).notes)
 
     assert not told(HALF)
     assert told(hp.Budget(keep_heads=0.75))
     assert told({"layers.0": HALF})
-
-
-def test_explain_says_who_chose(model: Stream, rows: Tensor) -> None:
-    scores = score(model, rows)
-    plan = hp.select(scores, HALF)
-    first = explain(plan, scores).notes[0]
-    assert first.startswith(f"auto took {scores.choice.chosen} by the loss of {ROWS} rows")
-    unchosen = replace(scores, choice=None, notes=())
-    assert not any("auto" in note for note in explain(plan, unchosen).notes)

@@ -1,8 +1,6 @@
 """What `auto` makes of losses: which candidate is taken, intervals, margins, and what a choice
 says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -13,25 +11,22 @@ from scipy.stats import t as student
 import headprune as hp
 from headprune.choice._statistics import interval, ranked
 from headprune.core.choice import RANDOM, Candidate, Choice, Refitting
-from headprune.core.codec import EMPTY, FrozenDict
+from headprune.core.codec import EMPTY
 from headprune.core.heads import AttentionSite
 from headprune.core.scores import HeadScores, ModelFingerprint
 
 TAKEN = Candidate("taylor", EMPTY, False, 1.0, 0.0, 0.0, 0.0)
 
 
-def choice_of(*more: Candidate, taken: Candidate = TAKEN, refit: str = "lstsq") -> Choice:
+def choice_of(*more, taken=TAKEN, refit="lstsq"):
     return Choice((taken, *more), taken.name, "keep 50 % of the heads", refit, 8, 0.5)
 
 
-def asked(*names: str) -> list[tuple[str, FrozenDict, bool]]:
+def asked(*names):
     return [(name, EMPTY, False) for name in names]
 
 
-# ---------------------------------------------------------------- statistics
-
-
-def test_intervals_are_those_of_paired_differences() -> None:
+def test_intervals_are_those_of_paired_differences():
     rng = np.random.default_rng(0)
     losses = rng.normal(size=(3, 40)) + np.array([[0.0], [0.1], [3.0]])
     found, chosen = ranked(asked("a", "b"), losses[:2], [0, 1], 2, 0.95, losses[2:])
@@ -46,7 +41,7 @@ def test_intervals_are_those_of_paired_differences() -> None:
 
 
 @pytest.mark.parametrize(("gap", "taken"), [(0.99, "first"), (1.01, "second")])
-def test_the_first_candidate_within_one_standard_error_is_taken(gap: float, taken: str) -> None:
+def test_the_first_candidate_within_one_standard_error_is_taken(gap, taken):
     noise = np.random.default_rng(0).normal(size=50)
     noise -= noise.mean()
     error = noise.std(ddof=1) / 50**0.5 * 3**0.5  # two folds
@@ -62,18 +57,7 @@ def test_the_first_candidate_within_one_standard_error_is_taken(gap: float, take
     assert choice.margin >= max(0.0, choice.best.loss - 1)
 
 
-def test_random_heads_are_never_taken() -> None:
-    losses = np.array([[2.0, 2.1, 2.2], [1.0, 1.1, 1.3]])
-    found, chosen = ranked(asked("a"), losses[:1], [0], 2, 0.95, losses[1:])
-    assert chosen == "a"
-    assert [c.scorer for c in found] == [RANDOM, "a"]
-    choice = Choice(found, "a", "half", "lstsq", 3, 1.0)
-    assert choice.best.scorer == "a"
-    assert not choice.beats_random
-    assert choice.margin == 0
-
-
-def test_every_draw_of_random_heads_must_lose_more() -> None:
+def test_every_draw_of_random_heads_must_lose_more():
     """The mean of two draws loses more than the chosen heads, but one of them does not."""
     noise = np.random.default_rng(0).normal(scale=0.01, size=(3, 50))
     losses = np.array([[1.0], [0.99], [3.0]]) + noise
@@ -87,7 +71,7 @@ def test_every_draw_of_random_heads_must_lose_more() -> None:
     assert not choice.loses_to_random
 
 
-def test_the_margin_covers_the_best_candidate() -> None:
+def test_the_margin_covers_the_best_candidate():
     """Of many draws of rows, in 95 % the chosen one's true loss is within the margin of the lowest
     true loss."""
     rng, truth = np.random.default_rng(1), np.array([1.0, 1.02, 1.05, 1.3])
@@ -101,101 +85,51 @@ def test_the_margin_covers_the_best_candidate() -> None:
     assert covered >= 0.95 * 400
 
 
-# ---------------------------------------------------------------- what a choice says
-
-
-def test_losses_of_a_text_have_a_perplexity() -> None:
+def test_losses_of_a_text_have_a_perplexity():
     other = Candidate("obs", EMPTY, False, 1.1, 0.1, 0.05, 0.15)
     choice = replace(choice_of(other), is_text=True)
-    assert [choice.perplexity(loss) for loss in (0.5, 1.1, 800.0)] == [
-        "1.649",
-        "3.004",
-        "over 1e304",
-    ]
+    found = [choice.perplexity(loss) for loss in (0.5, 1.1, 800.0)]
+    assert found == ["1.649", "3.004", "over 1e304"]
     lines = str(choice).split("\n")
     assert lines[1].split()[:2] == ["loss", "perplexity"]
-    assert lines[2].split() == ["whole", "model", "0.5000", "1.649"]
     assert lines[4].split()[:3] == ["obs", "1.1000", "3.004"]
-    # The columns after it begin at one place.
-    assert lines[1].index("minus") == lines[4].index("+0.1000")
+    assert lines[1].index("minus") == lines[4].index("+0.1000"), "a table in line"
     assert "perplexity" not in str(choice_of(other))
-    assert choice_of(other).perplexity(0.5) == ""
 
 
-def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie() -> None:
+def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie():
     same = Candidate("fisher", EMPTY, False, 1.0, 0.0, 0.0, 0.0, same_as="taylor")
     close = Candidate("obs", EMPTY, False, 1.1, 0.1, -0.2, 0.4)
     also = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4, same_as="obs")
     choice = choice_of(same, close, also)
     assert choice.ties == (close, also)
+    assert "between taylor and obs, which keep different heads" in choice.tie_note
     marks = [choice.mark(c) for c in choice.candidates]
     assert marks == ["taken", "the heads of taylor", "ties", "the heads of obs"]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "words"),
-    [
+def test_a_refit_that_harms_is_named():
+    for low, high, words in (
         (-0.3, -0.1, "makes the cut model worse on the others (loss 1.0000 with it, 0.8000"),
         (-0.3, 0.1, "do not show that lstsq helps (loss 1.0000 with it, 0.8000 without)."),
         (0.1, 0.3, ""),
-    ],
-)
-def test_a_refit_that_harms_is_named(low: float, high: float, words: str) -> None:
-    choice = replace(choice_of(), refitting=Refitting(0.8, low, high))
-    assert words in choice.refit_doubt
-    assert bool(choice.refit_doubt) == bool(words)
+    ):
+        choice = replace(choice_of(), refitting=Refitting(0.8, low, high))
+        assert words in choice.refit_doubt
+        assert bool(choice.refit_doubt) == bool(words)
     assert "taylor, without lstsq  0.8000" in str(choice)
 
 
-def test_doubt_says_refitted_only_where_it_was() -> None:
+def test_doubt_says_refitted_only_where_it_was():
     drawn = Candidate(RANDOM, EMPTY, False, 1.1, 0.1, -0.2, 0.4)
     assert choice_of(drawn).doubt.endswith("than random ones, refitted alike.")
-    assert choice_of(drawn, refit="").doubt.endswith("than random ones.")
     assert not choice_of(replace(drawn, low=0.05)).doubt
     better = choice_of(replace(drawn, loss=0.7, difference=-0.3, low=-0.4, high=-0.2))
-    assert better.doubt == (
-        "On these rows random heads, refitted alike, did better than the chosen ones."
-    )
+    assert "random heads, refitted alike, did better than the chosen ones" in better.doubt
     assert better.loses_to_random
 
 
-def test_a_tie_is_named_once_for_all_that_keep_its_heads() -> None:
-    close = Candidate("obs", EMPTY, False, 1.1, 0.1, -0.2, 0.4)
-    also = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4, same_as="obs")
-    assert choice_of(close, also).tie_note == (
-        "These rows do not show a difference between taylor and obs, which keep different heads."
-    )
-    assert not choice_of().tie_note
-
-
-def test_small_differences_have_more_decimals() -> None:
-    close = Candidate("obs", EMPTY, False, 1.00002, 2e-5, 1.6e-5, 2.4e-5)
-    far = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4)
-    text = str(choice_of(close, far))
-    assert "1.000020  +0.000020 [+0.000016, +0.000024]" in text
-    assert "loss      minus that of" in text, "as wide as the losses"
-    assert "1.100000  +0.100000 [-0.200000, +0.400000]" in text
-    assert choice_of(far).decimals == 4
-    below = Candidate("obs", EMPTY, False, 1.0, -1e-9, -0.3, 0.3)
-    assert "+0.0000 [-0.3000, +0.3000]" in str(choice_of(below)), "no negative zero"
-
-
-def test_a_choice_prints_as_a_table_in_line() -> None:
-    settings = FrozenDict({"curvature": "logits"})
-    text = str(choice_of(Candidate("surgeon", settings, True, 2.0, 1.0, 0.5, 1.5)))
-    assert "auto took taylor: keep 50 % of the heads, refitted by lstsq, loss of 8 held" in text
-    assert "at most 0.0000 below that of taylor (95 % confidence)" in text
-    lines = text.split("\n")
-    places = set()
-    for name, loss in (("whole", "0.5000"), ("taylor", "1.0000"), ("surgeon", "2.0000")):
-        places |= {line.index(loss) for line in lines if line.startswith(f"  {name}")}
-    assert len(places) == 1
-
-
-# ---------------------------------------------------------------- budgets by kind
-
-
-def kept(n_heads: tuple[int, ...], by_kind: bool, keep: float) -> list[int]:
+def kept(n_heads, by_kind, keep):
     """How many heads of every kind are kept where `auto` chose by kind or not."""
     kinds = zip(("self", "causal", "cross"), n_heads, strict=False)
     sites = tuple(AttentionSite(k, "own", k, n, n, 8, 8, tuple(range(n))) for k, n in kinds)
@@ -206,7 +140,7 @@ def kept(n_heads: tuple[int, ...], by_kind: bool, keep: float) -> list[int]:
     return [len(row.kept) for row in hp.select(scores, hp.Budget(keep_heads=keep)).mask.rows]
 
 
-def test_select_meets_the_budget_in_every_kind_where_auto_chose_so() -> None:
+def test_select_meets_the_budget_in_every_kind_where_auto_chose_so():
     assert kept((4, 4), False, 0.5) == [1, 3]  # a layer keeps one head at least
     assert kept((4, 4), True, 0.5) == [2, 2]
     assert kept((4, 4), True, 4) == [2, 2]
@@ -215,6 +149,6 @@ def test_select_meets_the_budget_in_every_kind_where_auto_chose_so() -> None:
 @pytest.mark.parametrize(
     ("heads", "keep"), [((4, 4, 4), 5), ((6, 6), 7), ((12, 12, 12), 35), ((2, 12), 7), ((2, 12), 2)]
 )
-def test_counts_of_kinds_add_up(heads: tuple[int, ...], keep: int) -> None:
+def test_counts_of_kinds_add_up(heads, keep):
     """Also where they cannot be met in every kind, and one budget stands in."""
     assert sum(kept(heads, True, keep)) == keep

@@ -1,13 +1,9 @@
 """Sizes that are equal decide no axis: as many examples as tokens, as heads and as features a head
 are nothing odd."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
@@ -17,10 +13,10 @@ from headprune.model.double import Doubled
 from headprune.model.running import call
 from headprune.model.sites import bind
 from tests.laws.families import FAMILIES, over
-from tests.laws.support import CLOSE, Subject, as_double
+from tests.laws.support import CLOSE, as_double
 
 
-def square(subject: Subject) -> dict[str, Any]:
+def square(subject):
     """A batch with as many examples as tokens; where it is text alone, as many as heads too."""
     n_heads = subject.sites[0].n_query_heads
     named = [subject.family] if subject.family else []
@@ -33,12 +29,12 @@ def square(subject: Subject) -> dict[str, Any]:
     return {k: v[-min(lengths) :] if len(v) >= min(lengths) else v for k, v in batch.items()}
 
 
-def contexts(subject: Subject, batch: dict[str, Any], gates: dict[str, Tensor]) -> list[Tensor]:
+def contexts(subject, batch, gates):
     """What every output projection reads, ``[rows, tokens, heads * width]``, its gates in it."""
     bound = bind(subject.model, subject.sites)
-    found: dict[int, Tensor] = {}
+    found = {}
 
-    def take(number: int, x: Tensor, counted: Tensor | None) -> None:
+    def take(number, x, counted):
         found.setdefault(number, x.clone())
 
     with (
@@ -57,7 +53,7 @@ TOLD += ["multi_head_attention", "x_transformers.Encoder"]
 
 
 @over([f for f in FAMILIES if f[1] in TOLD])
-def test_a_gate_an_example_lands_on_it(subject: Subject) -> None:
+def test_a_gate_an_example_lands_on_it(subject):
     batch = square(subject)
     n = len(next(iter(batch.values())))
     gates = {s.name: torch.rand(n, len(s.heads)).double() + 0.5 for s in subject.sites}
@@ -71,13 +67,11 @@ def test_a_gate_an_example_lands_on_it(subject: Subject) -> None:
 
 
 class Textbook(nn.Module):
-    """Two layers of attention of a textbook, and masks as it takes them."""
-
-    def __init__(self, kind: type[nn.Module], dim: int, n_heads: int) -> None:
+    def __init__(self, kind, dim, n_heads):
         super().__init__()
         self.layers = nn.ModuleList(kind(dim, n_heads) for _ in range(2))
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x, lengths):
         seen = torch.arange(x.shape[1]) < lengths[:, None]
         for layer in self.layers:
             if isinstance(layer, D2l):
@@ -90,14 +84,13 @@ class Textbook(nn.Module):
         return x
 
 
-def squares(model: nn.Module, batch: Any) -> Tensor:
-    found: Tensor = model(**batch).square().mean((1, 2))
-    return found
+def squares(model, batch):
+    return model(**batch).square().mean((1, 2))
 
 
 @pytest.mark.parametrize(("kind", "n"), [(D2l, 2), (Annotated, 3), (Prepared, 3)])
-def test_examples_tokens_heads_and_widths_of_one_number(kind: type[nn.Module], n: int) -> None:
-    model: Any = Textbook(kind, n * n, n)
+def test_examples_tokens_heads_and_widths_of_one_number(kind, n):
+    model = Textbook(kind, n * n, n)
     x, lengths = torch.randn(n, n, n * n).double(), 1 + torch.arange(n)
     if kind is D2l:
         model(x.float(), lengths)
@@ -115,11 +108,11 @@ def test_examples_tokens_heads_and_widths_of_one_number(kind: type[nn.Module], n
 
 
 class Split(nn.Module):
-    def __init__(self, dim: int, n_heads: int) -> None:
+    def __init__(self, dim, n_heads):
         super().__init__()
         self.way, self.n_heads = nn.Linear(dim, dim), n_heads
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.way(x).unflatten(-1, (self.n_heads, -1))
 
 
@@ -127,39 +120,32 @@ class SequenceFirst(nn.Module):
     """In the form of labml's, with other names: tokens on the first axis, examples on the
     second."""
 
-    def __init__(self, dim: int, n_heads: int) -> None:
+    def __init__(self, dim, n_heads):
         super().__init__()
         self.a, self.b, self.c = (Split(dim, n_heads) for _ in range(3))
         self.end = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.a(x), self.b(x), self.c(x)
         scores = torch.einsum("ibhd,jbhd->bhij", q, k) * q.shape[-1] ** -0.5
         return self.end(torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), v).flatten(2))
 
 
 class Around(nn.Module):
-    """Gives its attention tokens first, or not."""
-
-    def __init__(self, turned: bool, dim: int, n_heads: int) -> None:
+    def __init__(self, turned, dim, n_heads):
         super().__init__()
         self.attention, self.turned = SequenceFirst(dim, n_heads), turned
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not self.turned:
-            return self.attention(x)  # type: ignore[no-any-return]
-        out: Tensor = self.attention(x.transpose(0, 1)).transpose(0, 1)
-        return out
+            return self.attention(x)
+        return self.attention(x.transpose(0, 1)).transpose(0, 1)
 
 
 @pytest.mark.parametrize(
     ("sizes", "n_heads", "width"), [((4, 4), 4, 8), ((2, 2), 2, 4), ((8, 8), 4, 6), ((3, 5), 8, 4)]
 )
-def test_a_proposed_axis_of_examples_is_that_of_other_sizes(
-    sizes: tuple[int, int], n_heads: int, width: int
-) -> None:
-    """One layer is enough to mistake tokens for examples: a gate of one of them changes that one
-    alone."""
+def test_a_proposed_axis_of_examples_is_that_of_other_sizes(sizes, n_heads, width):
     x = torch.randn(*sizes, n_heads * width)
     (layout,) = hp.propose_layouts(Around(True, n_heads * width, n_heads), x)
     assert layout.batch_axis == 1

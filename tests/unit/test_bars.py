@@ -1,7 +1,5 @@
 """Long loops print a line now and then in a log, and nothing where nobody asked for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from headprune.core import bars
@@ -9,12 +7,12 @@ from headprune.core.bars import bar, lines_to
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lines(monkeypatch):
     monkeypatch.setattr(bars, "INTERVAL", 0.0)
     return []
 
 
-def test_a_log_gets_lines_of_every_loop(lines: list[str]) -> None:
+def test_a_log_gets_lines_of_every_loop(lines):
     with lines_to(lines.append):
         for _ in bar(range(2), "outer"):
             assert list(bar(iter([7]), "inner", show=False)) == [7]
@@ -27,8 +25,8 @@ def test_a_log_gets_lines_of_every_loop(lines: list[str]) -> None:
     assert any(line.endswith("to go, loss 1") for line in lines)
 
 
-def test_a_short_loop_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
-    lines: list[str] = []
+def test_a_short_loop_prints_no_line(capsys):
+    lines = []
     with lines_to(lines.append):
         list(bar(range(100), "short", show=True))
     assert lines == []

@@ -1,12 +1,8 @@
 """Benchmark scripts with little state: what they measure, and how records of studies go on."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,22 +12,19 @@ from headprune.layouts import registry
 from tests.benchmark_runs import record_of
 from tests.scripts import BENCHMARKS, benchmark
 
-# ----------------------------------------------------------------------------------------------
-# pages and records of studies
-
 
 @pytest.fixture(scope="module")
-def studies() -> ModuleType:
+def studies():
     return benchmark("studies")
 
 
-def test_figures_are_plain() -> None:
+def test_figures_are_plain():
     plain = benchmark("pages").plain
     assert [plain(n) for n in (1751.2, 19.96, 6.849, 0.6221)] == ["1,751", "20.0", "6.85", "0.622"]
     assert [plain(n, 2) for n in (123.4, 1.26, 0.0000456)] == ["123", "1.3", "0.000046"]
 
 
-def test_a_record_of_other_weights_keeps_its_place(studies: ModuleType, tmp_path: Path) -> None:
+def test_a_record_of_other_weights_keeps_its_place(studies, tmp_path):
     out = tmp_path / "tradeoff-sst2-cuda.json"
     mine, theirs = {"weights": "a", "gpu": "one"}, {"weights": "b", "gpu": "one"}
     assert studies.aside(out, mine) == out
@@ -43,20 +36,16 @@ def test_a_record_of_other_weights_keeps_its_place(studies: ModuleType, tmp_path
     assert other == studies.aside(out, theirs)  # the next call goes on with it
 
 
-# ----------------------------------------------------------------------------------------------
-# native.py and startup.py
-
-
-def test_native_speed_is_judged_by_its_interval() -> None:
+def test_native_speed_is_judged_by_its_interval():
     others = benchmark("tradeoff_others")
     extra = {"mean": 1e-3, "low": 9e-4, "high": 1.1e-3}
 
-    def timed(low: float, high: float) -> dict[str, Any]:
+    def timed(low, high):
         each = [{"ratio": low}, {"ratio": high}]
         found = {"ratio": (low + high) / 2, "low": low, "high": high}
         return {**found, "processes": each, "extra_seconds": extra}
 
-    def row(subject: str, batch: int, low: float, high: float) -> dict[str, Any]:
+    def row(subject, batch, low, high):
         about = {"subject": subject, "batch": batch, "tokens": 32, "dtype": "float32"}
         return {**about, "compiled": False, "speed": timed(low, high)}
 
@@ -80,9 +69,7 @@ def test_native_speed_is_judged_by_its_interval() -> None:
     assert others.summary(0.97, rows[3:]) == ["All reach 0.97."]
 
 
-def test_native_compares_models_of_one_function(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_native_compares_models_of_one_function(monkeypatch, tmp_path):
     """A thread stands for every process: the spread is computed alike."""
     native = benchmark("native")
     pool = ThreadPoolExecutor
@@ -104,9 +91,7 @@ def test_native_compares_models_of_one_function(
         native.main(["--processes", "1"])
 
 
-def test_startup_takes_off_what_the_stages_took(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_startup_takes_off_what_the_stages_took(monkeypatch, tmp_path):
     startup = benchmark("startup")
     libraries = "import torch; from transformers import PreTrainedModel"
     took = {"--help": 3.0, "import headprune": 2.0, libraries: 5.0}
@@ -118,10 +103,6 @@ def test_startup_takes_off_what_the_stages_took(
     assert record["beyond an empty process"] == beyond
 
 
-# ----------------------------------------------------------------------------------------------
-# family_coverage.py and exactness.py
-
-
 @pytest.mark.parametrize(
     ("model_type", "status", "reason"),
     [
@@ -131,14 +112,14 @@ def test_startup_takes_off_what_the_stages_took(
         ("mamba", "no softmax attention", "no softmax attention"),
     ],
 )
-def test_coverage_examines_one_class(model_type: str, status: str, reason: str) -> None:
+def test_coverage_examines_one_class(model_type, status, reason):
     row = benchmark("family_coverage").examine(model_type)
     assert row["status"] == status, row
     assert reason in row["reason"]
     assert (row["difference"] is not None and row["difference"] < 1e-10) == (status == "exact")
 
 
-def test_exactness_measures_a_family(tmp_path: Path) -> None:
+def test_exactness_measures_a_family(tmp_path):
     out = tmp_path / "exactness.json"
     assert benchmark("exactness").main(["--families", "bert", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"].values()
@@ -146,7 +127,7 @@ def test_exactness_measures_a_family(tmp_path: Path) -> None:
     assert row["zero_heads"] == ["ok"]
 
 
-def test_the_record_of_exactness_is_that_of_todays_families() -> None:
+def test_the_record_of_exactness_is_that_of_todays_families():
     exactness = benchmark("exactness")
     rows = json.loads((BENCHMARKS / "records" / "exactness.json").read_text())["rows"]
     families = {family for name in registry.names() for family, _ in registry.get(name).families}
@@ -154,14 +135,8 @@ def test_the_record_of_exactness_is_that_of_todays_families() -> None:
     assert [family for family, row in rows.items() if not exactness.is_exact(row)] == []
 
 
-# ----------------------------------------------------------------------------------------------
-# determinism.py, scale.py and streaming.py
-
-
 @pytest.mark.parametrize("value", [None, ":8:1"])
-def test_cuda_that_started_without_the_variable_is_refused(
-    monkeypatch: pytest.MonkeyPatch, value: str | None
-) -> None:
+def test_cuda_that_started_without_the_variable_is_refused(monkeypatch, value):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv(VARIABLE, WORKSPACE)
     with deterministic():
@@ -176,17 +151,17 @@ def test_cuda_that_started_without_the_variable_is_refused(
 
 
 @pytest.fixture(scope="module")
-def scale() -> ModuleType:
+def scale():
     return benchmark("scale")
 
 
 def test_a_cut_on_disk_equals_one_in_memory_and_both_say_what_they_held(
-    scale: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    scale, monkeypatch, tmp_path
+):
     """Both run in this process; ``test_streaming.py`` runs the script in one of its own."""
     streaming, out = benchmark("streaming"), tmp_path / "streaming.json"
 
-    def here(command: list[str], **_: Any) -> SimpleNamespace:
+    def here(command, **_):
         return SimpleNamespace(stdout=json.dumps(streaming.cut(streaming.arguments(command[2:]))))
 
     monkeypatch.setattr(streaming, "subprocess", SimpleNamespace(run=here))
@@ -202,7 +177,7 @@ def test_a_cut_on_disk_equals_one_in_memory_and_both_say_what_they_held(
     assert "DIFFER" in scale.streamed(tmp_path)
 
 
-def test_the_paper_counts_what_is_measured(scale: ModuleType, tmp_path: Path) -> None:
+def test_the_paper_counts_what_is_measured(scale, tmp_path):
     """Parameters are compared inside; the bytes that autograd keeps are compared here."""
     sizes = "--shapes '4 x 256' --examples 2 --tokens 32 --rounds 1"
     record = record_of(scale, f"{sizes} --out {tmp_path / 'scale-cpu.json'}")
@@ -213,7 +188,7 @@ def test_the_paper_counts_what_is_measured(scale: ModuleType, tmp_path: Path) ->
     assert "| 4 x 256 | `taylor` |" in scale.checked(tmp_path)
 
 
-def test_the_large_models_have_the_parameters_of_their_names(scale: ModuleType) -> None:
+def test_the_large_models_have_the_parameters_of_their_names(scale):
     assert [round(s.parameters / 1e9) for s in scale.LARGE] == [8, 71, 406]
     eight = scale.LARGE[0]
     rule_of_thumb = 2 * 512 * eight.parameters

@@ -1,10 +1,6 @@
 """Studies of the scorer "auto" on the tiny digits: regret.py, choice_cost.py, choice_intervals.py."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,20 +10,24 @@ from tests.scripts import benchmark
 
 
 @pytest.fixture(scope="module")
-def regret() -> ModuleType:
+def regret():
     return benchmark("regret")
 
 
-def digits(folder: Path, out: str) -> str:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all studies here: the digits are learned once."""
+    return tmp_path_factory.mktemp("digits")
+
+
+def digits(folder, out):
     """The arguments of a study of the digits."""
     where = f"--task digits --data {folder} --work {folder} --out {folder / out}"
     return f"{where} --calibration 24 --set {TINY_DIGITS}"
 
 
-def test_regret_has_the_cell_that_auto_took_and_a_run_goes_on(
-    regret: ModuleType, tmp_path: Path
-) -> None:
-    few = f"{digits(tmp_path, 'regret-digits.json')} --candidates taylor obs --refits lstsq"
+def test_regret_has_the_cell_that_auto_took_and_a_run_goes_on(regret, folder):
+    few = f"{digits(folder, 'regret-digits.json')} --candidates taylor obs --refits lstsq"
     (row,) = record_of(regret, f"{few} --shares 0.5")["rows"]
     assert set(row["cells"]) == {"taylor", "obs", "random"}
     assert len(row["cells"]["random"]["draws"]) == 2
@@ -38,14 +38,12 @@ def test_regret_has_the_cell_that_auto_took_and_a_run_goes_on(
     again = record_of(regret, f"{few} --shares 0.5 0.25 0.1")["rows"]
     assert again[0] == row
     assert [r["share"] for r in again] == [0.5, 0.25]
-    text = page_of(regret, tmp_path, regret.PAGE)
+    text = page_of(regret, folder, regret.PAGE)
     assert "## Tasks that choose: digits, ViT, 10 classes" in text
     assert "| auto, lstsq |" in text
 
 
-def record(
-    task: str, metric: str, whole: float, rows: list[dict[str, float]], took: list[str]
-) -> dict[str, Any]:
+def record(task, metric, whole, rows, took):
     """A record of one share and refit; a row per draw."""
     made = []
     for draw, (row, auto) in enumerate(zip(rows, took, strict=True)):
@@ -56,14 +54,14 @@ def record(
     return {"task": task, "calibration": 8, "whole": judged, "rows": made}
 
 
-def test_regret_is_taken_to_the_best_mean(regret: ModuleType) -> None:
+def test_regret_is_taken_to_the_best_mean(regret):
     rows = [{"taylor": 0.8, "obs": 0.7, "random": 0.5}, {"taylor": 0.8, "obs": 0.86, "random": 0.6}]
     found = regret.regrets([record("trec", "accuracy", 0.9, rows, ["taylor", "obs"])])
     at = {name.partition(",")[0]: values["trec", 0.3333] for name, values in found.items()}
     assert at == pytest.approx({"auto": 0.0, "taylor": 3.0, "obs": 5.0, "random": 28.0})
 
 
-def test_pipelines_are_compared_pair_by_pair(regret: ModuleType) -> None:
+def test_pipelines_are_compared_pair_by_pair(regret):
     rows = [{"surgeon": 0.8, "obs": 0.82, "random": 0.5}, {"surgeon": 0.8, "obs": 0.7, "random": 0}]
     found = record("trec", "accuracy", 0.9, rows * 2, ["obs", "surgeon", "obs", "obs"])
     for row in found["rows"][2:]:
@@ -88,7 +86,7 @@ def test_pipelines_are_compared_pair_by_pair(regret: ModuleType) -> None:
     assert listed == ["auto", "random"]
 
 
-def test_a_lower_perplexity_is_better(regret: ModuleType) -> None:
+def test_a_lower_perplexity_is_better(regret):
     rows = [{"taylor": 6.0, "obs": 5.5}]
     (found,) = regret.cells(record("stories", "perplexity", 5.0, rows, ["obs"])).values()
     at = {name.partition(",")[0]: values for name, (values,) in found.items()}
@@ -96,11 +94,11 @@ def test_a_lower_perplexity_is_better(regret: ModuleType) -> None:
 
 
 class _Graded(torch.nn.Module):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+    def forward(self, x, labels):
         return SimpleNamespace(logits=x)
 
 
-def test_grades_are_judged_by_the_order_of_all_test_rows(regret: ModuleType) -> None:
+def test_grades_are_judged_by_the_order_of_all_test_rows(regret):
     answers = torch.tensor([[0.1], [0.9], [0.4], [0.2], [3.0]])
     grades = torch.tensor([1.0, 2.0, 3.0, 0.0, 4.0])
     batches = [{"x": answers[:3], "labels": grades[:3]}, {"x": answers[3:], "labels": grades[3:]}]
@@ -111,14 +109,14 @@ def test_grades_are_judged_by_the_order_of_all_test_rows(regret: ModuleType) -> 
 
 
 @pytest.mark.slow
-def test_the_cost_of_a_choice_is_timed_and_put_on_the_page(tmp_path: Path) -> None:
+def test_the_cost_of_a_choice_is_timed_and_put_on_the_page(folder):
     study = benchmark("choice_cost")
-    few = f"{digits(tmp_path, 'choice-cost-digits.json')} --memory-rows 8 --rounds 1 --share 0.5"
+    few = f"{digits(folder, 'choice-cost-digits.json')} --memory-rows 8 --rounds 1 --share 0.5"
     seconds, memory = record_of(study, few)["rows"]
     assert (seconds["what"], memory["what"]) == ("seconds", "memory")
     assert all(row[name] > 0 for row in (seconds, memory) for name in study.TITLES)
     assert record_of(study, few)["rows"] == [seconds, memory]  # nothing is measured again
-    text = page_of(study, tmp_path, study.PAGE)
+    text = page_of(study, folder, study.PAGE)
     assert f"{seconds['auto'] / seconds['surgeon']:.1f} |" in text
     few = f"{few} --sketches 1"
     *_, sketch = record_of(study, few)["rows"]
@@ -126,15 +124,15 @@ def test_the_cost_of_a_choice_is_timed_and_put_on_the_page(tmp_path: Path) -> No
     # The digits have 10 classes: more passes come closer to one per class.
     assert 0 < sketch["draws"]["8"]["off"] < sketch["draws"]["1"]["off"]
     assert sketch["draws"]["8"]["rank"] > 0.9
-    assert f"| 8 | {sketch['draws']['8']['off']:.1%} |" in page_of(study, tmp_path, study.PAGE)
+    assert f"| 8 | {sketch['draws']['8']['off']:.1%} |" in page_of(study, folder, study.PAGE)
     ways = {"a": print, "b": print, "c": print}
     assert [name for name, _ in study.in_turn(ways, 1)] == ["b", "c", "a"], "each is first in turn"
 
 
-def test_a_resample_is_compared_with_the_truth(tmp_path: Path) -> None:
+def test_a_resample_is_compared_with_the_truth(folder):
     """The truth is measured on rows that were not drawn."""
     study = benchmark("choice_intervals")
-    few = f"{digits(tmp_path, 'choice-intervals-digits.json')} --shares 0.5"
+    few = f"{digits(folder, 'choice-intervals-digits.json')} --shares 0.5"
     (first,) = record_of(study, f"{few} --resamples 1")["rows"]
     names = set(first["truth"])
     assert first["chosen"] in names
@@ -146,4 +144,4 @@ def test_a_resample_is_compared_with_the_truth(tmp_path: Path) -> None:
     assert again[0] == first
     assert [row["resample"] for row in again] == [0, 1]
     assert again[1]["truth"] != first["truth"]
-    assert "| 50% | 2 |" in page_of(study, tmp_path, study.PAGE)
+    assert "| 50% | 2 |" in page_of(study, folder, study.PAGE)

@@ -1,12 +1,8 @@
 """Studies of encoders: benchmarks/pipelines.py and benchmarks/selector_loss.py."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,23 +16,17 @@ from tests.scripts import benchmark
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+def pairs(tmp_path_factory):
     """The arguments of a study of graded pairs."""
     return f"{encoder_study(tmp_path_factory.mktemp('pairs'), 'stsb')} --calibration 24"
 
 
-# ----------------------------------------------------------------------------------------------
-# pipelines.py
-
-
 @pytest.fixture(scope="module")
-def pipelines() -> ModuleType:
+def pipelines():
     return benchmark("pipelines")
 
 
-def test_rows_of_sentence_pairs_are_what_cut_models_do(
-    pipelines: ModuleType, pairs: str, tmp_path: Path
-) -> None:
+def test_rows_of_sentence_pairs_are_what_cut_models_do(pipelines, pairs, tmp_path):
     from transformers import AutoModel, AutoTokenizer
 
     names = "taylor iterative-refit kwon2022"
@@ -54,11 +44,10 @@ def test_rows_of_sentence_pairs_are_what_cut_models_do(
     hp.prune_(encoder, hp.HeadMask.from_keep(keep, dict.fromkeys(keep, 4)))
     rows = [json.loads(line) for line in (args.data / "test.jsonl").read_text().splitlines()]
 
-    def embedded(sentence: str) -> torch.Tensor:
+    def embedded(sentence):
         ids = tokenizer(sentence, return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            found: torch.Tensor = encoder(input_ids=ids).last_hidden_state.mean(1)
-        return found
+            return encoder(input_ids=ids).last_hidden_state.mean(1)
 
     cosines = [
         float(torch.cosine_similarity(*(embedded(pair[f"sentence{i}"]) for i in (1, 2))))
@@ -68,7 +57,7 @@ def test_rows_of_sentence_pairs_are_what_cut_models_do(
     assert row["test"] == pytest.approx(expected, abs=2e-3)
 
 
-def test_a_run_of_pipelines_goes_on_and_compares(pipelines: ModuleType, tmp_path: Path) -> None:
+def test_a_run_of_pipelines_goes_on_and_compares(pipelines, tmp_path):
     study = f"{encoder_study(tmp_path, 'trec')} --calibration 24 --budgets 5 3 --seeds 1"
     few = f"{study} --out {tmp_path / 'pipelines-trec.json'} --pipelines taylor"
     before = record_of(pipelines, f"{few} --recoveries none")["rows"]
@@ -92,12 +81,12 @@ def test_a_run_of_pipelines_goes_on_and_compares(pipelines: ModuleType, tmp_path
     assert "taylor/lstsq" in (tmp_path / pipelines.PICTURE).read_text()
 
 
-def test_an_interval_is_the_paired_one(pipelines: ModuleType) -> None:
+def test_an_interval_is_the_paired_one(pipelines):
     base = (np.random.default_rng(1).random(400) < 0.8).astype(np.float32)
     other = base.copy()
     other[:20] = 1 - other[:20]  # answers differ on 20 of 400 rows only
 
-    def quality(answers: Any, split: str, rows: Any = None) -> float:
+    def quality(answers, split, rows=None):
         return float((answers if rows is None else answers[rows]).mean())
 
     found = pipelines.interval(SimpleNamespace(quality=quality), "test", [(other, base)])
@@ -107,18 +96,12 @@ def test_an_interval_is_the_paired_one(pipelines: ModuleType) -> None:
     assert error == pytest.approx(difference.std() / 20, rel=0.1)
 
 
-# ----------------------------------------------------------------------------------------------
-# selector_loss.py
-
-
 @pytest.fixture(scope="module")
-def selectors() -> ModuleType:
+def selectors():
     return benchmark("selector_loss")
 
 
-def test_losses_are_those_of_masked_models_and_a_run_goes_on(
-    selectors: ModuleType, pairs: str, tmp_path: Path
-) -> None:
+def test_losses_are_those_of_masked_models_and_a_run_goes_on(selectors, pairs, tmp_path):
     few = f"{pairs} --budgets 5 --out {tmp_path / 'selector-loss-stsb.json'}"
     record = record_of(selectors, f"{few} --seeds 1")
     assert [(row["scorer"], row["selector"]) for row in record["rows"]] == list(selectors.PAIRS)
@@ -143,7 +126,7 @@ def test_losses_are_those_of_masked_models_and_a_run_goes_on(
     assert f"| {gain:+.4f} [" in text
 
 
-def test_a_difference_of_selectors_is_paired(selectors: ModuleType) -> None:
+def test_a_difference_of_selectors_is_paired(selectors):
     chance = np.random.default_rng(0)
     plain = {seed: chance.random(300).tolist() for seed in (0, 1)}
     better = {seed: [loss - 0.1 for loss in losses] for seed, losses in plain.items()}

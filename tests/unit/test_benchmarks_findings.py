@@ -1,12 +1,7 @@
 """benchmarks/findings.py: rows are what masked and trained models do, and verdicts can fail."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +13,12 @@ from tests.scripts import benchmark
 
 
 @pytest.fixture(scope="module")
-def findings() -> ModuleType:
+def findings():
     return benchmark("findings")
 
 
-def test_rows_are_what_models_do_and_a_run_goes_on(
-    findings: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[Any] = []
+def test_rows_are_what_models_do_and_a_run_goes_on(findings, tmp_path, monkeypatch):
+    trained = []
     original = findings.tuned_
     keep = lambda *a, **k: (trained.append(a[0]), original(*a, **k))[1]  # noqa: E731
     monkeypatch.setattr(findings, "tuned_", keep)
@@ -59,12 +52,12 @@ def test_rows_are_what_models_do_and_a_run_goes_on(
     assert again[-1]["accuracy"] == record["rows"][-1]["accuracy"]
 
 
-def right(accuracy: float) -> str:
+def right(accuracy):
     """Answers of 1000 examples, the same ones wrong first."""
     return "".join("0" if i < round(1000 * (1 - accuracy)) else "1" for i in range(1000))
 
 
-def record(important: list[float], trained: list[float]) -> dict[str, Any]:
+def record(important, trained):
     """A run of ten heads and three draws; masked models without the important heads have .5."""
     found = []
     for choice in ("important", "chance", "unimportant"):
@@ -84,53 +77,10 @@ def record(important: list[float], trained: list[float]) -> dict[str, Any]:
     return {**about, "rows": rows}
 
 
-def told(findings: ModuleType, found: dict[str, Any], gates: dict[str, Any] | None = None) -> str:
-    """The page of records."""
-    return " ".join(findings.page([found], [gates] if gates else []).split())
-
-
 GOOD, TRAINED = [0.9, 0.898, 0.8], [0.9, 0.895, 0.89, 0.9]
 
 
-@pytest.mark.parametrize(
-    ("important", "share", "word"),
-    [
-        (GOOD, 40, "Reproduced"),
-        ([0.889, 0.889, 0.8], 0, "Undecided"),  # 1.1 points lost: neither is sure
-        ([0.8, 0.7, 0.6], 0, "Contradicted"),
-    ],
-)
-def test_michel_is_judged_by_the_interval(
-    findings: ModuleType, important: list[float], share: int, word: str
-) -> None:
-    page = told(findings, record(important, TRAINED))
-    assert (
-        f"{share} % of the heads can be removed, least important first, at a loss of at most 1"
-        in page
-    )
-    assert "Alone, 3 of 10 heads raise the loss" in page
-    assert f"at once). **{word}.**" in page
-    assert "Voita" not in page, "there is no record of learned gates"
-
-
-@pytest.mark.parametrize(
-    ("trained", "word"),
-    [
-        (TRAINED, "Reproduced"),
-        ([0.5, 0.45, 0.5, 0.95], "Contradicted"),  # random heads end far below the whole model
-        ([0.9, 0.6, 0.5, 0.9], "Contradicted"),  # training does not make up the difference
-        ([0.9, 0.871, 0.5, 0.9], "Undecided"),  # 2.9 points below the whole, of 3 allowed
-    ],
-)
-def test_prasanna_has_three_parts(findings: ModuleType, trained: list[float], word: str) -> None:
-    page = told(findings, record(GOOD, trained))
-    assert f"(nearly as good: at most 3). **{word}.**" in page
-    assert f"{100 * (trained[0] - trained[1]):+.1f} [" in page
-    cells = " | ".join(f"{value:.3f} ± 0.000" for value in (0.8, 0.5, 0.5, *trained))
-    assert f"| trec | 4 | {cells} |" in page
-
-
-def gates(lost: tuple[float, ...]) -> dict[str, Any]:
+def gates(lost):
     """A record of learned gates; the whole model trained on has .9."""
     rows = []
     for seed in range(3):
@@ -146,26 +96,52 @@ def gates(lost: tuple[float, ...]) -> dict[str, Any]:
     return {**about, "judged": judged, "rows": rows}
 
 
-@pytest.mark.parametrize(
-    ("lost", "word"),
-    [
-        ((0.001, 0.002, 0.003), "Reproduced"),
-        ((0.03, 0.031, 0.032), "Contradicted"),
-        ((0.0, 0.02, 0.01), "Undecided"),
-    ],
-)
-def test_voita_is_judged_beside_the_whole_after_as_many_steps(
-    findings: ModuleType, lost: tuple[float, ...], word: str
-) -> None:
-    page = told(findings, record(GOOD, TRAINED), gates(lost))
-    mean = 100 * sum(lost) / 3
-    assert f"- `sst2`, 4 of 10 heads by `subset_topk`: {mean:+.1f} [" in page
-    assert f"of the whole model's 0.900 ± 0.000 on validation rows. **{word}.**" in page
+#: The accuracies without training and with it, the gates' losses, and the verdicts on Michel,
+#: Prasanna and Voita.
+VERDICTS = [
+    (GOOD, TRAINED, (0.001, 0.002, 0.003), ("Reproduced", "Reproduced", "Reproduced")),
+    # 1.1 points lost: neither is sure. Random heads end far below the whole model.
+    (
+        [0.889, 0.889, 0.8],
+        [0.5, 0.45, 0.5, 0.95],
+        (0.03, 0.031, 0.032),
+        ("Undecided", "Contradicted", "Contradicted"),
+    ),
+    # Training ends 2.9 points below the whole, of 3 allowed.
+    (
+        [0.8, 0.7, 0.6],
+        [0.9, 0.871, 0.5, 0.9],
+        (0.0, 0.02, 0.01),
+        ("Contradicted", "Undecided", "Undecided"),
+    ),
+    # Training does not make up the difference.
+    (GOOD, [0.9, 0.6, 0.5, 0.9], None, ("Reproduced", "Contradicted", "")),
+]
+
+
+@pytest.mark.parametrize(("important", "trained", "lost", "words"), VERDICTS)
+def test_verdicts(findings, important, trained, lost, words):
+    found = [gates(lost)] if lost else []
+    page = " ".join(findings.page([record(important, trained)], found).split())
+    michel, prasanna, voita = words
+    share = 40 if important is GOOD else 0
+    assert f"{share} % of the heads can be removed, least important first, at a loss" in page
+    assert "Alone, 3 of 10 heads raise the loss" in page
+    assert f"at once). **{michel}.**" in page
+    assert f"(nearly as good: at most 3). **{prasanna}.**" in page
+    assert f"{100 * (trained[0] - trained[1]):+.1f} [" in page
+    cells = " | ".join(f"{value:.3f} ± 0.000" for value in (important[-1], 0.5, 0.5, *trained))
+    assert f"| trec | 4 | {cells} |" in page
+    if lost is None:
+        assert "Voita" not in page, "there is no record of learned gates"
+        return
+    assert f"- `sst2`, 4 of 10 heads by `subset_topk`: {100 * sum(lost) / 3:+.1f} [" in page
+    assert f"of the whole model's 0.900 ± 0.000 on validation rows. **{voita}.**" in page
     assert "by `taylor`: +2.0 [+2.0, +2.0] points lost" in page
     assert "| `taylor` | 4 | 0.700 ± 0.000 | 0.880 ± 0.000 |" in page
 
 
-def test_a_difference_is_over_draws_and_examples(findings: ModuleType) -> None:
+def test_a_difference_is_over_draws_and_examples(findings):
     chance = np.random.default_rng(0)
     same = {seed: (chance.random(500) < 0.8).astype(float) for seed in range(3)}
     assert findings.difference([(same, same)]) == findings.Share(0.0, 0.0, 0.0)

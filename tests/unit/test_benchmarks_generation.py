@@ -1,24 +1,20 @@
 """Studies of models that generate: benchmarks/kv_groups.py and benchmarks/translation.py."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import shlex
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 import headprune as hp
 from tests.benchmark_runs import page_of, record_of, write_rows
-from tests.scripts import WORDS, benchmark
+from tests.scripts import benchmark
+from tests.tiny_models import WORDS
 
 
-def test_kv_groups_are_cut_and_the_page_says_the_record(tmp_path: Path) -> None:
+def test_kv_groups_are_cut_and_the_page_says_the_record(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     kv_groups = benchmark("kv_groups")
@@ -57,24 +53,20 @@ def test_kv_groups_are_cut_and_the_page_says_the_record(tmp_path: Path) -> None:
     assert f"| surgeon | 50% | {cells} |" in kv_groups.main(shlex.split(figure)).read_text()
 
 
-# ----------------------------------------------------------------------------------------------
-# translation.py
-
-
 @pytest.fixture(scope="module")
-def translation() -> ModuleType:
+def translation():
     pytest.importorskip("sacrebleu")
     return benchmark("translation")
 
 
-def sentence(draw: random.Random) -> dict[str, Any]:
+def sentence(draw):
     """A translation says every word in capitals."""
     text = " ".join(draw.choices(WORDS, k=draw.randint(2, 6)))
     return {"en": text, "de": text.upper()}
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> str:
+def given(tmp_path_factory):
     """The arguments of a study of two tiny towers."""
     folder = tmp_path_factory.mktemp("translation")
     write_rows(folder, sentence, validation=8, test=12)
@@ -85,9 +77,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{where} --set train.epochs=1 {' '.join(settings)}"
 
 
-def test_translators_are_cut_by_kind_and_a_run_goes_on(
-    translation: ModuleType, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_translators_are_cut_by_kind_and_a_run_goes_on(translation, given, tmp_path, monkeypatch):
     monkeypatch.setattr(translation, "SHARES", {"all": (0.5,), "cross": (0.5,)})
     out = f"--out {tmp_path / 'translation-small-cpu.json'}"
     record = record_of(translation, f"{given} {out} --ways cut --parts cross")
@@ -133,7 +123,7 @@ def test_translators_are_cut_by_kind_and_a_run_goes_on(
     assert "no GPU record yet" not in text
 
 
-def test_a_cell_of_several_draws_has_their_spread(translation: ModuleType) -> None:
+def test_a_cell_of_several_draws_has_their_spread(translation):
     draws = [
         {"test": {"bleu": bleu, "drop": drop, "low": drop - 0.02, "high": drop + 0.01}}
         for bleu, drop in ((0.3, 0.01), (0.32, -0.01))

@@ -3,8 +3,6 @@
 There is no network here, and no other environment.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import runpy
@@ -12,14 +10,11 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import headprune as hp
 from tests.benchmark_runs import encoder_study, page_of, question, record_of, write_rows
@@ -67,12 +62,12 @@ main(cut, load)
 
 
 @pytest.fixture(scope="module")
-def run() -> ModuleType:
+def run():
     return benchmark("peers/run")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A tiny BERT, labelled questions, and the program."""
     made = tmp_path_factory.mktemp("peers")
     encoder_study(made, "trec")
@@ -81,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def given(folder: Path, out: Path) -> str:
+def given(folder, out):
     """The arguments of a small run."""
     where = f"--task trec --data {folder / 'trec'} --work {folder / 'work'} --model {folder}/model"
     small = "--budgets 5 --seeds 1 --calibration 16 --threads 1 --epochs 1"
@@ -89,23 +84,21 @@ def given(folder: Path, out: Path) -> str:
     return f"{where} --environments {folder} {small} {speed} --out {out}"
 
 
-def arguments(run: ModuleType, folder: Path, more: str = "") -> Any:
+def arguments(run, folder, more=""):
     return run.arguments(shlex.split(f"{given(folder, folder / 'unused.json')} {more}"))
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
+def programs(monkeypatch):
     """Imports a program as a module, beside what it imports."""
     monkeypatch.syspath_prepend(str(PROGRAMS))
     return importlib.import_module
 
 
-def test_a_run_of_peers(
-    run: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launched(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
-        """Only what works and what dies runs in processes of its own; the others run here."""
-        if any(f"{how}-5-0" in command[2] for how in ("works", "dies")):
+def test_a_run_of_peers(run, folder, tmp_path, monkeypatch):
+    def launched(command, **more):
+        """Only what dies runs in a process of its own; the others run here."""
+        if "dies-5-0" in command[2]:
             return subprocess.run(command, **more)
         with monkeypatch.context() as patched:
             patched.setattr(sys, "argv", command[1:])
@@ -157,9 +150,9 @@ def test_a_run_of_peers(
     assert next(line for line in record["compared"] if line["peer"] == "works")["draws"] == 2
 
     # Nothing runs twice, and errors run again only when asked to.
-    tried: list[str] = []
+    tried = []
 
-    def measured(args: Any, subject: Any, peer: Any, *_: Any) -> dict[str, Any]:
+    def measured(args, subject, peer, *_):
         tried.append(peer.name)
         return {**rows[peer.name], "created": "again"}
 
@@ -180,8 +173,8 @@ def test_a_run_of_peers(
     assert "**forgets** does not load back: says something else, by 1" in text
 
 
-def test_peers_are_held_to_models_that_are_like_theirs(run: ModuleType) -> None:
-    def opponents(name: str, kept: int | None) -> Any:
+def test_peers_are_held_to_models_that_are_like_theirs(run):
+    def opponents(name, kept):
         return run.opponents(name, kept, [36, 24])
 
     assert opponents("unpruned", None) == opponents("headprune", 24) == []
@@ -197,7 +190,7 @@ def test_peers_are_held_to_models_that_are_like_theirs(run: ModuleType) -> None:
     assert opponents("headprune + PyTorch INT8", 24) == both
 
 
-def test_a_difference_is_the_paired_one(run: ModuleType) -> None:
+def test_a_difference_is_the_paired_one(run):
     base = (np.random.default_rng(1).random(400) < 0.8).astype(np.float32)
     other = base.copy()
     other[:20] = 1 - other[:20]
@@ -207,20 +200,14 @@ def test_a_difference_is_the_paired_one(run: ModuleType) -> None:
     assert run.judging.difference([(other, base), (base, other)])["difference"] == 0
 
 
-def test_speed_is_a_median_of_rounds(run: ModuleType) -> None:
+def test_speed_is_a_median_of_rounds(run):
     found = run.judging.speed((4, 128), [[0.2, 0.1]] * 9 + [[9.0, 0.1]])
     assert (found["ratio"], found["low"], found["base_ms"], found["ms"]) == (2, 2, 200, 100)
     assert (found["batch"], found["length"], found["rounds"]) == (4, 128, 10)
 
 
-# ----------------------------------------------------------------------------------------------
-# programs
-
-
 @pytest.mark.parametrize("name", ["headprune", "flap2024", "kwon2022"])
-def test_ours_is_cut_recovered_and_loads_back(
-    run: ModuleType, folder: Path, programs: Any, name: str
-) -> None:
+def test_ours_is_cut_recovered_and_loads_back(run, folder, programs, name):
     args = arguments(run, folder)
     subject = run.subjects.subject(args)
     ours, protocol = programs("ours"), sys.modules["protocol"]
@@ -237,7 +224,7 @@ def test_ours_is_cut_recovered_and_loads_back(
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 1 / 3])
-def test_a_smaller_architecture_has_as_many_multiply_adds(programs: Any, share: float) -> None:
+def test_a_smaller_architecture_has_as_many_multiply_adds(programs, share):
     from transformers import BertConfig, BertForSequenceClassification
 
     from headprune.model.costs import measure_costs
@@ -254,7 +241,7 @@ def test_a_smaller_architecture_has_as_many_multiply_adds(programs: Any, share: 
         smaller.narrow_(layer.intermediate.dense, layer.output.dense, inner)
     example = {"input_ids": torch.ones(1, 16, dtype=torch.long)}
 
-    def macs(model: nn.Module) -> float:
+    def macs(model):
         return measure_costs(model, bind(model, hp.find_sites(model)), example).total.macs(16)
 
     assert macs(plain) == pytest.approx(macs(cut), rel=0.01)

@@ -1,28 +1,21 @@
 """What docs/peers.md says of peers: outcomes, the noise of speeds, notes, ties and what is missing."""
 
-from __future__ import annotations
-
-from types import ModuleType
-from typing import Any
-
 import pytest
 
 from tests.scripts import benchmark
 
 
 @pytest.fixture(scope="module")
-def run() -> ModuleType:
+def run():
     return benchmark("peers/run")
 
 
 @pytest.fixture(scope="module")
-def verdict(run: ModuleType) -> Any:
+def verdict(run):
     return run.page.verdict
 
 
-def timed(
-    name: str, kept: int | None, *ratios: float, test: float = 0.8, **more: Any
-) -> dict[str, Any]:
+def timed(name, kept, *ratios, test=0.8, **more):
     """A row whose intervals end 0.01 from its ratios."""
     speed = [
         {"ratio": r, "low": r - 0.01, "high": r + 0.01, "base_ms": 9.0, "ms": 9 / r} for r in ratios
@@ -32,15 +25,13 @@ def timed(
     return {**about, "speed": speed, **more}
 
 
-def paired(
-    peer: str, kept: int | None, low: float, high: float, its: str = "headprune"
-) -> dict[str, Any]:
+def paired(peer, kept, low, high, its="headprune"):
     points = {"difference": (low + high) / 2, "low": low, "high": high}
     held = {"reference": its, "reference_kept": 24}
     return {"peer": peer, "kept": kept, **held, "draws": 2, "test": points}
 
 
-def recorded(rows: list[dict[str, Any]], *lines: dict[str, Any]) -> dict[str, Any]:
+def recorded(rows, *lines):
     about = {"shapes": [[1, 128], [32, 128]], "rows_used": {"test": 100}}
     return {"rows": rows, "compared": list(lines), **about}
 
@@ -59,9 +50,7 @@ MORE, SAME, LESS = (0.01, 0.03), (-0.01, 0.02), (-0.03, -0.01)
         ("PyTorch INT8", (2.0, 1.4), ["**lost**", "**lost**", "a trade"]),
     ],
 )
-def test_what_a_comparison_comes_to(
-    verdict: Any, peer: str, ratios: tuple[float, float], outcomes: list[str]
-) -> None:
+def test_what_a_comparison_comes_to(verdict, peer, ratios, outcomes):
     kept = None if "INT8" in peer else 24
     rows = [timed("headprune", 24, 1.3, 1.4), timed(peer, kept, *ratios)]
     for points, outcome in zip((MORE, SAME, LESS), outcomes, strict=True):
@@ -72,7 +61,7 @@ def test_what_a_comparison_comes_to(
         assert line.endswith(f" | {outcome} |")
 
 
-def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict: Any) -> None:
+def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict):
     rows = [timed("headprune", 24, 1.2, 1.2, heads=[12, 12]), timed("unpruned", None, 0.99, 1.0)]
     assert verdict.noise(recorded(rows)) == pytest.approx([1 / 0.99 - 1, 0])
     rows.append(timed("headprune, taylor", 24, 1.3, 1.2, heads=[4, 20]))
@@ -91,7 +80,7 @@ def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict: Any) -> No
     assert "8.3 % at 1 x 128 and 0.0 % at 32 x 128" in "\n".join(verdict.text(recorded(rows)))
 
 
-def test_a_tie_says_how_many_rows_would_tell(verdict: Any) -> None:
+def test_a_tie_says_how_many_rows_would_tell(verdict):
     rows = [timed(name, 24, 1.2, 1.2) for name in ("headprune", "TextPruner", "onnxsim")]
     rows.append(timed("PyTorch INT8", None, 1.2, 1.2))
     lines = [paired("TextPruner", 24, -0.01, 0.03), paired("onnxsim", 24, -0.02, 0.02)]
@@ -109,7 +98,7 @@ def test_a_tie_says_how_many_rows_would_tell(verdict: Any) -> None:
     assert verdict.tie(found[0]) in told
 
 
-def test_what_ours_adds_is_of_all_draws(verdict: Any) -> None:
+def test_what_ours_adds_is_of_all_draws(verdict):
     both = "headprune + PyTorch INT8"
     rows = [timed("PyTorch INT8", None, 2.0, 2.0, test=0.8), timed(both, 24, 2.5, 3.0, test=0.79)]
     rows.append({"peer": both, "kept": 24, "seed": 1, "test": 0.76})

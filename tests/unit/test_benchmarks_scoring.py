@@ -1,13 +1,8 @@
 """The benchmarks of scoring: scoring_cost.py, scorers.py and learned_gates.py, run small."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import statistics
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +16,13 @@ from tests.scripts import benchmark
 CPU = torch.device("cpu")
 
 
-# ----------------------------------------------------------------------------------------------
-# scoring_cost.py
-
-
 @pytest.fixture(scope="module")
-def cost() -> ModuleType:
+def cost():
     return benchmark("scoring_cost")
 
 
 @pytest.fixture(scope="module")
-def measured(cost: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(cost, tmp_path_factory):
     sizes = "--width 12 --middle 12 --vocabulary 50 --tokens 4 --batch-tokens 8"
     amounts = "--rounds 2 --batches 1 --ablation-rounds 1 --small 1 --largest 1 --threads 1"
     out = tmp_path_factory.mktemp("cost") / "record.json"
@@ -40,12 +31,12 @@ def measured(cost: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     with pytest.MonkeyPatch.context() as patched:
         # A sixth of the layers.
         patched.setattr(cost, "encoder", lambda layers, *given: real(layers // 6, *given))
-        found: dict[str, Any] = record_of(cost, f"{sizes} {amounts} {more}")
+        found = record_of(cost, f"{sizes} {amounts} {more}")
     assert torch.get_num_threads() == threads
     return found
 
 
-def test_ratios_are_those_of_the_rounds(measured: dict[str, Any]) -> None:
+def test_ratios_are_those_of_the_rounds(measured):
     assert [row["layers"] for row in measured["first_order"]] == [1, 2]
     for row in measured["first_order"]:
         seconds = {name: np.array(values) for name, values in row["seconds"].items()}
@@ -69,7 +60,7 @@ def test_ratios_are_those_of_the_rounds(measured: dict[str, Any]) -> None:
         assert rate == pytest.approx(float(np.median(8 / np.array(row["seconds"][name]))))
 
 
-def test_all_ways_of_ablation_agree(measured: dict[str, Any]) -> None:
+def test_all_ways_of_ablation_agree(measured):
     rows = measured["leave_one_out"]
     assert sum(row["saturated"] for row in rows) == 1
     for row in rows:
@@ -77,15 +68,14 @@ def test_all_ways_of_ablation_agree(measured: dict[str, Any]) -> None:
         assert all(gap < 1e-5 for gap in row["largest_difference"].values())
 
 
-def test_the_frozen_pass_reaches_the_embeddings_and_thaws_the_model(cost: ModuleType) -> None:
+def test_the_frozen_pass_reaches_the_embeddings_and_thaws_the_model(cost):
     model = cost.encoder(6, 12, cost.arguments(["--vocabulary", "50", "--tokens", "4"]), CPU)
-    outputs: list[torch.Tensor] = []
+    outputs = []
     embeddings = model.get_input_embeddings()
     watch = embeddings.register_forward_hook(lambda m, i, out: outputs.append(out))
     cost.frozen_pass(model, [{"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([1])}])
     watch.remove()
     (output,) = outputs
-    assert output.grad is not None
     assert bool(output.grad.any())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert not embeddings._forward_hooks
@@ -99,9 +89,7 @@ def test_the_frozen_pass_reaches_the_embeddings_and_thaws_the_model(cost: Module
         ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, 8),  # still growing where the search ends
     ],
 )
-def test_saturation(
-    cost: ModuleType, monkeypatch: pytest.MonkeyPatch, per_call: dict[int, float], expected: int
-) -> None:
+def test_saturation(cost, monkeypatch, per_call, expected):
     times = iter([{"forward": np.full(8, per_call[size])} for size in sorted(per_call)])
     monkeypatch.setattr(cost, "interleaved", lambda *_: next(times))
     args = cost.arguments(["--largest", "8", "--vocabulary", "50"])
@@ -110,37 +98,31 @@ def test_saturation(
     assert rates == {str(size): size / seconds for size, seconds in per_call.items()}
 
 
-def test_every_way_is_first_in_a_round(cost: ModuleType) -> None:
-    calls: list[str] = []
+def test_every_way_is_first_in_a_round(cost):
+    calls = []
     ways = {name: lambda name=name: calls.append(name) for name in "abc"}
     times = cost.interleaved(ways, 3, CPU)
     assert "".join(calls) == "abcbcacab"
     assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-# ----------------------------------------------------------------------------------------------
-# scorers.py
-
-
 @pytest.fixture(scope="module")
-def scorers() -> ModuleType:
+def scorers():
     return benchmark("scorers")
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> str:
+def study(tmp_path_factory):
     """The arguments of a study of questions whose label is a word in them."""
     return f"{encoder_study(tmp_path_factory.mktemp('scorers'), 'trec')} --calibration 20"
 
 
 @pytest.fixture(scope="module")
-def command(study: str) -> str:
+def command(study):
     return f"{study} --budgets 6 3 --seeds 2 --few 0.1"
 
 
-def test_rows_are_draws_and_accuracies_those_of_cut_models(
-    scorers: ModuleType, command: str, tmp_path: Path
-) -> None:
+def test_rows_are_draws_and_accuracies_those_of_cut_models(scorers, command, tmp_path):
     from transformers import AutoTokenizer
 
     names = "--scorers taylor shapley magnitude"
@@ -161,9 +143,7 @@ def test_rows_are_draws_and_accuracies_those_of_cut_models(
     assert record["rows"][-1]["accuracy"]["3"] == evaluate(model, [dict(batch)]).value
 
 
-def test_the_page_of_scorers_is_computed_from_the_record(
-    scorers: ModuleType, tmp_path: Path
-) -> None:
+def test_the_page_of_scorers_is_computed_from_the_record(scorers, tmp_path):
     rows = [
         {"scorer": name, "seed": seed, "examples": 9, "accuracy": {"6": six, "3": three}}
         for name, seed, six, three in (
@@ -185,15 +165,9 @@ def test_the_page_of_scorers_is_computed_from_the_record(
     assert "6 of 8 heads" in (tmp_path / scorers.PICTURE).read_text()
 
 
-# ----------------------------------------------------------------------------------------------
-# learned_gates.py
-
-
-def test_learned_gates_and_one_shot_scores_train_equally_many_steps(
-    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learned_gates_and_one_shot_scores_train_equally_many_steps(study, tmp_path, monkeypatch):
     learned = benchmark("learned_gates")
-    steps: list[str] = []
+    steps = []
     original = torch.optim.AdamW.step
     step = lambda *a, **k: (steps.append("step"), original(*a, **k))[1]  # noqa: E731
     monkeypatch.setattr(torch.optim.AdamW, "step", step)

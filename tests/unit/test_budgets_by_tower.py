@@ -1,47 +1,40 @@
 """A model of images and text: budgets for each tower, named by what ``find_sites`` calls its
 attentions."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-import torch
 
 import headprune as hp
 from tests.laws.families import assert_equal, far, run
-from tests.laws.support import CLOSE, Subject, family_subject
+from tests.laws.support import CLOSE, family_subject
 
 
 @pytest.fixture
-def llava() -> Subject:
+def llava():
     return family_subject("llama", "llava")
 
 
-def plan_of(subject: Subject, **keep_heads: Any) -> hp.PruningPlan:
-    """Budgets by a part of the sites' names, or by kind."""
+def plan_of(subject, **keep_heads):
     scores = hp.score(subject.model, [subject.batch], "magnitude")
     names = {"vision": "*vision_tower*", "text": "*language_model*"}
     budgets = {names.get(k, k): hp.Budget(keep_heads=n) for k, n in keep_heads.items()}
     return hp.select(scores, budgets)
 
 
-def counts(sites: Any) -> dict[str, list[int]]:
-    """Heads that are kept in every layer of each tower."""
+def counts(sites):
     return {
         "vision": [len(s.heads) for s in sites if "vision_tower" in s.name],
         "text": [len(s.heads) for s in sites if "language_model" in s.name],
     }
 
 
-def test_the_towers_are_told_apart_by_name_kind_and_layout(llava: Subject) -> None:
+def test_the_towers_are_told_apart_by_name_kind_and_layout(llava):
     told = {(s.name.split(".")[1], s.kind, s.layout) for s in llava.sites}
     assert told == {("vision_tower", "self", "bart"), ("language_model", "causal", "llama")}
     assert counts(llava.sites) == {"vision": [4, 4], "text": [6, 6, 6]}
 
 
 @pytest.mark.parametrize("key", ["causal", "text"])
-def test_each_tower_meets_its_own_budget(llava: Subject, key: str) -> None:
+def test_each_tower_meets_its_own_budget(llava, key):
     plan = plan_of(llava, vision=0.25, **{key: 12})
     full, small = run(llava.model, llava.batch), llava.copy()
     with hp.gated(llava.model, plan):
@@ -53,7 +46,7 @@ def test_each_tower_meets_its_own_budget(llava: Subject, key: str) -> None:
     assert far(expected, full)
 
 
-def test_a_tower_without_a_budget_is_kept_whole(llava: Subject) -> None:
+def test_a_tower_without_a_budget_is_kept_whole(llava):
     plan = plan_of(llava, vision=0.5)
     held = {n: p for n, p in llava.model.named_parameters() if "language_model" in n}
     hp.prune_(llava.model, plan)
@@ -62,12 +55,3 @@ def test_a_tower_without_a_budget_is_kept_whole(llava: Subject) -> None:
     now = dict(llava.model.named_parameters())
     assert held
     assert all(now[name] is parameter for name, parameter in held.items())
-
-
-def test_what_an_image_says_reaches_the_text_through_the_cut_tower(llava: Subject) -> None:
-    """Another image gives other logits after the cut: the towers are still joined."""
-    hp.prune_(llava.model, plan_of(llava, vision=0.25))
-    first = run(llava.model, llava.batch)
-    second = run(llava.model, {**llava.batch, "pixel_values": -llava.batch["pixel_values"]})
-    assert all(torch.isfinite(t).all() for t in second)
-    assert far(first, second)

@@ -1,14 +1,9 @@
 """Losses of many gate settings: equal to a pass for each, for every family, and at a fraction of
 the work."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
@@ -19,20 +14,22 @@ from headprune.model.running import batch_size, call, outputs
 from headprune.model.sites import bind
 from tests.laws.support import Subject, family_subject, picture
 
-#: Every layout's first family, and those of another kind.
+#: Families by how their attention is called and by what follows it.
 FAMILIES = [
-    (name, registry.get(name).families[0][0])
-    for name in registry.names()
-    if registry.get(name).families
+    *(("bert", "bert"), ("gpt2", "gpt2"), ("llama", "llama"), ("t5", "t5"), ("swin", "swin")),
+    *(("bart", "bart"), ("bart", "clip"), ("bart", "siglip"), ("albert", "albert")),
+    *(("d2l", "d2l"), ("annotated", "annotated transformer"), ("labml", "labml")),
+    *(("deberta_v2", "deberta-v2"), ("timm", "timm.Attention"), ("qwen3_next", "qwen3_next")),
+    *(("head_list", "list of heads"), ("multi_head_attention", "multi_head_attention")),
+    *(("torch_multi_head", "torch.nn.MultiheadAttention"), ("vit", "vit")),
 ]
-FAMILIES += [("bart", "clip"), ("bart", "siglip")]
 #: Whose passes cannot be played back: examples see each other, or the model takes only the batch
 #: whose lengths it has.
 WHOLE_PASSES = {"clip", "siglip", "d2l", "annotated transformer", "labml"}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def loss(model: nn.Module, batch: Any) -> Tensor:
+def loss(model, batch):
     size = batch_size(batch)
     with Doubled():
         found = outputs(call(model, batch))
@@ -40,11 +37,11 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([t.reshape(size, -1).square().mean(1) for t in found]).sum(0)
 
 
-def candidates_of(subject: Subject, loss: Any = loss, **options: Any) -> CandidateLosses:
+def candidates_of(subject, loss=loss, **options):
     return CandidateLosses(subject.model, bind(subject.model, subject.sites), loss, **options)
 
 
-def settings_of(subject: Subject) -> Tensor:
+def settings_of(subject):
     """Every unit alone closed, two random settings, and one that changes nothing."""
     heads = [(s.name, h) for s in subject.sites for h in s.heads]
     units = [{(s.name, h) for h in unit} for s in subject.sites for unit in s.units]
@@ -56,7 +53,7 @@ def settings_of(subject: Subject) -> Tensor:
     )
 
 
-def gated_losses(subject: Subject, settings: Tensor) -> Tensor:
+def gated_losses(subject, settings):
     """What ``gated`` says, one setting after another."""
     found = []
     for row in settings:
@@ -68,13 +65,13 @@ def gated_losses(subject: Subject, settings: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _no_graph() -> Iterator[None]:
+def _no_graph():
     with torch.no_grad():
         yield
 
 
 @pytest.mark.parametrize(("layout", "family"), FAMILIES, ids=[family for _, family in FAMILIES])
-def test_equals_gated_passes_and_leaves_no_trace(layout: str, family: str) -> None:
+def test_equals_gated_passes_and_leaves_no_trace(layout, family):
     subject = family_subject(layout, family)
     loss(subject.model, subject.batch)  # Transformers installs hooks of its own in a first pass
     before = picture(subject.model)
@@ -87,13 +84,13 @@ def test_equals_gated_passes_and_leaves_no_trace(layout: str, family: str) -> No
     assert bool(candidates.notes) == (family in WHOLE_PASSES), candidates.notes
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_any_base_and_any_memory(name: str) -> None:
+@pytest.mark.parametrize(("name", "memory"), [("llama", [1, 2**16, 2**30]), ("t5", [2**30])])
+def test_any_base_and_any_memory(name, memory):
     subject = family_subject(name, name)
     settings = settings_of(subject)
     base = settings[0] * 0.5
     expected, expected_base = gated_losses(subject, settings), gated_losses(subject, base[None])[0]
-    for max_bytes in (1, 2**16, 2**30):
+    for max_bytes in memory:
         candidates = candidates_of(subject, max_bytes=max_bytes)
         got, start = candidates(subject.batch, settings, base)
         assert_close(got, expected, **EXACT)
@@ -101,7 +98,7 @@ def test_any_base_and_any_memory(name: str) -> None:
         assert candidates.notes == ()
 
 
-def test_what_no_gate_changes_runs_once_and_settings_share_passes() -> None:
+def test_what_no_gate_changes_runs_once_and_settings_share_passes():
     subject = family_subject("bert", "bert")
     layers = subject.model.bert.encoder.layer
     rows = [0] * len(layers)
@@ -109,8 +106,8 @@ def test_what_no_gate_changes_runs_once_and_settings_share_passes() -> None:
     candidates = candidates_of(subject)
     candidates(subject.batch, settings)  # with its proof
 
-    def count(i: int) -> Any:
-        def counting(module: Any, args: Any, out: Tensor) -> None:
+    def count(i):
+        def counting(module, args, out):
             rows[i] += out.shape[0]
 
         return counting
@@ -122,23 +119,6 @@ def test_what_no_gate_changes_runs_once_and_settings_share_passes() -> None:
     assert rows == [size * (1 + n_heads * (i + 1)) for i in range(len(layers))]
 
 
-def test_an_exception_in_a_pass_leaves_no_trace() -> None:
-    subject = family_subject("llama", "llama")
-    loss(subject.model, subject.batch)
-    before = picture(subject.model)
-    calls = []
-
-    def failing(model: nn.Module, batch: Any) -> Tensor:
-        calls.append(1)
-        if len(calls) == 12:
-            raise KeyboardInterrupt
-        return loss(model, batch)
-
-    with pytest.raises(KeyboardInterrupt):
-        candidates_of(subject, failing)(subject.batch, settings_of(subject))
-    assert picture(subject.model) == before
-
-
 # ---------------------------------------------------------------- what would be wrong if nobody
 # looked
 
@@ -146,43 +126,43 @@ def test_an_exception_in_a_pass_leaves_no_trace() -> None:
 class Block(nn.Module):
     """Attention, and whatever a test puts behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = hp.MultiHeadAttention(8, 4)
         self.feed = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attention(x)
         return x + self.feed(x)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(5))
         self.out = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(self, x, weights=None):
         for layer in self.layers:
             x = layer(x)
         found = self.out(x.mean(1))
         return found if weights is None else found * weights.sum()
 
 
-def net(kind: type[Net] = Net) -> Any:
+def net(kind=Net):
     return kind().double().eval()
 
 
-def inputs(size: int, tokens: int = 5) -> dict[str, Tensor]:
+def inputs(size, tokens=5):
     generator = torch.Generator().manual_seed(size)
     return {"x": torch.randn(size, tokens, 8, generator=generator, dtype=torch.float64)}
 
 
-def subject_of(model: nn.Module, batch: Any) -> Subject:
+def subject_of(model, batch):
     return Subject(registry.get("multi_head_attention"), model, batch, hp.find_sites(model))
 
 
-def held(model: nn.Module, batches: list[dict[str, Any]], **options: Any) -> tuple[str, ...]:
+def held(model, batches, **options):
     """Asserts that all batches get the losses of gated passes; returns the notes."""
     candidates = candidates_of(subject_of(model, batches[0]), **options)
     for number, batch in enumerate(batches):
@@ -193,15 +173,8 @@ def held(model: nn.Module, batches: list[dict[str, Any]], **options: Any) -> tup
     return candidates.notes
 
 
-class Rounding(nn.Linear):
-    """A projection that rounds its inputs, as one that was trained for quantisation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward((x * 8).round() / 8)
-
-
 class InPlace(Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.feed(x)
         x[:, 0] = 0
         x += self.attention(x)
@@ -209,76 +182,53 @@ class InPlace(Block):
         return x
 
 
-def rounding(model: Any) -> None:
-    model.layers[1].attention.W_o.__class__ = Rounding
-
-
-def in_place(model: Any) -> None:
+def in_place(model):
     for layer in model.layers:
         layer.__class__ = InPlace
 
 
-def hooked_projection(model: Any) -> None:
+def hooked_projection(model):
     model.layers[2].attention.W_o.register_forward_hook(lambda m, args, out: out.tanh())
 
 
-def replaced_forward(model: Any) -> None:
-    projection = model.layers[2].attention.W_o
-    before = projection.forward
-    projection.forward = lambda x: before(x).tanh()
-
-
-def talking_hooks(model: Any) -> None:
-    box: dict[str, Tensor] = {}
+def talking_hooks(model):
+    box = {}
     model.layers[1].register_forward_hook(lambda m, args, out: box.update(seen=out))
     model.layers[3].register_forward_hook(lambda m, args, out: out + box["seen"].tanh())
 
 
-@pytest.mark.parametrize(
-    "change", [rounding, in_place, hooked_projection, replaced_forward, talking_hooks]
-)
-def test_what_is_played_back_all_the_same(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("change", [in_place, hooked_projection, talking_hooks])
+def test_what_is_played_back_all_the_same(change):
     model = net()
     change(model)
     assert held(model, [inputs(3)]) == ()
 
 
-def talking_layers(model: Any) -> None:
+def talking_layers(model):
     """Layers that hand something over behind the back of their calls."""
-    box: dict[str, Tensor] = {}
+    box = {}
 
     class Writing(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             box["seen"] = super().forward(x)
             return box["seen"]
 
     class Reading(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x) + box["seen"].tanh()
 
     model.layers[1].__class__, model.layers[3].__class__ = Writing, Reading
 
 
-def coupled(model: Any) -> None:
+def coupled(model):
     """Examples that see each other."""
     model.layers[1].feed.register_forward_hook(lambda m, args, out: out - 0.5 * out.mean(0)[None])
-
-
-class MoreCalls(Net):
-    """Calls that depend on the batch size."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            for _ in range(len(x) // 2):
-                x = layer.feed(x)
-            x = layer(x)
-        return self.out(x.mean(1))
 
 
 class Short(Net):
     """A last layer that large batches leave out."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers[: 4 if len(x) > 4 else 5]:
             x = layer(x)
         return self.out(x.mean(1))
@@ -287,7 +237,7 @@ class Short(Net):
 class Longer(Net):
     """A row more where there are more examples."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(torch.cat([x, x[:1]]) if len(x) > 2 else x)[: len(x)]
 
 
@@ -300,14 +250,11 @@ LEFT_OUT = "the gate of layers.4.attention: must be reached, got a pass that nev
         (Net, talking_layers, 2**30, ""),
         (Net, coupled, 2**30, ""),
         (Net, coupled, 1, ""),
-        (MoreCalls, None, 2**30, ""),
         (Short, None, 2**30, LEFT_OUT),
         (Longer, None, 2**30, "must be longer on one axis for more examples, got (2,"),
     ],
 )
-def test_what_has_whole_passes_and_a_note(
-    kind: type[Net], change: Any, max_bytes: int, words: str
-) -> None:
+def test_what_has_whole_passes_and_a_note(kind, change, max_bytes, words):
     model = net(kind)
     if change:
         change(model)
@@ -316,7 +263,7 @@ def test_what_has_whole_passes_and_a_note(
     assert words in note
 
 
-def test_a_tensor_that_is_as_long_as_a_batch_by_chance() -> None:
+def test_a_tensor_that_is_as_long_as_a_batch_by_chance():
     weights = torch.tensor([0.2, 0.3, 0.4], dtype=torch.float64)
     batches = [{**inputs(size), "weights": weights} for size in (4, 2, 3)]
     assert held(net(), batches) == ()
@@ -324,9 +271,9 @@ def test_a_tensor_that_is_as_long_as_a_batch_by_chance() -> None:
     assert "could not be played back" in note
 
 
-def test_a_failure_in_a_later_batch_falls_back_and_says_from_when_on() -> None:
+def test_a_failure_in_a_later_batch_falls_back_and_says_from_when_on():
     class Picky(Net):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             assert x.shape[1] == 5 or len(x) == 3, "only whole batches of three"
             return super().forward(x)
 
@@ -335,7 +282,7 @@ def test_a_failure_in_a_later_batch_falls_back_and_says_from_when_on() -> None:
     assert "only whole batches of three" in note
 
 
-def test_longer_batches_need_no_more_memory_than_allowed() -> None:
+def test_longer_batches_need_no_more_memory_than_allowed():
     model, rows = net(), []
     subject = subject_of(model, inputs(4))
     candidates, settings = candidates_of(subject, max_bytes=400_000), settings_of(subject)

@@ -1,16 +1,12 @@
 """Checkpoint folders that are damaged, foreign or interrupted, and models of the user's own."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -27,17 +23,16 @@ from headprune.layouts import registry
 from tests.laws.support import picture
 from tests.unit.test_sites import ODD, odd_model
 
-Damage = Callable[[Path], Any]
 WEIGHTS, MANIFEST, CONFIG = "model.safetensors", "headprune.json", "config.json"
 
 
-def model_and_batch(name: str = "bert", seed: int = 0) -> tuple[Any, dict[str, Any]]:
+def model_and_batch(name="bert", seed=0):
     model, batch = registry.get(name).tiny(seed)
     return model.eval(), batch
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     """A cut BERT on disk; copied before anything is done to it."""
     model, _ = model_and_batch()
     hp.prune_heads_(model, {0: [1], 1: [0, 1, 2, 3]})
@@ -45,22 +40,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
+def folder(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit(path, change):
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
 
 
-def manifest(**changes: Any) -> Damage:
-    """Damage that gives keys of the manifest other values."""
+def manifest(**changes):
     return lambda folder: edit(folder / MANIFEST, lambda m: m.update(changes))
 
 
-def hashes_made_true(folder: Path) -> None:
+def hashes_made_true(folder):
     """As if the weights and the configuration had been saved as they are now."""
     for key, name in (("weights_sha256", WEIGHTS), ("config_sha256", CONFIG)):
         if (folder / name).is_file():
@@ -68,10 +62,10 @@ def hashes_made_true(folder: Path) -> None:
             manifest(**{key: digest})(folder)
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+def tensors(change):
     """Damage to the weights that their hash does not tell."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         found = safetensors.torch.load_file(folder / WEIGHTS)
         change(found)
         safetensors.torch.save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
@@ -80,43 +74,38 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     return damage
 
 
-def config(**changes: Any) -> Damage:
+def config(**changes):
     """Damage to the configuration that its hash does not tell."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         edit(folder / CONFIG, lambda c: c.update(changes))
         hashes_made_true(folder)
 
     return damage
 
 
-def written(name: str, data: bytes) -> Damage:
-    """Damage that replaces a whole file."""
+def written(name, data):
     return lambda folder: (folder / name).write_bytes(data)
 
 
-def missing(name: str) -> Damage:
+def missing(name):
     return lambda folder: (folder / name).unlink()
 
 
-def broken(data: bytes) -> Damage:
+def broken(data):
     """A configuration of other bytes, as if it had been saved so."""
     return lambda folder: (written(CONFIG, data)(folder), hashes_made_true(folder))
 
 
-def heads(index: int, **changes: Any) -> Damage:
-    """Damage to one row of the manifest's mask."""
-
-    def damage(folder: Path) -> None:
+def heads(index, **changes):
+    def damage(folder):
         edit(folder / MANIFEST, lambda m: m["mask"]["rows"][index].update(changes))
 
     return damage
 
 
-def flipped(where: int) -> Damage:
-    """Weights with another bit in one byte."""
-
-    def damage(folder: Path) -> None:
+def flipped(where):
+    def damage(folder):
         data = bytearray((folder / WEIGHTS).read_bytes())
         data[where] ^= 0x10
         (folder / WEIGHTS).write_bytes(data)
@@ -124,13 +113,13 @@ def flipped(where: int) -> Damage:
     return damage
 
 
-def refuses(folder: Path, words: str, **options: Any) -> None:
+def refuses(folder, words, **options):
     with pytest.raises(CheckpointError, match=words) as error:
         hp.from_pretrained(folder, **options)
     assert "must be" in str(error.value)
 
 
-def test_the_folder_loads_before_it_is_damaged(folder: Path) -> None:
+def test_the_folder_loads_before_it_is_damaged(folder):
     manifest(added_biases=["no.such.module.bias"])(folder)  # leads nowhere and is passed over
     assert [len(s.heads) for s in hp.find_sites(hp.from_pretrained(folder))] == [3, 0, 4]
     assert hp.from_pretrained(str(folder)) is not None
@@ -143,7 +132,7 @@ UNREADABLE = r"(?s)headprune\.json: must be a manifest that we can read.*"
 NO_CONFIG = r"config\.json: must be a model's configuration"
 NO_MODEL = r"config\.json: must be a valid configuration"
 BIAS = "classifier.bias"
-DAMAGE: dict[str, tuple[Damage, str]] = {
+DAMAGE = {
     "weights cut off": (written(WEIGHTS, b"half"), NO_SAFETENSORS),
     "a flipped byte in the length": (flipped(3), NO_SAFETENSORS),
     "a flipped byte in the data": (flipped(-1), OTHER_BYTES),
@@ -190,13 +179,13 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_folder_is_refused_in_words(folder: Path, damage: str) -> None:
+def test_a_damaged_folder_is_refused_in_words(folder, damage):
     do, words = DAMAGE[damage]
     do(folder)
     refuses(folder, words)
 
 
-def test_what_is_no_folder_of_ours(tmp_path: Path) -> None:
+def test_what_is_no_folder_of_ours(tmp_path):
     refuses(tmp_path / "nowhere", "must be a folder that save_pretrained wrote, got no such folder")
     (tmp_path / "file").write_text("mine")
     refuses(tmp_path / "file", "must be a folder that save_pretrained wrote")
@@ -215,7 +204,7 @@ class Mine(nn.Module):
     """Not a Transformers class: two attentions, one tied pair of layers, a buffer, and one that is
     not stored."""
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, heads=4):
         super().__init__()
         self.first = hp.MultiHeadAttention(8, heads)
         self.second = hp.MultiHeadAttention(8, heads, bias=False)
@@ -224,12 +213,12 @@ class Mine(nn.Module):
         self.register_buffer("scale", torch.ones(8))
         self.register_buffer("table", torch.linspace(0.1, 0.7, 8), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.second(self.first(x)) * self.scale * self.table
         return self.down(self.up(x))
 
 
-def mine(folder: Path, dtype: torch.dtype = torch.float32) -> Mine:
+def mine(folder, dtype=torch.float32):
     model = Mine().eval().to(dtype)
     model.scale *= 3.0
     mask = HeadMask.from_keep({"first": [1, 3], "second": []}, {"first": 4, "second": 4})
@@ -239,7 +228,7 @@ def mine(folder: Path, dtype: torch.dtype = torch.float32) -> Mine:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_module_of_ones_own_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_module_of_ones_own_comes_back(tmp_path, dtype):
     model, x = mine(tmp_path, dtype), torch.randn(2, 5, 8).to(dtype)
     assert {p.name for p in tmp_path.iterdir()} == {WEIGHTS, MANIFEST, "README.md"}
     given = Mine()
@@ -257,11 +246,11 @@ def test_a_module_of_ones_own_comes_back(tmp_path: Path, dtype: torch.dtype) -> 
         hp.from_pretrained(tmp_path, model=Mine)
 
 
-def test_ones_own_class_with_a_name_of_transformers(tmp_path: Path) -> None:
+def test_ones_own_class_with_a_name_of_transformers(tmp_path):
     """Found by name is not enough: the class must be the very one."""
 
     class BertForSequenceClassification(hf.BertForSequenceClassification):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args, **kwargs):
             out = super().forward(*args, **kwargs)
             out.logits = -out.logits
             return out
@@ -285,7 +274,7 @@ def test_ones_own_class_with_a_name_of_transformers(tmp_path: Path) -> None:
     ],
     ids=["heads", "sites", "no attention", "class"],
 )
-def test_a_model_that_does_not_fit(tmp_path: Path, make: Any, words: str) -> None:
+def test_a_model_that_does_not_fit(tmp_path, make, words):
     mine(tmp_path)
     given = make()
     before = picture(given)
@@ -293,7 +282,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, make: Any, words: str) -> Non
     assert picture(given) == before
 
 
-def test_a_given_model_is_not_left_half_cut(tmp_path: Path) -> None:
+def test_a_given_model_is_not_left_half_cut(tmp_path):
     mine(tmp_path)
     tensors(lambda t: t.pop("up.bias"))(tmp_path)
     given, x = Mine(), torch.randn(2, 5, 8)
@@ -303,14 +292,14 @@ def test_a_given_model_is_not_left_half_cut(tmp_path: Path) -> None:
     assert_close(given(x), expected, rtol=0, atol=0)
 
 
-def test_a_given_transformers_model_is_filled(folder: Path) -> None:
+def test_a_given_transformers_model_is_filled(folder):
     given, batch = model_and_batch(seed=3)
     loaded = hp.from_pretrained(folder, model=given)
     assert loaded is given
     assert_close(loaded(**batch).logits, hp.from_pretrained(folder)(**batch).logits, rtol=0, atol=0)
 
 
-def test_sites_of_a_layout_of_ones_own(tmp_path: Path) -> None:
+def test_sites_of_a_layout_of_ones_own(tmp_path):
     model, x = odd_model()
     given = copy.deepcopy(model)
     sites = hp.find_sites(model, layouts=[ODD])
@@ -325,8 +314,7 @@ def test_sites_of_a_layout_of_ones_own(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- saving
 
 
-def test_saving_over_an_earlier_save(folder: Path) -> None:
-    """Also over the very file from which the model was read."""
+def test_saving_over_an_earlier_save(folder):
     loaded, batch = hp.from_pretrained(folder), model_and_batch()[1]
     hp.prune_heads_(loaded, {0: [0], 2: [3]})
     expected = loaded(**batch).logits
@@ -336,12 +324,10 @@ def test_saving_over_an_earlier_save(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "within"])
-def test_an_interrupted_save_leaves_the_old_folder(
-    folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_save_leaves_the_old_folder(folder, moment, monkeypatch):
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
 
-    def breaks(tensors: Any, path: Path, **_: Any) -> None:
+    def breaks(tensors, path, **_):
         if moment == "within":
             Path(path).write_bytes(b"half of it")
         raise KeyboardInterrupt
@@ -357,9 +343,9 @@ def test_an_interrupted_save_leaves_the_old_folder(
     assert_close(hp.from_pretrained(folder)(**batch).logits, other(**batch).logits, rtol=0, atol=0)
 
 
-def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_stored_is_refused(tmp_path):
     class Extra(Mine):
-        def get_extra_state(self) -> dict[str, int]:
+        def get_extra_state(self):
             return {"steps": 3}
 
     words = "a tensor with data, got one on the meta device"
@@ -369,7 +355,7 @@ def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
 
 
-def test_parameters_that_are_views_or_not_contiguous(tmp_path: Path) -> None:
+def test_parameters_that_are_views_or_not_contiguous(tmp_path):
     """Two halves of one tensor are no shared tensor; neither are a matrix and its first rows."""
     model, memory = Mine().eval(), torch.randn(16, 8)
     model.up.weight, model.down.weight = nn.Parameter(memory[:8]), nn.Parameter(memory[8:].T)
@@ -388,9 +374,7 @@ def test_parameters_that_are_views_or_not_contiguous(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_auto_model_opens_a_remote_code_folder_without_its_head(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_model_opens_a_remote_code_folder_without_its_head(name, tmp_path, monkeypatch):
     cache = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
     monkeypatch.setattr(cache, str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", [*sys.path])  # Transformers adds its folder of modules
@@ -405,9 +389,7 @@ def test_auto_model_opens_a_remote_code_folder_without_its_head(
     assert_close(body(**inputs).last_hidden_state, expected, rtol=0, atol=0)
 
 
-def test_a_body_that_does_not_come_back_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_does_not_come_back_is_not_kept(tmp_path, monkeypatch):
     model, _ = model_and_batch("llama")
     hp.prune_heads_(model, {0: [0, 1]})
     wrong = Template(remote_code._BODY.template.replace("$PREFIX", "elsewhere."))

@@ -1,11 +1,8 @@
 """The curvature of scores: what fisher and ggn supply, how it is kept, and how it follows its
 units."""
 
-import json
 import pickle
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,21 +32,18 @@ SITES = (
 SOME = hp.Budget(keep_heads=0.6)
 
 
-def bent(seed: int = 0, n: int = 7) -> Any:
+def bent(seed=0, n=7):
     rows = np.random.default_rng(seed).normal(size=(20, n))
     return rows.T @ rows / 20
 
 
-def scores_of(matrix: Any, sites: Any = SITES) -> HeadScores:
+def scores_of(matrix, sites=SITES):
     values = np.split(np.diag(matrix) / 2, np.cumsum([len(s.units) for s in sites])[:-1])
     return replace(make(sites, values), curvature=Curvature.of(matrix))
 
 
-# ---------------------------------------------------------------- what scorers supply
-
-
-@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-def test_half_its_diagonal_are_the_scores_and_the_whole_is_the_matrix(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_half_its_diagonal_are_the_scores_and_the_whole_is_the_matrix(name):
     subject = labelled_subject(name)
     halves = split(subject.batch, 2)
     with Doubled():
@@ -70,16 +64,7 @@ def test_half_its_diagonal_are_the_scores_and_the_whole_is_the_matrix(name: str)
         assert_allclose(diagonal / 2, np.concatenate(scores.values), **EXACT)
 
 
-def test_it_rests_on_the_examples_that_were_read() -> None:
-    subject = subject_of("bert")
-    batches = split(subject.batch, 2)[:1] * 5
-    read = score(subject, "ggn", batches, until=hp.Stable(3, first=4))
-    assert read.n_examples == 10
-    whole = score(subject, "ggn", batches)
-    assert_allclose(read.curvature.matrix, whole.curvature.matrix, **EXACT)
-
-
-def test_too_large_a_matrix_is_not_kept_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_matrix_is_not_kept_and_that_is_said(monkeypatch):
     subject = subject_of("bert")
     monkeypatch.setattr(samples_module, "LIMIT", 8 * 12**2 - 1)
     for scores in score(subject, ["fisher", "ggn"]):
@@ -92,13 +77,13 @@ def test_too_large_a_matrix_is_not_kept_and_that_is_said(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["ggn", "surgeon"])
-def test_short_texts_are_scored_as_if_padded(name: str) -> None:
+def test_short_texts_are_scored_as_if_padded(name):
     """A text of one token predicts nothing, one of two tokens as much alone as beside longer
     ones."""
     model, batch = hp.layouts.registry.get("llama").tiny(0)
     model.double()
 
-    def scored(*lengths: int, width: int | None = None) -> Any:
+    def scored(*lengths, width=None):
         batches = []
         for row, length in zip(batch["input_ids"], lengths, strict=False):
             ids = row[: width or length].clone()[None]
@@ -112,30 +97,21 @@ def test_short_texts_are_scored_as_if_padded(name: str) -> None:
     assert not scored(1, 1).any()
 
 
-# ---------------------------------------------------------------- how it is kept
-
-
-def test_it_comes_back_from_beside_the_file(tmp_path: Path) -> None:
+def test_it_comes_back_from_beside_the_file(tmp_path):
     scores = scores_of(bent())
     path = scores.save(tmp_path / "a.json")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.curvature.safetensors", "a.json"]
     loaded = HeadScores.load(path)
     assert (loaded, hash(loaded), loaded.digest) == (scores, hash(scores), scores.digest)
+    other = replace(scores, curvature=Curvature.of(bent(1)))
+    assert scores != other
+    assert scores.digest != other.digest
     for copied in (loaded, pickle.loads(pickle.dumps(loaded))):
         assert_allclose(copied.curvature.matrix, bent(), **EXACT)
     assert hp.select(loaded, SOME, "quadratic") == hp.select(scores, SOME, "quadratic")
 
 
-def test_another_curvature_makes_other_scores() -> None:
-    scores, other = scores_of(bent()), replace(scores_of(bent()), curvature=Curvature.of(bent(1)))
-    assert scores != other
-    assert scores.digest != other.digest
-    assert scores != replace(scores, curvature=None)
-    with pytest.raises(ValueError, match="read-only"):
-        scores.curvature.matrix[0, 0] = 1.0
-
-
-def test_without_its_file_only_what_needs_it_fails(tmp_path: Path) -> None:
+def test_without_its_file_only_what_needs_it_fails(tmp_path):
     path = scores_of(bent()).save(tmp_path / "a.json")
     (tmp_path / "a.curvature.safetensors").unlink()
     loaded = HeadScores.load(path)
@@ -152,14 +128,7 @@ def test_without_its_file_only_what_needs_it_fails(tmp_path: Path) -> None:
         loaded.save(tmp_path / "b.json")
 
 
-def test_files_from_before_there_was_one_still_load(tmp_path: Path) -> None:
-    old = json.loads(replace(scores_of(bent()), curvature=None).to_json())
-    del old["curvature"]
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    assert HeadScores.load(tmp_path / "old.json").curvature is None
-
-
-def test_what_is_no_curvature_is_refused() -> None:
+def test_what_is_no_curvature_is_refused():
     for wrong, words in (
         (np.ones((2, 3)), r"a matrix \[units, units\]"),
         (np.array([[1.0, 2.0], [0.0, 1.0]]), "symmetric"),
@@ -171,16 +140,13 @@ def test_what_is_no_curvature_is_refused() -> None:
         replace(scores_of(bent()), curvature=Curvature.of(bent(n=6)))
 
 
-# ---------------------------------------------------------------- how it follows its units
-
-
-def test_some_sites_have_their_rows_and_columns() -> None:
+def test_some_sites_have_their_rows_and_columns():
     scores, own = scores_of(bent()), np.ix_([0, 1, 2, 5, 6], [0, 1, 2, 5, 6])
     for some in (scores.of("self"), part(scores, [0, 2])):
         assert_allclose(some.curvature.matrix, bent()[own], **EXACT)
 
 
-def test_bundles_have_the_form_of_their_heads() -> None:
+def test_bundles_have_the_form_of_their_heads():
     sites = (site("a", 4, 2, policy="balanced"), site("b", 3))
     matrix = bent(2, 7)
     found = bundled(scores_of(matrix, sites))

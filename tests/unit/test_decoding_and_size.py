@@ -3,10 +3,7 @@
 Cache bytes are exact, tokens are those of a whole pass, rounds are fair.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -23,20 +20,20 @@ LAYERS, GROUPS, WIDTH = 2, 4, 4
 
 
 @pytest.fixture
-def model() -> LlamaForCausalLM:
+def model():
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": 8, "num_key_value_heads": GROUPS}
     return LlamaForCausalLM(LlamaConfig(vocab_size=20, pad_token_id=None, **sizes, **heads))
 
 
-def test_half_of_the_groups_is_half_of_the_cache(model: LlamaForCausalLM) -> None:
+def test_half_of_the_groups_is_half_of_the_cache(model):
     small = copy.deepcopy(model)
     hp.prune_heads_(small, {layer: [0, 1, 4, 5] for layer in range(LAYERS)})
-    effort: dict[str, Any] = {"seconds": 0, "min_rounds": 2, "warmup": 0}
-    rows = compare_decoding(model.train(), small, [1, 3], [5, 7], new_tokens=4, **effort)
+    effort = {"seconds": 0, "min_rounds": 2, "warmup": 0}
+    rows = compare_decoding(model.train(), small, [1, 3], [5], new_tokens=4, **effort)
     assert model.training
     sizes = [(r.decode.batch, r.decode.length, r.prefill.rounds) for r in rows]
-    assert sizes == [(1, 5, 2), (3, 5, 2), (1, 7, 2), (3, 7, 2)]
+    assert sizes == [(1, 5, 2), (3, 5, 2)]
     for row in rows:
         batch, length = row.decode.batch, row.decode.length
         assert row.original_bytes == 2 * LAYERS * GROUPS * WIDTH * batch * (length + 4) * 4
@@ -46,13 +43,13 @@ def test_half_of_the_groups_is_half_of_the_cache(model: LlamaForCausalLM) -> Non
         assert speed["original_prefill"] == batch * length / row.prefill.original_p50
 
 
-ONCE: dict[str, Any] = {"seconds": 0, "min_rounds": 1, "max_rounds": 1, "warmup": 0}
+ONCE = {"seconds": 0, "min_rounds": 1, "max_rounds": 1, "warmup": 0}
 
 
-def test_steps_read_every_token_once_after_those_before(model: LlamaForCausalLM) -> None:
-    calls: list[tuple[int, int]] = []
+def test_steps_read_every_token_once_after_those_before(model):
+    calls = []
 
-    def note(module: Any, args: Any, kwargs: Any) -> None:
+    def note(module, args, kwargs):
         past = kwargs.get("past_key_values")
         calls.append((kwargs["input_ids"].shape[1], 0 if past is None else past.get_seq_length()))
         assert kwargs["logits_to_keep"] == 1
@@ -62,15 +59,15 @@ def test_steps_read_every_token_once_after_those_before(model: LlamaForCausalLM)
     assert calls == [(5, 0), (1, 5), (1, 6), (1, 7)] * 2
 
 
-def test_a_compiled_model_makes_the_last_logits_alone_too(model: LlamaForCausalLM) -> None:
-    made: list[int] = []
+def test_a_compiled_model_makes_the_last_logits_alone_too(model):
+    made = []
     model.lm_head.register_forward_pre_hook(lambda module, args: made.append(args[0].shape[1]))
-    compare_decoding(torch.compile(model, backend="eager"), model, [2], [5], 2, **ONCE)
+    compare_decoding(torch.compile(model, backend="eager"), model, [2], [5], 1, **ONCE)
     assert made
     assert set(made) == {1}
 
 
-def test_what_cannot_be_timed_is_refused(model: LlamaForCausalLM) -> None:
+def test_what_cannot_be_timed_is_refused(model):
     with pytest.raises(InvalidValue, match="new_tokens"):
         compare_decoding(model, model, new_tokens=0)
     with pytest.raises(InvalidValue, match="pruned: must be a causal language model"):
@@ -81,15 +78,12 @@ def test_what_cannot_be_timed_is_refused(model: LlamaForCausalLM) -> None:
         load_recipe("digits-vit", ["bench.new_tokens=3"])
 
 
-# --- sizes
-
-
 @pytest.mark.parametrize(
     ("name", "tokens", "cache"),
     # Llama: three layers of three groups, keys and values of width 4 in fp64; one group is removed.
     [("vit", 5, None), ("bert", 7, None), ("llama", 7, (9 * 64, 8 * 64))],
 )
-def test_sizes_are_those_of_both_models(name: str, tokens: int, cache: tuple[int, int]) -> None:
+def test_sizes_are_those_of_both_models(name, tokens, cache):
     subject = subject_of(name)
     pruned, first = subject.copy(), subject.sites[0]
     mask = subject.without({first.name: first.units[0]})

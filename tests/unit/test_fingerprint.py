@@ -1,10 +1,6 @@
 """Fingerprints: the structure outlives a cut, the weights show any training."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +9,10 @@ from torch import nn
 
 import headprune as hp
 from headprune.model.fingerprint import check_plan, fingerprint, sample_positions, weights_digest
-from tests.laws.support import Subject, objective, subject_of
+from tests.laws.support import objective, subject_of
 
 
-def test_the_same_model_has_the_same_fingerprint(subject: Subject) -> None:
+def test_the_same_model_has_the_same_fingerprint(subject):
     first = fingerprint(subject.model, subject.sites)
     assert fingerprint(subject.copy(), subject.sites) == first
     assert fingerprint(subject_of(subject.layout.name).model, subject.sites) == first
@@ -25,19 +21,17 @@ def test_the_same_model_has_the_same_fingerprint(subject: Subject) -> None:
         assert fingerprint(subject.model, subject.sites) == first
 
 
-def cut(subject: Subject) -> None:
+def cut(subject):
     hp.prune_(subject.model, subject.mask({subject.sites[0].name: []}) & subject.ragged())
 
 
-def train(subject: Subject) -> None:
+def train(subject):
     objective(subject.run()).backward()
     torch.optim.SGD(subject.model.parameters(), lr=1e-6).step()
 
 
 @pytest.mark.parametrize("change", [cut, train])
-def test_a_cut_and_a_step_of_training_change_the_weights_only(
-    subject: Subject, change: Callable[[Subject], None]
-) -> None:
+def test_a_cut_and_a_step_of_training_change_the_weights_only(subject, change):
     before = fingerprint(subject.model, hp.find_sites(subject.model))
     change(subject)
     after = fingerprint(subject.model, hp.find_sites(subject.model))
@@ -45,8 +39,8 @@ def test_a_cut_and_a_step_of_training_change_the_weights_only(
     assert after.weights != before.weights
 
 
-def test_names_types_and_shapes_count() -> None:
-    def weights(**tensors: torch.Tensor) -> str:
+def test_names_types_shapes_and_ends_count():
+    def weights(**tensors):
         model = nn.Module()
         for name, tensor in tensors.items():
             model.register_buffer(name, tensor)
@@ -64,23 +58,17 @@ def test_names_types_and_shapes_count() -> None:
     }
     assert len(seen) == 7
     assert weights(a=zeros.to("meta"))
+    long = torch.zeros(10_000)
+    assert weights(a=long) != weights(a=torch.cat([long[1:], torch.ones(1)]))
 
 
-def test_the_last_value_of_a_large_tensor_counts() -> None:
-    model = nn.Linear(100, 100, bias=False)
-    before = fingerprint(model, ())
-    with torch.no_grad():
-        model.weight[-1, -1] += 1
-    assert fingerprint(model, ()) != before
-
-
-def test_class_sites_and_widths_are_structure() -> None:
+def test_class_sites_and_widths_are_structure():
     wide, narrow = (hp.MultiHeadAttention(8, 2, head_dim=dim) for dim in (4, 2))
     models = (wide, narrow, nn.Sequential(wide))
     assert len({fingerprint(m, hp.find_sites(m)).structure for m in models}) == 3
 
 
-def test_every_byte_of_every_tensor_is_in_the_digest() -> None:
+def test_every_byte_of_every_tensor_is_in_the_digest():
     """The fingerprint leaves most values of large tensors out; nothing may differ where processes
     share the work."""
     model = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100))
@@ -103,7 +91,7 @@ def test_every_byte_of_every_tensor_is_in_the_digest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
-def test_the_digest_of_an_offloaded_model_is_that_in_memory(kind: str, tmp_path: Path) -> None:
+def test_the_digest_of_an_offloaded_model_is_that_in_memory(kind, tmp_path):
     subject = subject_of("llama")
     first = weights_digest(subject.model)
     model = cpu_offload(subject.copy()) if kind == "cpu" else disk_offload(subject.copy(), tmp_path)
@@ -111,9 +99,9 @@ def test_the_digest_of_an_offloaded_model_is_that_in_memory(kind: str, tmp_path:
     assert fingerprint(model, subject.sites) == fingerprint(subject.model, subject.sites)
 
 
-def test_what_is_no_tensor_is_left_out() -> None:
+def test_what_is_no_tensor_is_left_out():
     class Extra(nn.Linear):
-        def get_extra_state(self) -> object:
+        def get_extra_state(self):
             return {"no": "tensor"}
 
     plain, extra = nn.Linear(3, 3), Extra(3, 3)
@@ -123,7 +111,7 @@ def test_what_is_no_tensor_is_left_out() -> None:
     assert weights_digest(extra) == weights_digest(plain)
 
 
-def test_check_plan_goes_by_original_heads(subject: Subject) -> None:
+def test_check_plan_goes_by_original_heads(subject):
     plan = hp.PruningPlan(subject.ragged(), model=fingerprint(subject.model, subject.sites))
     assert check_plan(subject.model, subject.sites, plan) == []
     assert check_plan(subject.model, subject.sites, plan.mask) == []

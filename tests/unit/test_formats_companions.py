@@ -1,11 +1,6 @@
 """What travels along with the weights (tokenizers, the model card), and the command that writes it
 all."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import transformers as hf
 from typer.testing import CliRunner
@@ -21,7 +16,7 @@ from tests.unit.test_formats import EMPTY, UNEVEN, UNIFORM, cut, tiny
 # ---------------------------------------------------------------- what travels along
 
 
-def tokenizer() -> Any:
+def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     made = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
@@ -29,7 +24,7 @@ def tokenizer() -> Any:
     return hf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
 
 
-def test_the_tokenizer_travels_along(tmp_path: Path) -> None:
+def test_the_tokenizer_travels_along(tmp_path):
     model, _ = cut("bert", UNEVEN)
     hp.save_pretrained(model, tmp_path / "a", processor=[tokenizer()])
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "a")("b a")["input_ids"] == [2, 1]
@@ -38,7 +33,7 @@ def test_the_tokenizer_travels_along(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> None:
+def test_files_beside_the_weights_are_copied_as_they_are(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     tokenizer().save_pretrained(source)
     (source / "additional_chat_templates").mkdir()
@@ -51,12 +46,10 @@ def test_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> None
     assert all((out / name).read_bytes() == (source / name).read_bytes() for name in copied)
 
 
-def test_files_of_a_model_on_the_hub_are_asked_for_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, list[str]]] = []
+def test_files_of_a_model_on_the_hub_are_asked_for_by_name(tmp_path, monkeypatch):
+    asked = []
 
-    def downloaded(name: str, *, allow_patterns: list[str]) -> str:
+    def downloaded(name, *, allow_patterns):
         asked.append((name, allow_patterns))
         tokenizer().save_pretrained(tmp_path / "cache")
         return str(tmp_path / "cache")
@@ -70,7 +63,7 @@ def test_files_of_a_model_on_the_hub_are_asked_for_by_name(
 # ---------------------------------------------------------------- the model card
 
 
-def test_the_card_states_what_was_cut(tmp_path: Path) -> None:
+def test_the_card_states_what_was_cut(tmp_path):
     model, _ = cut("llama", EMPTY)
     model.config._name_or_path = "someone/some-llama"
     budget, mask = Budget(keep_heads=0.5), HeadMask.full(hp.find_sites(model))
@@ -92,7 +85,7 @@ def test_the_card_states_what_was_cut(tmp_path: Path) -> None:
         assert fact in text
 
 
-def test_a_card_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_a_card_that_is_there_is_kept(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
     model, _ = cut("vit", UNIFORM)
     hp.save_pretrained(model, tmp_path)
@@ -107,7 +100,7 @@ def test_a_card_that_is_there_is_kept(tmp_path: Path) -> None:
     assert "hp.from_pretrained" not in second
 
 
-def test_a_local_path_does_not_get_into_the_card(tmp_path: Path) -> None:
+def test_a_local_path_does_not_get_into_the_card(tmp_path):
     model, _ = cut("vit", UNIFORM)
     model.config._name_or_path = str(tmp_path / "trained")
     hp.save_pretrained(model, tmp_path / "small")
@@ -120,7 +113,7 @@ def test_a_local_path_does_not_get_into_the_card(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     model, _ = tiny("llama")
     hp.save_pretrained(model, tmp_path / "base", processor=tokenizer(), format="transformers")
     sites = hp.find_sites(model)
@@ -132,7 +125,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def prune(base: Path, plan: str, *more: str) -> Any:
+def prune(base, plan, *more):
     model, file, out = base / "base", base / f"{plan}.json", base / "out"
     given = ["prune", "--model", model, "--plan", file, "--out", out, *more]
     return CliRunner().invoke(app, [*map(str, given)])
@@ -146,7 +139,7 @@ def prune(base: Path, plan: str, *more: str) -> Any:
         ("uneven", "auto", "headprune"),
     ],
 )
-def test_prune_says_which_formats_apply(base: Path, plan: str, form: str, written: str) -> None:
+def test_prune_says_which_formats_apply(base, plan, form, written):
     result = prune(base, plan, "--format", form)
     assert result.exit_code == 0, result.output
     assert "format headprune: yes" in result.output
@@ -160,7 +153,7 @@ def test_prune_says_which_formats_apply(base: Path, plan: str, form: str, writte
         assert "class HeadPrunedLlamaForCausalLM" in result.output, "what others will run is shown"
 
 
-def test_prune_refuses_a_format_that_would_corrupt(base: Path) -> None:
+def test_prune_refuses_a_format_that_would_corrupt(base):
     result = prune(base, "uneven", "--format", "transformers")
     assert result.exit_code == 2
     assert "the same number of heads in every layer, got layers with 2, 6, 4 heads" in result.output
@@ -172,10 +165,8 @@ def test_prune_refuses_a_format_that_would_corrupt(base: Path) -> None:
     assert words in result.output
 
 
-def test_what_lies_beside_the_weights_comes_with_them_or_nothing_does(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
+def test_what_lies_beside_the_weights_comes_with_them_or_nothing_does(base, monkeypatch):
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -1,7 +1,5 @@
 """The table of docs/checkpoints.md: which model families each format can hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ FAMILIES = sorted(
 QUICK = {"distilbert", "falcon-alibi", "labml", "llama", "mpnet", "phi3", "siglip", "vit"}
 
 
-def test_the_table_has_every_family() -> None:
+def test_the_table_has_every_family():
     lines = FORMATS.documented().splitlines()
     assert lines[2] == FORMATS.HEADER
     assert [line.split("|")[1].strip() for line in lines[4:]] == [f for f, _ in FAMILIES], (
@@ -31,7 +29,7 @@ def test_the_table_has_every_family() -> None:
     )
 
 
-def test_the_table_is_of_the_installed_and_pinned_version() -> None:
+def test_the_table_is_of_the_installed_and_pinned_version():
     """`make test` installs what constraints.txt pins; the page names what it was measured with."""
     words = "measure again: python benchmarks/formats.py"
     assert FORMATS.documented().startswith(f"Transformers {hf.__version__}."), words
@@ -42,6 +40,6 @@ def test_the_table_is_of_the_installed_and_pinned_version() -> None:
     ("family", "layout"),
     [pytest.param(*p, id=p[0], marks=() if p[0] in QUICK else pytest.mark.long) for p in FAMILIES],
 )
-def test_the_table_is_true(family: str, layout: str) -> None:
+def test_the_table_is_true(family, layout):
     line = f"| {family} | {' | '.join(FORMATS.row(layout, family))} |"
     assert line in FORMATS.documented().splitlines(), "measure again: python benchmarks/formats.py"

@@ -1,8 +1,6 @@
 """A checkpoint folder of every released version opens and gives what its model gave:
 ``tests/golden``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
 
 @pytest.mark.parametrize("version", range(1, Manifest.SCHEMA_VERSION + 1))
-def test_a_checkpoint_opens_and_gives_what_it_gave(version: int) -> None:
+def test_a_checkpoint_opens_and_gives_what_it_gave(version):
     folder = GOLDEN / f"checkpoint-{version}"
     model = hp.from_pretrained(folder).eval()
     expected = load_file(folder.with_name(f"{folder.name}.expected.safetensors"))

@@ -1,12 +1,8 @@
 """What a sweep of every released version left is read by later commands: ``tests/golden/sweep``."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "sweep"
 #: Stored by no command, or read by none of another version.
 PASSING = {"DryRun", "Finished", "GradualReport", "GradualStage"}
 
-FACTS: dict[str, Callable[[Any], Any]] = {
+FACTS = {
     "Pick-1": lambda p: (
         [
             p.max_drop,
@@ -45,7 +41,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def kinds() -> dict[str, type[Value]]:
+def kinds():
     """Every stored value of ``run`` and ``sweep`` that a later command reads, by name."""
     rooms = ("headprune.run.", "headprune.sweep.")
     for room in (headprune.run, headprune.sweep):
@@ -56,7 +52,7 @@ def kinds() -> dict[str, type[Value]]:
     return {name: kind for name, kind in found.items() if name not in PASSING}
 
 
-def test_every_version_of_every_kind_has_a_file_and_facts() -> None:
+def test_every_version_of_every_kind_has_a_file_and_facts():
     wanted = {
         f"{name}-{v}" for name, kind in kinds().items() for v in range(1, kind.SCHEMA_VERSION + 1)
     }
@@ -66,11 +62,11 @@ def test_every_version_of_every_kind_has_a_file_and_facts() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
-def test_a_file_loads_and_says_what_it_said(path: Path) -> None:
+def test_a_file_loads_and_says_what_it_said(path):
     check_file(path, kinds(), FACTS)
 
 
-def test_an_outcome_is_found() -> None:
+def test_an_outcome_is_found():
     found = ModelOutcome.find(GOLDEN / "Outcome-1.safetensors", KEY)
     assert found is not None
     assert [found.metric, found.sizes["macs"], found.notes] == [

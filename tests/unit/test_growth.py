@@ -4,21 +4,16 @@ Counted are the lines of our own code that run, and the most memory that arrays 
 that looks at all pairs of heads shows in one of them.
 """
 
-from __future__ import annotations
-
 import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
 
 import headprune as hp
-from headprune.core.errors import InfeasibleBudget
 from headprune.core.samples import Samples
 from headprune.core.scores import HeadScores
 from headprune.report.explanation import explain
@@ -28,12 +23,12 @@ from tests.selection_problems import make, site
 PACKAGE = str(Path(hp.__file__).parent)
 #: Heads of the smaller scores; the larger ones have four times as many. Work per pair grows
 #: sixteenfold, sorting less than fivefold.
-FEW, TIMES, MOST = 100, 4, 7.5
+FEW, TIMES, MOST = 64, 4, 7.5
 
 Make = Callable[[int], HeadScores]
 
 
-def scores_of(n_sites: int, n_heads: int, values: Any, errors: Any) -> HeadScores:
+def scores_of(n_sites, n_heads, values, errors):
     """Also with samples, which intervals of ranks are drawn from."""
     n = n_sites * n_heads
     rows, wide = (
@@ -44,13 +39,12 @@ def scores_of(n_sites: int, n_heads: int, values: Any, errors: Any) -> HeadScore
     return replace(scores, standard_errors=tuple(map(tuple, wide)), samples=samples, data="d")
 
 
-def shaped(shape: str, n: int) -> tuple[int, int]:
+def shaped(shape, n):
     side = round(n**0.5)
     return {"square": (side, side), "many sites": (n // 2, 2), "single heads": (n, 1)}[shape]
 
 
-def levels(what: str, n: int) -> tuple[Any, Any]:
-    """Values and standard errors."""
+def levels(what, n):
     drawn = np.random.default_rng(n).normal(size=n)
     one = np.zeros(n)
     one[n // 3] = 100.0  # whose window holds all the others
@@ -66,8 +60,7 @@ def levels(what: str, n: int) -> tuple[Any, Any]:
 
 HALF = hp.Budget(keep_heads=0.5)
 FREE = hp.selection.GlobalTopk(min_heads=0)
-ACTIONS: dict[str, Callable[[HeadScores], object]] = {
-    "select": lambda s: hp.select(s, HALF),
+ACTIONS = {
     "select without a minimum": lambda s: hp.select(s, HALF, FREE),
     "select uniform": lambda s: hp.select(
         s, hp.Budget(keep_heads=0.6), hp.selection.Uniform(min_heads=0)
@@ -78,20 +71,18 @@ ACTIONS: dict[str, Callable[[HeadScores], object]] = {
         must_keep={site.name: [0] for site in s.sites[: len(s.sites) // 2]},
     ),
     "agreement": lambda s: hp.agreement(s, replace(s, values=s.values[::-1]), draws=20),
-    "agreement with itself": lambda s: hp.agreement(s, s, draws=20),
     "rank_average": lambda s: rank_average([s, s], draws=20),
     "stable": lambda s: s.stable(s.n_heads // 2, draws=20),
-    "lowest": lambda s: s.lowest(s.n_heads // 3, draws=20),
     "rank_interval": lambda s: s.rank_interval(draws=20),
     "explain": lambda s: explain(hp.select(s, HALF, FREE), s),
 }
 
 
-def cost(action: Callable[[], object]) -> tuple[int, int]:
+def cost(action):
     """Lines of the package that an action runs, and the bytes that it has at most at a time."""
     lines = 0
 
-    def traced(frame: FrameType, event: str, _: object) -> Any:
+    def traced(frame, event, _):
         nonlocal lines
         lines += event == "line"
         # dataclasses write methods in "<string>"
@@ -114,27 +105,21 @@ def cost(action: Callable[[], object]) -> tuple[int, int]:
 #: Shapes and levels of every action; and of close calls, where standard errors matter, too.
 USUAL = [("square", "uncertain"), ("many sites", "equal"), ("single heads", "certain")]
 CLOSE = [
-    *(("square", "certain"), ("many sites", "uncertain"), ("single heads", "uncertain")),
-    *(("square", "one uncertain"), ("many sites", "some uncertain")),
+    ("square", "one uncertain"),
+    ("many sites", "some uncertain"),
+    ("single heads", "uncertain"),
 ]
-CASES = [
-    (name, *case)
-    for name in ACTIONS
-    for case in (USUAL + CLOSE if name.startswith("select") else USUAL)
-]
+CASES = [(name, *case) for name in ACTIONS for case in USUAL]
+CASES.remove(("select uniform", *USUAL[2]))  # a budget of 60 % cannot be met one head a site
+CASES.remove(("select with heads that must be kept", *USUAL[2]))
+CASES += [("select without a minimum", *case) for case in CLOSE]
 
 
 @pytest.mark.parametrize(("name", "shape", "what"), CASES)
-def test_work_grows_with_the_heads_and_not_with_their_pairs(
-    name: str, shape: str, what: str
-) -> None:
+def test_work_grows_with_the_heads_and_not_with_their_pairs(name, shape, what):
     few, many = (scores_of(*shaped(shape, n), *levels(what, n)) for n in (FEW, FEW * TIMES))
-    try:
-        ACTIONS[name](few)
-        small, large = cost(lambda: ACTIONS[name](few)), cost(lambda: ACTIONS[name](many))
-    except InfeasibleBudget:
-        assert shape == "single heads", "there a head of each site must be kept"
-        return
+    ACTIONS[name](few)
+    small, large = cost(lambda: ACTIONS[name](few)), cost(lambda: ACTIONS[name](many))
     assert small[0] > 20
     assert large[0] < MOST * small[0], "lines"
     assert large[1] < MOST * small[1], "bytes"

@@ -1,14 +1,12 @@
 """Lists of heads: however a head is made, a cut equals the gates, or the module is refused before
 it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
@@ -23,28 +21,24 @@ Way = Callable[[int, int], nn.Module]
 
 
 class InOut(nn.Module):
-    """A bare matrix that the input is multiplied by."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
+    def __init__(self, n_in, n_out):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_in, n_out))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.weight
 
 
 class OutIn(nn.Module):
-    """A bare matrix, the other way round."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
+    def __init__(self, n_in, n_out):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return functional.linear(x, self.weight)
 
 
-WAYS: dict[str, Way] = {
+WAYS = {
     "Linear": lambda n_in, n_out: nn.Linear(n_in, n_out, bias=False),
     "Linear with bias": nn.Linear,
     "in x out": InOut,
@@ -56,16 +50,14 @@ WAYS: dict[str, Way] = {
 class Head(nn.Module):
     """Queries and keys of one width; values of another one, or the inputs themselves."""
 
-    def __init__(
-        self, dim: int, width: int, value_width: int, way: Way, causal: bool = False
-    ) -> None:
+    def __init__(self, dim, width, value_width, way, causal=False):
         super().__init__()
         self.query, self.key = way(dim, width), way(dim, width)
         self.value = way(dim, value_width) if value_width else nn.Identity()
         if causal:
             self.register_buffer("tril", torch.ones(8, 8).tril())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v, n = self.query(x), self.key(x), self.value(x), x.shape[1]
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         if hasattr(self, "tril"):
@@ -74,11 +66,7 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """An attention and a layer that takes its width."""
-
-    def __init__(
-        self, kind: type[SideBySide], heads: list[nn.Module], dim: int, width: int
-    ) -> None:
+    def __init__(self, kind, heads, dim, width):
         super().__init__()
         attention = kind(dim, len(heads))
         attention.heads = nn.ModuleList(heads)
@@ -87,7 +75,7 @@ class Net(nn.Module):
         self.attention = attention
         self.end = nn.Linear(dim if isinstance(attention, Projected) else len(heads) * width, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.end(self.attention(x))
 
 
@@ -96,23 +84,20 @@ class Net(nn.Module):
 SIZES = [(12, 3, 3), (12, 3, 5), (12, 5, 3), (12, 3, 0), (4, 4, 4), (4, 4, 0), (4, 2, 4), (8, 8, 8)]
 
 
-#: Every way of making a head with two sizes, every size with the first way, causal ones by turns.
+#: Every way of making a head with the size whose axes coincide, every size with a way by turns.
 CASES = [
-    *((way, sizes, False) for way in WAYS for sizes in (SIZES[1], SIZES[4])),
-    *(("Linear", sizes, False) for sizes in SIZES),
-    *((way, sizes, True) for way in WAYS for sizes in (SIZES[0], SIZES[3])),
+    *((way, SIZES[4], False) for way in WAYS),
+    *((list(WAYS)[i % 5], sizes, i % 2 == 0) for i, sizes in enumerate(SIZES) if i != 4),
 ]
 
 
 @pytest.mark.parametrize("kind", [SideBySide, Projected])
 @pytest.mark.parametrize(("way", "sizes", "causal"), CASES, ids=str)
-def test_a_cut_is_right(
-    kind: type[SideBySide], way: str, sizes: tuple[int, int, int], causal: bool
-) -> None:
+def test_a_cut_is_right(kind, way, sizes, causal):
     """With an example to prove it on, and for the other kind of list without."""
     dim, _, value_width = sizes
     made = value_width or dim
-    heads: list[nn.Module] = [Head(*sizes, WAYS[way], causal) for _ in range(4)]
+    heads = [Head(*sizes, WAYS[way], causal) for _ in range(4)]
     torch.manual_seed(0)
     with torch.no_grad():
         for head in heads:
@@ -132,18 +117,16 @@ def test_a_cut_is_right(
 
 
 class Sliced(nn.Module):
-    """Takes what it needs of inputs of any width."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, 5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat([x, x[..., :3] @ self.weight], -1)
 
 
 @pytest.mark.parametrize("head", [Sliced, nn.Identity, lambda: nn.LazyLinear(3)])
-def test_a_width_that_does_not_show_is_refused(head: Callable[[], nn.Module]) -> None:
+def test_a_width_that_does_not_show_is_refused(head):
     model = nn.Sequential(SideBySide(12, 4))
     model[0].heads = nn.ModuleList(head() for _ in range(4))
     model[0].__class__ = type("ListAttention", (SideBySide,), {})

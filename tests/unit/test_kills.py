@@ -40,7 +40,6 @@ MANY = [
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
-    """The result of work that nothing happens to, its seconds and its calls."""
     killing.undisturbed(killing.the_scores, tmp_path_factory.mktemp("server") / "out")  # starts it
 
     @functools.cache
@@ -57,8 +56,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Who
     [*MOMENTS, *(pytest.param(*moment, marks=pytest.mark.long) for moment in MANY)],
 )
 def test_work_that_is_killed_and_called_again_leaves_what_it_leaves_undisturbed(
-    undisturbed: Callable[[str], Whole], tmp_path: Path, number: int, what: str
-) -> None:
+    undisturbed, tmp_path, number, what
+):
     folder, whole = undisturbed(what)
     work, same, seed = WORK[what]
     print(*killing.killed_and_finished(work, tmp_path / "out", number, seed, whole), sep="\n")
@@ -66,7 +65,6 @@ def test_work_that_is_killed_and_called_again_leaves_what_it_leaves_undisturbed(
 
 
 def _old_run(folder: Path) -> dict[str, bytes]:
-    """A finished run, with what a run may leave."""
     RunRecord("old", "done", "report", "2020").save(folder / "record.json")
     new = ("plan.json", "recipe.yaml", "base/config.json", "model/headprune.json")
     for name in (*new, "mine.txt"):
@@ -83,8 +81,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True], ids=["new", "overwritten"])
-def test_a_run_killed_at_every_file_call_around_its_stages(tmp_path: Path, anew: bool) -> None:
-    """It is gone on with, or finished, or the old one is as it was; and nothing is left over."""
+def test_a_run_killed_at_every_file_call_around_its_stages(tmp_path, anew):
     work = killing.the_frame_anew if anew else killing.the_frame
     whole = tmp_path / "whole"
     if anew:
@@ -130,9 +127,7 @@ def _killed_over(work: Callable[[str], None], old: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_a_save_over_an_earlier_one_killed_at_every_file_call_is_one_of_both(
-    tmp_path: Path,
-) -> None:
+def test_a_save_over_an_earlier_one_killed_at_every_file_call_is_one_of_both(tmp_path):
     old, new = killing.cut_model(0), killing.cut_model(1)
     hp.save_pretrained(old, tmp_path / "old", max_shard_size="20KB")
     seen = []
@@ -150,7 +145,7 @@ def test_a_save_over_an_earlier_one_killed_at_every_file_call_is_one_of_both(
     assert set(seen) == {"old", "new"}
 
 
-def test_scores_saved_over_earlier_ones_and_killed_have_their_own_numbers(tmp_path: Path) -> None:
+def test_scores_saved_over_earlier_ones_and_killed_have_their_own_numbers(tmp_path):
     (tmp_path / "old").mkdir()
     whole = [killing.sampled_scores(seed) for seed in (0, 1)]
     whole[0].save(tmp_path / "old" / "scores.json")

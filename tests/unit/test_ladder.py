@@ -1,15 +1,11 @@
 """``ladder``: the measured price of every level of a site, and the choice by it."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import headprune as hp
@@ -17,7 +13,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.ladders import SiteLadder
 
 
-def _model() -> nn.Module:
+def _model():
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=32,
@@ -30,7 +26,7 @@ def _model() -> nn.Module:
     return BertForSequenceClassification(config).eval()
 
 
-def _batches(n: int = 3) -> list[dict[str, Any]]:
+def _batches(n=3):
     torch.manual_seed(1)
     batches = []
     for _ in range(n):
@@ -42,29 +38,34 @@ def _batches(n: int = 3) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def scores() -> hp.HeadScores:
+def scores():
     model = _model()
     sites = hp.find_sites(model, feed_forward=True)
     return hp.score(model, _batches(), "ladder", sites=sites, progress=False)
 
 
-def test_prices_fall_to_zero_as_more_is_kept(scores: hp.HeadScores) -> None:
-    assert scores.ladders is not None
+def test_prices_fall_to_zero_as_more_is_kept(scores):
     assert [len(ladder.kept) for ladder in scores.ladders] == [5, 13, 5, 13]
     for ladder in scores.ladders:
         assert list(ladder.rises) == sorted(ladder.rises, reverse=True)
         assert ladder.rises[0] > 0
         assert ladder.rises[-1] == 0
+    assert hp.HeadScores.from_json(scores.to_json()) == scores
+    part = scores.of("feed_forward")
+    assert [ladder.site for ladder in part.ladders] == [site.name for site in part.sites]
+    other = hp.score(
+        _model(), _batches(), "ladder", loss=lambda m, b: m(**b).logits.square().sum(1)
+    )
+    assert other.ladders[0].rises != scores.ladders[0].rises, "a loss of the user's is priced"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_a_price_is_the_divergence_of_the_cut_and_refitted_model(temperature: float) -> None:
+def test_a_price_is_the_divergence_of_the_cut_and_refitted_model(temperature):
     """The ladder's pass from a site on gives what a cut and ``lstsq`` of that site give."""
     model, batches = _model(), _batches()
     scorer = hp.scoring.registry.get("ladder")(temperature=temperature)
     sites = hp.find_sites(model, feed_forward=True)
     scores = hp.score(model, batches, scorer, sites=sites, progress=False)
-    assert scores.ladders is not None
     place = 2  # attention of the last layer; nothing after it is refitted
     site, ladder = scores.sites[place], scores.ladders[place]
     ranked = sorted(range(4), key=lambda unit: -scores.values[place][unit])
@@ -77,7 +78,7 @@ def test_a_price_is_the_divergence_of_the_cut_and_refitted_model(temperature: fl
     assert ladder.at(2) == pytest.approx(expected, rel=1e-3)
 
 
-def _divergences(model: nn.Module, small: nn.Module, temperature: float) -> np.ndarray:
+def _divergences(model, small, temperature):
     """Of every second row, on which prices are measured."""
     found = []
     with torch.no_grad():
@@ -89,7 +90,7 @@ def _divergences(model: nn.Module, small: nn.Module, temperature: float) -> np.n
     return torch.cat(found).numpy()
 
 
-def test_the_loss_of_a_mask_is_that_of_the_cut_and_refitted_model() -> None:
+def test_the_loss_of_a_mask_is_that_of_the_cut_and_refitted_model():
     model, batches = _model(), _batches()
     loss = hp.scoring.refitted_loss_of(model, batches, temperature=1.0)
     names = [site.name for site in hp.find_sites(model)]
@@ -105,7 +106,7 @@ def test_the_loss_of_a_mask_is_that_of_the_cut_and_refitted_model() -> None:
     assert found[1] == pytest.approx(_divergences(model, small, 1.0), rel=1e-3, abs=1e-6)
 
 
-def test_the_first_mask_saves_work_and_changes_no_loss() -> None:
+def test_the_first_mask_saves_work_and_changes_no_loss():
     model = _model()
     sites = hp.find_sites(model, feed_forward=True)
     full = {site.name: len(site.heads) for site in sites}
@@ -123,25 +124,16 @@ def test_the_first_mask_saves_work_and_changes_no_loss() -> None:
     assert len(set(together.mean(1).tolist())) == len(masks)
 
 
-def test_scores_with_ladders_are_read_back(scores: hp.HeadScores) -> None:
-    assert hp.HeadScores.from_json(scores.to_json()) == scores
-    part = scores.of("feed_forward")
-    assert part.ladders is not None
-    assert [ladder.site for ladder in part.ladders] == [site.name for site in part.sites]
-
-
-def test_the_knapsack_takes_the_cheapest_levels(scores: hp.HeadScores) -> None:
+def test_the_knapsack_takes_the_cheapest_levels(scores):
     """No other choice of levels within the budget has a lower sum of prices."""
-    assert scores.ladders is not None
     budget = hp.Budget(keep_params=0.8)
     plan = hp.select(scores, budget)
     assert plan.selector == "knapsack"
-    assert scores.costs is not None
     # The least sum of prices by parameters saved, site by site.
     allowed = scores.costs.total.params * 0.2
-    best: dict[int, float] = {0: 0.0}
+    best = {0: 0.0}
     for ladder, costs in zip(scores.ladders, scores.costs.units, strict=True):
-        grown: dict[int, float] = {}
+        grown = {}
         for saved, price in best.items():
             for kept, rise in zip(ladder.kept[1:], ladder.rises[1:], strict=True):
                 total = saved + (ladder.kept[-1] - kept) * costs[0].params
@@ -152,28 +144,21 @@ def test_the_knapsack_takes_the_cheapest_levels(scores: hp.HeadScores) -> None:
     assert sum(ladder.at(len(row.kept)) for ladder, row in rows) == pytest.approx(least)
 
 
-def test_a_loss_of_the_users_is_priced(scores: hp.HeadScores) -> None:
-    model = _model()
-
-    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        return model(**batch).logits.square().sum(1)
-
-    found = hp.score(model, _batches(), "ladder", loss=loss, progress=False)
-    assert found.ladders is not None
-    assert found.ladders[0].rises != scores.ladders[0].rises  # type: ignore[index]
+def test_kinds_may_have_budgets_of_their_own(scores):
+    half = hp.Budget(keep_params=0.5)
+    plan = hp.select(scores, {"self": hp.Budget(keep_heads=0.5), "feed_forward": half}, "knapsack")
+    kept = {row.site: len(row.kept) for row in plan.mask.rows}
+    neurons = {site.name for site in scores.sites if site.is_feed_forward}
+    assert sum(n for site, n in kept.items() if site not in neurons) == 4
+    assert 0 < sum(n for site, n in kept.items() if site in neurons) <= 48
 
 
-@pytest.mark.parametrize(
-    "settings", [{"order": "auto"}, {"ridge": 0.0}, {"temperature": 0.0}, {"temperature": math.inf}]
-)
-def test_settings_that_it_refuses(settings: dict[str, Any]) -> None:
-    with pytest.raises(InvalidValue):
-        hp.scoring.registry.get("ladder")(**settings)
-
-
-@pytest.mark.parametrize(
-    ("kept", "rises"), [((), ()), ((2, 1), (0.0, 0.0)), ((0, 1), (0.0,)), ((0,), (float("nan"),))]
-)
-def test_ladders_that_are_refused(kept: Any, rises: Any) -> None:
-    with pytest.raises(InvalidValue):
-        SiteLadder("layer", kept, rises)
+def test_what_is_refused():
+    wrong = [{"order": "auto"}, {"ridge": 0.0}, {"temperature": 0.0}, {"temperature": math.inf}]
+    for settings in (*wrong, {"order_settings": {"nope": 1}}):
+        with pytest.raises(InvalidValue):
+            hp.scoring.registry.get("ladder")(**settings)
+    ladders = [((), ()), ((2, 1), (0.0, 0.0)), ((0, 1), (0.0,)), ((0,), (math.nan,))]
+    for kept, rises in ladders:
+        with pytest.raises(InvalidValue):
+            SiteLadder("layer", kept, rises)

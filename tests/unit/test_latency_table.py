@@ -1,15 +1,12 @@
 """Latency tables: the value, and what is measured with a clock of our own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
@@ -25,7 +22,7 @@ ROWS = SiteLatency("a", (None, 0.1, 0.3)), SiteLatency("b", (0.0, 0.2, 0.2, 0.5)
 TABLE = LatencyTable(1.0, ROWS, 8, 128, "cpu", "float32")
 
 
-def test_a_table_survives_json_and_predicts() -> None:
+def test_a_table_survives_json_and_predicts():
     assert LatencyTable.from_json(TABLE.to_json()) == TABLE
     assert TABLE.predict({"a": 2, "b": 3}) == 1.0
     mask = HeadMask.from_keep({"a": [1], "b": []}, {"a": 2, "b": 3})
@@ -48,7 +45,7 @@ def test_a_table_survives_json_and_predicts() -> None:
         ({"sites": (SiteLatency("a", (-1.0, 1.0)),)}, "row a, 0 heads: must be a time in seconds"),
     ],
 )
-def test_a_table_is_checked(changes: dict[str, Any], words: str) -> None:
+def test_a_table_is_checked(changes, words):
     with pytest.raises(InvalidValue, match=words):
         replace(TABLE, **changes)
 
@@ -60,43 +57,61 @@ def test_a_table_is_checked(changes: dict[str, Any], words: str) -> None:
 class Clock:
     """Time passes only in attention, by its number of heads, and in ``Rest``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
-        self.calls: list[int] = []
+        self.calls = []
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def __deepcopy__(self, memo: Any) -> Clock:
+    def __deepcopy__(self, memo):
         return self  # the time of copies is the time of all
 
 
 class Rest(nn.Module):
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock):
         super().__init__()
         self.clock = clock
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.clock.now += 7.0
         return x
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    forward = hp.MultiHeadAttention.forward
+def timed(monkeypatch, seconds):
+    """A clock on which an attention takes ``seconds(module, inputs)``."""
+    clock, forward = Clock(), hp.MultiHeadAttention.forward
 
-    def timed(self: hp.MultiHeadAttention, *args: Any, **kwargs: Any) -> Any:
-        clock.now += 0.5 + self.n_heads * len(args[0])
+    def run(self, *args, **kwargs):
+        clock.now += seconds(self, args[0])
         clock.calls.append(self.n_heads)
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(hp.MultiHeadAttention, "forward", timed)
+    monkeypatch.setattr(hp.MultiHeadAttention, "forward", run)
     monkeypatch.setattr(latency_tables, "perf_counter", clock)
     return clock
 
 
-def test_every_number_of_heads_is_measured_on_a_module_that_has_them(clock: Clock) -> None:
+@pytest.fixture(autouse=True)
+def _short_bursts(monkeypatch):
+    """Calls of tiny models would be timed twenty at a time."""
+    monkeypatch.setattr(latency_tables, "_MAX_BURST", 2)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return timed(monkeypatch, lambda module, x: 0.5 + module.n_heads * len(x))
+
+
+def noted_calls(model):
+    """A list that is not empty for as long as the whole model runs."""
+    whole = []
+    model.register_forward_pre_hook(lambda *_: whole.append(True))
+    model.register_forward_hook(lambda *_: whole.clear())
+    return whole
+
+
+def test_every_number_of_heads_is_measured_on_a_module_that_has_them(clock):
     shared = hp.MultiHeadAttention(8, 4)
     others = hp.MultiHeadAttention(8, 4), hp.MultiHeadAttention(8, 2)
     model = nn.Sequential(shared, Rest(clock), *others, shared)
@@ -117,7 +132,7 @@ def test_every_number_of_heads_is_measured_on_a_module_that_has_them(clock: Cloc
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def test_predicted_is_measured_where_time_adds_up(clock: Clock) -> None:
+def test_predicted_is_measured_where_time_adds_up(clock):
     model = nn.Sequential(hp.MultiHeadAttention(8, 4), Rest(clock), hp.MultiHeadAttention(8, 4))
     batch = torch.randn(2, 5, 8)
     table = latency_table(model, batch, seconds=0)
@@ -130,28 +145,20 @@ def test_predicted_is_measured_where_time_adds_up(clock: Clock) -> None:
     assert table.whole / (clock.now - start) >= 1.5
 
 
-def test_what_sites_save_in_the_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sites_save_in_the_model_counts(monkeypatch):
     """Alone a head takes 2 s, in the model 3 s."""
-    clock, whole = Clock(), []
-    forward = hp.MultiHeadAttention.forward
-
-    def timed(self: hp.MultiHeadAttention, *args: Any, **kwargs: Any) -> Any:
-        clock.now += self.n_heads * (3.0 if whole else 2.0)
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(hp.MultiHeadAttention, "forward", timed)
-    monkeypatch.setattr(latency_tables, "perf_counter", clock)
+    whole = []
+    clock = timed(monkeypatch, lambda module, _: module.n_heads * (3.0 if whole else 2.0))
     attention = hp.MultiHeadAttention(8, 4), hp.MultiHeadAttention(8, 4)
     model, batch = nn.Sequential(*attention, Rest(clock)), torch.randn(2, 5, 8)
-    model.register_forward_pre_hook(lambda *_: whole.append(True))
-    model.register_forward_hook(lambda *_: whole.clear())
+    whole = noted_calls(model)
     table = latency_table(model, batch, seconds=0)
     assert table.whole == 7 + 2 * 4 * 3
     assert table.row("0") == pytest.approx((0, 3, 6, 9, 12))
     assert table.predict({"0": 1, "1": 2}) == pytest.approx(7 + 3 + 6)
 
 
-def test_heads_and_neurons_share_what_they_save_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_neurons_share_what_they_save_together(monkeypatch):
     model, batch = layouts.registry.get("bert").tiny(0)
     sites = hp.find_sites(model, feed_forward=True)
     clock = latency_tables._Clock(torch.device("cpu"), 0.0, 1)
@@ -169,15 +176,15 @@ def test_heads_and_neurons_share_what_they_save_together(monkeypatch: pytest.Mon
     [(0.3, 1.5), (0.1, 0.5), (0.41, 1.0), (0.09, 1.0)],
     ids=["more", "less", "too much", "too little"],
 )
-def test_only_a_likely_factor_is_taken(saved: float, factor: float) -> None:
+def test_only_a_likely_factor_is_taken(saved, factor):
     rows = [SiteLatency("a", (0.1, 0.2, 0.4)), SiteLatency("b", (0.0,))]
     assert _factor(rows, saved) == pytest.approx(factor)
     assert _factor(rows[1:], saved) == 1.0, "nothing to cut"
 
 
-def test_a_model_that_cannot_be_copied_is_not_scaled(clock: Clock) -> None:
+def test_a_model_that_cannot_be_copied_is_not_scaled(clock):
     class Single(Rest):
-        def __deepcopy__(self, memo: Any) -> Any:
+        def __deepcopy__(self, memo):
             raise TypeError("one of its kind")
 
     model = nn.Sequential(hp.MultiHeadAttention(8, 4), Single(clock))
@@ -186,7 +193,7 @@ def test_a_model_that_cannot_be_copied_is_not_scaled(clock: Clock) -> None:
     assert len(hp.find_sites(model)[0].heads) == 4, "the cut is undone"
 
 
-def test_what_no_cut_saves_goes_first() -> None:
+def test_what_no_cut_saves_goes_first():
     rows = [SiteLatency("a", (0.1, 0.2, 0.5)), SiteLatency("b", (0.3, 0.4, None, 0.5))]
     assert _fitted(rows, 1.0) == rows
     less = [row.seconds for row in _fitted(rows, 0.8)]  # 0.2 of the 0.4 that are always paid
@@ -197,7 +204,7 @@ def test_what_no_cut_saves_goes_first() -> None:
     assert least[1][-1] == pytest.approx(0.1)
 
 
-def test_a_layer_without_heads_is_measured() -> None:
+def test_a_layer_without_heads_is_measured():
     model, batch = (
         nn.Sequential(*(hp.MultiHeadAttention(8, 2) for _ in range(2))),
         torch.randn(2, 3, 8),
@@ -212,7 +219,7 @@ def test_a_layer_without_heads_is_measured() -> None:
     ("policy", "counts"),
     [("group", (0, 2, 4, 6, 8)), ("balanced", (0, 1, 2, 3, 4, 8)), ("free", tuple(range(9)))],
 )
-def test_counts_are_those_that_the_policy_can_leave(policy: Any, counts: tuple[int, ...]) -> None:
+def test_counts_are_those_that_the_policy_can_leave(policy, counts):
     config = hf.LlamaConfig(
         vocab_size=17, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=4, head_dim=2,
@@ -228,7 +235,7 @@ def test_counts_are_those_that_the_policy_can_leave(policy: Any, counts: tuple[i
     table.check(sites)
 
 
-def test_a_layer_that_must_keep_a_head_is_not_measured_without() -> None:
+def test_a_layer_that_must_keep_a_head_is_not_measured_without():
     model, batch = layouts.registry.get("diffusers").tiny(0, "diffusers-style")
     table = latency_table(model, batch, seconds=0)
     for site in hp.find_sites(model):
@@ -236,20 +243,20 @@ def test_a_layer_that_must_keep_a_head_is_not_measured_without() -> None:
         assert measured == [False] + [True] * len(site.heads)
 
 
-def test_a_batch_is_run_as_it_is_unless_a_size_is_given() -> None:
+def test_a_batch_is_run_as_it_is_unless_a_size_is_given():
     """Also with a cache, which does not grow from call to call."""
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     config = hf.T5Config(vocab_size=17, decoder_start_token_id=0, pad_token_id=0, **sizes)
     model, ids = hf.T5ForConditionalGeneration(config).eval(), torch.randint(1, 17, (2, 6))
     mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
-    seen: set[tuple[Any, ...]] = set()
-    lengths: set[int] = set()
+    seen = set()
+    lengths = set()
 
-    def shapes(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def shapes(module, args, kwargs):
         padding = kwargs["encoder_attention_mask"]
         seen.add((*kwargs["input_ids"].shape, None if padding is None else int(padding.sum())))
 
-    def cached(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def cached(module, args, kwargs):
         lengths.add(kwargs["past_key_values"].get_seq_length())
 
     model.decoder.register_forward_pre_hook(shapes, with_kwargs=True)
@@ -266,7 +273,7 @@ def test_a_batch_is_run_as_it_is_unless_a_size_is_given() -> None:
     assert lengths == {0}
 
 
-def test_a_length_is_refused_where_nothing_has_one() -> None:
+def test_a_length_is_refused_where_nothing_has_one():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = hf.ViTConfig(**sizes, intermediate_size=8, image_size=4, patch_size=2)
     model, batch = hf.ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 4, 4)}
@@ -275,22 +282,12 @@ def test_a_length_is_refused_where_nothing_has_one() -> None:
     assert latency_table(model, batch, batch_size=3, seconds=0).length == 5
 
 
-def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(monkeypatch):
     """Noise does that to models of little else; the table must still be one that `select` takes."""
-    clock, whole = Clock(), []
-    forward = hp.MultiHeadAttention.forward
-
-    def timed(self: hp.MultiHeadAttention, *args: Any, **kwargs: Any) -> Any:
-        clock.now += 1.0 if whole else 2.0  # alone it takes twice as long
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(hp.MultiHeadAttention, "forward", timed)
-    monkeypatch.setattr(latency_tables, "perf_counter", clock)
+    whole = []
+    timed(monkeypatch, lambda *_: 1.0 if whole else 2.0)
     model, batch = nn.Sequential(hp.MultiHeadAttention(8, 2)), torch.randn(2, 5, 8)
-    model.register_forward_pre_hook(lambda *_: whole.append(True))
-    model.register_forward_hook(lambda *_: whole.clear())
+    whole = noted_calls(model)
     table = latency_table(model, batch, seconds=0)
     assert table.whole == 1.0
     assert table.row("0")[-1] == pytest.approx(1.0)
@@ -300,7 +297,7 @@ def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(
     assert _smoothed([None, 1.0, 3.0, 2.0, 4.0]) == [None, 1.0, 2.5, 2.5, 4.0], "what falls is mean"
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_what_cannot_be_measured_is_refused():
     model, batch = nn.Sequential(hp.MultiHeadAttention(8, 2)), torch.randn(2, 3, 8)
     with pytest.raises(InvalidValue, match=r"seconds=\): must be a number >= 0"):
         latency_table(model, batch, seconds=-1)

@@ -1,17 +1,14 @@
 """Which sites say that they must keep a head (``AttentionSite.least``), against what a cut to none
 really does."""
 
-from __future__ import annotations
-
 import re
 import types
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -24,16 +21,11 @@ from headprune.model.sites import bind
 from tests.laws.families import FAMILIES
 from tests.laws.support import family_subject, subject_of
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 19,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "intermediate_size": 16,
-}
+SIZES = {"vocab_size": 19, "hidden_size": 24, "intermediate_size": 16}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 6}
 
 
-def check(model: nn.Module) -> set[int]:
+def check(model):
     """The sites' least counts, which are those that a cut agrees with."""
     bound = bind(model)
     assert bound
@@ -51,14 +43,14 @@ def check(model: nn.Module) -> set[int]:
 class Watched(TorchFunctionMode):
     """Fails at fused attention of no heads, which ends the process before PyTorch 2.13."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             assert (args[0] if args else kwargs["query"]).numel()
         return func(*args, **kwargs)
 
 
-def emptied(model: nn.Module) -> nn.Module:
+def emptied(model):
     """Without all heads that may be removed."""
     bound = [b for b in bind(model) if not b.site.least]
     counts = {b.site.name: b.site.n_query_heads for b in bound}
@@ -66,10 +58,21 @@ def emptied(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("layout", "family"), FAMILIES)
-def test_every_family_says_whether_a_layer_may_lose_all_heads_and_calls_no_kernel_without_them(
-    layout: str, family: str
-) -> None:
+#: One family a layout, and those that call PyTorch's fused attention in a way of their own.
+LAYOUTS = dict(reversed(FAMILIES))
+CASES = [
+    *LAYOUTS.items(),
+    ("timm", "timm.AttentionRope"),
+    ("llama", "gemma3"),
+    ("falcon", "falcon-alibi"),
+]
+CASES += [("torch_multi_head", "torch.nn.TransformerEncoder"), ("vit", "beit"), ("bart", "gptj")]
+
+
+@pytest.mark.parametrize(("layout", "family"), CASES)
+def test_every_layout_says_whether_a_layer_may_lose_all_heads_and_calls_no_kernel_without_them(
+    layout, family
+):
     subject = family_subject(layout, family)
     check(subject.model)
     small = emptied(subject.model)
@@ -78,12 +81,12 @@ def test_every_family_says_whether_a_layer_may_lose_all_heads_and_calls_no_kerne
     assert all(x.isfinite().all() for x in made if x.is_floating_point())
 
 
-def test_a_compiled_layer_without_heads_calls_no_kernel() -> None:
+def test_a_compiled_layer_without_heads_calls_no_kernel():
     model = emptied(nn.Sequential(AttentionRope(12, 6)).eval())
     x = torch.randn(2, 5, 12)
-    graphs: list[torch.fx.GraphModule] = []
+    graphs = []
 
-    def keep(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+    def keep(graph, example):
         graphs.append(graph)
         return graph.forward
 
@@ -93,24 +96,24 @@ def test_a_compiled_layer_without_heads_calls_no_kernel() -> None:
     assert not any("scaled_dot_product" in target for target in nodes)
 
 
-def t5gemma() -> nn.Module:
+def t5gemma():
     sizes = {**SIZES, "num_key_value_heads": 3, "head_dim": 4, "query_pre_attn_scalar": 4}
     parts = [transformers.T5GemmaModuleConfig(**sizes) for _ in range(2)]
     config = transformers.T5GemmaConfig(encoder=parts[0], decoder=parts[1], vocab_size=19)
     return transformers.T5GemmaForConditionalGeneration(config)
 
 
-def mobilebert() -> nn.Module:
+def mobilebert():
     sizes = {**SIZES, "intra_bottleneck_size": 24, "true_hidden_size": 24, "embedding_size": 24}
     return transformers.MobileBertModel(transformers.MobileBertConfig(**sizes))
 
 
 @pytest.mark.parametrize("make", [t5gemma, mobilebert])
-def test_modules_that_their_own_code_forbids_to_empty(make: Any) -> None:
+def test_modules_that_their_own_code_forbids_to_empty(make):
     assert 1 in check(make().eval())
 
 
-def test_a_forward_of_its_own_keeps_a_head_and_a_plan_without_rules_can_be_cut() -> None:
+def test_a_forward_of_its_own_keeps_a_head_and_a_plan_without_rules_can_be_cut():
     subject = subject_of("bert")
     first = subject.model.get_submodule(subject.sites[0].name)
     inner = next(m for m in first.modules() if hasattr(m, "query"))

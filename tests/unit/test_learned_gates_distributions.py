@@ -1,13 +1,8 @@
 """Gate distributions by themselves: what is drawn is what the formulas say, and every gradient is
 exact."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from headprune.core.errors import InvalidValue
@@ -17,21 +12,16 @@ from headprune.gating.stochastic import soft_subset, top_units
 F64 = torch.float64
 
 
-def ones(n: int) -> Tensor:
+def ones(n):
     return torch.ones(n, dtype=F64)
 
 
-def randn(n: int, seed: int = 0) -> Tensor:
+def randn(n, seed=0):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-# ---------------------------------------------------------------- hard concrete
-
-
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.66, "lower": -0.2, "upper": 1.05}])
-def test_a_hard_concrete_gate_is_open_as_often_as_its_formula_says(
-    settings: dict[str, Any],
-) -> None:
+def test_a_hard_concrete_gate_is_open_as_often_as_its_formula_says(settings):
     dist, n = HardConcrete(keep=0.5, **settings), 100_000
     generator = torch.Generator().manual_seed(0)
     for weight in (-2.5, 0.0, 1.5):
@@ -45,7 +35,7 @@ def test_a_hard_concrete_gate_is_open_as_often_as_its_formula_says(
         assert 0 <= drawn.min() <= drawn.max() <= 1
 
 
-def test_a_hard_concrete_gate_is_the_papers_formula() -> None:
+def test_a_hard_concrete_gate_is_the_papers_formula():
     u, w = torch.tensor([0.2, 0.5, 0.7], dtype=F64), torch.tensor([-0.4, 0.1, 0.3], dtype=F64)
     dist = HardConcrete(keep=0.5)
     s = torch.sigmoid((torch.log(u) - torch.log(1 - u) + w) / 0.33)
@@ -53,15 +43,7 @@ def test_a_hard_concrete_gate_is_the_papers_formula() -> None:
     assert_close(dist.gates(w, ones(3)), (torch.sigmoid(w) * 1.2 - 0.1).clamp(0, 1))
 
 
-def test_uniform_noise_is_logistic_and_seeded() -> None:
-    dist = HardConcrete(keep=0.5)
-    a, b = (dist.noise(50_000, torch.Generator().manual_seed(3)) for _ in range(2))
-    assert torch.equal(a, b)
-    assert_close(a.sigmoid().mean(), torch.tensor(0.5, dtype=F64), rtol=0, atol=0.006)
-    assert_close(a.var(), torch.tensor(torch.pi**2 / 3, dtype=F64), rtol=0.03, atol=0)
-
-
-def test_the_price_is_of_every_head_that_is_expected_to_be_open_and_warms_up() -> None:
+def test_the_price_is_of_every_head_that_is_expected_to_be_open_and_warms_up():
     sizes, w = torch.tensor([1.0, 4.0], dtype=F64), torch.tensor([0.3, -0.2], dtype=F64)
     dist = HardConcrete(price=0.1, warmup=4)
     expected = dist.p_open(w)[0] + 4 * dist.p_open(w)[1]
@@ -71,9 +53,7 @@ def test_the_price_is_of_every_head_that_is_expected_to_be_open_and_warms_up() -
 
 
 @pytest.mark.parametrize("keep", [0.25, 2])
-def test_the_lagrangian_descends_in_weights_and_ascends_in_its_multipliers(
-    keep: float | int,
-) -> None:
+def test_the_lagrangian_descends_in_weights_and_ascends_in_its_multipliers(keep):
     dist = HardConcrete(keep=keep, warmup=10)
     w = randn(8).requires_grad_()
     multipliers = torch.tensor([0.7, 0.4], dtype=F64, requires_grad=True)
@@ -88,7 +68,7 @@ def test_the_lagrangian_descends_in_weights_and_ascends_in_its_multipliers(
         assert_close(by_w, (0.7 + 0.8 * over) * slope)
 
 
-def test_the_lagrangian_alone_reaches_its_target() -> None:
+def test_the_lagrangian_alone_reaches_its_target():
     dist = HardConcrete(keep=0.3)
     w = dist.initial(10).double().requires_grad_()
     multipliers = torch.zeros(2, dtype=F64, requires_grad=True)
@@ -100,40 +80,29 @@ def test_the_lagrangian_alone_reaches_its_target() -> None:
     assert dist.expected_open(w, ones(10)).item() == pytest.approx(3, abs=0.3)
 
 
-def test_what_is_told_names_what_was_asked() -> None:
-    """The multipliers overshoot: whoever stops early sees by how much."""
-    closed = torch.full((10,), -9.0, dtype=F64)
-    (note,) = HardConcrete(keep=0.35).notes(closed, ones(10), 5)
-    assert note.startswith("0.0 of 10 heads open in expectation (asked: 3), 0 with")
-    assert "asked" not in HardConcrete(price=1.0).notes(closed, ones(10), 5)[0]
-
-
-def test_units_are_kept_that_are_open_more_often_than_not() -> None:
-    dist = HardConcrete(keep=0.5)
-    w = torch.linspace(-2, 1, 31, dtype=F64)
-    assert torch.equal(dist.hard(w, ones(31)) == 1, dist.p_open(w) > 0.5)
-
-
-# ---------------------------------------------------------------- subset
-
-
-@pytest.mark.parametrize(("k", "temperature"), [(1, 0.003), (5, 5.0), (5, 0.1), (11, 1.0)])
-def test_subset_gates_add_up_to_k(k: int, temperature: float) -> None:
+@pytest.mark.parametrize(("k", "temperature"), [(1, 0.003), (5, 5.0), (11, 1.0)])
+def test_subset_gates_add_up_to_k(k, temperature):
     gates = soft_subset(3 * randn(12), k, temperature, ones(12))
     assert_close(gates.sum(), torch.tensor(float(k), dtype=F64), rtol=1e-9, atol=0)
     assert bool(((gates >= 0) & (gates <= 1)).all())
-
-
-def test_subset_gates_add_up_where_units_have_several_heads_and_in_a_narrow_dtype() -> None:
+    narrow = soft_subset(randn(72).float(), 24, 0.1, torch.ones(72))
+    assert_close(narrow.sum(), torch.tensor(24.0), rtol=1e-5, atol=0)
     sizes = torch.tensor([4.0, 1, 1, 2, 4], dtype=F64)
-    gates = soft_subset(randn(5), 6, 0.5, sizes)
-    assert_close((gates * sizes).sum(), torch.tensor(6.0, dtype=F64))
-    gates = soft_subset(randn(72).float(), 24, 0.1, torch.ones(72))
-    assert_close(gates.sum(), torch.tensor(24.0), rtol=1e-5, atol=0)
+    whole = soft_subset(randn(5), 6, 0.5, sizes)
+    assert_close((whole * sizes).sum(), torch.tensor(6.0, dtype=F64))
+
+
+def test_the_top_is_exactly_k_also_of_ties_and_of_units_that_do_not_fit():
+    w = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0, 1.0], dtype=F64)
+    assert top_units(w, 3, ones(6)).tolist() == [1, 1, 1, 0, 0, 0]
+    expected = torch.tensor([0.5, 1, 0.5, 0.5, 0, 0.5], dtype=F64)
+    assert_close(soft_subset(w, 3, 1e-6, ones(6)), expected)
+    w, sizes = torch.tensor([3.0, 2.0, 1.0], dtype=F64), torch.tensor([2.0, 4.0, 1.0], dtype=F64)
+    assert top_units(w, 3, sizes).tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize("sizes", [[1.0] * 6, [2.0, 1, 1, 3, 1, 1]], ids=["heads", "groups"])
-def test_gradients_go_through_the_threshold(sizes: list[float]) -> None:
+def test_gradients_go_through_the_threshold(sizes):
     w = randn(6).requires_grad_()
     n = torch.tensor(sizes, dtype=F64)
     assert torch.autograd.gradcheck(lambda x: soft_subset(x, 3, 0.7, n), [w])
@@ -141,26 +110,7 @@ def test_gradients_go_through_the_threshold(sizes: list[float]) -> None:
     assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-12)
 
 
-def test_without_temperature_it_is_hard_top_k() -> None:
-    w = randn(12)
-    soft = soft_subset(w, 5, 1e-6, ones(12))
-    assert_close(soft, top_units(w, 5, ones(12)))
-    assert set(torch.topk(w, 5).indices.tolist()) == set((soft > 0.5).nonzero().flatten().tolist())
-
-
-def test_ties_keep_exactly_k() -> None:
-    w = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0, 1.0], dtype=F64)
-    assert top_units(w, 3, ones(6)).tolist() == [1, 1, 1, 0, 0, 0]
-    expected = torch.tensor([0.5, 1, 0.5, 0.5, 0, 0.5], dtype=F64)
-    assert_close(soft_subset(w, 3, 1e-6, ones(6)), expected)
-
-
-def test_a_unit_that_does_not_fit_gives_way_to_one_that_does() -> None:
-    w, sizes = torch.tensor([3.0, 2.0, 1.0], dtype=F64), torch.tensor([2.0, 4.0, 1.0], dtype=F64)
-    assert top_units(w, 3, sizes).tolist() == [1, 0, 1]
-
-
-def test_the_temperature_falls_geometrically_to_its_end() -> None:
+def test_the_temperature_falls_geometrically_to_its_end():
     dist = SubsetTopk(keep=2, steps=10, start=1.0, end=0.01)
     found = [dist.temperature(step) for step in (0, 5, 10, 50)]
     assert found == pytest.approx([1.0, 0.1, 0.01, 0.01])
@@ -168,7 +118,7 @@ def test_the_temperature_falls_geometrically_to_its_end() -> None:
     assert_close(dist.sample(w, noise, ones(6), 5), soft_subset(w + noise, 2, 0.1, ones(6)))
 
 
-def test_gumbel_noise_makes_top_k_draw_without_replacement() -> None:
+def test_gumbel_noise_makes_top_k_draw_without_replacement():
     """Gumbel-top-1 draws unit i with probability softmax(w)_i."""
     dist, w, n = SubsetTopk(keep=1, steps=1), torch.tensor([1.0, 0.0, -1.0], dtype=F64), 60_000
     noise = dist.noise(3 * n, torch.Generator().manual_seed(0)).view(n, 3)
@@ -181,16 +131,13 @@ def test_gumbel_noise_makes_top_k_draw_without_replacement() -> None:
     ("sizes", "heads"),
     [([1] * 6, 3), ([3] * 6, 9), ([1, 2, 2, 1, 1, 1], 4), ([2] * 6, 6), ([2] * 5, 4)],
 )
-def test_shares_are_rounded_down_to_whole_units(sizes: list[int], heads: int) -> None:
+def test_shares_are_rounded_down_to_whole_units(sizes, heads):
     n = torch.tensor(sizes, dtype=F64)
     gates = SubsetTopk(keep=0.5, steps=1).hard(torch.arange(len(sizes), dtype=F64), n)
     assert int((gates * n).sum()) == heads
 
 
-# ---------------------------------------------------------------- refusals
-
-
-WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
+WRONG = [
     (HardConcrete, {}, r"given keep \(a target\) or price"),
     (HardConcrete, {"keep": 0.5, "price": 1.0}, "one of them"),
     (HardConcrete, {"keep": 1.5}, "keep: must be a fraction"),
@@ -206,16 +153,15 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "settings", "words"), WRONG)
-def test_settings_that_make_no_sense_are_refused(kind: Any, settings: Any, words: str) -> None:
-    with pytest.raises(InvalidValue, match=words):
-        kind(**settings)
-
-
-@pytest.mark.parametrize(
-    ("keep", "size", "words"),
-    [(6, 1, "some of the 6 heads"), (3, 2, "a multiple of 2 heads"), (0.1, 1, "neither none nor")],
-)
-def test_counts_that_units_cannot_keep_are_refused(keep: Any, size: int, words: str) -> None:
-    with pytest.raises(InvalidValue, match=words):
-        SubsetTopk(keep=keep, steps=1).hard(ones(6), size * ones(6))
+def test_what_makes_no_sense_is_refused():
+    for kind, settings, words in WRONG:
+        with pytest.raises(InvalidValue, match=words):
+            kind(**settings)
+    counts = [
+        (6, 1, "some of the 6 heads"),
+        (3, 2, "a multiple of 2 heads"),
+        (0.1, 1, "neither none nor"),
+    ]
+    for keep, size, words in counts:
+        with pytest.raises(InvalidValue, match=words):
+            SubsetTopk(keep=keep, steps=1).hard(ones(6), size * ones(6))

@@ -1,10 +1,6 @@
 """The page on lm-evaluation-harness: a local task, evaluated on a cut model."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from tests.documents import DOCS, blocks
 WORDS = ["<pad>", "<eos>", "<unk>", "the", "film", "plot", "was", "and", "good", "bad", "dull"]
 
 
-def small(folder: Path) -> tuple[Any, Any]:
+def small(folder):
     """A Llama whose layers keep unlike numbers of heads, saved with a tokenizer of words."""
     vocabulary = {word: i for i, word in enumerate(WORDS)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -29,7 +25,7 @@ def small(folder: Path) -> tuple[Any, Any]:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     config = LlamaConfig(vocab_size=len(WORDS), **sizes, **heads, initializer_range=0.3)
-    model: Any = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
     hp.prune_(model, [[1, 1, 0, 0], [1, 1, 1, 1]])
     hp.save_pretrained(model, folder, processor=tokenizer)
     return model, tokenizer
@@ -37,9 +33,7 @@ def small(folder: Path) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of the harness and its packages
-def test_the_harness_reads_the_cut_models_own_probabilities(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_reads_the_cut_models_own_probabilities(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="pip install lm-eval")
     monkeypatch.chdir(tmp_path)
     model, tokenizer = small(tmp_path / "small")
@@ -48,7 +42,7 @@ def test_the_harness_reads_the_cut_models_own_probabilities(
         rows += [{"text": text, "choices": ["good", "bad", "dull"], "answer": i} for i in range(2)]
     (tmp_path / "films.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (block,) = [b for b in blocks(DOCS / "evaluation.md") if b.language == "python"]
-    page: dict[str, Any] = {}
+    page = {}
     exec(compile(block.text, "evaluation.md", "exec"), page)
     samples = page["results"]["samples"]["films"]
     assert len(samples) == len(rows)

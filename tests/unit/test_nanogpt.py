@@ -1,12 +1,8 @@
 """Attention written as in nanoGPT is refused with the lines to change; after that it is cut."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -67,7 +63,7 @@ class GPT(nn.Module):
 """
 
 
-def built(folder: Path, name: str, code: str, flash: bool) -> Any:
+def built(folder, name, code, flash):
     """A model of code in a file, as a user has it."""
     file = folder / f"{name}.py"
     file.write_text(code)
@@ -82,9 +78,7 @@ def built(folder: Path, name: str, code: str, flash: bool) -> Any:
 
 
 @pytest.mark.parametrize("flash", [True, False])
-def test_the_refusal_names_two_lines_and_changing_them_is_enough(
-    flash: bool, tmp_path: Path
-) -> None:
+def test_the_refusal_names_two_lines_and_changing_them_is_enough(flash, tmp_path):
     ids = torch.randint(20, (2, 8))
     whole = built(tmp_path, "as_published", CODE, flash)
     with pytest.raises(UnsupportedModel, match="change two lines") as refusal:

@@ -1,13 +1,9 @@
 """Models whose weights accelerate offloads: gates, scores, cuts and checkpoints are those of the
 model in memory."""
 
-from __future__ import annotations
-
 import copy
 from collections import ChainMap
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,14 +23,14 @@ from headprune.core.errors import (
 from headprune.model import cut, offloaded_cut
 from headprune.model.offloaded import count_parameters, offloaded, state_of, tied
 from headprune.surgery import prune
-from tests.laws.support import CLOSE, EXACT, Subject, logits, picture, ragged, subject_of
+from tests.laws.support import CLOSE, EXACT, logits, picture, ragged, subject_of
 from tests.unit.test_sites import ODD, odd_model
 
 #: A model, and where its weights are.
 CASES = [("bert", "cpu"), ("gpt2", "disk"), ("llama", "some on disk")]
 
 
-def away(model: nn.Module, kind: str, folder: Path) -> Any:
+def away(model, kind, folder):
     """A copy that is offloaded, whole or every other layer of it."""
     twin = copy.deepcopy(model)
     if kind == "cpu":
@@ -50,8 +46,7 @@ def away(model: nn.Module, kind: str, folder: Path) -> Any:
 
 
 @pytest.fixture(params=CASES, ids=" on ".join)
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Subject, Any]:
-    """A model in memory, and its copy that is offloaded."""
+def case(request, tmp_path):
     name, kind = request.param
     subject = subject_of(name)
     subject.batch.setdefault("labels", subject.batch["input_ids"])
@@ -60,11 +55,11 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Subject, Any]:
     return subject, away(subject.model, kind, tmp_path / "offload")
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def assert_same_model(model: nn.Module, other: nn.Module, batch: Any) -> None:
+def assert_same_model(model, other, batch):
     here, there = model.state_dict(), state_of(other)
     assert here.keys() == there.keys()
     for name in here:
@@ -73,13 +68,13 @@ def assert_same_model(model: nn.Module, other: nn.Module, batch: Any) -> None:
         assert_close(logits(other, batch), logits(model, batch), **CLOSE)
 
 
-def assert_saved_alike(model: nn.Module, other: nn.Module, folder: Path, **options: Any) -> None:
+def assert_saved_alike(model, other, folder, **options):
     for name, one in (("plain", model), ("away", other)):
         hp.save_pretrained(one, folder / name / "small", **options)
     assert files(folder / "away" / "small") == files(folder / "plain" / "small")
 
 
-def test_scores_and_gates_are_those_in_memory(case: tuple[Subject, Any]) -> None:
+def test_scores_and_gates_are_those_in_memory(case):
     subject, model = case
     before = picture(model)
     assert any(t.is_meta for t in model.parameters())
@@ -98,9 +93,7 @@ def test_scores_and_gates_are_those_in_memory(case: tuple[Subject, Any]) -> None
         assert_close(logits(model, subject.batch), logits(subject.model, subject.batch), **EXACT)
 
 
-def test_a_cut_is_that_in_memory_and_stays_offloaded(
-    case: tuple[Subject, Any], tmp_path: Path
-) -> None:
+def test_a_cut_is_that_in_memory_and_stays_offloaded(case, tmp_path):
     subject, model = case
     plain, batch = copy.deepcopy(subject.model), subject.batch
     elsewhere = {name for name, tensor in offloaded(model).items() if tensor.shape}
@@ -121,19 +114,17 @@ def test_a_cut_is_that_in_memory_and_stays_offloaded(
     assert_same_model(plain, model, batch)
 
 
-def test_an_error_leaves_the_model_as_it_was(
-    case: tuple[Subject, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_leaves_the_model_as_it_was(case, tmp_path, monkeypatch):
     subject, model = case
     with torch.no_grad():
         expected = logits(model, subject.batch)
     on_disk = tmp_path / "offload"
     before, kept = picture(model), files(on_disk) if on_disk.is_dir() else {}
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
+    def fail(*args, **kwargs):
         raise KeyboardInterrupt
 
-    def wrong(tensor: Any, dimension: int, rows: Any) -> Any:
+    def wrong(tensor, dimension, rows):
         return tensor.index_select(dimension, torch.arange(len(rows))) + 1
 
     for target, name, do, error in (
@@ -161,8 +152,7 @@ def test_an_error_leaves_the_model_as_it_was(
         assert_close(logits(model, subject.batch), expected, **EXACT)
 
 
-def test_what_others_hold_is_left_as_it_is(tmp_path: Path) -> None:
-    """A copy that shares the folder, and a state dict of the user's."""
+def test_what_others_hold_is_left_as_it_is(tmp_path):
     subject = subject_of("llama")
     model = away(subject.model, "disk", tmp_path)
     teacher, before = copy.deepcopy(model), files(tmp_path)
@@ -177,8 +167,7 @@ def test_what_others_hold_is_left_as_it_is(tmp_path: Path) -> None:
     assert all(state[name] is given[name] for name in given)
 
 
-def test_bare_tensors_of_an_attention_are_cut_where_they_are() -> None:
-    """Its parameters are away; its buffer and its plain tensor stay in memory."""
+def test_bare_tensors_of_an_attention_are_cut_where_they_are():
     plain, x = odd_model()
     model = cpu_offload(copy.deepcopy(plain))
     assert model[0].temperature.is_meta
@@ -191,19 +180,16 @@ def test_bare_tensors_of_an_attention_are_cut_where_they_are() -> None:
 
 
 class Pair(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two = (hp.MultiHeadAttention(8, 2, dtype=torch.float64) for _ in range(2))
         self.two.W_q.weight = self.one.W_q.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.two(self.one(x))
-        return out
+    def forward(self, x):
+        return self.two(self.one(x))
 
 
-def test_what_is_shared_in_memory_stays_shared_and_what_accelerate_ties_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_what_is_shared_in_memory_stays_shared_and_what_accelerate_ties_is_refused(tmp_path):
     plain, x = Pair(), torch.randn(2, 3, 8, dtype=torch.float64)
     model = cpu_offload(copy.deepcopy(plain))
     mask = hp.HeadMask.from_keep({"one": [1], "two": [1]}, {"one": 2, "two": 2})
@@ -219,7 +205,7 @@ def test_what_is_shared_in_memory_stays_shared_and_what_accelerate_ties_is_refus
     assert_close(kept[0], plain.one.W_q.weight.detach(), **EXACT)
 
 
-def test_a_place_where_a_tied_parameter_was_is_not_taken() -> None:
+def test_a_place_where_a_tied_parameter_was_is_not_taken():
     """For accelerate it would be that parameter."""
     tensor = torch.arange(5.0)
     assert offloaded_cut._at_a_new_address((), tensor) is tensor
@@ -232,8 +218,7 @@ def test_a_place_where_a_tied_parameter_was_is_not_taken() -> None:
 # -----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_transformers_offloads(tmp_path: Path) -> None:
-    """A tied GPT-2; without a folder of its own a cut has no place."""
+def test_a_model_that_transformers_offloads(tmp_path):
     subject, folder = subject_of("gpt2"), tmp_path / "model"
     assert subject.model.config.tie_word_embeddings
     subject.model.save_pretrained(folder)
@@ -255,7 +240,7 @@ def test_a_model_that_transformers_offloads(tmp_path: Path) -> None:
     assert_saved_alike(plain, model, tmp_path)
 
 
-def test_tied_embeddings_count_and_are_stored_once(tmp_path: Path) -> None:
+def test_tied_embeddings_count_and_are_stored_once(tmp_path):
     subject = subject_of("gpt2")
     count = sum(p.numel() for p in subject.model.parameters())
     for kind in ("cpu", "disk"):
@@ -272,7 +257,7 @@ def test_tied_embeddings_count_and_are_stored_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["transformers", "remote-code"])
-def test_formats_that_others_open(format: Any, tmp_path: Path) -> None:
+def test_formats_that_others_open(format, tmp_path):
     subject = subject_of("llama")
     model, plain = away(subject.model, "cpu", tmp_path), subject.copy()
     for one in (plain, model):
@@ -284,14 +269,14 @@ def test_formats_that_others_open(format: Any, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_a_cut_cannot_reach_are_refused() -> None:
+def test_weights_that_a_cut_cannot_reach_are_refused():
     subject, (odd, _) = subject_of("bert"), odd_model()
 
-    def adapt(module: nn.Module, whole: nn.Module) -> None:
+    def adapt(module, whole):
         module.norm.weight = nn.Parameter(torch.ones(7, dtype=torch.float64))
 
     around = cpu_offload(subject.copy(), preload_module_classes=["BertLayer"])
-    mapping: Any = ChainMap(subject.model.state_dict())
+    mapping = ChainMap(subject.model.state_dict())
     anew = cpu_offload(odd)
     for model, layouts, words in (
         (around, None, "weights fetched for a module around it.*preload_module_classes"),
@@ -307,7 +292,7 @@ def test_weights_that_a_cut_cannot_reach_are_refused() -> None:
         hp.score(around, None, "magnitude")
 
 
-def test_recovery_and_filling_are_refused(tmp_path: Path) -> None:
+def test_recovery_and_filling_are_refused(tmp_path):
     subject = subject_of("bert")
     model, teacher = away(subject.model, "cpu", tmp_path), subject.copy()
     hp.prune_(model, subject.ragged())

@@ -1,10 +1,6 @@
 """Transformers' own tools take cut models: ``pipeline``, ``generate`` and the Trainer."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from tests.tiny_models import bert, llama, word_tokenizer
 TEXTS = ["w1 w2 w3", "w4 w5"]
 
 
-def test_a_pipeline_takes_a_cut_classifier(tmp_path: Path) -> None:
+def test_a_pipeline_takes_a_cut_classifier(tmp_path):
     folder = bert(tmp_path / "whole")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
@@ -33,7 +29,7 @@ def test_a_pipeline_takes_a_cut_classifier(tmp_path: Path) -> None:
     assert_close(scores, logits.softmax(-1).amax(-1), rtol=1e-5, atol=1e-6)
 
 
-def test_a_pipeline_generates_with_a_cut_model(tmp_path: Path) -> None:
+def test_a_pipeline_generates_with_a_cut_model(tmp_path):
     model = transformers.LlamaForCausalLM.from_pretrained(llama(tmp_path / "whole")).eval()
     word_tokenizer(tmp_path / "tokenizer")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
@@ -51,7 +47,7 @@ def test_a_pipeline_generates_with_a_cut_model(tmp_path: Path) -> None:
         assert ids[place] == int(logits[0, -1].argmax())
 
 
-def test_the_how_to_with_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_how_to_with_the_trainer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = ModuleType("page")
     texts = [b.text for b in blocks(DOCS / "how-to.md") if b.language == "python"]
@@ -65,7 +61,7 @@ def test_the_how_to_with_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert torch.equal(page.again(**page.batch).logits, answers)
 
 
-def test_batches_of_pairs_are_refused_with_the_line_that_makes_mappings(tmp_path: Path) -> None:
+def test_batches_of_pairs_are_refused_with_the_line_that_makes_mappings(tmp_path):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(bert(tmp_path / "m"))
     pairs = TensorDataset(torch.randint(30, (8, 5)), torch.randint(2, (8,)))
     batches = DataLoader(pairs, batch_size=4)
@@ -82,27 +78,27 @@ def test_batches_of_pairs_are_refused_with_the_line_that_makes_mappings(tmp_path
 class _OwnTargets(torch.nn.Module):
     """A classifier that names its labels as nanoGPT does and also returns its loss."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__()
         self.bert = transformers.AutoModelForSequenceClassification.from_pretrained(bert(folder))
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+    def forward(self, idx, targets=None):
         logits = self.bert(idx).logits
         loss = None if targets is None else torch.nn.functional.cross_entropy(logits, targets)
         return logits, loss
 
 
-def test_the_refusal_of_pairs_has_the_names_of_the_models_own_arguments(tmp_path: Path) -> None:
+def test_the_refusal_of_pairs_has_the_names_of_the_models_own_arguments(tmp_path):
     model = _OwnTargets(tmp_path / "m").eval()
     batches = [(torch.randint(30, (4, 5)), torch.randint(2, (4,)))]
     with pytest.raises(InvalidValue, match="and pass loss=") as refusal:
         hp.score(model, batches, "taylor")
     line = str(refusal.value).partition("mappings: ")[2].partition(", and pass")[0]
-    names: dict[str, Any] = {"batches": batches}
+    names = {"batches": batches}
     exec(line, names)
     assert names["batches"][0].keys() == {"idx", "targets"}
 
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    def loss(model, batch):
         logits = model(**batch)[0]
         return torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="none")
 

@@ -1,11 +1,7 @@
 """hp.plot: axes in and out, and what is drawn is what the values say."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
-from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
@@ -27,7 +23,7 @@ matplotlib.use("Agg")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_open_afterwards() -> Iterator[None]:
+def nothing_is_open_afterwards():
     yield
     import matplotlib.pyplot as plt
 
@@ -41,12 +37,12 @@ SITES = (
 HEAD = HeadId("a.c", 2)
 
 
-def scores(name: str = "taylor", values: Any = ((1.0, 2.0, 3.0), (4.0, 5.0))) -> HeadScores:
+def scores(name="taylor", values=((1.0, 2.0, 3.0), (4.0, 5.0))):
     errors = ((0.1, 0.2, 0.3), (0.4, 0.5))
     return HeadScores(SITES, values, errors, name, EMPTY, 9, ModelFingerprint("s", "w"))
 
 
-def plan(**keep: list[int]) -> PruningPlan:
+def plan(**keep):
     kept = {f"a.{name}": heads for name, heads in keep.items()}
     return PruningPlan(HeadMask.from_keep(kept, dict.fromkeys(kept, 3)))
 
@@ -54,16 +50,16 @@ def plan(**keep: list[int]) -> PruningPlan:
 PLAN = plan(b=[0, 2], c=[2])
 
 
-def labels(axis: list[Any]) -> list[str]:
+def labels(axis):
     return [label.get_text() for label in axis]
 
 
-def crossed(panel: Any) -> set[tuple[float, float]]:
+def crossed(panel):
     """Where removed heads are marked."""
     return {patch.get_xy() for patch in panel.patches if patch.get_hatch()}
 
 
-def test_a_head_map_shows_scores_cuts_and_gaps() -> None:
+def test_a_head_map_shows_scores_cuts_and_gaps():
     panel = Figure().subplots()
     assert hp.plot.head_map(scores(), PLAN, ax=panel, values=True) is panel
     (image,) = panel.images
@@ -82,7 +78,7 @@ def test_a_head_map_shows_scores_cuts_and_gaps() -> None:
         hp.plot.head_map(scores(), plan(b=[0]))
 
 
-def maps(image: tuple[int, int] | None = None) -> AttentionMaps:
+def maps(image=None):
     draw = np.random.default_rng(0)
     masks = np.array([[True] * 5, [True] * 3 + [False] * 2])
     sites = []
@@ -93,7 +89,7 @@ def maps(image: tuple[int, int] | None = None) -> AttentionMaps:
     return AttentionMaps(tuple(sites), words, (), image)
 
 
-def test_one_head_has_its_tokens_beside_it() -> None:
+def test_one_head_has_its_tokens_beside_it():
     found = maps()
     panel = hp.plot.attention(found, HEAD)
     np.testing.assert_array_equal(panel.images[0].get_array(), found.shown(HEAD, 0))
@@ -105,7 +101,7 @@ def test_one_head_has_its_tokens_beside_it() -> None:
         hp.plot.attention(found, HEAD, example=2)
 
 
-def test_all_heads_are_small_multiples() -> None:
+def test_all_heads_are_small_multiples():
     panels = hp.plot.attention(maps())
     shown = [[panel.get_title() for panel in row if panel.get_visible()] for row in panels]
     assert shown == [["0", "1", "2"], ["0", "2"]]
@@ -118,7 +114,7 @@ def test_all_heads_are_small_multiples() -> None:
     assert dashed == [False, True, False]
 
 
-def test_of_an_image_a_query_is_laid_out_as_the_image() -> None:
+def test_of_an_image_a_query_is_laid_out_as_the_image():
     found, head = maps((2, 2)), HeadId("a.b", 1)
     panel = hp.plot.attention(found, head, query=3)
     wanted = found.shown(head, 0)[3, 1:].reshape(2, 2)
@@ -127,7 +123,7 @@ def test_of_an_image_a_query_is_laid_out_as_the_image() -> None:
         hp.plot.attention(replace(found, image=(3, 3)), head)
 
 
-def record(kept: int, value: float) -> RunRecord:
+def record(kept, value):
     rows = [("base", 8, 0.9, 0.0), ("taylor", kept, value, 0.0), ("random", kept, 0.5, 0.1)]
     quality = tuple(
         QualityRow(name, heads, "accuracy", v, "test", 10, 0.1, draws=3, spread=s)
@@ -136,7 +132,7 @@ def record(kept: int, value: float) -> RunRecord:
     return RunRecord("x", "done", "report", "2026-01-01T00:00:00+00:00", quality=quality)
 
 
-def test_a_tradeoff_of_runs() -> None:
+def test_a_tradeoff_of_runs():
     panel = hp.plot.tradeoff([record(6, 0.85), record(4, 0.8)])
     lines = {line.get_label(): line for line in panel.get_lines()}
     assert list(lines["random"].get_xdata()) == [4, 6]
@@ -152,13 +148,13 @@ def test_a_tradeoff_of_runs() -> None:
         hp.plot.tradeoff(record(6, 0.85), split="validation")
 
 
-def test_a_tradeoff_of_a_sweep() -> None:
+def test_a_tradeoff_of_a_sweep():
     base = {"validation": 9.0, "test": 9.5, "heads": 8, "params": 9, "macs": 9, "kv": None}
     row = {"scorer": "fisher", "heads": 4, "validation": 10.0}
     row |= {"validation_drop": 0.1, "test_drop": 0.1}
     rows = [{**row, "seed": seed, "test": 10.0 + seed} for seed in (0, 2)]
 
-    def table(*keys: str, **more: str) -> SweepTable:
+    def table(*keys, **more):
         found = tuple(FrozenDict({**each, **more}) for each in rows)
         return SweepTable("s", "perplexity", keys, (), FrozenDict(base), found)
 
@@ -173,7 +169,7 @@ def test_a_tradeoff_of_a_sweep() -> None:
     assert (len(panel.containers), len(panel.collections)) == (0, 1)
 
 
-def test_pictures_are_saved_as_vectors() -> None:
+def test_pictures_are_saved_as_vectors():
     """Only the cells of a map and its scale of colours are images."""
     found = hp.agreement(scores(), scores("fisher", ((3.0, 1.0, 2.0), (4.0, 5.0))))
     pictures = [

@@ -1,16 +1,11 @@
 """Query heads that share a key/value head: what each policy can remove, in scores, plans, cuts,
 caches and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import StaticCache
 
@@ -24,42 +19,41 @@ from headprune.model.costs import measure_costs
 from headprune.model.double import Doubled
 from headprune.model.losses import default_loss
 from headprune.model.sites import bind
-from tests.laws.support import CLOSE, EXACT, Subject, family_subject, picture
+from tests.laws.support import CLOSE, EXACT, family_subject, picture
 
 LEFT = torch.tensor([[1] * 7, [0, 0] + [1] * 5, [0, 0, 0, 0, 1, 1, 1]])
 
 
 @pytest.fixture
-def llama() -> Subject:
+def llama():
     """Three layers of 6 query heads in 3 groups of 2."""
     return family_subject("llama", "llama")
 
 
 @pytest.fixture
-def mqa() -> Subject:
+def mqa():
     return family_subject("falcon", "falcon-mqa")
 
 
-def run(model: nn.Module, batch: Any) -> Tensor:
+def run(model, batch):
     with Doubled():
-        out: Tensor = model(**batch).logits
-    return out
+        return model(**batch).logits
 
 
-def scored(subject: Subject, policy: Any, scorer: str = "taylor") -> hp.HeadScores:
+def scored(subject, policy, scorer="taylor"):
     batch = {**subject.batch, "labels": subject.batch["input_ids"]}
     return hp.score(
         subject.model, [batch], scorer, sites=hp.find_sites(subject.model, policy=policy)
     )
 
 
-def uneven(subject: Subject) -> PruningPlan:
+def uneven(subject):
     """Groups of 2, 1 and no heads; of 2, 2 and 1; all whole."""
     keep = dict(zip(subject.n_heads, [[0, 1, 3], [0, 1, 2, 3, 5], range(6)], strict=True))
     return PruningPlan(subject.mask(keep), policy="free")
 
 
-def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
+def cut(subject, plan):
     small = subject.copy()
     hp.prune_(small, plan)
     return small
@@ -68,7 +62,7 @@ def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
 @pytest.mark.parametrize(
     ("policy", "selector"), [("group", "uniform"), ("balanced", "global_topk"), ("free", "uniform")]
 )
-def test_a_plan_keeps_the_policy_of_its_scores(llama: Subject, policy: str, selector: str) -> None:
+def test_a_plan_keeps_the_policy_of_its_scores(llama, policy, selector):
     scores = scored(llama, policy)
     plan = hp.select(scores, hp.Budget(keep_heads=0.5), selector)
     assert plan.policy == policy
@@ -78,7 +72,7 @@ def test_a_plan_keeps_the_policy_of_its_scores(llama: Subject, policy: str, sele
         assert site.check(plan.mask.kept(site.name)) == plan.mask.kept(site.name)
 
 
-def test_free_keeps_the_best_heads_and_balanced_the_best_of_each_group(llama: Subject) -> None:
+def test_free_keeps_the_best_heads_and_balanced_the_best_of_each_group(llama):
     scores = scored(llama, "free")
     plan = hp.select(scores, hp.Budget(keep_heads=7), hp.selection.GlobalTopk(min_heads=0))
     best = sorted(scores.units(), key=lambda u: -u.value)[:7]
@@ -92,7 +86,7 @@ def test_free_keeps_the_best_heads_and_balanced_the_best_of_each_group(llama: Su
             )
 
 
-def test_what_a_policy_refuses_is_named(llama: Subject) -> None:
+def test_what_a_policy_refuses_is_named(llama):
     mask = uneven(llama).mask
     for policy in ("group", "balanced"):
         before = picture(llama.model)
@@ -101,7 +95,7 @@ def test_what_a_policy_refuses_is_named(llama: Subject) -> None:
         assert picture(llama.model) == before
 
 
-def test_groups_of_unlike_size_take_every_policy_but_balanced(llama: Subject) -> None:
+def test_groups_of_unlike_size_take_every_policy_but_balanced(llama):
     hp.prune_(llama.model, PruningPlan(uneven(llama).mask, policy="free"))
     for policy in ("group", "free"):
         hp.select(scored(llama, policy), hp.Budget(keep_heads=0.5))
@@ -109,11 +103,11 @@ def test_groups_of_unlike_size_take_every_policy_but_balanced(llama: Subject) ->
         hp.select(scored(llama, "balanced"), hp.Budget(keep_heads=1.0))
 
 
-def test_the_note_tells_the_size_of_the_real_cache(llama: Subject) -> None:
+def test_the_note_tells_the_size_of_the_real_cache(llama):
     plan = hp.select(scored(llama, "free"), hp.Budget(keep_heads=6))
     small = cut(llama, plan)
 
-    def cache_bytes(model: nn.Module) -> int:
+    def cache_bytes(model):
         layers = model(**llama.batch, use_cache=True).past_key_values.layers
         tensors = [t for layer in layers for t in (layer.keys, layer.values)]
         return sum(t.numel() for t in tensors if t.shape[-1] > 1)
@@ -124,9 +118,7 @@ def test_the_note_tells_the_size_of_the_real_cache(llama: Subject) -> None:
     assert table[0] / table[1] == share
 
 
-def test_a_cache_budget_is_for_whole_groups_or_where_each_group_has_one_head(
-    llama: Subject,
-) -> None:
+def test_a_cache_budget_is_for_whole_groups_or_where_each_group_has_one_head(llama):
     assert hp.select(scored(llama, "group"), hp.Budget(keep_kv=0.5)).mask.n_kept == 8
     with pytest.raises(InvalidValue, match="find the sites with policy='group'"):
         hp.select(scored(llama, "free"), hp.Budget(keep_kv=0.5))
@@ -139,9 +131,7 @@ def test_a_cache_budget_is_for_whole_groups_or_where_each_group_has_one_head(
 
 
 @pytest.mark.parametrize(("policy", "kind"), [("balanced", "keep_params"), ("free", "keep_macs")])
-def test_budgets_over_what_single_heads_free_are_met(
-    llama: Subject, policy: str, kind: str
-) -> None:
+def test_budgets_over_what_single_heads_free_are_met(llama, policy, kind):
     before = measure_costs(llama.model, bind(llama.model), llama.batch).total
     small = cut(llama, hp.select(scored(llama, policy), hp.Budget(**{kind: 0.9})))
     after = measure_costs(small, bind(small), llama.batch).total
@@ -152,7 +142,7 @@ def test_budgets_over_what_single_heads_free_are_met(
 
 
 @pytest.mark.parametrize("policy", ["balanced", "free"])
-def test_scores_are_of_single_heads(llama: Subject, policy: str) -> None:
+def test_scores_are_of_single_heads(llama, policy):
     groups = {(u.name, u.heads): u.value for u in scored(llama, "group", "taylor").units()}
     taylor, left_out = scored(llama, policy), scored(llama, policy, "leave_one_out")
     for scores in (taylor, left_out):
@@ -175,7 +165,7 @@ def test_scores_are_of_single_heads(llama: Subject, policy: str) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
-def test_any_kernel_set_before_or_after_the_cut(llama: Subject, implementation: str) -> None:
+def test_any_kernel_set_before_or_after_the_cut(llama, implementation):
     plan = uneven(llama)
     # flex takes no fp64 on a CPU; norms, and softmax in eager attention, are taken in fp32
     flex = implementation == "flex_attention"
@@ -201,12 +191,12 @@ def test_any_kernel_set_before_or_after_the_cut(llama: Subject, implementation: 
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_generation_with_a_compact_cache(llama: Subject, static: bool) -> None:
+def test_generation_with_a_compact_cache(llama, static):
     plan = uneven(llama)
     small = cut(llama, plan)
     ids = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(3)) * LEFT
 
-    def generate(model: Any, **more: Any) -> Any:
+    def generate(model, **more):
         with Doubled():
             return model.generate(
                 input_ids=ids,
@@ -229,7 +219,7 @@ def test_generation_with_a_compact_cache(llama: Subject, static: bool) -> None:
     assert isinstance(got.past_key_values, StaticCache) == static
 
 
-def test_beams_and_steps_of_several_tokens(llama: Subject) -> None:
+def test_beams_and_steps_of_several_tokens(llama):
     plan = uneven(llama)
     small, ids = cut(llama, plan), llama.batch["input_ids"][:2]
     with hp.gated(llama.model, plan.mask):
@@ -245,7 +235,7 @@ def test_beams_and_steps_of_several_tokens(llama: Subject) -> None:
     assert_close(torch.cat(parts, 1), expected, **CLOSE)
 
 
-def test_copies_pickles_and_checkpoints(llama: Subject, tmp_path: Path) -> None:
+def test_copies_pickles_and_checkpoints(llama, tmp_path):
     small = cut(llama, uneven(llama))
     expected = run(small, llama.batch)
     hp.save_pretrained(small, tmp_path)
@@ -263,11 +253,11 @@ def test_copies_pickles_and_checkpoints(llama: Subject, tmp_path: Path) -> None:
         assert not any(isinstance(m, Repeated) for m in twin.modules())
 
 
-def backward(model: nn.Module, batch: Any) -> None:
+def backward(model, batch):
     model(**batch).logits.square().mean().backward()
 
 
-def test_training_a_model_with_uneven_groups(llama: Subject) -> None:
+def test_training_a_model_with_uneven_groups(llama):
     """Norms of Llama take fp32 inside whatever the dtype; no mode of ours reaches what
     checkpointing runs again."""
     plan = uneven(llama)
@@ -288,7 +278,7 @@ def test_training_a_model_with_uneven_groups(llama: Subject) -> None:
         assert_close(mine[key].grad, theirs[key].grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_compiled_model_sees_a_free_cut(llama: Subject) -> None:
+def test_a_compiled_model_sees_a_free_cut(llama):
     torch.compiler.reset()  # the limit of recompilations counts those of other tests, too
     plan = uneven(llama)
     llama.model.float()
@@ -304,7 +294,7 @@ def test_a_compiled_model_sees_a_free_cut(llama: Subject) -> None:
     assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_forward_that_someone_replaced_is_not_passed_by(llama: Subject) -> None:
+def test_a_forward_that_someone_replaced_is_not_passed_by(llama):
     attention = llama.model.model.layers[0].self_attn
     attention.forward = lambda *args, **kwargs: type(attention).forward(attention, *args, **kwargs)
     with pytest.raises(UnsupportedModel, match="its forward is replaced"):
@@ -312,7 +302,7 @@ def test_a_forward_that_someone_replaced_is_not_passed_by(llama: Subject) -> Non
     assert attention.q_proj.weight.shape[0] == 24
 
 
-def test_one_key_head_for_all_is_kept_until_the_last_head_is_removed(mqa: Subject) -> None:
+def test_one_key_head_for_all_is_kept_until_the_last_head_is_removed(mqa):
     assert {s.policy for s in mqa.sites} == {"balanced"}
     names = list(mqa.n_heads)
     plan = PruningPlan(mqa.mask({names[0]: [1, 4, 5], names[1]: [], names[2]: [0]}))
@@ -330,8 +320,7 @@ def test_one_key_head_for_all_is_kept_until_the_last_head_is_removed(mqa: Subjec
 @pytest.mark.parametrize(
     ("policy", "keep", "n_kv"), [("balanced", [0, 3, 5], 3), ("free", [0, 1, 3], 2)]
 )
-def test_our_own_attention_with_its_cache(policy: Any, keep: list[int], n_kv: int) -> None:
-    """Cut by a plan, and by its own method."""
+def test_our_own_attention_with_its_cache(policy, keep, n_kv):
     torch.manual_seed(0)
     whole = hp.MultiHeadAttention(12, 6, n_kv_heads=3, head_dim=4, value_dim=5).double().eval()
     x, valid_lens = torch.randn(2, 6, 12, dtype=torch.float64), torch.tensor([6, 4])

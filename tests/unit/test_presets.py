@@ -14,7 +14,7 @@ from headprune.sweep.grid import lay_out
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_takes_the_place_of_the_recipes_own(name: str) -> None:
+def test_a_preset_takes_the_place_of_the_recipes_own(name):
     own = load_recipe("digits-vit")
     recipe = load_recipe("digits-vit", [f"preset={name}"])
     preset = PRESETS[name]
@@ -28,7 +28,7 @@ def test_a_preset_takes_the_place_of_the_recipes_own(name: str) -> None:
     assert recipe.score.scorer in hp.scoring.registry
 
 
-def test_recoveries_while_the_recipe_selects_go_with_its_selector() -> None:
+def test_recoveries_while_the_recipe_selects_go_with_its_selector():
     own = ["select.selector=iterative", "select.recover=[{method: mean_fold}]"]
     own.append("select.policy=free")
     recipe = load_recipe("digits-vit", [*own, "preset=kwon2022"])
@@ -39,15 +39,7 @@ def test_recoveries_while_the_recipe_selects_go_with_its_selector() -> None:
         lay_out("digits-vit", own, ["preset=none,kwon2022", "select.recover=none,mean_fold"])
 
 
-def test_what_the_papers_did() -> None:
-    kwon, flap = PRESETS["kwon2022"], PRESETS["flap2024"]
-    assert kwon.score["settings"]["block"] == 32
-    assert kwon.select["settings"] == {"search": "kwon", "min_heads": 0}
-    assert kwon.recover[0]["settings"]["intercept"] == "drop"
-    assert (flap.score["scorer"], flap.recover[0]["method"]) == ("fluctuation", "mean_fold")
-
-
-def test_an_unknown_preset() -> None:
+def test_an_unknown_preset():
     with pytest.raises(UnknownName, match="Did you mean 'kwon2022'"):
         preset_named("kwon202")
     raw = {**read_raw(locate("digits-vit")), "preset": "kwon202", "sed": 1}

@@ -3,12 +3,9 @@
 That is ours, and those of a cut model and of the Trainer, which Transformers wrote.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import create_autospec
 
 import huggingface_hub
@@ -29,33 +26,31 @@ NAME = "someone/small"
 class Hub:
     """Repositories as folders; calls must have the arguments of the real API."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home):
         self.home = home
-        self.user: str | None = "someone"
-        self.private: bool | None = None
+        self.user = "someone"
+        self.private = None
 
-    def whoami(self, api: Any) -> dict[str, str]:
+    def whoami(self, api):
         if self.user is None:
             raise OSError("Token is required")
         return {"name": self.user}
 
-    def create_repo(
-        self, api: Any, name: str, private: bool | None, exist_ok: bool, token: None = None
-    ) -> SimpleNamespace:
+    def create_repo(self, api, name, private, exist_ok, token=None):
         self.private = private
         (self.home / name).mkdir(parents=True, exist_ok=exist_ok)
         return SimpleNamespace(repo_id=name)
 
     def upload_folder(
         self,
-        api: Any,
-        repo_id: str,
-        folder_path: str | Path,
-        commit_message: str,
-        ignore_patterns: list[str],
-        delete_patterns: list[str] | None = None,
-        **of_trainer: Any,
-    ) -> SimpleNamespace:
+        api,
+        repo_id,
+        folder_path,
+        commit_message,
+        ignore_patterns,
+        delete_patterns=None,
+        **of_trainer,
+    ):
         assert commit_message
         repository = self.home / repo_id
         for name in filter_repo_objects(files(repository), allow_patterns=delete_patterns or []):
@@ -65,23 +60,23 @@ class Hub:
             shutil.copyfile(Path(folder_path) / name, repository / name)
         return SimpleNamespace(commit_url=f"https://hub.example/{repo_id}/commit/1")
 
-    def create_commit(self, api: Any, repo_id: str, operations: list[Any], **of_call: Any) -> None:
+    def create_commit(self, api, repo_id, operations, **of_call):
         for operation in operations:
             shutil.copyfile(operation.path_or_fileobj, self.home / repo_id / operation.path_in_repo)
 
-    def card(self, name: str, *rest: Any, **of_call: Any) -> str:
+    def card(self, name, *rest, **of_call):
         if not (self.home / name / "README.md").is_file():
             raise EntryNotFoundError("no card")
         return str(self.home / name / "README.md")
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     found = (path for path in folder.rglob("*") if path.is_file())
     return [path.relative_to(folder).as_posix() for path in found]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(tmp_path, monkeypatch):
     found = Hub(tmp_path / "hub")
     for name in ("whoami", "create_repo", "upload_folder", "create_commit"):
         real = getattr(huggingface_hub.HfApi, name)
@@ -92,7 +87,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return found
 
 
-def cut() -> tuple[Any, dict[str, Any], hp.PruningPlan]:
+def cut():
     model, batch = registry.get("llama").tiny(0)
     sites = hp.find_sites(model)
     keep = {s.name: [h for unit in s.units[i % 2 :] for h in unit] for i, s in enumerate(sites)}
@@ -101,7 +96,7 @@ def cut() -> tuple[Any, dict[str, Any], hp.PruningPlan]:
     return model.eval(), batch, plan
 
 
-def test_the_repository_opens_by_its_name_and_its_card_says_all(hub: Hub) -> None:
+def test_the_repository_opens_by_its_name_and_its_card_says_all(hub):
     model, batch, plan = cut()
     scores = hp.score(model, [batch], "taylor")
     record = hp.RunRecord(
@@ -130,7 +125,7 @@ def test_the_repository_opens_by_its_name_and_its_card_says_all(hub: Hub) -> Non
     assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_second_push_replaces_what_the_first_one_wrote(hub: Hub, tmp_path: Path) -> None:
+def test_a_second_push_replaces_what_the_first_one_wrote(hub, tmp_path):
     model, _, _ = cut()
     hp.push_to_hub(model, NAME, max_shard_size="10KB")
     repository = hub.home / NAME
@@ -146,7 +141,7 @@ def test_a_second_push_replaces_what_the_first_one_wrote(hub: Hub, tmp_path: Pat
     assert "- Licence: apache-2.0" in (repository / "README.md").read_text()
 
 
-def test_prune_pushes_what_it_writes_without_the_run(hub: Hub, tmp_path: Path) -> None:
+def test_prune_pushes_what_it_writes_without_the_run(hub, tmp_path):
     model, _ = registry.get("llama").tiny(0)
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "README.md").write_text("---\nlicense: mit\n---\nWords.\n")
@@ -167,11 +162,8 @@ def test_prune_pushes_what_it_writes_without_the_run(hub: Hub, tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("pushed_before", [True, False])
-@pytest.mark.parametrize("by", ["model", "Trainer"])
-def test_what_transformers_pushes_opens_by_its_name(
-    by: str, pushed_before: bool, hub: Hub, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("by", "pushed_before"), [("model", True), ("Trainer", False)])
+def test_what_transformers_pushes_opens_by_its_name(by, pushed_before, hub, tmp_path):
     model, _, _ = cut()
     if pushed_before:  # Transformers removes no file of a repository
         hp.push_to_hub(model, NAME)
@@ -188,7 +180,7 @@ def test_what_transformers_pushes_opens_by_its_name(
     assert [s.heads for s in hp.find_sites(loaded)] == [s.heads for s in hp.find_sites(model)]
 
 
-def test_what_the_hub_would_refuse_is_refused_before_any_work(hub: Hub, tmp_path: Path) -> None:
+def test_what_the_hub_would_refuse_is_refused_before_any_work(hub, tmp_path):
     model, _, plan = cut()
     plan.save(tmp_path / "plan.json")
     for name in ("small", "a/b/c", "someone/sm--all"):
@@ -207,6 +199,6 @@ def test_what_the_hub_would_refuse_is_refused_before_any_work(hub: Hub, tmp_path
         hp.push_to_hub(model, NAME)
 
 
-def test_a_repository_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_that_cannot_be_reached(monkeypatch):
     with pytest.raises(CheckpointError, match="or a repository of the hub that can be reached"):
         hp.from_pretrained("nobody/nothing")

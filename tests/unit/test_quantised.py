@@ -1,12 +1,8 @@
 """Quantised projections are refused with an error before anything changes; gates work on them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
@@ -18,22 +14,19 @@ class Int8Parameter(nn.Parameter):
     """A weight in int8 with a scale a row, in the way of bitsandbytes: a parameter of its own
     type."""
 
-    def __new__(cls, weight: Tensor) -> Int8Parameter:
-        made: Any = torch.Tensor._make_subclass(cls, weight.to(torch.int8), False)
-        return made
+    def __new__(cls, weight):
+        return torch.Tensor._make_subclass(cls, weight.to(torch.int8), False)
 
 
 class Linear8bit(nn.Linear):
-    """A linear layer that rounds its weight; an instance of ``nn.Linear``."""
-
-    def __init__(self, full: nn.Linear) -> None:
+    def __init__(self, full):
         super().__init__(full.in_features, full.out_features, bias=full.bias is not None)
         scale = full.weight.detach().abs().amax(1, keepdim=True) / 127
         self.weight = Int8Parameter((full.weight.detach() / scale).round())
         self.scale = scale
         self.bias = full.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
@@ -41,18 +34,17 @@ class HiddenScale(nn.Linear):
     """A weight of plain floats that something else multiplies: cutting the weight alone would be
     wrong."""
 
-    def __init__(self, full: nn.Linear) -> None:
+    def __init__(self, full):
         super().__init__(full.in_features, full.out_features)
         self.register_buffer("scale", torch.ones(full.out_features, 1))
 
 
-def tiny(layout: str) -> tuple[nn.Module, Any]:
+def tiny(layout):
     model, batch = registry.get(layout).tiny(0)
     return model.eval(), batch
 
 
-def replaced(model: nn.Module, kind: Any) -> nn.Module:
-    """The model with every linear layer of its attention made anew."""
+def replaced(model, kind):
     sites = tuple(f"{s.name}." for s in hp.find_sites(model))
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name.startswith(sites):
@@ -61,13 +53,13 @@ def replaced(model: nn.Module, kind: Any) -> nn.Module:
     return model
 
 
-def by_torchao(model: nn.Module) -> nn.Module:
+def by_torchao(model):
     torchao = pytest.importorskip("torchao.quantization")
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     return model
 
 
-def in_one_place(model: Any) -> nn.Module:
+def in_one_place(model):
     last = model.model.layers[-1].self_attn
     last.o_proj = Linear8bit(last.o_proj)
     return model
@@ -83,9 +75,7 @@ def in_one_place(model: Any) -> nn.Module:
     ],
     ids=["8 bits", "hidden scale", "one layer", "torchao"],
 )
-def test_quantised_projections_are_refused_before_anything_changes(
-    layout: str, change: Any, words: str
-) -> None:
+def test_quantised_projections_are_refused_before_anything_changes(layout, change, words):
     model, batch = tiny(layout)
     sites = hp.find_sites(model)
     model = change(model)
@@ -97,7 +87,7 @@ def test_quantised_projections_are_refused_before_anything_changes(
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch announces the end of this module
-def test_dynamically_quantised_linear_layers_are_refused() -> None:
+def test_dynamically_quantised_linear_layers_are_refused():
     model, _ = tiny("bert")
     sites = hp.find_sites(model)
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
@@ -107,7 +97,7 @@ def test_dynamically_quantised_linear_layers_are_refused() -> None:
         hp.find_sites(quantised)
 
 
-def test_gates_work_on_quantised_projections() -> None:
+def test_gates_work_on_quantised_projections():
     model, batch = tiny("bert")
     model = replaced(model, Linear8bit)
     full = model(**batch).logits

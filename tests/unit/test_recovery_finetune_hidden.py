@@ -52,7 +52,6 @@ def literal(ours, theirs, mask):
 
 
 def states(model, run):
-    """What the model's layers put out while ``run`` runs."""
     found = []
     handles = [
         block.module.register_forward_hook(
@@ -107,7 +106,6 @@ def test_it_is_the_literal_transcription_in_value_and_gradient(name, which):
 
 
 def test_a_decoders_padding_is_its_own():
-    """Encoder tokens follow one mask, decoder tokens the other."""
     model, teacher, batch = pair("t5")
     assert [b.kind != "self" for b in blocks_of(model, None)] == [False, False, True, True]
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
@@ -160,8 +158,6 @@ def test_layers_that_return_no_states_or_others_are_refused():
 
 
 class Early(nn.Module):
-    """Runs only some of its layers."""
-
     def __init__(self, depth):
         super().__init__()
         self.layers = nn.ModuleList(hp.MultiHeadAttention(8, 2) for _ in range(3))

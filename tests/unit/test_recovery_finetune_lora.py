@@ -165,8 +165,6 @@ def test_after_an_error_the_weights_are_as_they_were():
 
 
 class Past(nn.Module):
-    """Reads the weight of a projection that it does not call."""
-
     def __init__(self):
         super().__init__()
         self.used, self.passed = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -196,8 +194,6 @@ def test_what_reads_weights_past_adapters_is_refused_or_told():
 
 
 class Scaled(nn.Linear):
-    """A projection with a buffer of its own."""
-
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.register_buffer("scale", torch.ones(1))

@@ -1,26 +1,21 @@
 """What a projection puts out is followed to what it is added to, and no further than that is
 certain."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
-from headprune.recovery._follow import FollowedCall, follow
+from headprune.recovery._follow import follow
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
-Use = Callable[[Tensor], object]
 
 
-def drawn(*shape: int) -> Tensor:
+def drawn(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
-def followed(use: Use, *shape: int) -> FollowedCall:
+def followed(use, *shape):
     """The trail of a projection's output, which has this shape and is used like this."""
     projection, given = nn.Linear(4, shape[-1], dtype=torch.float64), drawn(*shape[:-1], 4)
     with torch.no_grad():
@@ -29,7 +24,7 @@ def followed(use: Use, *shape: int) -> FollowedCall:
     return call
 
 
-THERE: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+THERE = {
     "transpose": ((2, 3, 6), lambda y: y.transpose(0, 1)),
     "permute": ((2, 3, 6), lambda y: y.permute(2, 0, 1)),
     "from behind": ((2, 3, 6), lambda y: y.permute(-1, 0, -2)),
@@ -43,7 +38,7 @@ THERE: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("way", THERE)
-def test_what_is_added_comes_back_to_its_place(way: str) -> None:
+def test_what_is_added_comes_back_to_its_place(way):
     shape, there = THERE[way]
     places = there(torch.arange(torch.Size(shape).numel()).view(shape))
     added = drawn(*places.shape)
@@ -55,7 +50,7 @@ def test_what_is_added_comes_back_to_its_place(way: str) -> None:
     assert_close(call.stream(False), call.output, **EXACT)
 
 
-ENDS: dict[str, Use] = {
+ENDS = {
     "itself": lambda y: y + y,
     "another kind": lambda y: y.relu() + 1,
     "a part": lambda y: y[:1] + drawn(1, 3, 6),
@@ -68,25 +63,25 @@ ENDS: dict[str, Use] = {
 
 
 @pytest.mark.parametrize("use", ENDS)
-def test_what_is_no_sum_of_it_alone_ends_the_trail(use: str) -> None:
+def test_what_is_no_sum_of_it_alone_ends_the_trail(use):
     call = followed(ENDS[use], 2, 3, 6)
     assert not call.summed
     assert_close(call.stream(False), call.output, **EXACT)
 
 
-def test_a_bias_is_added_but_is_no_activation() -> None:
+def test_a_bias_is_added_but_is_no_activation():
     bias = nn.Parameter(drawn(6))
     call = followed(lambda y: y + bias, 2, 3, 6)
     assert (call.summed, call.added) == (True, False)
 
 
 @pytest.mark.parametrize("kind", ["given", "output", "view", "sum"])
-def test_what_is_overwritten_afterwards_is_kept_as_it_was(kind: str) -> None:
+def test_what_is_overwritten_afterwards_is_kept_as_it_was(kind):
     projection, x, other = nn.Linear(4, 6, dtype=torch.float64), drawn(2, 3, 4), drawn(2, 3, 6)
     given = x.clone()
     expected = projection(x).detach()
 
-    def run() -> None:
+    def run():
         y = projection(given)
         total = y + other
         total.relu()  # the call ends

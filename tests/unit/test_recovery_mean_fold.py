@@ -13,7 +13,7 @@ from headprune.core.heads import HeadMask
 from headprune.layouts import registry as layouts
 from headprune.model.running import call, outputs
 from headprune.model.sites import bind, find_sites
-from headprune.recovery import MeanFold, Recovery, RecoveryReport, registry
+from headprune.recovery import MeanFold, RecoveryReport, registry
 from headprune.surgery.prune import prune_
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -106,9 +106,6 @@ def same(model, oracle, batch):
 def test_the_registry_holds_the_methods():
     assert registry.names() == ["finetune", "head_rescale", "lstsq", "mean_fold"]
     assert hp.recovery.MeanFold is registry.get("mean_fold") is MeanFold
-    assert {"MeanFold", "Finetune", "registry"} <= set(dir(hp.recovery))
-    assert all(registry.summary(name) for name in registry)
-    assert all(issubclass(registry.get(name), Recovery) for name in registry)
     with pytest.raises(AttributeError, match="Did you mean 'MeanFold'"):
         _ = hp.recovery.MeanFolds
 
@@ -118,7 +115,6 @@ def test_the_registry_holds_the_methods():
     [("bert", None), ("gpt2", 0), ("llama", 0), ("multi_head_attention", None), ("vit", 0)],
 )
 def test_mean_fold_equals_the_teacher_with_mean_ablated_heads(name, whole):
-    """Over all tokens of all batches that are no padding."""
     teacher, batches = build(name)
     mask = some_heads(teacher, whole)
     model = cut(teacher, mask)
@@ -152,8 +148,6 @@ def test_narrow_models_are_folded_in_wide_arithmetic():
 
 
 class Shared(nn.Module):
-    """One attention module that runs twice."""
-
     def __init__(self):
         super().__init__()
         attention = hp.MultiHeadAttention(8, 4)
@@ -314,8 +308,6 @@ def test_bad_arguments_are_refused_and_the_model_is_as_it_was():
 
 
 class Idle(nn.Module):
-    """Has an attention that it does not use."""
-
     def __init__(self):
         super().__init__()
         self.used, self.idle = hp.MultiHeadAttention(8, 4), hp.MultiHeadAttention(8, 4)
@@ -331,16 +323,3 @@ def test_a_projection_that_never_runs_is_an_error(kind):
     with pytest.raises(UnsupportedModel, match=r"idle\.W_o: must be a module that runs"):
         hp.recover_(cut(teacher), kind([torch.randn(2, 3, 8)]), "mean_fold", teacher)
     assert not any(m._forward_pre_hooks for m in teacher.modules())
-
-
-def test_what_was_folded_is_remembered_by_a_checkpoint(tmp_path):
-    teacher, batch = layouts.get("llama").tiny(0)
-    counts = {s.name: 6 for s in hp.find_sites(teacher.eval())}
-    first, second = (HeadMask.from_keep({min(counts): k}, counts) for k in ([2, 3, 4, 5], [4, 5]))
-    model = cut(teacher, first)
-    hp.recover_(model, [batch], "mean_fold", teacher)
-    loaded = hp.from_pretrained(hp.save_pretrained(model, tmp_path))
-    for small in (model, loaded):
-        hp.prune_(small, second)
-        assert hp.recover_(small, [batch], "mean_fold", teacher).metrics["heads"] == 2
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)

@@ -1,11 +1,6 @@
 """head_rescale: the factors of one long system with a row a token and channel; and recipes that
 name it or lstsq."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -26,7 +21,7 @@ from tests.unit.test_run_gradual import recipe as checked
 @pytest.mark.parametrize(
     ("family", "intercept"), [("bert", "fold"), ("gpt2", "none"), ("llama", "drop")]
 )
-def test_it_is_the_solution_of_one_long_system(family: str, intercept: Any) -> None:
+def test_it_is_the_solution_of_one_long_system(family, intercept):
     subject, batches = subject_of(family)
     site, place = subject.sites[-1], places_of(family, False)[-1]
     mask = subject.without({site.name: site.units[0]})
@@ -54,7 +49,7 @@ def test_it_is_the_solution_of_one_long_system(family: str, intercept: Any) -> N
 
 
 @pytest.mark.parametrize("intercept", ["fold", "drop"])
-def test_only_without_an_intercept_a_later_mean_fold_folds(intercept: Any) -> None:
+def test_only_without_an_intercept_a_later_mean_fold_folds(intercept):
     subject, batches = subject_of("bert")
     model, mask = pruned(subject), subject.ragged()
     recovered(model, batches, HeadRescale(intercept=intercept), subject.model)
@@ -63,7 +58,7 @@ def test_only_without_an_intercept_a_later_mean_fold_folds(intercept: Any) -> No
 
 
 @pytest.mark.parametrize("intercept", ["fold", "drop"])
-def test_a_site_without_heads_gets_its_bias_alone(intercept: Any) -> None:
+def test_a_site_without_heads_gets_its_bias_alone(intercept):
     subject, batches = subject_of("llama")
     name = subject.sites[1].name
     model = pruned(subject, subject.mask({name: ()}))
@@ -80,7 +75,7 @@ def test_a_site_without_heads_gets_its_bias_alone(intercept: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["lstsq", "head_rescale", "mean_fold"])
-def test_an_attention_without_an_output_projection_is_refused(method: str) -> None:
+def test_an_attention_without_an_output_projection_is_refused(method):
     subject, batches = subject_of("list of heads without output")
     model = pruned(subject)
     before = picture(model)
@@ -90,21 +85,21 @@ def test_an_attention_without_an_output_projection_is_refused(method: str) -> No
 
 
 @pytest.mark.parametrize("method", ["lstsq", "mean_fold"])
-def test_a_loss_says_how_both_models_are_run(method: str) -> None:
+def test_a_loss_says_how_both_models_are_run(method):
     subject, (batch, _) = subject_of("gpt2")
     # Padding is told from the batch's own attention_mask, which a nested batch hides
     batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     plain, nested = pruned(subject), pruned(subject)
     recovered(plain, [batch], method, subject.model)
-    loss: Any = lambda m, b: m(**b["inputs"]).logits.sum(1)  # noqa: E731
+    loss = lambda m, b: m(**b["inputs"]).logits.sum(1)  # noqa: E731
     recovered(nested, [{"inputs": batch}], method, subject.model, loss=loss)
     assert_close(nested.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
-def test_a_recipe_names_methods_and_their_settings(tmp_path: Path) -> None:
+def test_a_recipe_names_methods_and_their_settings(tmp_path):
     settings = {"ridge": None, "token_weights": "output", "feed_forward": True}
     steps = [{"method": "lstsq", "settings": settings}, {"method": "head_rescale"}]
-    recipe = checked(tmp_path, recover=steps, report=True)
+    recipe = checked(tmp_path, recover=steps)
     assert dict(recipe.recover[0].settings) == settings
     record = runner.run_recipe(recipe, say=lambda line: None)
     assert record.status == "done"

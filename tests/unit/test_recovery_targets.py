@@ -1,15 +1,11 @@
 """Which projections a layer-wise refit takes, which it leaves and says so, and what it refuses half
 way."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
@@ -25,13 +21,13 @@ from headprune.recovery._taught import key_of
 class Stack(nn.Module):
     """Attentions and feed-forwards that add to a stream, so many times over."""
 
-    def __init__(self, feed_forward: bool = True) -> None:
+    def __init__(self, feed_forward=True):
         super().__init__()
         self.attention = nn.ModuleList(hp.MultiHeadAttention(8, 2) for _ in range(2))
         self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(2 if feed_forward else 0))
         self.rounds = 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for _ in range(self.rounds if len(x) > 2 else 1):
             for number, attention in enumerate(self.attention):
                 x = x + attention(x)
@@ -40,18 +36,18 @@ class Stack(nn.Module):
         return x
 
 
-def cut(teacher: nn.Module) -> Any:
+def cut(teacher):
     model = copy.deepcopy(teacher)
     counts = {s.name: s.n_query_heads for s in hp.find_sites(model)}
     hp.prune_(model, hp.HeadMask.from_keep({"attention.0": [1]}, counts))
     return model
 
 
-def batches() -> list[Tensor]:
+def batches():
     return [torch.randn(2, 6, 8), torch.randn(5, 6, 8)]
 
 
-def test_attentions_without_a_feed_forward_are_named() -> None:
+def test_attentions_without_a_feed_forward_are_named():
     teacher = Stack(feed_forward=False)
     report = hp.recover_(cut(teacher), batches(), Lstsq(feed_forward=True), teacher)
     must = "no plain linear layer that is added to the stream was found there"
@@ -59,17 +55,17 @@ def test_attentions_without_a_feed_forward_are_named() -> None:
     assert report.notes == (f"No feed-forward refitted after {names}: {must}.",)
 
 
-def tied(model: Any, teacher: Any) -> None:
+def tied(model, teacher):
     for one in (model, teacher):
         one.other = nn.Linear(8, 8)
         one.other.weight = one.down[0].weight
 
 
-def with_a_buffer(model: Any, teacher: Any) -> None:
+def with_a_buffer(model, teacher):
     model.down[0].register_buffer("scale", torch.ones(1))
 
 
-def of_another_kind(model: Any, teacher: Any) -> None:
+def of_another_kind(model, teacher):
     teacher.down[0] = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))
 
 
@@ -81,7 +77,7 @@ def of_another_kind(model: Any, teacher: Any) -> None:
         (of_another_kind, ""),
     ],
 )
-def test_a_feed_forward_that_cannot_be_refitted_is_kept_and_named(change: Any, words: str) -> None:
+def test_a_feed_forward_that_cannot_be_refitted_is_kept_and_named(change, words):
     teacher = Stack()
     model = cut(teacher)
     change(model, teacher)
@@ -95,7 +91,7 @@ def test_a_feed_forward_that_cannot_be_refitted_is_kept_and_named(change: Any, w
 # --- what goes wrong half way
 
 
-def test_models_that_run_differently_often_later_on_are_refused() -> None:
+def test_models_that_run_differently_often_later_on_are_refused():
     teacher = Stack()
     model = cut(teacher)
     model.rounds = 2
@@ -109,14 +105,12 @@ def test_models_that_run_differently_often_later_on_are_refused() -> None:
 ONES = torch.ones(2, 6, 8)
 
 
-class Changing(list):  # type: ignore[type-arg]
-    """A loader that gives something else each time."""
-
-    def __init__(self, *times: list[Tensor]) -> None:
+class Changing(list):
+    def __init__(self, *times):
         super().__init__(times[0])
         self.times = iter(times)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         return iter(next(self.times))
 
 
@@ -132,9 +126,7 @@ FINITE = r"what model and teacher write at attention\.0\.W_o: must be finite"
     ],
     ids=["nothing", "NaN", "NaN after the errors were measured"],
 )
-def test_a_loader_that_changes_is_refused_and_the_model_is_as_it_was(
-    passes: list[Any], words: str
-) -> None:
+def test_a_loader_that_changes_is_refused_and_the_model_is_as_it_was(passes, words):
     teacher = Stack()
     model = cut(teacher)
     before = copy.deepcopy(model.state_dict())
@@ -143,7 +135,7 @@ def test_a_loader_that_changes_is_refused_and_the_model_is_as_it_was(
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
+def test_a_change_beyond_the_range_of_half_precision_is_refused():
     linear = nn.Linear(4, 6).half()
     before = linear.weight.detach().clone()
     undo = Undo()
@@ -171,16 +163,16 @@ def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
         ((5, 4), None),  # packed: no row is a token of a known place
     ],
 )
-def test_tokens_of_a_feed_forward_in_any_shape(shape: tuple[int, ...], expected: Any) -> None:
+def test_tokens_of_a_feed_forward_in_any_shape(shape, expected):
     linear, mask = nn.Linear(4, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
     target, batch = Target("down", linear, linear), PaddingInfo({"attention_mask": mask})
     counted = target.counted(linear, torch.zeros(shape), batch)
     assert (None if counted is None else counted.tolist()) == expected
 
 
-def test_batches_are_told_apart_by_all_they_hold() -> None:
+def test_batches_are_told_apart_by_all_they_hold():
     x, y = torch.ones(2), torch.zeros(2)
-    different: list[Any] = [x, y, {"a": x}, {"b": x}, [x, y], [y, x], (x,), (x, "left")]
+    different = [x, y, {"a": x}, {"b": x}, [x, y], [y, x], (x,), (x, "left")]
     different += [(x, "right"), (x, None), (x, 1), (x, 1.5)]
     keys = [key_of(b) for b in different]
     assert len(set(keys)) == len(different)

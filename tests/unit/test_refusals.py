@@ -1,17 +1,13 @@
 """What the rest of a model does with an attention that fits: refused with an error before anything
 changes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
@@ -21,7 +17,7 @@ from headprune.surgery import prune
 from tests.laws.support import EXACT, picture, ragged, subject_of
 
 
-def refused(model: nn.Module, sites: Any, mask: hp.HeadMask, words: str, where: str = "") -> None:
+def refused(model, sites, mask, words, where=""):
     before = picture(model)
     with pytest.raises(UnsupportedModel, match=words) as caught:
         hp.prune_(model, mask, sites=sites)
@@ -32,27 +28,27 @@ def refused(model: nn.Module, sites: Any, mask: hp.HeadMask, words: str, where: 
 # --- shared modules
 
 
-def tiny(layout: str) -> tuple[Any, Any]:
+def tiny(layout):
     model, batch = registry.get(layout).tiny(0, layout)
     return model.eval(), batch
 
 
-def mask_of(sites: Any, *heads: int) -> hp.HeadMask:
+def mask_of(sites, *heads):
     """These heads of the first site, and all of the others."""
     return hp.HeadMask.from_keep({sites[0].name: heads}, {s.name: s.n_query_heads for s in sites})
 
 
-def share_an_output_projection(model: Any) -> None:
+def share_an_output_projection(model):
     first, second, *_ = model.model.layers
     second.self_attn.o_proj = first.self_attn.o_proj
 
 
-def share_keys(model: Any) -> None:
+def share_keys(model):
     first, second, *_ = model.model.layers
     second.self_attn.k_proj = first.self_attn.k_proj
 
 
-def use_it_outside(model: Any) -> None:
+def use_it_outside(model):
     model.extra = model.model.layers[0].self_attn.o_proj
 
 
@@ -64,9 +60,7 @@ def use_it_outside(model: Any) -> None:
         (use_it_outside, "extra"),
     ],
 )
-def test_a_projection_in_two_places_is_not_cut_for_one(
-    share: Callable[[Any], None], also: str
-) -> None:
+def test_a_projection_in_two_places_is_not_cut_for_one(share, also):
     model, _ = tiny("llama")
     share(model)
     sites = hp.find_sites(model)
@@ -74,7 +68,7 @@ def test_a_projection_in_two_places_is_not_cut_for_one(
     refused(model, sites, mask_of(sites, 0, 1), words, sites[0].name)
 
 
-def test_an_output_that_two_layers_share_is_refused_with_its_counts() -> None:
+def test_an_output_that_two_layers_share_is_refused_with_its_counts():
     model, _ = tiny("bert")
     first, second, *_ = model.bert.encoder.layer
     second.attention.output = first.attention.output
@@ -82,9 +76,9 @@ def test_an_output_that_two_layers_share_is_refused_with_its_counts() -> None:
     refused(model, None, mask, "of this attention alone", "bert.encoder.layer.0.attention")
 
 
-def test_a_module_that_holds_a_cut_tensor_counts_too() -> None:
+def test_a_module_that_holds_a_cut_tensor_counts_too():
     class Table(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.bias = nn.Parameter(torch.zeros(2, 3))
 
@@ -97,7 +91,7 @@ def test_a_module_that_holds_a_cut_tensor_counts_too() -> None:
 
 
 @pytest.mark.parametrize("share", [share_an_output_projection, use_it_outside])
-def test_gates_on_a_projection_in_two_places_are_refused(share: Callable[[Any], None]) -> None:
+def test_gates_on_a_projection_in_two_places_are_refused(share):
     model, batch = tiny("llama")
     share(model)
     sites, before = hp.find_sites(model), picture(model)
@@ -108,7 +102,7 @@ def test_gates_on_a_projection_in_two_places_are_refused(share: Callable[[Any], 
         model(**batch)
 
 
-def test_a_whole_attention_in_two_places_is_gated_and_cut() -> None:
+def test_a_whole_attention_in_two_places_is_gated_and_cut():
     model, batch = tiny("llama")
     model.model.layers[1].self_attn = model.model.layers[0].self_attn
     sites = hp.find_sites(model)
@@ -118,13 +112,11 @@ def test_a_whole_attention_in_two_places_is_gated_and_cut() -> None:
 
 
 @pytest.mark.parametrize("example", [False, True])
-def test_an_error_after_the_cut_leaves_the_model_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, example: bool
-) -> None:
+def test_an_error_after_the_cut_leaves_the_model_as_it_was(monkeypatch, example):
     subject = subject_of("bert")
     before, calls, real = picture(subject.model), [], prune.bind
 
-    def bind(*args: Any) -> Any:
+    def bind(*args):
         calls.append(args)
         if len(calls) == 2:  # of the sites as they are now
             assert picture(subject.model) != before
@@ -140,7 +132,7 @@ def test_an_error_after_the_cut_leaves_the_model_as_it_was(
 # --- weights that are no plain tensors of the model
 
 
-def test_a_quantised_bare_tensor_is_not_cut() -> None:
+def test_a_quantised_bare_tensor_is_not_cut():
     """Projections of other kinds: ``test_quantised.py``."""
     model = nn.Sequential(nn.MultiheadAttention(16, 4))
     weight = (model[0].in_proj_weight.detach() * 100).to(torch.int8)
@@ -152,7 +144,7 @@ def test_a_quantised_bare_tensor_is_not_cut() -> None:
     assert [(n, id(t), type(t), t.shape) for n, t in model.named_parameters()] == before
 
 
-def test_a_model_on_meta_is_cut() -> None:
+def test_a_model_on_meta_is_cut():
     """Checkpoints are read so: the model is cut before it has weights."""
     model = tiny("llama")[0].to("meta")
     assert hp.prune_(model, ragged(hp.find_sites(model))).n_removed
@@ -162,17 +154,16 @@ def test_a_model_on_meta_is_cut() -> None:
 
 
 class WithTorchAttention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
         self.head = nn.Linear(16, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.attention(x, x, x, need_weights=False)[0])
-        return out
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
 
 
-def test_adapters_around_a_whole_attention_are_refused_until_they_are_merged() -> None:
+def test_adapters_around_a_whole_attention_are_refused_until_they_are_merged():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     x = torch.randn(2, 5, 16)
@@ -189,7 +180,7 @@ def test_adapters_around_a_whole_attention_are_refused_until_they_are_merged() -
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks
-def test_prefixes_for_all_heads_are_refused_and_prompts_are_not() -> None:
+def test_prefixes_for_all_heads_are_refused_and_prompts_are_not():
     peft = pytest.importorskip("peft")
     common = {"task_type": "SEQ_CLS", "num_virtual_tokens": 2}
     model, _ = tiny("bert")
@@ -204,14 +195,12 @@ def test_prefixes_for_all_heads_are_refused_and_prompts_are_not() -> None:
 # --- copies
 
 
-def pickled(model: nn.Module) -> Any:
+def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_made_inside_a_block_keeps_the_class_that_a_cut_put_in_front(
-    copied: Callable[[nn.Module], nn.Module],
-) -> None:
+def test_a_copy_made_inside_a_block_keeps_the_class_that_a_cut_put_in_front(copied):
     """Where an attention has no output projection, the gates stand in front of the attention
     itself."""
     subject = subject_of("head_list_bare")

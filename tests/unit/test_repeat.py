@@ -1,11 +1,7 @@
 """The lines with which a report does a run again: run on a finished run, they come to its plan and
 its model."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ import headprune as hp
 from headprune import recovery
 from headprune.core.codec import FrozenDict
 from headprune.core.ladders import SiteLadder
-from headprune.core.record import RunRecord
 from headprune.recipes.validate import load_recipe
 from headprune.report.repeat import TRAINING, python_lines
 from headprune.run import prepared, run_recipe
@@ -40,19 +35,16 @@ OWN = (
 )
 
 
-def test_the_lines_come_to_the_runs_plan_and_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lines_come_to_the_runs_plan_and_model(tmp_path, monkeypatch):
     torch.manual_seed(0)
     settings = [*FIXTURES["llama-stories"](tmp_path), *OWN, f"out={tmp_path / 'run'}"]
     recipe = load_recipe("llama-stories", settings)
     record = run_recipe(recipe, say=lambda line: None)
     subject = prepared(recipe, say=lambda line: None)
     batches = subject.data.of_like_length("calibration", recipe.score.batch_size)
-    own: dict[str, Any] = {"model": subject.model, "batches": batches}
+    own = {"model": subject.model, "batches": batches}
     monkeypatch.chdir(tmp_path)
     exec(python_lines(record), own)
-    assert record.scores is not None
     assert own["scores"].settings == record.scores.settings
     assert own["plan"] == record.plan
     again, first = (hp.from_pretrained(tmp_path / name) for name in ("small", "run/model"))
@@ -62,27 +54,26 @@ def test_the_lines_come_to_the_runs_plan_and_model(
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_recoveries_that_train_are_known() -> None:
+def test_recoveries_that_train_are_known():
     methods = {name: recovery.registry.get(name) for name in recovery.registry}
     assert {name for name, method in methods.items() if method.trains} == set(TRAINING)
     seeded = {name for name, m in methods.items() if "seed" in {f.name for f in fields(m)}}
     assert seeded == set(TRAINING)
 
 
-def lines_of(record: RunRecord, **recipe: Any) -> str:
+def lines_of(record, **recipe):
     text = python_lines(replace(record, recipe=FrozenDict(recipe)))
     compile(text, "lines", "exec")
     return text
 
 
-def planned(**changes: Any) -> RunRecord:
+def planned(**changes):
     """A record with another plan."""
     record = record_of()
-    assert record.plan is not None
     return replace(record, plan=replace(record.plan, **changes))
 
 
-def test_recoveries_are_handed_their_rows_their_teacher_and_their_seed() -> None:
+def test_recoveries_are_handed_their_rows_their_teacher_and_their_seed():
     steps = [
         {"method": "lstsq", "settings": {}, "rows": "train", "examples": 1024},
         {"method": "finetune", "settings": {"patience": 2}, "rows": None},
@@ -111,7 +102,7 @@ def test_recoveries_are_handed_their_rows_their_teacher_and_their_seed() -> None
         ("local_search", "loss=hp.scoring.loss_of(model, batches, after_cut=between)"),
     ],
 )
-def test_selectors_are_handed_what_they_ask_for(selector: str, line: str) -> None:
+def test_selectors_are_handed_what_they_ask_for(selector, line):
     select = {"recover": [{"method": "mean_fold"}], "must_remove": {"a.b": [1]}}
     text = lines_of(planned(selector=selector), select=select)
     assert line in text
@@ -120,10 +111,9 @@ def test_selectors_are_handed_what_they_ask_for(selector: str, line: str) -> Non
 
 
 @pytest.mark.parametrize("selector", ["local_search", "repriced"])
-def test_levels_are_measured_as_they_were_priced(selector: str) -> None:
+def test_levels_are_measured_as_they_were_priced(selector):
     """Also where `auto` chose the scorer of prices."""
     record = planned(selector=selector)
-    assert record.scores is not None
     names = [site.name for site in record.scores.sites]
     ladders = tuple(SiteLadder(name, (0, 1), (1.0, 0.0)) for name in names)
     settings = FrozenDict({"order": "surgeon", "examples": 64, "ridge": 0.1})
@@ -133,7 +123,7 @@ def test_levels_are_measured_as_they_were_priced(selector: str) -> None:
     assert call in text
 
 
-def test_a_budget_of_speed_is_measured_where_the_run_measured_it() -> None:
+def test_a_budget_of_speed_is_measured_where_the_run_measured_it():
     timed = planned(budget=hp.Budget(speedup=1.2), selector="knapsack")
     text = lines_of(timed, select={"latency": {"batch_size": 4, "length": None, "seconds": 20}})
     assert "table = hp.bench.latency_table(model, batch, batch_size=4, seconds=20)" in text
@@ -141,7 +131,7 @@ def test_a_budget_of_speed_is_measured_where_the_run_measured_it() -> None:
     assert "# batch: one batch" in text
 
 
-def test_of_cuts_in_stages_only_the_plan_is_taken() -> None:
+def test_of_cuts_in_stages_only_the_plan_is_taken():
     text = lines_of(record_of(), gradual={"stages": 3}, recover=[{"method": "lstsq"}])
     assert "hp.score(" not in text
     assert "hp.recover_(" not in text
@@ -151,9 +141,8 @@ def test_of_cuts_in_stages_only_the_plan_is_taken() -> None:
 @pytest.mark.parametrize(
     "name", ["_", "none", "_1", "import", "\N{LATIN SMALL LIGATURE FI}", "__debug__"]
 )
-def test_names_that_python_takes_for_something_else_are_not_written_as_names(name: str) -> None:
+def test_names_that_python_takes_for_something_else_are_not_written_as_names(name):
     settings, record = FrozenDict({name: 2}), record_of()
-    assert record.scores is not None
     scores = replace(record.scores, scorer=name, settings=settings)
     text = " ".join(lines_of(replace(record, scores=scores)).split()).replace("( ", "(")
     assert f"hp.score(model, batches, {name!r}" in text
@@ -167,9 +156,8 @@ def test_names_that_python_takes_for_something_else_are_not_written_as_names(nam
         lines_of(each, **recipe)
 
 
-def test_names_and_settings_of_a_record_cannot_become_code() -> None:
+def test_names_and_settings_of_a_record_cannot_become_code():
     bad, record = "x()\nimport os", record_of()
-    assert record.scores is not None
     scores = replace(record.scores, scorer=bad, settings=FrozenDict({bad: bad}))
     steps = [{"method": bad, "settings": {bad: bad}}]
     recipe = {"recover": steps, "model": {"layouts": bad}, "select": {"policy": bad}}

@@ -1,33 +1,22 @@
 """The reports in a real browser: a quiet console, nothing wider than the window, keys that work,
 text to read."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headprune.core.changed import ChangedAnswer, ChangedAnswers
 from headprune.core.paired import Drop
-from headprune.core.record import ClassRow, Comparison, RunRecord, SpeedRow
+from headprune.core.record import ClassRow, Comparison, SpeedRow
 from headprune.maps.pictures import AttentionPictures
 from headprune.report import Compared, ReportInputs, render_html
 from headprune.report.html import render_comparison_html, render_sweep_html
 from headprune.report.inputs import SweepInputs
 from headprune.scoring._agreement import agreement
 from tests.browser import CHROMIUM, REQUIRED, Browser
-from tests.report_records import (
-    NASTY,
-    costed,
-    maps_of,
-    plan_of,
-    record_of,
-    sweep_table,
-)
+from tests.report_records import NASTY, costed, maps_of, plan_of, record_of, sweep_table
 
 #: What ``.ci/run`` fetches from npm.
 AXE = Path(
@@ -40,18 +29,17 @@ GRID = ((1, 16, 0.9), (1, 128, 1.0), (8, 16, 1.1), (8, 128, 1.3))
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     assert CHROMIUM is not None, "Chromium is required here"
     with Browser() as found:
         yield found
 
 
-def full() -> tuple[RunRecord, ReportInputs]:
+def full():
     """A record with everything that a page can show."""
     record = costed(record_of())
     rows = tuple(SpeedRow(b, n, 0.1, 0.1, 0.1, 0.1, r, r - 0.02, r + 0.02, 9) for b, n, r in GRID)
     record = replace(record, speed=rows)
-    assert record.scores is not None
     values = tuple(tuple(-v for v in row) for row in record.scores.values)
     other = replace(record.scores, values=values, scorer="entropy")
     words = (("[CLS]", NASTY, " a", "b", "."), ("[CLS]", "c", "d", "e", "f"))
@@ -66,7 +54,7 @@ def full() -> tuple[RunRecord, ReportInputs]:
     return record, ReportInputs(pictures, (other,), agreed, changed)
 
 
-def swept() -> str:
+def swept():
     """The page of a sweep with speeds and random heads."""
     row = SpeedRow(32, 128, 0.1, 0.1, 0.1, 0.1, 1.01, 0.99, 1.03, 50)
     against = (Drop(-0.13, -0.2, -0.05), Drop(0.03, -0.01, 0.05), None, None)
@@ -74,10 +62,9 @@ def swept() -> str:
     return render_sweep_html(sweep_table(), inputs)
 
 
-def compared() -> str:
+def compared():
     """The page of two records, of which one keeps fewer heads."""
     record, inputs = full()
-    assert record.scores is not None
     plan = plan_of(record.scores, 0.25)
     kept = {"base": 32}
     rows = tuple(
@@ -88,15 +75,11 @@ def compared() -> str:
     return render_comparison_html(both, inputs.agreement)
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "page": lambda: render_html(*full()),
-    "comparison": compared,
-    "sweep": swept,
-}
+PAGES = {"page": lambda: render_html(*full()), "comparison": compared, "sweep": swept}
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     for name, render in PAGES.items():
         (folder / f"{name}.html").write_text(render(), encoding="utf-8")
@@ -104,24 +87,23 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def page(pages: dict[str, Path]) -> Path:
+def page(pages):
     return pages["page"]
 
 
-def drawn(folder: Path, record: RunRecord, pictures: AttentionPictures | None = None) -> Path:
+def drawn(folder, record, pictures=None):
     """The page of another record."""
     path = folder / "report.html"
     path.write_text(render_html(record, ReportInputs(pictures)), encoding="utf-8")
     return path
 
 
-def text_of(browser: Browser, name: str) -> str:
+def text_of(browser, name):
     """What an element says."""
-    found: str = browser.run(f"document.getElementById({name!r}).textContent")
-    return found
+    return browser.run(f"document.getElementById({name!r}).textContent")
 
 
-def focus(browser: Browser, name: str) -> None:
+def focus(browser, name):
     browser.run(f"document.getElementById({name!r}).focus()")
 
 
@@ -140,9 +122,7 @@ OUTSIDE = """[...document.querySelectorAll("body *")].filter(e => !e.closest(".s
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True), (1920, False)])
-def test_a_page_opens_without_a_console_message_and_fits(
-    browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool
-) -> None:
+def test_a_page_opens_without_a_console_message_and_fits(browser, pages, name, width, dark):
     browser.open(pages[name], width, dark=dark)
     assert browser.messages == []
     assert browser.run("document.documentElement.scrollWidth") == width
@@ -155,9 +135,7 @@ def test_a_page_opens_without_a_console_message_and_fits(
 @pytest.mark.parametrize(
     ("layers", "heads", "groups", "least"), [(5, 8, 4, 36), (12, 12, None, 16), (2, 32, None, 16)]
 )
-def test_a_phone_shows_every_head(
-    browser: Browser, tmp_path: Path, layers: int, heads: int, groups: int | None, least: int
-) -> None:
+def test_a_phone_shows_every_head(browser, tmp_path, layers, heads, groups, least):
     browser.open(drawn(tmp_path, record_of(layers, heads, groups)), 390)
     assert browser.run("document.documentElement.scrollWidth") == 390
     assert browser.run(OUTSIDE) == []
@@ -167,9 +145,7 @@ def test_a_phone_shows_every_head(
     assert round(min(widths)) >= least
 
 
-def test_the_policy_blocks_loads_and_every_other_script(
-    browser: Browser, page: Path, tmp_path: Path
-) -> None:
+def test_the_policy_blocks_loads_and_every_other_script(browser, page, tmp_path):
     more = '<img src="http://127.0.0.1:9/x.png" alt="">'
     more += '<script>document.title = "taken"</script></main>'
     path = tmp_path / "report.html"
@@ -180,21 +156,16 @@ def test_the_policy_blocks_loads_and_every_other_script(
     assert browser.run("document.querySelectorAll('.thumb').length") == 32, "our own script runs"
 
 
-# ----------------------------------------------------------------------------------------------
-# head map
-
-
-def head(browser: Browser) -> str:
+def head(browser):
     """Layer and head that have the focus, and whether what they say is shown."""
-    found: str = browser.run(
+    return browser.run(
         "(c =>"
         " `${c.parentElement.querySelector('th').textContent}.${c.querySelector('.members').textContent}"
         " ${getComputedStyle(c, '::after').display}`)(document.activeElement.closest('td'))"
     )
-    return found
 
 
-def test_arrows_move_over_the_heads_and_say_what_they_are(browser: Browser, page: Path) -> None:
+def test_arrows_move_over_the_heads_and_say_what_they_are(browser, page):
     browser.open(page)
     first = "document.querySelector('td.cell')"
     assert browser.run(f"getComputedStyle({first}, '::after').display") == "none"
@@ -208,18 +179,15 @@ def test_arrows_move_over_the_heads_and_say_what_they_are(browser: Browser, page
     assert said == f'"{browser.run(f"{first}.title")}"'
 
 
-def scores(browser: Browser) -> list[list[float]]:
+def scores(browser):
     """The scores of the shown map, row by row, as they stand."""
-    found: list[list[float]] = browser.run(
+    return browser.run(
         "[...document.querySelector('[data-scorer]:not([hidden])').querySelectorAll('tbody tr')]"
         ".map(r => [...r.querySelectorAll('td.cell')].map(c => Number(c.dataset.score)))"
     )
-    return found
 
 
-def test_heads_and_layers_are_sorted_and_the_scorer_switched_by_key(
-    browser: Browser, page: Path
-) -> None:
+def test_heads_and_layers_are_sorted_and_the_scorer_switched_by_key(browser, page):
     browser.open(page)
     model = scores(browser)
     by_head = [sorted(row, reverse=True) for row in model]
@@ -238,7 +206,7 @@ def test_heads_and_layers_are_sorted_and_the_scorer_switched_by_key(
     assert scores(browser) == [[-v for v in row] for row in model]
 
 
-def test_settings_are_sorted_by_a_column(browser: Browser, pages: dict[str, Path]) -> None:
+def test_settings_are_sorted_by_a_column(browser, pages):
     browser.open(pages["sweep"])
     drops = (
         "[...document.querySelectorAll('td[data-label^=\"test drop\"]')].map(e => e.dataset.key)"
@@ -252,23 +220,18 @@ def test_settings_are_sorted_by_a_column(browser: Browser, pages: dict[str, Path
     assert browser.run("document.querySelectorAll('[aria-sort=descending]').length") == 1
 
 
-# ----------------------------------------------------------------------------------------------
-# attention
-
-
-def colour(browser: Browser, canvas: str, x: int, y: int) -> list[int]:
-    found: list[int] = browser.run(
+def colour(browser, canvas, x, y):
+    return browser.run(
         f"[...document.querySelector({canvas!r}).getContext('2d').getImageData({x}, {y}, 1,"
         " 1).data].slice(0, 3)"
     )
-    return found
 
 
-def near(one: list[int], other: list[int], most: int) -> bool:
+def near(one, other, most):
     return all(abs(a - b) <= most for a, b in zip(one, other, strict=True))
 
 
-def test_pictures_have_the_ramps_colours(browser: Browser, page: Path) -> None:
+def test_pictures_have_the_ramps_colours(browser, page):
     browser.open(page)
     sharp, high, low = ".thumb canvas", [0x2E, 0x1E, 0x3B], [0xE6, 0xF5, 0xEC]
     for query in range(1, 5):  # head 0 looks at the token before
@@ -281,7 +244,7 @@ def test_pictures_have_the_ramps_colours(browser: Browser, page: Path) -> None:
     assert all(a > 200 for a in colour(browser, sharp, 0, 1))
 
 
-def test_a_head_is_enlarged_looked_through_and_closed_by_key(browser: Browser, page: Path) -> None:
+def test_a_head_is_enlarged_looked_through_and_closed_by_key(browser, page):
     browser.open(page)
     browser.run("document.querySelector('.thumb').focus()")
     browser.press("ArrowDown", "Enter")
@@ -306,9 +269,6 @@ def test_a_head_is_enlarged_looked_through_and_closed_by_key(browser: Browser, p
     assert browser.messages == []
 
 
-# ----------------------------------------------------------------------------------------------
-# for everybody
-
 OPEN = (
     "document.querySelectorAll('details').forEach(d => { d.open = true; });"
     " document.querySelector('.thumb')?.click()"
@@ -322,12 +282,10 @@ OPEN = (
 @pytest.mark.parametrize(
     ("width", "dark", "opened"), [(390, True, False), (390, False, True), (1280, True, True)]
 )
-def test_axe_finds_nothing(
-    browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool, opened: bool
-) -> None:
+def test_axe_finds_nothing(browser, pages, name, width, dark, opened):
     browser.open(pages[name], width, dark=dark)
     if opened:
         browser.run(OPEN)
     browser.run(AXE.read_text(encoding="utf-8"))
-    found: list[dict[str, Any]] = browser.run("axe.run().then(r => r.violations)")
+    found = browser.run("axe.run().then(r => r.violations)")
     assert [(v["id"], [n["html"][:160] for n in v["nodes"]]) for v in found] == []

@@ -1,12 +1,9 @@
 """Several records side by side: every number under its record, differences named, curves and
 agreement drawn."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,6 @@ from headprune.core.codec import FrozenDict
 from headprune.core.display import escape
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId
-from headprune.core.record import RunRecord
 from headprune.report import Compared
 from headprune.report.comparison import comparison_view
 from headprune.report.html import render_comparison_html
@@ -24,9 +20,8 @@ from headprune.run.reporting import agreement_of, compare_runs, inputs_in
 from tests.report_records import NASTY, Page, pictures_of, plan_of, record_of
 
 
-def smaller(record: RunRecord) -> RunRecord:
+def smaller(record):
     """The same run that keeps a quarter of the heads, a little worse."""
-    assert record.scores is not None
     plan = plan_of(record.scores, 0.25)
     base, *others = record.quality
     rows = [replace(row, kept_heads=plan.mask.n_kept, value=row.value - 0.05) for row in others]
@@ -36,16 +31,16 @@ def smaller(record: RunRecord) -> RunRecord:
 
 
 @pytest.fixture(scope="module")
-def pair() -> list[Compared]:
+def pair():
     record = record_of()
     return [Compared("half", record), Compared("quarter", smaller(record))]
 
 
-def with_recipe(record: RunRecord, **settings: Any) -> RunRecord:
+def with_recipe(record, **settings):
     return replace(record, recipe=FrozenDict({**record.recipe, **settings}))
 
 
-def cells(html: str, label: str) -> list[str]:
+def cells(html, label):
     """A row's cells as text."""
     found = re.search(rf'<th scope="row" role="rowheader">{re.escape(label)}</th>(.*?)</tr>', html)
     assert found, label
@@ -56,7 +51,7 @@ def cells(html: str, label: str) -> list[str]:
 CHANCE = ["0.9128 ± 0.0214 −6.35 points", "0.8628 ± 0.0214 −11.35 points"]
 
 
-def test_every_number_stands_under_its_record_in_both_files(pair: list[Compared]) -> None:
+def test_every_number_stands_under_its_record_in_both_files(pair):
     html, markdown = render_comparison_html(pair), render_comparison_markdown(pair)
     lines = markdown.replace("\\", "").splitlines()
     for label, wanted in {
@@ -79,7 +74,7 @@ def test_every_number_stands_under_its_record_in_both_files(pair: list[Compared]
     assert "data.path" not in html, "what is the same in both is not shown"
 
 
-def test_odd_records_are_compared_honestly(pair: list[Compared]) -> None:
+def test_odd_records_are_compared_honestly(pair):
     """A failed proof is shown beside one that passed; times that are no numbers are passed over."""
     record = pair[0].record
     proofs = (record.proofs[0], replace(record.proofs[0], max_difference=1.0))
@@ -91,11 +86,9 @@ def test_odd_records_are_compared_honestly(pair: list[Compared]) -> None:
     assert cells(html, "seconds in all")[0] == "41"
 
 
-def test_plans_are_compared_head_by_head(pair: list[Compared]) -> None:
+def test_plans_are_compared_head_by_head(pair):
     view = comparison_view(pair)
     first, second = (column.record.plan for column in pair)
-    assert first is not None
-    assert second is not None
     fates = {HeadId(row.site, cell.head): cell for row in view.fates for cell in row.cells}
     assert len(fates) == 32
     tones = {(True, True): "all-kept", (False, False): "all-removed"}
@@ -113,11 +106,7 @@ def test_plans_are_compared_head_by_head(pair: list[Compared]) -> None:
     assert "Which heads each run keeps" not in render_comparison_html([pair[0], other])
 
 
-# ----------------------------------------------------------------------------------------------
-# curves
-
-
-def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compared]) -> None:
+def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair):
     (each,) = comparison_view(pair).curves
     lines = {line.name: line for line in each.drawn.lines}
     assert set(lines) == {"random", "all heads", "taylor", "magnitude", "recovered (finetune)"}
@@ -132,7 +121,6 @@ def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compar
     assert chance.title == "random: 8 heads 0.8628 ± 0.0214"
     corners = [tuple(map(float, c.split(","))) for c in lines["random"].band.split()]
     assert len(corners) == 4
-    assert chance.whisker is not None
     assert {y for x, y in corners if x == chance.x} == set(chance.whisker)
     assert min(chance.whisker) < chance.y < max(chance.whisker)
     methods = {(line.mark, line.dash) for line in each.drawn.lines if line.role == "method"}
@@ -142,16 +130,15 @@ def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compar
     assert "taylor: 8 heads 0.9194; 16 heads 0.9694" in render_comparison_markdown(pair)
 
 
-def titles(compared: list[Compared]) -> dict[str, list[str]]:
+def titles(compared):
     """The lines of the one curve, and what their points say."""
     (each,) = comparison_view(compared).curves
     lines = each.drawn.lines
     return {line.name: [p.title.rpartition(": ")[2] for p in line.points] for line in lines}
 
 
-def of_fisher(record: RunRecord) -> RunRecord:
+def of_fisher(record):
     """The same run by another scorer, whose cut is better."""
-    assert record.scores is not None
     base, taylor, chance, _, recovered = record.quality
     better = replace(taylor, name="fisher", value=taylor.value + 0.01)
     rows = (base, better, chance, replace(recovered, value=recovered.value + 0.01))
@@ -159,7 +146,7 @@ def of_fisher(record: RunRecord) -> RunRecord:
     return with_recipe(replace(record, scores=scores, quality=rows), scorer="fisher")
 
 
-def test_records_of_one_budget_keep_their_spread_and_their_methods(pair: list[Compared]) -> None:
+def test_records_of_one_budget_keep_their_spread_and_their_methods(pair):
     lines = titles([*pair, Compared("fisher", of_fisher(pair[0].record))])
     assert {name: points for name, points in lines.items() if name != "all heads"} == {
         # Two records tell of the same draws, which are drawn once: their spread is kept.
@@ -172,9 +159,7 @@ def test_records_of_one_budget_keep_their_spread_and_their_methods(pair: list[Co
     }
 
 
-def test_records_that_differ_in_the_seed_are_one_method_and_in_a_setting_two(
-    pair: list[Compared],
-) -> None:
+def test_records_that_differ_in_the_seed_are_one_method_and_in_a_setting_two(pair):
     record, shift = pair[0].record, 0.02
     base, *others = record.quality
     rows = (base, *(replace(row, value=row.value + shift) for row in others))
@@ -194,7 +179,7 @@ def test_records_that_differ_in_the_seed_are_one_method_and_in_a_setting_two(
 
 
 @pytest.mark.parametrize("value", [0.1, 0.9763, 1 / 3])
-def test_equal_values_have_no_spread(value: float) -> None:
+def test_equal_values_have_no_spread(value):
     for n in range(2, 12):
         points = [TradeoffPoint("accuracy", "base", 8, value, 0.0)] * n
         ((_, mean, spread),) = series_of(points)[0].points
@@ -202,9 +187,8 @@ def test_equal_values_have_no_spread(value: float) -> None:
 
 
 @pytest.mark.parametrize("what", ["data", "model", "structure", "rows"])
-def test_records_of_several_tasks_have_a_curve_each(pair: list[Compared], what: str) -> None:
-    def moved(record: RunRecord) -> RunRecord:
-        assert record.scores is not None
+def test_records_of_several_tasks_have_a_curve_each(pair, what):
+    def moved(record):
         if what == "structure":
             mark = replace(record.scores.model, structure="another")
             return replace(record, scores=replace(record.scores, model=mark))
@@ -222,11 +206,7 @@ def test_records_of_several_tasks_have_a_curve_each(pair: list[Compared], what: 
     assert comparison_view([pair[0], others[1]]).curves == (), "there is nothing to join"
 
 
-# ----------------------------------------------------------------------------------------------
-# files
-
-
-def test_data_stays_text_and_the_page_loads_nothing(pair: list[Compared]) -> None:
+def test_data_stays_text_and_the_page_loads_nothing(pair):
     bag = FrozenDict({NASTY: NASTY})
     nasty = Compared(NASTY, replace(pair[1].record, recipe=bag, versions=bag))
     page = Page(render_comparison_html([pair[0], nasty]))
@@ -238,10 +218,9 @@ def test_data_stays_text_and_the_page_loads_nothing(pair: list[Compared]) -> Non
     assert "<script>" not in markdown.replace("\\<script\\>", "")
 
 
-def test_agreement_is_of_records_that_scored_the_same_heads(pair: list[Compared]) -> None:
+def test_agreement_is_of_records_that_scored_the_same_heads(pair):
     first, second = (column.record for column in pair)
     found = agreement_of([first, second], ["a", "b"])
-    assert found is not None
     assert found.between("a", "b").spearman.value == pytest.approx(1.0)
     html = render_comparison_html(pair, found)
     assert "How far scorers agree" in html
@@ -250,16 +229,14 @@ def test_agreement_is_of_records_that_scored_the_same_heads(pair: list[Compared]
     assert agreement_of([replace(first, scores=None), second], ["a", "b"]) is None
 
 
-def test_one_record_or_one_name_is_no_comparison(pair: list[Compared]) -> None:
+def test_one_record_or_one_name_is_no_comparison(pair):
     for compared in (pair[:1], [pair[0], replace(pair[1], name="half")]):
         with pytest.raises(InvalidValue, match="two records or more, each with a name of its own"):
             comparison_view(compared)
 
 
-def test_records_of_folders_are_compared_under_names_that_tell_them_apart(
-    pair: list[Compared], tmp_path: Path
-) -> None:
-    def saved(folder: Path, record: RunRecord) -> Path:
+def test_records_of_folders_are_compared_under_names_that_tell_them_apart(pair, tmp_path):
+    def saved(folder, record):
         return Path(record.save(folder / "record.json"))
 
     half, quarter = (saved(tmp_path / column.name, column.record) for column in pair)
@@ -274,12 +251,8 @@ def test_records_of_folders_are_compared_under_names_that_tell_them_apart(
         compare_runs([half.parent, half], tmp_path / "out")
 
 
-def test_files_beside_a_record_are_found_where_they_are_its_own(
-    pair: list[Compared], tmp_path: Path
-) -> None:
+def test_files_beside_a_record_are_found_where_they_are_its_own(pair, tmp_path):
     record, other = pair[0].record, record_of(2, 4).scores
-    assert record.scores is not None
-    assert other is not None
     assert inputs_in(record, tmp_path) == inputs_in(replace(record, scores=None), tmp_path)
     pictures_of(record).save(tmp_path / "attention.json")
     replace(record.scores, scorer="entropy").save(tmp_path / "scores-entropy.json")

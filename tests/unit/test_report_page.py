@@ -1,7 +1,5 @@
 """A report as a page: maps of heads, what heads attend to, and that nothing breaks out of the text."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -13,7 +11,6 @@ from headprune.core.codec import FrozenDict
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow
-from headprune.core.scores import HeadScores
 from headprune.maps.patterns import Pattern
 from headprune.maps.pictures import AttentionPictures
 from headprune.report import ReportInputs, render_html, render_markdown
@@ -32,34 +29,26 @@ from tests.report_records import (
 
 
 @pytest.fixture(scope="module")
-def record() -> RunRecord:
+def record():
     return record_of()
 
 
 @pytest.fixture(scope="module")
-def html(record: RunRecord) -> str:
+def html(record):
     return render_html(record)
 
 
-def titles(html: str) -> list[str]:
+def titles(html):
     """What the cells of the head map say."""
     return [cell["title"] or "" for cell in Page(html).cells()]
 
 
-def steps(html: str) -> list[int]:
+def steps(html):
     """The cells' places in the ramp of colours."""
     return [int(re.findall(r"\bs(\d)\b", cell["class"] or "")[0]) for cell in Page(html).cells()]
 
 
-# ----------------------------------------------------------------------------------------------
-# maps of heads
-
-
-def test_the_map_marks_exactly_the_removed_heads_and_can_be_read_aloud(
-    record: RunRecord, html: str
-) -> None:
-    assert record.scores is not None
-    assert record.plan is not None
+def test_the_map_marks_exactly_the_removed_heads_and_can_be_read_aloud(record, html):
     cells = Page(html).cells()
     for cell, title, unit in zip(cells, titles(html), record.scores.units(), strict=True):
         head = unit.heads[0]
@@ -73,8 +62,7 @@ def test_the_map_marks_exactly_the_removed_heads_and_can_be_read_aloud(
     assert {a["type"] for a in inputs} == {"radio"}, "they can be reached by keyboard"
 
 
-def test_colour_follows_the_score(record: RunRecord, html: str) -> None:
-    assert record.scores is not None
+def test_colour_follows_the_score(record, html):
     values = [unit.value for unit in record.scores.units()]
     found = [step for _, step in sorted(zip(values, steps(html), strict=True))]
     assert found == sorted(found)
@@ -84,7 +72,7 @@ def test_colour_follows_the_score(record: RunRecord, html: str) -> None:
     assert set(steps(render_html(flat))) == {4}, "equal scores have the colour in the middle"
 
 
-def test_kv_groups_are_one_cell_that_says_what_each_head_does() -> None:
+def test_kv_groups_are_one_cell_that_says_what_each_head_does():
     record = record_of(2, 8, 4)
     pictures = pictures_of(record)
     site, other = pictures.sites
@@ -99,21 +87,18 @@ def test_kv_groups_are_one_cell_that_says_what_each_head_does() -> None:
 
 
 @pytest.mark.parametrize("change", [{"policy": "free"}, {"grouping": "interleaved"}])
-def test_heads_that_are_no_unit_or_no_neighbours_have_cells_of_their_own(
-    change: dict[str, str],
-) -> None:
+def test_heads_that_are_no_unit_or_no_neighbours_have_cells_of_their_own(change):
     record = record_of(2, 4, 2)
-    assert record.scores is not None
-    scores = scores_of([replace(s, **change) for s in record.scores.sites])  # type: ignore[arg-type]
+    scores = scores_of([replace(s, **change) for s in record.scores.sites])
     found = titles(render_html(replace(record, scores=scores, plan=None)))
     assert len(found) == 8
     assert all("heads" not in title for title in found)
 
 
-def test_a_skewed_map_is_logarithmic_and_says_so() -> None:
+def test_a_skewed_map_is_logarithmic_and_says_so():
     sites = [AttentionSite("a", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3))]
 
-    def told(*values: float) -> str:
+    def told(*values):
         scores = replace(scores_of(sites), values=(values,))
         return Page(render_html(RunRecord("x", "done", "score", "2026", scores=scores))).text
 
@@ -123,9 +108,9 @@ def test_a_skewed_map_is_logarithmic_and_says_so() -> None:
     assert "linear scale" in told(-1.0, 0.0, 1.0, 2.0)
 
 
-def test_kinds_of_attention_stand_apart() -> None:
+def test_kinds_of_attention_stand_apart():
     sites = [
-        AttentionSite(f"{tower}.{i}.{name}", "t5", kind, 4, 4, 8, 8, (0, 1, 2, 3))  # type: ignore[arg-type]
+        AttentionSite(f"{tower}.{i}.{name}", "t5", kind, 4, 4, 8, 8, (0, 1, 2, 3))
         for tower, name, kind in (
             ("enc", "own", "self"),
             ("dec", "own", "causal"),
@@ -144,17 +129,10 @@ def test_kinds_of_attention_stand_apart() -> None:
     assert "- Cross-attention: dec.\\*.other" in render_markdown(record)
 
 
-# ----------------------------------------------------------------------------------------------
-# what heads attend to
-
-
-def test_what_heads_do_is_said_with_its_share(record: RunRecord, html: str) -> None:
+def test_what_heads_do_is_said_with_its_share(record, html):
     pictures = pictures_of(record)
-    assert record.scores is not None
-    assert record.plan is not None
     first = HeadId(record.scores.sites[1].name, 0)
     pattern = pictures.pattern(first)
-    assert pattern is not None
     assert pattern.name == "previous token"
     page, markdown = (
         draw(record, ReportInputs(pictures)) for draw in (render_html, render_markdown)
@@ -172,7 +150,7 @@ def test_what_heads_do_is_said_with_its_share(record: RunRecord, html: str) -> N
     assert 'id="attention"' not in html
 
 
-def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: RunRecord) -> None:
+def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record):
     pictures = image_pictures_of(record)
     html = render_html(record, ReportInputs(pictures))
     options = re.findall(r"<option[^>]*>([^<]*)</option>", html[html.index("attention-query") :])
@@ -183,17 +161,15 @@ def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: 
     assert "To keep this file small it shows of every map the mean over all queries" in partly
 
 
-def test_heads_that_no_plan_is_for_are_neither_kept_nor_removed(record: RunRecord) -> None:
+def test_heads_that_no_plan_is_for_are_neither_kept_nor_removed(record):
     other = PruningPlan(HeadMask.from_keep({}, {"another site": 8}))
     view = attention_view(replace(record, plan=other), pictures_of(record))
-    assert view is not None
     assert {line.state for line in view.heads} == {""}
 
 
-def test_144_heads_and_8_examples_stay_under_a_megabyte_and_a_half() -> None:
+def test_144_heads_and_8_examples_stay_under_a_megabyte_and_a_half():
     record = costed(record_of(12, 12))
     pictures = pictures_of(record, 8, 48)
-    assert record.scores is not None
     others = tuple(replace(record.scores, scorer=f"other {i}") for i in range(3))
     inputs = ReportInputs(pictures, others, agreement(record.scores, *others))
     page = render_html(record, inputs)
@@ -203,11 +179,7 @@ def test_144_heads_and_8_examples_stay_under_a_megabyte_and_a_half() -> None:
     assert pictures_of(record, 8, 26).whole
 
 
-# ----------------------------------------------------------------------------------------------
-# safety
-
-
-def nasty_inputs(scores: HeadScores, record: RunRecord) -> ReportInputs:
+def nasty_inputs(scores, record):
     """Pictures, other scores and an agreement, all of whose words are dangerous."""
     maps = replace(maps_of(record, 1, 2), tokens=((NASTY, NASTY),))
     pictures = AttentionPictures.of(maps)
@@ -216,7 +188,7 @@ def nasty_inputs(scores: HeadScores, record: RunRecord) -> ReportInputs:
     return ReportInputs(told, (other,), agreement(scores, other))
 
 
-def test_data_stays_text() -> None:
+def test_data_stays_text():
     site = AttentionSite(NASTY, "bert", "self", 2, 2, 8, 8, (0, 1))
     scores = replace(scores_of([site]), scorer=NASTY)
     plan = PruningPlan(HeadMask.from_keep({NASTY: [0]}, {NASTY: 2}), selector=NASTY, scorer=NASTY)
@@ -247,12 +219,12 @@ def test_data_stays_text() -> None:
     assert len({re.sub(r"\\.", "", row).count("|") for row in rows}) <= 1
 
 
-def test_a_block_of_backticks_cannot_close_its_fence(record: RunRecord) -> None:
+def test_a_block_of_backticks_cannot_close_its_fence(record):
     broken = replace(record, status="failed", error="before\n```\n# injected\n````\nafter")
     assert "`````\nbefore\n```\n# injected\n````\nafter\n`````" in render_markdown(broken)
 
 
-def test_the_page_loads_nothing(html: str) -> None:
+def test_the_page_loads_nothing(html):
     page = Page(html)
     policies = [a["content"] for tag, a in page.elements if tag == "meta" and a.get("http-equiv")]
     policy = str(policies[0])
@@ -272,11 +244,7 @@ def test_the_page_loads_nothing(html: str) -> None:
     assert "@import" not in html
 
 
-# ----------------------------------------------------------------------------------------------
-# for everybody
-
-
-def test_the_page_is_well_formed_and_labelled(html: str) -> None:
+def test_the_page_is_well_formed_and_labelled(html):
     page = Page(html)
     assert html.startswith("<!DOCTYPE html>")
     assert not page.open
@@ -294,19 +262,19 @@ def test_the_page_is_well_formed_and_labelled(html: str) -> None:
             assert attrs["aria-labelledby"] in identifiers
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_colours_have_enough_contrast_and_the_ramp_is_monotone(html: str, dark: bool) -> None:
+def test_colours_have_enough_contrast_and_the_ramp_is_monotone(html, dark):
     style = html[html.index("<style>") : html.index("</style>")]
     roots = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})\b", roots[int(dark)]))

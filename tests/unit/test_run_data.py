@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -42,16 +41,12 @@ def texts(raw: Any, part: str) -> set[str]:
     return {normalised(t) for t in raw.splits[part]["text"]}
 
 
-# --- partition
-# ---------------------------------------------------------------------------------------------------
-
-
 def parts_of(keys: dict[str, list[str]], **settings: Any) -> dict[str, Any]:
     amounts = {"holdout": 0.2, "test_holdout": 0.2, "calibration": 10, "seed": 0, "strata": None}
     return partition(keys, **{**amounts, **settings})
 
 
-def test_parts_never_overlap_although_rows_repeat() -> None:
+def test_parts_never_overlap_although_rows_repeat():
     keys = [f"k{i % 40}" for i in range(200)]  # every row stands there five times
     parts = parts_of({"train": keys})
     train, validation, test = ({keys[i] for i in parts[name].rows} for name in PARTS)
@@ -62,7 +57,7 @@ def test_parts_never_overlap_although_rows_repeat() -> None:
     assert parts["train"].dropped > 0
 
 
-def test_leaks_are_dropped_from_the_earlier_part_and_test_stays_whole() -> None:
+def test_leaks_are_dropped_from_the_earlier_part_and_test_stays_whole():
     keys = {"train": list("abcde"), "validation": ["b", "x", "t"], "test": ["c", "t", "t"]}
     parts = parts_of(keys)
     assert parts["test"].rows == (0, 1, 2)
@@ -71,7 +66,7 @@ def test_leaks_are_dropped_from_the_earlier_part_and_test_stays_whole() -> None:
     assert (parts["train"].rows, parts["train"].dropped) == ((0, 3, 4), 2)
 
 
-def test_calibration_is_a_seeded_part_of_train() -> None:
+def test_calibration_is_a_seeded_part_of_train():
     keys = {"train": [str(i) for i in range(100)], "test": ["t"]}
     first, again, other = (parts_of(keys, seed=s)["calibration"] for s in (0, 0, 1))
     assert set(first.rows) <= set(parts_of(keys, seed=0)["train"].rows)
@@ -82,7 +77,7 @@ def test_calibration_is_a_seeded_part_of_train() -> None:
     assert len(parts_of(keys, calibration=1000)["calibration"].rows) == 80
 
 
-def test_holdout_counts_and_keeps_proportions() -> None:
+def test_holdout_counts_and_keeps_proportions():
     labels = [0] * 80 + [1] * 20
     keys = {"train": [str(i) for i in range(100)], "test": ["t"]}
     parts = parts_of(keys, holdout=10, strata=labels)
@@ -93,26 +88,19 @@ def test_holdout_counts_and_keeps_proportions() -> None:
     assert len(alone["validation"].rows) == 10
 
 
-@pytest.mark.parametrize(
-    ("keys", "settings", "words"),
-    [
+def test_parts_without_rows_are_refused():
+    for keys, settings, words in (
         ({"train": ["a"], "test": ["a"]}, {}, "data.holdout: must be fewer than the 0 rows"),
         ({"train": "ab", "validation": "ab", "test": "c"}, {}, "train: must be at least one row"),
         ({"train": "ab", "validation": "c", "test": "c"}, {}, "validation: must be at least one"),
         ({"train": ["a"] * 5}, {"test_holdout": 5}, "data.test_holdout"),
         ({"train": ["a"] * 5, "test": "b"}, {"holdout": 9}, "must be fewer than the 5 rows"),
-    ],
-)
-def test_parts_without_rows_are_refused(keys: Any, settings: Any, words: str) -> None:
-    with pytest.raises(InvalidValue, match=words):
-        parts_of({part: list(rows) for part, rows in keys.items()}, **settings)
+    ):
+        with pytest.raises(InvalidValue, match=words):
+            parts_of({part: list(rows) for part, rows in keys.items()}, **settings)
 
 
-# --- reading
-# -----------------------------------------------------------------------------------------------------
-
-
-def test_folder_with_train_and_test_gets_a_holdout(tmp_path: Path) -> None:
+def test_folder_with_train_and_test_gets_a_holdout(tmp_path):
     write_rows(tmp_path / "train.jsonl", [*questions(50), {"text": "  QUESTION  60 ", "label": 0}])
     write_rows(tmp_path / "test.jsonl", questions(10, start=60))
     raw = load_rows(recipe(tmp_path, holdout=12, calibration=8))
@@ -124,17 +112,7 @@ def test_folder_with_train_and_test_gets_a_holdout(tmp_path: Path) -> None:
     assert raw.labels == (0, 1, 2)
 
 
-@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet"])
-def test_formats(tmp_path: Path, kind: str) -> None:
-    data = Dataset.from_list(questions(30))
-    path = tmp_path / f"rows.{kind}"
-    {"csv": data.to_csv, "parquet": data.to_parquet}.get(kind, data.to_json)(str(path))
-    raw = load_rows(recipe(path))
-    assert sizes(raw) == [22, 2, 6]
-    assert raw.labels == (0, 1, 2)
-
-
-def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
+def test_a_replaced_file_is_read_anew(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", questions(30))
     before = load_rows(recipe(path)).facts["source"]
     stat = path.stat()
@@ -145,7 +123,7 @@ def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
     assert raw.facts["source"] != before
 
 
-def test_labels_are_in_order_and_in_the_first_column_that_is_there(tmp_path: Path) -> None:
+def test_labels_are_in_order_and_in_the_first_column_that_is_there(tmp_path):
     rows = [{"text": f"t{i}", "label": ["pear", "apple"][i % 2]} for i in range(20)]
     raw = load_rows(recipe(write_rows(tmp_path / "a.jsonl", rows), label=["coarse", "label"]))
     assert raw.labels == ("apple", "pear")
@@ -159,9 +137,9 @@ def with_row(**row: Any) -> list[dict[str, Any]]:
     return [*questions(9), {"text": "x", "label": 0, **row}]
 
 
-@pytest.mark.parametrize(
-    ("rows", "task", "settings", "words"),
-    [
+def test_bad_rows(tmp_path):
+    numbers = [{"text": f"t{i}", "label": "3.5"} for i in range(9)]
+    for rows, task, settings, words in (
         (questions(20), TEXTS, {"text": "txt"}, "data.text: .*'txt'. Did you mean 'text'"),
         (questions(20), TEXTS, {"label": "lable"}, "data.label: .*Did you mean 'label'"),
         (with_row(text=None), TEXTS, {}, "train, row 9: must be text"),
@@ -169,43 +147,40 @@ def with_row(**row: Any) -> list[dict[str, Any]]:
         (with_row(label=None), TEXTS, {}, "train, row 9: must be labelled"),
         (with_row(label=-1), TEXTS, {}, "class numbers >= 0"),
         (with_row(label=None), GRADES, {}, "row 9: .*finite number"),
-        ([{"text": f"t{i}", "label": "3.5"} for i in range(9)], GRADES, {}, "finite number"),
+        (numbers, GRADES, {}, "finite number"),
         ([{"ids": [1, 2]}] * 5 + [{"ids": []}], TOKENS, {}, "row 5: must be a list that is not"),
-    ],
-)
-def test_bad_rows(
-    tmp_path: Path, rows: list[dict[str, Any]], task: str, settings: dict[str, Any], words: str
-) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(InvalidValue, match=words):
-        load_rows(recipe(path, task, **settings))
+    ):
+        path = write_rows(tmp_path / "rows.jsonl", rows)
+        with pytest.raises(InvalidValue, match=words):
+            load_rows(recipe(path, task, **settings))
 
 
-def test_not_a_number_as_regression_label(tmp_path: Path) -> None:
+def test_not_a_number_as_regression_label(tmp_path):
     lines = [f"t{i},{'nan' if i == 3 else i / 2}" for i in range(20)]
     (tmp_path / "rows.csv").write_text("\n".join(["text,label", *lines]))
     with pytest.raises(InvalidValue, match="row 3: must be labelled with a finite number"):
         load_rows(recipe(tmp_path / "rows.csv", GRADES))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        (None, "", "an empty folder"),
-        ("train.jsonl", "", r"train.jsonl, which is empty"),
-        ("train.jsonl", "\n", r"data.path: must be readable data, got .*no (rows|data)"),
-        ("train.jsonl", "{not json", r"data.path: must be readable data"),
-        ("other.jsonl", '{"text": "a", "label": 0}', r"other.jsonl. Set data.train_split"),
-    ],
-)
-def test_missing_and_empty_data(tmp_path: Path, name: str | None, text: str, words: str) -> None:
-    if name is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(InvalidValue, match=words):
-        load_rows(recipe(tmp_path))
+def test_missing_and_empty_data(tmp_path):
+    for number, (name, text, words) in enumerate(
+        (
+            (None, "", "an empty folder"),
+            ("train.jsonl", "", r"train.jsonl, which is empty"),
+            ("train.jsonl", "\n", r"data.path: must be readable data, got .*no (rows|data)"),
+            ("train.jsonl", "{not json", r"data.path: must be readable data"),
+            ("other.jsonl", '{"text": "a", "label": 0}', r"other.jsonl. Set data.train_split"),
+        )
+    ):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        if name is not None:
+            (folder / name).write_text(text)
+        with pytest.raises(InvalidValue, match=words):
+            load_rows(recipe(folder))
 
 
-def test_paths_that_are_no_data(tmp_path: Path) -> None:
+def test_paths_that_are_no_data(tmp_path):
     with pytest.raises(InvalidValue, match=r"data.path: must be an existing file or folder"):
         load_rows(recipe(tmp_path / "nothing"))
     (tmp_path / "rows.xlsx").write_text("x")
@@ -216,12 +191,11 @@ def test_paths_that_are_no_data(tmp_path: Path) -> None:
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, **splits: list[dict[str, Any]]) -> None:
-    """The hub has one data set, of these splits."""
     found = DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
 
 
-def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_says_what_to_do(monkeypatch):
     def unreachable(*args: object, **kwargs: object) -> None:
         raise ConnectionError("Couldn't reach the Hub")
 
@@ -230,11 +204,7 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
         load_rows(recipe("someone/something"))
 
 
-# --- encoding
-# ----------------------------------------------------------------------------------------------------
-
-
-def test_digits_are_split_in_proportion_and_normalised_by_train() -> None:
+def test_digits_are_split_in_proportion_and_normalised_by_train():
     chosen = recipe("sklearn:digits", "image_classification", holdout=300, test_holdout=420)
     chosen = chosen.model_copy(update={"model": chosen.model.model_copy(update={"path": None})})
     raw = load_rows(chosen)
@@ -252,7 +222,7 @@ def test_digits_are_split_in_proportion_and_normalised_by_train() -> None:
     assert (pixels.min().item(), pixels.max().item()) == (0.0, 1.0)
 
 
-def test_batches_of_like_length_hold_every_row_once_in_random_order(tmp_path: Path) -> None:
+def test_batches_of_like_length_hold_every_row_once_in_random_order(tmp_path):
     rows = [{"ids": [100 + i, *range(1 + i % 9)]} for i in range(80)]
     chosen = recipe(write_rows(tmp_path / "rows.jsonl", rows), "causal_lm")
     data = encode_rows(chosen, load_rows(chosen), Preparation(pad=9))
@@ -271,15 +241,7 @@ def test_batches_of_like_length_hold_every_row_once_in_random_order(tmp_path: Pa
             assert torch.equal(one["input_ids"], other["input_ids"])
 
 
-def test_rows_of_one_length_stay_in_data_order(tmp_path: Path) -> None:
-    rows = [{"ids": [100 + i, 1, 2]} for i in range(40)]
-    chosen = recipe(write_rows(tmp_path / "rows.jsonl", rows), "causal_lm")
-    data = encode_rows(chosen, load_rows(chosen), Preparation(pad=9))
-    pairs = zip(data.of_like_length("train", 4), data.batches("train", 4), strict=True)
-    assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in pairs)
-
-
-def test_tokens_are_cut_padded_and_batched(tmp_path: Path) -> None:
+def test_tokens_are_cut_padded_and_batched(tmp_path):
     rows = [{"ids": list(range(1, 3 + i % 7))} for i in range(40)]
     for i, row in enumerate(rows):
         row["ids"][0] = 100 + i
@@ -301,14 +263,14 @@ def test_tokens_are_cut_padded_and_batched(tmp_path: Path) -> None:
     assert one != next_pass  # a new one for each pass
 
 
-def test_one_token_is_too_short_for_a_language_model(tmp_path: Path) -> None:
+def test_one_token_is_too_short_for_a_language_model(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"ids": [i]} for i in range(30)])
     chosen = recipe(path, "causal_lm")
     with pytest.raises(InvalidValue, match="at least two tokens"):
         encode_rows(chosen, load_rows(chosen), Preparation())
 
 
-def test_collate_pads_on_either_side() -> None:
+def test_collate_pads_on_either_side():
     examples = [{"input_ids": [1, 2, 3], "labels": [1, 1, 1]}, {"input_ids": [4], "labels": [0]}]
     assert Collate(pad=7)(examples)["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert Collate(pad=7)(examples)["labels"].tolist() == [[1, 1, 1], [0, -100, -100]]
@@ -317,27 +279,20 @@ def test_collate_pads_on_either_side() -> None:
         Collate()([])
 
 
-# --- splits by name, and what is not used
-# --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"test_split": "tset"}, r"data.test_split: must be a split of .*Did you mean 'test'"),
-        ({"validation_split": "vall"}, r"data.validation_split: .*Did you mean 'val'"),
-    ],
-)
-def test_a_mistyped_split_is_no_holdout(tmp_path: Path, settings: Any, words: str) -> None:
+def test_a_mistyped_split_is_no_holdout(tmp_path):
     for name, start in (("train", 0), ("val", 50), ("test", 60)):
         write_rows(tmp_path / f"{name}.jsonl", questions(10, start))
-    with pytest.raises(InvalidValue, match=words):
-        load_rows(recipe(tmp_path, **settings))
-    with pytest.raises(InvalidValue, match=r"data\."):
-        load_rows(recipe(tmp_path / "train.jsonl", **settings))
+    for settings, words in (
+        ({"test_split": "tset"}, r"data.test_split: must be a split of .*Did you mean 'test'"),
+        ({"validation_split": "vall"}, r"data.validation_split: .*Did you mean 'val'"),
+    ):
+        with pytest.raises(InvalidValue, match=words):
+            load_rows(recipe(tmp_path, **settings))
+        with pytest.raises(InvalidValue, match=r"data\."):
+            load_rows(recipe(tmp_path / "train.jsonl", **settings))
 
 
-def test_splits_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_a_hub_data_set(monkeypatch):
     hub(monkeypatch, train=questions(20), dev=questions(20, 30))
     raw = load_rows(recipe("someone/something"))
     assert raw.facts["validation"]["from"] == "validation"
@@ -346,21 +301,18 @@ def test_splits_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         load_rows(recipe("someone/something", test_split="questions"))
 
 
-@pytest.mark.parametrize(
-    ("splits", "words"),
-    [
+def test_a_hub_data_set_without_rows(monkeypatch):
+    for splits, words in (
         ({"test": 20}, r"data\.train_split: must be a split of .* got only test"),
         ({}, r"data\.train_split: must be a split of .* got only none"),
         ({"train": 20, "test": 0}, r"test: must be at least one row .* got an empty split"),
-    ],
-)
-def test_a_hub_data_set_without_rows(monkeypatch: Any, splits: Any, words: str) -> None:
-    hub(monkeypatch, **{name: questions(n) for name, n in splits.items()})
-    with pytest.raises(InvalidValue, match=words):
-        load_rows(recipe("someone/something"))
+    ):
+        hub(monkeypatch, **{name: questions(n) for name, n in splits.items()})
+        with pytest.raises(InvalidValue, match=words):
+            load_rows(recipe("someone/something"))
 
 
-def test_a_split_that_is_named_for_one_purpose_serves_no_other(tmp_path: Path) -> None:
+def test_a_split_that_is_named_for_one_purpose_serves_no_other(tmp_path):
     write_rows(tmp_path / "train.jsonl", questions(40))
     write_rows(tmp_path / "validation.jsonl", questions(10, start=50))
     raw = load_rows(recipe(tmp_path, test_split="validation", holdout=8))
@@ -369,35 +321,20 @@ def test_a_split_that_is_named_for_one_purpose_serves_no_other(tmp_path: Path) -
     assert (raw.facts["validation"]["from"], raw.facts["validation"]["rows"]) == ("train", 8)
 
 
-def test_other_names_for_validation(tmp_path: Path) -> None:
-    name = "valid"
+def test_other_names_for_validation(tmp_path):
     write_rows(tmp_path / "train.jsonl", questions(40))
-    write_rows(tmp_path / f"{name}.jsonl", questions(7, start=50))
+    write_rows(tmp_path / "valid.jsonl", questions(7, start=50))
     raw = load_rows(recipe(tmp_path))
     assert raw.facts["validation"]["rows"] == 7
-    assert raw.facts["source"]["splits"] == {"train": "train", "validation": name}
+    assert raw.facts["source"]["splits"] == {"train": "train", "validation": "valid"}
     assert raw.warnings == ()
     write_rows(tmp_path / "validation.jsonl", questions(5, start=60))
     raw = load_rows(recipe(tmp_path))
     assert raw.facts["validation"]["rows"] == 5
-    assert raw.warnings == (f"{tmp_path / name}.jsonl was not used",)
+    assert raw.warnings == (f"{tmp_path / 'valid'}.jsonl was not used",)
 
 
-def test_row_numbers_are_found_by_their_digest(tmp_path: Path) -> None:
-    rows = questions(30)
-    raw = load_rows(recipe(write_rows(tmp_path / "rows.jsonl", rows)))
-    numbers = raw.numbers()
-    assert set(numbers) == {"train", "validation", "test", "calibration"}
-    for purpose, part in numbers.items():
-        assert (part["digest"], part["from"]) == (raw.facts[purpose]["digest"], "train")
-        assert [rows[i]["text"] for i in part["rows"]] == list(raw.splits[purpose]["text"])
-
-
-# --- what is no data
-# -----------------------------------------------------------------------------------------------
-
-
-def test_an_image_of_no_numbers(tmp_path: Path) -> None:
+def test_an_image_of_no_numbers(tmp_path):
     pictures = [[[float(i), 1.0]] for i in range(9)] + [[[float("nan"), 1.0]]]
     rows = Dataset.from_dict({"image": pictures, "label": [0, 1] * 5})
     rows.to_parquet(tmp_path / "train.parquet")
@@ -405,7 +342,7 @@ def test_an_image_of_no_numbers(tmp_path: Path) -> None:
         load_rows(recipe(tmp_path, "image_classification"))
 
 
-def test_some_rows_keep_their_targets() -> None:
+def test_some_rows_keep_their_targets():
     rows = [{"input_ids": [i]} for i in range(40)]
     targets = {"train": list(range(40)), "test": [1]}
     data = Data({"train": rows, "test": rows[:1]}, collate=list, seed=3, targets=targets)

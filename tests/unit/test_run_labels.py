@@ -78,10 +78,8 @@ def rows_of(split: str, label: Callable[[int], Any], words: bool) -> list[dict[s
             numbers[0] %= 3
         labels = [label(n % 3) for n in numbers]
         text = [f"w{n}" for n in numbers]
-        if words:
-            rows.append({"text": text, "label": labels})
-        else:
-            rows.append({"text": " ".join(text), "label": labels[0]})
+        given = (text, labels) if words else (" ".join(text), labels[0])
+        rows.append(dict(zip(("text", "label"), given, strict=True)))
     return rows
 
 
@@ -89,7 +87,6 @@ def rows_of(split: str, label: Callable[[int], Any], words: bool) -> list[dict[s
 #: names, and the number that stands for each class.
 TEXTS: dict[str, list[Any]] = {
     "names": list(MEANING),
-    "names in capitals": ["NOT SURE", "Very Good", "VERY BAD"],
     "names with underscores": ["not_sure", "very-good", " very  bad"],
     "other names, sorted right": ["a", "b", "c"],
     "other names, sorted wrong": ["b", "c", "a"],
@@ -98,16 +95,13 @@ TEXTS: dict[str, list[Any]] = {
     "numbers from one": [1, 2, 3],
     "numbers as text": ["0", "1", "2"],
     "other numbers as text": ["1", "2", "0"],
-    "numbers as text from one": ["1", "2", "3"],
     "generic names": ["LABEL_0", "LABEL_1", "LABEL_2"],
     "generic names in another order": ["LABEL_1", "LABEL_2", "LABEL_0"],
 }
 CLASSED: dict[str, tuple[list[str], list[int]]] = {
     "classed": (list(MEANING), [0, 1, 2]),
     "classed in another order": (["very bad", "very good", "not sure"], [2, 1, 0]),
-    "classed with underscores": (["very_bad", "very_good", "not_sure"], [2, 1, 0]),
     "classed by other names": (["a", "b", "c"], [0, 1, 2]),
-    "classed by other names in another order": (["a", "b", "c"], [2, 0, 1]),
     "classed, one name at another number": (["very good", "b", "c"], [1, 0, 2]),
 }
 #: What the model calls its classes.
@@ -118,8 +112,7 @@ NAMES: dict[str, list[str]] = {
     "doubled": ["x", "x", "y"],
     "digits": ["0", "1", "2"],
 }
-SPELLED = ("names", "names in capitals", "names with underscores")
-SPELLED += ("classed in another order", "classed with underscores")
+SPELLED = ("names", "names with underscores", "classed in another order")
 NUMBERED = ("numbers", "numbers as text", "classed", "classed by other names")
 #: Combinations whose labels get the right classes. All others stop, but for those that are warned
 #: of.
@@ -152,7 +145,6 @@ def written(folder: Path, kind: str, words: bool) -> Path:
 
 
 def named(folder: Path, at: Path, names: list[str]) -> Path:
-    """The same model with other names of its classes."""
     shutil.copytree(folder, at)
     numbers = {name: i for i, name in enumerate(names)}
     config = json.loads((at / "config.json").read_text())
@@ -162,7 +154,6 @@ def named(folder: Path, at: Path, names: list[str]) -> Path:
 
 
 def classes_of(chosen: Recipe, model: nn.Module) -> tuple[list[Any], RawData, tuple[str, ...]]:
-    """The numbers that the test rows' labels get, and what is said about it."""
     raw = number_labels(chosen, load_rows(chosen))
     data = encode_rows(chosen, raw, prepare(chosen))
     _, notes = check_order(model, data, raw)
@@ -173,12 +164,10 @@ def classes_of(chosen: Recipe, model: nn.Module) -> tuple[list[Any], RawData, tu
     ("kind", "words"),
     [
         *((kind, False) for kind in (*TEXTS, *CLASSED)),
-        *((kind, True) for kind in ("names", "numbers as text", "classed in another order")),
+        *((kind, True) for kind in ("names", "classed in another order")),
     ],
 )
-def test_labels_get_the_right_classes_or_stop(
-    kind: str, words: bool, trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_labels_get_the_right_classes_or_stop(kind, words, trained, tmp_path):
     folder = trained["token" if words else "text"]
     model = loaded(folder, words)
     data = written(tmp_path / "data", kind, words)
@@ -209,13 +198,11 @@ def loaded(folder: Path, words: bool = False) -> nn.Module:
 @pytest.mark.parametrize(
     ("kind", "called"),
     [
-        *((kind, "named") for kind in ("names", "other numbers", "numbers from one", *CLASSED)),
+        *((kind, "named") for kind in ("names", "other numbers", "classed by other names")),
         *(("other names, sorted wrong", called) for called in NAMES),
     ],
 )
-def test_the_order_that_the_recipe_gives_is_taken(
-    kind: str, called: str, trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_order_that_the_recipe_gives_is_taken(kind, called, trained, tmp_path):
     data = written(tmp_path / "data", kind, False)
     order = TEXTS[kind] if kind in TEXTS else [CLASSED[kind][0][n] for n in CLASSED[kind][1]]
     path = named(trained["text"], tmp_path / "model", NAMES[called])
@@ -227,7 +214,7 @@ def test_the_order_that_the_recipe_gives_is_taken(
     assert list(raw.labels) == (NAMES[called] if telling else [str(label) for label in order])
 
 
-def test_who_insists_on_another_order_is_warned(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_who_insists_on_another_order_is_warned(trained, tmp_path):
     data = written(tmp_path / "data", "other names, sorted wrong", False)
     chosen = recipe(trained["text"], data, labels=["a", "b", "c"])
     _, raw, notes = classes_of(chosen, loaded(trained["text"]))
@@ -236,7 +223,7 @@ def test_who_insists_on_another_order_is_warned(trained: dict[str, Path], tmp_pa
     assert "data.labels: [b, c, a] says so" in notes[-1]
 
 
-def test_the_mapping_is_said_before_the_run(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_the_mapping_is_said_before_the_run(trained, tmp_path):
     data = written(tmp_path / "data", "other names, sorted right", False)
     lines: list[str] = []
     subject = runner.prepared(recipe(trained["text"], data), say=lines.append)
@@ -254,8 +241,7 @@ def test_the_mapping_is_said_before_the_run(trained: dict[str, Path], tmp_path: 
     assert "Add data.labels: [b, c, a] (--set 'data.labels=[b, c, a]')," in str(caught.value)
 
 
-def test_a_model_with_more_classes_than_the_data(trained: dict[str, Path], tmp_path: Path) -> None:
-    """Numbers and names are taken, as what they are; labels whose names say nothing stop."""
+def test_a_model_with_more_classes_than_the_data(trained, tmp_path):
     for kind in ("numbers", "numbers as text", "names", "other names, sorted right"):
         for split in ROWS:
             rows = [row for row in rows_of(split, int, False) if row["label"] < 2]
@@ -273,13 +259,13 @@ def test_a_model_with_more_classes_than_the_data(trained: dict[str, Path], tmp_p
         assert quietly_prepared(chosen).model.config.num_labels == 3
 
 
-def test_an_order_that_is_proposed_has_every_label_once() -> None:
+def test_an_order_that_is_proposed_has_every_label_once():
     """The class without a label in the data has the name "1", as another label has."""
     raw = RawData({}, "label", ("2", "b", "1"), {}, class_names={1: "2", 2: "b"}, numbering="given")
     assert _labels_in_order(raw, (1, 0, 2)) == [2, 1, "class 2"]
 
 
-def test_answers_by_chance_are_no_reason_to_stop(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_answers_by_chance_are_no_reason_to_stop(trained, tmp_path):
     """Where no order fits far better, labels are numbered as before; that nothing speaks for it is
     said."""
     torch.manual_seed(1)
@@ -294,7 +280,7 @@ def test_answers_by_chance_are_no_reason_to_stop(trained: dict[str, Path], tmp_p
     assert "no more than if it always predicted the most frequent one" in notes[-1]
 
 
-def test_luck_with_few_rows_is_no_better_order() -> None:
+def test_luck_with_few_rows_is_no_better_order():
     """Out of all orders one always fits the rows that it is chosen on: those that judge it are
     others."""
 
@@ -309,7 +295,7 @@ def test_luck_with_few_rows_is_no_better_order() -> None:
             logits = torch.stack(scores) + self.weight
             return transformers.modeling_outputs.SequenceClassifierOutput(logits=logits)
 
-    for n_labels in (2, 6, 40):
+    for n_labels in (2, 40):
         for n_rows in (8, 300):
             rows = [{"place": 1000 * n_labels + i, "labels": i % n_labels} for i in range(n_rows)]
             data = Data(dict.fromkeys(("train", "validation", "test"), rows), Collate(), 0)
@@ -318,14 +304,14 @@ def test_luck_with_few_rows_is_no_better_order() -> None:
             assert fit.accuracy < 0.8
 
 
-def test_an_order_without_a_label_of_the_data(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_an_order_without_a_label_of_the_data(trained, tmp_path):
     data = written(tmp_path / "data", "names", False)
     chosen = recipe(trained["text"], data, labels=["not sure", "very god", "very bad"])
     with pytest.raises(InvalidValue, match=r"every label .*very good too.*Did you mean 'very god'"):
         number_labels(chosen, load_rows(chosen))
 
 
-def test_a_model_that_is_trained_is_not_asked(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_that_is_trained_is_not_asked(trained, tmp_path):
     data = written(tmp_path / "data", "other names, sorted wrong", False)
     raw = {**recipe(trained["text"], data).model_dump(), "train": {"epochs": 0.05}}
     lines: list[str] = []

@@ -12,7 +12,6 @@ import pytest
 import headprune as hp
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
-from headprune.core.files import append_line
 from headprune.data.guess import guess
 from headprune.data.sources import load_source
 from headprune.recipes.schema import DataSection
@@ -39,9 +38,7 @@ def text_of(path: object) -> list[str]:
     return list(load_source(DataSection(path=str(path))).splits["train"]["text"])
 
 
-def test_a_data_file_is_read_whatever_its_name_means_in_a_pattern(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_file_is_read_whatever_its_name_means_in_a_pattern(tmp_path, monkeypatch):
     home = tmp_path / "c[w]d"
     for i, name in enumerate(NAMES):
         write(home / name, f"file {i}")
@@ -54,16 +51,14 @@ def test_a_data_file_is_read_whatever_its_name_means_in_a_pattern(
             assert source.facts["sha256"] == {Path(name).name: digest}
 
 
-def test_the_files_of_a_split_are_read_once_each(tmp_path: Path) -> None:
+def test_the_files_of_a_split_are_read_once_each(tmp_path):
     for name in ("train-*.jsonl", "train-a.jsonl", "train-[ab].jsonl"):
         write(tmp_path / name, name)
     assert sorted(text_of(tmp_path)) == ["train-*.jsonl 0", "train-[ab].jsonl 0", "train-a.jsonl 0"]
 
 
 @pytest.mark.parametrize("name", ["a::b.jsonl", "a::b/train.jsonl", "${SPLIT}/train.jsonl"])
-def test_a_name_that_no_reader_takes_as_it_is_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_name_that_no_reader_takes_as_it_is_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setenv("SPLIT", "other")
     path = write(tmp_path / name, "a")
     write(tmp_path / name.replace("${SPLIT}", "other"), "b")
@@ -72,10 +67,7 @@ def test_a_name_that_no_reader_takes_as_it_is_is_refused(
     assert refused.value.got == repr(str(path))
 
 
-# ---------------------------------------------------------------- bytes that are no text
-
-
-def test_a_record_with_names_that_are_no_text_is_saved_and_comes_back(tmp_path: Path) -> None:
+def test_a_record_with_names_that_are_no_text_is_saved_and_comes_back(tmp_path):
     found = hp.RunRecord(
         "a", "failed", "s", "c", FrozenDict({ODD: [ODD, {ODD: 1}]}), warnings=(ODD,), error=ODD
     )
@@ -86,7 +78,7 @@ def test_a_record_with_names_that_are_no_text_is_saved_and_comes_back(tmp_path: 
     assert again.to_json() == found.to_json()
 
 
-def test_a_failure_is_told_whatever_its_words(tmp_path: Path) -> None:
+def test_a_failure_is_told_whatever_its_words(tmp_path):
     journal = Journal("a", {}, tmp_path, lambda line: None, progress=False)
     journal.begin()
     journal.close("failed", ODD)
@@ -97,12 +89,7 @@ def test_a_failure_is_told_whatever_its_words(tmp_path: Path) -> None:
     assert ends == [("running", None), ("failed", ODD)]
 
 
-def test_a_line_of_any_text_is_added(tmp_path: Path) -> None:
-    append_line(tmp_path / "lines", f"caf\xe9 {ODD}")
-    assert (tmp_path / "lines").read_text(encoding="utf-8") == "caf\xe9 \\udcff\n"
-
-
-def test_a_run_on_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+def test_a_run_on_a_file_whose_name_is_no_text(tmp_path):
     hub = bert(tmp_path / "hub", num_labels=2)
     path = write(tmp_path / f"train-{ODD}.jsonl", "w1 w2", 60)
     data = {"path": str(path), "text": "text", "label": "label", "calibration": 8}
@@ -116,7 +103,7 @@ def test_a_run_on_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "out" / "recipe.yaml").data.path == str(path)
 
 
-def test_a_model_is_cut_once_on_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+def test_a_model_is_cut_once_on_a_file_whose_name_is_no_text(tmp_path):
     hub = bert(tmp_path / "hub", num_labels=2)
     path = write(tmp_path / f"train-{ODD}.jsonl", "w1 w2", 60)
     quick = ("bench=null", "score.random_draws=0", "report=false", "recover=[]", "device=cpu")

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
-import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from headprune.data.datasets import encode_rows, load_rows
 from headprune.data.models import prepare
@@ -26,7 +24,6 @@ Row = dict[str, Any]
 
 
 def words(i: int, *more: str) -> list[str]:
-    """Eight words that are those of row ``i`` alone, and others after them."""
     return [*(f"w{n}" for n in (i % 10, 10 + i // 10, 20 + i % 7, 3, 3, 3, 3, 3)), *more]
 
 
@@ -40,10 +37,6 @@ def labelled(i: int, *more: str) -> Row:
 
 def paired(i: int, *more: str) -> Row:
     return {"a": text(i, *more), "b": "w1", "label": i % 2}
-
-
-def tagged(i: int, *more: str) -> Row:
-    return {"text": words(i, *more), "label": [n % 2 for n in range(8 + len(more))]}
 
 
 def answered(i: int, *more: str) -> Row:
@@ -76,17 +69,8 @@ def clip(i: int, tail: float = 0.0) -> Row:
 
 @dataclass(frozen=True)
 class Kind:
-    """A task on some kind of row.
-
-    Args:
-        task: The task.
-        row: Row ``i``.
-        more: Makes of row ``i`` one that is given as another, and that the model reads as row
-            ``i``.
-        section: What the recipe says of the data.
-        model: Writes the model.
-        source: Where the rows come from.
-    """
+    """A task on some kind of row; ``more`` makes of row ``i`` one that is given as another, and that
+    the model reads as row ``i``."""
 
     task: str
     row: Callable[..., Row]
@@ -97,10 +81,6 @@ class Kind:
 
     def twin(self, i: int) -> Row:
         return self.row(i, self.more)
-
-
-def tagger(path: Path) -> Path:
-    return bert(path, "BertForTokenClassification")
 
 
 def answerer(path: Path) -> Path:
@@ -114,9 +94,7 @@ SQUAD = {"text": ["question", "context"], "max_length": 9}
 IDS = {"tokens": "ids", "max_length": 4}
 KINDS = {
     "texts": Kind(TEXTS, labelled, section=ONE),
-    "texts, hub": Kind(TEXTS, labelled, section=ONE, source="hub"),
     "pairs": Kind(TEXTS, paired, section=TWO),
-    "tags": Kind("token_classification", tagged, section=ONE, model=tagger),
     "questions": Kind("question_answering", answered, section=SQUAD, model=answerer),
     "tokens": Kind("causal_lm", tokens, 7, IDS, llama),
     "translation": Kind("translation", translated, "w9", {**ONE, "target": "de"}, encoder_decoder),
@@ -126,20 +104,15 @@ KINDS = {
 TRAIN, VALIDATION, TEST = range(60), range(60, 75), range(75, 95)
 
 
-def stored(kind: Kind, rows: dict[str, list[Row]], folder: Path, monkeypatch: Any) -> Recipe:
+def stored(kind: Kind, rows: dict[str, list[Row]], folder: Path) -> Recipe:
     folder.mkdir(exist_ok=True)
-    path = str(folder)
-    found = DatasetDict({split: Dataset.from_list(those) for split, those in rows.items()})
-    if kind.source == "hub":
-        monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
-        path = "someone/something"
     for split, those in rows.items():
         if kind.source == "jsonl":
             write_rows(folder / f"{split}.jsonl", those)
-        elif kind.source == "parquet":
-            found[split].to_parquet(folder / f"{split}.parquet")
-    model = kind.model(folder / "model")
-    return checked_recipe(kind.task, model, {"path": path, "calibration": 1000, **kind.section})
+        else:
+            Dataset.from_list(those).to_parquet(folder / f"{split}.parquet")
+    section = {"path": str(folder), "calibration": 1000, **kind.section}
+    return checked_recipe(kind.task, kind.model(folder / "model"), section)
 
 
 NONE_GIVEN = {"test": {"train": 0}, "validation": {"train": 0, "test": 0}}
@@ -150,16 +123,14 @@ NONE_READ = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_planted_rows_are_counted_as_given_and_as_the_model_reads_them(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_rows_are_counted_as_given_and_as_the_model_reads_them(name, tmp_path):
     """Given twice are 3 test rows in train (one of them three times), 2 validation rows in train and
     one test row in validation; read twice are 2, 1 and 1 others."""
     kind = KINDS[name]
     train = [*map(kind.row, (*TRAIN, 75, 76, 77, 77, 60, 61)), *map(kind.twin, (78, 79, 62))]
     validation = [*map(kind.row, (*VALIDATION, 80)), kind.twin(81)]
     rows = {"train": train, "validation": validation, "test": list(map(kind.row, TEST))}
-    chosen = stored(kind, rows, tmp_path / "data", monkeypatch)
+    chosen = stored(kind, rows, tmp_path / "data")
     raw = load_rows(chosen)
     given = {"test": {"train": 3}, "validation": {"train": 2, "test": 1}}
     assert raw.facts["overlap"] == {"given": given}
@@ -181,10 +152,10 @@ def test_planted_rows_are_counted_as_given_and_as_the_model_reads_them(
     assert len(data.examples["test"]) == len(TEST)  # none is taken away
 
 
-def test_where_no_row_stands_twice_nothing_is_said(tmp_path: Path, monkeypatch: Any) -> None:
+def test_where_no_row_stands_twice_nothing_is_said(tmp_path):
     kind, numbers = KINDS["texts"], {"train": TRAIN, "validation": VALIDATION, "test": TEST}
     rows = {split: list(map(kind.row, those)) for split, those in numbers.items()}
-    chosen = stored(kind, rows, tmp_path / "data", monkeypatch)
+    chosen = stored(kind, rows, tmp_path / "data")
     raw = load_rows(chosen)
     assert raw.facts["overlap"] == {"given": NONE_GIVEN}
     assert raw.warnings == ()
@@ -194,32 +165,7 @@ def test_where_no_row_stands_twice_nothing_is_said(tmp_path: Path, monkeypatch: 
     assert read_notes(found, data.examples) == ()
 
 
-def test_parts_that_are_drawn_from_train_count_their_repetitions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten rows stand twice in a single file; a draw parts some of them."""
-    kind = KINDS["texts"]
-    rows = {"train": [*map(kind.row, range(80)), *map(kind.row, range(10))]}
-    raw = load_rows(stored(kind, rows, tmp_path / "data", monkeypatch))
-    drawn = {i for name in ("test", "validation") for i in raw.parts[name].rows}
-    rest = {row["text"] for i, row in enumerate(rows["train"]) if i not in drawn}
-    counts = {
-        name: sum(rows["train"][i]["text"] in rest for i in raw.parts[name].rows)
-        for name in ("test", "validation")
-    }
-    expected = {"train": counts["validation"], "test": 0}
-    given = raw.facts["overlap"]["given"]
-    assert given == {"test": {"train": counts["test"]}, "validation": expected}
-    assert 0 < counts["test"] == raw.facts["train"]["dropped"] - counts["validation"]
-
-
-def test_digits_have_no_row_twice() -> None:
-    model = {"class_name": "ViTForImageClassification"}
-    found = load_rows(checked_recipe(IMAGES, model, {"path": "sklearn:digits"}))
-    assert found.facts["overlap"]["given"] == NONE_GIVEN
-
-
-def test_blocks_of_a_text_that_come_again(tmp_path: Path) -> None:
+def test_blocks_of_a_text_that_come_again(tmp_path):
     blocks = [f"{text(i)} "[:24].ljust(24) for i in range(40)]
     path = tmp_path / "text.txt"
     path.write_text("".join([*blocks[:30], blocks[35], blocks[36], *blocks[30:]]))
@@ -228,7 +174,7 @@ def test_blocks_of_a_text_that_come_again(tmp_path: Path) -> None:
     assert found.facts["overlap"]["given"] == {**NONE_GIVEN, "test": {"train": 2}}
 
 
-def test_a_run_says_and_records_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_and_records_both(tmp_path):
     kind = KINDS["texts"]
     rows = {
         "train": [*map(kind.row, TRAIN), kind.row(75), kind.twin(76)],
@@ -236,7 +182,7 @@ def test_a_run_says_and_records_both(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "test": [*map(kind.row, TEST)],
     }
     lines: list[str] = []
-    subject = runner.prepared(stored(kind, rows, tmp_path / "data", monkeypatch), say=lines.append)
+    subject = runner.prepared(stored(kind, rows, tmp_path / "data"), say=lines.append)
     record = subject.journal.record
     assert record.rows["overlap"]["given"]["test"]["train"] == 1
     assert record.rows["overlap"]["read"]["test"] == {"train": 1, "calibration": 1, "validation": 0}
@@ -246,24 +192,3 @@ def test_a_run_says_and_records_both(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         (warning,) = [w for w in record.warnings if w.startswith(start)]
         assert f"    warning: {warning}" in lines
-
-
-def test_a_digest_tells_names_shapes_and_types_apart() -> None:
-    """Inputs of the same bytes are not the same inputs."""
-    examples = [
-        {"input_ids": [1, 2, 3]},
-        {"other_ids": [1, 2, 3]},
-        {"input_ids": [1, 2], "mask": [3]},
-        {"input_ids": [1], "mask": [2, 3]},
-        {"pixels": torch.zeros(2, 4)},
-        {"pixels": torch.zeros(4, 2)},
-        {"pixels": torch.zeros(4, dtype=torch.float64)},
-        {"pixels": torch.zeros(8, dtype=torch.int32)},
-    ]
-    for i, one in enumerate(examples):
-        others = examples[:i] + examples[i + 1 :]
-        found = read_twice({"test": [one], "validation": [], "train": others, "calibration": []})
-        assert found["test"] == NONE_READ["test"]
-        labelled = [{**one, "labels": 0}]
-        again = read_twice({"test": labelled, "validation": [], "train": [one], "calibration": []})
-        assert again["test"]["train"] == 1

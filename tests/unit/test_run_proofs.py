@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ def plan_without(model: torch.nn.Module, group: int) -> hp.PruningPlan:
     return hp.PruningPlan(hp.HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
 
 
-def test_generation_of_the_pruned_model_is_that_of_the_gated_one(llama: torch.nn.Module) -> None:
+def test_generation_of_the_pruned_model_is_that_of_the_gated_one(llama):
     plan, pruned = plan_without(llama, 1), copy.deepcopy(llama)
     hp.prune_(pruned, plan)
     proof = generation_proof(llama, plan, pruned, EXAMPLES, pad=0)
@@ -44,7 +42,7 @@ def test_generation_of_the_pruned_model_is_that_of_the_gated_one(llama: torch.nn
 
 
 @pytest.mark.parametrize("group", [None, 2], ids=["not cut", "another cut"])
-def test_generation_of_another_model_fails_the_proof(llama: Any, group: int | None) -> None:
+def test_generation_of_another_model_fails_the_proof(llama, group):
     pruned = copy.deepcopy(llama)
     if group is not None:
         hp.prune_(pruned, plan_without(llama, group))
@@ -52,7 +50,7 @@ def test_generation_of_another_model_fails_the_proof(llama: Any, group: int | No
         generation_proof(llama, plan_without(llama, 1), pruned, EXAMPLES, pad=0)
 
 
-def test_reload_is_proven_to_the_last_bit(llama: torch.nn.Module, tmp_path: Path) -> None:
+def test_reload_is_proven_to_the_last_bit(llama, tmp_path):
     batch = {"input_ids": torch.arange(1, 13).reshape(2, 6)}
     hp.prune_(llama, plan_without(llama, 1))
     hp.save_pretrained(llama, tmp_path)

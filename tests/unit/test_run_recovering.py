@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,11 @@ from tests.recipe_fixtures import FIXTURES
 
 
 def _first_rows(batches: Any) -> list[Any]:
-    """The first example of every batch of a pass."""
     return [batch["input_ids"][0].tolist() for batch in batches]
 
 
 @pytest.mark.parametrize(("method", "same"), [("lstsq", True), ("finetune", False)])
-def test_only_a_training_gets_another_order_in_every_pass(
-    method: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_training_gets_another_order_in_every_pass(method, same, tmp_path, monkeypatch):
     subject = prepared(load_recipe("llama-stories", FIXTURES["llama-stories"](tmp_path)))
     read: list[Any] = []
 

@@ -26,7 +26,6 @@ MEMORY = 40 * 2**20
 
 
 def doubled(first: str, n: int) -> dict[str, str]:
-    """``a0`` as given, and each further key twice the one before."""
     here = "model.config."
     return {
         "a0": first,
@@ -50,11 +49,9 @@ SECTIONS = {f"b{i}": {"c": WIDE} for i in range(100)}
 TOO_MUCH: dict[str, Callable[[], dict[str, Any]]] = {
     "each twice the one before": lambda: doubled("lol" * 10, 22),
     "backwards": lambda: backwards(doubled("lol" * 10, 22)),
-    "in a list": lambda: {"a0": LONG, "a": [WIDE] * 100},
     "in lists in lists": lambda: {"a0": LONG, "a": [[[WIDE]] * 10] * 10},
     "in sections": lambda: {"a0": LONG, "a": SECTIONS},
     "one long text in many places": lambda: {"a0": LONG * 5, "a": ["${model.config.a0}"] * 2000},
-    "a long chain": lambda: chain(1500),
     "a long chain backwards": lambda: backwards(chain(1500)),
 }
 
@@ -64,8 +61,7 @@ KEYS = [f"b{i}" for i in range(8000)]
 COSTLY: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing, doubled": lambda: doubled("", 40),
     "circles, doubled": lambda: doubled("${model.config.a39}", 40),
-    "unknown keys": lambda: {f"a{i}": f"${{model.confic.b{i}}}" for i in range(1500)},
-    "one unknown key, doubled": lambda: doubled("${nowhere}", 40),
+    "unknown keys": lambda: {f"a{i}": f"${{model.confic.b{i}}}" for i in range(400)},
     "long keys in each other": lambda: deep(38, {"c": "${name}"} | dict.fromkeys(KEYS, 1)),
 }
 
@@ -77,21 +73,18 @@ def deep(levels: int, value: dict[str, Any]) -> dict[str, Any]:
 
 
 class Unaliased(yaml.SafeDumper):
-    """YAML without aliases, which recipes do not have."""
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def written(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path]:
-    """A recipe, and the file that it is in."""
     raw, path = {**TINY, "model": {**TINY["model"], "config": config}}, folder / "recipe.yaml"
     path.write_text(yaml.dump(raw, Dumper=Unaliased, sort_keys=False, width=10**6))
     return raw, path
 
 
 @pytest.mark.parametrize("what", TOO_MUCH | COSTLY)
-def test_references_take_little_time_and_memory(what: str, tmp_path: Path) -> None:
+def test_references_take_little_time_and_memory(what, tmp_path):
     raw, path = written((TOO_MUCH | COSTLY)[what](), tmp_path)
     refused_at = ""
     with alarm(20):  # reading thousands of lines of YAML takes seconds by itself
@@ -114,12 +107,8 @@ def test_references_take_little_time_and_memory(what: str, tmp_path: Path) -> No
         assert len(str(refused.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    "command", ["validate", "show", "run --dry-run", "sweep --grid keep=0.5,0.75 --out sweep"]
-)
-def test_every_command_refuses_them_in_one_line(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("command", ["validate", "sweep --grid keep=0.5,0.75 --out sweep"])
+def test_every_command_refuses_them_in_one_line(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, path = written(doubled("lol" * 10, 22), tmp_path)
     verb, *options = command.split()
@@ -129,7 +118,7 @@ def test_every_command_refuses_them_in_one_line(
     assert "model.config.a12: must be at most 200,000 characters" in result.output
 
 
-def test_references_in_overrides_and_grids_are_under_the_same_limit(tmp_path: Path) -> None:
+def test_references_in_overrides_and_grids_are_under_the_same_limit(tmp_path):
     _, path = written({"a0": LONG}, tmp_path)
     wide, limit = WIDE * 2, "must be at most 200,000 characters"
     with alarm(60):
@@ -139,16 +128,8 @@ def test_references_in_overrides_and_grids_are_under_the_same_limit(tmp_path: Pa
             lay_out(path, [], {"score.settings.a": [wide, f"{wide} "]})
 
 
-def test_what_recipes_have_is_no_problem() -> None:
-    long = "x" * 1000
-    raw = {"a": long, "b": ["${a}"] * 150, "c": "${a}/${b.0}", "e": "${f}", "f": "${g}", "g": 3}
-    data, problems = interpolate(raw)
-    assert not problems
-    assert (data["b"][149], data["c"], data["e"]) == (long, f"{long}/{long}", 3)
-
-
 @pytest.mark.parametrize("order", [dict, backwards])
-def test_the_longest_chain_is_the_same_in_every_order(order: Any) -> None:
+def test_the_longest_chain_is_the_same_in_every_order(order):
     whole = {"model": {"config": order(chain(41))}}
     assert set(interpolate(whole)[0]["model"]["config"].values()) == {"x"}
     with pytest.raises(HeadPruneError, match=r"a41: must be at the end of a chain of at most 40"):

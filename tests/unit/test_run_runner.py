@@ -40,13 +40,11 @@ from tests.tiny_models import llama
 
 WORDS = [f"w{i}" for i in range(20)]
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
-TAGS = "token_classification"
 RECOVER = [{"method": "mean_fold"}, {"method": "finetune", "settings": {"steps": 1}}]
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny BERT body and a tokenizer."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("bert")
     return tiny_bert(folder, "BertModel", hidden_size=16, max_position_embeddings=32)
@@ -57,10 +55,7 @@ def recipe(model: Any, folder: Path, task: str = "text_classification", **more: 
     rows = []
     for i in range(60):
         words = draw.choices(WORDS, k=draw.randint(2, 8))
-        labels = {"regression": i / 60, "token_classification": [w[-1] for w in words]}
-        label = labels.get(task, i % 3)
-        text = words if task == "token_classification" else " ".join(words)
-        rows.append({"text": text, "other": words[0], "label": label})
+        rows.append({"text": " ".join(words), "other": words[0], "label": i % 3})
     data = {"path": str(write_rows(folder / "rows.jsonl", rows)), "text": "text"}
     standard = {
         "out": str(folder / "out"),
@@ -72,22 +67,13 @@ def recipe(model: Any, folder: Path, task: str = "text_classification", **more: 
 
 @pytest.fixture(scope="module")
 def finished(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, hp.RunRecord]:
-    """A whole run, for all that is asked of one."""
     chosen = recipe(bert, tmp_path_factory.mktemp("finished"), recover=RECOVER)
     return chosen, quiet_run(chosen)
 
 
-@pytest.mark.parametrize(
-    ("task", "metric"),
-    [("text_classification", "accuracy"), ("regression", "mse"), (TAGS, "accuracy")],
-)
-def test_tasks(task: str, metric: str, bert: Path, finished: Any, tmp_path: Path) -> None:
-    if task == "text_classification":
-        record = finished[1]
-    else:
-        record = quiet_run(recipe(bert, tmp_path, task, recover=RECOVER))
+def test_what_a_finished_run_records(finished):
+    record = finished[1]
     assert record.status == "done"
-    assert {row.metric for row in record.quality} == {metric}
     rows = {row.name: row for row in record.quality if row.split == "test"}
     assert list(rows) == [
         *("base", "taylor", "magnitude", "random"),
@@ -105,7 +91,7 @@ def test_tasks(task: str, metric: str, bert: Path, finished: Any, tmp_path: Path
     assert record.hardware["device"] == "cpu"
 
 
-def test_every_row_is_compared_with_the_uncut_model_on_the_same_rows(finished: Any) -> None:
+def test_every_row_is_compared_with_the_uncut_model_on_the_same_rows(finished):
     chosen, record = finished
     for row in record.quality:
         found = record.compared(row.name, "base", row.metric, row.split)
@@ -117,8 +103,11 @@ def test_every_row_is_compared_with_the_uncut_model_on_the_same_rows(finished: A
         if row.name != "random":
             assert row.low <= row.value <= row.high
     assert record.compared("taylor", "random", "accuracy", "test") is not None
+    assert "Removing 4 of 8 heads" in (Path(chosen.folder) / "model" / "README.md").read_text()
 
-    # What the final model answers, row by row, adds up to its accuracy.
+
+def test_what_the_final_model_answers_adds_up_to_its_accuracy(finished):
+    chosen, record = finished
     rows = {row.name: row for row in record.quality if row.split == "test"}
     final = rows["recovered (mean_fold + finetune)"]
     assert sum(c.n_examples for c in record.classes) == final.n_examples
@@ -133,13 +122,9 @@ def test_every_row_is_compared_with_the_uncut_model_on_the_same_rows(finished: A
     in_data = [each.row - 1 for each in changed.rows]
     assert set(in_data) <= set(numbers), "numbers of the data, from 1"
     assert [each.text for each in changed.rows] == [texts[row] for row in in_data]
-    card = (Path(chosen.folder) / "model" / "README.md").read_text()
-    assert "Removing 4 of 8 heads" in card
 
 
-def test_random_heads_get_a_recovery_without_training_too(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_heads_get_a_recovery_without_training_too(bert, tmp_path, monkeypatch):
     """And the answers of the last measurement are compared: nothing is measured twice."""
     judged: list[str] = []
     plain = Subject.judge
@@ -149,32 +134,19 @@ def test_random_heads_get_a_recovery_without_training_too(
         return plain(self, model, split)
 
     monkeypatch.setattr(Subject, "judge", judge)
-    chosen = recipe(bert, tmp_path, recover=[{"method": "mean_fold"}])
-    record = quiet_run(chosen)
+    record = quiet_run(recipe(bert, tmp_path, recover=[{"method": "mean_fold"}]))
     # The plan and its recovery on both splits; on test rows magnitude, and random heads of two
     # draws before and after recovery.
-    assert judged.count("validation") == 2
-    assert judged.count("test") == 2 + 1 + 2 + 2
-    row = next(row for row in record.quality if row.name == "random, recovered (mean_fold)")
-    assert (row.draws, row.split, row.kept_heads) == (2, "test", 4)
-    final = next(row.value for row in record.quality if row.name == "recovered (mean_fold)")
+    assert (judged.count("validation"), judged.count("test")) == (2, 2 + 1 + 2 + 2)
+    rows = {row.name: row for row in record.quality if row.split == "test"}
+    random, final = rows["random, recovered (mean_fold)"], rows["recovered (mean_fold)"]
+    assert (random.draws, random.kept_heads) == (2, 4)
     found = record.compared("recovered (mean_fold)", "random", "accuracy", "test")
-    assert found is not None
-    assert found.drop == pytest.approx(row.value - final)
+    assert found.drop == pytest.approx(random.value - final.value)
     assert "2 draws of random heads, cut and recovered alike" in verdict(record).details
 
 
-def test_a_run_depends_on_its_seed_alone(finished: Any, tmp_path: Path) -> None:
-    chosen, first = finished
-    torch.rand(3)
-    second = quiet_run(chosen, out=tmp_path / "again")
-    for part in ("quality", "scores", "plan", "rows"):
-        assert getattr(first, part) == getattr(second, part), part
-    other = load_rows(chosen.model_copy(update={"seed": 1})).facts
-    assert other["train"]["digest"] != first.rows["train"]["digest"]
-
-
-def test_tokenizer_and_row_numbers_lie_beside_the_record(finished: Any) -> None:
+def test_tokenizer_and_row_numbers_lie_beside_the_record(finished):
     from transformers import AutoTokenizer
 
     out, record = Path(finished[0].folder), finished[1]
@@ -198,13 +170,10 @@ def failing(error: BaseException) -> Any:
     ("error", "status", "text"),
     [
         (KeyboardInterrupt(), "interrupted", "interrupted by the user"),
-        (RuntimeError("out of memory"), "failed", "RuntimeError: out of memory"),
         (VerificationFailed("x", "y", "z"), "failed", "x: must be y, got z"),
     ],
 )
-def test_a_broken_run_says_how_far_it_came(
-    bert: Path, tmp_path: Path, monkeypatch: Any, error: BaseException, status: str, text: str
-) -> None:
+def test_a_broken_run_says_how_far_it_came(bert, tmp_path, monkeypatch, error, status, text):
     monkeypatch.setattr(stages, "compare_plans", failing(error))
     with pytest.raises(type(error)):
         quiet_run(recipe(bert, tmp_path))
@@ -214,7 +183,7 @@ def test_a_broken_run_says_how_far_it_came(
     assert "compare" not in record.timings
 
 
-def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_report_that_fails_fails_the_run(bert, tmp_path, monkeypatch):
     from headprune.run import reporting
 
     chosen = recipe(bert, tmp_path, report=True)
@@ -230,56 +199,39 @@ def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypat
     assert load_recipe(tmp_path / "out" / "recipe.yaml") == chosen
 
 
-def test_a_budget_that_cannot_be_met_ends_in_the_record(bert: Path, tmp_path: Path) -> None:
-    with pytest.raises(hp.HeadPruneError, match="at least 2"):
-        quiet_run(recipe(bert, tmp_path, select={"keep_heads": 1}))
-    assert hp.RunRecord.load(tmp_path / "out" / "record.json").status == "failed"
-
-
-def test_nothing_is_written_for_a_recipe_that_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match=r"score.scorer"):
-        runner.run_recipe("digits-vit", ["score.scorer=tailor"], out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_checked_recipe_takes_no_settings(bert: Path, tmp_path: Path) -> None:
+def test_a_checked_recipe_takes_no_settings(bert, tmp_path):
     with pytest.raises(InvalidValue, match=r"settings: must be left out for a Recipe"):
         runner.prepared(recipe(bert, tmp_path), ["seed=1"])
 
 
-def test_scoring_alone_writes_nothing(bert: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_scoring_alone_writes_nothing(bert, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scores = runner.score_recipe(recipe(bert, tmp_path, out=None), say=lambda line: None)
     assert (scores.scorer, scores.n_heads) == ("taylor", 8)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
-def test_a_chosen_baseline_is_not_compared_with_itself(bert: Path, tmp_path: Path) -> None:
+def test_a_chosen_baseline_is_not_compared_with_itself(bert, tmp_path):
     record = quiet_run(recipe(bert, tmp_path, score={"scorer": "magnitude", "random_draws": 0}))
     assert [row.name for row in record.quality if row.split == "test"] == ["base", "magnitude"]
 
 
-def test_the_recipes_seed_is_the_scorers_too(bert: Path, tmp_path: Path) -> None:
-    """As in a sweep: what a scorer draws, it draws by the recipe's seed, unless its settings have
-    one."""
-    found = []
-    for seed, settings in ((1, {}), (2, {}), (2, {"seed": 1})):
+def test_the_recipes_seed_is_the_scorers_too(bert, tmp_path):
+    found, model = [], trained(bert, tmp_path, ["a", "b", "c"])
+    for seed, settings in ((1, {}), (2, {"seed": 1}), (2, {})):
         score = {"scorer": "random", "settings": settings}
-        chosen = recipe(bert, tmp_path, seed=seed, score=score)
+        chosen = recipe(model, tmp_path, seed=seed, score=score, train=None)
         found.append(runner.score_recipe(chosen, say=lambda line: None))
-    assert [scores.seed for scores in found] == [1, 2, 1]
-    assert found[0].values == found[2].values != found[1].values
+    assert [scores.seed for scores in found] == [1, 1, 2]
+    assert found[0].values == found[1].values != found[2].values
 
 
-# ---------------------------------------------------------------- models
-
-
-def test_an_untrained_head_needs_training(bert: Path, tmp_path: Path) -> None:
+def test_an_untrained_head_needs_training(bert, tmp_path):
     with pytest.raises(InvalidValue, match=r"lacks classifier.bias.*Add a train section"):
         build_model(recipe(bert, tmp_path, train=None), (0, 1, 2))
 
 
-def test_text_that_is_too_long_is_refused_before_training(bert: Path, tmp_path: Path) -> None:
+def test_text_that_is_too_long_is_refused_before_training(bert, tmp_path):
     chosen = recipe(bert, tmp_path)
     rows = ({"text": f"w{i} " + " ".join(WORDS * 3), "label": i % 2} for i in range(30))
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -287,22 +239,20 @@ def test_text_that_is_too_long_is_refused_before_training(bert: Path, tmp_path: 
         quiet_run(chosen)
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "words"),
-    [
+def test_bad_fresh_models(tmp_path):
+    bert = "BertForSequenceClassification"
+    for name, config, words in (
         ("ViTForImageClasification", {}, "Did you mean 'ViTForImageClassification'"),
         ("pipeline", {}, "must be a Transformers model class"),
-        ("BertForSequenceClassification", {"hiden_size": 4}, "Did you mean 'hidden_size'"),
-        ("BertForSequenceClassification", {"hidden_size": 7}, "a valid BertConfig"),
-    ],
-)
-def test_bad_fresh_models(tmp_path: Path, name: str, config: dict[str, Any], words: str) -> None:
-    chosen = recipe({"class_name": name, "config": config}, tmp_path)
-    with pytest.raises(hp.HeadPruneError, match=words):
-        build_model(chosen, (0, 1))
+        (bert, {"hiden_size": 4}, "Did you mean 'hidden_size'"),
+        (bert, {"hidden_size": 7}, "a valid BertConfig"),
+    ):
+        chosen = recipe({"class_name": name, "config": config}, tmp_path)
+        with pytest.raises(hp.HeadPruneError, match=words):
+            build_model(chosen, (0, 1))
 
 
-def test_fresh_models_come_from_the_seed_and_leave_the_random_state(tmp_path: Path) -> None:
+def test_fresh_models_come_from_the_seed_and_leave_the_random_state(tmp_path):
     chosen = recipe({"class_name": "BertForSequenceClassification", "config": SMALL}, tmp_path)
     before = torch.random.get_rng_state()
     one = build_model(chosen, ("a", "b", "c"))
@@ -314,7 +264,7 @@ def test_fresh_models_come_from_the_seed_and_leave_the_random_state(tmp_path: Pa
     assert one.config.id2label == {0: "a", 1: "b", 2: "c"}
 
 
-def test_paths(tmp_path: Path) -> None:
+def test_paths(tmp_path):
     assert resolve_path("someone/model") == "someone/model"
     assert resolve_path(str(tmp_path)) == str(tmp_path)
     assert Path(resolve_path("package:headprune/layouts")).name == "layouts"
@@ -324,7 +274,7 @@ def test_paths(tmp_path: Path) -> None:
             resolve_path(bad)
 
 
-def test_open_model_tells_what_is_wrong(tmp_path: Path, bert: Path, monkeypatch: Any) -> None:
+def test_open_model_tells_what_is_wrong(tmp_path, bert, monkeypatch):
     assert type(open_model(str(bert))).__name__ == "BertModel"
     with pytest.raises(InvalidValue, match=r"without config.json"):
         open_model(str(tmp_path))
@@ -339,13 +289,13 @@ def test_open_model_tells_what_is_wrong(tmp_path: Path, bert: Path, monkeypatch:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_gpu() -> None:
+def test_cuda_without_a_gpu():
     with pytest.raises(InvalidValue, match="torch sees no GPU"):
         resolve_device("cuda")
     assert resolve_device("auto").type == "cpu"
 
 
-def test_a_policy_that_the_models_layout_lacks(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_policy_that_the_models_layout_lacks(tmp_path, monkeypatch):
     alone = dataclasses.replace(layouts.registry.get("llama"), policies=("group",))
     monkeypatch.setitem(layouts.registry._loaded, "llama", alone)
     select = {"keep_heads": 0.5, "policy": "free"}
@@ -354,21 +304,16 @@ def test_a_policy_that_the_models_layout_lacks(tmp_path: Path, monkeypatch: Any)
         quietly_prepared(chosen)
 
 
-@pytest.mark.parametrize(("task", "hint"), [("text_classification", False), ("causal_lm", True)])
-def test_text_needs_a_tokenizer(tmp_path: Path, task: str, hint: bool) -> None:
+def test_text_needs_a_tokenizer(tmp_path):
     model = {"class_name": "LlamaForCausalLM", "config": {}}
-    with pytest.raises(
-        InvalidValue, match=rf"model\.path: must be given, because {task}"
-    ) as caught:
-        prepare(recipe(model, tmp_path, task))
-    assert ("Or train one: data.tokenizer." in str(caught.value)) == hint
-
-
-# ---------------------------------------------------------------- names of classes
+    for task, hint in (("text_classification", False), ("causal_lm", True)):
+        words = rf"model\.path: must be given, because {task}"
+        with pytest.raises(InvalidValue, match=words) as caught:
+            prepare(recipe(model, tmp_path, task))
+        assert ("Or train one: data.tokenizer." in str(caught.value)) == hint
 
 
 def trained(bert: Path, folder: Path, names: list[str]) -> Path:
-    """A classifier with named classes and the tokenizer of ``bert``."""
     from transformers import BertConfig, BertForSequenceClassification
 
     shutil.copytree(bert, folder / "trained")
@@ -379,7 +324,6 @@ def trained(bert: Path, folder: Path, names: list[str]) -> Path:
 
 
 def with_labels(chosen: Recipe, names: list[str]) -> Recipe:
-    """The recipe's rows, labelled by name."""
     path = Path(chosen.data.path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     write_rows(path, ({**row, "label": names[i % len(names)]} for i, row in enumerate(rows)))
@@ -390,21 +334,20 @@ def with_labels(chosen: Recipe, names: list[str]) -> Recipe:
     ("model_names", "data_names", "train", "expected"),
     [
         (["NEG", "POS", "MIXED"], ["pos", "neg"], False, ["NEG", "POS", "MIXED"]),
-        (["good", "bad", "mixed"], [2, 0, 1], False, ["good", "bad", "mixed"]),
         (["good", "bad", "mixed"], [2, 0, 1], True, ["0", "1", "2"]),
         (None, ["b", "a"], True, ["a", "b"]),
     ],
 )
 def test_classes_are_called_as_the_model_calls_them_or_a_new_head_as_the_data_does(
-    bert: Path, tmp_path: Path, model_names: Any, data_names: Any, train: bool, expected: list[str]
-) -> None:
+    bert, tmp_path, model_names, data_names, train, expected
+):
     model = trained(bert, tmp_path, model_names) if model_names else bert
     chosen = with_labels(recipe(model, tmp_path), data_names)
     chosen = chosen if train else chosen.model_copy(update={"train": None})
     assert quietly_prepared(chosen).model.config.id2label == dict(enumerate(expected))
 
 
-def test_other_labels_than_the_models_need_training(bert: Path, tmp_path: Path) -> None:
+def test_other_labels_than_the_models_need_training(bert, tmp_path):
     model = trained(bert, tmp_path, ["negative", "positive"])
     chosen = with_labels(recipe(model, tmp_path), ["neg", "positive"])
     (warning,) = number_labels(chosen, load_rows(chosen)).warnings
@@ -415,22 +358,18 @@ def test_other_labels_than_the_models_need_training(bert: Path, tmp_path: Path) 
         number_labels(chosen, load_rows(chosen))
 
 
-@pytest.mark.parametrize("names", [{0: "neg", 2: "pos"}, {0: "neg", 1: "neg"}])
-def test_names_that_number_no_classes_are_none(tmp_path: Path, names: dict[int, str]) -> None:
+def test_names_that_number_no_classes_are_none(tmp_path):
     from transformers import BertConfig
 
-    numbers = {n: i for i, n in names.items()}
-    BertConfig(id2label=names, label2id=numbers).save_pretrained(tmp_path / "model")
+    names = {"id2label": {0: "neg", 2: "pos"}, "label2id": {"neg": 0, "pos": 2}}
+    BertConfig(**names).save_pretrained(tmp_path / "model")
     chosen = recipe(tmp_path / "model", tmp_path, train=None)
     raw = number_labels(chosen, load_rows(with_labels(chosen, ["pos", "neg"])))
     assert (raw.labels, raw.label_ids) == (("neg", "pos"), {"neg": 0, "pos": 1})
     assert "does not name its classes" in raw.warnings[0]
 
 
-# ---------------------------------------------------------------- models that were cut before
-
-
-def test_a_cut_model_is_cut_further(finished: Any, tmp_path: Path) -> None:
+def test_a_cut_model_is_cut_further(finished, tmp_path):
     chosen, first = finished
     assert [w for w in first.warnings if "newly initialised" in w and "classifier.weight" in w]
     cut = Path(chosen.folder) / "model"
@@ -450,26 +389,24 @@ def test_a_cut_model_is_cut_further(finished: Any, tmp_path: Path) -> None:
         build_model(further.model_copy(update={"task": "token_classification"}), (0, 1, 2))
 
 
-def test_only_a_head_may_be_missing(bert: Path, tmp_path: Path) -> None:
+def test_only_a_head_may_be_missing(bert, tmp_path):
     from transformers import BertModel
 
     folder = tmp_path / "model"
-    chosen = recipe(folder, tmp_path)
-    model = BertModel.from_pretrained(bert)
-    whole = model.state_dict()
+    chosen, model = recipe(folder, tmp_path), BertModel.from_pretrained(bert)
+    state = {k: t for k, t in model.state_dict().items() if "layer.0.output" not in k}
+    model.save_pretrained(folder, state_dict=state)
+    with pytest.raises(InvalidValue, match=r"are missing or .*bert.encoder.layer.0.output"):
+        build_model(chosen, (0, 1, 2))
     model.encoder.layer[1].attention.self.query.weight = torch.nn.Parameter(torch.zeros(8, 16))
     model.save_pretrained(folder)
     with pytest.raises(InvalidValue, match=r"1 are missing or .*layer.1.attention.self.query"):
-        build_model(chosen, (0, 1, 2))
-    state = {name: tensor for name, tensor in whole.items() if "layer.0.output" not in name}
-    BertModel.from_pretrained(bert).save_pretrained(folder, state_dict=state)
-    with pytest.raises(InvalidValue, match=r"are missing or .*bert.encoder.layer.0.output"):
         build_model(chosen, (0, 1, 2))
     BertModel.from_pretrained(bert, add_pooling_layer=False).save_pretrained(folder)
     assert "bert.pooler.dense.weight" in load_model(chosen, (0, 1, 2)).warnings[0]
 
 
-def test_positions_for_padding_are_not_for_tokens() -> None:
+def test_positions_for_padding_are_not_for_tokens():
     from transformers import RobertaConfig, RobertaModel
 
     config = RobertaConfig(vocab_size=20, max_position_embeddings=12, pad_token_id=1, **SMALL)
@@ -480,19 +417,15 @@ def test_positions_for_padding_are_not_for_tokens() -> None:
         model(torch.full((1, 11), 3))
 
 
-# ---------------------------------------------------------------- dtypes
-
-
 @pytest.mark.parametrize(("given", "name"), [(None, "bfloat16"), ("float32", "float32")])
-def test_a_checkpoint_keeps_its_dtype_unless_the_recipe_has_another(
-    given: str | None, name: str, bert: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_keeps_its_dtype_unless_the_recipe_has_another(given, name, bert, tmp_path):
     from transformers import AutoModel
 
-    half = shutil.copytree(bert, tmp_path / "half")
-    AutoModel.from_pretrained(bert).bfloat16().save_pretrained(half)
-    model = {"path": str(half), "dtype": given}
-    record = quiet_run(recipe(model, tmp_path, recover=[{"method": "mean_fold"}]))
+    AutoModel.from_pretrained(bert).bfloat16().save_pretrained(
+        shutil.copytree(bert, tmp_path / "m")
+    )
+    score = {"scorer": "magnitude", "random_draws": 0}
+    record = quiet_run(recipe({"path": str(tmp_path / "m"), "dtype": given}, tmp_path, score=score))
     assert {p.dtype for p in record.proofs} == {name}
     for folder in ("base", "model"):
         weights = safetensors.torch.load_file(tmp_path / "out" / folder / "model.safetensors")
@@ -501,7 +434,7 @@ def test_a_checkpoint_keeps_its_dtype_unless_the_recipe_has_another(
     assert len(said) == (given is None)
 
 
-def test_pixels_are_of_the_weights_dtype(tmp_path: Path) -> None:
+def test_pixels_are_of_the_weights_dtype():
     """Swin, unlike ViT, casts nothing by itself."""
     sizes = {"image_size": 8, "patch_size": 1, "num_channels": 1, "embed_dim": 8, "window_size": 2}
     swin = {**sizes, "depths": [1, 1], "num_heads": [2, 4]}
@@ -509,4 +442,4 @@ def test_pixels_are_of_the_weights_dtype(tmp_path: Path) -> None:
     data = {"path": "sklearn:digits", "holdout": 60, "test_holdout": 1600, "calibration": 8}
     score = {"scorer": "taylor", "random_draws": 1}
     chosen = checked_recipe("image_classification", model, data, score=score)
-    assert quiet_run(chosen, out=tmp_path / "out").status == "done"
+    assert runner.score_recipe(chosen, say=lambda line: None).n_heads == 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from headprune.run import surroundings
@@ -14,7 +13,7 @@ from headprune.run.surroundings import hardware, in_short, versions
 CPU = torch.device("cpu")
 
 
-def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_said(monkeypatch):
     def version(name: str) -> str:
         if name == "transformers":
             raise surroundings.importlib.metadata.PackageNotFoundError(name)
@@ -29,9 +28,7 @@ def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert "transformers" not in found
 
 
-def test_memory_and_processor_where_linux_does_not_tell_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_and_processor_where_linux_does_not_tell_them(monkeypatch):
     assert hardware(CPU)["memory_gib"] > 0
 
     def fail(*_: Any, **__: Any) -> str:
@@ -46,7 +43,7 @@ def test_memory_and_processor_where_linux_does_not_tell_them(
     assert "memory_gib" not in found
 
 
-def test_a_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_named_with_its_memory(monkeypatch):
     gpu = SimpleNamespace(name="a GPU", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     found = hardware(torch.device("cuda"))
@@ -57,8 +54,6 @@ def test_a_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert not {"gpu", "allow_tf32"} & hardware(CPU).keys()
 
     class Mixed:
-        """Settings of which PyTorch refuses to tell one."""
-
         @property
         def allow_tf32(self) -> bool:
             raise RuntimeError("mix of the legacy and new APIs")

@@ -1,12 +1,9 @@
 """The same recipe gives the same bytes in another process, and the same plan on another number of
 threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -57,8 +54,8 @@ report_run(record, Path("run"))
 """
 
 
-def run(folder: Path, seed: str, *settings: str) -> Path:
-    """A process of its own; returns the folder that it wrote."""
+def begin(folder, seed, *settings):
+    """Begins a process of its own, which writes a run into the folder."""
     folder.mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
     model = {**TINY["model"], "config": {**TINY["model"]["config"], **sizes}}
@@ -68,26 +65,33 @@ def run(folder: Path, seed: str, *settings: str) -> Path:
     own = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
     own |= {"OMP_NUM_THREADS": "2"} if settings else {}
     command = [sys.executable, "-c", SCRIPT, *settings]
-    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=own, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def runs(tmp_path_factory):
     """One thread under two hash seeds, and two threads."""
     home = tmp_path_factory.mktemp("same")
-    return [run(home / "a", "0"), run(home / "b", "4711"), run(home / "c", "1", "threads=2")]
+    begun = {
+        home / "a": begin(home / "a", "0"),
+        home / "b": begin(home / "b", "4711"),
+        home / "c": begin(home / "c", "1", "threads=2"),
+    }
+    for process in begun.values():
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    return [folder / "run" for folder in begun]
 
 
-def test_files_are_the_same_bytes_in_every_process_but_for_what_was_timed(runs: list[Path]) -> None:
+def test_files_are_the_same_bytes_in_every_process_but_for_what_was_timed(runs):
     for name in FILES:
         first, second = ((folder / name).read_bytes() for folder in runs[:2])
         assert first == second, name
     assert b"<svg" in (runs[0] / "report.html").read_bytes()
 
 
-def test_one_thread_and_two_give_the_same_plan(runs: list[Path]) -> None:
+def test_one_thread_and_two_give_the_same_plan(runs):
     """Their sums are in another order, so weights and scores differ in last digits."""
     one, two = (PruningPlan.load(folder / "plan.json") for folder in runs[1:])
     assert one.mask == two.mask

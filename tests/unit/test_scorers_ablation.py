@@ -1,21 +1,15 @@
 """leave_one_out, add_one_in and shapley against every coalition written out, and their
 identities."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
 from headprune.model.double import Doubled
-from headprune.model.running import call
 from headprune.scoring import AddOneIn, LeaveOneOut, Shapley
-from tests.laws.support import Subject, labelled_subject, subject_of
+from tests.laws.support import Subject, labelled_subject, picture, subject_of
 from tests.reference import games
 from tests.reference import scores as reference
 from tests.scoring_help import (
@@ -35,17 +29,17 @@ SUMMED = {"rtol": 1e-10, "atol": 1e-10}
 
 
 @pytest.fixture(autouse=True)
-def _doubled() -> Iterator[None]:
+def _doubled():
     with Doubled():
         yield
 
 
 @pytest.fixture(params=FAMILIES)
-def subject(request: pytest.FixtureRequest) -> Subject:
+def subject(request):
     return labelled_subject(request.param)
 
 
-def mask_of(subject: Subject, site: Any) -> Tensor | None:
+def mask_of(subject, site):
     """Padding of a site's queries."""
     if "valid_lens" in subject.batch:
         return torch.arange(subject.batch["x"].shape[1]) < subject.batch["valid_lens"][:, None]
@@ -53,7 +47,7 @@ def mask_of(subject: Subject, site: Any) -> Tensor | None:
     return subject.batch.get("decoder_attention_mask" if decoder else "attention_mask")
 
 
-def replaced(subject: Subject, batch: dict[str, Any], stand_of: Any) -> Tensor:
+def replaced(subject, batch, stand_of):
     """``[examples, units]``: by how much losses rise where ``stand_of(site, example)`` takes the
     place of a unit's outputs."""
     model, loss, columns = subject.model, loss_of(subject), []
@@ -71,7 +65,7 @@ def replaced(subject: Subject, batch: dict[str, Any], stand_of: Any) -> Tensor:
 # ---------------------------------------------------------------- leave one out
 
 
-def test_leave_one_out_is_the_loop_over_examples_and_units(subject: Subject) -> None:
+def test_leave_one_out_is_the_loop_over_examples_and_units(subject):
     slow = reference.leave_one_out(subject.model, subject.batch, loss_of(subject), subject.sites)
     values, errors = reference.mean_and_error(slow)
     assert max(map(abs, values)) > 1e-3
@@ -82,7 +76,7 @@ def test_leave_one_out_is_the_loop_over_examples_and_units(subject: Subject) -> 
         assert found.notes == ()
 
 
-def test_leave_one_out_with_means_is_the_loop(subject: Subject) -> None:
+def test_leave_one_out_with_means_is_the_loop(subject):
     means = {
         site.name: torch.cat(
             games.contexts(
@@ -95,11 +89,11 @@ def test_leave_one_out_with_means_is_the_loop(subject: Subject) -> None:
     assert_close(flat(score(subject, LeaveOneOut(replacement="mean"))), slow.mean(0), **EXACT)
 
 
-def test_leave_one_out_with_other_examples_is_the_loop(subject: Subject) -> None:
+def test_leave_one_out_with_other_examples_is_the_loop(subject):
     """With a pool of two, which other example it is does not depend on the draw."""
     batch = split(subject.batch, 2)[0]
 
-    def other(site: Any, i: int) -> Tensor:
+    def other(site, i):
         mask = mask_of(subject, site)
         mask = None if mask is None else mask[:2]
         return games.contexts(subject.model, batch, loss_of(subject), site, mask)[1 - i]
@@ -111,7 +105,7 @@ def test_leave_one_out_with_other_examples_is_the_loop(subject: Subject) -> None
 
 
 @pytest.mark.parametrize("removed", [[], [1]])
-def test_means_take_the_place_of_heads_that_have_no_output_projection(removed: list[int]) -> None:
+def test_means_take_the_place_of_heads_that_have_no_output_projection(removed):
     subject = subject_of("head_list_bare")
     mask = subject.without({subject.sites[0].name: removed})
     hp.prune_(subject.model, mask, sites=subject.sites)
@@ -126,7 +120,7 @@ def test_means_take_the_place_of_heads_that_have_no_output_projection(removed: l
             at = slice(head * site.value_dim, (head + 1) * site.value_dim)
             mean = seen[0][..., at].flatten(0, -2).mean(0)
 
-            def swap(m: Any, a: Any, out: Tensor, at: slice = at, mean: Tensor = mean) -> Tensor:
+            def swap(m, a, out, at=at, mean=mean):
                 out = out.clone()
                 out[..., at] = mean
                 return out
@@ -140,7 +134,7 @@ def test_means_take_the_place_of_heads_that_have_no_output_projection(removed: l
 # ---------------------------------------------------------------- add one in, shapley
 
 
-def test_add_one_in_is_the_loop(subject: Subject) -> None:
+def test_add_one_in_is_the_loop(subject):
     loss = loss_of(subject)
     n = len(games.units_of(subject.sites))
     empty, *alone = (
@@ -152,26 +146,22 @@ def test_add_one_in_is_the_loop(subject: Subject) -> None:
     assert found.notes == ()
 
 
-def stacked(n_layers: int) -> Subject:
+@pytest.fixture(scope="module")
+def game():
+    """Six units, every coalition of which is run."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(hp.MultiHeadAttention(6, 3) for _ in range(n_layers))).double().eval()
+    model = nn.Sequential(*(hp.MultiHeadAttention(6, 3) for _ in range(2))).double().eval()
     batch = {"input": torch.randn(3, 4, 6, dtype=torch.float64) * 3}
     layout = hp.layouts.registry.get("multi_head_attention")
-    return Subject(layout, model, batch, hp.find_sites(model))
-
-
-@pytest.fixture(scope="module")
-def game() -> tuple[Subject, dict[frozenset[int], list[float]]]:
-    """Six units, every coalition of which is run."""
-    subject = stacked(2)
+    subject = Subject(layout, model, batch, hp.find_sites(model))
     return subject, games.coalitions(subject.model, subject.batch, own_loss, subject.sites)
 
 
-def whole_of(v: dict[frozenset[int], list[float]]) -> Tensor:
+def whole_of(v):
     return wide(v[max(v, key=len)]).mean() - wide(v[frozenset()]).mean()
 
 
-def test_shapley_shares_add_up_and_come_close_to_the_enumeration(game: Any) -> None:
+def test_shapley_shares_add_up_and_come_close_to_the_enumeration(game):
     subject, v = game
     exact = games.shapley(v).mean(0)
     assert_close(exact.sum(), whole_of(v), **EXACT)
@@ -185,7 +175,7 @@ def test_shapley_shares_add_up_and_come_close_to_the_enumeration(game: Any) -> N
     assert bool((flat_errors(found) > 0).all())
 
 
-def test_shapley_of_one_order_is_its_marginals(game: Any) -> None:
+def test_shapley_of_one_order_is_its_marginals(game):
     subject, v = game
     order = torch.randperm(6, generator=torch.Generator().manual_seed(3)).tolist()
     expected = torch.zeros(6, dtype=torch.float64)
@@ -197,11 +187,11 @@ def test_shapley_of_one_order_is_its_marginals(game: Any) -> None:
     assert_close(flat(found), expected, **EXACT)
 
 
-def test_truncation_keeps_the_sum_and_runs_less(game: Any) -> None:
+def test_truncation_keeps_the_sum_and_runs_less(game):
     subject, v = game
     calls, counts = [], []
 
-    def counted(model: nn.Module, batch: Any) -> Tensor:
+    def counted(model, batch):
         calls.append(1)
         return own_loss(model, batch)
 
@@ -213,32 +203,21 @@ def test_truncation_keeps_the_sum_and_runs_less(game: Any) -> None:
     assert counts[1] < counts[0]
 
 
-def test_two_sided_is_half_of_either_end(game: Any) -> None:
+def test_two_sided_is_half_of_either_end(game):
     subject, _ = game
     left, right, both = score(subject, [LeaveOneOut(), AddOneIn(), Shapley(method="two_sided")])
     assert_close(flat(both), (flat(left) + flat(right)) / 2, **EXACT)
 
 
-def test_two_sided_is_exact_without_third_order_interactions() -> None:
-    """The output of one layer is linear in the gates, so a squared loss has none."""
-    one = stacked(1)
-
-    def quadratic(model: nn.Module, batch: Any) -> Tensor:
-        return call(model, batch).square().mean((1, 2))
-
-    exact = games.shapley(games.coalitions(one.model, one.batch, quadratic, one.sites)).mean(0)
-    assert_close(flat(score(one, Shapley(method="two_sided"), loss=quadratic)), exact, **EXACT)
-
-
 # ---------------------------------------------------------------- losses of masks
 
 
-def test_losses_of_masks_are_those_of_gated_models(subject: Subject) -> None:
+def test_losses_of_masks_are_those_of_gated_models(subject):
     loss, masks = loss_of(subject), [subject.ragged(seed) for seed in range(3)]
     last = subject.sites[-1]
     masks.append(subject.mask({last.name: [h for u in last.units[1:] for h in u]}))
 
-    def under(mask: hp.HeadMask) -> Tensor:
+    def under(mask):
         with torch.no_grad(), hp.gated(subject.model, mask, subject.sites):
             return loss(subject.model, subject.batch)
 
@@ -252,3 +231,10 @@ def test_losses_of_masks_are_those_of_gated_models(subject: Subject) -> None:
         )
         start = under(base or subject.mask({}))
         assert_close(found, torch.stack([under(m) - start for m in masks]), **EXACT)
+    before, batches = picture(subject.model), iter(split(subject.batch, 2))
+    options = {"loss": loss, "sites": subject.sites, "progress": False}
+    rise = hp.scoring.loss_of(subject.model, batches, **options)
+    for some in (masks, masks[2:0:-1]):
+        expected = torch.stack([under(m) - under(subject.mask({})) for m in some])
+        assert_close(torch.from_numpy(rise(some)), expected, **EXACT)
+    assert picture(subject.model) == before

@@ -1,17 +1,10 @@
 """Scorers made of gate gradients, against literal transcriptions and their identities."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import InvalidValue
 from headprune.model.double import Doubled
 from headprune.model.running import call
 from headprune.scoring import (
@@ -26,19 +19,10 @@ from headprune.scoring import (
 from tests.laws.support import Subject, examples_of, family_subject
 from tests.reference import gradients as reference
 from tests.reference import scores as heads
-from tests.scoring_help import (
-    EXACT,
-    FAMILIES,
-    counted_runs,
-    flat,
-    loss_of,
-    score,
-    split,
-    wide,
-)
+from tests.scoring_help import EXACT, FAMILIES, counted_runs, flat, loss_of, score, split, wide
 
 
-def rolled(batch: Any) -> Any:
+def rolled(batch):
     """A corruption: every word, or number, becomes another one."""
     name = "input_ids" if "input_ids" in batch else "x"
     values = batch[name]
@@ -46,7 +30,7 @@ def rolled(batch: Any) -> Any:
 
 
 @pytest.fixture(params=FAMILIES)
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+def subject(request):
     """A tiny model in fp64 throughout, with labels where its loss needs some."""
     with Doubled():
         found = family_subject(request.param, request.param)
@@ -56,41 +40,20 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 
 @pytest.fixture
-def bert() -> Subject:
+def bert():
     return family_subject("bert", "bert")
 
 
-def slopes_of(subject: Subject, batch: Any = None) -> list[list[float]]:
+def slopes_of(subject, batch=None):
     batch = subject.batch if batch is None else batch
     return reference.alone(subject.model, batch, loss_of(subject), subject.sites)
-
-
-class Linear(nn.Module):
-    """One layer of attention and a sum, ``[batch, 1]``: what it puts out is linear in the gates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = hp.MultiHeadAttention(8, 4, n_kv_heads=2)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x).mean(1))
-
-
-@pytest.fixture
-def linear() -> tuple[Linear, Tensor]:
-    return Linear().double().eval(), torch.randn(6, 5, 8, dtype=torch.float64)
-
-
-def scores_of(model: nn.Module, batch: Any, scorers: list[Any], loss: Any) -> list[Tensor]:
-    return [flat(s) for s in hp.score(model, [batch], scorers, loss=loss, progress=False)]
 
 
 # ---------------------------------------------------------------- fisher and taylor2
 
 
 @pytest.mark.parametrize("block", [1, 2])
-def test_fisher_is_half_the_mean_squared_gradient_of_a_loop(subject: Subject, block: int) -> None:
+def test_fisher_is_half_the_mean_squared_gradient_of_a_loop(subject, block):
     batch = subject.batch if subject.family == "t5" else examples_of(subject, 5)
     slow = wide(reference.fisher_matrix(slopes_of(subject, batch), block))
     found = score(subject, Fisher(block=block), split(batch, 3))
@@ -102,7 +65,7 @@ def test_fisher_is_half_the_mean_squared_gradient_of_a_loop(subject: Subject, bl
 
 
 @pytest.mark.parametrize("matrix", [fisher_matrix, ggn_matrix])
-def test_structures_of_the_matrices(bert: Subject, matrix: Any) -> None:
+def test_structures_of_the_matrices(bert, matrix):
     full, block, diag = (
         matrix(bert.model, [bert.batch], structure=s) for s in ("full", "block", "diag")
     )
@@ -112,38 +75,20 @@ def test_structures_of_the_matrices(bert: Subject, matrix: Any) -> None:
     assert torch.equal(diag, full * torch.eye(12))
 
 
-def test_taylor2_is_its_formula(subject: Subject) -> None:
+def test_taylor2_is_its_formula(subject):
     slow = wide(reference.taylor2(slopes_of(subject)))
     assert_close(flat(score(subject, "taylor2")), slow, **EXACT)
-
-
-def test_taylor2_is_exact_where_the_loss_is_quadratic_with_the_fisher_curvature(
-    linear: tuple[Linear, Tensor],
-) -> None:
-    """A squared error of 1/2 everywhere: its second derivative ``2 c^2`` is then its squared slope
-    ``(2 e c)^2``."""
-    model, x = linear
-    with torch.no_grad():
-        targets = model(x)[:, 0] - wide([1, 1, -1, 1, -1, -1]) * 0.5**0.5
-    found, exact = scores_of(
-        model,
-        (x, targets),
-        ["taylor2", "leave_one_out"],
-        lambda m, b: (m(b[0])[:, 0] - b[1]).square(),
-    )
-    assert exact.abs().max() > 1e-3
-    assert_close(found, exact, **EXACT)
 
 
 # ---------------------------------------------------------------- ggn
 
 
-def class_logits(model: nn.Module, one: Any) -> Tensor:
+def class_logits(model, one):
     out = call(model, {k: v for k, v in one.items() if k != "labels"})
     return out.logits if hasattr(out, "logits") else out
 
 
-def next_token_logits(model: nn.Module, one: Any) -> Tensor:
+def next_token_logits(model, one):
     """``[positions that count, vocabulary]`` of one example."""
     out = call(model, one).logits[0]
     if "decoder_input_ids" in one:
@@ -151,7 +96,7 @@ def next_token_logits(model: nn.Module, one: Any) -> Tensor:
     return out[:-1][one["attention_mask"][0, 1:].bool()]
 
 
-def mean_hessian(subject: Subject, function: Any, logits: Any, diagonal: bool = True) -> Tensor:
+def mean_hessian(subject, function, logits, diagonal=True):
     rows = []
     for one in split(subject.batch, 1):
         with torch.no_grad():
@@ -161,7 +106,7 @@ def mean_hessian(subject: Subject, function: Any, logits: Any, diagonal: bool = 
     return found.diagonal() if diagonal else found
 
 
-def is_unbiased(subject: Subject, hessian: Tensor, draws: int, n_seeds: int) -> None:
+def is_unbiased(subject, hessian, draws, n_seeds):
     """The mean over seeds is half the Hessian, as far as chance allows, and in all within 10 %."""
     seeds = [Ggn(draws=draws, seed=seed) for seed in range(n_seeds)]
     found = torch.stack([flat(scores) for scores in score(subject, seeds)])
@@ -171,7 +116,7 @@ def is_unbiased(subject: Subject, hessian: Tensor, draws: int, n_seeds: int) -> 
 
 
 @pytest.mark.parametrize("subject", ["bert", "multi_head_attention"], indirect=True)
-def test_ggn_is_the_hessian_of_the_divergence(subject: Subject) -> None:
+def test_ggn_is_the_hessian_of_the_divergence(subject):
     hessian = mean_hessian(subject, reference.divergence, class_logits, diagonal=False)
     matrix = ggn_matrix(subject.model, split(subject.batch, 2))
     # Second differences with a step of 1e-3 are off by about its square, and by rounding.
@@ -181,7 +126,7 @@ def test_ggn_is_the_hessian_of_the_divergence(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", ["llama", "t5"], indirect=True)
-def test_ggn_of_tokens_is_unbiased(subject: Subject) -> None:
+def test_ggn_of_tokens_is_unbiased(subject):
     hessian = mean_hessian(subject, reference.divergence, next_token_logits)
     is_unbiased(subject, hessian, draws=8, n_seeds=24)
 
@@ -193,22 +138,14 @@ def test_ggn_of_tokens_is_unbiased(subject: Subject) -> None:
         ("multi_label_classification", reference.bernoulli_divergence),
     ],
 )
-def test_ggn_of_other_outputs(bert: Subject, kind: str, function: Any) -> None:
+def test_ggn_of_other_outputs(bert, kind, function):
     bert.model.config.problem_type = kind
     hessian = mean_hessian(bert, function, class_logits)
     del bert.batch["labels"]
     assert_close(flat(score(bert, Ggn())), hessian / 2, rtol=1e-4, atol=1e-7)
 
 
-def test_ggn_reads_no_labels(bert: Subject) -> None:
-    expected = score(bert, ["ggn", "fisher"])
-    bert.batch["labels"] = torch.tensor([2, 1, 0])
-    flipped = score(bert, ["ggn", "fisher"])
-    assert flipped[0].values == expected[0].values
-    assert flipped[1].values != expected[1].values
-
-
-def test_ggn_of_an_answers_ends(bert: Subject) -> None:
+def test_ggn_of_an_answers_ends(bert):
     from transformers import BertForQuestionAnswering
 
     bert.model.config.num_labels = 2
@@ -216,7 +153,7 @@ def test_ggn_of_an_answers_ends(bert: Subject) -> None:
     del bert.batch["labels"]
     subject = Subject(bert.layout, model, bert.batch, hp.find_sites(model), "bert")
 
-    def ends(model: nn.Module, one: Any) -> Tensor:
+    def ends(model, one):
         out, mask = call(model, one), one["attention_mask"][0].bool()
         return torch.stack([out.start_logits[0, mask], out.end_logits[0, mask]])
 
@@ -233,39 +170,10 @@ def test_ggn_of_an_answers_ends(bert: Subject) -> None:
     assert bare.values == whole.values != masked.values
 
 
-def test_ggn_does_not_vanish_on_fitted_examples(linear: tuple[Linear, Tensor]) -> None:
-    """A squared error of 0: the loss's slope is 0, its curvature is not, and is what removal
-    costs."""
-    model, x = linear
-    with torch.no_grad():
-        targets = model(x)
-
-    def loss(m: Any, b: Tensor) -> Tensor:
-        return (m(b) - targets).square().squeeze(1)
-
-    ggn, exact = scores_of(model, x, ["ggn", "leave_one_out"], loss)
-    with pytest.raises(InvalidValue, match=r"the slopes of the loss .* larger than rounding"):
-        scores_of(model, x, ["fisher"], loss)
-    assert exact.min() > 1e-6
-    assert_close(ggn, exact, **EXACT)
-
-
-def test_ggn_goes_forward_once_and_backward_once_a_class_but_one(
-    bert: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, grad = [], torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))
-    with counted_runs(bert.model) as runs:
-        score(bert, "ggn", split(bert.batch, 2))
-    coupled = 2  # on the first batch: do its examples see each other?
-    assert len(runs) == 2 + 2, "with the costs and the model's own loss"
-    assert len(calls) == 2 * (3 - 1) + coupled
-
-
 # ---------------------------------------------------------------- integrated gradients
 
 
-def test_integrated_gradients_are_complete(subject: Subject) -> None:
+def test_integrated_gradients_are_complete(subject):
     loss = loss_of(subject)
     closed = {s.name: torch.zeros(len(s.heads), dtype=torch.float64) for s in subject.sites}
     with torch.no_grad():
@@ -284,39 +192,25 @@ def test_integrated_gradients_are_complete(subject: Subject) -> None:
     assert float(saved.abs().max()) > 0.01
 
 
-def test_integrated_gradients_are_exact_on_a_polynomial(linear: tuple[Linear, Tensor]) -> None:
-    """A loss of degree 2 in the gates: its slope has degree 1, for which one point is enough."""
-    scorers = [IntegratedGradients(points=1), IntegratedGradients(points=9)]
-    one, many, loo, aio = scores_of(
-        *linear,
-        [*scorers, "leave_one_out", "add_one_in"],
-        lambda m, b: m(b).square().squeeze(1),
-    )
-    assert_close(one, many, **EXACT)
-    # Of a quadratic game the Aumann-Shapley and the Shapley values are the mean of first and last
-    # contribution.
-    assert_close(one, (loo + aio) / 2, **EXACT)
-
-
 # ---------------------------------------------------------------- attribution patching
 
 
-def patched(subject: Subject, base: Any) -> Tensor:
+def patched(subject, base):
     rows = reference.patched(subject.model, subject.batch, loss_of(subject), subject.sites, base)
     return wide(rows).mean(0)
 
 
-def contexts(subject: Subject, one: Any, backward: bool = True) -> list[Tensor]:
+def contexts(subject, one, backward=True):
     return reference.contexts(subject.model, one, loss_of(subject), subject.sites, backward)
 
 
-def test_a_base_of_zero_is_the_signed_slope(subject: Subject) -> None:
+def test_a_base_of_zero_is_the_signed_slope(subject):
     zero, signed = score(subject, [AttributionPatching(), Taylor(reduce="signed")])
     assert zero.values == signed.values
     assert_close(flat(zero), patched(subject, lambda i, s, t: wide([0.0] * 99)), **EXACT)
 
 
-def query_tokens(subject: Subject, site: Any, one: Any, length: int) -> list[bool]:
+def query_tokens(subject, site, one, length):
     """Which queries of a site are no padding."""
     mask = one.get("attention_mask")
     if "valid_lens" in one:
@@ -326,8 +220,8 @@ def query_tokens(subject: Subject, site: Any, one: Any, length: int) -> list[boo
     return mask[0].bool().tolist()
 
 
-def test_a_mean_base_is_its_formula(subject: Subject) -> None:
-    tokens: list[list[Tensor]] = [[] for _ in subject.sites]
+def test_a_mean_base_is_its_formula(subject):
+    tokens = [[] for _ in subject.sites]
     for one in split(subject.batch, 1):
         for site, read, kept in zip(subject.sites, contexts(subject, one), tokens, strict=True):
             here = query_tokens(subject, site, one, read.shape[1])
@@ -337,7 +231,7 @@ def test_a_mean_base_is_its_formula(subject: Subject) -> None:
     assert_close(flat(found), patched(subject, lambda i, s, t: means[s]), **EXACT)
 
 
-def test_a_corrupted_base_is_its_formula(subject: Subject) -> None:
+def test_a_corrupted_base_is_its_formula(subject):
     corrupted = [contexts(subject, one, backward=False) for one in split(rolled(subject.batch), 1)]
     slow = patched(subject, lambda i, s, t: corrupted[i][s].detach()[0, t])
     scorer = AttributionPatching(base="corrupt", corrupt=rolled)
@@ -347,17 +241,8 @@ def test_a_corrupted_base_is_its_formula(subject: Subject) -> None:
     assert hp.HeadScores.from_json(found.to_json()) == found
 
 
-def test_patching_is_exact_where_the_output_is_linear_in_the_contexts(
-    linear: tuple[Linear, Tensor],
-) -> None:
-    """Replacing a head's contexts by their mean changes a linear loss by just the estimate."""
-    scorers = [AttributionPatching(base="mean"), hp.scoring.LeaveOneOut(replacement="mean")]
-    patching, mean = scores_of(*linear, scorers, lambda m, b: m(b)[:, 0])
-    assert_close(patching, mean, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("family", ["albert", "swin", "labml"])
-def test_shared_windowed_and_sequence_first_layers(family: str) -> None:
+def test_shared_windowed_and_sequence_first_layers(family):
     """A layer that runs several times, windows on the batch axis, tokens before examples: same
     slope by both ways."""
     with Doubled():
@@ -378,10 +263,10 @@ def test_shared_windowed_and_sequence_first_layers(family: str) -> None:
 # ---------------------------------------------------------------- passes and samples
 
 
-def test_the_fewest_passes_serve_them_all(bert: Subject) -> None:
+def test_the_fewest_passes_serve_them_all(bert):
     batches = split(examples_of(bert, 7), 3)
     for scorer, passes in (
-        (["taylor", "fisher", "taylor2", "attribution_patching", Fisher(block=32)], 1),
+        (["taylor", "fisher", "taylor2", "attribution_patching", "ggn", Fisher(block=32)], 2),
         (IntegratedGradients(points=5), 5 + 2),
         (AttributionPatching(base="mean"), 2),
         (AttributionPatching(base="corrupt", corrupt=rolled), 2),

@@ -1,15 +1,11 @@
 """Scoring that was cut off goes on after the batches that were done, to the same scores bit for
 bit."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,23 +17,21 @@ from headprune.core.locking import locked
 from headprune.gating import candidates
 from headprune.model.losses import default_loss
 from headprune.scoring import Auto, LeaveOneOut, Shapley, Taylor, _resume_cache
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem
-from tests.laws.support import Subject, subject_of
+from headprune.scoring._base import Estimate, Scorer
 from tests.laws.support import examples_of as data
+from tests.laws.support import subject_of
 from tests.scoring_help import counted_runs, score, split
 
 OTHERS = r"what these batches gave, in this order.*up to batch"
 MEAN = LeaveOneOut(replacement="mean")
 #: Rows and sums, of one pass and of several.
-SCORERS: list[Any] = [
+SCORERS = [
     Taylor(reduce="batch", block=2),
     "fisher",
     "ggn",
-    "integrated_gradients",
     "leave_one_out",
     MEAN,
     Shapley(orders=2),
-    "obs",
     "surgeon",
     "entropy",
     "magnitude",
@@ -51,11 +45,11 @@ class CutOff(BaseException):
 class Batches(list[Any]):
     """Batches of which only so many are handed out, over all passes."""
 
-    def __init__(self, batches: list[Any], left: float = 1e9) -> None:
+    def __init__(self, batches, left=1e9):
         super().__init__(batches)
         self.left = left
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for batch in super().__iter__():
             self.left -= 1
             if self.left < 0:
@@ -64,30 +58,30 @@ class Batches(list[Any]):
 
 
 @pytest.fixture(autouse=True)
-def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+def _always(monkeypatch):
     """What a batch gave is written at once."""
     monkeypatch.setattr(_resume_cache, "EVERY", 0.0)
     monkeypatch.setattr(_resume_cache, "_TIMES", 0)
 
 
 @pytest.fixture(scope="module")
-def bert() -> Subject:
+def bert():
     return subject_of("bert")
 
 
 @pytest.fixture(scope="module")
-def four(bert: Subject) -> list[Any]:
+def four(bert):
     """Four batches of two examples."""
     return split(data(bert, 8), 2)
 
 
-def told(scores: hp.HeadScores) -> tuple[Any, ...]:
+def told(scores):
     """All that scores hold, to the last bit."""
     matrices = [m for m in (scores.samples, scores.curvature) if m is not None]
     return scores.to_json(), *(m.matrix.tobytes() for m in matrices)
 
 
-def cut_off(subject: Subject, scorer: Any, batches: Any, left: int, **options: Any) -> None:
+def cut_off(subject, scorer, batches, left, **options):
     with pytest.raises(CutOff):
         score(subject, scorer, Batches(batches, left), **options)
 
@@ -96,7 +90,7 @@ def cut_off(subject: Subject, scorer: Any, batches: Any, left: int, **options: A
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=str)
-def test_scores_that_were_cut_off(scorer: Any, bert: Subject, tmp_path: Path) -> None:
+def test_scores_that_were_cut_off(scorer, bert, tmp_path):
     batches = split(data(bert, 5), 1)
     counted = Batches(batches)
     with counted_runs(bert.model) as runs:
@@ -113,25 +107,23 @@ def test_scores_that_were_cut_off(scorer: Any, bert: Subject, tmp_path: Path) ->
             assert len(runs) < n_runs / 2 + 4, "almost all had been done"
 
 
-@pytest.mark.parametrize("left", [3, 8])
-def test_auto_that_was_cut_off(bert: Subject, tmp_path: Path, left: int) -> None:
-    """Candidates go on where they were."""
+def test_auto_that_was_cut_off(bert, tmp_path):
     batches, scorer = split(data(bert, 5), 1), Auto(candidates=("taylor", "obs"), random_draws=1)
     whole = told(score(bert, scorer, batches))
-    cut_off(bert, scorer, batches, left, folder=tmp_path)
-    assert told(score(bert, scorer, batches, folder=tmp_path)) == whole
+    for left in (3, 8):
+        folder = tmp_path / str(left)
+        cut_off(bert, scorer, batches, left, folder=folder)
+        assert told(score(bert, scorer, batches, folder=folder)) == whole
 
 
-@pytest.mark.parametrize("refits_before", [1, 3, 5])
-def test_auto_does_not_refit_again(
-    bert: Subject, tmp_path: Path, refits_before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("refits_before", [1, 5])
+def test_auto_does_not_refit_again(bert, tmp_path, refits_before, monkeypatch):
     batches, scorer = split(data(bert, 8), 2), Auto(candidates=("taylor", "obs"), random_draws=1)
     whole = told(score(bert, scorer, batches))
     refit = Auto.refit_
     runs = 0
 
-    def counted(self: Any, *args: Any) -> object:
+    def counted(self, *args):
         nonlocal runs
         if runs == most:
             raise CutOff
@@ -147,7 +139,7 @@ def test_auto_does_not_refit_again(
     assert runs == most
 
 
-def test_scores_until_they_are_settled(bert: Subject, tmp_path: Path) -> None:
+def test_scores_until_they_are_settled(bert, tmp_path):
     batches, until = split(data(bert, 24), 2), hp.Stable(k=4, first=4)
     whole = told(score(bert, "taylor", batches, until=until))
     cut_off(bert, "taylor", batches, 7, folder=tmp_path, until=until)
@@ -155,9 +147,7 @@ def test_scores_until_they_are_settled(bert: Subject, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_how_ablations_are_run_is_remembered(
-    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_ablations_are_run_is_remembered(fails, tmp_path, monkeypatch):
     """In fp32, where other chunks and other ways to run give other roundings."""
     subject, scorer = subject_of("bert"), LeaveOneOut(max_bytes=20_000)
     subject.model.float()
@@ -167,7 +157,7 @@ def test_how_ablations_are_run_is_remembered(
     ]
     prove = candidates._Pass.prove
 
-    def failing(self: Any) -> None:
+    def failing(self):
         prove(self)
         if self.number == 0:
             raise candidates.CannotReplay("the proof", "exact", "1e-2 off")
@@ -184,15 +174,13 @@ def test_how_ablations_are_run_is_remembered(
 class Cached(Scorer):
     """Gives one tensor for every batch, by an own scorer's right."""
 
-    def estimate(self, problem: ScoringProblem) -> Estimate:
+    def estimate(self, problem):
         row = torch.arange(12, dtype=torch.float64).expand(1, -1)
         rows = problem.rows("cached", lambda number, batch: row)
         return Estimate(rows.mean(0), n_examples=len(rows), samples=rows)
 
 
-def test_rows_may_be_one_tensor_and_parts_of_a_killed_call_are_removed(
-    bert: Subject, tmp_path: Path
-) -> None:
+def test_rows_may_be_one_tensor_and_parts_of_a_killed_call_are_removed(bert, tmp_path):
     batches, own = split(data(bert, 3), 1), dataclass(frozen=True)(Cached)()
     (tmp_path / "0-of-1").mkdir()
     (tmp_path / "0-of-1" / ".rows-000001.safetensors.00000000.part").write_bytes(b"half")
@@ -201,7 +189,7 @@ def test_rows_may_be_one_tensor_and_parts_of_a_killed_call_are_removed(
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_call_without_data_or_labels_has_a_folder_too(bert: Subject, tmp_path: Path) -> None:
+def test_a_call_without_data_or_labels_has_a_folder_too(bert, tmp_path):
     hp.score(bert.model, None, "magnitude", folder=tmp_path / "magnitude")
     bare = [{k: v for k, v in batch.items() if k != "labels"} for batch in split(data(bert, 3), 1)]
     whole = hp.score(bert.model, bare, "surgeon", progress=False)
@@ -216,16 +204,14 @@ def test_a_call_without_data_or_labels_has_a_folder_too(bert: Subject, tmp_path:
 # ---------------------------------------------------------------- what is kept
 
 
-def test_passes_that_are_short_are_kept_as_well(
-    bert: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_that_are_short_are_kept_as_well(bert, tmp_path, monkeypatch):
     """With a clock on which every run of the model takes a second, and a minute goes by between two
     writes."""
     now, batches = [0.0], split(data(bert, 6), 2)
     monkeypatch.setattr(_resume_cache, "EVERY", 60.0)
     monkeypatch.setattr(_resume_cache, "monotonic", lambda: now[0])
 
-    def ticking(*_: Any) -> None:
+    def ticking(*_):
         now[0] += 1
         if now[0] > 600:
             raise CutOff
@@ -243,9 +229,7 @@ def test_passes_that_are_short_are_kept_as_well(
 
 
 @pytest.mark.parametrize("scorer", ["taylor", "surgeon"])
-def test_damaged_files_are_made_again(
-    scorer: str, four: list[Any], bert: Subject, tmp_path: Path
-) -> None:
+def test_damaged_files_are_made_again(scorer, four, bert, tmp_path):
     whole = told(score(bert, scorer, four, folder=tmp_path))
     for damage in (
         lambda content: b"",
@@ -259,19 +243,15 @@ def test_damaged_files_are_made_again(
         assert told(score(bert, scorer, four, folder=tmp_path)) == whole
 
 
-def test_no_more_is_kept_than_there_is_room_for(
-    bert: Subject, four: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_kept_than_there_is_room_for(bert, four, tmp_path, monkeypatch):
     whole = told(score(bert, "taylor", four))
     monkeypatch.setattr(_resume_cache, "LIMIT", 100)
     assert told(score(bert, "taylor", four, folder=tmp_path)) == whole
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < 1000
 
 
-def test_a_loss_that_is_not_finite_is_not_kept(
-    bert: Subject, four: list[Any], tmp_path: Path
-) -> None:
-    def loss(model: Any, batch: Any) -> Any:
+def test_a_loss_that_is_not_finite_is_not_kept(bert, four, tmp_path):
+    def loss(model, batch):
         wrong = torch.equal(batch["input_ids"], four[2]["input_ids"])
         return default_loss(model, batch) * (float("nan") if wrong else 1)
 
@@ -283,9 +263,7 @@ def test_a_loss_that_is_not_finite_is_not_kept(
 # ---------------------------------------------------------------- what is refused
 
 
-def test_a_folder_of_another_call_is_refused(
-    bert: Subject, four: list[Any], tmp_path: Path
-) -> None:
+def test_a_folder_of_another_call_is_refused(bert, four, tmp_path):
     score(bert, "taylor", four, folder=tmp_path)
     with pytest.raises(InvalidValue, match=r"which differs in scorers.*another folder"):
         score(bert, "fisher", four, folder=tmp_path)
@@ -299,18 +277,16 @@ def test_a_folder_of_another_call_is_refused(
         score(bert, "taylor", four, folder=tmp_path)
 
 
-def test_a_call_is_known_by_what_the_model_makes_of_its_first_examples(
-    bert: Subject, four: list[Any], tmp_path: Path
-) -> None:
+def test_a_call_is_known_by_what_the_model_makes_of_its_first_examples(bert, four, tmp_path):
     with hp.gated(bert.model, {bert.sites[0].name: torch.tensor([0.0, 1.0, 1.0, 1.0])}):
         score(bert, "wanda", four, folder=tmp_path / "gated")
     with pytest.raises(InvalidValue, match="differs in what the model makes of the first batch"):
         score(bert, "wanda", four, folder=tmp_path / "gated")
 
-    def times(factor: float, model: Any, batch: Any) -> Any:
+    def times(factor, model, batch):
         return factor * default_loss(model, batch)
 
-    def scored(factor: float) -> None:
+    def scored(factor):
         score(bert, "taylor", four, loss=partial(times, factor), folder=tmp_path / "other")
 
     scored(1.0)
@@ -324,9 +300,7 @@ def test_a_call_is_known_by_what_the_model_makes_of_its_first_examples(
 
 
 @pytest.mark.parametrize("scorer", ["taylor", "surgeon", "wanda", MEAN], ids=str)
-def test_other_batches_are_refused_and_fewer_or_more_are_counted(
-    scorer: Any, bert: Subject, four: list[Any], tmp_path: Path
-) -> None:
+def test_other_batches_are_refused_and_fewer_or_more_are_counted(scorer, bert, four, tmp_path):
     for number, given in enumerate((four[:1] * 4, [four[0], *four[2:]])):
         score(bert, scorer, four, folder=tmp_path / str(number))
         with pytest.raises(InvalidValue, match=OTHERS):
@@ -339,16 +313,7 @@ def test_other_batches_are_refused_and_fewer_or_more_are_counted(
             assert found == told(score(bert, scorer, second))
 
 
-def test_sums_of_other_batches_are_refused(bert: Subject, four: list[Any], tmp_path: Path) -> None:
-    score(bert, "wanda", four, folder=tmp_path / "work")
-    with pytest.raises(InvalidValue, match="what others gave, up to batch 2"):
-        score(bert, "wanda", four[:2], folder=tmp_path / "work")
-    score(bert, MEAN, four[:2], folder=tmp_path / "mean")  # its second pass stands on all the first
-    with pytest.raises(InvalidValue, match="what others gave, up to batch 0"):
-        score(bert, MEAN, four, folder=tmp_path / "mean")
-
-
-def test_sums_of_another_kind_are_refused(bert: Subject, four: list[Any], tmp_path: Path) -> None:
+def test_sums_of_another_kind_are_refused(bert, four, tmp_path):
     score(bert, "wanda", four, folder=tmp_path)
     (path,) = tmp_path.rglob("sums-*.safetensors")
     cache, sums = _resume_cache.ResumeCache(path.parent), {"other/total": torch.zeros(1)}
@@ -362,45 +327,7 @@ def test_sums_of_another_kind_are_refused(bert: Subject, four: list[Any], tmp_pa
             score(bert, "wanda", four, folder=tmp_path)
 
 
-class Total:
-    """The simplest sums: how many batches were added."""
-
-    def __init__(self) -> None:
-        self.total = torch.zeros(1)
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        return {"total": self.total}
-
-    def join(self, parts: Any) -> None:
-        (found,) = parts
-        self.total = found["total"]
-
-
-def total_of(folder: Path, *passes: list[str]) -> float:
-    """After passes over batches with these marks, each the digest of all batches up to it."""
-    sums = Total()
-    added = _resume_cache.ResumeCache(folder).sums({"own": sums})
-    for marks in passes:
-        added.begin_pass()
-        for number, mark in enumerate(marks):
-            if not added.holds(number, mark):
-                sums.total = sums.total + 1
-                added.batch_added(mark, lambda: None)
-        added.end_pass(marks[-1], lambda: None)
-    return float(sums.total)
-
-
-def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -> None:
-    for _ in range(2):
-        assert total_of(tmp_path, ["a", "ab"], ["a", "ab"]) == 4, "nothing is added twice"
-    for first, second in ((["x", "xy"], ["a", "ab"]), (["a"], ["a", "ab"]), (["a", "ab"], ["a"])):
-        with pytest.raises(InvalidValue, match=OTHERS):
-            total_of(tmp_path, first, second)
-
-
-def test_a_folder_is_a_path_that_no_other_call_uses(
-    bert: Subject, four: list[Any], tmp_path: Path
-) -> None:
+def test_a_folder_is_a_path_that_no_other_call_uses(bert, four, tmp_path):
     for folder in (3, True, ""):
         with pytest.raises(InvalidValue, match=r"score\(folder=\): must be a folder's path"):
             score(bert, "taylor", four, folder=folder)

@@ -1,12 +1,8 @@
 """``serve-check``: each engine on a cut model, how answers are judged, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ from headprune.core.heads import HeadMask
 from headprune.layouts import registry
 from headprune.serving import asking, check, servers
 from headprune.serving.asking import Answer
-from headprune.serving.check import EngineRow, serve_check
+from headprune.serving.check import serve_check
 from headprune.serving.engines import ENGINES
 from tests.command_line import call, json_of, refused
 from tests.laws.support import shaken
@@ -26,7 +22,7 @@ from tests.laws.support import shaken
 NEW = check.NEW_TOKENS
 
 
-def saved(folder: Path, name: str, format: Any, seed: int = 0) -> Path:
+def saved(folder, name, format, seed=0):
     """A tiny model whose second layer has no head and whose third has fewer."""
     model, batch = registry.get(name).tiny(seed)
     model = shaken(model, norms=False).eval()
@@ -38,14 +34,12 @@ def saved(folder: Path, name: str, format: Any, seed: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("llama"), "llama", "remote-code")
 
 
-def within(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are asked in this process."""
-
-    def asked(name: str, engine: Any, place: Path, python: str | None) -> Any:
+def within(monkeypatch):
+    def asked(name, engine, place, python):
         home = servers if engine.prepare is None else asking
         with monkeypatch.context() as patched:
             patched.setattr(sys, "argv", ["asked", name, str(place)])
@@ -55,7 +49,7 @@ def within(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_asked", asked)
 
 
-def row_of(folder: Path, name: str, **settings: Any) -> EngineRow:
+def row_of(folder, name, **settings):
     (row,) = serve_check(folder, [name], trust_remote_code=True, **settings).rows
     return row
 
@@ -67,9 +61,7 @@ def row_of(folder: Path, name: str, **settings: Any) -> EngineRow:
 @pytest.mark.parametrize("name", [n for n, engine in ENGINES.items() if engine.prepare])
 @pytest.mark.parametrize("model", ["bert", "llama"])
 @pytest.mark.filterwarnings("default")  # of the engines' own packages
-def test_an_engine_answers_like_the_reference(
-    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_answers_like_the_reference(name, model, tmp_path, monkeypatch):
     for package in ENGINES[name].packages:
         pytest.importorskip(package)
     within(monkeypatch)
@@ -83,7 +75,7 @@ def test_an_engine_answers_like_the_reference(
     assert exact or 0 < row.difference < 1, row
 
 
-def test_two_engines_in_processes_of_their_own(llama: Path) -> None:
+def test_two_engines_in_processes_of_their_own(llama):
     line = f"serve-check {llama} --trust-remote-code --engine transformers --engine llama.cpp"
     found = json_of(line)
     assert (found["model"], found["prompts"], found["failed"]) == (
@@ -95,7 +87,8 @@ def test_two_engines_in_processes_of_their_own(llama: Path) -> None:
     assert (second["status"], second["note"]) == ("not applicable", "no GGUF file in the folder")
 
 
-def test_other_weights_differ_and_fail_the_command(llama: Path, tmp_path: Path) -> None:
+def test_other_weights_differ_and_fail_the_command(llama, tmp_path, monkeypatch):
+    within(monkeypatch)
     other = saved(tmp_path, "llama", "headprune", seed=1)
     line = f"serve-check {llama} --trust-remote-code --reference {other} --engine transformers"
     result = call(line)
@@ -106,7 +99,7 @@ def test_other_weights_differ_and_fail_the_command(llama: Path, tmp_path: Path) 
     assert table[2][2] == "differs"
 
 
-def test_an_engine_that_crashes_is_a_row_with_its_last_words(llama: Path, tmp_path: Path) -> None:
+def test_an_engine_that_crashes_is_a_row_with_its_last_words(llama, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho out of luck >&2\nexit 7\n")
     python.chmod(0o755)
@@ -114,9 +107,7 @@ def test_an_engine_that_crashes_is_a_row_with_its_last_words(llama: Path, tmp_pa
     assert (row.status, row.note) == ("failed", "it ended with code 7: out of luck")
 
 
-def test_an_engine_that_is_not_installed_says_how_to_install_it(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_not_installed_says_how_to_install_it(llama, monkeypatch):
     monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
     found = serve_check(llama, ["openvino"], trust_remote_code=True)
     assert found.rows[0].status == "not installed"
@@ -125,22 +116,23 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it(
 
 
 @pytest.mark.parametrize("name", ["transformers", "vllm"])
-def test_a_folder_that_only_headprune_opens(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_only_headprune_opens(name, tmp_path):
     row = row_of(saved(tmp_path, "llama", "headprune"), name)
     assert row.status == "not applicable"
     assert "only headprune opens this folder" in row.note
 
 
-def test_a_folder_of_the_models_own_save_pretrained(tmp_path: Path) -> None:
+def test_a_folder_of_the_models_own_save_pretrained(tmp_path, monkeypatch):
+    within(monkeypatch)
     model = hp.from_pretrained(saved(tmp_path, "llama", "headprune"))
-    model.save_pretrained(tmp_path / "own")  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "own")
     found = serve_check(tmp_path / "own", ["headprune", "transformers"])
     assert found.reference == "headprune on own, fp32"
     assert [row.status for row in found.rows] == ["equal", "not applicable"]
     assert "only headprune opens this folder" in found.rows[1].note
 
 
-def test_an_environment_without_headprune_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_an_environment_without_headprune_is_refused(llama, tmp_path):
     # This Python, but nothing outside its standard library.
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ncd /\nexec {sys._base_executable} -I -S "$@"\n')
@@ -156,17 +148,16 @@ def test_an_environment_without_headprune_is_refused(llama: Path, tmp_path: Path
 class Stood:
     """The model of a folder, behind the calls of vLLM and llama-cpp-python."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model: Any = check.reference(folder, trust=True)
+    def __init__(self, folder):
+        self.model = check.reference(folder, trust=True)
         self.metadata = {"general.file_type": "0"}  # of a GGUF file: fp32
 
     @torch.no_grad()
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        found: torch.Tensor = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        return found
+    def logits(self, ids):
+        return self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
     # vLLM
-    def generate(self, prompts: list[Any], settings: Any, use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts, settings, use_tqdm):
         results = []
         for prompt in prompts:
             ids = list(prompt["prompt_token_ids"])
@@ -180,17 +171,17 @@ class Stood:
         return results
 
     # llama-cpp-python
-    def reset(self) -> None:
-        self.read: list[int] = []
+    def reset(self):
+        self.read = []
 
-    def eval(self, tokens: list[int]) -> None:
+    def eval(self, tokens):
         self.read += tokens
         self.n_tokens = len(self.read)
         self.scores = np.zeros((64, self.model.config.vocab_size), dtype=np.float32)
         self.scores[: self.n_tokens] = self.logits(self.read)
 
 
-def test_vllm_is_asked_for_log_probabilities(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_asked_for_log_probabilities(llama, monkeypatch):
     engine = Stood(llama)
     package = SimpleNamespace(
         LLM=lambda **settings: engine, SamplingParams=SimpleNamespace, __version__="0"
@@ -201,13 +192,11 @@ def test_vllm_is_asked_for_log_probabilities(llama: Path, monkeypatch: pytest.Mo
     row = row_of(llama, "vllm")
     assert (row.status, row.compared) == ("equal", "log-probabilities")
     assert row.tokens_equal == row.tokens == 2 * NEW
-    engine.generate = lambda *_, **__: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    engine.generate = lambda *_, **__: 1 / 0
     assert row_of(llama, "vllm").note == "ZeroDivisionError: division by zero"
 
 
-def test_llama_cpp_opens_every_gguf_file(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_cpp_opens_every_gguf_file(llama, tmp_path, monkeypatch):
     engine = Stood(llama)
     package = SimpleNamespace(Llama=lambda path, **settings: engine, __version__="0")
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
@@ -231,16 +220,14 @@ def test_llama_cpp_opens_every_gguf_file(
 # ---------------------------------------------------------------- how answers are judged
 
 
-def judged(
-    logits: list[float], tokens: list[int], exact: bool = True, gap: float = 0.5
-) -> tuple[str, int | None, str]:
+def judged(logits, tokens, exact=True, gap=0.5):
     expected = Answer([torch.tensor([[[1.0, 2.0]]])], [[1, 1, 0]], [[0.5, gap, 0.5]])
     found = {"what": "logits", "exact": exact, "version": "1", "tokens": [tokens]}
     row = check.judged("an engine", expected, [torch.tensor([[logits]])], found)
     return row.status, row.tokens_equal, row.note
 
 
-def test_an_answer_is_judged_by_logits_and_tokens() -> None:
+def test_an_answer_is_judged_by_logits_and_tokens():
     assert judged([1.0, 2.00001], [1, 1, 0]) == ("equal", 3, "")
     assert judged([1.0, 2.1], [1, 1, 0]) == ("differs", 3, "")
     assert judged([1.0, 2.1], [1, 1, 0], exact=False) == ("lower precision", 3, "")
@@ -256,7 +243,7 @@ def test_an_answer_is_judged_by_logits_and_tokens() -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_what_cannot_be_checked_is_refused_before_any_work(llama: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_checked_is_refused_before_any_work(llama, tmp_path):
     with pytest.raises(UnknownName, match="Did you mean 'openvino'"):
         serve_check(llama, ["openvin"])
     assert "FOLDER: must be an existing folder" in refused(f"serve-check {tmp_path / 'none'}")

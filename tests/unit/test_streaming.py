@@ -1,16 +1,12 @@
 """Cutting a checkpoint from file to file gives the folder that loading, cutting and saving gives,
 byte for byte."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +33,7 @@ from tests.scripts import benchmark
 
 #: Sizes that most configurations share, and those of some.
 COMMON = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "LlamaForCausalLM": {**COMMON, "num_attention_heads": 4, "num_key_value_heads": 2},
     "BertForSequenceClassification": {**COMMON, "num_attention_heads": 4, "num_labels": 3},
     "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
@@ -47,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
 BERT, LLAMA, WEIGHTS = "BertForSequenceClassification", "LlamaForCausalLM", "model.safetensors"
 
 
-def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def saved(name, folder, dtype=torch.float32, **more):
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     words = {} if name.startswith("ViT") else {"vocab_size": 61}
@@ -57,12 +53,11 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: A
     return model
 
 
-def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def write(tensors, path):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def ragged(model: Any) -> HeadMask:
-    """Another share of every layer, by whole groups."""
+def ragged(model):
     keep, sites = {}, find_sites(model)
     for i, site in enumerate(sites):
         units = site.units[i % 2 : i % 2 + 1 + i // 2] or site.units[:1]
@@ -70,7 +65,7 @@ def ragged(model: Any) -> HeadMask:
     return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -84,9 +79,7 @@ def files(folder: Path) -> dict[str, bytes]:
         ("T5ForConditionalGeneration", torch.float32, "15KB"),
     ],
 )
-def test_the_same_folder_as_by_loading(
-    name: str, dtype: torch.dtype, size: str, tmp_path: Path
-) -> None:
+def test_the_same_folder_as_by_loading(name, dtype, size, tmp_path):
     model, one, two = tmp_path / "model", tmp_path / "a" / "small", tmp_path / "b" / "small"
     saved(name, model, dtype)
     if size == "15KB":
@@ -103,7 +96,7 @@ def test_the_same_folder_as_by_loading(
     assert_close(dict(again.state_dict()), dict(loaded.state_dict()), rtol=0, atol=0)
 
 
-def test_a_cut_of_a_cut_is_the_union(tmp_path: Path) -> None:
+def test_a_cut_of_a_cut_is_the_union(tmp_path):
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     model, one, two = tmp_path / "model", tmp_path / "a" / "small", tmp_path / "b" / "small"
     names = [s.name for s in find_sites(saved(LLAMA, model, **heads))]
@@ -117,7 +110,7 @@ def test_a_cut_of_a_cut_is_the_union(tmp_path: Path) -> None:
     assert files(one) == files(two)
 
 
-def test_what_recovery_added_is_kept(tmp_path: Path) -> None:
+def test_what_recovery_added_is_kept(tmp_path):
     """Biases that a projection never had, and the heads whose mean they hold."""
     model, one, two = saved(LLAMA, tmp_path / "model"), tmp_path / "a" / "m", tmp_path / "b" / "m"
     batch = {"input_ids": torch.randint(61, (4, 9)), "labels": torch.randint(61, (4, 9))}
@@ -129,7 +122,7 @@ def test_what_recovery_added_is_kept(tmp_path: Path) -> None:
     assert files(two) == files(one)
 
 
-def test_plans_know_their_model(tmp_path: Path) -> None:
+def test_plans_know_their_model(tmp_path):
     model, out = saved(BERT, tmp_path / "model"), tmp_path / "out"
     batch = {"input_ids": torch.randint(61, (4, 9)), "labels": torch.tensor([0, 1, 2, 0])}
     plan = hp.select(hp.score(model, [batch]), hp.Budget(keep_heads=0.5))
@@ -143,7 +136,7 @@ def test_plans_know_their_model(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_tied_embeddings_are_stored_once_and_must_be_equal(tmp_path: Path) -> None:
+def test_tied_embeddings_are_stored_once_and_must_be_equal(tmp_path):
     model = saved(LLAMA, tmp_path / "model", tie_word_embeddings=True)
     mask, both, stored = ragged(model), tmp_path / "both", []
     model.config.save_pretrained(both)
@@ -151,7 +144,7 @@ def test_tied_embeddings_are_stored_once_and_must_be_equal(tmp_path: Path) -> No
     write(twice, both / WEIGHTS)
     for source, out in ((tmp_path / "model", tmp_path / "small"), (both, tmp_path / "small2")):
         prune_checkpoint(source, mask, out)
-        again: Any = hp.from_pretrained(out)
+        again = hp.from_pretrained(out)
         assert again.lm_head.weight is again.model.embed_tokens.weight
         stored.append(load_file(out / WEIGHTS).keys())
     assert stored[0] == stored[1]
@@ -161,7 +154,7 @@ def test_tied_embeddings_are_stored_once_and_must_be_equal(tmp_path: Path) -> No
         prune_checkpoint(both, mask, tmp_path / "small3")
 
 
-def test_tensors_that_are_none_of_the_models_are_named(tmp_path: Path) -> None:
+def test_tensors_that_are_none_of_the_models_are_named(tmp_path):
     model, folder = saved(BERT, tmp_path / "model"), tmp_path / "model"
     for path in folder.glob("model*"):
         path.unlink()
@@ -170,14 +163,14 @@ def test_tensors_that_are_none_of_the_models_are_named(tmp_path: Path) -> None:
     assert note == "1 tensors of the folder are none of the model's: bert.position_ids"
 
 
-def test_bad_folders(tmp_path: Path) -> None:
+def test_bad_folders(tmp_path):
     model, folder = saved(BERT, tmp_path / "model"), tmp_path / "model"
     mask, out, state = ragged(model), tmp_path / "out", model.state_dict()
     first, second = sorted(folder.glob("*.safetensors"))[:2]
     index = folder / "model.safetensors.index.json"
     kept = {path: path.read_bytes() for path in (first, second, index)}
 
-    def refused(words: str, source: Path = folder, into: Path = out) -> None:
+    def refused(words, source=folder, into=out):
         with pytest.raises((CheckpointError, InvalidValue, UnsupportedModel), match=words):
             prune_checkpoint(source, mask, into)
         for path, data in kept.items():
@@ -214,8 +207,8 @@ def test_bad_folders(tmp_path: Path) -> None:
     refused("float32 of shape")
 
 
-def test_models_whose_tensors_are_others_in_memory_are_refused(tmp_path: Path) -> None:
-    def refused(model: Any, words: str) -> None:
+def test_models_whose_tensors_are_others_in_memory_are_refused(tmp_path):
+    def refused(model, words):
         with pytest.raises((UnsupportedModel, CheckpointError), match=words):
             prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
         assert not (tmp_path / "out").exists()
@@ -224,7 +217,7 @@ def test_models_whose_tensors_are_others_in_memory_are_refused(tmp_path: Path) -
     model = saved("T5ForConditionalGeneration", tmp_path / "model", torch.float16)
     refused(model, "got T5ForConditionalGeneration, which keeps some in float32")
     config = transformers.NomicBertConfig(**COMMON, num_attention_heads=4, vocab_size=50)
-    nomic: Any = transformers.NomicBertModel(config).eval()
+    nomic = transformers.NomicBertModel(config).eval()
     nomic.save_pretrained(tmp_path / "model")
     refused(nomic, r"whose tensors are those of the model, got '.*Wqkv.*', one of several")
     llama = saved(LLAMA, tmp_path / "llama")
@@ -237,16 +230,14 @@ def test_models_whose_tensors_are_others_in_memory_are_refused(tmp_path: Path) -
         refused(llama, words)
 
 
-def test_a_cut_that_makes_tensors_anew_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_that_makes_tensors_anew_is_refused(tmp_path, monkeypatch):
     """As that of a layout would be which gives a module a table for its heads."""
     model, cut = saved(BERT, tmp_path / "model"), streaming.cut_
 
-    def new(model: Any) -> None:
+    def new(model):
         model.bert.register_buffer("table", torch.zeros(2))
 
-    def longer(model: Any) -> None:
+    def longer(model):
         model.classifier.bias = torch.nn.Parameter(torch.zeros(7))
 
     for change, name in ((new, "bert.table"), (longer, "classifier.bias")):
@@ -258,7 +249,7 @@ def test_a_cut_that_makes_tensors_anew_is_refused(
 
 
 @pytest.mark.parametrize("size", ["50GB", "15KB"])
-def test_a_flipped_bit_is_refused_where_there_are_hashes(size: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_refused_where_there_are_hashes(size, tmp_path):
     model, out = saved(BERT, tmp_path / "model"), tmp_path / "out"
     hp.save_pretrained(model, tmp_path / "own", max_shard_size=size)
     shard = sorted((tmp_path / "own").glob("*.safetensors"))[-1]
@@ -271,12 +262,10 @@ def test_a_flipped_bit_is_refused_where_there_are_hashes(size: str, tmp_path: Pa
     prune_checkpoint(tmp_path / "own", ragged(model), out)
 
 
-def test_what_another_process_put_there_in_the_meantime_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_process_put_there_in_the_meantime_is_kept(tmp_path, monkeypatch):
     model, save = saved(BERT, tmp_path / "model"), slices.save
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "config.json").write_text("another's")
         save(*arguments)
@@ -288,9 +277,7 @@ def test_what_another_process_put_there_in_the_meantime_is_kept(
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
-def test_slices_of_every_dimension_in_small_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_of_every_dimension_in_small_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "PIECE", 24)
     file, again, cut = (tmp_path / f"{name}.safetensors" for name in ("model", "again", "cut"))
     numbers = torch.randint(0, 255, (5, 4, 6), generator=torch.Generator().manual_seed(0))
@@ -316,8 +303,7 @@ def test_slices_of_every_dimension_in_small_pieces(
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Any:
-    """The command on a Llama beside a licence, with more arguments."""
+def command(tmp_path):
     model = saved(LLAMA, tmp_path / "model")
     (tmp_path / "model" / "LICENSE").write_text("free")
     PruningPlan(ragged(model)).save(tmp_path / "plan.json")
@@ -325,14 +311,12 @@ def command(tmp_path: Path) -> Any:
     return lambda *more: CliRunner().invoke(app, [*map(str, [*given, *more])])
 
 
-def test_what_fails_late_or_is_killed_leaves_nothing_in_the_way(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_late_or_is_killed_leaves_nothing_in_the_way(command, tmp_path, monkeypatch):
     """The tokenizer comes last; and a killed process leaves a folder as large as the model."""
     plan, small = ("--plan", tmp_path / "plan.json"), tmp_path / "small"
 
-    def failing(error: BaseException) -> Callable[..., None]:
-        def fail(*_: Any, **__: Any) -> None:
+    def failing(error):
+        def fail(*_, **__):
             raise error
 
         return fail
@@ -359,7 +343,7 @@ def test_what_fails_late_or_is_killed_leaves_nothing_in_the_way(
         assert site.heads == mask.kept(site.name)
 
 
-def test_what_the_command_needs(command: Any, tmp_path: Path) -> None:
+def test_what_the_command_needs(command, tmp_path):
     for arguments, words in (
         (["--data", "rows.csv", "--keep", "0.5"], "--streaming: must be given with --plan"),
         (["--plan", tmp_path / "plan.json", "--format", "transformers"], "must be headprune"),
@@ -374,9 +358,7 @@ def test_what_the_command_needs(command: Any, tmp_path: Path) -> None:
     not Path("/proc/self/status").is_file(),
     reason="the most memory a process held is told by Linux",
 )
-def test_a_cut_on_disk_never_holds_much_more_than_a_shard(tmp_path: Path) -> None:
-    """In a process of its own: above the libraries at most a tenth more than the largest of five
-    shards."""
+def test_a_cut_on_disk_never_holds_much_more_than_a_shard(tmp_path):
     script = benchmark("streaming")
     sizes = ["--layers", "8", "--width", "1024", "--vocabulary", "2048", "--shard", "60000000"]
     arguments = ["--work", str(tmp_path), *sizes]

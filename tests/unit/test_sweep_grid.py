@@ -29,7 +29,7 @@ def problems(*grid: str) -> dict[str, str]:
     return {p.where: str(p) for p in caught.value.problems}
 
 
-def test_every_combination_once_in_order() -> None:
+def test_every_combination_once_in_order():
     grid = ["scorer=taylor,random", "keep=0.5,8", "recover=none,mean_fold"]
     design = lay_out("digits-vit", ["seed=3"], grid)
     assert (design.keys, design.budgets) == (("scorer", "keep", "recover"), ("keep",))
@@ -43,7 +43,7 @@ def test_every_combination_once_in_order() -> None:
         assert [step.method for step in recipe.recover] == ([] if recover == "none" else [recover])
 
 
-def test_a_mapping_and_paths_say_the_same() -> None:
+def test_a_mapping_and_paths_say_the_same():
     given = {"score.scorer": ["taylor"], "select.keep_heads": [0.5], "recover": "none"}
     one = lay_out("digits-vit", (), given)
     two = lay_out(load_recipe("digits-vit"), (), ["scorer=taylor", "keep=0.5", "recover=none"])
@@ -51,7 +51,7 @@ def test_a_mapping_and_paths_say_the_same() -> None:
     assert one.budgets == ("select.keep_heads",)
 
 
-def test_settings_of_the_recipe_are_used_where_they_are_meant() -> None:
+def test_settings_of_the_recipe_are_used_where_they_are_meant():
     grid = ["scorer=taylor,fisher,random", "recover=none,finetune,mean_fold+finetune"]
     found = lay_out(check_recipe(RAW), (), grid).points
     points = {tuple(point.values.values()): point.recipe for point in found}
@@ -64,14 +64,14 @@ def test_settings_of_the_recipe_are_used_where_they_are_meant() -> None:
     assert steps == [("mean_fold", {}), ("finetune", {"epochs": 3})]
 
 
-def test_a_budget_replaces_the_recipes() -> None:
+def test_a_budget_replaces_the_recipes():
     heads = lay_out(check_recipe(RAW), (), ["keep=0.5,1"]).points[0]
     macs = lay_out(check_recipe(RAW), (), ["keep_macs=0.5,0.6"]).points[0]
     assert heads.recipe.select.budget.kind == "keep_heads"
     assert macs.recipe.select.budget.length == 32
 
 
-def test_every_error_at_once() -> None:
+def test_every_error_at_once():
     grid = ["scorer=tailor,taylor,taylor", "kep=0.5", "train.epochs=1,2", "selector="]
     grid += ["recover=none,[]", "keep=0.5,2.5", "select.keep_heads=0.5", "score.magnitude=true"]
     grid += ["oops", "score.scorerr=1", "score=1", "keep_kv=[1"]
@@ -98,7 +98,7 @@ def test_every_error_at_once() -> None:
     assert "a setting of fisher" in found["score.settings.reduce"]
 
 
-def test_budgets_of_speed_and_cuts_in_stages_are_refused() -> None:
+def test_budgets_of_speed_and_cuts_in_stages_are_refused():
     found = problems("select.speedup=1.2,1.5")["--grid select.speedup"]
     assert "other processes would disturb, got select.speedup" in found
     for settings, words in (
@@ -109,15 +109,12 @@ def test_budgets_of_speed_and_cuts_in_stages_are_refused() -> None:
             lay_out("digits-vit", settings, ["scorer=taylor,fisher"])
 
 
-def test_a_checked_recipe_takes_no_settings() -> None:
-    with pytest.raises(InvalidValue, match="checked already"):
-        lay_out(check_recipe(RAW), ["seed=1"], ["keep=0.5"])
-
-
-def test_presets_beside_the_recipe_itself() -> None:
+def test_presets_beside_the_recipe_itself():
     points = lay_out("digits-vit", [], ["preset=none,kwon2022,flap2024", "keep=0.5,0.25"]).points
     scorers = [scorer for scorer in ("auto", "fisher", "fluctuation") for _ in range(2)]
     assert [p.recipe.score.scorer for p in points] == scorers
     assert [p.recipe.select.keep_heads for p in points] == [0.5, 0.25] * 3
+    with pytest.raises(InvalidValue, match="checked already"):
+        lay_out(check_recipe(RAW), ["seed=1"], ["keep=0.5"])
     with pytest.raises(RecipeError, match="--grid scorer: must be left out beside preset"):
         lay_out("digits-vit", [], ["preset=kwon2022", "scorer=taylor,fisher"])

@@ -1,10 +1,6 @@
 """What happens on an accelerator alone, on a pretended one: where copies are kept, checks that are
 read late, and other ways to compute. tests/unit/test_pretended_cuda.py counts the copies."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -18,9 +14,7 @@ from tests.pretended_cuda import CPU, CUDA, PretendedCuda
 
 
 @pytest.mark.parametrize(("free", "where"), [(5 * 40, CUDA), (5 * 40 - 1, CPU)])
-def test_copies_stay_on_the_gpu_where_it_has_room(
-    free: int, where: torch.device, monkeypatch: Any
-) -> None:
+def test_copies_stay_on_the_gpu_where_it_has_room(free, where, monkeypatch):
     with PretendedCuda():
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - 30, 10**9))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
@@ -36,11 +30,11 @@ def test_copies_stay_on_the_gpu_where_it_has_room(
         assert there.device == CUDA
 
 
-def test_what_is_refused_later_is_the_first_that_failed() -> None:
+def test_what_is_refused_later_is_the_first_that_failed():
     checks = DeferredChecks()
     checks.run()
 
-    def error(what: str) -> Any:
+    def error(what):
         return lambda place: ValueError(f"{what} at {place}")
 
     checks.refuse("a", torch.tensor([False, False]), error("a"))
@@ -51,7 +45,7 @@ def test_what_is_refused_later_is_the_first_that_failed() -> None:
     checks.run()  # what was read is gone
 
 
-def test_what_a_gpu_computes_another_way_is_the_same() -> None:
+def test_what_a_gpu_computes_another_way_is_the_same():
     x, mask = torch.randn(3, 4, 5) + 7, torch.rand(3, 4) > 0.4
     a = torch.randn(6, 9, dtype=torch.float64)
     a = a @ a.T

@@ -1,16 +1,11 @@
 """Our encoder-decoder: the laws on all three kinds of attention, decoding with padding, with a
 cache and with beams."""
 
-from __future__ import annotations
-
 import copy
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM
 
@@ -26,7 +21,7 @@ LENGTHS = (7, 4, 2)
 NEW = 9
 
 
-def build(heads: int = 4) -> TransformerForTranslation:
+def build(heads=4):
     """Two layers and three, with biases and norms that are not those of a fresh model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -39,19 +34,17 @@ def build(heads: int = 4) -> TransformerForTranslation:
 
 
 @pytest.fixture
-def model() -> TransformerForTranslation:
+def model():
     return build()
 
 
-def sources() -> dict[str, Tensor]:
-    """Three sources of unlike length."""
+def sources():
     ids = torch.randint(3, 40, (3, 7), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(7) < torch.tensor(LENGTHS)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def batch() -> dict[str, Tensor]:
-    """Sources with targets that are as uneven."""
+def batch():
     labels = torch.randint(3, 40, (3, 5), generator=torch.Generator().manual_seed(2))
     labels = labels.masked_fill(torch.arange(5) >= torch.tensor([3, 5, 4])[:, None], -100)
     return {**sources(), "labels": labels}
@@ -69,7 +62,7 @@ EMPTY = {
 }
 
 
-def mask_of(model: nn.Module, which: str) -> HeadMask:
+def mask_of(model, which):
     sites, empty = hp.find_sites(model), EMPTY[which]
     if empty is None:
         return ragged(sites, 1)
@@ -77,16 +70,14 @@ def mask_of(model: nn.Module, which: str) -> HeadMask:
     return HeadMask.from_keep({name: [] for name in empty}, n_heads)
 
 
-def generate(model: Any, given: dict[str, Tensor], **options: Any) -> Any:
+def generate(model, given, **options):
     length = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1}
     wanted = {**length, "output_logits": True, "return_dict_in_generate": True}
     return model.generate(**given, **{**wanted, **options})
 
 
 @pytest.mark.parametrize("which", ["ragged", "one of each kind"])
-def test_gated_is_pruned_in_outputs_and_gradients(
-    model: TransformerForTranslation, which: str
-) -> None:
+def test_gated_is_pruned_in_outputs_and_gradients(model, which):
     mask, small = mask_of(model, which), copy.deepcopy(model)
     hp.prune_(small, mask)
     with hp.gated(model, mask):
@@ -106,9 +97,7 @@ def test_gated_is_pruned_in_outputs_and_gradients(
 
 
 @pytest.mark.parametrize(("which", "beams"), [("ragged", 3), ("first decoder layer", 1)])
-def test_gated_is_pruned_in_generation(
-    model: TransformerForTranslation, which: str, beams: int
-) -> None:
+def test_gated_is_pruned_in_generation(model, which, beams):
     mask, small = mask_of(model, which), copy.deepcopy(model)
     hp.prune_(small, mask)
     with hp.gated(model, mask):
@@ -127,9 +116,7 @@ def test_gated_is_pruned_in_generation(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_padded_source_is_translated_as_if_alone(
-    model: TransformerForTranslation, beams: int
-) -> None:
+def test_a_padded_source_is_translated_as_if_alone(model, beams):
     hp.prune_(model, mask_of(model, "ragged"))
     together = generate(model, sources(), num_beams=beams)
     for i, length in enumerate(LENGTHS):
@@ -142,7 +129,7 @@ def test_a_padded_source_is_translated_as_if_alone(
     assert len(set(map(tuple, together.sequences.tolist()))) == 3
 
 
-def test_a_step_at_a_time_is_the_whole_pass(model: TransformerForTranslation) -> None:
+def test_a_step_at_a_time_is_the_whole_pass(model):
     given = sources()
     tokens = generate(model, given).sequences
     whole = model(**given, decoder_input_ids=tokens[:, :-1]).logits
@@ -153,9 +140,7 @@ def test_a_step_at_a_time_is_the_whole_pass(model: TransformerForTranslation) ->
     assert_close(model(**given, **rest).logits, whole[:, 4:], **CLOSE)
 
 
-def test_labels_make_the_decoders_inputs_and_padding_changes_no_loss(
-    model: TransformerForTranslation,
-) -> None:
+def test_labels_make_the_decoders_inputs_and_padding_changes_no_loss(model):
     losses, given = default_loss(model, batch()), batch()
     for i, length in enumerate((3, 5, 4)):
         ids, labels = given["input_ids"][i, : LENGTHS[i]], given["labels"][i, :length]
@@ -168,9 +153,7 @@ def test_labels_make_the_decoders_inputs_and_padding_changes_no_loss(
     assert_close(default_loss(model, {**given, **padding}), losses, **CLOSE)
 
 
-def test_scores_do_not_depend_on_padding_and_budgets_go_by_kind(
-    model: TransformerForTranslation,
-) -> None:
+def test_scores_do_not_depend_on_padding_and_budgets_go_by_kind(model):
     rows = [{k: v[i : i + 1] for k, v in batch().items()} for i in range(3)]
     scores = hp.score(model, [batch()], "taylor", progress=False)
     single = hp.score(model, rows, "taylor", progress=False)
@@ -189,9 +172,7 @@ def test_scores_do_not_depend_on_padding_and_budgets_go_by_kind(
 
 
 @pytest.mark.parametrize("which", ["ragged", "one of each kind"])
-def test_a_cut_model_comes_back_bit_for_bit(
-    model: TransformerForTranslation, which: str, tmp_path: Path
-) -> None:
+def test_a_cut_model_comes_back_bit_for_bit(model, which, tmp_path):
     hp.prune_(model, mask_of(model, which))
     hp.save_pretrained(model, tmp_path)
     for loaded in (hp.from_pretrained(tmp_path), hp.from_pretrained(tmp_path, model=build())):
@@ -205,9 +186,7 @@ def test_a_cut_model_comes_back_bit_for_bit(
         hp.from_pretrained(tmp_path, model=build(heads=2))
 
 
-def test_a_whole_model_goes_through_the_auto_classes(
-    model: TransformerForTranslation, tmp_path: Path
-) -> None:
+def test_a_whole_model_goes_through_the_auto_classes(model, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype="auto").eval()
     assert loaded.lm_head.weight is loaded.encoder.embedding.weight
@@ -216,7 +195,7 @@ def test_a_whole_model_goes_through_the_auto_classes(
     assert_close(loaded(**batch()).logits, model(**batch()).logits, **CLOSE)
 
 
-def test_positions_and_embeddings_are_those_of_the_paper() -> None:
+def test_positions_and_embeddings_are_those_of_the_paper():
     found = positions(3, 2, 6, torch.zeros(1, dtype=torch.float64))
     for i, place in enumerate((3, 4)):
         angles = [place / 10000 ** (2 * j / 6) for j in range(3)]
@@ -237,15 +216,16 @@ def test_positions_and_embeddings_are_those_of_the_paper() -> None:
         ({"token_type_ids": [[0]]}, "token_type_ids: must be left"),
     ],
 )
-def test_what_it_cannot_do_is_refused(
-    model: TransformerForTranslation, given: dict[str, Any], words: str
-) -> None:
+def test_what_it_cannot_do_is_refused(model, given, words):
     if "given" not in words:
         given = {"input_ids": [[3]], "labels": [[3]], **given}
     tensors = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in given.items()}
     with pytest.raises(InvalidValue, match=words):
         model(**tensors)
+
+
+def test_a_static_cache_and_other_kinds_are_refused(model):
     with pytest.raises(InvalidValue, match="must be a cache that grows with the tokens, got a sta"):
         model.generate(**sources(), cache_implementation="static", max_new_tokens=3)
     with pytest.raises(InvalidValue, match="kind: must be one of self, causal, cross"):
-        hp.MultiHeadAttention(8, 2, kind="crossed")  # type: ignore[arg-type]
+        hp.MultiHeadAttention(8, 2, kind="crossed")

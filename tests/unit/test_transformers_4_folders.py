@@ -1,11 +1,7 @@
 """Folders of Transformers 4 with ``pruned_heads``: opened with the heads that they have, or
 refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.checkpoints.transformers_4 import pruned_heads
-from headprune.core.errors import CheckpointError
+from headprune.core.errors import CheckpointError, InvalidValue
 from headprune.data.models import open_model
 from headprune.model.saves import RECORD, WEIGHTS_FILE
 
@@ -24,17 +20,15 @@ BERT = {
     "num_attention_heads": 4,
     "intermediate_size": 24,
 }
-SIZES: dict[str, dict[str, int]] = {
+SIZES = {
     "Bert": BERT,
-    "Roberta": BERT,
-    "Electra": BERT,
     "DistilBert": {"dim": 16, "n_layers": 3, "n_heads": 4, "hidden_dim": 24},
     "GPT2": {"n_embd": 16, "n_layer": 3, "n_head": 4},
 }
 HEADS = {0: [1, 2], 2: [0, 1, 3]}
 
 
-def folder_of(family: str, place: Path, said: Any = None) -> tuple[torch.nn.Module, Path]:
+def folder_of(family, place, said=None):
     """A folder as Transformers 4 left it: cut weights, sizes of the whole model, and the heads that
     were cut."""
     kind = getattr(transformers, f"{family}ForSequenceClassification")
@@ -50,7 +44,7 @@ def folder_of(family: str, place: Path, said: Any = None) -> tuple[torch.nn.Modu
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_opened_with_the_heads_that_it_has(family: str, tmp_path: Path) -> None:
+def test_opened_with_the_heads_that_it_has(family, tmp_path):
     model, folder = folder_of(family, tmp_path)
     ids = torch.randint(1, 40, (2, 6))
     for opened in (hp.from_pretrained(folder), open_model(str(folder))):
@@ -63,7 +57,7 @@ def test_opened_with_the_heads_that_it_has(family: str, tmp_path: Path) -> None:
     assert [site.heads for site in hp.find_sites(hp.from_pretrained(tmp_path / "again"))][2] == (2,)
 
 
-def test_weights_in_a_pickle_of_torch(tmp_path: Path) -> None:
+def test_weights_in_a_pickle_of_torch(tmp_path):
     model, folder = folder_of("Bert", tmp_path)
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
@@ -82,14 +76,23 @@ def test_weights_in_a_pickle_of_torch(tmp_path: Path) -> None:
         ({"a": [1]}, "must be lists of removed heads by layer"),
     ],
 )
-def test_what_does_not_fit_is_refused(said: Any, words: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(said, words, tmp_path):
     _, folder = folder_of("Bert", tmp_path, said)
     with pytest.raises(CheckpointError, match=words):
         hp.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("name", ["plan", "sites"])
+def test_arguments_that_say_what_the_folder_says_are_refused(name, tmp_path):
+    model, folder = folder_of("Bert", tmp_path)
+    sites = hp.find_sites(model)
+    given = sites if name == "sites" else hp.HeadMask.from_keep({}, {s.name: 4 for s in sites})
+    with pytest.raises(InvalidValue, match="left out, for the configuration's pruned_heads say"):
+        hp.from_pretrained(folder, **{name: given})
+
+
 @pytest.mark.parametrize("text", ["{}", '{"pruned_heads": null}', "[1]", "no json"])
-def test_a_folder_without_cut_heads_is_opened_as_any_other(text: str, tmp_path: Path) -> None:
+def test_a_folder_without_cut_heads_is_opened_as_any_other(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     assert pruned_heads(tmp_path) == {}
     with pytest.raises(CheckpointError, match=r"no headprune\.json in it"):

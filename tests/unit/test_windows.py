@@ -40,7 +40,6 @@ def tokens_of(subject: Subject) -> list[int]:
 
 
 def gates(subject: Subject, *rows: int, tokens: bool = False) -> dict[str, Tensor]:
-    """Random gates, ``[*rows, heads]`` or ``[*rows, tokens, heads]``."""
     shapes = [
         (*rows, *([n] if tokens else []), len(s.heads))
         for s, n in zip(subject.sites, tokens_of(subject), strict=True)
@@ -58,7 +57,7 @@ def logits(subject: Subject, given: dict[str, Tensor], rows: slice = slice(None)
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_gates_act_on_all_windows_of_their_example_alone(swin: Subject, tokens: bool) -> None:
+def test_gates_act_on_all_windows_of_their_example_alone(swin, tokens):
     given = gates(swin, 3, tokens=tokens)
     together = logits(swin, given)
     for i in range(3):
@@ -71,7 +70,7 @@ def test_gates_act_on_all_windows_of_their_example_alone(swin: Subject, tokens: 
         assert_close(logits(swin, repeated), logits(swin, shared), **CLOSE)
 
 
-def test_tokens_are_counted_window_by_window(swin: Subject) -> None:
+def test_tokens_are_counted_window_by_window(swin):
     """What the projection receives is its input times the gates, example by example and window
     after window."""
     site, given = swin.sites[1], gates(swin, 3, tokens=True)
@@ -87,7 +86,7 @@ def test_tokens_are_counted_window_by_window(swin: Subject) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (3, 65, 3), (1, 64, 3)], ids=str)
-def test_gates_that_fit_no_window_are_refused(swin: Subject, shape: tuple[int, ...]) -> None:
+def test_gates_that_fit_no_window_are_refused(swin, shape):
     with pytest.raises(InvalidValue, match=r"windows of \d tokens that the model runs on"):
         logits(swin, {swin.sites[0].name: torch.ones(shape, dtype=torch.float64)})
 
@@ -97,7 +96,7 @@ def losses(subject: Subject, given: dict[str, Tensor]) -> Tensor:
         return default_loss(subject.model, subject.batch)
 
 
-def test_gate_gradients_are_those_of_finite_differences(swin: Subject) -> None:
+def test_gate_gradients_are_those_of_finite_differences(swin):
     found = gate_gradients(swin.model, [swin.batch], sites=swin.sites)
     assert found.shape == (3, sum(len(s.heads) for s in swin.sites))
     column, step = 0, 1e-5
@@ -111,7 +110,7 @@ def test_gate_gradients_are_those_of_finite_differences(swin: Subject) -> None:
     assert found.abs().min() > 0
 
 
-def test_gradients_of_tokens_add_up_to_those_of_the_example(swin: Subject) -> None:
+def test_gradients_of_tokens_add_up_to_those_of_the_example(swin):
     bound = bind(swin.model, swin.sites)
     ones = {n: torch.ones_like(g).requires_grad_() for n, g in gates(swin, 3, tokens=True).items()}
     with hp.gated(swin.model, ones, sites_of(bound)):
@@ -124,7 +123,7 @@ def test_gradients_of_tokens_add_up_to_those_of_the_example(swin: Subject) -> No
 
 
 @pytest.mark.parametrize("method", ["taylor", "leave_one_out"])
-def test_scores_do_not_depend_on_the_batch_size(swin: Subject, method: str) -> None:
+def test_scores_do_not_depend_on_the_batch_size(swin, method):
     one_by_one = [{k: v[i : i + 1] for k, v in swin.batch.items()} for i in range(3)]
     together = hp.score(swin.model, [swin.batch], method, sites=swin.sites)
     apart = hp.score(swin.model, one_by_one, method, sites=swin.sites)
