@@ -184,8 +184,11 @@ class Magnitudes(Statistic):
         if self.of == "output":
             weight = output_weight(self.bound).to(x)
             # [examples, tokens, units]
-            norms = [(x[..., u] @ weight[:, u].T).norm(dim=-1) for u in unit_columns(self.bound)]
-            x = torch.stack(norms, -1)
+            if has_unit_per_channel(self.bound):
+                x = x * weight.norm(dim=0)
+            else:
+                columns = unit_columns(self.bound)
+                x = torch.stack([(x[..., u] @ weight[:, u].T).norm(dim=-1) for u in columns], -1)
         self._batch.append((x.abs().sum(1), counted.sum(1)))
 
     def end(self, examples: range) -> None:

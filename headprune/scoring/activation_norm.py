@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headprune.scoring._activations import ActivationScorer, Gathers, Magnitudes, unit_columns
+from headprune.scoring._activations import (
+    ActivationScorer,
+    Gathers,
+    Magnitudes,
+    has_unit_per_channel,
+    unit_columns,
+)
 from headprune.scoring._base import one_of
 
 
@@ -44,6 +50,6 @@ class ActivationNorm(ActivationScorer):
 
     def site_values(self, statistic: Magnitudes, weights: Tensor) -> Tensor:
         size = statistic.size(weights)  # of channels, or of units
-        if self.of == "output":
+        if self.of == "output" or has_unit_per_channel(statistic.bound):
             return size
         return torch.stack([size[unit].norm() for unit in unit_columns(statistic.bound)])
