@@ -10,6 +10,7 @@ from headprune.attention import (
     Additive,
     MultiHeadAttention,
     cut_features,
+    replace_features_,
 )
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from tests.unit.test_attention import EXACT, F64, make, rand
@@ -128,12 +129,17 @@ of_heads = MultiHeadAttention.from_heads
     ("call", "text"),
     [
         (lambda m: m(M), "query: must be of shape [batch, length, 12], got [4, 12]"),
+        (lambda m: m(X, X[:1]), "key: must be of query's batch size 2, got 1"),
         (lambda m: m(X, X[..., :5]), "key: must be of shape [batch, length, 12], got [2, 4, 5]"),
         (lambda m: m(X, X, X[:, :2]), "value: must be as long as key, [2, 4], got [2, 2]"),
         (lambda m: m(X, mask=X), "mask: must be a boolean tensor, got torch.float64"),
         (lambda m: m(X, mask=torch.ones(2, 3).bool()), "= [2, 4, 4, 4], got [2, 3]"),
         (lambda m: m(X, valid_lens=torch.ones(3).long()), "or [batch, queries] = [2, 4], got [3]"),
         (lambda m: m(X, valid_lens=torch.tensor([-1, 5])), "the number of keys 4, got -1 to 5"),
+        (lambda m: m(X, valid_lens=torch.ones(2)), "a tensor of integers, got torch.float32"),
+        (lambda m: m(X, X[:, :2], hide_self=True), "hide_self=True: must be used with at least 4"),
+        (lambda m: m(X, gates=torch.ones(4).bool()), "gates: must be a floating-point tensor"),
+        (lambda _: make(12, 0), "n_heads: must be at least 1, got 0"),
         (lambda m: m(X, X[:, :2], causal=True), "causal=True: must be used with at least 4 keys"),
         (lambda m: m(X, gates=torch.ones(5)), "[heads] = [4] or [batch, heads] = [2, 4], got [5]"),
         (lambda _: make(compatibility="scaled_dot_prodct"), "Did you mean 'scaled_dot_product'?"),
@@ -154,6 +160,17 @@ def test_errors_say_what_to_do(call, text):
     with pytest.raises((InvalidValue, UnknownName)) as error:
         call(make())
     assert text in str(error.value)
+
+
+def test_what_no_cut_can_be_is_refused():
+    module = nn.Linear(4, 6)
+    with pytest.raises(InvalidValue, match="named like a parameter of Linear, got 'scale'"):
+        replace_features_(module, {"scale": torch.ones(1)})
+    for index in ([-1], [6], [1, 1], [2, 1]):
+        with pytest.raises(InvalidValue, match="strictly ascending positions below 6"):
+            cut_features(module, "out", index)
+    with pytest.raises(InvalidValue, match="axis: must be 'in' or 'out'"):
+        cut_features(module, "rows", [0])
 
 
 class Quantised(nn.Parameter):

@@ -211,3 +211,9 @@ def test_an_average_of_models_keeps_the_heads(decay):
         averaged.update_parameters(module)
     module.load_state_dict(averaged.module.state_dict())
     assert [site.heads for site in hp.find_sites(averaged.module)] == [(0, 3, 5, 6, 7, 17)]
+
+
+def test_a_folder_holds_weights_alone(tmp_path):
+    hp.save_pretrained(cut({0: [0, 1]})[0], tmp_path)
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert not any(KEPT_HEADS in name for name in stored)

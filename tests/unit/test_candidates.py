@@ -293,3 +293,19 @@ def test_longer_batches_need_no_more_memory_than_allowed():
     rows.clear()
     candidates(inputs(4, tokens=200), settings)
     assert max(rows) < 10 * short, "forty times as many tokens"
+
+
+def test_an_exception_in_a_pass_leaves_no_trace():
+    subject = family_subject("llama", "llama")
+    loss(subject.model, subject.batch)
+    before, calls = picture(subject.model), []
+
+    def failing(model, batch):
+        calls.append(1)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        candidates_of(subject, failing)(subject.batch, settings_of(subject))
+    assert picture(subject.model) == before

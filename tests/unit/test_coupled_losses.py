@@ -308,10 +308,12 @@ def coupled_where_asked(model, batch):
     return states.square() + coupled * states.roll(1).square()
 
 
+@pytest.mark.parametrize("n_before", [1, 7])
 @pytest.mark.parametrize("scorer", ["taylor", "attribution_patching", "attattr"])
-def test_a_loss_that_couples_later_examples_alone_is_refused(scorer):
+def test_a_loss_that_couples_later_examples_alone_is_refused(scorer, n_before):
     torch.manual_seed(0)
     model = nn.Sequential(hp.MultiHeadAttention(8, 4)).double().eval()
-    batches = [(torch.randn(4, 5, 8).double(), coupled) for coupled in (0, 1, 1)]
+    couples = [0] * n_before + [1, 1]
+    batches = [(torch.randn(4, 5, 8).double(), coupled) for coupled in couples]
     with pytest.raises(InvalidValue, match="in a later batch alone"):
         scored(scorer, model, batches, coupled_where_asked)

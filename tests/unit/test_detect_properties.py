@@ -1,6 +1,8 @@
 """Attentions that are odd in one way each: for which property each is refused, and what the proof
 itself refuses."""
 
+from itertools import count
+
 import pytest
 import torch
 from torch import nn
@@ -204,6 +206,21 @@ def tied():
 
 
 #: Attentions, by the property for which they are refused and by words of what was seen.
+CALLS = count()
+
+
+def first_head_for_all(module, q, k, v):
+    return attend(q, k, v + v[:, :1])
+
+
+class SpareFeatures(Textbook):
+    def __init__(self):
+        super().__init__(W_q=nn.Linear(WIDTH, WIDTH + 2))
+
+    def mixed(self, x):
+        return attend(*map(self.heads, (self.W_q(x)[..., :WIDTH], self.W_k(x), self.W_v(x))))
+
+
 REFUSED = {
     "norm across heads": {
         "'inner' over 16": lambda: Textbook(
@@ -215,12 +232,14 @@ REFUSED = {
     "talking heads": {"pass talk": lambda: Textbook(talking, talk=nn.Linear(HEADS, HEADS))},
     "depends on all heads": {
         "cut to": lambda: Textbook(slopes),
+        "one feature of 'W_v' changes all 4": lambda: Textbook(first_head_for_all),
         "over another axis than the last": lambda: Textbook(over_heads),
         "cut to 3 heads, each in its place": lambda: Textbook(run=louder_with_two),
     },
     "heads not side by side": {
         "": lambda: Textbook(flipped),
         "alternate between heads": WidthFirst,
+        "the 18 features of 'W_q' are no 4 heads": SpareFeatures,
         "for the 1 x 15 rows": lambda: Textbook(
             run=lambda module, x: plain(module, x.flatten(0, 1)[None]).reshape(x.shape)
         ),
@@ -251,11 +270,17 @@ REFUSED = {
         "no effect of gates of zero": lambda: Textbook(run=lambda module, x: 0.0 * plain(module, x))
     },
     "random in evaluation mode": {
+        "got random outputs": lambda: Textbook(run=lambda m, x: plain(m, x) + next(CALLS)),
         "": lambda: Textbook(
             lambda *given: nn.functional.dropout(kernel(*given), 0.2, training=True)
         ),
     },
-    "does not run in fp64": {"got TypeError: only float32": lambda: Textbook(run=float32_only)},
+    "does not run in fp64": {
+        "got TypeError: only float32": lambda: Textbook(run=float32_only),
+        "outputs are finite, got none that is": lambda: Textbook(
+            run=lambda m, x: plain(m, x) * float("nan")
+        ),
+    },
     "no softmax attention": {"none was seen on this example": router},
     "no layout found": {
         "fit no packing of unknown heads in a width of 19": wider,

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -117,3 +118,10 @@ def test_what_cannot_be_registered(clean):
         register(dataclasses.replace(ODD, name="llama"))
     with pytest.raises(InvalidValue, match="an AttentionLayout"):
         register([ODD])
+
+
+def test_folders_of_registered_layouts_are_as_before(tmp_path):
+    model, _ = registry.get("bert").tiny(0)
+    hp.prune_heads_(model, {0: [1]})
+    hp.save_pretrained(model, tmp_path)
+    assert "layouts" not in json.loads((tmp_path / "headprune.json").read_text())

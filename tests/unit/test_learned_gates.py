@@ -362,3 +362,12 @@ def test_what_cannot_be_trained_is_refused(monkeypatch):
     hp.prune_(model, subject.without({s.name: range(4) for s in subject.sites}))
     with pytest.raises(UnsupportedModel, match="no head at any site"):
         hp.learned_gates(model, HARD).__enter__()
+
+
+def test_narrow_models_have_gates_in_fp32():
+    model, batch = subject_of("bert").layout.tiny(0)
+    no_dropout(model).half().train()
+    with hp.learned_gates(model, HARD) as gates:
+        assert gates.weights.dtype == torch.float32
+        (model(**batch).loss + gates.penalty()).backward()
+    assert bool(torch.isfinite(gates.weights.grad).all())

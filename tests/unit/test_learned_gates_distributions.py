@@ -165,3 +165,10 @@ def test_what_makes_no_sense_is_refused():
     for keep, size, words in counts:
         with pytest.raises(InvalidValue, match=words):
             SubsetTopk(keep=keep, steps=1).hard(ones(6), size * ones(6))
+
+
+def test_units_are_kept_that_are_open_more_often_than_not():
+    dist, w = HardConcrete(keep=0.35), torch.linspace(-2, 1, 31, dtype=F64)
+    assert torch.equal(dist.hard(w, ones(31)) == 1, dist.p_open(w) > 0.5)
+    (note,) = dist.notes(torch.full((10,), -9.0, dtype=F64), ones(10), 5000)
+    assert note.startswith("0.0 of 10 heads open in expectation (asked: 3), 0 with")

@@ -481,3 +481,17 @@ def test_a_class_without_a_loss_says_nothing_of_labels():
     model = object.__new__(kind)
     nn.Module.__init__(model)
     assert reads_next(model)
+
+
+def test_gates_are_learned_by_the_trainer_whatever_it_counts(tmp_path):
+    """The Trainer gives the model the number of tokens of several batches, by which the model
+    divides its loss."""
+    model = build("LlamaForCausalLM")
+    rows = [{"input_ids": x, "labels": x} for x in torch.randint(3, 40, (16, 7))]
+    settings = {"use_cpu": True, "report_to": "none", "save_strategy": "no"}
+    settings |= {"max_steps": 2, "gradient_accumulation_steps": 2, "disable_tqdm": True}
+    args = hf.TrainingArguments(str(tmp_path), per_device_train_batch_size=4, **settings)
+    with hp.learned_gates(model, hp.gating.HardConcrete(keep=0.5, warmup=2)) as gates:
+        loss = gates.trainer_loss
+        trainer = hf.Trainer(model, args, train_dataset=rows, compute_loss_func=loss)
+        assert math.isfinite(trainer.train().training_loss)

@@ -24,6 +24,7 @@ import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import reading
 from headprune.model.losses import default_loss
+from headprune.model.masks import token_mask, unmasked, visible
 from headprune.model.running import call
 from headprune.model.sites import bind
 from headprune.recovery import Finetune, Lstsq
@@ -346,6 +347,24 @@ def test_families_of_speech(family):
 
 
 HERE = torch.tensor([[1, 1, 0], [1, 0, 0]])
+PAIRS = HERE.bool()[:, None, None].expand(2, 1, 3, 3)
+CAUSAL = PAIRS & torch.ones(3, 3, dtype=torch.bool).tril()
+ADDED = torch.zeros(2, 1, 3, 3).masked_fill(~CAUSAL, -1e4)
+
+
+def test_keys_that_masks_hide():
+    masks = (HERE, HERE.double(), PAIRS, PAIRS[:, :, :1], PAIRS[:, 0], PAIRS.long(), CAUSAL, ADDED)
+    for number, mask in enumerate(masks):
+        assert unmasked(mask).tolist() == HERE.bool().tolist(), number
+    for nothing in (None, "mask", torch.ones(3), torch.ones(1, 1, 1, 1, 1)):
+        assert unmasked(nothing) is None
+    for all_ones in (torch.ones(1, 1, 3, 3, dtype=torch.bool), torch.zeros(1, 1, 3, 3)):
+        found = token_mask({"attention_mask": all_ones}, (2, 3))  # one for all examples
+        assert found.tolist() == [[True] * 3] * 2
+    assert token_mask({"attention_mask": HERE}, (2, 4)) is None
+    assert token_mask((HERE,), (2, 3)) is None
+    # No query sees itself: keys that no other one sees either are tokens all the same.
+    assert visible(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(-1)).tolist() == [[True] * 3]
 
 
 def read(model, batch):

@@ -5,9 +5,12 @@ import torch
 import transformers
 from torch import nn
 
+import headprune as hp
 from headprune.core.errors import InvalidValue
+from headprune.model.contexts import rows_of
 from headprune.model.examples import example_batch
 from headprune.model.running import DataDigest, batch_size, call, outputs
+from headprune.model.sites import bind
 from tests.laws.support import subject_of
 
 
@@ -95,3 +98,15 @@ def test_digest_sees_values_types_shapes_and_order():
     assert len({digest(a), *others}) == 6
     assert digest(torch.tensor(True)) != digest(torch.tensor(False))
     assert digest(a.bfloat16()) != digest(a.half())
+
+
+def test_rows_of_what_a_projection_reads():
+    (bound,) = bind(hp.MultiHeadAttention(8, 2))
+    for shape, rows in (
+        ((3, 8), (3, 1, 8)),  # one token an example
+        ((5, 8), (1, 5, 8)),  # one example
+        ((3, 5, 8), (3, 5, 8)),
+        ((3, 2, 5, 8), (3, 10, 8)),
+    ):
+        x = torch.arange(torch.Size(shape).numel()).view(shape)
+        assert torch.equal(rows_of(bound, x, torch.zeros(3, 1)), x.view(rows))

@@ -103,6 +103,11 @@ def take_another(path, scores):
     shutil.copy(other.with_name("a.samples.safetensors"), path)
 
 
+def flip_last_byte(path, scores):
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
 def round_to_single_precision(path, scores):
     """Under the hash of the numbers in double precision."""
     matrix = scores.samples.matrix.astype(np.float32)
@@ -114,6 +119,7 @@ def round_to_single_precision(path, scores):
     [
         (take_another, "the numbers of other scores"),
         (round_to_single_precision, "a damaged file"),
+        (flip_last_byte, "a damaged file"),
         (lambda path, scores: path.unlink(), "no such file"),
     ],
 )

@@ -249,3 +249,20 @@ def test_a_scorer_that_asks_no_loss_says_so(bert):
         assert told.values == quiet.values
         assert quiet.notes == ()
         assert any("loss= was not asked" in note for note in told.notes)
+
+
+def test_what_scores_cannot_promise_is_told(bert):
+    batch, blocks = score(bert, [scoring.Taylor(reduce="batch"), scoring.Obs(blocks=1)])
+    assert batch.standard_errors is blocks.standard_errors is None
+    order = score(bert, scoring.Shapley(orders=1, step=4))
+    assert any("not over orders" in note for note in order.notes)
+    one = score(bert, scoring.Shapley(orders=2), split(bert.batch, 1)[:1])
+    assert one.standard_errors is not None
+    assert any("over orders alone" in note for note in one.notes)
+    few, enough = score(bert, [scoring.IntegratedGradients(points=n) for n in (1, 48)])
+    assert (enough.notes, "take more points" in few.notes[0]) == ((), True)
+    ones = torch.ones(3, 1, dtype=torch.long)
+    same = {**bert.batch, "input_ids": 5 * ones, "attention_mask": ones}
+    found = score(bert, scoring.Fluctuation(), [same])
+    assert not any(map(any, found.values))
+    assert any("Nothing varies over the tokens at" in note for note in found.notes)

@@ -18,6 +18,7 @@ from headprune.gating import candidates
 from headprune.model.losses import default_loss
 from headprune.scoring import Auto, LeaveOneOut, Shapley, Taylor, _resume_cache
 from headprune.scoring._base import Estimate, Scorer
+from headprune.scoring._coupling import NOTE
 from tests.laws.support import examples_of as data
 from tests.laws.support import subject_of
 from tests.scoring_help import counted_runs, score, split
@@ -336,3 +337,16 @@ def test_a_folder_is_a_path_that_no_other_call_uses(bert, four, tmp_path):
         pytest.raises(InvalidValue, match=r"a call of score\(\) that is running there"),
     ):
         score(bert, "taylor", four, folder=tmp_path)
+
+
+@pytest.mark.parametrize("scorer", ["taylor", "surgeon"])
+def test_that_losses_are_coupled_is_remembered(scorer, bert, four, tmp_path):
+    def coupled(model, batch):
+        losses = default_loss(model, batch)
+        return losses + losses.mean()
+
+    whole = score(bert, scorer, four, loss=coupled)
+    assert NOTE in whole.notes
+    cut_off(bert, scorer, four, 3, folder=tmp_path, loss=coupled)
+    for _ in range(2):  # the second time all is in the folder
+        assert told(score(bert, scorer, four, folder=tmp_path, loss=coupled)) == told(whole)
