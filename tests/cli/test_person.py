@@ -131,7 +131,11 @@ def test_a_command_that_ended_early_goes_on(where, given, tmp_path, monkeypatch)
         patch.setattr(*failing, fail)
         assert "power is gone" in call(command).stderr
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"run"}
-    said = done(command).stderr
+    result = done(command)
+    said = result.stderr
+    record = hp.RunRecord.load(tmp_path / "a" / "run" / "record.json")
+    assert str(record) in result.stdout, "the lines of progress had a part of it"
+    assert {f"note: {n}" for n in record.plan.notes} <= set(result.stdout.splitlines())
     assert ("[score] was done before" in said) == (where == "bench")
     assert ("[score]" in said) == (where == "bench")
     assert len(hp.find_sites(hp.from_pretrained(tmp_path / "a"))[0].heads) < 4

@@ -69,6 +69,7 @@ def test_every_draw_of_random_heads_must_lose_more():
     choice = Choice(found, chosen, "half", "lstsq", 50, 0.5)
     assert not choice.beats_random
     assert not choice.loses_to_random
+    assert (choice.best.scorer, choice.margin) == ("a", 0)
 
 
 def test_the_margin_covers_the_best_candidate():

@@ -86,6 +86,8 @@ def test_a_model_is_cut_on_them_without_a_recipe(contest, tmp_path):
     # The lines of progress have the plan's notes.
     assert record.plan.notes
     assert all(note in result.stderr for note in record.plan.notes)
+    said = set(result.stdout.splitlines())
+    assert not {f"note: {note}" for note in record.plan.notes} & said, "said twice"
 
 
 GRADED: dict[str, list[Any]] = {"train": [0.5] * 60, "validation": [1.5] * 12}
@@ -99,6 +101,7 @@ GRADED: dict[str, list[Any]] = {"train": [0.5] * 60, "validation": [1.5] * 12}
         (Value("int64"), {"test": [None] * 16}, True),
         # A mistake to be told, not a contest: some have labels.
         (Value("int64"), {"test": [1] + [-1] * 15}, False),
+        (Value("int64"), {"validation": [-1] * 12}, False),
         (Value("float64"), {**GRADED, "train": [-0.5] * 60, "test": [-1.0] * 16}, False),
         (Value("string"), {name: ["bad", "good"] * (n // 2) for name, n in SIZES.items()}, False),
     ],
@@ -317,3 +320,12 @@ def test_a_class_name_sets_no_keys_of_the_recipe(tmp_path):
     found = guessed(tmp_path, "A\nout: /elsewhere # ForCausalLM", {"text": "we do"})
     assert found.recipe().out is None
     assert r"causal_lm: 'A\nout: /elsewhere # ForCausalLM' is a model for it" in found.why[0]
+
+
+def test_many_rows_hold_out_a_count(contest, tmp_path):
+    write(tmp_path)
+    n = 10_001
+    rows = {"idx": list(range(n)), "sentence": ["a b"] * n, "label": [0] * n}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "train.parquet")
+    found = yaml.safe_load(guess(str(contest / "model"), str(tmp_path)).text)["data"]
+    assert (found["test_split"], found["holdout"]) == ("validation", 1000)

@@ -176,6 +176,17 @@ def test_factored_moments_are_cut_along_the_axis_that_they_have(kind, settings, 
     train(optimizer, model)
 
 
+def test_muon_goes_on():
+    model = attention()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = train(torch.optim.Muon(matrices, lr=1e-3), model)
+    before = optimizer.state[model[0].W_o.weight]["momentum_buffer"].clone()
+    assert pruned(optimizer, model).warnings == ()
+    after = optimizer.state[model[0].W_o.weight]["momentum_buffer"]
+    assert torch.equal(after, before[:, KEPT])
+    train(optimizer, model)
+
+
 def test_lbfgs_begins_anew():
     model = attention()
     optimizer = train(torch.optim.LBFGS(model.parameters(), lr=1e-2), model)

@@ -191,7 +191,7 @@ def test_a_sharded_model_is_scored_and_cut_once_it_is_gathered_and_a_split_one_i
 
 
 def test_a_timeout_is_a_time():
-    for timeout in (0, True, "ten"):
+    for timeout in (0, -1, True, "ten"):
         with pytest.raises(InvalidValue, match=r"Processes\.timeout"):
             hp.Processes(timeout)
 

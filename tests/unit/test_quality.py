@@ -305,3 +305,17 @@ def test_what_a_recipe_cannot_ask_for():
     ):
         with pytest.raises(InvalidValue, match=words):
             load_recipe("digits-vit", ["metric=matthews", *settings])
+
+
+def test_matthews_of_tokens_leaves_out_what_is_not_labelled():
+    model, batch = bert("BertForTokenClassification", num_labels=3), text(6)
+    padding = batch["attention_mask"] == 0
+    labels = torch.randint(3, batch["input_ids"].shape).masked_fill(padding, -100)
+    labels[0, 1] = -100
+    with torch.no_grad():
+        predictions = model(**batch).logits.argmax(-1)
+    counted = labels != -100
+    found = evaluate(model, split({**batch, "labels": labels}, 4), metric="matthews")
+    expected = matthews_corrcoef(labels[counted], predictions[counted])
+    assert found.value == pytest.approx(expected, abs=1e-12)
+    assert sum(found.counts) == int(counted.sum())

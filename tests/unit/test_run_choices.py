@@ -15,7 +15,7 @@ from headprune.bench.latency import compare_latency
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.latency import LatencyTable
 from headprune.recipes.schema import Recipe
-from headprune.recipes.validate import RecipeError, load_recipe
+from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
 from headprune.report.repeat import python_lines
 from headprune.run import choosing, runner, subject
 from tests.small_recipes import checked_recipe, quiet_run, write_rows
@@ -188,3 +188,10 @@ def test_recoveries_between_the_choices(tmp_path, monkeypatch, selector, setting
     select = {"selector": selector, "settings": settings, "recover": [{"method": "mean_fold"}]}
     assert quiet_run(recipe(tmp_path, {"keep_heads": 0.5, **select}, "taylor")).status == "done"
     assert seen == expected
+
+
+def test_the_selector_of_a_speedup_is_the_knapsack_unless_another_is_named(tmp_path):
+    assert recipe(tmp_path, {"speedup": 1.2, "selector": "uniform"}).select.selector == "uniform"
+    chosen = recipe(tmp_path, {"sites": {"causal": {"speedup": 1.2}}, "latency": {"length": 4}})
+    assert (chosen.select.selector, chosen.select.timed) == ("knapsack", True)
+    assert check_recipe(chosen.model_dump()) == chosen

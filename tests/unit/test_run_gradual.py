@@ -206,8 +206,8 @@ def test_a_teacher_and_adapters():
     assert not any("lora" in n for n, _ in model.named_modules())
 
 
-def test_a_selector_that_looks_at_the_model_looks_at_every_stages(monkeypatch):
-    selector = "iterative"
+@pytest.mark.parametrize("selector", ["iterative", "local_search"])
+def test_a_selector_that_looks_at_the_model_looks_at_every_stages(selector, monkeypatch):
     model, batches = build()
     seen = []
 
@@ -218,7 +218,8 @@ def test_a_selector_that_looks_at_the_model_looks_at_every_stages(monkeypatch):
 
         return made
 
-    monkeypatch.setattr(gradual, "rescorer", looking(gradual.rescorer))
+    for name in ("loss_of", "rescorer"):
+        monkeypatch.setattr(gradual, name, looking(getattr(gradual, name)))
     settings = {"stages": 2, "finetune": replace(TINY, steps=2), "selector": selector}
     done = prune_gradually_(model, batches, HALF, **settings)
     before = done.stages[0].plan.mask

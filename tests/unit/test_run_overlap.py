@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 
 from headprune.data.datasets import encode_rows, load_rows
@@ -192,3 +193,17 @@ def test_a_run_says_and_records_both(tmp_path):
     ):
         (warning,) = [w for w in record.warnings if w.startswith(start)]
         assert f"    warning: {warning}" in lines
+
+
+def test_inputs_of_the_same_bytes_are_not_the_same_inputs():
+    examples = [
+        *({"input_ids": [1, 2, 3]}, {"other_ids": [1, 2, 3]}),
+        *({"input_ids": [1, 2], "mask": [3]}, {"input_ids": [1], "mask": [2, 3]}),
+        *({"pixels": torch.zeros(2, 4)}, {"pixels": torch.zeros(4, 2)}),
+        {"pixels": torch.zeros(4, dtype=torch.float64)},
+        {"pixels": torch.zeros(8, dtype=torch.int32)},
+    ]
+    for i, one in enumerate(examples):
+        others = examples[:i] + examples[i + 1 :]
+        found = read_twice({"test": [one], "validation": [], "train": others, "calibration": []})
+        assert found["test"] == NONE_READ["test"]

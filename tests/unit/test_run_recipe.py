@@ -261,3 +261,8 @@ def test_reading_may_stop_when_a_set_is_settled():
             assert said in found[f"score.{key}"]
     taken = check_recipe(good(score={"scorer": "taylor", "until": {"k": 3}})).score.until
     assert taken.k == 3
+
+
+def test_settings_that_depend_on_each_other_are_judged_together():
+    settings = {"block": 8, "reduce": "batch"}
+    assert check_recipe(good(score={"scorer": "taylor", "settings": settings})).score.scorer

@@ -61,7 +61,7 @@ KEYS = [f"b{i}" for i in range(8000)]
 COSTLY: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing, doubled": lambda: doubled("", 40),
     "circles, doubled": lambda: doubled("${model.config.a39}", 40),
-    "unknown keys": lambda: {f"a{i}": f"${{model.confic.b{i}}}" for i in range(400)},
+    "unknown keys": lambda: {f"a{i}": f"${{model.confic.b{i}}}" for i in range(1500)},
     "long keys in each other": lambda: deep(38, {"c": "${name}"} | dict.fromkeys(KEYS, 1)),
 }
 

@@ -24,7 +24,7 @@ from headprune.core.errors import CheckpointError, InvalidValue, NotWritten
 from headprune.recovery import Finetune
 from headprune.run import Recipe, gradual, identity, prune_gradually_, runner, stages, subject
 from headprune.run.identity import made_of
-from headprune.run.journal import WORK
+from headprune.run.journal import WORK, Journal
 from headprune.run.progress import keys_of
 from tests.killing import same_runs
 from tests.laws.support import subject_of
@@ -116,7 +116,7 @@ def test_what_is_finished_is_not_done_again(failed, whole, monkeypatch, status):
 )
 def test_what_depends_on_a_change_is_made_anew(failed, tmp_path, changes, kept):
     assert taken(go(recipe(failed, **changes))) == kept
-    if "select" in changes:
+    if kept not in ([], ALL):
         go(recipe(tmp_path / "other", **changes))
         same_runs(failed, tmp_path / "other")
 
@@ -370,3 +370,14 @@ def test_the_record_of_a_run_that_failed_for_lack_of_room_says_how_far_it_came(f
     record = json.loads((failed / "record.json").read_text())
     assert (record["status"], record["stage"]) == ("running", "bench")
     assert go(chosen)[0].startswith("resuming the killed run in")
+
+
+def test_warnings_of_stages_that_were_done_before_are_noted_again_and_once():
+    first, again = (Journal("x", {}, None, lambda line: None, False) for _ in range(2))
+    with first.collected() as found:
+        first.note(warnings=("slow", "slow"))
+    again.note(warnings=("other",))
+    for _ in range(2):
+        again.repeat(found())
+    assert first.record.warnings == ("slow",)
+    assert again.record.warnings == ("other", "slow")

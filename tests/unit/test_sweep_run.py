@@ -98,11 +98,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def break_at(patch: pytest.MonkeyPatch, kind: str, scorer: str) -> None:
+def break_at(patch: pytest.MonkeyPatch, kind: str, value: object) -> None:
     real = tasks._MAKERS[kind]
 
     def broken(task: Any) -> None:
-        if task.recipe.score.scorer == scorer:
+        if value in (task.recipe.score.scorer, task.recipe.select.keep_heads):
             raise RuntimeError("out of memory")
         real(task)
 
@@ -341,6 +341,11 @@ def test_failures_are_kept_and_stop_nothing(copied, monkeypatch):
         table = sweep(copied, ["scorer=fisher,wanda", "keep=0.5"], seeds=1).table
     assert [row["scorer"] for row in table.rows] == ["wanda"]
     assert [row["error"] for row in table.failed] == [error]
+    with monkeypatch.context() as patch:
+        break_at(patch, "outcomes", 0.25)
+        table = sweep(copied, ["scorer=random", "keep=0.625,0.25"], seeds=1).table
+    assert [row["keep"] for row in table.rows] == [0.625]
+    assert [(row["keep"], row["error"]) for row in table.failed] == [(0.25, error)]
     again = sweep(copied, ["scorer=fisher,wanda", "keep=0.5"], seeds=1).table  # tried again
     assert (len(again.rows), again.failed) == (2, ())
 
@@ -378,7 +383,9 @@ def test_an_interrupt_says_how_to_go_on(copied, whole, monkeypatch):
 def test_bad_arguments(tmp_path):
     for settings, words in (
         ({"seeds": 1.5}, "seeds"),
+        ({"jobs": 0}, "or -1"),
         ({"jobs": -2}, "or -1"),
+        ({"seeds": "3"}, "a count >= 1"),
         ({"recipe": tiny(data={**TINY["data"], "holdout": 1})}, "validation: must be two or more"),
     ):
         with pytest.raises(InvalidValue, match=words):

@@ -26,6 +26,7 @@ from headprune.core.metrics import drop, drop_words
 from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from headprune.data.datasets import load_rows
 from headprune.data.models import prepare
+from headprune.data.order import LikeLengths
 from headprune.data.vocabulary import train_tokenizer
 from headprune.layouts import registry
 from headprune.recipes.reading import override
@@ -343,3 +344,17 @@ def test_a_prefix_is_for_translations():
     data = {"path": "rows.jsonl", "text": "text", "prefix": "translate: "}
     with pytest.raises(RecipeError, match=r"data\.prefix: must be left out for text_class"):
         pretrained(Path("here"), task="text_classification", data=data, decode={})
+
+
+def test_batches_of_like_length_hold_every_row_once_in_a_new_order():
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 40) for _ in range(1003)]  # more than one pool
+    order = LikeLengths(lengths, 8, torch.Generator().manual_seed(0))
+    first, second = list(order), list(order)
+    assert len(first) == len(order) == 126
+    assert sorted(i for batch in first for i in batch) == list(range(1003))
+    assert first != second
+    assert list(LikeLengths(lengths, 8, torch.Generator().manual_seed(0))) == first
+    assert sum(max(lengths[i] for i in b) * len(b) for b in first) < 1.1 * sum(lengths)
+    shuffled = [lengths[batch[0]] for batch in first]
+    assert shuffled != sorted(shuffled), "batches come in order of length"
