@@ -193,7 +193,7 @@ def carry(folder: Path, original: Path) -> None:
         original: The base model's card.
     """
     own = read(folder / CARD).partition(BEGIN)[2].partition(END)[0].strip("\n")
-    words, begin, rest = read(original).partition(BEGIN)
+    words, begin, rest = read_bytes(original).decode(errors="replace").partition(BEGIN)
     if begin:  # without the section of an earlier cut
         words += rest.partition(END)[2].removeprefix("\n")
     if own and words.strip():

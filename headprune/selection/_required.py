@@ -55,7 +55,8 @@ def as_units(
         place, unit = both[0]
         site = sites[place]
         words = site.words(site.units[unit])
-        hint = f"{words} stay or go together." if len(site.units[unit]) > 1 else ""
+        members = words if site.is_feed_forward else f"Heads {list(site.units[unit])}"
+        hint = f"{members} stay or go together." if len(site.units[unit]) > 1 else ""
         raise InvalidValue(
             "select(must_keep=, must_remove=)",
             "about different heads",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import checked_losses, default_loss, is_causal_lm
+from headprune.model.losses import check_finite, default_loss, is_causal_lm, shaped_losses
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
 #: Transformers computes the losses of causal language models in float32.
@@ -206,6 +206,6 @@ def test_batches_it_cannot_judge(make, batch, words):
 def test_what_is_checked_of_a_loss():
     model, batch = nn.Linear(1, 1), torch.ones(3, 1)
     with pytest.raises(InvalidValue, match=r"of shape \[3\], one loss per example, got \[3, 1\]"):
-        checked_losses(lambda m, b: b, model, batch, 0)
+        shaped_losses(lambda m, b: b, model, batch, 0)
     with pytest.raises(InvalidValue, match=r"batch 4, example 1: must be finite, got -inf"):
-        checked_losses(lambda m, b: torch.tensor([0.0, -torch.inf, 1.0]), model, batch, 4)
+        check_finite([(4, torch.tensor([0.0, -torch.inf, 1.0]))])
