@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.bench.latency import Effort, check_count, rounds, sizes_of, speed_row, synchronize
+from headprune.bench.latency import (
+    Effort,
+    check_whole_number,
+    rounds,
+    sizes_of,
+    speed_row,
+    synchronize,
+)
 from headprune.core.errors import InvalidValue
 from headprune.core.record import SpeedRow
 from headprune.model.losses import is_causal_lm
@@ -91,7 +98,7 @@ def compare_decoding(
     """
     # 1. Check everything.
     effort = Effort(seconds, warmup, min_rounds, max_rounds)
-    check_count("new_tokens", new_tokens, 1)
+    check_whole_number("new_tokens", new_tokens, 1)
     device = device_of(original)
     for name, model in (("original", original), ("pruned", pruned)):
         if not is_causal_lm(model):

@@ -44,9 +44,9 @@ class Effort:
     max_rounds: int
 
     def __post_init__(self) -> None:
-        check_count("warmup", self.warmup, least=0)
-        check_count("min_rounds", self.min_rounds, least=1)
-        check_count("max_rounds", self.max_rounds, least=1)
+        check_whole_number("warmup", self.warmup, least=0)
+        check_whole_number("min_rounds", self.min_rounds, least=1)
+        check_whole_number("max_rounds", self.max_rounds, least=1)
         check_seconds("seconds", self.seconds)
         if self.max_rounds < self.min_rounds:
             must = f"at least min_rounds, {self.min_rounds}"
@@ -243,9 +243,9 @@ def shaped_batch(
             [1, 2, 3, 1]]), 'attention_mask': tensor([[1, 1, 1, 1],
             [1, 1, 1, 1]])}
     """
-    check_count("batch", batch, 1)
+    check_whole_number("batch", batch, 1)
     if length is not None:
-        check_count("length", length, 1)
+        check_whole_number("length", length, 1)
     must = "a mapping of tensors with the examples first"
     if not isinstance(example, Mapping):
         raise InvalidValue("example", must, type(example).__name__)
@@ -292,7 +292,7 @@ def sizes_of(name: str, sizes: Sequence[int]) -> list[int]:
     if isinstance(sizes, (str, int)) or not len(sizes):
         raise InvalidValue(name, "a list of counts, at least one", repr(sizes))
     for size in sizes:
-        check_count(name, size, 1)
+        check_whole_number(name, size, 1)
     return list(sizes)
 
 
@@ -303,7 +303,7 @@ def check_seconds(where: str, value: Any) -> None:
         raise InvalidValue(where, "a number >= 0", repr(value))
 
 
-def check_count(where: str, value: Any, least: int) -> None:
+def check_whole_number(where: str, value: Any, least: int) -> None:
     """Refuse everything but a whole number >= ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidValue(where, f"a whole number >= {least}", repr(value))

@@ -10,4 +10,5 @@ from headprune.core.lazy import lazy
 #: Imported on first use.
 _HOME = {"Auto": "headprune.choice.auto", "Ladder": "headprune.choice.ladder"}
 
+__all__ = ["Auto", "Ladder"]
 __getattr__, __dir__ = lazy(__name__, _HOME)

@@ -16,7 +16,7 @@ from headprune.choice._meter import TEMPERATURE, Meter, dealt
 from headprune.choice._scores import as_scores
 from headprune.core.bars import bar
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_count
 from headprune.core.heads import AttentionSite
 from headprune.core.ladders import SiteLadder
 from headprune.model.transfers import in_main_memory
@@ -60,8 +60,7 @@ class Ladder(Scorer):
         object.__setattr__(self, "order_settings", FrozenDict(self.order_settings))
         if self.order in ("auto", "ladder"):
             raise InvalidValue("Ladder.order", "a scorer of single units", repr(self.order))
-        if type(self.examples) is not int or self.examples < 1:
-            raise InvalidValue("Ladder.examples", "a count >= 1", repr(self.examples))
+        check_count("Ladder.examples", self.examples)
         if not self.ridge > 0:
             raise InvalidValue("Ladder.ridge", "a share > 0", self.ridge)
         if not 0 < self.temperature < math.inf:

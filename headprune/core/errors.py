@@ -118,3 +118,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if not known:
         return "None are known."
     return f"Known: {', '.join(known)}."
+
+
+def check_count(where: str, value: object) -> None:
+    """Refuse everything but a whole number above 0; a bool is none."""
+    if type(value) is not int or value < 1:
+        raise InvalidValue(where, "a count >= 1", repr(value))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from headprune.core.codec import LATER, Value
-from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.core.errors import InvalidValue, UnknownName, check_count, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
 
 
@@ -65,11 +65,8 @@ class LatencyTable(Value):
 
     def __post_init__(self) -> None:
         _check_seconds("LatencyTable.whole", self.whole)
-        # bool is an int too, so the type itself is compared.
         for name in ("batch_size", "length"):
-            count = getattr(self, name)
-            if type(count) is not int or count < 1:
-                raise InvalidValue(f"LatencyTable.{name}", "a count >= 1", repr(count))
+            check_count(f"LatencyTable.{name}", getattr(self, name))
         names = [row.site for row in self.sites]
         if not names or len(set(names)) < len(names):
             raise InvalidValue("LatencyTable.sites", "one row per site, at least one", names)

@@ -14,13 +14,14 @@ def lazy(
     """Make ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: Its ``__name__``.
+        package: Its ``__name__``; it must have ``__all__``.
         home: The module that defines each public name.
         modules: Names that are modules themselves.
 
-    >>> getattr_, dir_ = lazy(__name__, {"Fraction": "fractions"}, {"maths": "math"})
-    >>> dir_(), getattr_("maths").sqrt(4.0)
-    (['Fraction', 'maths'], 2.0)
+    >>> import headprune.choice
+    >>> load, names = lazy("headprune.choice", {"Auto": "headprune.choice.auto"}, {"maths": "math"})
+    >>> load("maths").sqrt(4.0), names()
+    (2.0, ['Auto', 'Ladder'])
     """
     modules = modules or {}
 
@@ -35,6 +36,6 @@ def lazy(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted([*home, *modules])
+        return sorted(sys.modules[package].__all__)
 
     return load, names

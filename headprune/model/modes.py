@@ -18,8 +18,6 @@ from headprune.layouts._code import LIBRARIES
 from headprune.model.running import undisturbed
 from headprune.model.transfers import in_main_memory
 
-#: Packages whose modules differ between the two modes by noise and running statistics alone.
-_KNOWN = LIBRARIES
 #: Parts of class names of modules that draw noise or keep statistics.
 _NOISE = (
     "dropout",
@@ -100,7 +98,7 @@ def has_own_code(model: nn.Module) -> bool:
 
 
 def _is_own(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] not in _KNOWN
+    return type(module).__module__.partition(".")[0] not in LIBRARIES
 
 
 def _run(value: Callable[[], Sequence[Tensor]]) -> tuple[list[Tensor], Any]:

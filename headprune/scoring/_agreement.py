@@ -209,7 +209,7 @@ def _units(scores: HeadScores) -> list[Site]:
 
 
 def _differing_site(mine: list[Site], theirs: list[Site]) -> Site | None:
-    """The first site that two scores have not both, with these units and in this place."""
+    """The first site that only one of two scores has in its place, with its units."""
     pairs = zip_longest(mine, theirs)
     return next((other or own for own, other in pairs if own != other), None)
 

@@ -123,14 +123,14 @@ def _words(model: nn.Module, batch: Any, tokenizer: Any) -> tuple[Words, Words]:
     if target is None:
         must = "left out where the batch has neither decoder_input_ids nor labels"
         raise InvalidValue("attention_maps(tokenizer=)", must, sorted(map(str, batch)))
-    if mask is None and "decoder_input_ids" not in batch:
+    if mask is None and batch.get("decoder_input_ids") is None:
         # A query counts where there is a token to predict.
         mask = batch["labels"] != -100
     return read, _row_words(tokenizer, target, mask)
 
 
 def _shifted(model: nn.Module, labels: Tensor) -> Tensor:
-    """The labels one place to the right, as a decoder reads them that has no method for it."""
+    """The labels one place to the right, for a model without a method that makes them."""
     config: Any = bare(model).config
     start = labels.new_full((len(labels), 1), config.decoder_start_token_id)
     read = torch.cat([start, labels[:, :-1]], 1)

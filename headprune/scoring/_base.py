@@ -362,12 +362,6 @@ def with_heads(bound: Iterable[BoundSite]) -> list[BoundSite]:
     return [b for b in bound if b.site.heads]
 
 
-def check_count(where: str, value: int) -> None:
-    """Refuse a setting that is no whole number above 0."""
-    if type(value) is not int or value < 1:
-        raise InvalidValue(where, "a count >= 1", repr(value))
-
-
 def one_of(where: str, value: str, allowed: tuple[str, ...]) -> None:
     """Refuse a setting that is not one of the allowed words."""
     if value not in allowed:

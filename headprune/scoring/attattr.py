@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.errors import InvalidValue, UnsupportedModel, check_count
 from headprune.gating.context import gated
 from headprune.model.padding import PaddingInfo
 from headprune.model.precision import product_eps
@@ -20,7 +20,6 @@ from headprune.scoring._base import (
     Estimate,
     Scorer,
     ScoringProblem,
-    check_count,
     one_of,
     with_heads,
 )

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headprune.core.errors import check_count
 from headprune.gating.context import gated
 from headprune.model.sites import sites_of
 from headprune.model.transfers import in_fp64
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, check_count
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._coupling import noted
 from headprune.scoring._gates import gate_shapes, n_units, open_gates
 from headprune.scoring._gradients import loss_gradients

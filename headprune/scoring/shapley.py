@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_count
 from headprune.scoring._ablation import Replay, byte_count, differences, nothing, unit_rows
 from headprune.scoring._averages import averaged, mean_and_error
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, check_count, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
 
 
 @dataclass(frozen=True)

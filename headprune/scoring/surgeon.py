@@ -57,7 +57,7 @@ class Surgeon(ConstantWork):
     x is what a site's output projection reads at a token, g the loss's slope there. A is the
     covariance of x, weighted by ``|g|^2``, and ``C = sum g g' / examples``. A price is how much the
     loss rises, to second order, when the unit is removed and the projection refitted. The cheapest
-    unit of all sites goes, A and C follow, and so on.
+    unit of all sites is removed, A and C updated, and so on.
 
     Source: van der Ouderaa et al. 2024 (The LLM Surgeon), section 3.
 

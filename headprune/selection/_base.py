@@ -85,10 +85,10 @@ class Problem:
             site = self.scores.sites[place]
             missing = must_keep[place] - units
             if missing:
-                return f"{site.name} without {_members(site, min(missing))}, which must stay"
+                return f"{site.name} without {members_of(site, min(missing))}, which must stay"
             unwanted = must_remove[place] & units
             if unwanted:
-                return f"{site.name} with {_members(site, min(unwanted))}, which must go"
+                return f"{site.name} with {members_of(site, min(unwanted))}, which must go"
             count = self.heads(place, units)
             if count not in self.counts[place]:
                 plural = "" if count == 1 else "s"
@@ -297,7 +297,7 @@ class Selector(abc.ABC):
         return FrozenDict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
 
-def _members(site: AttentionSite, unit: int) -> str:
+def members_of(site: AttentionSite, unit: int) -> str:
     """The heads of a unit; of neurons, which may be hundreds, their number."""
     members = site.units[unit]
     if site.is_feed_forward:

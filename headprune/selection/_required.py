@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import AttentionSite, HeadId
 from headprune.core.indices import indices
-from headprune.selection._base import Position
+from headprune.selection._base import Position, members_of
 
 #: Original head indices by name of their site.
 Heads = Mapping[str, Iterable[int]]
@@ -54,13 +54,13 @@ def as_units(
     if both:
         place, unit = both[0]
         site = sites[place]
-        words = site.words(site.units[unit])
-        members = words if site.is_feed_forward else f"Heads {list(site.units[unit])}"
-        hint = f"{members} stay or go together." if len(site.units[unit]) > 1 else ""
+        hint = ""
+        if len(site.units[unit]) > 1:
+            hint = f"{members_of(site, unit).capitalize()} stay or go together."
         raise InvalidValue(
             "select(must_keep=, must_remove=)",
             "about different heads",
-            f"{words} in both",
+            f"{site.words(site.units[unit])} in both",
             hint,
         )
     return must_keep, must_remove

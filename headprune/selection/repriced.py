@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import check_count
 from headprune.selection._base import Position, Problem, positions_of
 from headprune.selection._choice import Option, best_choice
 from headprune.selection._measured import check_margin, fall, measured_losses
@@ -50,9 +50,7 @@ class Repriced(Knapsack):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("rounds", "reach"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InvalidValue(f"Repriced.{name}", "a count >= 1", repr(value))
+            check_count(f"Repriced.{name}", getattr(self, name))
         check_margin("Repriced.margin", self.margin)
 
     def most_plans(self, n_sites: int) -> int:

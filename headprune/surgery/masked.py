@@ -198,10 +198,8 @@ def _variants(b: BoundSite, given: _ModuleCall) -> Iterator[tuple[str, _ModuleCa
             x = next(given.inputs(), None)
             if x is not None and x.ndim == 3:
                 # Lengths [batch]: 1, 2, 3... tokens.
-                n_examples, n_tokens = (
-                    x.shape[b.layout.batch_axis],
-                    x.shape[1 - b.layout.batch_axis],
-                )
+                batch_axis = b.layout.batch_axis
+                n_examples, n_tokens = x.shape[batch_axis], x.shape[1 - batch_axis]
                 lengths = 1 + torch.arange(n_examples, device=x.device) % n_tokens
                 yield f"{name} of its own", given.having({name: lengths})
 

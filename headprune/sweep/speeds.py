@@ -65,7 +65,7 @@ def measure_speeds(
             known[counts] = speeds[file]
             continue
         if counts not in known:
-            known[counts] = _measured(subject, plan)
+            known[counts] = _measured(subject, plan, asked["batch"], asked["length"])
             say(f"[speed] {plan.mask.n_kept} heads: {times(known[counts].ratio)} as fast")
         speeds[file] = known[counts]
     data = {"way": asked, "speeds": {file: asdict(row) for file, row in speeds.items()}}
@@ -84,18 +84,17 @@ def _way(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _measured(subject: Subject, plan: PruningPlan) -> SpeedRow:
+def _measured(subject: Subject, plan: PruningPlan, batch: int, length: int) -> SpeedRow:
     wanted, example = subject.recipe.bench, subject.example
     assert wanted is not None
     pruned = copy.deepcopy(subject.model)
     prune_(pruned, plan, example=example, sites=subject.sites)
-    length = max(wanted.lengths or [0])
     if not length:  # that of the examples
         bound = bind(subject.model, subject.sites)
         length = measure_costs(subject.model, bound, example).length
     make = partial(shaped_batch, example)
-    sizes = [max(wanted.batch_sizes)], [length]
-    (row,) = compare_latency(subject.model, pruned, make, *sizes, seconds=wanted.seconds)
+    seconds = wanted.seconds
+    (row,) = compare_latency(subject.model, pruned, make, [batch], [length], seconds=seconds)
     return row
 
 

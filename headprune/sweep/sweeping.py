@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_count
 from headprune.core.files import append_line, remove_parts
 from headprune.core.locking import locked
 from headprune.core.plan import PruningPlan
@@ -86,10 +86,9 @@ def sweep(
     """
     # 1. Check the grid and the other arguments.
     design = lay_out(recipe, settings, grid)
-    if not _is_count(seeds):
-        raise InvalidValue("sweep(seeds=)", "a count >= 1", seeds)
-    if not _is_count(jobs) and jobs != -1:
-        raise InvalidValue("sweep(jobs=)", "a count >= 1, or -1", jobs)
+    check_count("sweep(seeds=)", seeds)
+    if type(jobs) is not int or (jobs < 1 and jobs != -1):
+        raise InvalidValue("sweep(jobs=)", "a count >= 1, or -1", repr(jobs))
     folder = Path(out) if out is not None else Path(f"{design.recipe.folder}-sweep")
     with locked(folder, "a sweep"):
         quiet()
@@ -115,10 +114,6 @@ def sweep(
             raise
         finally:
             close()
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _write_results(
