@@ -29,7 +29,8 @@ from headprune.scoring._base import ScoringProblem
 _PARTS, _MEASURED = 2, 1
 #: At which outputs are compared.
 TEMPERATURE = 2.0
-#: Bytes that the outputs of layers before the changed site may take.
+#: Bytes that the outputs of layers before the changed site may take; as many for the outputs of
+#: the whole model.
 _ROOM = 2**30
 
 
@@ -85,7 +86,9 @@ class Meter:
     """Measures how far predicted contexts move the model's outputs, by example.
 
     Predictions are fitted on all rows. Layers before the first site that differs from the present
-    change are not run again: what they returned is kept. At first nothing is changed.
+    change are not run again: what they returned is kept. At first nothing is changed. Where the
+    whole model's logits would take more than a gigabyte, outputs are compared at fewer positions of
+    each example, spread evenly.
 
     Args:
         problem: With model, sites and loss.
@@ -114,6 +117,7 @@ class Meter:
         # A single row has to do for both.
         measured = _spread(folds.batches[_MEASURED] or folds.batches[0], examples)
         self._batches = [to_device(batch, device) for batch in measured]
+        self._examples = sum(map(batch_size, measured))
         self._whole = list(map(self._measured, self._batches))
         layers = [block.module for block in blocks_around(problem.model, problem.bound)]
         self._playback = Playback(layers, [b.gate for b in problem.bound], _ROOM)
@@ -178,7 +182,10 @@ class Meter:
         problem = self.problem
         if self._own_loss:
             return shaped_losses(problem.loss, problem.model, batch, 0)
-        return distributions(problem.model, batch, "a batch", shifted=shift_of(problem.loss))
+        found = distributions(problem.model, batch, "a batch", shifted=shift_of(problem.loss))
+        classes = found.logits.shape[-1]
+        of_position = self._examples * classes * found.logits.element_size()
+        return found.thinned(max(1, _ROOM // max(1, of_position)))
 
     def _rises(self, whole: Any, changed: Any) -> Tensor:
         """``[examples]``: how much more the changed model loses."""

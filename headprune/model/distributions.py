@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,24 @@ class Distributions:
         examples, positions = self.counted.nonzero(as_tuple=True)
         device = self.logits.device
         return self.logits[sent(examples, device), sent(positions, device)]
+
+    def thinned(self, most: int) -> Distributions:
+        """Keep at most ``most`` counted positions per example, spread evenly over those it has."""
+        examples, positions = self.counted.shape
+        if positions <= most:
+            return self
+        chosen = torch.zeros(examples, most, dtype=torch.long)
+        counted = torch.zeros(examples, most, dtype=torch.bool)
+        for example, row in enumerate(self.counted):
+            places = row.nonzero().flatten()
+            if len(places) > most:
+                places = places[torch.linspace(0, len(places) - 1, most).round().long()]
+            chosen[example, : len(places)] = places
+            counted[example, : len(places)] = True
+        # [batch, most, classes]
+        index = sent(chosen, self.logits.device).unsqueeze(-1)
+        logits = self.logits.take_along_dim(index, 1)
+        return replace(self, logits=logits, counted=counted)
 
 
 def distributions(

@@ -6,11 +6,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import headprune as hp
+from headprune.choice import _meter
 from headprune.core.errors import InvalidValue
 from headprune.core.ladders import SiteLadder
+from headprune.model.distributions import Distributions
 
 
 def _model():
@@ -88,6 +95,48 @@ def _divergences(model, small, temperature):
             q = (small(**part).logits.double() / temperature).log_softmax(-1)
             found.append((p.exp() * (p - q)).sum(-1) * temperature**2)
     return torch.cat(found).numpy()
+
+
+def test_the_memory_for_the_whole_models_logits_is_bounded(monkeypatch):
+    """A language model of 500 words: prices come from fewer positions, the same for every batch."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).eval()
+    batches = [{"input_ids": torch.randint(0, 500, (4, length))} for length in (30, 20, 25)]
+    meters = []
+    verify = _meter.Meter._verify_playback
+    monkeypatch.setattr(
+        _meter.Meter, "_verify_playback", lambda meter: (meters.append(meter), verify(meter))
+    )
+    full = hp.score(model, batches, "ladder", progress=False)
+    room = 6 * 500 * 4 * 10  # ten positions of six examples
+    monkeypatch.setattr(_meter, "_ROOM", room)
+    thin = hp.score(model, batches, "ladder", progress=False)
+    positions = [[whole.logits.shape[1] for whole in meter._whole] for meter in meters]
+    assert positions == [[29, 19, 24], [10, 10, 10]]
+    assert sum(whole.logits.nbytes for whole in meters[1]._whole) == room
+    rises = zip(full.ladders[0].rises, thin.ladders[0].rises, strict=True)
+    assert all(a == pytest.approx(b, rel=0.5) for a, b in rises)
+    assert full.ladders != thin.ladders
+
+
+def test_thinned_positions_are_spread_over_the_counted_ones():
+    logits = torch.arange(2 * 7.0).view(2, 7, 1)
+    counted = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 1, 0, 1, 0, 0, 0]], dtype=torch.bool)
+    whole = Distributions("regression", logits, counted)
+    thin = whole.thinned(3)
+    assert thin.logits[0, :, 0].tolist() == [0, 2, 5]
+    assert thin.logits[1, :2, 0].tolist() == [8, 10]
+    assert thin.counted.tolist() == [[True, True, True], [True, True, False]]
+    assert whole.thinned(7) is whole
 
 
 def test_the_loss_of_a_mask_is_that_of_the_cut_and_refitted_model():
