@@ -11,7 +11,7 @@ from typing import Any
 import studies
 import verdict
 from pages import publish
-from roster import OWN, PEERS, REFERENCE, TITLES
+from roster import OWN, PEERS, REFERENCE, TITLES, Peer, budget
 
 PAGE = "peers.md"
 OUTCOMES = ("won", "tied", "a trade", "lost")
@@ -72,7 +72,7 @@ def text(records: list[dict[str, Any]]) -> str:
             " headprune* is the paired"
         ),
         (
-            "difference in points with as many heads, mean over draws with its 95 % interval over"
+            "difference in points with the same budget, mean over draws with its 95 % interval over"
             " rows, on test and on"
         ),
         (
@@ -117,7 +117,7 @@ def in_order(record: dict[str, Any]) -> dict[str, Any]:
     """The record with its peers as the roster has them, whatever was measured first."""
     place = {name: number for number, name in enumerate(PEERS)}
 
-    def rank(row: dict[str, Any]) -> tuple[int, int]:
+    def rank(row: dict[str, Any]) -> tuple[int, float]:
         return place[row["peer"]], -(row["kept"] or 0)
 
     return {**record, **{k: sorted(record.get(k, []), key=rank) for k in ("rows", "compared")}}
@@ -129,9 +129,11 @@ def section(record: dict[str, Any]) -> list[str]:
     )
     where = record["hardware"]
     used = record["rows_used"]
+    of_share = [row for row in record["rows"] if row["kept"] is not None and row["kept"] < 1]
     lines = [
         "",
-        f"## {TITLES[record['task']]}, {record['device_used']}",
+        f"## {TITLES[record['task']]}, {record['device_used']}"
+        + (", heads and neurons" if of_share else ""),
         "",
         f"{where.get('gpu', where['processor'])}, {record['threads']} threads. {record['heads']}"
         f" heads; {used['calibration']} calibration rows, {used['validation']} validation and"
@@ -146,7 +148,7 @@ def section(record: dict[str, Any]) -> list[str]:
             (
                 "### The whole model"
                 if kept is None
-                else f"### {kept} of {record['heads']} heads kept"
+                else f"### {budget(kept, record['heads'])} kept"
             ),
             "",
         ]
@@ -171,8 +173,8 @@ def sessions(record: dict[str, Any]) -> list[str]:
         most = len(
             {row["seed"] for row in record["rows"] if row["kept"] == kept and "error" not in row}
         )
-        draws.setdefault(most, []).append(str(kept))
-    counts = "; ".join(f"{most} with {' and '.join(heads)} heads" for most, heads in draws.items())
+        draws.setdefault(most, []).append(budget(kept))
+    counts = "; ".join(f"{most} with {' and '.join(kept)}" for most, kept in draws.items())
     fewer = "; 1 for what trains or does not depend on them" if max(draws, default=1) > 1 else ""
     return [
         "",
@@ -185,7 +187,7 @@ def sessions(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) -> list[str]:
+def table(record: dict[str, Any], kept: float | None, rows: list[dict[str, Any]]) -> list[str]:
     """A row a peer; what failed for every draw has its error beneath."""
     shapes = verdict.shapes(record)
     against = "unpruned" if kept is None else REFERENCE
@@ -220,17 +222,15 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
     return [*lines, *([""] if reasons else []), *reasons]
 
 
-def gaps(record: dict[str, Any], kept: int | None, here: set[str]) -> list[str]:
+def gaps(record: dict[str, Any], kept: float | None, here: set[str]) -> list[str]:
     """Who of the roster has no row among those ``here``, because it cannot or because nobody has
     measured it."""
     known = {row["peer"] for row in record["rows"]}
     even = [name for name, peer in PEERS.items() if peer.even and name in known]
-    if kept is None or here.intersection(even):
+    if kept is None or kept < 1 or here.intersection(even):
         even = []
     able = [
-        name
-        for name, peer in PEERS.items()
-        if record["task"] in peer.tasks and peer.cuts == (kept is not None)
+        name for name, peer in PEERS.items() if record["task"] in peer.tasks and _meets(peer, kept)
     ]
     lacking = [name for name in able if name not in (*even, *here)]
     lines = (
@@ -241,7 +241,14 @@ def gaps(record: dict[str, Any], kept: int | None, here: set[str]) -> list[str]:
     return [*lines, *([f"- No row yet: {'; '.join(lacking)}."] if lacking else [])]
 
 
-def _apart(record: dict[str, Any], name: str, kept: int | None, split: str) -> str:
+def _meets(peer: Peer, kept: float | None) -> bool:
+    """Whether a peer has rows of such a budget."""
+    if kept is None:
+        return not (peer.cuts or peer.shares)
+    return peer.shares if kept < 1 else peer.cuts
+
+
+def _apart(record: dict[str, Any], name: str, kept: float | None, split: str) -> str:
     against = "unpruned" if kept is None else REFERENCE
     for line in record.get("compared", []):
         if (line["peer"], line["kept"], line["reference"]) == (name, kept, against):
@@ -290,7 +297,7 @@ def others(record: dict[str, Any]) -> list[str]:
             why = back.get("error") or f"says something else, by {back['difference']:.2g}"
             lines[f"- **{row['peer']}** does not load back: {why}"] = None
         for note in (*row.get("notes", ()), *_disturbed(record, row)):
-            lines[f"- **{row['peer']}**, {row['kept'] or 'all'} heads: {note}."] = None
+            lines[f"- **{row['peer']}**, {budget(row['kept'])}: {note}."] = None
     return ["", *lines] if lines else []
 
 

@@ -16,6 +16,19 @@ TITLES = {"sst2": "MiniLM on SST-2", "trec": "MiniLM on TREC", "digits": "a smal
 TEXT, IMAGE = ("sst2", "trec"), ("digits",)
 
 
+def budget(kept: float | None, heads: int | None = None) -> str:
+    """What is kept, in words: heads, or below 1 a share of the layers' multiply-adds.
+
+    >>> budget(24), budget(24, 72), budget(0.42), budget(None)
+    ('24 heads', '24 of 72 heads', '42 % of the multiply-adds', 'all heads')
+    """
+    if kept is None:
+        return "all heads"
+    if kept < 1:
+        return f"{100 * kept:g} % of the multiply-adds"
+    return f"{kept} heads" if heads is None else f"{kept} of {heads} heads"
+
+
 @dataclass(frozen=True)
 class Peer:
     """One way to a smaller or faster model.
@@ -29,7 +42,9 @@ class Peer:
         tasks: That it can do.
         given: What it starts from in place of the base model: ``onnx``, or ``headprune`` for what
             that peer made of the same rows with as many heads, or ``headprune.onnx``.
-        cuts: Has a row for every number of heads; else one for the whole model.
+        cuts: Has a row for every number of heads.
+        shares: Has a row for every share of the multiply-adds, of heads and neurons together. What
+            has neither has one row, for the whole model.
         draws: At most so many draws of calibration rows, where its result does not depend on them
             or training costs.
         trains: How many times the base model's training it has had in all, the base model's own
@@ -48,6 +63,7 @@ class Peer:
     tasks: tuple[str, ...] = TEXT + IMAGE
     given: str | None = None
     cuts: bool = True
+    shares: bool = False
     draws: int | None = None
     trains: int = 0
     even: bool = False
@@ -56,7 +72,11 @@ class Peer:
 
 
 _REFIT = "`lstsq` with the feed-forward"
-_SURGEON, _TAYLOR = ({"scorer": name, "selector": "global_topk"} for name in ("surgeon", "taylor"))
+#: Of a share of the multiply-adds.
+_BOTH = {"scorer": "ladder", "selector": "repriced"}
+_SURGEON, _TAYLOR = (
+    {"scorer": name, "selector": "global_topk", "of_share": _BOTH} for name in ("surgeon", "taylor")
+)
 _WHOLE = "it keeps every head. What would change it: cutting fewer, or training after the cut"
 _INT8 = (
     "it rounds every linear layer, feed-forwards too, which cutting heads leaves alone{}. What"
@@ -80,8 +100,9 @@ PEERS = {
             "headprune",
             "ours",
             f"`surgeon`, `global_topk`, {_REFIT}: what docs/pipelines.md advises for classifiers,"
-            " by validation rows",
+            " by validation rows; of a share of the work, `ladder` and `repriced`",
             settings=_SURGEON,
+            shares=True,
         ),
         Peer(
             "headprune, not refitted",
@@ -96,15 +117,32 @@ PEERS = {
             "ours",
             "that, then trained as the base model was, with its logits: twice in all",
             settings={**_TAYLOR, "distill": 1.0},
+            shares=True,
             draws=1,
             trains=2,
         ),
-        Peer("flap2024", "ours", "FLAP, heads only, by our parts", settings={"preset": "flap2024"}),
+        Peer(
+            "flap2024",
+            "ours",
+            "FLAP by our parts, heads only; of a share of the work, with neurons",
+            settings={"preset": "flap2024"},
+            shares=True,
+        ),
+        Peer(
+            "ziplm2023",
+            "ours",
+            "ZipLM by our parts: units in the order of `obs`, each level at its measured price,"
+            f" `knapsack`, {_REFIT}",
+            settings={"scorer": "ladder", "order": "obs", "selector": "knapsack"},
+            cuts=False,
+            shares=True,
+        ),
         Peer(
             "kwon2022",
             "ours",
-            "Kwon et al., heads only, by our parts",
+            "Kwon et al. by our parts, heads only; of a share of the work, with neurons",
             settings={"preset": "kwon2022"},
+            shares=True,
             faster=(
                 "it may take a layer's last head, where no attention runs then. What would change"
                 " it: `min_heads=0`, with which ours may, too"
@@ -127,10 +165,12 @@ PEERS = {
         Peer(
             "TextPruner",
             "text_pruner",
-            "its own iterative scores, as many heads a layer on average, feed-forwards left alone",
+            "its own iterative scores, as many heads a layer on average, and all neurons; of a share"
+            " of the work, neurons too",
             environment="textpruner",
             settings={"iterations": 8},
             tasks=TEXT,
+            shares=True,
             even=True,
         ),
         Peer(
@@ -139,6 +179,7 @@ PEERS = {
             "Taylor importance, the same number of heads in every layer",
             environment="torch-pruning",
             settings={"global": False},
+            shares=True,
             even=True,
         ),
         Peer(
@@ -147,6 +188,7 @@ PEERS = {
             "Taylor importance over the whole model",
             environment="torch-pruning",
             settings={"global": True},
+            shares=True,
         ),
         Peer(
             "onnxsim",
@@ -181,6 +223,7 @@ PEERS = {
             "fewer layers with as many multiply-adds, of the weights before any fine-tuning, then"
             " trained as the base model was: once in all",
             settings={"distill": 0.0},
+            shares=True,
             draws=1,
             trains=1,
             faster=_SMALLER,
@@ -190,6 +233,7 @@ PEERS = {
             "smaller",
             "the same, twice as long, with the base model's logits",
             settings={"distill": 1.0, "times": 2},
+            shares=True,
             draws=1,
             trains=2,
             faster=_SMALLER,
@@ -204,7 +248,11 @@ PEERS = {
             faster=_INT8.format(""),
         ),
         Peer(
-            "headprune + PyTorch INT8", "torch_int8", "the same of our cut model", given="headprune"
+            "headprune + PyTorch INT8",
+            "torch_int8",
+            "the same of our cut model",
+            given="headprune",
+            shares=True,
         ),
         *(
             Peer(
@@ -215,6 +263,7 @@ PEERS = {
                 settings={"way": way, "batches": 8},
                 given="headprune.onnx" if start else "onnx",
                 cuts=bool(start),
+                shares=bool(start),
                 draws=None if start or way == "static" else 1,
                 accurate="" if start else _WHOLE,
                 faster=(

@@ -2,9 +2,13 @@
 its own environment.
 
     python benchmarks/peers/environments.py --environments FOLDER
-    python benchmarks/peers/run.py --task sst2 --data path/to/sst2 --work runs/peers --environments
-    FOLDER python benchmarks/peers/run.py --task digits --work runs/peers --environments FOLDER
+    python benchmarks/peers/run.py --task sst2 --data path/to/sst2 --work runs/peers \\
+        --environments FOLDER
+    python benchmarks/peers/run.py --task digits --work runs/peers --environments FOLDER
     python benchmarks/peers/run.py --figure            # docs/peers.md, from the records
+
+Budgets are heads, feed-forwards as they are (``--budgets``), or shares of the layers' multiply-adds,
+kept by heads and neurons together (``--shares``).
 
 The base model is trained once and written as a plain Transformers folder, the rows as arrays; a
 peer's program (``programs``) gets both with a job in JSON, makes its smaller model, and hands back
@@ -12,7 +16,7 @@ logits, raw times, the saved model and what it took. A second process loads what
 Times are rounds of the base model and the smaller one in turn, in one process. A peer that cannot
 do it has its error in the table.
 
-A row of the record is one peer with one number of heads and one draw of calibration rows, written
+A row of the record is one peer with one budget and one draw of calibration rows, written
 as soon as it is there; a run that is started again goes on after the last one (``--again`` repeats
 rows with an error). The first draw is timed, so run it on an idle machine (``--seeds 1``); further
 draws can come later, beside other work. Logits stay in ``--work``, for the paired comparisons with
@@ -52,6 +56,8 @@ HERE = Path(__file__).resolve().parent
 TIMED = 0
 #: Heads kept by default, of 72 and of 32.
 BUDGETS = {"sst2": (36, 24, 14), "trec": (36, 24, 14), "digits": (16, 8)}
+#: Shares of the layers' multiply-adds kept by default, of heads and neurons together.
+SHARES = (0.6, 0.42, 0.25)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,6 +65,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--environments", type=Path, help="folder of the peers' environments")
     parser.add_argument(
         "--peers", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME"
+    )
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        help="of the layers' multiply-adds kept, in heads and neurons together; given alone, there are"
+        " no rows of --budgets, and the other way round",
     )
     studies.add_device(parser)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -86,7 +99,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         needed = ("task", "work", "environments", *(() if args.task == "digits" else ("data",)))
         if lacking := [name for name in needed if getattr(args, name) is None]:
             parser.error(f"give --{', --'.join(lacking)}, or --figure")
-        args.budgets = args.budgets or list(BUDGETS[args.task])
+        if not args.budgets and not args.shares:
+            args.budgets, args.shares = list(BUDGETS[args.task]), list(SHARES)
+        args.shares = args.shares or []
+        if not all(0 < share < 1 for share in args.shares):
+            parser.error(f"--shares: must lie between 0 and 1, got {args.shares}")
         args.work = args.work.resolve()
     return args
 
@@ -166,26 +183,33 @@ def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
     return [(batch, length) for length in lengths for batch in args.batch_sizes]
 
 
-def wanted(args: argparse.Namespace, layers: int = 1) -> Iterator[tuple[Peer, int | None, int]]:
-    """Peer, heads kept and draw of every row; ours come before those that start from what they
-    leave, and what keeps as many heads in every layer has none where that is no whole number."""
+def wanted(args: argparse.Namespace, layers: int = 1) -> Iterator[tuple[Peer, float | None, int]]:
+    """Peer, budget and draw of every row.
+
+    Ours come before those that start from its result. What keeps as many heads in every layer has
+    no row where that is no whole number.
+    """
     for peer in sorted(
         (PEERS[name] for name in args.peers),
         key=lambda peer: (peer.given or "").startswith(REFERENCE),
     ):
         if args.task in peer.tasks:
-            budgets = [kept for kept in args.budgets if not (peer.even and kept % layers)]
-            for kept in budgets if peer.cuts else [None]:
+            budgets: list[float | None] = []
+            if peer.cuts:
+                budgets += [kept for kept in args.budgets if not (peer.even and kept % layers)]
+            if peer.shares:
+                budgets += args.shares
+            for kept in budgets if peer.cuts or peer.shares else [None]:
                 for seed in range(min(args.seeds, peer.draws or args.seeds)):
                     yield peer, kept, seed
 
 
-def key(row: dict[str, Any]) -> tuple[str, int | None, int]:
+def key(row: dict[str, Any]) -> tuple[str, float | None, int]:
     return row["peer"], row["kept"], row["seed"]
 
 
 def measured(
-    args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int
+    args: argparse.Namespace, subject: Subject, peer: Peer, kept: float | None, seed: int
 ) -> dict[str, Any]:
     """One row: what a peer did, or why it could not."""
     row: dict[str, Any] = {
@@ -199,7 +223,9 @@ def measured(
         job = written(args, subject, peer, kept, seed)
         cut = answer(args, python, peer, job, "cut")
         row |= {
-            k: cut[k] for k in ("versions", "seconds", "heads", "notes") if cut.get(k) is not None
+            k: cut[k]
+            for k in ("versions", "seconds", "heads", "neurons", "notes")
+            if cut.get(k) is not None
         }
         row |= judged(args, subject, job, cut)
         row["loads_back"] = loaded(args, python, peer, job, cut)
@@ -239,7 +265,7 @@ def interpreter(folder: Path, peer: Peer) -> str:
 
 
 def folder_of(
-    args: argparse.Namespace, subject: Subject, name: str, kept: int | None, seed: int
+    args: argparse.Namespace, subject: Subject, name: str, kept: float | None, seed: int
 ) -> Path:
     """Where a job and its answers lie."""
     plain = "".join(c if c.isalnum() else "-" for c in name)
@@ -247,7 +273,7 @@ def folder_of(
 
 
 def written(
-    args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int
+    args: argparse.Namespace, subject: Subject, peer: Peer, kept: float | None, seed: int
 ) -> Path:
     """The job's file, in a fresh folder."""
     folder = folder_of(args, subject, peer.name, kept, seed)
@@ -256,13 +282,14 @@ def written(
     rows = {p: str(subject.file(p, seed)) for p in ("calibration", "train", "validation", "test")}
     settings = dict(peer.settings)
     if peer.program == "smaller":
-        settings |= {"before": str(subject.before), "tokens": subject.tokens or max(args.lengths)}
+        settings |= {"before": str(subject.before)}
     job = {
         "base": str(subject.base),
         "rows": rows,
         "given": given(args, subject, peer, kept, seed),
         "kept": kept,
         "heads": subject.heads,
+        "tokens": subject.tokens or max(args.lengths),
         "settings": settings,
         "train": subject.train,
         "device": args.device,
@@ -278,7 +305,7 @@ def written(
 
 
 def given(
-    args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int
+    args: argparse.Namespace, subject: Subject, peer: Peer, kept: float | None, seed: int
 ) -> str | None:
     """What a peer starts from in place of the base model."""
     if peer.given is None:
@@ -288,8 +315,8 @@ def given(
         folder = folder_of(args, subject, REFERENCE, kept, seed) / "saved"
         if not folder.is_dir():
             raise Failure(
-                f"{REFERENCE} left nothing to start from; run it first, with the same heads and"
-                " draw"
+                f"{REFERENCE} has saved nothing to start from; run it first, with the same budget"
+                " and draw"
             )
     if not peer.given.endswith("onnx"):
         return str(folder)
@@ -421,10 +448,15 @@ def compared(
     return found
 
 
-def opponents(name: str, kept: int | None, budgets: Sequence[int]) -> list[tuple[str, int | None]]:
-    """Peer and heads kept: what keeps all heads is held to the base model and to our cut ones, what
-    cuts to ours with as many heads, what has trained as often as our trained one to that, what
-    starts from our cut model to the same of the whole one."""
+def opponents(
+    name: str, kept: float | None, budgets: Sequence[float]
+) -> list[tuple[str, float | None]]:
+    """Peers and budgets that a row is compared with.
+
+    What cuts nothing is compared with the base model and with our cut ones; what cuts with ours of
+    the same budget; what has trained as often as our trained one with that; what starts from our
+    cut model with the same of the whole one.
+    """
     if name in ("unpruned", REFERENCE):
         return []
     whole = name.removeprefix(f"{REFERENCE} + ")
@@ -440,7 +472,7 @@ def opponents(name: str, kept: int | None, budgets: Sequence[int]) -> list[tuple
 
 
 def answered(
-    args: argparse.Namespace, subject: Subject, name: str, kept: int | None, seed: int, split: str
+    args: argparse.Namespace, subject: Subject, name: str, kept: float | None, seed: int, split: str
 ) -> np.ndarray:  # fmt: skip
     """Whether each example is right."""
     job = folder_of(args, subject, name, kept, seed) / "job.json"

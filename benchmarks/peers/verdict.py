@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pages
-from roster import PEERS, REFERENCE
+from roster import PEERS, REFERENCE, budget
 
 #: How peers are called that start from our cut model.
 TOGETHER = f"{REFERENCE} + "
@@ -56,8 +56,8 @@ def comparisons(record: dict[str, Any]) -> list[Comparison]:
     return found
 
 
-def timed(record: dict[str, Any]) -> dict[tuple[str, int | None], dict[str, Any]]:
-    """Rows with a speed, by peer and heads kept."""
+def timed(record: dict[str, Any]) -> dict[tuple[str, float | None], dict[str, Any]]:
+    """Rows with a speed, by peer and budget."""
     return {(row["peer"], row["kept"]): row for row in record["rows"] if "speed" in row}
 
 
@@ -72,7 +72,7 @@ def noise(record: dict[str, Any]) -> list[float]:
     That is the base model beside its copy, and, of one environment, models with as many heads. One
     with a layer that lost its last head is left out: no attention runs there, which is no noise.
     """
-    alike: dict[tuple[str, int | None], list[list[float]]] = {}
+    alike: dict[tuple[str, float | None], list[list[float]]] = {}
     for row in timed(record).values():
         ratios = [cell["ratio"] for cell in row["speed"]]
         if row["peer"] == "unpruned":
@@ -87,7 +87,10 @@ def noise(record: dict[str, Any]) -> list[float]:
 
 
 def _heads(row: dict[str, Any]) -> int | None:
-    """Heads counted in the weights; None where they cannot be, or a layer has none."""
+    """Heads counted in the weights; None where they cannot be, a layer has none, or neurons are cut
+    as well."""
+    if row["kept"] is not None and row["kept"] < 1:
+        return None
     if "heads" in row:
         return sum(row["heads"]) if all(row["heads"]) else None
     return row["kept"] if PEERS[row["peer"]].even else None
@@ -118,9 +121,9 @@ def text(record: dict[str, Any]) -> list[str]:
     )
     head = [
         "peer",
-        "heads",
-        "held to",
-        "heads",
+        "kept",
+        "beside",
+        "kept",
         "draws",
         "points",
         *(f"faster at {name}" for name in names),
@@ -154,7 +157,7 @@ def text(record: dict[str, Any]) -> list[str]:
     ]
     for one in found:
         line = one.line
-        kept, its = ("all" if n is None else str(n) for n in (line["kept"], line["reference_kept"]))
+        kept, its = (_short(n) for n in (line["kept"], line["reference_kept"]))
         cells = [line["peer"], kept, line["reference"], its, str(line["draws"]), points(line)]
         lines.append(
             "| " + " | ".join([*cells, *(who or "-" for who in one.faster), one.outcome]) + " |"
@@ -179,13 +182,13 @@ def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
     for one in found:
         if one.outcome in (LOST, TRADE):
             key = one.line["peer"], one.line["reference"], why(record, one)
-            reasons.setdefault(key, []).append(str(one.line["reference_kept"]))
+            reasons.setdefault(key, []).append(budget(one.line["reference_kept"]))
     alike: dict[tuple[str, str, str], list[str]] = {}
-    for (peer, its, reason), heads in reasons.items():
-        alike.setdefault((its, ", ".join(heads), reason), []).append(f"**{peer}**")
+    for (peer, its, reason), kept in reasons.items():
+        alike.setdefault((its, ", ".join(kept), reason), []).append(f"**{peer}**")
     lines = [
-        f"- {' and '.join(peers)} beside *{its}* with {heads} heads: {reason}."
-        for (its, heads, reason), peers in alike.items()
+        f"- {' and '.join(peers)} beside *{its}* with {kept}: {reason}."
+        for (its, kept, reason), peers in alike.items()
     ]
     budgets = dict.fromkeys(
         one.line["reference_kept"] for one in found if one.outcome in (LOST, TRADE)
@@ -249,26 +252,31 @@ def tie(one: Comparison) -> str:
         else f"{share:.{int(share < 10)}f} times"
     )
     beside = "" if line["reference"] == REFERENCE else f" beside *{line['reference']}*"
-    heads = (
-        f"all heads beside {line['reference_kept']}"
-        if line["kept"] is None
-        else f"{line['kept']} heads"
-    )
-    return f"{line['peer']}, {heads}{beside}: {times} ({wide})"
+    kept = budget(line["kept"])
+    if line["kept"] is None:
+        kept += f" beside {budget(line['reference_kept'])}"
+    return f"{line['peer']}, {kept}{beside}: {times} ({wide})"
 
 
-def _best(record: dict[str, Any], kept: int) -> str:
-    """Our most accurate model with so many heads."""
+def _short(kept: float | None) -> str:
+    """A budget in a cell."""
+    if kept is None:
+        return "all"
+    return f"{100 * kept:g} %" if kept < 1 else str(kept)
+
+
+def _best(record: dict[str, Any], kept: float) -> str:
+    """Our most accurate model of a budget."""
     own = [row for (name, heads), row in timed(record).items() if heads == kept and ours(name)]
     means = {
         row["peer"]: statistics.fmean(accuracies(record, row["peer"], kept).values()) for row in own
     }
     best = max(own, key=lambda row: means[row["peer"]])
     speeds = " and ".join(f"{cell['ratio']:.2f}x" for cell in best["speed"])
-    return f"{kept} heads, *{best['peer']}*, {means[best['peer']]:.3f} at {speeds}"
+    return f"{budget(kept)}, *{best['peer']}*, {means[best['peer']]:.3f} at {speeds}"
 
 
-def accuracies(record: dict[str, Any], name: str, kept: int | None) -> dict[int, float]:
+def accuracies(record: dict[str, Any], name: str, kept: float | None) -> dict[int, float]:
     """Test accuracy by draw."""
     rows = (
         row
@@ -289,12 +297,12 @@ def added(record: dict[str, Any]) -> list[str]:
                 pages.interval(b["ratio"] / a["ratio"], b["low"] / a["high"], b["high"] / a["low"])
                 for b, a in zip(row["speed"], alone["speed"], strict=True)
             ]
-            cells.append([other, str(kept), *_gained(record, name, kept, other), *gains])
+            cells.append([other, _short(kept), *_gained(record, name, kept, other), *gains])
     if not cells:
         return []
     head = [
         "peer",
-        "heads",
+        "kept",
         "draws",
         "points",
         *(f"times as fast at {name}" for name in shapes(record)),
@@ -313,7 +321,7 @@ def added(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _gained(record: dict[str, Any], name: str, kept: int | None, other: str) -> tuple[str, str]:
+def _gained(record: dict[str, Any], name: str, kept: float | None, other: str) -> tuple[str, str]:
     """Draws and points; what has one draw only is compared with that one."""
     for line in record.get("compared", []):
         if (line["peer"], line["kept"], line["reference"]) == (name, kept, other):

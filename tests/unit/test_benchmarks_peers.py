@@ -76,16 +76,16 @@ def folder(tmp_path_factory):
     return made
 
 
-def given(folder, out):
+def given(folder, out, budget="--budgets 5"):
     """The arguments of a small run."""
     where = f"--task trec --data {folder / 'trec'} --work {folder / 'work'} --model {folder}/model"
-    small = "--budgets 5 --seeds 1 --calibration 16 --threads 1 --epochs 1"
+    small = "--seeds 1 --calibration 16 --threads 1 --epochs 1"
     speed = "--batch-sizes 2 --lengths 8 --seconds 0.05"
-    return f"{where} --environments {folder} {small} {speed} --out {out}"
+    return f"{where} --environments {folder} {budget} {small} {speed} --out {out}"
 
 
-def arguments(run, folder, more=""):
-    return run.arguments(shlex.split(f"{given(folder, folder / 'unused.json')} {more}"))
+def arguments(run, folder, budget="--budgets 5"):
+    return run.arguments(shlex.split(given(folder, folder / "unused.json", budget)))
 
 
 @pytest.fixture
@@ -223,6 +223,33 @@ def test_ours_is_cut_recovered_and_loads_back(run, folder, programs, name):
     assert np.abs(found - subject.first()).max() > 1e-6
 
 
+@pytest.mark.parametrize("name", ["headprune", "flap2024", "kwon2022", "ziplm2023"])
+def test_ours_meets_a_share_of_the_multiply_adds(run, folder, programs, name):
+    args = arguments(run, folder, f"--shares 0.4 --peers {name}")
+    subject = run.subjects.subject(args)
+    peer = run.PEERS[name]
+    assert [kept for _, kept, _ in run.wanted(args)] == [0.4]
+    ours, protocol = programs("ours"), sys.modules["protocol"]
+    job = protocol.Job.read(run.written(args, subject, peer, 0.4, 0))
+    cut = ours.cut(job)
+    config = protocol.pretrained(job.base, "cpu").config
+    attention, neurons = protocol.layer_macs(config, job.tokens)
+    kept = sum(cut.heads) / config.num_attention_heads * attention
+    kept += sum(cut.neurons) / config.intermediate_size * neurons
+    share = kept / (config.num_hidden_layers * (attention + neurons))
+    assert 0.25 < share < 0.41
+    cut.save(job.saved)
+    batches = job.batches("test")
+    found = protocol.logits(cut.small, batches)
+    np.testing.assert_array_equal(protocol.logits(ours.load(job, job.saved), batches), found)
+
+
+def test_shares_are_refused_outside_0_and_1(run, folder, capsys):
+    with pytest.raises(SystemExit):
+        arguments(run, folder, "--shares 36")
+    assert "--shares: must lie between 0 and 1, got [36.0]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("share", [1.0, 0.5, 1 / 3])
 def test_a_smaller_architecture_has_as_many_multiply_adds(programs, share):
     from transformers import BertConfig, BertForSequenceClassification
@@ -233,7 +260,7 @@ def test_a_smaller_architecture_has_as_many_multiply_adds(programs, share):
     smaller = programs("smaller")
     shape = {"hidden_size": 24, "intermediate_size": 96, "num_attention_heads": 6, "vocab_size": 8}
     config = BertConfig(**shape, num_hidden_layers=6, max_position_embeddings=32)
-    layers, inner = smaller.shape(config, share, 16)
+    layers, inner = smaller.shape(config, smaller.share_of_heads(config, share, 16), 16)
     cut, plain = BertForSequenceClassification(config), BertForSequenceClassification(config)
     hp.prune_heads_(cut, {layer: list(range(round(6 * share), 6)) for layer in range(6)})
     del plain.bert.encoder.layer[layers:]

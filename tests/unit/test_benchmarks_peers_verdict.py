@@ -73,6 +73,9 @@ def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict):
         timed("headprune + PyTorch INT8", 24, 2.0, 2.0),  # whose heads were not counted
     ]
     assert verdict.noise(recorded(rows + others)) == pytest.approx([1.3 / 1.2 - 1, 0])
+    # Of a share of the multiply-adds, as many heads are no sign of an equal speed.
+    share = timed("flap2024", 0.4, 2.0, 2.0, heads=[12, 12])
+    assert verdict.noise(recorded([*rows, share])) == verdict.noise(recorded(rows))
     # It is beyond the intervals, and within that noise; the other shape has less of it.
     rows.append(timed("TextPruner", 24, 1.25, 1.25))
     (found,) = verdict.comparisons(recorded(rows, paired("TextPruner", 24, -0.01, 0.01)))
@@ -91,7 +94,7 @@ def test_a_tie_says_how_many_rows_would_tell(verdict):
     assert [verdict.tie(one) for one in found] == [
         "TextPruner, 24 heads: 4.0 times (4.0 points wide)",
         "onnxsim, 24 heads: no number, as none was found (4.0 points wide)",
-        "PyTorch INT8, all heads beside 24: 1.2 times (2.2 points wide)",
+        "PyTorch INT8, all heads beside 24 heads: 1.2 times (2.2 points wide)",
     ]
     (told, *_) = verdict.notes(record, found)
     assert "so many times the 100 there are would tell" in told
@@ -107,3 +110,5 @@ def test_what_ours_adds_is_of_all_draws(verdict):
     found = verdict.added(recorded(rows, paired(both, 24, -0.03, -0.01, "PyTorch INT8")))[-1]
     assert found == line.replace("-2.5", "-2.0 [-3.0, -1.0]")
     assert verdict.added(recorded(rows[:1])) == []
+    rows.append(timed(both, 0.42, 2.5, 3.0, test=0.79))
+    assert "| PyTorch INT8 | 42 % | 1 | -1.0 |" in verdict.added(recorded(rows))[-1]

@@ -17,15 +17,25 @@ from headprune.recipes.validate import configured
 
 
 def cut(job: Job) -> Cut:
-    base, steps = pretrained(job.base, job.device), method(job.settings)
+    base = pretrained(job.base, job.device)
+    settings = job.settings
+    budget = hp.Budget(keep_heads=job.kept)
+    if job.of_share:
+        settings = settings | settings.get("of_share", {})
+        budget = hp.Budget(keep_macs=job.kept, length=job.tokens)
+    steps = method(settings)
+    sites = hp.find_sites(base, feed_forward=job.of_share)
     batches = job.batches("calibration", labels=True)
     start = perf_counter()
-    scores = hp.score(base, batches, steps["score"], progress=False)
+    scores = hp.score(base, batches, steps["score"], sites=sites, progress=False)
     seconds = {"score": perf_counter() - start}
     start = perf_counter()
-    plan = hp.select(scores, hp.Budget(keep_heads=job.kept), steps["select"])
+    loss = None
+    if steps["select"] == "repriced":
+        loss = hp.scoring.refitted_loss_of(base, batches, sites=sites, progress=False)
+    plan = hp.select(scores, budget, steps["select"], loss=loss)
     small = copy.deepcopy(base)
-    hp.prune_(small, plan)
+    hp.prune_(small, plan, sites=sites)
     for step in steps["recover"]:
         hp.recover_(small, batches, step, base)
     seconds["cut"] = perf_counter() - start
@@ -39,7 +49,9 @@ def cut(job: Job) -> Cut:
         hp.save_pretrained(small, folder)
         return "headprune.save_pretrained, headprune.from_pretrained"
 
-    return Cut(running(base), running(small), save, seconds, heads_left(small, head_width(base)))
+    kept = [len(plan.mask.kept(site.name)) for site in sites if site.is_feed_forward]
+    heads = heads_left(small, head_width(base))
+    return Cut(running(base), running(small), save, seconds, heads, neurons=kept or None)
 
 
 def method(settings: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +66,10 @@ def method(settings: dict[str, Any]) -> dict[str, Any]:
             "recover": [_configured(hp.recovery.registry, step) for step in preset.recover],
         }
     refit = [hp.recovery.Lstsq(feed_forward=True)] if settings.get("refit", True) else []
-    return {"score": settings["scorer"], "select": settings["selector"], "recover": refit}
+    score = settings["scorer"]
+    if order := settings.get("order"):
+        score = configured(hp.scoring.registry, score, {"order": order})
+    return {"score": score, "select": settings["selector"], "recover": refit}
 
 
 def _configured(registry: Any, part: Any) -> Any:

@@ -62,8 +62,10 @@ class Job:
             ``label``.
         given: What the peer starts from where that is not ``base``: a folder of ours, or an ONNX
             file.
-        kept: Heads that stay in the whole model; None where a peer cuts no heads.
+        kept: Heads kept in the whole model. Below 1 it is the share of the layers' multiply-adds
+            that is kept, of heads and neurons together. None where a peer cuts nothing.
         heads: Heads of the whole model.
+        tokens: Of an example, where multiply-adds are counted.
         settings: Of the peer, from the roster.
         train: How the base model was trained, for peers that train.
         device: ``cpu`` or ``cuda``.
@@ -78,8 +80,9 @@ class Job:
     base: Path
     rows: dict[str, Path]
     given: Path | None
-    kept: int | None
+    kept: float | None
     heads: int
+    tokens: int
     settings: dict[str, Any]
     train: dict[str, Any]
     device: str
@@ -96,6 +99,11 @@ class Job:
         rows = {purpose: Path(file) for purpose, file in found.pop("rows").items()}
         paths = {k: Path(found.pop(k)) for k in ("base", "given") if found.get(k) is not None}
         return cls(**{"given": None, **found, **paths, "rows": rows, "out": path.parent})
+
+    @property
+    def of_share(self) -> bool:
+        """Whether the budget is a share of the multiply-adds, for heads and neurons."""
+        return self.kept is not None and self.kept < 1
 
     @property
     def saved(self) -> Path:
@@ -142,6 +150,7 @@ class Cut:
         seconds: What it took: ``score``, ``cut``, ``train``.
         heads: Heads kept in every layer, counted in the weights.
         notes: What a reader of the record should know.
+        neurons: Neurons kept in every layer, likewise; None where none are removed.
     """
 
     base: Run
@@ -150,6 +159,7 @@ class Cut:
     seconds: dict[str, float]
     heads: list[int] | None = None
     notes: list[str] = field(default_factory=list)
+    neurons: list[int] | None = None
 
 
 def main(cut: Callable[[Job], Cut], load: Callable[[Job, Path], Run]) -> None:
@@ -183,7 +193,8 @@ def _cut(
     made = cut(job)
     answer["memory"] = peak.mebibytes()
     answer |= {"seconds": made.seconds, "heads": made.heads, "notes": made.notes}
-    if made.heads is not None and sum(made.heads) != job.kept:
+    answer["neurons"] = made.neurons
+    if made.heads is not None and not job.of_share and sum(made.heads) != job.kept:
         made.notes.append(f"kept {sum(made.heads)} heads where {job.kept} were asked for")
     arrays["base"] = logits(made.base, job.batches("test"), most=FIRST)
     arrays |= {split: logits(made.small, job.batches(split)) for split in ("validation", "test")}
@@ -372,6 +383,32 @@ def heads_left(model: nn.Module, width: int) -> list[int]:
     names = "query", "q_proj"
     found = (getattr(module, name, None) for module in model.modules() for name in names)
     return [len(query.weight) // width for query in found if isinstance(query, nn.Linear)]
+
+
+def feed_forward(layer: Any) -> tuple[nn.Linear, nn.Linear]:
+    """The two projections of a BERT's layer or a ViT's."""
+    if hasattr(layer, "mlp"):
+        return layer.mlp.fc1, layer.mlp.fc2
+    return layer.intermediate.dense, layer.output.dense
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """The layers of a BERT or a ViT."""
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def neurons_kept(model: nn.Module) -> list[int]:
+    """Neurons of every layer's feed-forward."""
+    return [len(feed_forward(layer)[0].weight) for layer in layers_of(model)]
+
+
+def layer_macs(config: Any, tokens: int) -> tuple[int, int]:
+    """Multiply-adds of one layer per token, of its attention and of its feed-forward.
+
+    With width D, T tokens and F neurons that is ``4 D² + 2 T D`` and ``2 D F``.
+    """
+    width = config.hidden_size
+    return 4 * width**2 + 2 * tokens * width, 2 * width * config.intermediate_size
 
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

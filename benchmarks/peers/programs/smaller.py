@@ -5,7 +5,7 @@ It keeps the first layers of the pretrained model, as many as the cut model's mu
 rounded up, and narrows their feed-forwards (neurons of the largest weights stay) until the
 multiply-adds are those of the cut model. A layer of width D with feed-forward F at T tokens takes
 ``4 D² + 2 T D + 2 D F`` a token; a layer that keeps the share s of its heads,
-``s (4 D² + 2 T D) + 2 D F``.
+``s (4 D² + 2 T D) + 2 D F``. Where the budget is a share of all multiply-adds, it is met directly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from typing import Any
 
 import torch
 import training
-from protocol import Cut, Job, Run, main, pretrained, running, saving
+from protocol import (
+    Cut,
+    Job,
+    Run,
+    feed_forward,
+    layer_macs,
+    layers_of,
+    main,
+    pretrained,
+    running,
+    saving,
+)
 from torch import nn
 
 
@@ -25,8 +36,11 @@ def cut(job: Job) -> Cut:
     base = pretrained(job.base, job.device)
     start = perf_counter()
     small: Any = pretrained(Path(job.settings["before"]), job.device)  # before it was fine-tuned
-    layers, inner = shape(small.config, job.kept / job.heads, job.settings["tokens"])
-    stack = next(m for m in small.modules() if isinstance(m, nn.ModuleList))
+    share = job.kept
+    if not job.of_share:
+        share = share_of_heads(small.config, job.kept / job.heads, job.tokens)
+    layers, inner = shape(small.config, share, job.tokens)
+    stack = layers_of(small)
     del stack[layers:]
     for layer in stack:
         narrow_(*feed_forward(layer), inner)
@@ -39,29 +53,23 @@ def cut(job: Job) -> Cut:
     return Cut(running(base), running(small.eval()), saving(small), seconds, notes=notes)
 
 
+def share_of_heads(config: Any, heads: float, tokens: int) -> float:
+    """The share of the multiply-adds that layers with a share of their ``heads`` have."""
+    attention, neurons = layer_macs(config, tokens)
+    return (heads * attention + neurons) / (attention + neurons)
+
+
 def shape(config: Any, share: float, tokens: int) -> tuple[int, int]:
-    """Layers, and their feed-forward's width, with the multiply-adds of all layers with a ``share``
-    of their heads.
+    """Layers, and their feed-forward's width, with a ``share`` of the multiply-adds.
 
     >>> from types import SimpleNamespace
     >>> shape(SimpleNamespace(hidden_size=4, intermediate_size=16, num_hidden_layers=6), 1.0, 8)
     (6, 16)
     """
-    width, inner = config.hidden_size, config.intermediate_size
-    attention = 4 * width**2 + 2 * tokens * width
-    whole = attention + 2 * width * inner
-    left = config.num_hidden_layers * (share * attention + 2 * width * inner)
-    layers = math.ceil(left / whole - 1e-9)
-    return layers, round((left / layers - attention) / (2 * width))
-
-
-def feed_forward(layer: Any) -> tuple[nn.Linear, nn.Linear]:
-    """Of a BERT's layer or a ViT's."""
-    return (
-        (layer.mlp.fc1, layer.mlp.fc2)
-        if hasattr(layer, "mlp")
-        else (layer.intermediate.dense, layer.output.dense)
-    )
+    attention, neurons = layer_macs(config, tokens)
+    kept = config.num_hidden_layers * share * (attention + neurons)
+    layers = math.ceil(kept / (attention + neurons) - 1e-9)
+    return layers, round((kept / layers - attention) / (2 * config.hidden_size))
 
 
 def narrow_(first: nn.Linear, second: nn.Linear, inner: int) -> None:

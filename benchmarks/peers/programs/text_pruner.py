@@ -1,5 +1,5 @@
-"""TextPruner's ``TransformerPruner`` with its own iterative scores, heads alone, an uneven number a
-layer."""
+"""TextPruner's ``TransformerPruner`` with its own iterative scores, an uneven number of heads a
+layer; of a share of the multiply-adds, also of neurons."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ import copy
 import importlib
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
-from protocol import Cut, Job, Run, head_width, heads_left, main, pretrained, running
+from protocol import (
+    Cut,
+    Job,
+    Run,
+    head_width,
+    heads_left,
+    layer_macs,
+    main,
+    neurons_kept,
+    pretrained,
+    running,
+)
 from torch import Tensor
 
 
@@ -18,12 +30,14 @@ def cut(job: Job) -> Cut:
     base = pretrained(job.base, job.device)
     small = copy.deepcopy(base)
     general = package.GeneralConfig(use_device=job.device, output_dir=str(job.out / "textpruner"))
+    heads, neurons = targets(job, base.config)
     target = package.TransformerPruningConfig(
-        target_ffn_size=base.config.intermediate_size,
-        target_num_of_heads=heads_a_layer(job.kept, base.config.num_hidden_layers),
+        target_ffn_size=neurons,
+        target_num_of_heads=heads,
         n_iters=job.settings["iterations"],
         pruning_method="iterative",
         head_even_masking=False,
+        ffn_even_masking=not job.of_share,
     )
     batches = job.batches("calibration", labels=True)
     pruner = package.TransformerPruner(small, target, general)
@@ -50,7 +64,24 @@ def cut(job: Job) -> Cut:
         pruner.save_jit_model((example["input_ids"], example["attention_mask"]), "traced")
         return "save_jit_model (TorchScript), torch.jit.load"
 
-    return Cut(running(base), running(small), save, seconds, heads_left(small, head_width(base)))
+    kept = neurons_kept(small) if job.of_share else None
+    heads_kept = heads_left(small, head_width(base))
+    return Cut(running(base), running(small), save, seconds, heads_kept, neurons=kept)
+
+
+def targets(job: Job, config: Any) -> tuple[int, int]:
+    """Heads and neurons of a layer on average.
+
+    Of a share of the multiply-adds, heads are the nearest number to that share of them; neurons get
+    what remains.
+    """
+    if not job.of_share:
+        return heads_a_layer(job.kept, config.num_hidden_layers), config.intermediate_size
+    attention, neurons = layer_macs(config, job.tokens)
+    heads = max(1, round(job.kept * config.num_attention_heads))
+    remaining = job.kept * (attention + neurons)
+    remaining -= heads / config.num_attention_heads * attention
+    return heads, max(1, round(remaining / (2 * config.hidden_size)))
 
 
 def heads_a_layer(kept: int, layers: int) -> int:

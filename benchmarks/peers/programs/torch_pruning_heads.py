@@ -2,7 +2,8 @@
 Taylor importance.
 
 Its examples shrink every layer; all layers but query, key and value projections are ignored here,
-so that nothing but whole heads goes. Attributes of the attention are mended by hand, as in its
+so that nothing but whole heads goes. Of a share of the multiply-adds, neurons of feed-forwards go as
+well, as large a share of them as of the heads. Attributes of the attention are mended by hand, as in its
 examples. Its gradients are sums over the calibration rows.
 """
 
@@ -15,7 +16,19 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from protocol import Cut, Job, Run, head_width, heads_left, main, pretrained, running
+from protocol import (
+    Cut,
+    Job,
+    Run,
+    feed_forward,
+    head_width,
+    heads_left,
+    layers_of,
+    main,
+    neurons_kept,
+    pretrained,
+    running,
+)
 from torch import nn
 
 
@@ -28,8 +41,11 @@ def cut(job: Job) -> Cut:
     projections = {
         p: base.config.num_attention_heads for m in attentions for p in (m.query, m.key, m.value)
     }
+    pruned = set(projections)
+    if job.of_share:
+        pruned |= {feed_forward(layer)[0] for layer in layers_of(small)}
     others = [
-        m for m in small.modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and m not in projections
+        m for m in small.modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and m not in pruned
     ]
     start = perf_counter()
     for parameter in small.parameters():
@@ -38,7 +54,7 @@ def cut(job: Job) -> Cut:
         small(**batch).loss.backward()
     seconds = {"score": perf_counter() - start}
     start = perf_counter()
-    ratio = 1 - job.kept / job.heads
+    ratio = 1 - (job.kept if job.of_share else job.kept / job.heads)
     pruner = package.pruner.BasePruner(
         small,
         job.batches("test", size=2)[0],
@@ -63,7 +79,8 @@ def cut(job: Job) -> Cut:
     kept = heads_left(small, width)
     if sum(kept) == job.heads:
         raise RuntimeError("removed no head, and said nothing")
-    return Cut(running(base), running(small), _saving(small), seconds, kept)
+    neurons = neurons_kept(small) if job.of_share else None
+    return Cut(running(base), running(small), _saving(small), seconds, kept, neurons=neurons)
 
 
 def _saving(model: Any) -> Any:
