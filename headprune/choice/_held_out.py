@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,8 +28,11 @@ class RefitRefused(Exception):
 
 
 class Folds:
-    """The rows of a problem, dealt to folds: row i of the data is in fold ``i % folds``, whatever
-    the batches.
+    """The rows of a problem, dealt to folds, whatever the batches.
+
+    Of as many rows in a row as there are folds, each goes to another fold, in a random order: folds
+    have rows of like length where the data is sorted by it, and rows that alternate by class are
+    not parted by class. The same number of rows is always dealt alike.
 
     Args:
         problem: With the batches.
@@ -45,11 +49,13 @@ class Folds:
         self.rows: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * count
         self.batches: list[list[Any]] = [[] for _ in range(count)]
         first = 0  # the number of the batch's first row
+        dealt = fold_numbers(count)
         for _, batch in problem.passes("rows of folds"):
             size = batch_size(batch)
             given = to_device(problem.given, torch.device("cpu"))
+            of_rows = torch.tensor(list(islice(dealt, size)))
             for fold in range(count):
-                places = torch.arange((fold - first) % count, size, count)
+                places = (of_rows == fold).nonzero().flatten()
                 if len(places):
                     self.batches[fold].append(some_examples(given, places))
                     self.rows[fold] = torch.cat([self.rows[fold], first + places])
@@ -67,6 +73,13 @@ class Folds:
             if other != fold:
                 batches += self.batches[other]
         return batches
+
+
+def fold_numbers(count: int) -> Iterator[int]:
+    """The fold of each row."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()
 
 
 def whole_losses(problem: ScoringProblem, folds: Folds) -> Tensor:

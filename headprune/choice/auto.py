@@ -94,18 +94,20 @@ class Auto(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        candidates = tuple(c if isinstance(c, str) else FrozenDict(c) for c in self.candidates)
-        object.__setattr__(self, "candidates", candidates)
+        object.__setattr__(self, "candidates", _frozen(self.candidates))
         refit_settings = self.refit_settings
+        if self.refit is None and refit_settings:
+            must = "left out where refit is None"
+            raise InvalidValue("Auto.refit_settings", must, repr(refit_settings))
         if refit_settings is None:
             refit_settings = {"feed_forward": True} if self.refit == "lstsq" else {}
         object.__setattr__(self, "refit_settings", FrozenDict(refit_settings))
         Budget(keep_heads=self.keep)  # refuses what is no budget
         self._check_candidates()
-        if self.folds < 2:
-            raise InvalidValue("Auto.folds", "a count >= 2", self.folds)
-        if self.random_draws < 0:
-            raise InvalidValue("Auto.random_draws", "a count >= 0", self.random_draws)
+        for name, least in (("folds", 2), ("random_draws", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise InvalidValue(f"Auto.{name}", f"a count >= {least}", repr(value))
         if not 0 < self.confidence < 1:
             raise InvalidValue("Auto.confidence", "between 0 and 1", self.confidence)
         if self.refit is not None:
@@ -156,6 +158,9 @@ class Auto(Scorer):
             _configured(name, settings)
         if not self.candidates:
             raise InvalidValue("Auto.candidates", "one scorer at least", "none")
+        if len(set(self.asked)) < len(self.asked):
+            names = ", ".join(starmap(candidate_name, ((*named, False) for named in self.asked)))
+            raise InvalidValue("Auto.candidates", "different scorers", names)
 
     def _check_refit(self, method: type[Recovery]) -> None:
         """Refuse a refit that trains, and settings that it does not have."""
@@ -367,6 +372,23 @@ class Auto(Scorer):
         difference = (alone - refitted).numpy()
         low, high = interval(difference, self.folds, self.confidence, n_plans)
         return Refitting(float(alone.mean()), low, high)
+
+
+def _frozen(candidates: Any) -> tuple[str | FrozenDict, ...]:
+    """The candidates as values that do not change.
+
+    Raises:
+        InvalidValue: no collection of names and mappings.
+    """
+    must = "a list of scorers, each a name or {name: settings}"
+    if isinstance(candidates, (str, Mapping)) or not isinstance(candidates, Iterable):
+        raise InvalidValue("Auto.candidates", must, repr(candidates))
+    frozen: list[str | FrozenDict] = []
+    for candidate in candidates:
+        if not isinstance(candidate, (str, Mapping)):
+            raise InvalidValue("Auto.candidates", must, repr(candidate))
+        frozen.append(candidate if isinstance(candidate, str) else FrozenDict(candidate))
+    return tuple(frozen)
 
 
 def _named(candidate: str | Mapping[str, Mapping[str, Any]]) -> Named:

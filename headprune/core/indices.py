@@ -8,7 +8,7 @@ from typing import Any
 
 from headprune.core.errors import InvalidValue
 
-_HINT = "For 1 or 0 per head take HeadMask.from_array."
+_HINT = "For 1 or 0 per head take HeadMask.from_array; give indices as a list."
 
 
 def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tuple[int, ...]:
@@ -21,7 +21,8 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
 
     Raises:
         InvalidValue: no indices. A row with 0 or 1 for every head is refused too: it would be read
-            as the indices 0 and 1.
+            as the indices 0 and 1. Of two heads, an array with 0 and 1 may be either, and is
+            refused; a list of them is one of indices.
 
     >>> indices({2}, "keep"), indices((), "keep")
     ((2,), ())
@@ -35,10 +36,11 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise InvalidValue(where, must, repr(value), _HINT)
         heads.append(operator.index(value))
-    # [0, 1] of two heads may be meant as indices; a repeated number cannot be.
+    # A repeated number is no index. An array of one value for each of two heads may be a row.
     is_repeated = len(set(heads)) < len(heads)
-    if is_repeated and len(heads) == n_heads and set(heads) <= {0, 1}:
-        raise InvalidValue(where, must, f"{heads}, a row of 0 and 1", _HINT)
+    is_array = hasattr(values, "tolist") and n_heads == len(heads) == 2
+    if (is_repeated or is_array) and set(heads) <= {0, 1}:
+        raise InvalidValue(where, must, f"{heads}, which may be a row of 0 and 1", _HINT)
     return tuple(heads)
 
 

@@ -280,16 +280,20 @@ def prune_heads_(
     if sites is None:
         sites = find_sites(model)
     located = sites if isinstance(sites, Sites) else Sites(sites, ())
+    if not isinstance(heads, Mapping):
+        hint = "For example {0: [1, 2]}."
+        raise InvalidValue("heads", "{layer: [heads]}", type(heads).__name__, hint)
     removed: dict[str, set[int]] = {}
     for layer, listed in heads.items():
         # A bool is an integer in Python, but no index.
         number = isinstance(layer, Integral) and not isinstance(layer, bool)
         if not number or not -len(located) <= layer < len(located):
-            raise UnknownName("layer", f"an index below {len(located)}", repr(layer))
+            must = f"an index from {-len(located)} to {len(located) - 1}"
+            raise UnknownName("layer", must, repr(layer))
         site = located[int(layer)]
         for head in indices(listed, f"heads of layer {layer}", site.n_query_heads):
             if not 0 <= head < site.n_query_heads:
-                must = f"an index below {site.n_query_heads}"
+                must = f"an index from 0 to {site.n_query_heads - 1}"
                 raise UnknownName(f"head of layer {layer}", must, head)
             removed.setdefault(site.name, set()).add(head)
     return prune_(model, without(located, removed), example, located, optimizer=optimizer)

@@ -3,6 +3,7 @@ is taken."""
 
 import copy
 import threading
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from scipy.stats import t as student
 
 import headprune as hp
 from headprune.choice import _held_out
+from headprune.choice._held_out import fold_numbers
 from headprune.choice.auto import Auto
 from headprune.core.choice import RANDOM
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
@@ -68,16 +70,22 @@ def losses_when_cut(model, rows, plan):
         return loss(model, rows).double().numpy()
 
 
+def folds_of(rows):
+    """The fold of each row, of two."""
+    return torch.tensor(list(islice(fold_numbers(2), len(rows))))
+
+
 def losses_by_hand(model, rows, plan):
-    """``[rows]``: every row's loss under a plan, cut and refitted on the rows of the other
-    parity."""
+    """``[rows]``: every row's loss under a plan, cut and refitted on the rows of the other fold."""
     found = torch.zeros(len(rows), dtype=torch.float64)
+    folds = folds_of(rows)
     for fold in (0, 1):
         small = copy.deepcopy(model)
         hp.prune_(small, plan)
-        hp.recover_(small, [rows[1 - fold :: 2]], hp.recovery.Lstsq(feed_forward=True), model)
+        others = [rows[folds != fold]]
+        hp.recover_(small, others, hp.recovery.Lstsq(feed_forward=True), model)
         with torch.no_grad():
-            found[fold::2] = loss(small.eval(), rows[fold::2]).double()
+            found[folds == fold] = loss(small.eval(), rows[folds == fold]).double()
     return found.numpy()
 
 
@@ -108,6 +116,14 @@ def test_losses_are_those_of_cutting_and_refitting_by_hand(model, rows):
     assert choice.chosen == within[0]
     assert_allclose(choice.whole, float(loss(model, rows).mean().detach()), rtol=1e-5)
     assert choice.n_examples == ROWS
+
+
+def test_rows_that_alternate_by_class_are_not_parted_by_class():
+    folds = folds_of(range(200))
+    assert int((folds == 0).sum()) == 100
+    assert 30 < int((folds[::2] == 0).sum()) < 70
+    # Any two rows in a row are in both folds, so that folds have rows of like length.
+    assert (folds[::2] != folds[1::2]).all()
 
 
 @pytest.mark.parametrize(("name", "is_text"), [("llama", True), ("bert", False)])
@@ -257,8 +273,15 @@ WRONG = [
     ({"candidates": ({"taylor": {"reduced": "token"}},)}, "settings of taylor, got 'reduced'"),
     ({"candidates": ({"taylor": {}, "obs": {}},)}, "mappings of one name to its settings"),
     ({"candidates": ("tailor",)}, "taylor"),
+    ({"candidates": "taylor"}, "a list of scorers, .* got 'taylor'"),
+    ({"candidates": [hp.scoring.Taylor()]}, "a list of scorers"),
+    ({"candidates": None}, "a list of scorers"),
+    ({"candidates": ("taylor", "taylor")}, "different scorers"),
     ({"folds": 1}, "a count >= 2"),
+    ({"folds": 2.5}, "a count >= 2"),
     ({"random_draws": -1}, "a count >= 0"),
+    ({"seed": "x"}, "a count >= 0"),
+    ({"refit": None, "refit_settings": {"ridge": 1.0}}, "left out where refit is None"),
     ({"confidence": 1.0}, "between 0 and 1"),
     ({"keep": 0.0}, "a fraction above 0"),
     ({"refit": "finetune"}, "does not train"),

@@ -195,6 +195,16 @@ def test_from_keep_refuses_a_row_of_0_and_1(row):
         HeadMask.from_keep({"b": row}, COUNTS)
 
 
+def test_of_two_heads_an_array_of_0_and_1_may_be_a_row():
+    for array in (np.array([1, 0]), np.array([0, 1])):
+        with pytest.raises(InvalidValue, match="may be a row of 0 and 1"):
+            HeadMask.from_keep({"a": array}, {"a": 2})
+    assert HeadMask.from_keep({"a": [1, 0]}, {"a": 2}).kept("a") == (0, 1)
+    assert HeadMask.from_keep({"a": np.array([1])}, {"a": 2}).kept("a") == (1,)
+    with pytest.raises(InvalidValue, match="may be a row of 0 and 1"):
+        HeadMask.from_keep({"a": [1, 0, 0, 1, 1, 0]}, {"a": 4})
+
+
 def test_from_array_is_from_keep_of_the_ones():
     sites = [site(n, n, name=name) for name, n in COUNTS.items()]
     for mask in map(mask_of, masks()):

@@ -64,7 +64,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(plan, error, words):
     assert picture(model) == before
 
 
-NO_LAYER = "layer: must be an index below 3, got "
+NO_LAYER = "layer: must be an index from -3 to 2, got "
 NO_INDEX = "heads of layer 0: must be a collection of head indices"
 
 
@@ -73,10 +73,11 @@ NO_INDEX = "heads of layer 0: must be a collection of head indices"
     [
         ({3: [0]}, UnknownName, NO_LAYER + "3"),
         ({True: [0]}, UnknownName, NO_LAYER + "True"),
-        ({0: [4]}, UnknownName, "head of layer 0: must be an index below 4, got 4"),
-        ({1: [-1]}, UnknownName, "head of layer 1: must be an index below 4, got -1"),
+        ({0: [4]}, UnknownName, "head of layer 0: must be an index from 0 to 3, got 4"),
+        ({1: [-1]}, UnknownName, "head of layer 1: must be an index from 0 to 3, got -1"),
         ({0: torch.tensor([0, 1, 0, 0])}, InvalidValue, NO_INDEX),
         ({0: [1.0]}, InvalidValue, NO_INDEX),
+        ([[1]], InvalidValue, r"heads: must be \{layer: \[heads\]\}, got list"),
     ],
 )
 def test_layers_and_heads_that_are_none_change_nothing(heads, error, words):
