@@ -143,7 +143,7 @@ def rows(
                 small = copy.deepcopy(model)
                 hp.prune_(small, plan)
                 if way.startswith("lstsq"):
-                    lstsq = hp.recovery.Lstsq(feed_forward="ff" in way)
+                    lstsq = hp.recovery.Lstsq(ridge=0.3, feed_forward="ff" in way)
                     hp.recover_(small, batches, lstsq, model)
                 if way.endswith("trained"):
                     trained(small, data, args, seed)

@@ -75,7 +75,8 @@ def recoveries() -> dict[str, list[Any]]:
     """What is done after the cut, by a short name."""
 
     def lstsq(**settings: Any) -> Any:
-        return hp.recovery.Lstsq(precision="float32", **settings)
+        # The ridge of all rows of the records.
+        return hp.recovery.Lstsq(precision="float32", ridge=0.3, **settings)
 
     return {
         "none": [],
@@ -257,7 +258,7 @@ def select(
         return hp.select(scores, budget, hp.selection.LocalSearch(max_losses=MEASURED), loss=rise)
     more = {}
     if selector.startswith("iterative"):
-        lstsq = hp.recovery.Lstsq()
+        lstsq = hp.recovery.Lstsq(ridge=0.3)
         refit = (
             (lambda small: task.recover_(small, batches, lstsq))
             if selector.endswith("refit")

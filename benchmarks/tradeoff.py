@@ -368,7 +368,8 @@ def recover_(task: Task, small: nn.Module, name: str, seed: int) -> None:
         with reproducible(device_of(small)):
             hp.recover_(small, task.calibration(seed), tune)
     else:
-        task.recover_(small, task.calibration(seed), hp.recovery.Lstsq(feed_forward=True))
+        lstsq = hp.recovery.Lstsq(ridge=0.3, feed_forward=True)
+        task.recover_(small, task.calibration(seed), lstsq)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -59,7 +59,9 @@ SHARES = {
     "causal": (0.75, 0.5, 0.25),
     "cross": (0.75, 0.5, 0.25),
 }
-LSTSQ = RecoverStep(method="lstsq", settings={"feed_forward": True, "precision": "float32"})
+LSTSQ = RecoverStep(
+    method="lstsq", settings={"feed_forward": True, "precision": "float32", "ridge": 0.3}
+)
 _SHORT: dict[str, Any] = {
     "epochs": 1,
     "learning_rate": 3e-4,

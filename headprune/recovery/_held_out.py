@@ -9,12 +9,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headprune.recovery._least_squares import Normal, pooled
+from headprune.recovery._least_squares import Normal
 
-#: Parts of the examples; each is held out once.
-FOLDS = 4
+#: Of so many examples one is held out.
+EVERY = 4
 #: Ridges that are compared, the most cautious first.
-RIDGES = (30.0, 3.0, 0.3, 0.03)
+RIDGES = (30.0, 3.0, 0.3, 0.03, 0.01)
+#: The ridge where no example can be held out.
+OF_ONE_EXAMPLE = 0.3
 NO_CHANGE = "no change"
 BIAS_ALONE = "bias alone"
 
@@ -32,39 +34,51 @@ def choices(intercept: bool, width: int) -> list[Choice]:
     return compared
 
 
+def is_held_out(examples: Tensor) -> Tensor:
+    """Return whether each example is held out, by its number; a fit sees the others.
+
+    It is one of every four, at a place that looks random, so that it does not depend on an order of
+    the examples. Of two examples it is the first one.
+
+    >>> is_held_out(torch.arange(12)).nonzero().flatten().tolist()
+    [0, 7, 10]
+    """
+    group = examples // EVERY
+    # Knuth's multiplicative hash, of which two bits are used.
+    place = (group * 2654435761 >> 16) % EVERY
+    return examples % EVERY == place
+
+
 def held_out_errors(
-    parts: Sequence[Normal], right: Callable[[Normal, float], Tensor], intercept: bool
+    rest: Normal, held: Normal, right: Callable[[Normal, float], Tensor], intercept: bool
 ) -> Tensor:
-    """Compute the squared error of each part under a fit to the other parts, summed over the parts.
+    """Compute the squared error of held-out data under fits to the rest.
 
     Args:
-        parts: Sums of at least two parts of the data.
+        rest: Sums that are fitted.
+        held: Sums of the others.
         right: Returns the right side of the normal equations for a ridge, ``[in, out]``.
         intercept: Whether the bias is fitted, too.
 
     Returns:
         ``[choices]``, in the order of ``choices``.
     """
-    # Four ridges and four parts are sixteen factors. fp32 is precise enough to compare them: with
-    # a ridge of 0.03 a matrix of 1,536 channels has a condition number of at most 51,200.
-    parts = [part.to(torch.float32) for part in parts]
-    totals = []
-    for number, part in enumerate(parts):
-        rest = pooled([*parts[:number], *parts[number + 1 :]])
-        no_weight, no_bias = torch.zeros_like(rest.xe), torch.zeros_like(rest.e_mean)
-        errors = [part.remaining_error(no_weight, no_bias)]
-        if intercept:
-            errors.append(part.remaining_error(no_weight, rest.e_mean))
-        if len(rest.xx):
-            errors += _ridge_errors(part, rest, right, intercept)
-        totals.append(torch.stack(errors))
-    return torch.stack(totals).sum(0)
+    # fp32 is precise enough to compare: with a ridge of 0.01 a matrix of 1,536 channels has a
+    # condition number of at most 153,600.
+    rest, held = rest.to(torch.float32), held.to(torch.float32)
+    no_weight, no_bias = torch.zeros_like(rest.xe), torch.zeros_like(rest.e_mean)
+    errors = [held.remaining_error(no_weight, no_bias)]
+    if intercept:
+        errors.append(held.remaining_error(no_weight, rest.e_mean))
+    if len(rest.xx):
+        errors += _ridge_errors(held, rest, right, intercept)
+    return torch.stack(errors)
 
 
 def _ridge_errors(
-    part: Normal, rest: Normal, right: Callable[[Normal, float], Tensor], intercept: bool
+    held: Normal, rest: Normal, right: Callable[[Normal, float], Tensor], intercept: bool
 ) -> list[Tensor]:
-    """Return the errors of a part under the fits of all ridges to the rest, ``[]`` each."""
+    """Return the errors of held-out data under the fits of all ridges to the rest, ``[]`` each."""
     fitted = rest if intercept else rest.uncentred()
     errors = []
     for ridge in RIDGES:
@@ -72,7 +86,7 @@ def _ridge_errors(
         bias = torch.zeros_like(rest.e_mean)
         if intercept:
             bias = rest.e_mean - rest.x_mean @ weight
-        error = part.remaining_error(weight, bias)
+        error = held.remaining_error(weight, bias)
         errors.append(torch.where(failed == 0, error, torch.full_like(error, math.inf)))
     return errors
 
@@ -106,6 +120,10 @@ def notes(
         examples: The number of examples that the tokens belong to.
     """
     lines = []
+    if chosen and examples == 1:
+        lines.append(
+            f"None of 1 example could be held out to choose a ridge; {OF_ONE_EXAMPLE} was taken."
+        )
     unchanged = [name for name, choice in chosen.items() if choice == NO_CHANGE]
     if unchanged:
         lines.append(

@@ -22,12 +22,13 @@ from headprune.recovery._base import Job, Outcome, Recovery
 from headprune.recovery._blocks import blocks_around
 from headprune.recovery._held_out import (
     BIAS_ALONE,
-    FOLDS,
     NO_CHANGE,
+    OF_ONE_EXAMPLE,
     Choice,
     best,
     choices,
     held_out_errors,
+    is_held_out,
     notes,
 )
 from headprune.recovery._least_squares import LeastSquaresSums, Normal, pooled
@@ -262,7 +263,7 @@ class LayerwiseRecovery(Recovery):
     def _sums(
         self, job: Job, calls: Iterable[ComparedCall], target: Target, mean: Tensor | None
     ) -> list[Normal]:
-        """Sum over all tokens, in several parts if some are to be held out.
+        """Sum over all tokens; if some are to be held out, in two parts, these the second one.
 
         Args:
             job: The model.
@@ -270,25 +271,26 @@ class LayerwiseRecovery(Recovery):
             target: The projection.
             mean: Its mean sensitivity; None weights all tokens equally.
         """
-        folds = FOLDS if self.ridge is None else 1
+        n_parts = 2 if self.ridge is None else 1
         sums: list[LeastSquaresSums] = []
         for compared in calls:
             own, batch = compared.call, compared.call.padding_info.batch
             if not sums:
                 dtype = wide(own.input) if self.precision == "float64" else torch.float32
-                sums = [LeastSquaresSums(dtype) for _ in range(folds)]
+                sums = [LeastSquaresSums(dtype) for _ in range(n_parts)]
             x, e, counted = difference(job.model, target, own, compared.teacher_stream)
             weights = _token_weights(target, compared, mean, x.device)
-            if folds == 1:
+            if n_parts == 1:
                 sums[0].add(x, e, counted, weights)
                 continue
             # Tokens of one example belong to one part.
             examples = target.examples(own.output, batch, compared.size) + compared.begins
-            for fold, of_fold in enumerate(sums):
-                rows = sent((examples % folds == fold).nonzero()[:, 0], x.device)
+            held = is_held_out(examples)
+            for is_of_part, of_part in zip((~held, held), sums, strict=True):
+                rows = sent(is_of_part.nonzero()[:, 0], x.device)
                 if len(rows):
-                    of_fold.add(x[rows], e[rows], _rows(counted, rows), _rows(weights, rows))
-        return [of_fold.done() for of_fold in sums if of_fold.begun]
+                    of_part.add(x[rows], e[rows], _rows(counted, rows), _rows(weights, rows))
+        return [of_part.done() for of_part in sums if of_part.begun]
 
     def _choice(
         self,
@@ -303,17 +305,14 @@ class LayerwiseRecovery(Recovery):
         Python waits for the device once.
 
         Raises:
-            InvalidValue: sums that are not finite, or too few examples for a choice.
+            InvalidValue: sums that are not finite.
         """
         # 1. All numbers in one tensor, for one copy to main memory.
         numbers = [normal.finite.to(normal.xx), normal.tokens.to(normal.xx)]
-        if self.ridge is None:
-            if len(parts) < 2:
-                must = "at least 2 examples, one to be held out, for ridge=None"
-                hint = "Give more examples, or set a ridge: ridge=0.3."
-                raise InvalidValue("batches", must, "1", hint)
+        if len(parts) == 2:
+            rest, held = parts
             right = functools.partial(self.right, target)
-            held_out = held_out_errors(parts, right, self.adds_biases)
+            held_out = held_out_errors(rest, held, right, self.adds_biases)
             numbers += held_out.to(normal.xx).unbind()
         finite, tokens, *held_out_numbers = torch.stack(numbers).tolist()
         if not finite:
@@ -326,7 +325,9 @@ class LayerwiseRecovery(Recovery):
         if self.ridge is not None:
             return self.ridge
         # 2. The ridge with the least error.
-        choice = best(held_out_numbers, choices(self.adds_biases, len(normal.xx)))
+        choice: Choice = OF_ONE_EXAMPLE
+        if held_out_numbers:
+            choice = best(held_out_numbers, choices(self.adds_biases, len(normal.xx)))
         results.chosen[target.name] = choice
         return choice
 

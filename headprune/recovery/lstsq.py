@@ -32,7 +32,7 @@ TOKEN_WEIGHTS = ("equal", "output")
 # share is fitted over all its calls.
 #
 # Cost: a pass of model and teacher, and per projection one pass of the model that ends at it and
-# skips the layers before its own. ``ridge=None`` adds 16 Cholesky factors per projection,
+# skips the layers before its own. ``ridge=None`` adds 5 Cholesky factors per projection,
 # ``token_weights="output"`` 4 backward passes. Memory: ``in * (in + out)`` numbers of a
 # projection, and twice ``max_bytes``; see docs/concepts.md.
 
@@ -48,10 +48,10 @@ class Lstsq(LayerwiseRecovery):
     Sources: K-prune (Park et al. 2024); for a single layer, Hassibi and Stork 1992.
 
     Args:
-        ridge: λ as a share of the mean variance of x's channels. None chooses it per projection on
-            held-out examples.
+        ridge: λ as a share of the mean variance of x's channels. None chooses it per projection by
+            the error on a quarter of the examples.
         prior: W₀: the ``current`` weights, or ``zero``.
-        intercept: Fit b; without, biases do not change.
+        intercept: Fit b.
         feed_forward: Also refit feed-forwards.
         precision: The type to add up in, ``float64`` or ``float32``.
         max_bytes: Memory for the teacher's streams, and again for layers' outputs.
@@ -68,7 +68,7 @@ class Lstsq(LayerwiseRecovery):
     True
     """
 
-    ridge: float | None = 0.3
+    ridge: float | None = None
     prior: Literal["current", "zero"] = "current"
     intercept: bool = True
     feed_forward: bool = False

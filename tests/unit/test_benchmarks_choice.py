@@ -48,7 +48,7 @@ def record(task, metric, whole, rows, took):
     made = []
     for draw, (row, auto) in enumerate(zip(rows, took, strict=True)):
         cells = {name: {"test": value, "held_out": 0.0} for name, value in row.items()}
-        about = {"tuned": 0, "share": 1 / 3, "refit": "lstsq", "draw": draw}
+        about = {"tuned": 0, "training": "CPU 0", "share": 1 / 3, "refit": "lstsq", "draw": draw}
         made.append({**about, "cells": cells, "auto": auto})
     judged = {"0": {"metric": metric, "test": whole, "n": 9}}
     return {"task": task, "calibration": 8, "whole": judged, "rows": made}
@@ -65,10 +65,11 @@ def test_pipelines_are_compared_pair_by_pair(regret):
     rows = [{"surgeon": 0.8, "obs": 0.82, "random": 0.5}, {"surgeon": 0.8, "obs": 0.7, "random": 0}]
     found = record("trec", "accuracy", 0.9, rows * 2, ["obs", "surgeon", "obs", "obs"])
     for row in found["rows"][2:]:
-        row["tuned"] = 1
+        row |= {"tuned": 1, "training": "CPU 1"}
     found["whole"]["1"] = found["whole"]["0"]
     at = regret.differences(found, "auto, lstsq", "surgeon, lstsq")
-    assert at == {0.3333: {"0": pytest.approx([2.0, 0.0]), "1": pytest.approx([2.0, -10.0])}}
+    first, second = pytest.approx([2.0, 0.0]), pytest.approx([2.0, -10.0])
+    assert at == {0.3333: {"CPU 0": first, "CPU 1": second}}
     # Over the means of both trainings, 1 and -4: their interval has one degree of freedom.
     lines = regret._against_lines([found], *regret.AGAINST[0])
     half = 12.7062 * 2.5
@@ -84,6 +85,19 @@ def test_pipelines_are_compared_pair_by_pair(regret):
     assert regret._refit_lines([found])[-2].startswith("| TREC, 6 classes | no refit | -5.00 ± ")
     listed = [name for name in ("obs", "auto", "random") if regret._is_listed(f"{name}, no refit")]
     assert listed == ["auto", "random"]
+
+
+def test_a_seed_on_a_cpu_is_one_training(regret):
+    """Rows of another machine's GPU are of another training, those of another CPU are not."""
+    joined = []
+    for test, hardware in ((0.8, {}), (0.7, {"gpu": "a GPU"}), (0.6, {})):
+        found = record("trec", "accuracy", 0.9, [{"taylor": test}], ["taylor"])
+        joined.append({**found, "hardware": {"processor": "one", "threads": 1, **hardware}})
+    (task,) = regret.by_task(
+        [{**one, "versions": {"torch": "2", "transformers": "5"}, "created": ""} for one in joined]
+    )
+    rows = [(row["training"], row["cells"]["taylor"]["test"]) for row in task["rows"]]
+    assert rows == [("CPU 0", 0.6), ("GPU 0", 0.7)]
 
 
 def test_a_lower_perplexity_is_better(regret):

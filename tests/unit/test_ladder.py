@@ -81,7 +81,7 @@ def test_a_price_is_the_divergence_of_the_cut_and_refitted_model(temperature):
     first = scores.sites[0].name
     keep = {first: range(4), site.name: ranked[:2]}
     hp.prune_(small, hp.HeadMask.from_keep(keep, {first: 4, site.name: 4}))
-    hp.recover_(small, batches, hp.recovery.Lstsq(), teacher=model, progress=False)
+    hp.recover_(small, batches, hp.recovery.Lstsq(ridge=0.3), teacher=model, progress=False)
     expected = _divergences(model, small, temperature).mean()
     assert ladder.at(2) == pytest.approx(expected, rel=1e-3)
 
@@ -152,7 +152,7 @@ def test_the_loss_of_a_mask_is_that_of_the_cut_and_refitted_model():
     cut = hp.HeadMask.from_keep({names[0]: range(4), names[1]: [0, 2]}, full)
     small = copy.deepcopy(model)
     hp.prune_(small, cut)
-    hp.recover_(small, batches, hp.recovery.Lstsq(), teacher=model, progress=False)
+    hp.recover_(small, batches, hp.recovery.Lstsq(ridge=0.3), teacher=model, progress=False)
     found = loss([all_kept, cut])
     assert np.abs(found[0]).max() < 1e-6
     assert found[1] == pytest.approx(_divergences(model, small, 1.0), rel=1e-3, abs=1e-6)

@@ -26,6 +26,7 @@ from headprune.recovery._held_out import (
     best,
     choices,
     held_out_errors,
+    is_held_out,
     notes,
 )
 from headprune.recovery._least_squares import LeastSquaresSums
@@ -166,7 +167,7 @@ def test_a_weighted_fit_is_numpys():
     site, place = subject.sites[-1], reference.bert(2, False)[0]
     mask = subject.without({site.name: site.units[0]})
     model, before, equal = (pruned(subject, mask) for _ in range(3))
-    report = recovered(model, batches, Lstsq(token_weights="output"), subject.model)
+    report = recovered(model, batches, Lstsq(ridge=0.3, token_weights="output"), subject.model)
     kept = []
     for batch in batches:
         with Doubled():
@@ -178,7 +179,7 @@ def test_a_weighted_fit_is_numpys():
     x, _, ours = reference.rows(before, place, batches)
     theirs = reference.rows(subject.model, place, batches)[2]
     weight, bias = weighted(x, theirs - ours, 0.1 + 0.9 * s / s.mean(), 0.3)
-    recovered(equal, batches, Lstsq(), subject.model)
+    recovered(equal, batches, Lstsq(ridge=0.3), subject.model)
     dense, old, alike = (one.get_submodule(place.projection) for one in (model, before, equal))
     found = (dense.weight - old.weight).detach().T, (dense.bias - old.bias).detach()
     assert_close(found, (torch.from_numpy(weight), torch.from_numpy(bias)), rtol=1e-7, atol=1e-8)
@@ -196,11 +197,13 @@ def test_nothing_felt_weighs_alike():
 # ---------------------------------------------------------------- ridges by held-out error
 
 
-def parts_of(x, e, w=None, folds=4):
+def parts_of(x, e, w=None):
+    """Sums of what is fitted and of what is held out, a token an example."""
+    held = is_held_out(torch.arange(len(x)))
     parts = []
-    for fold in range(folds):
+    for part in (~held, held):
         sums = LeastSquaresSums(torch.float64)
-        sums.add(x[fold::folds], e[fold::folds], None, None if w is None else w[fold::folds])
+        sums.add(x[part], e[part], None, None if w is None else w[part])
         parts.append(sums.done())
     return parts
 
@@ -212,38 +215,36 @@ def drawn(n=120):
 
 
 @pytest.mark.parametrize(("weights", "intercept"), [(False, True), (True, True), (False, False)])
-def test_held_out_errors_are_those_of_fits_to_the_other_parts(weights, intercept):
+def test_held_out_errors_are_those_of_fits_to_the_rest(weights, intercept):
     x, noise, w, linear = drawn()
     e = x @ linear + noise + intercept
     parts = parts_of(x, e, w if weights else None)
-    found = held_out_errors(parts, lambda n, r: n.xe, intercept=intercept)
+    found = held_out_errors(*parts, lambda n, r: n.xe, intercept=intercept)
     xs, es, ws = x.numpy(), e.numpy(), w.numpy() if weights else np.ones(len(x))
     of = choices(intercept, 6)
-    expected = np.zeros(len(of))
-    for fold in range(4):
-        held = np.arange(len(xs)) % 4 == fold
-        x_in, e_in, w_in = xs[~held], es[~held], ws[~held]
-        left = [es[held]]
-        if intercept:
-            left.append(es[held] - (w_in[:, None] * e_in).sum(0) / w_in.sum())
-        for ridge in RIDGES:
-            weight, bias = weighted(x_in, e_in, w_in, ridge, intercept)
-            left.append(es[held] - xs[held] @ weight - bias)
-        expected += [(ws[held][:, None] * rest**2).sum() for rest in left]
+    held = is_held_out(torch.arange(len(x))).numpy()
+    x_in, e_in, w_in = xs[~held], es[~held], ws[~held]
+    remaining = [es[held]]
+    if intercept:
+        remaining.append(es[held] - (w_in[:, None] * e_in).sum(0) / w_in.sum())
+    for ridge in RIDGES:
+        weight, bias = weighted(x_in, e_in, w_in, ridge, intercept)
+        remaining.append(es[held] - xs[held] @ weight - bias)
+    expected = np.array([(ws[held][:, None] * rest**2).sum() for rest in remaining])
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
     assert best(found.tolist(), of) == of[int(expected.argmin())]
 
 
 def test_without_columns_there_is_a_bias_alone():
     _, noise, _, _ = drawn()
-    errors = held_out_errors(parts_of(noise[:, :0], noise + 9), lambda n, r: n.xe, True)
+    errors = held_out_errors(*parts_of(noise[:, :0], noise + 9), lambda n, r: n.xe, True)
     assert best(errors.tolist(), choices(True, 0)) == BIAS_ALONE
 
 
 def test_the_more_cautious_of_equals_and_nothing_that_failed():
     of = choices(True, 1)
     assert best([1.0] * len(of), of) == NO_CHANGE
-    assert best([math.nan, 5.0, math.inf, 4.0, 4.0, math.nan], of) == 3.0
+    assert best([math.nan, 5.0, math.inf, 4.0, 4.0, math.nan, 9.0], of) == 3.0
 
 
 @pytest.mark.parametrize(
@@ -321,8 +322,19 @@ def test_few_examples_are_said_with_how_many_would_do():
     assert notes({}, {"a": (400, 400)}, 20) == []
     subject, batches = subject_of("bert")
     one = [{k: v[:1] for k, v in batches[0].items()}]
-    with pytest.raises(InvalidValue, match="at least 2 examples"):
-        recovered(pruned(subject), one, Lstsq(ridge=None), subject.model)
+    alone, given = pruned(subject), pruned(subject)
+    report = recovered(alone, one, Lstsq(), subject.model)
+    assert report.notes[0].startswith("None of 1 example could be held out")
+    recovered(given, one, Lstsq(ridge=0.3), subject.model)
+    assert_close(dict(alone.state_dict()), dict(given.state_dict()), rtol=0, atol=0)
+
+
+def test_held_out_examples_do_not_follow_an_order():
+    held = is_held_out(torch.arange(4000)).float()
+    assert float(held.mean()) == 0.25
+    for period in (2, 3, 4, 8):
+        for first in range(period):
+            assert float(held[first::period].mean()) == pytest.approx(0.25, abs=0.02)
 
 
 def test_fp32_sums_choose_alike():
