@@ -117,7 +117,10 @@ def test_one_sweep_a_folder(recipe, whole):
 
 def test_failed_runs_end_in_a_list_and_an_exit_code(recipe, whole, tmp_path):
     shutil.copytree(whole / "bases", tmp_path / "bases")
-    result = call(f"sweep {recipe} --grid keep=1,0.5 --out {tmp_path}")
+    # The first run's budget is checked with the base model, before anything runs.
+    message = refused(f"sweep {recipe} --grid keep=1,0.5 --out {tmp_path}")
+    assert "Budget.keep_heads: must be at least 2, got 1" in message
+    result = call(f"sweep {recipe} --grid keep=0.5,1 --out {tmp_path}")
     assert result.exit_code == 1
     assert "failed: keep 1, seed 0, error Budget.keep_heads: must be at least 2" in result.stderr
     assert len(SweepTable.load(tmp_path / "table.json").rows) == 1
