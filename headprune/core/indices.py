@@ -8,7 +8,9 @@ from typing import Any
 
 from headprune.core.errors import InvalidValue
 
-_HINT = "For 1 or 0 per head take HeadMask.from_array; give indices as a list."
+_HINT = "For 1 or 0 per head take HeadMask.from_array."
+
+_EITHER = f"{_HINT} Give indices as a list, each once."
 
 
 def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tuple[int, ...]:
@@ -40,7 +42,7 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
     is_repeated = len(set(heads)) < len(heads)
     is_array = hasattr(values, "tolist") and n_heads == len(heads) == 2
     if (is_repeated or is_array) and set(heads) <= {0, 1}:
-        raise InvalidValue(where, must, f"{heads}, which may be a row of 0 and 1", _HINT)
+        raise InvalidValue(where, must, f"{heads}, which may be a row of 0 and 1", _EITHER)
     return tuple(heads)
 
 

@@ -11,7 +11,7 @@ from headprune.core.coverage import coverage_notes
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask, Policy
 from headprune.core.latency import LatencyTable
-from headprune.core.plan import Budget, PruningPlan, SiteBudget, share_hint
+from headprune.core.plan import Budget, PruningPlan, SiteBudget, allowance, share_hint
 from headprune.core.scores import HeadScores
 from headprune.selection import registry
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
@@ -166,6 +166,8 @@ def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tup
         return ()
     if isinstance(asked, Budget):
         wanted = str(asked)
+        if asked.kind == "keep_heads" and choice.budget in _same_heads(scores, asked):
+            return ()
     else:
         if choice.by_kind and set(asked) == {site.kind for site in scores.sites}:
             return ()  # `_in_every_kind` made these budgets of the one that `auto` chose for
@@ -176,6 +178,15 @@ def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tup
         f"auto chose {choice.chosen} for another budget: {choice.budget}."
         " hp.scoring.Auto(keep=...) chooses for yours.",
     )
+
+
+def _same_heads(scores: HeadScores, budget: Budget) -> tuple[str, ...]:
+    """The words of a budget of heads as a count and as a share of the present ones."""
+    present = sum(len(site.heads) for site in scores.sites if not site.is_feed_forward)
+    count = allowance(budget.amount, present)
+    if not 0 < count <= present:
+        return ()
+    return str(replace(budget, keep_heads=count)), str(replace(budget, keep_heads=count / present))
 
 
 def _check_given(selector: Selector, name: str, **given: object) -> None:

@@ -346,5 +346,8 @@ def test_a_plan_says_where_auto_chose_for_another_budget(model, rows):
         return any("for another budget: keep 50 %" in n for n in hp.select(scores, budget).notes)
 
     assert not told(HALF)
+    heads = sum(len(site.heads) for site in scores.sites)
+    assert not told(hp.Budget(keep_heads=heads // 2)), "the same number of heads"
+    assert told(hp.Budget(keep_heads=heads // 2 - 1))
     assert told(hp.Budget(keep_heads=0.75))
     assert told({"layers.0": HALF})

@@ -34,6 +34,8 @@ SIZES = {
 }
 UNEVEN = [[0, 1, 2], [2], [1, 3]]
 EMPTY = [[], [1], []]
+#: With a ridge that is given every projection gets a bias.
+ALL_BIASES = hp.recovery.Lstsq(ridge=0.3)
 
 
 def model_of(name, **more):
@@ -109,7 +111,7 @@ def test_added_biases_and_layers_without_heads(tmp_path):
     model = model_of("Llama")
     ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0))
     whole = model_of("Llama")
-    hp.recover_(cut(model, EMPTY), [{"input_ids": ids}], "lstsq", teacher=whole)
+    hp.recover_(cut(model, EMPTY), [{"input_ids": ids}], ALL_BIASES, teacher=whole)
     reader = written(model, tmp_path / "biases")
     # A bias needs a head of zeros in front of it.
     assert setting(reader, "attention.head_count") == [1, 2, 1]

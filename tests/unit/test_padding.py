@@ -284,7 +284,7 @@ def test_scores_of_a_padded_batch_are_those_of_its_examples(name, scorer):
 
 REFITS = {
     "head_rescale": "head_rescale",
-    "lstsq": Lstsq(feed_forward=True),
+    "lstsq": Lstsq(ridge=0.3, feed_forward=True),
     "mean_fold": "mean_fold",
 }
 FINETUNE = Finetune(steps=1, learning_rate=1e-2, distill=1.0, distill_hidden=1.0)

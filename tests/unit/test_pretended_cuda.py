@@ -112,8 +112,11 @@ SCORERS |= dict.fromkeys(
 RECOVERIES = {
     "finetune": (Finetune(distill=0.5, distill_hidden=0.5), Waits(4)),
     "head_rescale": ("head_rescale", Waits(8, per_layer=2)),
-    "lstsq": ("lstsq", Waits(8, per_layer=2)),
-    "lstsq, by what the output feels": (Lstsq(token_weights="output"), Waits(12, per_layer=2)),
+    "lstsq": (Lstsq(ridge=0.3), Waits(8, per_layer=2)),
+    "lstsq, by what the output feels": (
+        Lstsq(ridge=0.3, token_weights="output"),
+        Waits(12, per_layer=2),
+    ),
     # two projections a layer
     "lstsq, a ridge by held-out error": (
         Lstsq(ridge=None, feed_forward=True),
