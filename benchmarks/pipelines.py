@@ -427,8 +427,8 @@ def page(records: list[dict[str, Any]]) -> str:
             " over draws of calibration"
         ),
         (
-            "rows out of the training rows. `lstsq` is the default of `recover_`, and `surgeon` the"
-            " advice for"
+            "rows out of the training rows. `lstsq` is the default of `recover_`, here with"
+            " `ridge=0.3`, and `surgeon` the advice for"
         ),
         (
             "classifiers, by their validation rows here; its ridge was chosen by validation rows,"

@@ -129,7 +129,8 @@ def section(record: dict[str, Any]) -> list[str]:
     )
     where = record["hardware"]
     used = record["rows_used"]
-    of_share = [row for row in record["rows"] if row["kept"] is not None and row["kept"] < 1]
+    cut = [row["kept"] for row in record["rows"] if row["kept"] is not None]
+    of_share = cut and max(cut) < 1
     lines = [
         "",
         f"## {TITLES[record['task']]}, {record['device_used']}"

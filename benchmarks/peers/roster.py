@@ -73,7 +73,7 @@ class Peer:
 
 _REFIT = "`lstsq` with the feed-forward"
 #: Of a share of the multiply-adds.
-_BOTH = {"scorer": "ladder", "selector": "repriced"}
+_BOTH = {"scorer": "ladder", "selector": "repriced", "ridge": None}
 _SURGEON, _TAYLOR = (
     {"scorer": name, "selector": "global_topk", "of_share": _BOTH} for name in ("surgeon", "taylor")
 )
@@ -133,7 +133,7 @@ PEERS = {
             "ours",
             "ZipLM by our parts: units in the order of `obs`, each level at its measured price,"
             f" `knapsack`, {_REFIT}",
-            settings={"scorer": "ladder", "order": "obs", "selector": "knapsack"},
+            settings={"scorer": "ladder", "order": "obs", "selector": "knapsack", "ridge": None},
             cuts=False,
             shares=True,
         ),

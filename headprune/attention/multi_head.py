@@ -333,7 +333,7 @@ class MultiHeadAttention(nn.Module):
         site = AttentionSite(
             type(self).__name__, "headprune", "self", *counts, heads=present, policy=policy
         )
-        kept = site.check(indices(keep, "keep"))
+        kept = site.check(indices(keep, "keep", state.n_query_heads))
         if kept == present:
             return ()
         positions = list(map(present.index, kept))

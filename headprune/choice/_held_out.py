@@ -30,9 +30,9 @@ class RefitRefused(Exception):
 class Folds:
     """The rows of a problem, dealt to folds, whatever the batches.
 
-    Of as many rows in a row as there are folds, each goes to another fold, in a random order: folds
-    have rows of like length where the data is sorted by it, and rows that alternate by class are
-    not parted by class. The same number of rows is always dealt alike.
+    Each block of ``count`` consecutive rows is dealt in a random order, one row to each fold. So
+    folds have rows of like length where the data is sorted by it, and rows that alternate by class
+    do not give folds of one class. Row i always goes to the same fold of so many.
 
     Args:
         problem: With the batches.
@@ -111,7 +111,9 @@ def held_out_losses(
     def losses(mask: HeadMask) -> Tensor:
         of_rows = torch.zeros(folds.size, dtype=torch.float64)
         for fold in range(folds.count):
-            number = int(mask.digest, 16) * folds.count + fold  # no other fold and plan has it
+            # No other fold and plan has this number, and none of folds by parity had it, which an
+            # earlier version may have stored.
+            number = int(f"{mask.digest}1", 16) * folds.count + fold
             of_rows[folds.rows[fold]] = of_fold(number, (fold, mask))
         return of_rows
 

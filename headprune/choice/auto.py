@@ -54,6 +54,8 @@ WITH_NEURONS = (
     "taylor",
     "fluctuation",
 )
+#: Settings of `lstsq`, unless others are given.
+_REFITTED = {"feed_forward": True}
 #: Where the seeds of random draws begin, away from those of anything else.
 _FIRST_DRAW = 2000
 
@@ -96,11 +98,14 @@ class Auto(Scorer):
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", _frozen(self.candidates))
         refit_settings = self.refit_settings
-        if self.refit is None and refit_settings:
+        if not isinstance(refit_settings, (Mapping, type(None))):
+            raise InvalidValue("Auto.refit_settings", "a mapping", repr(refit_settings))
+        # A copy of another `auto` has what that one filled in.
+        if self.refit is None and refit_settings and refit_settings != _REFITTED:
             must = "left out where refit is None"
             raise InvalidValue("Auto.refit_settings", must, repr(refit_settings))
         if refit_settings is None:
-            refit_settings = {"feed_forward": True} if self.refit == "lstsq" else {}
+            refit_settings = _REFITTED if self.refit == "lstsq" else {}
         object.__setattr__(self, "refit_settings", FrozenDict(refit_settings))
         Budget(keep_heads=self.keep)  # refuses what is no budget
         self._check_candidates()
@@ -108,7 +113,7 @@ class Auto(Scorer):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InvalidValue(f"Auto.{name}", f"a count >= {least}", repr(value))
-        if not 0 < self.confidence < 1:
+        if not isinstance(self.confidence, float) or not 0 < self.confidence < 1:
             raise InvalidValue("Auto.confidence", "between 0 and 1", self.confidence)
         if self.refit is not None:
             self._check_refit(recovery.registry.get(self.refit))

@@ -40,7 +40,8 @@ class Ladder(Scorer):
 
     When: heads and neurons share one budget, above all ``Budget(speedup=)``.
     Cost: the other scorer's, a pass, and a pass from each site on for each of its levels, over
-    ``examples`` rows. Memory: ``width ** 2`` numbers per site.
+    ``examples`` rows. Memory: ``width ** 2`` numbers per site. Outputs of all rows that take more
+    than a gigabyte are compared at fewer positions.
 
     Args:
         order: The registered scorer that ranks the units of a site.

@@ -23,8 +23,8 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
 
     Raises:
         InvalidValue: no indices. A row with 0 or 1 for every head is refused too: it would be read
-            as the indices 0 and 1. Of two heads, an array with 0 and 1 may be either, and is
-            refused; a list of them is one of indices.
+            as the indices 0 and 1. An array for one or two heads may be either, and is refused; a
+            list is read as indices.
 
     >>> indices({2}, "keep"), indices((), "keep")
     ((2,), ())
@@ -38,10 +38,12 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise InvalidValue(where, must, repr(value), _HINT)
         heads.append(operator.index(value))
-    # A repeated number is no index. An array of one value for each of two heads may be a row.
-    is_repeated = len(set(heads)) < len(heads)
-    is_array = hasattr(values, "tolist") and n_heads == len(heads) == 2
-    if (is_repeated or is_array) and set(heads) <= {0, 1}:
+    # A row for three heads or more repeats a number. That of fewer may not, and a list such as
+    # [0, 1] is more often one of indices.
+    is_row = n_heads is not None and len(heads) >= n_heads and len(set(heads)) < len(heads)
+    if n_heads is not None and n_heads <= 2 and hasattr(values, "tolist"):
+        is_row = len(heads) == n_heads
+    if is_row and set(heads) <= {0, 1}:
         raise InvalidValue(where, must, f"{heads}, which may be a row of 0 and 1", _EITHER)
     return tuple(heads)
 

@@ -87,12 +87,14 @@ class RefitResults:
         chosen: By projection the ridge that was chosen, if it was not set.
         tokens: By projection how many tokens it was fitted to, and how many numbers were fitted
             per output channel.
+        undivided: Projections for which nothing could be held out.
         notes: For the user.
     """
 
     errors: list[Tensor] = field(default_factory=list)
     chosen: dict[str, Choice] = field(default_factory=dict)
     tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    undivided: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def parts(self, name: str, bias: bool) -> tuple[str, ...]:
@@ -263,7 +265,7 @@ class LayerwiseRecovery(Recovery):
     def _sums(
         self, job: Job, calls: Iterable[ComparedCall], target: Target, mean: Tensor | None
     ) -> list[Normal]:
-        """Sum over all tokens; if some are to be held out, in two parts, these the second one.
+        """Sum over all tokens; in two parts if some are held out, which are then the second part.
 
         Args:
             job: The model.
@@ -309,12 +311,15 @@ class LayerwiseRecovery(Recovery):
         """
         # 1. All numbers in one tensor, for one copy to main memory.
         numbers = [normal.finite.to(normal.xx), normal.tokens.to(normal.xx)]
+        # A part may have nothing but padding.
+        fewest = torch.stack([part.tokens for part in parts]).min()
+        numbers.append(fewest.to(normal.xx))
         if len(parts) == 2:
             rest, held = parts
             right = functools.partial(self.right, target)
             held_out = held_out_errors(rest, held, right, self.adds_biases)
             numbers += held_out.to(normal.xx).unbind()
-        finite, tokens, *held_out_numbers = torch.stack(numbers).tolist()
+        finite, tokens, fewest_tokens, *held_out_numbers = torch.stack(numbers).tolist()
         if not finite:
             # An earlier change beyond the range of its type may be the cause; it is named then.
             replaced.check()
@@ -326,7 +331,9 @@ class LayerwiseRecovery(Recovery):
             return self.ridge
         # 2. The ridge with the least error.
         choice: Choice = OF_ONE_EXAMPLE
-        if held_out_numbers:
+        if not held_out_numbers or not fewest_tokens:
+            results.undivided.append(target.name)
+        else:
             choice = best(held_out_numbers, choices(self.adds_biases, len(normal.xx)))
         results.chosen[target.name] = choice
         return choice
@@ -364,7 +371,7 @@ class LayerwiseRecovery(Recovery):
         if self.ridge is None:
             metrics["ridges"] = FrozenDict(results.chosen)
         examples = refit.before.examples
-        choice_notes = notes(results.chosen, results.tokens, examples)
+        choice_notes = notes(results.chosen, results.tokens, examples, results.undivided)
         all_notes = (*target_notes, *results.notes, *choice_notes)
         return Outcome(tuple(changed), examples, metrics, all_notes)
 

@@ -34,7 +34,7 @@ TOKEN_WEIGHTS = ("equal", "output")
 # Cost: a pass of model and teacher, and per projection one pass of the model that ends at it and
 # skips the layers before its own. ``ridge=None`` adds 5 Cholesky factors per projection,
 # ``token_weights="output"`` 4 backward passes. Memory: ``in * (in + out)`` numbers of a
-# projection, and twice ``max_bytes``; see docs/concepts.md.
+# projection, four times as many where its ridge is chosen, and twice ``max_bytes``.
 
 
 @dataclass(frozen=True)

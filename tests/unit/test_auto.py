@@ -3,6 +3,7 @@ is taken."""
 
 import copy
 import threading
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -283,6 +284,8 @@ WRONG = [
     ({"seed": "x"}, "a count >= 0"),
     ({"refit": None, "refit_settings": {"ridge": 1.0}}, "left out where refit is None"),
     ({"confidence": 1.0}, "between 0 and 1"),
+    ({"confidence": "a"}, "between 0 and 1"),
+    ({"refit_settings": [1]}, "a mapping"),
     ({"keep": 0.0}, "a fraction above 0"),
     ({"refit": "finetune"}, "does not train"),
     ({"refit": "mean_fold", "refit_settings": {"ridge": 1.0}}, "settings of mean_fold, got"),
@@ -293,6 +296,10 @@ def test_settings_are_checked():
     for settings, match in WRONG:
         with pytest.raises((InvalidValue, UnknownName), match=match):
             Auto(**settings)
+
+
+def test_a_copy_may_do_without_the_refit():
+    assert replace(Auto(), refit=None).refit is None
 
 
 # ---------------------------------------------------------------- other models and batches

@@ -203,6 +203,7 @@ def test_of_two_heads_an_array_of_0_and_1_may_be_a_row():
     assert HeadMask.from_keep({"a": np.array([1])}, {"a": 2}).kept("a") == (1,)
     with pytest.raises(InvalidValue, match="may be a row of 0 and 1"):
         HeadMask.from_keep({"a": [1, 0, 0, 1, 1, 0]}, {"a": 4})
+    assert HeadMask.from_keep({"a": [1, 1]}, {"a": 4}).kept("a") == (1,)
 
 
 def test_from_array_is_from_keep_of_the_ones():

@@ -136,10 +136,11 @@ def test_thinned_positions_are_spread_over_the_counted_ones():
     counted = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 1, 0, 1, 0, 0, 0]], dtype=torch.bool)
     whole = Distributions("regression", logits, counted)
     thin = whole.thinned(3)
-    assert thin.logits[0, :, 0].tolist() == [0, 2, 5]
+    assert thin.logits[0, :, 0].tolist() == [1, 3, 5]
     assert thin.logits[1, :2, 0].tolist() == [8, 10]
     assert thin.counted.tolist() == [[True, True, True], [True, True, False]]
     assert whole.thinned(7) is whole
+    assert whole.thinned(1).logits[0, :, 0].tolist() == [3]
 
 
 def test_the_loss_of_a_mask_is_that_of_the_cut_and_refitted_model():

@@ -65,7 +65,10 @@ def method(settings: dict[str, Any]) -> dict[str, Any]:
             "select": select,
             "recover": [_configured(hp.recovery.registry, step) for step in preset.recover],
         }
-    refit = [hp.recovery.Lstsq(feed_forward=True)] if settings.get("refit", True) else []
+    refit = []
+    if settings.get("refit", True):
+        # The records of heads have this ridge.
+        refit = [hp.recovery.Lstsq(feed_forward=True, ridge=settings.get("ridge", 0.3))]
     score = settings["scorer"]
     if order := settings.get("order"):
         score = configured(hp.scoring.registry, score, {"order": order})
