@@ -70,7 +70,7 @@ class Auto(Scorer):
     have its name; ``scores.choice`` holds the table. Where a model has several kinds of attention,
     each candidate is also judged with the budget met by each kind alone.
 
-    When: you do not know which scorer fits your model, data and budget. It needs losses.
+    When: you do not know which scorer fits model, data and budget.
     Cost: all candidates' passes (they share them), then one cut and refit per distinct plan and
     fold. Memory: that of its most expensive candidate, and a copy of the model.
 

@@ -33,15 +33,15 @@ class Ladder(Scorer):
     kept ones by least squares, as in ``lstsq``. With your own loss, the rise is of that. Values are
     the other scorer's; ``scores.ladders`` holds the rises.
 
-    Rows of the training saturate the softmax, which hides changes that other rows show: outputs are
-    divided by a temperature (Hinton et al. 2015, section 2).
+    Train rows saturate the softmax, which hides changes: outputs are divided by a temperature
+    (Hinton et al. 2015, section 2).
 
     Source: ZipLM (Kurtic et al. 2023, section 3.2) prices levels by a layer's own error.
 
     When: heads and neurons share one budget, above all ``Budget(speedup=)``.
     Cost: the other scorer's, a pass, and a pass from each site on for each of its levels, over
-    ``examples`` rows. Memory: ``width ** 2`` numbers per site. Outputs of all rows that take more
-    than a gigabyte are compared at fewer positions.
+    ``examples`` rows. Memory: ``width ** 2`` numbers per site. Of outputs beyond a gigabyte fewer
+    positions are compared.
 
     Args:
         order: The registered scorer that ranks the units of a site.

@@ -38,14 +38,19 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise InvalidValue(where, must, repr(value), _HINT)
         heads.append(operator.index(value))
-    # A row for three heads or more repeats a number. That of fewer may not, and a list such as
-    # [0, 1] is more often one of indices.
-    is_row = n_heads is not None and len(heads) >= n_heads and len(set(heads)) < len(heads)
-    if n_heads is not None and n_heads <= 2 and hasattr(values, "tolist"):
-        is_row = len(heads) == n_heads
-    if is_row and set(heads) <= {0, 1}:
+    if n_heads is not None and _may_be_row(heads, n_heads, hasattr(values, "tolist")):
         raise InvalidValue(where, must, f"{heads}, which may be a row of 0 and 1", _EITHER)
     return tuple(heads)
+
+
+def _may_be_row(numbers: Sequence[int], n_heads: int, is_array: bool) -> bool:
+    """Whether numbers may be meant as a row of 0 and 1, one for every head."""
+    if not set(numbers) <= {0, 1}:
+        return False
+    # A row for three heads or more repeats a number. That of fewer may not, and a list such as
+    # [0, 1] is more often one of indices.
+    is_repeated = len(set(numbers)) < len(numbers)
+    return (is_repeated and len(numbers) >= n_heads) or (is_array and len(numbers) == n_heads <= 2)
 
 
 def kept_in_row(row: Any, n_heads: int, where: str) -> tuple[int, ...]:
