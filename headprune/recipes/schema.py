@@ -217,7 +217,8 @@ class RecoverStep(Section):
         settings: Its settings.
         batch_size: Examples per batch.
         rows: ``calibration`` or ``train``; by default ``train`` for a method that trains, and
-            calibration rows for others.
+            calibration rows for others. ``auto`` refits on calibration rows in any case: more
+            would take as many times as long for every plan that it tries.
         examples: At most so many of these rows, drawn by the recipe's seed; default all.
     """
 
