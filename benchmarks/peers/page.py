@@ -11,7 +11,7 @@ from typing import Any
 import studies
 import verdict
 from pages import publish
-from roster import OWN, PEERS, REFERENCE, TITLES, Peer, budget
+from roster import OWN, PEERS, REFERENCE, TITLES, budget
 
 PAGE = "peers.md"
 OUTCOMES = ("won", "tied", "a trade", "lost")
@@ -231,7 +231,7 @@ def gaps(record: dict[str, Any], kept: float | None, here: set[str]) -> list[str
     if kept is None or kept < 1 or here.intersection(even):
         even = []
     able = [
-        name for name, peer in PEERS.items() if record["task"] in peer.tasks and _meets(peer, kept)
+        name for name, peer in PEERS.items() if record["task"] in peer.tasks and peer.meets(kept)
     ]
     lacking = [name for name in able if name not in (*even, *here)]
     lines = (
@@ -240,13 +240,6 @@ def gaps(record: dict[str, Any], kept: float | None, here: set[str]) -> list[str
         else []
     )
     return [*lines, *([f"- No row yet: {'; '.join(lacking)}."] if lacking else [])]
-
-
-def _meets(peer: Peer, kept: float | None) -> bool:
-    """Whether a peer has rows of such a budget."""
-    if kept is None:
-        return not (peer.cuts or peer.shares)
-    return peer.shares if kept < 1 else peer.cuts
 
 
 def _apart(record: dict[str, Any], name: str, kept: float | None, split: str) -> str:

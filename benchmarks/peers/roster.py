@@ -70,6 +70,12 @@ class Peer:
     accurate: str = ""
     faster: str = ""
 
+    def meets(self, kept: float | None) -> bool:
+        """Whether it has rows of such a budget: heads, a share, or None for the whole model."""
+        if kept is None:
+            return not (self.cuts or self.shares)
+        return self.shares if kept < 1 else self.cuts
+
 
 _REFIT = "`lstsq` with the feed-forward"
 #: Of a share of the multiply-adds.
@@ -165,8 +171,8 @@ PEERS = {
         Peer(
             "TextPruner",
             "text_pruner",
-            "its own iterative scores, as many heads a layer on average, and all neurons; of a share"
-            " of the work, neurons too",
+            "its own iterative scores, as many heads a layer on average, and all neurons; of a"
+            " share of the work, neurons too",
             environment="textpruner",
             settings={"iterations": 8},
             tasks=TEXT,

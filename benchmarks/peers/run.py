@@ -7,8 +7,8 @@ its own environment.
     python benchmarks/peers/run.py --task digits --work runs/peers --environments FOLDER
     python benchmarks/peers/run.py --figure            # docs/peers.md, from the records
 
-Budgets are heads, feed-forwards as they are (``--budgets``), or shares of the layers' multiply-adds,
-kept by heads and neurons together (``--shares``).
+Budgets are heads, feed-forwards as they are (``--budgets``), or shares of the layers'
+multiply-adds, kept by heads and neurons together (``--shares``).
 
 The base model is trained once and written as a plain Transformers folder, the rows as arrays; a
 peer's program (``programs``) gets both with a job in JSON, makes its smaller model, and hands back
@@ -70,8 +70,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--shares",
         type=float,
         nargs="+",
-        help="of the layers' multiply-adds kept, in heads and neurons together; given alone, there are"
-        " no rows of --budgets, and the other way round",
+        help="of the layers' multiply-adds kept, in heads and neurons together; given alone, there"
+        " are no rows of --budgets, and the other way round",
     )
     studies.add_device(parser)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -194,12 +194,8 @@ def wanted(args: argparse.Namespace, layers: int = 1) -> Iterator[tuple[Peer, fl
         key=lambda peer: (peer.given or "").startswith(REFERENCE),
     ):
         if args.task in peer.tasks:
-            budgets: list[float | None] = []
-            if peer.cuts:
-                budgets += [kept for kept in args.budgets if not (peer.even and kept % layers)]
-            if peer.shares:
-                budgets += args.shares
-            for kept in budgets if peer.cuts or peer.shares else [None]:
+            heads = [kept for kept in args.budgets if not (peer.even and kept % layers)]
+            for kept in filter(peer.meets, (*heads, *args.shares, None)):
                 for seed in range(min(args.seeds, peer.draws or args.seeds)):
                     yield peer, kept, seed
 

@@ -32,7 +32,7 @@ class Folds:
 
     Each block of ``count`` consecutive rows is dealt in a random order, one row to each fold. So
     folds have rows of like length where the data is sorted by it, and rows that alternate by class
-    do not give folds of one class. Row i always goes to the same fold of so many.
+    do not give folds of one class. Row i always goes to the same of ``count`` folds.
 
     Args:
         problem: With the batches.
@@ -76,7 +76,7 @@ class Folds:
 
 
 def fold_numbers(count: int) -> Iterator[int]:
-    """The fold of each row."""
+    """Yield the fold of row after row, without end; see ``Folds``."""
     generator = torch.Generator().manual_seed(0)
     while True:
         yield from torch.randperm(count, generator=generator).tolist()

@@ -20,7 +20,7 @@ from headprune.choice._statistics import Asked, interval, ranked
 from headprune.core.bars import announce
 from headprune.core.choice import RANDOM, Choice, Refitting, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.errors import InfeasibleBudget, InvalidValue
+from headprune.core.errors import InfeasibleBudget, InvalidValue, check_count
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
@@ -110,9 +110,7 @@ class Auto(Scorer):
         Budget(keep_heads=self.keep)  # refuses what is no budget
         self._check_candidates()
         for name, least in (("folds", 2), ("random_draws", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InvalidValue(f"Auto.{name}", f"a count >= {least}", repr(value))
+            check_count(f"Auto.{name}", getattr(self, name), least)
         if not isinstance(self.confidence, float) or not 0 < self.confidence < 1:
             raise InvalidValue("Auto.confidence", "between 0 and 1", self.confidence)
         if self.refit is not None:

@@ -120,7 +120,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Known: {', '.join(known)}."
 
 
-def check_count(where: str, value: object) -> None:
-    """Refuse everything but a whole number above 0; a bool is none."""
-    if type(value) is not int or value < 1:
-        raise InvalidValue(where, "a count >= 1", repr(value))
+def check_count(where: str, value: object, least: int = 1) -> None:
+    """Refuse everything but a whole number >= ``least``; a bool is none."""
+    if type(value) is not int or value < least:
+        raise InvalidValue(where, f"a count >= {least}", repr(value))

@@ -9,7 +9,6 @@ from typing import Any
 from headprune.core.errors import InvalidValue
 
 _HINT = "For 1 or 0 per head take HeadMask.from_array."
-
 _EITHER = f"{_HINT} Give indices as a list, each once."
 
 

@@ -16,7 +16,7 @@ EVERY = 4
 #: Ridges that are compared, the most cautious first.
 RIDGES = (30.0, 3.0, 0.3, 0.03, 0.01)
 #: The ridge where no example can be held out.
-OF_ONE_EXAMPLE = 0.3
+FALLBACK = 0.3
 NO_CHANGE = "no change"
 BIAS_ALONE = "bias alone"
 
@@ -37,8 +37,8 @@ def choices(intercept: bool, width: int) -> list[Choice]:
 def is_held_out(examples: Tensor) -> Tensor:
     """Return whether each example is held out, by its number; a fit sees the others.
 
-    It is one of every four, at a place that looks random, so that examples which alternate are not
-    parted. Of two examples it is the first one.
+    It is one of every four, at a place that looks random, so that both parts have examples of each
+    class where classes alternate. Of two examples it is the first one.
 
     >>> is_held_out(torch.arange(12)).nonzero().flatten().tolist()
     [0, 7, 8]
@@ -128,7 +128,7 @@ def notes(
     lines = []
     if undivided:
         lines.append(
-            f"No examples could be held out to choose a ridge, {OF_ONE_EXAMPLE} was taken:"
+            f"No examples could be held out to choose a ridge, {FALLBACK} was taken:"
             f" {', '.join(undivided)}."
         )
     unchanged = [name for name, choice in chosen.items() if choice == NO_CHANGE]

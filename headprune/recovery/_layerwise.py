@@ -22,8 +22,8 @@ from headprune.recovery._base import Job, Outcome, Recovery
 from headprune.recovery._blocks import blocks_around
 from headprune.recovery._held_out import (
     BIAS_ALONE,
+    FALLBACK,
     NO_CHANGE,
-    OF_ONE_EXAMPLE,
     Choice,
     best,
     choices,
@@ -330,7 +330,7 @@ class LayerwiseRecovery(Recovery):
         if self.ridge is not None:
             return self.ridge
         # 2. The ridge with the least error.
-        choice: Choice = OF_ONE_EXAMPLE
+        choice: Choice = FALLBACK
         if not held_out_numbers or not fewest_tokens:
             results.undivided.append(target.name)
         else:

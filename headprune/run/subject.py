@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from headprune.core.files import staged, write_atomic
 from headprune.core.heads import HeadCounts, Policy
 from headprune.core.latency import LatencyTable
 from headprune.core.layout import AttentionLayout
-from headprune.core.plan import Budget, allowance
+from headprune.core.plan import allowance
 from headprune.core.record import Comparison, QualityRow
 from headprune.data.datasets import Data, RawData, encode_rows, load_rows
 from headprune.data.imported import check_takes, own_layouts
@@ -404,15 +404,10 @@ def _check_select(wanted: SelectSection, sites: Sites) -> None:
     if wanted.sites:
         divided(sites, wanted.budgets)
     selector = configured(selection.registry, wanted.selector, wanted.settings)
-    # Other budgets need costs or times, which are measured later.
-    of_heads: Budget | Mapping[str, Budget] | None = None
-    if wanted.budgets:
-        kinds = {budget.kind for budget in wanted.budgets.values()}
-        of_heads = wanted.budgets if kinds == {"keep_heads"} else None
-    elif wanted.keep_heads is not None:
-        of_heads = wanted.budget
+    # A speedup is checked once its latency table is measured.
+    budgets = None if wanted.timed else wanted.budgets or wanted.budget
     try:
-        check_possible(sites, selector, wanted.must_keep, wanted.must_remove, of_heads)
+        check_possible(sites, selector, wanted.must_keep, wanted.must_remove, budgets)
     except HeadPruneError as error:
         # Name the recipe's key instead of the argument of `select`.
         where = error.where

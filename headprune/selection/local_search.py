@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headprune.core.codec import FrozenDict
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import check_count
 from headprune.selection._base import Position, Problem, Selector
 from headprune.selection._inner import frozen, inner_selector
 from headprune.selection._measured import check_margin, fall, measured_losses
@@ -58,9 +58,7 @@ class LocalSearch(Selector):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in (("max_losses", 2), ("at_once", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InvalidValue(f"LocalSearch.{name}", f"a count >= {least}", repr(value))
+            check_count(f"LocalSearch.{name}", getattr(self, name), least)
         check_margin("LocalSearch.margin", self.margin)
         object.__setattr__(self, "inner_settings", frozen(self.inner_settings, self))
         inner_selector(self, self.inner, self.inner_settings)

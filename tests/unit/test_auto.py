@@ -119,11 +119,11 @@ def test_losses_are_those_of_cutting_and_refitting_by_hand(model, rows):
     assert choice.n_examples == ROWS
 
 
-def test_rows_that_alternate_by_class_are_not_parted_by_class():
+def test_folds_have_rows_of_each_class_where_classes_alternate():
     folds = folds_of(range(200))
     assert int((folds == 0).sum()) == 100
     assert 30 < int((folds[::2] == 0).sum()) < 70
-    # Any two rows in a row are in both folds, so that folds have rows of like length.
+    # Of each two consecutive rows each fold has one, so that folds have rows of like length.
     assert (folds[::2] != folds[1::2]).all()
 
 

@@ -9,7 +9,17 @@ from time import perf_counter
 from typing import Any
 
 import training
-from protocol import Cut, Job, Run, head_width, heads_left, main, pretrained, running
+from protocol import (
+    Cut,
+    Job,
+    Run,
+    head_width,
+    heads_left,
+    main,
+    neurons_kept,
+    pretrained,
+    running,
+)
 
 import headprune as hp
 from headprune.recipes.presets import PRESETS
@@ -49,9 +59,9 @@ def cut(job: Job) -> Cut:
         hp.save_pretrained(small, folder)
         return "headprune.save_pretrained, headprune.from_pretrained"
 
-    kept = [len(plan.mask.kept(site.name)) for site in sites if site.is_feed_forward]
+    neurons = neurons_kept(small) if job.of_share else None
     heads = heads_left(small, head_width(base))
-    return Cut(running(base), running(small), save, seconds, heads, neurons=kept or None)
+    return Cut(running(base), running(small), save, seconds, heads, neurons=neurons)
 
 
 def method(settings: dict[str, Any]) -> dict[str, Any]:

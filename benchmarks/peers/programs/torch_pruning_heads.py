@@ -2,9 +2,9 @@
 Taylor importance.
 
 Its examples shrink every layer; all layers but query, key and value projections are ignored here,
-so that nothing but whole heads goes. Of a share of the multiply-adds, neurons of feed-forwards go as
-well, as large a share of them as of the heads. Attributes of the attention are mended by hand, as in its
-examples. Its gradients are sums over the calibration rows.
+so that nothing but whole heads goes. Of a share of the multiply-adds, neurons of feed-forwards go
+as well, as large a share of them as of the heads. Attributes of the attention are mended by hand,
+as in its examples. Its gradients are sums over the calibration rows.
 """
 
 from __future__ import annotations
