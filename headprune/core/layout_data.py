@@ -34,20 +34,25 @@ def kind_of(module: Any, name: str) -> Kind:
 
 @dataclass(frozen=True)
 class SeenKind:
-    """``AttentionLayout.kind`` of modules some of which were seen to be causal.
+    """``AttentionLayout.kind`` of modules some of which were seen to be causal or cross-attention.
 
     Of the others it is what ``kind_of`` returns.
 
     Args:
         causal: Names of the causal ones; None where all were.
+        cross: Names of cross-attention; None where all were.
     """
 
     causal: tuple[str, ...] | None
+    cross: tuple[str, ...] | None = ()
 
     def __call__(self, module: Any, name: str) -> Kind:
         kind = kind_of(module, name)
-        seen = self.causal is None or name in self.causal
-        return "causal" if seen and kind == "self" else kind
+        if kind != "self":
+            return kind
+        if self.causal is None or name in self.causal:
+            return "causal"
+        return "cross" if self.cross is None or name in self.cross else "self"
 
 
 def data_of(layout: AttentionLayout) -> FrozenDict | None:
@@ -63,6 +68,8 @@ def data_of(layout: AttentionLayout) -> FrozenDict | None:
         data["kind"] = {"by_name": True}
     elif isinstance(layout.kind, SeenKind):
         data["kind"] = {"causal": layout.kind.causal}
+        if layout.kind.cross != ():
+            data["kind"]["cross"] = layout.kind.cross
     try:
         return FrozenDict(data)
     except InvalidValue:
@@ -106,5 +113,5 @@ def _kind(stored: Any) -> Any:
         return stored
     if "causal" not in stored:
         return kind_of
-    causal = stored["causal"]
-    return SeenKind(None if causal is None else tuple(causal))
+    causal, cross = stored["causal"], stored.get("cross", ())
+    return SeenKind(*(None if names is None else tuple(names) for names in (causal, cross)))
