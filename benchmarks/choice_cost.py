@@ -268,7 +268,7 @@ def _sketch_lines(record: dict[str, Any]) -> list[str]:
         "`surgeon` needs a backward pass per class for its exact prices, and takes 4 random groups",
         f"of classes by default. Against the exact prices, mean over {len(rows)} draws of rows and",
         "groups: the median error of a price, its standard error over examples, the correlation of",
-        f"ranks, and heads of the plan ({rows[0]['share']:.0%} kept) that are others:",
+        f"ranks, and heads in which the two plans ({rows[0]['share']:.0%} kept) differ:",
         "",
     ]
     body = []

@@ -278,7 +278,7 @@ def table(record: dict[str, Any]) -> str:
 {record["seed"]}), each with random weights from its default configuration with every size shrunk. Exact means
 that every softmax attention which the batch runs is a site, of a registered layout or of one that
 `hp.propose_layouts` found (`detected_...`), and that |gated - pruned| in fp64, of outputs and gradients, stays below
-1e-10 of the largest output for each head alone, for ragged masks and with two units left. A refused class may have
+1e-10 of the largest output for each head alone, for ragged masks and with two units kept. A refused class may have
 sites too: then only some of its attentions are refused. The properties are those of [this list](refusals.md). *Not run*
 counts sites that a layout takes but this batch does not run, such as a vision tower without an image: nothing is
 claimed of them.

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import statistics
 import sys
@@ -56,6 +55,7 @@ from headprune.sweep.base import open_base, ready_base
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
+from made_tasks import write_capitals, write_missing_words
 from pages import machine, publish, table
 from studies import RECORDS
 
@@ -79,6 +79,15 @@ TASKS: dict[str, tuple[str, list[str]]] = {
             "train.epochs=1",
             "train.batch_size=32",
             "train.learning_rate=1e-4",
+        ],
+    ),
+    "missing-words": (
+        "trec-minilm",
+        [
+            "data.path={work}/missing-words",
+            "data.revision=null",
+            "data.label=label",
+            "train.epochs=5",
         ],
     ),
     "digits": ("digits-vit", []),
@@ -114,6 +123,7 @@ TITLES = {
     "hwu64": "HWU64, 64 classes",
     "stsb": "STS-B, pairs, a grade",
     "capitals": "capital letters of words, a class per word",
+    "missing-words": "a word missing in a caption, 120 classes",
     "digits": "digits, ViT, 10 classes",
     "stories": "stories, a Llama with grouped queries",
     "char-gpt": "letters, a Llama with grouped queries",
@@ -277,28 +287,14 @@ def opened(args: argparse.Namespace, tuned: int) -> Subject:
     """The task's model, trained at the first time, with its rows."""
     if args.task == "capitals":
         write_capitals(args.data / "tinyshakespeare" / "input.txt", args.work / "capitals")
+    if args.task == "missing-words":
+        write_missing_words(args.data / "multi30k" / "train.jsonl", args.work / "missing-words")
     recipe = recipe_of(args, tuned)
     folder = args.work / args.task
     # The next machine trains the same weights, and goes on with the record.
     with reproducible(resolve_device(recipe.device)):
         base = ready_base(recipe, folder, lambda line: None)
         return open_base(base, folder, recipe)
-
-
-def write_capitals(text: Path, folder: Path) -> None:
-    """Lines of a text as lower-case words, and for each whether it began with a capital letter."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [line.split() for line in text.read_text(encoding="utf-8").splitlines()]
-    rows = [words for words in lines if len(words) >= 4]
-    parts = {"train": rows[:8000], "validation": rows[8000:8500], "test": rows[8500:9500]}
-    for name, some in parts.items():
-        path = folder / f"{name}.jsonl"
-        if not path.is_file():
-            given = (
-                {"words": [w.lower() for w in words], "tags": [int(w[0].isupper()) for w in words]}
-                for words in some
-            )
-            path.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
 
 
 @dataclass(frozen=True)

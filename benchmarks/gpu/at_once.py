@@ -33,7 +33,7 @@ from worker import UNFINISHED
 BENCHMARKS = Path(__file__).resolve().parents[1]
 NUMBERS = (0, 1, 2)
 #: The rows of a task that has not its own folder.
-ROWS_OF = {"capitals": "tinyshakespeare"}
+ROWS_OF = {"capitals": "tinyshakespeare", "missing-words": "multi30k"}
 #: By study, the options of its commands, one after the other.
 OPTIONS = {
     "regret": (

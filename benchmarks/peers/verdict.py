@@ -223,8 +223,20 @@ def why(record: dict[str, Any], one: Comparison) -> str:
         names = shapes(record)
         where = [name for name, who in zip(names, one.faster, strict=True) if who == THEIRS]
         at = "" if len(where) == len(names) else f" at {' and '.join(where)}"
-        found.append(f"faster{at}, as {peer.faster or _same_heads(record, one) or UNKNOWN}")
+        reason = peer.faster or _same_share(one) or _same_heads(record, one) or UNKNOWN
+        found.append(f"faster{at}, as {reason}")
     return "; ".join(found)
+
+
+def _same_share(one: Comparison) -> str:
+    """Why a model with as many multiply-adds may be faster; empty for other budgets."""
+    kept = one.line["kept"]
+    if kept is None or kept >= 1 or kept != one.line["reference_kept"]:
+        return ""
+    return (
+        "equal multiply-adds take different times in different layers and widths. What would"
+        " change it: a budget of measured time (`Budget(speedup=)`)"
+    )
 
 
 def _same_heads(record: dict[str, Any], one: Comparison) -> str:

@@ -1,5 +1,6 @@
 """Studies of the scorer "auto" on the tiny digits: regret.py, choice_cost.py, choice_intervals.py."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -159,3 +160,28 @@ def test_a_resample_is_compared_with_the_truth(folder):
     assert [row["resample"] for row in again] == [0, 1]
     assert again[1]["truth"] != first["truth"]
     assert "| 50% | 2 |" in page_of(study, folder, study.PAGE)
+
+
+def test_a_caption_with_a_missing_word_has_it_as_its_label(tmp_path, monkeypatch):
+    made = benchmark("made_tasks")
+    monkeypatch.setattr(made, "N_WORDS", 3)
+    monkeypatch.setattr(made, "N_ROWS", 2)
+    monkeypatch.setattr(made, "N_TEST", 4)
+    captions = [f"A {word} stands {n}{word[0]}." for word in ("woman", "horse") for n in "abcdef"]
+    lines = [json.dumps({"en": caption, "de": "..."}) for caption in captions]
+    (tmp_path / "captions.jsonl").write_text("\n".join(lines))
+    made.write_missing_words(tmp_path / "captions.jsonl", tmp_path / "rows")
+    rows = {
+        name: [
+            json.loads(line)
+            for line in (tmp_path / "rows" / f"{name}.jsonl").read_text().splitlines()
+        ]
+        for name in ("train", "test")
+    }
+    assert len(rows["test"]) == 4
+    assert sorted(row["label"] for row in rows["train"]) == [0, 0, 1, 1, 2, 2]
+    # The rarest word of a caption is missing while it lacks rows, then "stands", which all have.
+    for row in rows["train"]:
+        assert ("stands" in row["text"]) == (row["label"] != 0)
+    texts = [row["text"] for part in rows.values() for row in part]
+    assert len(set(texts)) == len(texts)

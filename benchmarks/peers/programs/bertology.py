@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from protocol import Cut, Job, Run, head_width, heads_left, main, pretrained, running, saving
+from protocol import Cut, Job, Run, head_width, heads_kept, main, pretrained, running, saving
 from torch import Tensor, nn
 
 
@@ -42,7 +42,7 @@ def cut(job: Job) -> Cut:
     )
     seconds = {"score": scoring, "cut": perf_counter() - start - scoring}
     return Cut(
-        running(base), running(small), saving(small), seconds, heads_left(small, head_width(base))
+        running(base), running(small), saving(small), seconds, heads_kept(small, head_width(base))
     )
 
 

@@ -14,7 +14,7 @@ from protocol import (
     Job,
     Run,
     head_width,
-    heads_left,
+    heads_kept,
     main,
     neurons_kept,
     pretrained,
@@ -60,7 +60,7 @@ def cut(job: Job) -> Cut:
         return "headprune.save_pretrained, headprune.from_pretrained"
 
     neurons = neurons_kept(small) if job.of_share else None
-    heads = heads_left(small, head_width(base))
+    heads = heads_kept(small, head_width(base))
     return Cut(running(base), running(small), save, seconds, heads, neurons=neurons)
 
 
@@ -72,7 +72,7 @@ def method(settings: dict[str, Any]) -> dict[str, Any]:
         score, select = (_configured(registry, part) for registry, part in parts)
         return {
             "score": score,
-            "select": select,
+            "select": settings.get("selector", select),
             "recover": [_configured(hp.recovery.registry, step) for step in preset.recover],
         }
     refit = []

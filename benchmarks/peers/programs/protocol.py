@@ -377,7 +377,7 @@ def head_width(model: Any) -> int:
     return int(model.config.hidden_size // model.config.num_attention_heads)
 
 
-def heads_left(model: nn.Module, width: int) -> list[int]:
+def heads_kept(model: nn.Module, width: int) -> list[int]:
     """Heads of every layer, by the rows of its query projections, whatever a version of
     Transformers calls them."""
     names = "query", "q_proj"

@@ -15,7 +15,7 @@ from protocol import (
     Job,
     Run,
     head_width,
-    heads_left,
+    heads_kept,
     layer_macs,
     main,
     neurons_kept,
@@ -65,8 +65,8 @@ def cut(job: Job) -> Cut:
         return "save_jit_model (TorchScript), torch.jit.load"
 
     kept = neurons_kept(small) if job.of_share else None
-    heads_kept = heads_left(small, head_width(base))
-    return Cut(running(base), running(small), save, seconds, heads_kept, neurons=kept)
+    heads = heads_kept(small, head_width(base))
+    return Cut(running(base), running(small), save, seconds, heads, neurons=kept)
 
 
 def targets(job: Job, config: Any) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from protocol import (
     Run,
     feed_forward,
     head_width,
-    heads_left,
+    heads_kept,
     layers_of,
     main,
     neurons_kept,
@@ -76,7 +76,7 @@ def cut(job: Job) -> Cut:
         attention.attention_head_size = attention.all_head_size // attention.num_attention_heads
     small.zero_grad(set_to_none=True)
     seconds["cut"] = perf_counter() - start
-    kept = heads_left(small, width)
+    kept = heads_kept(small, width)
     if sum(kept) == job.heads:
         raise RuntimeError("removed no head, and said nothing")
     neurons = neurons_kept(small) if job.of_share else None
