@@ -157,7 +157,7 @@ theirs; adapters around a whole attention, and prefixes that PEFT makes for all 
 something that is not cut, and projections that sit in two places (`gated` refuses these too); part of a group of query
 heads that share a key/value head, unless the policy allows it (x-transformers finds a key/value head by a query head's
 place, so there only whole groups can be removed, policy `group`); a module whose `forward` someone replaced, where a cut has to
-replace it too (accelerate's hooks are no such thing); a cut inside a `gated` block; and, given an example, every
+replace it too (accelerate's hooks are allowed); a cut inside a `gated` block; and, given an example, every
 result that is not the gated model's.
 `select` refuses `keep_kv` where no head shrinks the cache: latents that all heads share (DeepSeek), or no cache at all.
 """
@@ -275,8 +275,8 @@ plan = hp.select(both, hp.Budget(keep_macs=0.8))  # or speedup=, with a latency 
 
 ## Speed
 
-What a layer takes with fewer heads is measured, on the device at hand, at the size of the batch that is given. The plan
-says what is predicted; measure what comes of it. A recipe with `select.speedup` does all three.
+A latency table has what each layer takes with fewer heads, measured on this device at the given batch size and length.
+The plan's notes have the predicted speed; measure the cut model's. A recipe with `select.speedup` does all three.
 
 ```python
 import copy
@@ -291,10 +291,10 @@ hp.prune_(small, plan, example=batch)
 print(row.ratio, row.low, row.high)  # measured
 ```
 
-## What asks the model
+## Selectors that run the model
 
-`iterative`, `local_search` and `repriced` look at the model while they choose. In Python they are handed how; a recipe
-does so by itself (`select.recover` puts recoveries between the steps, or before each measurement). With the prices of
+`iterative`, `local_search` and `repriced` run the model while they choose. In Python, pass the function that measures; a
+recipe does so itself (`select.recover` puts recoveries between the steps, or before each measurement). With the prices of
 `ladder`, a recipe takes `repriced`, and its losses are those of models that `lstsq` has refitted:
 
 ```python
@@ -370,31 +370,31 @@ Data is a hub data set, a file (json, jsonl, csv, tsv, parquet, txt) or a folder
 | `audio_classification` | `data.audio`, a path, bytes or an array with its sampling rate, and `data.label` | accuracy |
 
 - **Splits.** A part that the data lacks is drawn from the train rows (`data.holdout`, `data.test_holdout`). A split
-  that is named for one purpose (`test_split: validation`) serves no other. No row stands in two parts: what stands
-  among the test rows, too, is removed from train and validation, what stands among the validation rows from train.
+  that is named for one purpose (`test_split: validation`) serves no other. No row is in two parts: a row that is
+  also a test row is removed from train and validation, one that is also a validation row from train.
   Inputs are compared, text without capitals and white space.
-- **Rows that stand twice** are counted before they are removed, and again as the model reads them: texts that are
+- **Repeated rows** are counted before they are removed, and again as the model reads them: texts that are
   cut to the same `data.max_length` tokens, words that a tokenizer does not know, pictures that a processor makes
   the same. Those stay. Both counts are printed and are in the record (`rows.overlap`), and the report warns of
   them.
 - **Labels** are names or numbers. Names, those of a `ClassLabel` too, are put into the order of a model that has
   the same names, in any capitals, with blanks, `_` or `-`; numbers are those of the model's classes. A run prints
-  which label is which class. Where nothing but a guess says it (a model that calls its classes `LABEL_0`,
-  `LABEL_1`, ... gets names in sorted order) it is only that: write `data.labels: [negative, neutral, positive]`,
+  which label is which class. Where the order is only a guess (a model that calls its classes `LABEL_0`,
+  `LABEL_1`, ... gets names in sorted order), write `data.labels: [negative, neutral, positive]`,
   the label of every class in the model's order. A model that the recipe does not train answers up to 256 train rows
   first, and where another order of labels fits its answers far better, the run stops and says both accuracies and
   that order; if names or `data.labels` say otherwise, it goes on with a warning.
 - **Questions.** A context that is longer than `data.max_length` is cut at its end: there is one window a question. The
-  record says how many questions lose their answer so; no loss is taken of them, in F1 and exact match they count. A
+  record says how many questions lose their answer so; they have no loss, but count in F1 and exact match. A
   question without an answer (SQuAD 2) is one that the model should answer at its `[CLS]` token; models without that
   token refuse such rows. F1 is what the tables have; `metrics.exact_match` of the record has the other.
 - **Sound** is brought to the rate that the model's feature extractor asks for, averaged over channels, and cut or
   filled with silence to `data.seconds`, so that no clip depends on its batch. Wav files are read as they are, other
   formats with `pip install soundfile`.
-- **`score.scorer: auto`**, the default, tries several scorers and takes one whose heads cost least on held-out rows
+- **`score.scorer: auto`**, the default, tries several scorers and chooses one whose heads cost least on held-out rows
   ([which scorer](how-to.md#which-scorer)). The run supplies budget, selector (`global_topk` for one that measures the
   model) and the recoveries that do not train; `keep`, `refit` and `refit_settings` are therefore no settings here, and
-  `score.until` is refused. What may stand under `score.settings`: `candidates`, names or `{{name: settings}}`;
+  `score.until` is refused. Allowed under `score.settings`: `candidates`, names or `{{name: settings}}`;
   `folds`, the parts that rows are dealt to (2); `random_draws`, the random plans beside them (2); `confidence` (0.95).
 - **A model of your own** comes by import path: [docs/custom-models.md](custom-models.md#in-a-recipe).
 - **Sweeps** take a recipe as their base: [docs/sweeps.md](sweeps.md).

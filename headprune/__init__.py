@@ -1,6 +1,6 @@
-"""headprune finds which attention heads a trained transformer does not need, and takes them out.
+"""headprune finds which attention heads a trained transformer does not need and removes them.
 
-The straight line, each step a value that can be saved, printed and loaded::
+The main path; each step gives a value that can be saved, printed and loaded::
 
     sites = hp.find_sites(model)
     scores = hp.score(model, batches, "taylor")

@@ -251,7 +251,7 @@ def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path):
 # ---------------------------------------------------------------- code, shells, packages
 
 
-@pytest.mark.filterwarnings("always:.*names code of others")
+@pytest.mark.filterwarnings("always:.*names other code")
 def test_who_trusts_a_folder_with_a_modelling_file_runs_no_other_code(tmp_path):
     """The base model's tokenizer and pipelines may name code of a repository: it was never looked
     at."""
@@ -269,7 +269,7 @@ def test_who_trusts_a_folder_with_a_modelling_file_runs_no_other_code(tmp_path):
     plan = hp.PruningPlan(mask).save(tmp_path / "plan.json")
     said = done(f"prune --model {base} --plan {plan} --out {out} --format remote-code").output
     for name in ("processor_config.json", "tokenizer_config.json"):
-        assert f"warning: {name} names code of others, which is left out: " in said
+        assert f"warning: {name} names other code, which is left out: " in said
     assert "evil" not in "".join(path.read_text(errors="replace") for path in out.glob("*.json"))
     kept = json.loads((out / "processor_config.json").read_text())
     assert kept == {"image_processor": [{"size": 3}]}

@@ -1,4 +1,4 @@
-"""How well a query and a key fit: the function f of multi-head attention, given as a value.
+"""How well a query and a key fit: the function a(q, k) of attention, as a callable.
 
 (The literature says *scoring function*; in this library *score* is the importance of a head.)
 """
@@ -43,7 +43,7 @@ class Compatibility(Protocol):
 @final
 @dataclass(frozen=True)
 class ScaledDotProduct:
-    """``a(q, k) = scale · qᵀk``; Vaswani et al. 2017, section 3.2.1. The fast path knows it.
+    """``a(q, k) = scale · qᵀk``; Vaswani et al. 2017, section 3.2.1. It runs on fused kernels.
 
     Args:
         scale: None is ``1 / sqrt(head_dim)``.

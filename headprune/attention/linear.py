@@ -108,7 +108,7 @@ def check_plain(
 
 
 def projections(module: nn.Module, axis: Axis, where: str = "projection") -> list[nn.Module]:
-    """Return the plain projections to cut for a cut of a projection's features on ``axis``.
+    """Return the plain projections to cut together when features on ``axis`` are cut.
 
     Without adapters that is the projection itself. With LoRA adapters (PEFT) it computes
     ``base(x) + sum_a scale_a * B_a(A_a(x))`` over its adapters. Its ``in`` features are those of

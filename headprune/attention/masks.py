@@ -59,8 +59,8 @@ def join_masks(
     Args:
         shape: ``(batch, heads, queries, keys)``.
         device: Where the result lives.
-        valid_lens: Integers ``[batch]`` or ``[batch, queries]``: only the first so many keys are
-            seen, 0 to ``keys``.
+        valid_lens: Integers ``[batch]`` or ``[batch, queries]``: how many keys are seen, from the
+            first; 0 to ``keys``.
         mask: Boolean, broadcastable to ``shape``; True may be seen.
         causal: A query sees its own position and earlier ones. The queries are the LAST positions
             of the keys.

@@ -165,8 +165,8 @@ class MultiHeadAttention(nn.Module):
             query: ``[batch, queries, query_size]``.
             key: ``[batch, keys, key_size]``; None is ``query``, self-attention.
             value: ``[batch, keys, value_size]``; None is ``key``.
-            valid_lens: Integers ``[batch]`` or ``[batch, queries]``: only the first so many keys
-                are seen.
+            valid_lens: Integers ``[batch]`` or ``[batch, queries]``: how many keys are seen,
+                from the first.
             mask: Boolean, broadcastable to ``[batch, heads, queries, keys]``; True may be seen.
             causal: A query sees its own position and earlier ones; the queries are the last
                 positions of the keys.

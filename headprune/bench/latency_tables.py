@@ -40,7 +40,7 @@ from headprune.model.sites import BoundSite, bind
 _WARMUP = 2
 _MIN_ROUNDS = 5
 _MAX_ROUNDS = 500
-# Calls shorter than so many seconds are timed several at a time, at most so many.
+# Calls shorter than _BURST seconds are timed several at a time, at most _MAX_BURST.
 _BURST = 1e-3
 _MAX_BURST = 20
 # A note reports smoothing that moved an entry by more than this fraction.
@@ -48,8 +48,8 @@ _WORTH_SAYING = 0.1
 # Fractions of the time for calls of the whole model, and of models with all sites cut.
 _MODEL_SHARE = 0.25
 _TOGETHER_SHARE = 0.25
-# Sites save in the model at most so many times what they save alone, and at least one part in so
-# many; what lies outside is noise.
+# What sites save in the model, over what they save alone. Below 1 / _MOST or above _MOST it is
+# noise, and times are not scaled.
 _MOST = 2.0
 
 #: Seconds by number of heads; None where the site cannot have that number.
@@ -385,8 +385,8 @@ def _factor(rows: Sequence[SiteLatency], saved: float) -> float:
 def _fitted(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
     """Bring the sum of all sites down to the time of the whole model.
 
-    First the time goes that no cut saves, which is paid for each call of a module. The rest is
-    scaled.
+    Subtract from each row the same share of its smallest entry, which no cut saves, so that the sum
+    falls to the model's time. Scale the rows if that is not enough.
     """
     excess = math.fsum(row.whole for row in table) - whole
     if excess <= 0:
@@ -465,8 +465,8 @@ def _notes(
             moved = max(moved, change)
     if moved > _WORTH_SAYING:
         yield (
-            f"Made non-decreasing, which moved an entry by up to {100 * moved:.0f} %: more seconds"
-            " make it surer."
+            f"Rows were made non-decreasing, which moved an entry by up to {100 * moved:.0f} %: a"
+            " longer measurement is more precise."
         )
     for kind, factor in factors.items():
         if abs(factor - 1) > _WORTH_SAYING:

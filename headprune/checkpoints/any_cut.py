@@ -29,18 +29,18 @@ def check_any_cut(
     neurons: bool,
     layouts: Sequence[AttentionLayout] = (),
 ) -> None:
-    """Refuse a format that can hold no even cut of a model.
+    """Refuse a format that cannot hold any cut with equally many heads in each layer.
 
     Args:
         model: The whole model, perhaps on the meta device; it is cut.
         format: The format; one that holds every cut passes.
         where: For the error.
-        neurons: Whether the cut may be one of neurons alone. Then only the whole model is judged,
-            as it is for ``gguf``, which holds cuts of every model that it holds.
+        neurons: Whether the cut may remove neurons alone. Then, as for ``gguf``, it is enough that
+            the format holds the whole model.
         layouts: The user's own layouts.
 
     Raises:
-        UnsupportedModel: as said, with the reason.
+        UnsupportedModel: it cannot; the message has the reason.
     """
     describe = _DESCRIBE.get(format)
     if describe is None:
@@ -70,7 +70,7 @@ def _reason(
 
 
 def _cut_one_unit_(model: nn.Module, layouts: Sequence[AttentionLayout]) -> bool:
-    """Remove one unit of heads in each layer that has two; whether there was one."""
+    """Remove one unit of heads from each layer with several; return whether any had several."""
     sites = find_sites(model, layouts)
     keep = {}
     for site in sites:

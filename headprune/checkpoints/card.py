@@ -25,8 +25,8 @@ from headprune.report.verdict import card_lines
 
 #: Follows the title of the section where the rest of the card is the base model's.
 _OTHERS = (
-    "The other words of this card are those of the model before the cut; what they measured was"
-    " measured on it."
+    "The rest of this card describes the model before the cut; its results were measured on that"
+    " model."
 )
 _TITLE = "## Attention heads"
 

@@ -101,7 +101,7 @@ def save_pretrained(
 
     Raises:
         CheckpointError: ``folder`` is a file, or a tensor is on the meta device.
-        NotWritten: no room, or no right to write there.
+        NotWritten: no disk space or no permission.
         UnsupportedModel: the format cannot hold this cut.
         VerificationFailed: the model that loads differs from the saved one.
     """
@@ -215,7 +215,7 @@ def applicable_formats(
 
 
 def automatic_format(reason_against_transformers: str | None) -> Format:
-    """Choose for ``auto``, which never makes others run code, from what ``transformers`` lacks."""
+    """Choose ``transformers`` for ``auto`` if no reason is given against it, else ``headprune``."""
     return "headprune" if reason_against_transformers else "transformers"
 
 
@@ -287,7 +287,7 @@ def _refuse(who_says: str, **arguments: Any) -> None:
     """Refuse arguments that say what the folder says itself."""
     for name, value in arguments.items():
         if value is not None:
-            must = f"left out, for {who_says} which heads the model has"
+            must = f"left out, because {who_says} which heads the model has"
             raise InvalidValue(f"from_pretrained({name}=)", must, type(value).__name__)
 
 

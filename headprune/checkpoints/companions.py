@@ -91,9 +91,8 @@ def copy(source: str, folder: Path, code: bool = True, tokenizer: bool = True) -
     Args:
         source: The model's folder or name.
         folder: Where to.
-        code: Whether names of classes with code of their own are kept. A user who trusts our
-            modelling file must not run other code by that: for such a folder they are left out,
-            with a warning.
+        code: Whether names of classes with code of their own are kept. If not, they are removed
+            with a warning: a user who trusts our modelling file must not run other code with it.
         tokenizer: Whether tokenizers and processors are copied, or only licences.
 
     Returns:
@@ -146,7 +145,7 @@ def _without_code(path: Path) -> None:
     if removed:
         write_atomic(path, json.dumps(content, indent=2).encode())
         named = ", ".join(clean(json.dumps(value)) for value in removed)
-        warnings.warn(f"{path.name} names code of others, which is left out: {named}", stacklevel=2)
+        warnings.warn(f"{path.name} names other code, which is left out: {named}", stacklevel=2)
 
 
 def _remove_code(content: Any) -> Iterator[Any]:

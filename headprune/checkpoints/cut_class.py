@@ -71,7 +71,7 @@ def filled_by_transformers(
     if wrong:
         got = f"{len(wrong)} missing or of another shape: {', '.join(wrong[:3])}"
         raise CheckpointError(str(folder), what, got)
-    # A bias that recovery added would be lost, and the model another one.
+    # Without a bias that recovery added, the model would compute something else.
     unknown = sorted(key for key in info["unexpected_keys"] if key.endswith(".bias"))
     if unknown:
         raise CheckpointError(str(folder), what, f"unknown biases: {', '.join(unknown[:3])}")
@@ -105,7 +105,7 @@ def _leave_files_(model: nn.Module) -> None:
 
 
 def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """The name in the model of tensors by their name on disk, and whether it is one of several."""
+    """Map names on disk to the model's, and say which tensors Transformers merges or splits."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

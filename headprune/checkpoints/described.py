@@ -127,7 +127,7 @@ def _record(
     """The record of a folder, or one made of the plan; and the layouts in it."""
     if plan is not None:
         if stored is not None:
-            must = "left out, for the folder says which heads its model has"
+            must = "left out, because the folder says which heads its model has"
             raise InvalidValue("from_pretrained(plan=)", must, type(plan).__name__)
         return CutRecord(plan.mask if isinstance(plan, PruningPlan) else plan), []
     try:

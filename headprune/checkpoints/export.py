@@ -51,7 +51,7 @@ def export_onnx(
 
     Raises:
         VerificationFailed: the exported model differs; no file is written.
-        NotWritten: there is no room, or no right to write there.
+        NotWritten: no disk space, or no permission to write there.
         UnsupportedModel: ``cache`` for a model that does not cache one key and value per layer.
 
     Example::

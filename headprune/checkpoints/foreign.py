@@ -36,7 +36,7 @@ _SIZE = re.compile(
 _LARGEST = 1 << 26
 #: Any other whole number may be a count of experts, heads, groups or labels.
 _MOST = 1 << 16
-#: Keys of numbers that are no sizes, and keys under which nothing is one.
+#: Keys whose numbers are not sizes, and keys with no sizes below them.
 _FREE = re.compile(
     r"(^|_)(theta|ids?|index|tokens|seed|version|value|freq|factors?|offset)$|(^|_)(rope|size|emb)_base$|^base$"
 )

@@ -195,7 +195,7 @@ def _layer(layer: Any) -> _Layer:
 
 
 def _rotary_factors(model: Any) -> Tensor | None:
-    """By what the default rotary frequencies are divided; None where they are the default.
+    """Return the divisors of the default rotary frequencies; None if those are used unchanged.
 
     Raises:
         UnsupportedModel: a table of factors cannot express the angles.
@@ -267,7 +267,7 @@ def write(model: Any, description: Description, folder: Path, dtype: Dtype | Non
         dtype: Of the matrices; default the model's own.
 
     Raises:
-        NotWritten: there is no room, or no right to write there.
+        NotWritten: no disk space, or no permission to write there.
         UnsupportedModel: llama.cpp has no tokenizer like this one, or 16-bit floats cannot hold
             the weights.
     """

@@ -46,7 +46,7 @@ def push_to_hub(
 
     Raises:
         InvalidValue: a name that the hub does not allow.
-        NotWritten: no access to the hub, or no right to write there.
+        NotWritten: no access to the hub, or no permission to write there.
     """
     check_access(name)
     with tempfile.TemporaryDirectory() as place:
@@ -91,7 +91,7 @@ def upload(folder: Path, name: str, licence: str | None = None, private: bool | 
         The address of the commit.
 
     Raises:
-        NotWritten: no access to the hub, or no right to write there.
+        NotWritten: no access to the hub, or no permission to write there.
     """
     from huggingface_hub import HfApi
 

@@ -67,7 +67,7 @@ def written_and_proven(
         example: A batch to compare outputs on.
 
     Raises:
-        NotWritten: there is no room, or no right to write there.
+        NotWritten: no disk space, or no permission to write there.
         VerificationFailed: it cannot be written or loaded, a tensor is missing or differs in shape,
             dtype or a single bit, or the outputs differ by more than rounding.
     """

@@ -191,7 +191,7 @@ def _unused_note(stored: dict[str, Stored], used: set[Stored]) -> list[str]:
     if not unused:
         return []
     names = ", ".join(unused[:3]) + (" ..." if len(unused) > 3 else "")
-    return [f"{len(unused)} tensors of the folder are none of the model's: {names}"]
+    return [f"{len(unused)} tensors in the folder do not belong to the model: {names}"]
 
 
 def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, frozenset[str]]:

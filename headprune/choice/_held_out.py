@@ -111,9 +111,7 @@ def held_out_losses(
     def losses(mask: HeadMask) -> Tensor:
         of_rows = torch.zeros(folds.size, dtype=torch.float64)
         for fold in range(folds.count):
-            # No other fold and plan has this number, and none of folds by parity had it, which an
-            # earlier version may have stored.
-            number = int(f"{mask.digest}1", 16) * folds.count + fold
+            number = _cache_number(mask, folds.count, fold)
             of_rows[folds.rows[fold]] = of_fold(number, (fold, mask))
         return of_rows
 
@@ -139,6 +137,13 @@ def held_out_losses(
     for part in parts:
         by_plan.update(part)
     return torch.stack([by_plan[str(i)] for i in range(len(plans))])
+
+
+def _cache_number(mask: HeadMask, n_folds: int, fold: int) -> int:
+    """The number of a plan and a fold in the resume cache."""
+    # The appended 1 keeps it apart from the numbers of an earlier version, which dealt rows to
+    # folds by parity.
+    return int(f"{mask.digest}1", 16) * n_folds + fold
 
 
 def losses_of_fold(

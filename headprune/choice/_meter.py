@@ -27,7 +27,7 @@ from headprune.scoring._base import ScoringProblem
 
 #: Rows are dealt to two parts; the rises are measured on the second one.
 _PARTS, _MEASURED = 2, 1
-#: At which outputs are compared.
+#: Divides outputs before they are compared.
 TEMPERATURE = 2.0
 #: Bytes that the outputs of layers before the changed site may take; as many for the outputs of
 #: the whole model.
@@ -114,7 +114,7 @@ class Meter:
         self._present: Mapping[int, Prediction] = {}
         self._own_loss = not is_default(problem.loss)
         device = device_of(problem.model)
-        # A single row has to do for both.
+        # A single row leaves the second part empty: it is fitted and measured.
         measured = _spread(folds.batches[_MEASURED] or folds.batches[0], examples)
         self._batches = [to_device(batch, device) for batch in measured]
         self._examples = sum(map(batch_size, measured))

@@ -24,9 +24,9 @@ def ranked(
     confidence: float,
     draws: Sequence[Floats] = (),
 ) -> tuple[tuple[Candidate, ...], str]:
-    """Rank the candidates by their loss, and compare each with the one that is taken.
+    """Rank the candidates by their loss, and compare each with the chosen one.
 
-    The first candidate is taken whose loss is within one standard error of the lowest loss (Breiman
+    Chosen is the first candidate whose loss is within one standard error of the lowest (Breiman
     et al. 1984, section 3.4.3). A difference has Student's interval of the paired differences per
     row (Nadeau and Bengio 2003), for as many comparisons as there are other candidates
     (Bonferroni).
@@ -37,18 +37,18 @@ def ranked(
         same: Per candidate the first one with the same plan, itself where there is none.
         folds: Parts that the rows were dealt to; None where nothing was refitted, so that no rows
             share a fit.
-        confidence: Of the margin: that no candidate is better than the one taken by more than its
+        confidence: Of the margin: that no candidate is better than the chosen one by more than its
             interval says.
         draws: Losses ``[rows]`` of each plan of random heads. They are one candidate with their
             mean loss. Its interval reaches over those of all draws, which differ by more than their
             mean shows.
 
     Returns:
-        The candidates from the lowest loss to the highest, and the name of the one taken, which is
+        The candidates from the lowest loss to the highest, and the name of the chosen one, which is
         never ``random``.
     """
     means = losses.mean(1)
-    chosen = _taken(losses, folds)
+    chosen = _chosen(losses, folds)
     # Any of the others may be the best one.
     comparisons = max(1, len(asked) - 1 + (len(draws) > 0))
 
@@ -71,7 +71,7 @@ def ranked(
         )
     if len(draws):
         candidates.append(_random(draws, losses[chosen], folds, confidence, comparisons))
-    # Among equal losses the one that is taken comes first.
+    # Among equal losses the chosen one comes first.
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].loss, i != chosen, i))
     return tuple(candidates[i] for i in order), candidates[chosen].name
 
@@ -83,7 +83,7 @@ def _random(
 
     Args:
         draws: Losses ``[rows]`` of each.
-        chosen: ``[rows]``: losses of the candidate that is taken.
+        chosen: ``[rows]``: losses of the chosen candidate.
         folds: As in `ranked`.
         confidence: As in `ranked`.
         comparisons: As of the other candidates; a statement about all draws needs no more.
@@ -119,7 +119,7 @@ def interval(
     return mean - quantile * error, mean + quantile * error
 
 
-def _taken(losses: Floats, folds: int | None) -> int:
+def _chosen(losses: Floats, folds: int | None) -> int:
     """Return the place of the first candidate within one standard error of the lowest loss."""
     # Losses of few rows differ by chance. So a candidate that is usually good, and comes first,
     # keeps its place until another one is better by more than that.

@@ -66,7 +66,7 @@ class Auto(Scorer):
 
     Each candidate scores all rows, and heads are selected by the budget. A copy of the model is
     cut, refitted on one half of the rows, and judged by its loss on the other, and the other way
-    round. The first candidate within one standard error of the lowest loss is taken. The scores
+    round. The first candidate within one standard error of the lowest loss is chosen. The scores
     have its name; ``scores.choice`` holds the table. Where a model has several kinds of attention,
     each candidate is also judged with the budget met by each kind alone.
 
@@ -235,8 +235,8 @@ class Auto(Scorer):
         refitting = None
         if refit and not self.stands_in:
             names = list(starmap(candidate_name, asked))
-            taken = names.index(chosen)
-            refitting = self._refitting(problem, folds, masks[taken], losses[taken], len(distinct))
+            at = names.index(chosen)
+            refitting = self._refitting(problem, folds, masks[at], losses[at], len(distinct))
         choice = Choice(
             candidates=table,
             chosen=chosen,
@@ -366,7 +366,7 @@ class Auto(Scorer):
     ) -> Refitting | None:
         """Compare the losses of the refitted model, ``[rows]``, with those of the cut one alone.
 
-        The plan was taken for its loss after the refit, so the interval allows for all plans. None
+        The plan was chosen for its loss after the refit, so the interval allows for all plans. None
         where the cut model alone has losses that are not finite: the refit is needed then.
         """
         (alone,) = held_out_losses(problem, folds, [mask], None)  # [rows]

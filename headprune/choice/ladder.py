@@ -1,4 +1,4 @@
-"""Price every level of every site: the rise of the loss when that site alone keeps fewer units."""
+"""Measure how much the loss rises when one site alone keeps fewer units."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Ladder(Scorer):
         order: The registered scorer that ranks the units of a site.
         order_settings: Its settings.
         examples: The most rows that rises are measured on.
-        ridge: Of the prediction, as ``Lstsq.ridge``.
-        temperature: That outputs are divided by; 1 compares the model's own distributions.
+        ridge: Ridge of the prediction, a number.
+        temperature: Divides the outputs; 1 compares the model's own distributions.
     """
 
     order: str = "surgeon"
@@ -63,7 +63,7 @@ class Ladder(Scorer):
             raise InvalidValue("Ladder.order", "a scorer of single units", repr(self.order))
         check_count("Ladder.examples", self.examples)
         if not self.ridge > 0:
-            raise InvalidValue("Ladder.ridge", "a share > 0", self.ridge)
+            raise InvalidValue("Ladder.ridge", "a number > 0", self.ridge)
         if not 0 < self.temperature < math.inf:
             raise InvalidValue("Ladder.temperature", "a number > 0", self.temperature)
         self._ranks()  # refuses unknown names and settings

@@ -126,7 +126,7 @@ def _layouts(model: nn.Module, bound: Sequence[BoundSite]) -> dict[str, dict[str
         if b.site.heads:
             firsts[b.layout.name, b.site.kind] = b
     for (name, kind), b in firsts.items():
-        layouts[name]["no_heads_left"][kind] = _without_heads(model, b)
+        layouts[name]["without_heads"][kind] = _without_heads(model, b)
     return layouts
 
 
@@ -138,7 +138,7 @@ def _layout(bound: BoundSite) -> dict[str, Any]:
         "gate": gate_words(bound.layout),
         "cut": list(map(slab_words, bound.slabs)),
         "patched": patch_words(bound.layout),
-        "no_heads_left": {},
+        "without_heads": {},
     }
 
 
@@ -169,12 +169,12 @@ _CACHE = {
     ),
     "balanced": f"balanced: {_COMPACT}",
     "free": (
-        f"free: {_COMPACT}; where that makes groups of unlike size, every step repeats keys and"
-        " values for each query head: time and memory of a step, not of the cache"
+        f"free: {_COMPACT}; if groups get unequal sizes, every step repeats keys and values for"
+        " each query head, which costs time and memory in the step, not in the cache"
     ),
     "mqa": (
-        "one key/value head for all query heads (MQA): it is kept as long as one of them is,"
-        " whatever the policy, and so is the cache"
+        "one key/value head for all query heads (MQA): under every policy, it and the cache are"
+        " kept as long as one query head is"
     ),
 }
 
@@ -218,7 +218,7 @@ def _of_data(group: dict[str, Any]) -> NotTaken:
 def _say_not_taken(groups: Sequence[NotTaken]) -> None:
     """Print the attention-like modules that no layout recognises."""
     for group in groups:
-        say(f"not taken: {group}")
+        say(f"not recognised: {group}")
     if groups:
         hint = "headprune.propose_layouts(model, example) looks for a layout of such modules"
         say(f"{hint} and proves it.")
@@ -249,7 +249,7 @@ def _print(facts: dict[str, Any]) -> None:
         echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
         for line in (*layout["cut"], *layout["patched"]):
             echo(f"  {line}")
-        echo(f"  all heads of a layer may be removed: {_empty_words(layout['no_heads_left'])}")
+        echo(f"  all heads of a layer may be removed: {_empty_words(layout['without_heads'])}")
 
     # 4. What is not recognised.
     _say_not_taken(list(map(_of_data, facts["not_taken"])))

@@ -28,7 +28,7 @@ from headprune.run.launched import check_alone
 
 app = typer.Typer(
     name="headprune",
-    help="Finds which attention heads a trained transformer does not need, and takes them out.",
+    help="Finds which attention heads a trained transformer does not need and removes them.",
     epilog="Exit codes: 0 done, 1 failed or interrupted, 2 bad input.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
@@ -59,7 +59,7 @@ for command, example in COMMANDS.items():
 
 #: Printed by ``headprune`` alone.
 _START = """\
-headprune finds which attention heads a trained transformer does not need, and takes them out.
+headprune finds which attention heads a trained transformer does not need and removes them.
 
 Start with one of these:
   headprune run digits-vit

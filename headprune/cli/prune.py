@@ -50,7 +50,7 @@ def prune(
     model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the cut model; default NAME-pruned, after the model's."),
+        typer.Option(help="Folder for the cut model; default: the model's name and -pruned."),
     ] = None,
     # Where the choice of heads comes from: one of these three.
     plan: Annotated[Path | None, typer.Option(help="A plan, as a run writes it.")] = None,
@@ -110,7 +110,7 @@ def prune(
         ),
     ] = None,
     min_heads: Annotated[
-        int | None, typer.Option(help="With --scores or --data: per layer, at least; default 1.")
+        int | None, typer.Option(help="With --scores or --data: fewest heads per layer; default 1.")
     ] = None,
     tensor_parallel: Annotated[
         int | None,
@@ -176,8 +176,8 @@ def prune(
         typer.Option(
             "--streaming",
             help=(
-                "With --plan: copy what is kept from file to file, without loading the model; "
-                "nothing is run, so the cut is not compared with the gated model."
+                "With --plan or --scores: copy the kept weights from file to file, without loading "
+                "the model; nothing is run, so the cut is not compared with the gated model."
             ),
         ),
     ] = False,
@@ -201,7 +201,7 @@ def prune(
             with_data[flag] = flag
         _check_source(sources, with_data)
         if streaming and data is not None:
-            must = "given with --plan or --scores, for nothing is run"
+            must = "given with --plan or --scores: streaming runs no model"
             raise InvalidValue("--streaming", must, "--data")
         amounts = {
             "--keep": keep,
@@ -618,7 +618,7 @@ def _on_data(
     )
     assert record.plan is not None  # a finished run has one
     judged = verdict(record, str(folder))
-    # Not what the lines of progress had: of a resumed run they have a part.
+    # Print the table unless the progress lines showed it; those of a resumed run are incomplete.
     shown = not quiet and all(f"[{stage}]" in said for stage in ("select", "compare"))
     table = "" if shown else f"\n{record}\n"
     text = f"{judged}\n{table}\nreport: {folder / 'report.html'}"

@@ -164,7 +164,7 @@ class Choice:
 
     @property
     def beats_random(self) -> bool:
-        """Whether every draw of random heads, refitted alike, is shown to lose more.
+        """Whether every draw of random heads, refitted alike, is shown to have a higher loss.
 
         True where none were drawn.
         """
@@ -172,7 +172,7 @@ class Choice:
 
     @property
     def loses_to_random(self) -> bool:
-        """Whether every draw of random heads, refitted alike, is shown to lose less."""
+        """Whether every draw of random heads, refitted alike, is shown to have a lower loss."""
         return any(one.high < 0 for one in self.candidates if one.scorer == RANDOM)
 
     @property
@@ -245,9 +245,9 @@ class Choice:
         return f"{cells}{self.perplexity(loss):<{len(_PERPLEXITY)}}" if self.is_text else cells
 
     def mark(self, one: Candidate) -> str:
-        """A candidate's remark in tables: taken, ties, or whose heads it keeps."""
+        """A candidate's remark in tables: chosen, ties, or whose heads it keeps."""
         if one is self.best:
-            return "taken"
+            return "chosen"
         if one.same_as:
             return f"the heads of {one.same_as}"
         return "ties" if one in self.ties else ""
@@ -255,7 +255,7 @@ class Choice:
     def __str__(self) -> str:
         refit = f", refitted by {self.refit}" if self.refit else ""
         lines = [
-            f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out"
+            f"auto chose {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out"
             " rows"
         ]
         # One column for names, also those of lines that are no candidates.
@@ -266,7 +266,7 @@ class Choice:
         level = f"{100 * self.confidence:g} %"
         n = self.decimals
         header = _PERPLEXITY if self.is_text else ""
-        title = f"{'loss':<{n + 2}}  {header}minus that of the one taken [{level}]"
+        title = f"{'loss':<{n + 2}}  {header}minus the chosen one's [{level}]"
         lines.append(f"  {'':<{width}}  {title}")
         lines.append(f"  {'whole model':<{width}}  {self._cells(self.whole)}".rstrip())
         if self.refitting is not None:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: Beginning of the note; a plan finds the note among those of its scores by it.
-_BEGINS = "Not every attention is taken: "
+_BEGINS = "Attention that no layout matches: "
+#: Of notes that earlier versions stored.
+_EARLIER = "Not every attention is taken: "
 #: Classes that a note names.
 _SHOWN = 4
 
@@ -38,7 +40,7 @@ def coverage_note(missed: tuple[NotTaken, ...]) -> tuple[str, ...]:
     >>> coverage_note((NotTaken(("vision.0", "vision.1"), "Odd", "it has no 'q_proj'"),))[
     ...     0
     ... ].partition(". ")[0]
-    "Not every attention is taken: vision.0 and 1 more (Odd; it has no 'q_proj')"
+    "Attention that no layout matches: vision.0 and 1 more (Odd; it has no 'q_proj')"
     """
     if not missed:
         return ()
@@ -50,4 +52,4 @@ def coverage_note(missed: tuple[NotTaken, ...]) -> tuple[str, ...]:
 
 def coverage_notes(notes: Iterable[str]) -> tuple[str, ...]:
     """Select the notes about attention that is not supported."""
-    return tuple(note for note in notes if note.startswith(_BEGINS))
+    return tuple(note for note in notes if note.startswith((_BEGINS, _EARLIER)))

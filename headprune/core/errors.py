@@ -73,7 +73,7 @@ class CheckpointError(HeadPruneError, ValueError):
 
 
 class NotWritten(HeadPruneError, OSError):
-    """A file could not be written: no room, no right, no such place.
+    """A file could not be written: no disk space, no permission, or no such folder.
 
     The old file, if there was one, has not changed.
     """

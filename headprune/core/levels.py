@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-#: Levels above none.
+#: Levels above the one without neurons.
 LEVELS = 12
-#: Widths that matrix kernels like are multiples of these, the largest that leaves ``LEVELS``.
+#: Widths are multiples of the largest of these, good for matrix kernels, that gives ``LEVELS``.
 _MULTIPLES = (64, 8, 1)
 
 

@@ -27,7 +27,7 @@ def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
 
     Raises:
         InvalidValue: another process holds it, it is a file, or its lock is a link.
-        NotWritten: no right to write there, or no room.
+        NotWritten: no permission to write there, or no disk space.
     """
     from filelock import FileLock, Timeout
 

@@ -33,7 +33,7 @@ class Mixin:
         return remade(type(self), dict(self.__dict__))
 
 
-def mix_in(module: Any, mixin: type[Mixin], must: str = "cut to this") -> bool:
+def mix_in(module: Any, mixin: type[Mixin], must: str = "cut by a change of its class") -> bool:
     """Put ``mixin`` in front of the class of ``module``.
 
     Args:
@@ -65,12 +65,14 @@ def _has_forward(mixin: type[Mixin]) -> bool:
     return any("forward" in kind.__dict__ for kind in ours)
 
 
-def refusal(module: Any, must: str = "cut to this") -> UnsupportedModel | None:
+def refusal(module: Any, must: str = "cut by a change of its class") -> UnsupportedModel | None:
     """Why nothing can be put in front of a module's class; None where it can."""
     if not has_own_forward(module):
         return None
     name = original_class(module).__name__
-    return UnsupportedModel(name, f"{must}, for its forward is replaced", "another forward")
+    return UnsupportedModel(
+        name, f"{must}, which a replaced forward prevents", "a forward of its own"
+    )
 
 
 def mix_out(module: Any, mixin: type[Mixin]) -> None:

@@ -38,7 +38,7 @@ def check_file(path: str | Path) -> None:
 
     Raises:
         NotAFile: a folder, a FIFO, a socket or a device, or a link to one.
-        OSError: no such file, or no right to look.
+        OSError: no such file, or no permission to read it.
     """
     _check(os.stat(path).st_mode, path)
 

@@ -53,9 +53,9 @@ class Stability:
         confidence: Share of resamples from which on the set counts as settled.
         probability: Share of resamples in which the set of the k lowest is exactly that of the
             scores.
-        surely_in: Units of the set that are among the k lowest in at least ``confidence`` of the
+        settled_in: Units of the set that are among the k lowest in at least ``confidence`` of the
             resamples.
-        surely_out: Units outside the set that are among them in at most ``1 - confidence``.
+        settled_out: Units outside the set that are among them in at most ``1 - confidence``.
         undecided: All others, least important first, with the share of resamples in which each is
             among them.
     """
@@ -63,8 +63,8 @@ class Stability:
     k: int
     confidence: float
     probability: float
-    surely_in: tuple[ScoredUnit, ...]
-    surely_out: tuple[ScoredUnit, ...]
+    settled_in: tuple[ScoredUnit, ...]
+    settled_out: tuple[ScoredUnit, ...]
     undecided: tuple[tuple[ScoredUnit, float], ...]
 
     @property
@@ -76,7 +76,7 @@ class Stability:
         return self.settled
 
     def __str__(self) -> str:
-        counts = f"{len(self.surely_in)} settled in, {len(self.surely_out)} settled out"
+        counts = f"{len(self.settled_in)} settled in, {len(self.settled_out)} settled out"
         lines = [
             f"the {self.k} lowest are the same in {self.probability:.1%} of resamples; {counts}"
         ]
@@ -252,18 +252,18 @@ def stability(
     shares = dict(zip(in_order, among.mean(0).tolist(), strict=True))
 
     # 2. Units whose place the resamples settle, and the rest.
-    surely_in, surely_out, undecided = [], [], []
+    settled_in, settled_out, undecided = [], [], []
     for position, unit in enumerate(ranked):
         share = shares[unit.site, unit.unit]
         if position < k and share >= confidence:
-            surely_in.append(unit)
+            settled_in.append(unit)
         elif position >= k and share <= 1 - confidence:
-            surely_out.append(unit)
+            settled_out.append(unit)
         else:
             undecided.append((unit, share))
     probability = float((among == own_set).all(1).mean())
     return Stability(
-        k, confidence, probability, tuple(surely_in), tuple(surely_out), tuple(undecided)
+        k, confidence, probability, tuple(settled_in), tuple(settled_out), tuple(undecided)
     )
 
 

@@ -207,7 +207,7 @@ def check_asked(asked: Mapping[str, str], columns: Columns, data: str) -> None:
 
 
 def has_fractions(rows: Any, name: str) -> bool:
-    """Whether a column has numbers that are not whole, so that it grades."""
+    """Whether a column holds floats, as the labels of a regression do."""
     return any(isinstance(value, float) for value in _values(rows, name) or ())
 
 
@@ -268,7 +268,7 @@ def _inputs(task: Task, table: Table) -> dict[str, str]:
     if task == "audio_classification":
         # A path is text like any other: only the column's name tells that it leads to sound.
         sounds = columns.sounds or tuple(name for name in columns.names if name in _SOUNDS)
-        what = "sound, or of paths by the name of audio"
+        what = "sound, or of paths in a column named audio, file, path or wav"
         return {"audio": _only(sounds, "data.audio", what, table)}
     if task == "token_classification":
         # Tags may be words too.
@@ -361,7 +361,7 @@ def _candidates(task: Task, table: Table, names: Sequence[str]) -> list[_Candida
 
 
 def _grade_of_numbers(name: str, values: Sequence[Any]) -> tuple[int, str] | None:
-    """Grade a column as one of grades; None where it cannot be."""
+    """Rate a column as regression labels, with the reason; None where it cannot be."""
     if any(isinstance(value, str) for value in values):
         return None
     if first_of(LABELS, [name]):
@@ -375,7 +375,7 @@ def _grade_of_numbers(name: str, values: Sequence[Any]) -> tuple[int, str] | Non
 def _grade_of_classes(
     name: str, values: Sequence[Any], classes: Sequence[str]
 ) -> tuple[int, str] | None:
-    """Grade a column as one of class names or numbers; None where it cannot be."""
+    """Rate a column as class labels, with the reason; None where it cannot be."""
     distinct = set(values)
     if _all_differ(values) or any(isinstance(value, float) for value in distinct):
         return None

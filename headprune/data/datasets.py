@@ -58,7 +58,7 @@ class RawData:
         dataset_names: The names that the data set gives its class numbers (``ClassLabel``), if any.
         present: Values of the label column that some row has.
         numbering: How labels got their numbers: by their ``name`` or ``number``, ``sorted``, or
-            ``given``; empty where a head is trained for them, which any order serves.
+            ``given``; empty where a new head is trained, for which any order will do.
     """
 
     splits: dict[str, Any]

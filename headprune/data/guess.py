@@ -148,9 +148,9 @@ def guess(
         must = f"given: neither {kind} nor the columns of {data} ({listed}) say it"
         raise InvalidValue("--task", must, "none", f"One of {', '.join(tasks)}.")
     has_head = of_class == chosen
-    head = f"{kind} has no head for it, so it is trained first"
+    head = f"{kind} has no task head for this, so the model is trained first"
     if has_head:
-        head = f"{kind} is a model for it"
+        head = f"{kind} has a head for this task"
     # 3. Choose the columns, and say which.
     classes = _classes(config) if has_head else ()
     choice = choose(chosen, Table(data, rows, columns, asked, classes))
@@ -362,7 +362,7 @@ def _recipe_text(
     note = "rows of train that heads are scored on"
     lines.append(_noted(f"  calibration: {CALIBRATION}", note))
     if not has_head:
-        note = "the head is new: the model is trained before anything is scored"
+        note = "the task head is new: the model is trained before anything is scored"
         lines.append(_noted("train:", note))
         lines += ["  epochs: 2", "  batch_size: 32", "  learning_rate: 5e-5"]
     by_name = "tries several on held-out rows; or one by name, see `headprune ls`"

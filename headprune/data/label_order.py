@@ -27,8 +27,7 @@ _BATCH = 32
 #: Another order is far better where its accuracy is higher by ``_FAR``; or by ``_SOME``, if it also
 #: halves the errors.
 _FAR, _SOME = 0.2, 0.05
-#: And where so many more rows speak for it than against it, that chance would do as well once in a
-#: million times.
+#: Largest probability, by the sign test, that chance favours the other order as much.
 _CHANCE = 1e-6
 #: Labels that a message lists.
 _SHOWN = 8
@@ -36,7 +35,7 @@ _SHOWN = 8
 _HOW = {
     "name": "by their names",
     "number": "by their numbers",
-    "sorted": "in sorted order, for nothing says which is which",
+    "sorted": "in sorted order, because nothing says which class each one is",
     "given": "as data.labels says",
 }
 
@@ -103,18 +102,18 @@ def check_order(
             return fit, ()
         note = (
             f"labels were numbered {how}; so the model is {fit}, no more than if it always"
-            " predicted the most frequent one. If its classes have another order, data.labels says"
-            " so"
+            " predicted the most frequent one. If its classes have another order, set data.labels"
         )
         return fit, (note,)
     order = _as_yaml(_labels_in_order(raw, fit.order))
     got = (
-        f"numbered {how}, where the model is {fit}; in the order {order} it is on {fit.better:.1%}"
+        f"numbered {how}, where the model is {fit}; in the order {order} it is right on"
+        f" {fit.better:.1%}"
     )
     if raw.numbering in ("name", "given"):
-        note = f"labels are {got}. If that is the model's own order, data.labels: {order} says so"
+        note = f"labels are {got}. If that is the model's own order, set data.labels: {order}"
         return fit, (note,)
-    must = "given, for another order of labels fits the model's answers far better"
+    must = "given, because another order of labels fits the model's answers far better"
     setting = shlex.quote(f"data.labels={order}")
     hint = (
         f"Add data.labels: {order} (--set {setting}), the label of every class of the"
@@ -124,9 +123,9 @@ def check_order(
 
 
 def measure(model: nn.Module, data: Data, n_labels: int) -> Fit:
-    """Choose an order of labels on half of some train rows; judge it on others.
+    """Choose an order of labels on half of some train rows; judge it on the other half.
 
-    So a good order is no luck of the rows that chose it, however many orders there are.
+    So luck with the rows that chose an order cannot make it look good.
 
     Args:
         model: The model.
@@ -208,7 +207,7 @@ def _best_order(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _sign_test(wins: int, losses: int) -> float:
-    """Return the probability of so many wins or more, were both orders equally good."""
+    """Return the probability of at least ``wins`` wins if both orders are equally good."""
     # Rows that both orders get right, or both wrong, say nothing.
     n = wins + losses
     return float(sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n)

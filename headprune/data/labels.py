@@ -44,7 +44,7 @@ def number_labels(recipe: Recipe, raw: RawData) -> RawData:
     1. ``data.labels`` is the order, where it is given.
     2. A freshly built model takes the data's own order.
     3. A model that names every class of the data, in any spelling, keeps its numbering: a label
-       1 is the class "1", wherever that stands.
+       1 is the class named "1", whatever that class's number is.
     4. A model that is not trained takes labels that are numbers, as text too, as class numbers.
     5. A model that is trained gets a new head for the data's labels.
     6. A model without class names takes the data's numbers, or sorted names.
@@ -189,7 +189,7 @@ def _by_number(raw: RawData, names: Sequence[str]) -> RawData:
     least, most = min(numbers.values()), max(numbers.values())
     if least >= 1 and most == len(names):
         must = (
-            f"given, for the numbers of the data, {least} to {most}, are not those of the model's"
+            f"given, because the data's numbers, {least} to {most}, are not those of the model's"
             f" classes, 0 to {most - 1}"
         )
         example = f"--set 'data.labels={list(range(1, most + 1))}'"
@@ -227,7 +227,7 @@ def _for_new_head(path: str, raw: RawData, names: Sequence[str]) -> RawData:
     order = "their own order" if raw.dataset_names else "sorted order"
     note = (
         f"{path} names its classes {_listed(names)}, which lack"
-        f" {', '.join(_lacking(raw, names)[:3])} of the data: its head was trained anew, for the"
+        f" {', '.join(_lacking(raw, names)[:3])} of the data: a new head was trained for the"
         f" data's labels in {order}"
     )
     return replace(raw, warnings=(*raw.warnings, note))
@@ -241,8 +241,8 @@ def _unnamed(path: str, raw: RawData, names: Sequence[str]) -> RawData:
             f" the {len(raw.labels)} labels of the data are"
         )
         hint = (
-            "List a label for every class, in the order of the classes; those that the data lacks"
-            " by any name."
+            "List a label for every class, in the order of the classes; give any name to a class"
+            " that the data lacks."
         )
         raise InvalidValue("data.labels", must, "none", hint)
     how = "taken by their numbers" if raw.dataset_names else "numbered in sorted order"

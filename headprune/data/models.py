@@ -376,7 +376,7 @@ def _check_body(
     if absent:
         count = f"{len(absent)} are missing or of another shape"
         got = f"{path!r}, where {count}: {', '.join(absent[:3])}"
-        hint = "A model that was cut is loaded where headprune saved it, with its headprune.json."
+        hint = "For a cut model, give the folder that headprune saved, with its headprune.json."
         must = f"a folder with all weights of {type(model).__name__}"
         raise InvalidValue("model.path", must, got, hint)
 
@@ -458,7 +458,7 @@ def _check_config_keys(
             must = f"a key of {config_class.__name__}"
             raise InvalidValue(where, must, repr(key), did_you_mean(key, known))
         if key in from_tokenizer:
-            must = f"left out, for the trained tokenizer says that it is {from_tokenizer[key]}"
+            must = f"left out, because the trained tokenizer sets it to {from_tokenizer[key]}"
             raise InvalidValue(where, must, config[key])
 
 

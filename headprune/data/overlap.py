@@ -80,14 +80,13 @@ def given_notes(overlap: Overlap, parts: Mapping[str, Part]) -> tuple[str, ...]:
         count = overlap[name]["train"]
         if count:
             notes.append(
-                f"{count} of {len(parts[name].rows)} {name} rows stood among the train rows, too"
-                " (inputs compared; text without capitals and white space):"
-                " those train rows were removed"
+                f"{count} of {len(parts[name].rows)} {name} rows are also in the train rows"
+                " (compared by input, ignoring case and white space): those train rows were removed"
             )
     removed = overlap["validation"]["test"]
     if removed:
         notes.append(
-            f"{removed} validation rows stood among the test rows, too: they were removed from"
+            f"{removed} validation rows are also in the test rows: they were removed from"
             " validation"
         )
     return tuple(notes)
@@ -103,9 +102,9 @@ def read_notes(
         counts = [f"{count} of {other}" for other, count in others.items() if count]
         if counts:
             notes.append(
-                f"of {len(examples[name])} {name} rows the model reads some exactly as rows of"
-                f" other parts ({', '.join(counts)}): they stay, and may make it look better than"
-                " it is"
+                f"some of {len(examples[name])} {name} rows are, as the model reads them, equal to"
+                f" rows of other parts ({', '.join(counts)}): they are kept, and may make the"
+                " model look better than it is"
             )
     return tuple(notes)
 

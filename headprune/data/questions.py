@@ -183,7 +183,7 @@ def notes_on_lost_answers(
         if lost:
             notes.append(
                 f"{lost} of {len(rows)} {name} questions have their answer beyond data.max_length,"
-                f" {max_length} tokens: no loss is taken of them, and they count as any other in F1"
-                " and exact match"
+                f" {max_length} tokens: they add nothing to the loss, but count like any other in"
+                " F1 and exact match"
             )
     return tuple(notes)

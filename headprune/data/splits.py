@@ -113,7 +113,7 @@ def partition(
     }
     for name, part in parts.items():
         if not part.rows:
-            got = f"none, after {part.dropped} that other splits have too were dropped"
+            got = f"none: {part.dropped} rows were dropped because other splits have them too"
             raise InvalidValue(f"data: {name}", "at least one row", got)
     # 4. Calibration rows: some of train.
     chosen = calibration_rows(len(train), calibration, seed)

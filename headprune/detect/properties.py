@@ -53,8 +53,8 @@ PROPERTIES: dict[str, str] = {
     ),
     "heads not side by side": (
         "The output projection's input or a projection's features are not whole heads one after"
-        " another (examples or tokens on one axis with others, heads in another order, a width that"
-        " runs first)."
+        " another (heads share an axis with examples or tokens, are in another order, or come after"
+        " the width)."
     ),
     "latent keys": (
         "One projection makes a part of every head's keys: a batch does not show what a head "
@@ -80,11 +80,11 @@ PROPERTIES: dict[str, str] = {
     ),
     "no effect on the example": "Gates of zero change no output, so the example proves nothing.",
     "random in evaluation mode": (
-        "Its outputs depend on random numbers although it is in evaluation mode (dropout that "
-        "never ends), and another number of heads draws others."
+        "Its outputs depend on random numbers although it is in evaluation mode (dropout that is"
+        " always on). A cut changes which numbers are drawn, so outputs cannot be compared."
     ),
     "does not run in fp64": (
-        "The model does not run in fp64 on the example, or not twice alike, so nothing is proven."
+        "The model does not run in fp64 on the example, or gives NaN, so nothing is proven."
     ),
     "no softmax attention": (
         "No softmax of products of queries and keys was seen on the example (state spaces, "
@@ -317,7 +317,7 @@ def _from_features(path: str, influence: Tensor) -> Finding | None:
         seen = f"one feature of {path!r} changes all {n_heads} heads' outputs"
         return "depends on all heads", seen
     if n_features % n_heads and n_features > n_heads:
-        seen = f"the {n_features} features of {path!r} are no {n_heads} heads"
+        seen = f"the {n_features} features of {path!r} do not divide into {n_heads} heads"
         return "heads not side by side", seen
     return None
 
@@ -362,7 +362,7 @@ def _from_other_outputs(
     for attempt in compared[:_MOST_RERUNS]:
         n_kept, n_computed = _heads_after_cut(scratch, core, attempt)
         if n_kept == n_computed:
-            seen = f"cut to {n_kept} heads, each in its place, they compute other numbers"
+            seen = f"cut to {n_kept} heads, it computes as many but gives other outputs"
             return "depends on all heads", seen
     return None
 

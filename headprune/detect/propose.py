@@ -261,7 +261,7 @@ def _compatible(
             modules = proposals.found[layout.name][0]
             error = _error_elsewhere(scratch, own, modules)
             if error is not None:
-                reason = f"not on all alike: {error}"
+                reason = f"it also matches modules where its proof fails: {error}"
                 property = "head counts kept elsewhere"
                 refused.append(Refusal(modules, layout.name, property, reason))
             # Where it has no sites, earlier layouts fit all of its modules.

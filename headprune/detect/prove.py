@@ -79,8 +79,8 @@ class Scratch:
         # 3. The outputs that gated and pruned models are compared with.
         self.full = self._first_run()
         if not _is_finite(self.full):
-            must = "one on which the model's outputs are finite"
-            raise VerificationFailed("the example", must, "none that is")
+            must = "one on which the model's outputs are no NaN"
+            raise VerificationFailed("the example", must, "NaN, or no outputs")
         if largest_difference(self.run(), self.full) > 0:
             must = "one that gives the same outputs twice"
             raise VerificationFailed("the model", must, "random outputs")

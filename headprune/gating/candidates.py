@@ -188,7 +188,7 @@ class CandidateLosses:
             return run()
         # A model that is not made for parts or copies of a batch may raise anything.
         except Exception as error:
-            # A loss that is not finite is so in every kind of pass.
+            # A loss that is not finite here is not finite in a whole pass either.
             if isinstance(error, InvalidValue) and error.must == "finite":
                 raise
             passes.facts.exact = False
@@ -342,7 +342,7 @@ class _Pass:
         two[0, start] = 1 - two[0, start]
         if last > start:
             two[1, last] = 1 - two[1, last]
-        else:  # the only head: a gate between the other two
+        else:  # the only head: the second row gets a gate of 1/2
             two[1, last] = (two[1, last] + two[0, last]) / 2
         return two
 
@@ -357,7 +357,7 @@ class _Pass:
     # ------------------------------------------------------------- losses of settings
 
     def checked(self, settings: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute ``in_parts``; of the first batch, compare one setting with a whole pass.
+        """Compute losses by ``in_parts``; once, compare one setting with a whole pass.
 
         The proof ran on two examples. A loss that couples more examples shows only here.
 

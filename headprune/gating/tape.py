@@ -1,4 +1,4 @@
-"""A tape of one forward pass; a second pass plays the unchanged part back and goes on from there.
+"""A tape of one forward pass: a later pass replays its unchanged part.
 
 While a pass is recorded, every module that holds a gate, and every direct child of one, keeps its
 output for as long as a later gate in the same call may need it. A later pass may change only the

@@ -53,7 +53,7 @@ def takes_keys(module: Any) -> bool:
 
 
 def kind(module: Any, name: str) -> Kind:
-    """Return ``causal`` unless the module denies it, then ``cross`` or ``self``."""
+    """Return ``causal``, ``cross`` or ``self``, by the module's inputs and its flag."""
     if takes_keys(module):
         # Without a flag it is cross-attention: causal attention has no other sequence.
         return "causal" if getattr(module, "is_causal", False) else "cross"
@@ -79,7 +79,7 @@ def _check_repeatable(module: Any, sizes: tuple[int, ...]) -> None:
         why = "it takes no cache"
     else:
         return
-    must = f"cut to groups of one size, for {why}"
+    must = f"cut to groups of one size, because {why}"
     name = original_class(module).__name__
     raise UnsupportedModel(name, must, f"groups of {list(sizes)} query heads")
 
@@ -109,6 +109,6 @@ class _EmptyDecoderAttention:
         # Each of these families shares one cache between both attentions in its own way.
         if takes_keys(module):
             name = original_class(module).__name__
-            must = f"{WITHOUT_HEADS}, for it attends to an encoder"
+            must = f"{WITHOUT_HEADS}, because it attends to an encoder"
             return UnsupportedModel(name, must, "none kept")
         return _empty.without_heads(self.gate).refusal(module)

@@ -133,7 +133,7 @@ def refusal(module: nn.Module, kind: type[WithoutHeads]) -> UnsupportedModel | N
     # The argument after ``self``: the result takes its shape from it.
     first = list(inspect.signature(original.forward).parameters)[1:2]  # type: ignore[attr-defined]
     if kind.forward is WithoutHeads.forward and first != ["hidden_states"]:
-        must = f"{WITHOUT_HEADS}, for only one called with hidden_states is known to work without"
+        must = f"{WITHOUT_HEADS}, because its first argument is not hidden_states"
         return UnsupportedModel(original.__name__, must, f"forward({', '.join(first)}, ...)")
     return mixin.refusal(module, WITHOUT_HEADS)
 

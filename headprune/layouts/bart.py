@@ -44,9 +44,9 @@ def _head_dim(module: Any) -> int:
     # (GroupViT has the same ones as CLIP), but a local variable of this name does.
     code = inspect.unwrap(original_class(module).forward).__code__  # type: ignore[attr-defined]
     if "embed_dim" in code.co_varnames and "embed_dim" not in code.co_names:
-        must = "an attention that puts together as many heads as it has"
+        must = "attention that sizes its output by its own head count"
         raise UnsupportedModel(
-            type(module).__name__, must, "one that takes their width from its input"
+            type(module).__name__, must, "code that takes the width from its input"
         )
     width: int = module.head_dim
     return width

@@ -200,7 +200,7 @@ class AttentionMaps:
         except HeadPruneError:
             raise
         except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-            got = f"one whose words do not fit its numbers ({type(error).__name__}: {error})"
+            got = f"one whose metadata does not fit its arrays ({type(error).__name__}: {error})"
             raise CheckpointError(str(path), _MUST, got, _HINT) from error
 
     @classmethod
@@ -253,7 +253,7 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
 def _check_site(name: Any, kind: Any, heads: Any) -> None:
     only_ints = set(map(type, heads)) == {int}
     if not isinstance(name, str) or kind not in ATTENTION_KINDS or not only_ints:
-        raise TypeError(f"the site {name!r} is described by other things than words and heads")
+        raise TypeError(f"the site {name!r} has a name, kind or heads of a wrong type")
 
 
 def _texts(rows: Any) -> tuple[tuple[str, ...], ...]:

@@ -101,19 +101,20 @@ def find_patterns(
 def main_pattern(patterns: Sequence[Pattern]) -> Pattern | None:
     """Choose the pattern that says what a head mostly does; None where no pattern does.
 
-    That is the named pattern with the largest share, if it has at least half of the weight and
-    twice as much as even attention. Otherwise ``the same positions in every example``, if it has.
+    That is the first named pattern that has half of the weight, and either 90 % of it or twice
+    what even attention has. Otherwise it is ``the same positions in every example``, if that has
+    half of the weight and twice what even attention has.
 
     Args:
         patterns: Patterns, the one with the largest share first.
     """
     for pattern in patterns:
         is_named = pattern.name not in (ONE_KEY, SAME_POSITIONS)
-        # Above 90 % is enough, even where even attention has more than half of that.
+        # 90 % is always enough, also where uniform attention has more than half of that.
         if is_named and pattern.share >= max(MOSTLY, min(2 * pattern.chance, 0.9)):
             return pattern
     for pattern in patterns:
-        # Even attention shares its positions too, so here the factor of two always holds.
+        # Even attention has the same positions too, so here 90 % alone is not enough.
         is_same = pattern.name == SAME_POSITIONS
         if is_same and pattern.share >= max(MOSTLY, 2 * pattern.chance):
             return pattern

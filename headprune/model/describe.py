@@ -11,7 +11,7 @@ from headprune.core.layout import AttentionLayout, HeadSlab
 _COUNTS = {
     "n_query_heads": "query heads",
     "n_kv_heads": "key/value heads",
-    "group_size": "query heads a key/value head",
+    "group_size": "query heads per key/value head",
     "query_width": "width of all queries",
     "value_width": "width of all values",
 }
@@ -22,8 +22,8 @@ _UNITS = {
     "key": "keys",
     "value": "values",
     "context": "the heads' outputs",
-    "head": "one number a head",
-    "kv_head": "one number a key/value head",
+    "head": "one number per head",
+    "kv_head": "one number per key/value head",
 }
 #: The axis of a slab; other axes are numbers.
 _AXES = {"out": "rows of ", "in": "columns of ", "list": "modules of "}
@@ -59,7 +59,7 @@ def patch_words(layout: AttentionLayout) -> list[str]:
     words = []
     if layout.counts:
         counts = [f"`{path}` ({_COUNTS[count]})" for path, count in layout.counts]
-        words.append(f"kept true: {', '.join(counts)}")
+        words.append(f"updated: {', '.join(counts)}")
     if layout.adapt is not None:
         words.append(_first_paragraph(layout.adapt))
     if layout.exposed is not None:

@@ -84,9 +84,9 @@ def is_causal_lm(model: nn.Module) -> bool:
 def reads_next(model: nn.Module) -> bool:
     """Decide by the model's class whether labels are those of the next token.
 
-    So they are for causal language models and for composites (an encoder of images or sound before
-    one), to which Transformers gives the same loss. An encoder-decoder shifts its decoder's inputs
-    instead of the labels.
+    They are for causal language models, and for an encoder of images or sound in front of one:
+    Transformers gives both the same loss. An encoder-decoder shifts its decoder's inputs instead
+    of the labels.
     """
     if is_causal_lm(model):
         return not _has_unshifted_loss(bare(model))
@@ -120,7 +120,7 @@ def _loss_name(model: nn.Module) -> str:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Decide by its configuration, in any wrapper."""
+    """Decide by its configuration whether a model, in any wrapper, is an encoder-decoder."""
     return bool(getattr(getattr(bare(model), "config", None), "is_encoder_decoder", False))
 
 

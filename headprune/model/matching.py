@@ -82,7 +82,7 @@ def _wrong_code(layout: AttentionLayout, module: nn.Module) -> str | None:
     own = next(own_methods(original_class(module)), None)
     if own is None:
         return None
-    return f"{own[0]} is not the library's, and code of ours would run in its place"
+    return f"{own[0]} is not the library's own code, and headprune would replace it"
 
 
 def _wrong_parameters(layout: AttentionLayout, module: nn.Module, now: HeadGeometry) -> str | None:

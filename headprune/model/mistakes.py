@@ -216,12 +216,12 @@ def _beyond_embedding(model: nn.Module, batch: Any, where: str, text: str) -> In
         rows = f"an embedding of {' or '.join(map(str, sorted(sizes)))} rows"
     integers = [x for x in _inputs(batch) if not x.is_floating_point() and not x.is_complex()]
     ranges = [_range_of(x) for x in integers if x.numel()]
-    must = f"of numbers and lengths within {rows}"
+    must = f"made of token numbers and lengths that fit {rows}"
     hint = (
         "Look for token numbers beyond the vocabulary, and for inputs longer than the model has"
         " positions."
     )
-    return InvalidValue(where, must, "; ".join(ranges) or "others", hint)
+    return InvalidValue(where, must, "; ".join(ranges) or "numbers beyond it", hint)
 
 
 def _range_of(x: Tensor) -> str:
@@ -279,5 +279,5 @@ def refuse_caches(batch: Any, number: int) -> None:
     for name in ("past_key_values", "cache_params", "past_key_value"):
         if isinstance(batch, Mapping) and batch.get(name) is not None:
             where = f"batch {number}[{name!r}]"
-            must = "left out, for every pass would add to it"
+            must = "left out, because every pass would add to it"
             raise InvalidValue(where, must, "a cache", "Give the earlier tokens as tokens.")

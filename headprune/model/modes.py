@@ -34,7 +34,7 @@ _NOISE = (
 _CLOSE = 1e-3
 _CLOSE_IN_16_BITS = 5e-2
 _NARROW_TYPES = (torch.float16, torch.bfloat16)
-_NOTE = "In training mode the model does something else than in evaluation mode, dropout apart:"
+_NOTE = "Apart from dropout, the model computes something different in training mode:"
 
 
 def difference_in_training(
@@ -43,8 +43,8 @@ def difference_in_training(
     """Write a note if a model gives something else in training mode, apart from dropout.
 
     Only modules whose class no known package defines are put into training mode. Dropout, drop-path
-    and the like are off in both modes; normalisation keeps to its running statistics; where random
-    numbers are drawn nevertheless, there is no note. An accelerator is waited for once.
+    and the like are off in both modes; normalisation uses its running statistics. No note is
+    written if the two passes draw different random numbers. An accelerator is waited for once.
 
     Args:
         model: The model; its state, random states and buffers are restored.

@@ -161,7 +161,7 @@ def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str
     # With less than half of it, to name the layout would mislead.
     if best.share <= 0.5 or best.n_slabs <= len(best.slabs) / 2:
         parts = [name for name, part in module.named_children() if _has_parameters(part)]
-        return f"near to no layout, made of {', '.join(parts) or 'parameters alone'}"
+        return f"no layout is close; its parts are {', '.join(parts) or 'parameters only'}"
     if best.missing:
         reason: str | None = f"it has no {', '.join(map(repr, best.missing))}"
     else:

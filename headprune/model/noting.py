@@ -318,7 +318,7 @@ class _CodeReader:
         return function is None or "inplace" not in function.__code__.co_varnames
 
     def _harmless(self, value: Any) -> bool:
-        """Whether a value that code names is no function that may change what it is given."""
+        """Whether a value that code names cannot change what it is given."""
         function = function_of(value)
         if function is not None:
             return self._harmless_function(value, function)
@@ -354,7 +354,7 @@ class _CodeReader:
         return is_text and isinstance(self._root(start), dict)
 
     def _is_own(self, value: Any) -> bool:
-        """Whether a value is none that a model computes with."""
+        """Whether a value is not one that a model computes with."""
         kind = value if isinstance(value, type) else type(value)
         if kind.__module__.partition(".")[0] in LIBRARIES:
             return False

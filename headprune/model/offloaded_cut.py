@@ -125,7 +125,7 @@ def check_fetched(
             was = held.get(leaf)
             if was is None or was.shape != tensor.shape or was.is_meta != tensor.is_meta:
                 must = "one whose cut only removes rows and columns, because it is offloaded"
-                raise UnsupportedModel(f"{name}.{leaf}", must, "one that is made anew", _HINT)
+                raise UnsupportedModel(f"{name}.{leaf}", must, "one that is new or changed", _HINT)
 
 
 @dataclass
@@ -187,7 +187,7 @@ class _NewWeights:
         self.disk.setdefault(id(source), {})[key] = self.made[place]
 
     def maps(self, model: nn.Module) -> list[tuple[Any, WeightsMap]]:
-        """New mappings, for every hook that reads from one of which a tensor is replaced."""
+        """New mappings, for every hook whose mapping has a replaced tensor."""
         from accelerate.utils import PrefixedDataset
 
         new = {number: self._renewed(number) for number in self.sources}

@@ -45,7 +45,7 @@ class Reading:
 
     Args:
         shifted: Whether labels of tokens are those of the next token.
-        refusal: Raised when the loss is called: the model's own is another one.
+        refusal: Raised when the loss is called, because the model's own loss differs.
         notes: What the user should know.
         is_assumed: Whether neither labels nor the model's class say that its output is of classes.
     """
@@ -79,12 +79,12 @@ def output_notes(loss: Any, reader: str) -> tuple[str, ...]:
         reader: What reads the output.
     """
     if not is_default(loss):
-        return (f"loss= was not asked: {reader} reads the output alone.",)
+        return (f"loss= was not used: {reader} reads only the model's output.",)
     if not isinstance(loss, Reading) or not loss.is_assumed:
         return ()
     return (
-        "The model's output counted as a softmax over its last axis, which neither labels nor the"
-        " model's class say that it is. If it is something else, pass loss=.",
+        "The model's output was read as logits of a softmax over its last axis, but neither the"
+        " labels nor the model's class confirm that. If it is something else, pass loss=.",
     )
 
 
@@ -305,7 +305,7 @@ class _PlainLosses(TorchFunctionMode):
             return ()
         extras = " and ".join(sorted(self.switched_off))
         return (
-            f"The model's own loss has {extras}; the default loss has not. Pass loss= for another.",
+            f"The model's own loss has {extras}; the default loss does not. Pass loss= for them.",
         )
 
 

@@ -220,7 +220,7 @@ class Inputs:
             self._hidden = {name: hidden, **self._hidden}
 
     def leave(self) -> None:
-        """Stop to watch an attention, which has run."""
+        """Stop watching an attention that has run."""
         self._watcher.leave()
 
     def _is_here(self, name: str) -> bool:

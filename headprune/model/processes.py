@@ -178,7 +178,7 @@ class Workers:
         for rank, other in enumerate(gathered):
             if _FAILED in other and rank != self.rank:
                 got = _decoded(other[_FAILED])
-                raise ProcessFailed(f"process {rank}", "through with its share", got)
+                raise ProcessFailed(f"process {rank}", "able to finish its share", got)
         return gathered
 
 

@@ -1,4 +1,4 @@
-"""Folders that a cut model's own ``save_pretrained`` writes say which heads it has.
+"""Makes a cut model's own ``save_pretrained`` record which heads the model has.
 
 Trainer, ``push_to_hub`` and users call ``model.save_pretrained``, not ours. Its ``config.json``
 describes the full model, which does not fit the weights. So the first cut of a process wraps that
@@ -73,7 +73,7 @@ class CutRecord(Value):
 
     Args:
         mask: The heads of every module that was cut.
-        config: The full model's settings that the file has otherwise, by dotted name.
+        config: The full model's settings that differ in the file, by dotted name.
         biases: Biases of projections that the class does not have.
         buffers: Types of tables that a new model has in another type, by name.
         folded: Removed heads whose mean output a bias holds, by site.
@@ -206,7 +206,7 @@ def record_of(model: Any, config: Any = None) -> CutRecord:
 
 
 def as_data(layouts: Iterable[AttentionLayout]) -> tuple[FrozenDict, ...]:
-    """Those of some layouts, as data, that are no files of this library and no code."""
+    """Return the layouts that are not built in, if they can be stored as data."""
     stored = [data_of(layout) for layout in layouts if not is_builtin(layout)]
     return tuple(data for data in stored if data is not None)
 

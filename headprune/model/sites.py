@@ -97,7 +97,7 @@ class Sites(tuple[AttentionSite, ...]):
 
     def __str__(self) -> str:
         lines = [*map(str, self)]
-        lines += [f"not taken: {group}" for group in self.not_taken]
+        lines += [f"not recognised: {group}" for group in self.not_taken]
         return "\n".join(lines) or "no sites"
 
 
@@ -205,7 +205,7 @@ def _check(model: object, policy: str) -> None:
         raise InvalidValue("policy", f"one of {', '.join(POLICIES)}", repr(policy))
 
 
-# Neither of these two looks for what is not taken.
+# ``sites_for`` and ``all_cut_sites`` do not fill ``not_taken``.
 
 
 def sites_for(

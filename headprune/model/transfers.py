@@ -1,4 +1,4 @@
-"""Copies between main memory and an accelerator; at most of them Python waits, so they are few."""
+"""Copies between main memory and an accelerator: few, because Python waits for most."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: A copy of weights stays on a GPU that has room for so many: the copy, gradients, Adam's two
-#: averages, and as much again for activations.
+#: A copy of weights stays on a GPU if it has room for this many copies: the copy, gradients,
+#: Adam's two averages, and as much again for activations.
 _ROOM_FOR = 5
 
 

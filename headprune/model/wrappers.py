@@ -90,5 +90,5 @@ def _refuse(wrapper: nn.Module, arguments: Any) -> None:
     if wrapper.training and torch.is_grad_enabled():
         must = "made after the model inside of it was cut"
         got = "one that would average the parameters from before the cut"
-        hint = "Wrap the cut model anew, and make its optimizer then."
+        hint = "Wrap the cut model again, then make a new optimizer for it."
         raise UnsupportedModel(type(wrapper).__name__, must, got, hint)

@@ -143,11 +143,15 @@ class _Texts:
         value = known[key]
         if value is None:
             hint = f"Give it: --set {shlex.quote(f'{key}=...')}"
-            return _Expansion("", 0, ((f"preceded by a value for {key}", "none", hint),))
+            return _Expansion(
+                "",
+                0,
+                (("a reference to a key that has a value", f"${{{key}}}, which has none", hint),),
+            )
         if not isinstance(value, str) or not REFERENCE.search(value):
             return _Expansion(value, 0)
         if value in self._open:
-            fault = ("free of circles", f"${{{key}}}, which refers back to itself", "")
+            fault = ("free of circular references", f"${{{key}}}, which refers back to itself", "")
             return _Expansion("", 0, (fault,))
         return self.expanded(value, path)
 
@@ -160,8 +164,8 @@ class _Texts:
             length += len(key)
             if length > _LONGEST_PATHS:
                 must = (
-                    f"in a recipe whose keys come to {_LONGEST_PATHS:,} characters, with the"
-                    " sections they are in"
+                    f"in a recipe whose dotted keys have at most {_LONGEST_PATHS:,} characters"
+                    " together"
                 )
                 hint = "Use shorter keys, or fewer sections in each other."
                 raise InvalidValue(path, must, "more", hint)

@@ -232,7 +232,7 @@ def _recover_problems(
         if isinstance(step, Mapping) and "method" in step:
             method, settings = step["method"], step.get("settings")
             yield from check_method(recovery.registry, method, settings, f"{path}.{i}", "method")
-            why = "a run begins anew, and keeps none"
+            why = "a run sets its own checkpoints"
             yield from _useless(settings, ("checkpoint_every",), f"{path}.{i}", why)
 
 
@@ -248,7 +248,7 @@ def _unused_recoveries(
         return
     if not selection.registry.get(selector).needs & CALLABLES:
         must, got = "left out with a selector that measures no cut model", "recoveries, with"
-        hint = "To recover the cut model: recover."
+        hint = "To recover the cut model, use the section recover."
         yield InvalidValue("select.recover", must, f"{got} {selector}", hint)
 
 
@@ -306,8 +306,8 @@ def _neuron_problems(select: Mapping[str, Any], scorer: Any) -> Iterator[Invalid
         yield InvalidValue("score.scorer", must, repr(scorer), hint)
     for key in ("keep_heads", "keep_kv"):
         if select.get(key) is not None:
-            must = "another budget with feed_forward: neurons do not count in it"
-            hint = "One of speedup, keep_params and keep_macs."
+            must = "left out with feed_forward: this budget does not count neurons"
+            hint = "Use speedup, keep_params or keep_macs."
             yield InvalidValue(f"select.{key}", must, repr(select[key]), hint)
 
 

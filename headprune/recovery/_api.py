@@ -51,7 +51,7 @@ def recover_(
         progress: Show a progress bar.
         validation: Batches that a training is judged by.
         folder: Where a training keeps its checkpoint, and continues from it.
-        leave_checkpoint: Keep a checkpoint of the end, too, until the model is saved.
+        leave_checkpoint: Also keep the final checkpoint, until the model is saved.
 
     Raises:
         UnknownName: no method of this name.
@@ -164,10 +164,10 @@ def _checked_mode(job: Job, method: Recovery) -> tuple[Job, tuple[str, ...]]:
 def _check_use(argument: str, value: object, used: bool, name: str) -> None:
     """Refuse an argument that is given and not used, or used and not given."""
     if value is not None and not used:
-        must = f"left out: {name}, as it is set, has no use for it"
+        must = f"left out: {name} with these settings does not use it"
         raise InvalidValue(argument, must, f"a {type(value).__name__}")
     if value is None and used:
-        raise InvalidValue(argument, f"given to {name}, as it is set", "none")
+        raise InvalidValue(argument, f"given: {name} with these settings needs it", "none")
 
 
 def _checked_teacher(
@@ -180,7 +180,7 @@ def _checked_teacher(
     """
     hint = "Keep one before you cut: teacher = copy.deepcopy(model)."
     if not method.needs_teacher:
-        must = f"left out: {name}, as it is set, does not read it"
+        must = f"left out: {name} with these settings does not use it"
         raise InvalidValue("teacher", must, f"a {type(teacher).__name__}")
     if not isinstance(teacher, nn.Module):
         must = f"the unpruned original, which {name} needs"

@@ -39,7 +39,7 @@ _UNREADABLE = (
     TypeError,
     ValueError,
 )
-_HINT = "Give another folder, or take that file away to begin anew."
+_HINT = "Give another folder, or delete that file to start over."
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ class Keeper:
         """Replace the checkpoint as a whole.
 
         Raises:
-            NotWritten: there is no room for it, or no right to write.
+            NotWritten: no disk space, or no permission to write there.
         """
         with atomic_path(self.path) as path:
             try:
@@ -156,7 +156,7 @@ class Keeper:
             with zipfile.ZipFile(self.path) as file:
                 damaged = file.testzip()
             if damaged is not None:
-                raise ValueError(f"the checksum of {damaged} is another")
+                raise ValueError(f"the checksum of {damaged} does not match")
             # weights_only: other pickled files could run code.
             state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
             theirs = dict(state["identity"])

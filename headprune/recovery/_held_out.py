@@ -20,7 +20,7 @@ FALLBACK = 0.3
 NO_CHANGE = "no change"
 BIAS_ALONE = "bias alone"
 
-#: A ridge, or what takes the place of an infinite one.
+#: A ridge, or ``NO_CHANGE`` or ``BIAS_ALONE`` in place of an infinite ridge.
 Choice: TypeAlias = float | str
 
 
@@ -128,13 +128,13 @@ def notes(
     lines = []
     if undivided:
         lines.append(
-            f"No examples could be held out to choose a ridge, {FALLBACK} was taken:"
+            f"No examples could be held out to choose a ridge, so {FALLBACK} was used:"
             f" {', '.join(undivided)}."
         )
     unchanged = [name for name, choice in chosen.items() if choice == NO_CHANGE]
     if unchanged:
         lines.append(
-            "Not refitted, for no refit lowered the error on held-out examples:"
+            "Not refitted, because no refit lowered the error on held-out examples:"
             f" {', '.join(unchanged)}."
         )
     # A choice by held-out error wants two tokens per number; a fit with a given ridge wants one.

@@ -402,7 +402,7 @@ def check_ridge(where: str, ridge: object) -> None:
     """Refuse a ridge that is no finite number >= 0."""
     is_number = isinstance(ridge, (int, float)) and not isinstance(ridge, bool)
     if not is_number or not 0 <= ridge < float("inf"):  # type: ignore[operator]
-        raise InvalidValue(where, "a share >= 0", repr(ridge))
+        raise InvalidValue(where, "a number >= 0", repr(ridge))
 
 
 def check_max_bytes(where: str, max_bytes: object) -> None:

@@ -216,5 +216,5 @@ def _reason_against(model: nn.Module, name: str) -> str | None:
     except HeadPruneError as error:
         return str(error.got)
     if not n_in or not n_out:
-        return "one that no head uses any more"
+        return "one without inputs or outputs"
     return None

@@ -1,5 +1,4 @@
-"""Measures how strongly a model's output depends on each token that its projections write, by
-squared slopes of random combinations of the output."""
+"""Measures how strongly a model's output depends on each token that its projections write."""
 
 from __future__ import annotations
 

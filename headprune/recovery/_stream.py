@@ -64,7 +64,7 @@ class Stream:
             The rest of that pass, with the random states of then.
 
         Raises:
-            CheckpointError: the batches are others.
+            CheckpointError: the batches are not those of the checkpoint.
         """
         # The random states at the beginning of the pass draw its order again.
         self.begun = saved["begun"]

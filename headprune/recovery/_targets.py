@@ -389,15 +389,15 @@ def _notes(
     apart = [target.name for target in targets if not target.summed]
     if apart:
         notes.append(
-            f"{_listed(apart)}: compared with the teacher's at the projection's own output, for"
-            " that passes something else before it is added to the stream."
+            f"{_listed(apart)}: compared with the teacher's at the projection's own output, because"
+            " that passes through something else before it is added to the stream."
         )
     alone = _without_feed_forward(targets) if feed_forward else []
     if alone:
         must = "no plain linear layer that is added to the stream was found there"
         notes.append(f"No feed-forward refitted after {_listed(alone)}: {must}.")
     if unchanged:
-        notes.append(f"Left as they are: {_listed(unchanged)}.")
+        notes.append(f"Not refitted: {_listed(unchanged)}.")
     return tuple(notes)
 
 
@@ -428,7 +428,7 @@ def _listed(names: Sequence[str]) -> str:
 def check_as_often(
     target: Target, model_calls: Sequence[Any], teacher_calls: Sequence[Any]
 ) -> None:
-    """Refuse a projection that model and teacher called differently often.
+    """Refuse a projection that model and teacher did not call equally often.
 
     Raises:
         UnsupportedModel: they did, or neither called it.

@@ -101,7 +101,10 @@ class Lstsq(LayerwiseRecovery):
         weight, regular = solved(normal.xx, self.right(target, normal, ridge), ridge)
         if regular:
             return WeightChange(weight)
-        note = "its inputs depend on each other; the smallest change was taken. More data or ridge."
+        note = (
+            "its input channels are linearly dependent; the smallest change was chosen. Use more"
+            " data or a larger ridge."
+        )
         return WeightChange(weight, note)
 
     def right(self, target: Target, normal: Normal, ridge: float) -> Tensor:

@@ -112,7 +112,7 @@ class MeanFold(Recovery):
         # 3. Into the biases.
         changes = [_bias_change(fold, mean) for fold, mean in zip(folds, means, strict=True)]
         with Replaced(job.model, job.undo, adds_biases=True) as replaced:
-            # A projection without columns may run by its bias alone, so it needs one to be seen.
+            # Without columns, only a bias shows that a projection runs, so it gets one.
             measured_only = without_columns(sites_as_targets(pairs))
             replaced.open_(modules_of([*measured_only, *folded]))
             metrics, more_notes = self._fold_(job, pairs, replaced, folded, changes)

@@ -126,7 +126,7 @@ def _remark(pictures: AttentionPictures) -> str:
             for _, n_keys in site.sizes:
                 longest = max(longest, n_keys)
         shown = f"the first {longest} tokens of every example"
-    return f"To keep this file small it shows {shown}; the words about heads rest on all of it."
+    return f"To keep this file small it shows {shown}; statements about heads use the whole maps."
 
 
 def _queries(pictures: AttentionPictures) -> list[str]:

@@ -17,7 +17,7 @@ class CandidateLine:
     loss: str  # on held-out rows
     perplexity: str  # the same as a perplexity, where losses are those of a text
     difference: str  # from the chosen one, with its interval
-    mark: str  # such as `taken` or `ties`
+    mark: str  # such as `chosen` or `ties`
     tone: str
 
 
@@ -49,14 +49,14 @@ def choice_table(record: RunRecord) -> ChoiceTable | None:
 
 
 def _line(choice: Choice, candidate: Candidate) -> CandidateLine:
-    taken = candidate is choice.best
+    is_chosen = candidate is choice.best
     # Candidates that remove the same heads have no difference to show.
     difference = "–"
     digits = choice.decimals
-    if not taken and candidate.same_as != choice.chosen:
+    if not is_chosen and candidate.same_as != choice.chosen:
         interval = f"[{signed(candidate.low, digits)}, {signed(candidate.high, digits)}]"
         difference = f"{signed(candidate.difference, digits)} {interval}"
-    tone = "good" if taken else ""
+    tone = "good" if is_chosen else ""
     mark = choice.mark(candidate)
     return CandidateLine(
         name=candidate.name,

@@ -91,7 +91,7 @@ class ComparedCurve:
 
 
 _MARKS = {True: "■", False: "·", None: "–"}
-_FATES = {True: "kept", False: "removed", None: "not there"}
+_FATES = {True: "kept", False: "removed", None: "removed before"}
 
 
 @dataclass(frozen=True)

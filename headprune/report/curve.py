@@ -154,7 +154,7 @@ def _ends(lines: Sequence[Series]) -> list[float]:
 
 
 def _lines(lines: Sequence[Series], x: _AxisScale, y: _AxisScale) -> list[CurveLine]:
-    """Draw every method; methods count for marks and dashes by themselves, random heads too."""
+    """Draw every method; marks and dashes are numbered separately for each role."""
     drawn = []
     counts: Counter[str] = Counter()
     for series in lines:

@@ -211,7 +211,7 @@ def _figures(record: RunRecord) -> dict[str, Scalar]:
 
 
 def _role(record: RunRecord, row: QualityRow) -> str:
-    """Name a row; the plan's own has one name, so that runs of different scorers share its line."""
+    """Name a row; the plan's own row has the same name whatever its scorer."""
     chosen = record.scores is not None and row.name == record.scores.scorer
     return "cut" if chosen else row.name
 

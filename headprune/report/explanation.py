@@ -35,8 +35,8 @@ class Fate:
         standard_error: Standard error of the score; None where the scorer has none.
         rank: 1 is the most important.
         kept: Whether the plan keeps it.
-        among_lowest: Share of resamples of the examples in which it is among as many lowest units
-            as the plan removes; None without per-example numbers.
+        among_lowest: Share of resamples in which it is among the k lowest units, where k is how
+            many the plan removes; None without per-example numbers.
         why: The reason where its score alone did not decide; else empty.
     """
 
@@ -246,7 +246,7 @@ def _neurons(plan: PruningPlan, scores: HeadScores) -> tuple[str, ...]:
                 means.append(f"{fate} ones score {fmean(of_fate):.3g} on average")
         n_kept = len(kept.intersection(site.heads))
         if scores.ladders is not None:
-            means.append(f"alone, that raises the loss by {scores.ladders[number].at(n_kept):.2g}")
+            means.append(f"this alone raises the loss by {scores.ladders[number].at(n_kept):.2g}")
         count = f"{n_kept:,} of {len(site.heads):,} neurons kept"
         lines.append("; ".join([f"{site.name}: {count}", *means]))
     return tuple(lines)
@@ -272,7 +272,7 @@ class _Borders:
         if unit.value >= self.highest_removed:
             return ""
         if self.kept_per_site[unit.site] == 1:
-            return "the last one of its layer"
+            return "the only one kept in its layer"
         return "other units save more when removed, or a rule of the selector keeps it"
 
 
@@ -282,7 +282,7 @@ def _choice_note(scores: HeadScores) -> list[str]:
     if choice is None:
         return []
     return [
-        f"auto took {choice.chosen} by the loss of {choice.n_examples:,} rows that no refit had"
+        f"auto chose {choice.chosen} by the loss of {choice.n_examples:,} rows that no refit had"
         " seen; scores.choice, and the report of a run, have all candidates."
     ]
 

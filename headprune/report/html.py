@@ -57,8 +57,8 @@ def render_html(record: RunRecord, inputs: ReportInputs = NOTHING) -> str:
     """Render the report as one HTML page.
 
     All data is escaped. A content security policy forbids every load, and every script but the
-    page's own, which sorts, switches and draws. Without scripts the page lacks the pictures of
-    attention alone. Missing parts of the record are left out and named at the end. A failed or
+    page's own, which sorts, switches and draws. Without scripts the page lacks only the pictures of
+    attention. Missing parts of the record are left out and named at the end. A failed or
     interrupted run shows its stage, its error and what it had measured.
 
     Args:

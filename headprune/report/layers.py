@@ -85,7 +85,7 @@ def kept_of(plan: PruningPlan, site: AttentionSite) -> set[int]:
 
 
 def site_cost(site: AttentionSite, units: Sequence[Cost], kept: set[int]) -> SiteCost:
-    """Sum the costs of a site's units; a unit is saved only if all of its heads are removed."""
+    """Sum the costs of a site's units; after the cut, only units that keep all heads count."""
     after = []
     for heads, cost in zip(site.units, units, strict=True):
         if set(heads) <= kept:

@@ -1,4 +1,4 @@
-"""The table of layers where heads and neurons share a budget: what each keeps and has bought."""
+"""The table of layers where heads and neurons share a budget: what each keeps and saves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def neuron_table(record: RunRecord, latency: LatencyTable | None = None) -> Neur
 
     Args:
         record: The record.
-        latency: Of the run; it says how many milliseconds each cut has bought.
+        latency: Of the run; it says how many milliseconds each cut saves.
     """
     scores, plan = record.scores, record.plan
     if scores is None or plan is None or scores.costs is None or scores.counts.neurons is None:

@@ -25,7 +25,7 @@ _NOTES: dict[Role, str] = {
     "recovered": "the plan, after recovery",
     "other": "",
 }
-#: How rows of a metric are compared, and the unit of the bar chart; None stands for the metric's.
+#: The unit of the bar chart, by how rows are compared; None means the metric itself.
 _CHART_UNITS = {"points": "points", "ratio": "percent", "difference": None}
 
 
@@ -81,7 +81,7 @@ def quality_groups(record: RunRecord) -> tuple[QualityGroup, ...]:
 
 
 def headline_rows(record: RunRecord) -> dict[Role, QualityRow]:
-    """The rows of the table that the verdict is about, by role; of several the last.
+    """Return the rows that the verdict is about, by role: the last one of each.
 
     It is the first table with the uncut model and another, on test rows if possible.
     """
@@ -280,7 +280,7 @@ def _tone(found: Comparison | None, row: QualityRow, base: QualityRow | None) ->
 def _error_of_difference(row: QualityRow, base: QualityRow) -> float | None:
     """Standard error of the difference of two accuracies; None where it is not known.
 
-    As if they were of separate samples, which differ by more than the same rows do.
+    Both count as separate samples, so for the same rows the error is too large, not too small.
     """
     n, ends = min(row.n_examples, base.n_examples), (row.value, base.value)
     if row.metric.lower() != "accuracy" or n < 1 or not all(0 <= end <= 1 for end in ends):

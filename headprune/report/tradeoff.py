@@ -118,7 +118,7 @@ def _method(
 
 
 def _scale(metric: str) -> float:
-    """Drops of shares and ratios are shown in points and percent."""
+    """Return the factor that turns drops into points or percent, or 1."""
     return 100.0 if is_one_of(metric, (*POINTS, *RATIO)) else 1.0
 
 

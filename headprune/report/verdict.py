@@ -212,7 +212,7 @@ def _sentences(details: list[str]) -> str:
 
 
 def _ended(record: RunRecord, text: str) -> str:
-    """Say before the text how far a run came that is not done."""
+    """Put in front of the text how far an unfinished run came."""
     if record.status == "done":
         return text or "The run is done; its record holds no results."
     start = f"{_UNFINISHED[record.status]} {record.stage}"
@@ -357,7 +357,7 @@ class _Chance:
     Args:
         more: How much more the chosen ones lose.
         draws: Random plans.
-        when: Empty where random heads were treated as the chosen ones were.
+        when: `` before recovery`` if the comparison is from before it; else empty.
         treated: How both were treated.
     """
 

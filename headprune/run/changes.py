@@ -1,4 +1,4 @@
-"""The test rows that the final model answers in another way than the uncut one."""
+"""The test rows that the final model answers differently from the uncut one."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ def choose_heads(
     Args:
         subject: The run's model, data and recipe.
         scores: Scores of any scorer.
-        baseline: The scores are a baseline for the chosen ones. A selector that measures more than
-            scores would make up for bad scores, so ``knapsack`` takes the place of ``repriced``,
-            and ``global_topk`` that of others.
+        baseline: Whether the scores are a baseline's. A selector that uses more than scores would
+            make up for bad ones, so ``knapsack`` replaces ``repriced``, and ``global_topk``
+            replaces any other such selector.
         budget: Budgets by site pattern, in place of the recipe's.
     """
     wanted = subject.recipe.select
@@ -90,7 +90,7 @@ def _callables(subject: Subject, selector: Selector, scores: HeadScores) -> Mapp
     recover = recoverer(subject, subject.recipe.select.recover)
     options: dict[str, Any] = {"sites": subject.sites, "progress": False}
     if "loss" in selector.needs and scores.ladders is not None and recover is None:
-        # As the levels were priced.
+        # The settings by which the levels were priced.
         settings = scores.settings
         options |= {name: settings[name] for name in PRICE_SETTINGS if name in settings}
         return {"loss": refitted_loss_of(subject.model, batches, **options)}

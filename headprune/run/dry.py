@@ -309,7 +309,7 @@ def _recovery_estimate(subject: Subject, step: _TrainingStep, wanted: RecoverSte
 
 
 def _timed_recovery(subject: Subject, wanted: RecoverStep, purpose: str, rows: int) -> float:
-    """Seconds of a recovery on so many rows, of a copy that half of the heads are cut out of."""
+    """Seconds of a recovery on this many rows, for a copy with half of the heads."""
     drawn = subject.data.some(purpose, wanted.examples).examples[purpose]
     examples = {**subject.data.examples, purpose: drawn[:rows]}
     small = replace(subject, data=replace(subject.data, examples=examples))
@@ -432,7 +432,7 @@ def _repricing(subject: Subject, selector: Repriced, ladder: Ladder) -> StageEst
 
 
 def _neighbours(subject: Subject) -> list[HeadMask]:
-    """Half of the heads, and the same with one site whole at a time."""
+    """A mask of half of the heads, and one per site that keeps that site whole."""
     rows, whole = half_of_heads(subject).rows, HeadMask.full(subject.sites).rows
     places = range(len(rows))
     near = [HeadMask((*rows[:i], whole[i], *rows[i + 1 :])) for i in places]
@@ -545,5 +545,5 @@ def _memory(subject: Subject, step: _TrainingStep) -> dict[str, int]:
         trains = trains or method.trains
     if trains:
         memory["gradients and both moments of AdamW"] = 3 * trained
-    memory[f"what a batch of {step.rows} keeps for its gradients"] = step.kept_bytes
+    memory[f"activations of a batch of {step.rows} for the backward pass"] = step.kept_bytes
     return memory

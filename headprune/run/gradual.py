@@ -113,7 +113,7 @@ def prune_gradually_(
 
     Stage i keeps ``final + (1 - final) (1 - i / n)³`` of the given model: the cubic schedule of
     Zhu & Gupta 2017, equation 1. All stages share one learning rate schedule; AdamW's averages
-    start anew at each.
+    are reset at each stage.
 
     Args:
         model: Changed in place.
@@ -446,7 +446,7 @@ def _check(budget: Budget, stages: int, settings: Finetune, steps: int) -> None:
     for name in ("patience", "eval_every", "checkpoint_every"):
         value = getattr(settings, name)
         if value is not None:
-            must = "left out: every stage is a training of its own"
+            must = "left out, because every stage is a separate training"
             raise InvalidValue(f"prune_gradually_(finetune=): {name}", must, value)
 
 

@@ -46,7 +46,7 @@ ATTENTION = "attention.json"
 ANSWERS = "answers.json"
 #: The scores of the magnitude baseline.
 MAGNITUDE = "scores-magnitude.json"
-#: The folder of a run inside that of the model which comes of it: ``headprune prune --data``.
+#: The run's folder inside the model's folder, which ``headprune prune --data`` writes.
 RUN = "run"
 #: Unfinished work of a run; removed when the run is done.
 WORK = ".work"
@@ -163,7 +163,7 @@ class Journal:
         self.say(f"    {line}")
 
     def expect(self, stages: int) -> None:
-        """Say how many stages there will be; each is then announced with its number."""
+        """Set the number of stages; each stage is then printed with its own number."""
         self._stages = stages
 
     def skip(self, name: str) -> None:

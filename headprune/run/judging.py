@@ -47,7 +47,7 @@ def compared(
         return ()
     drop = drop_of_means(first, second, _DRAWS)
     ends = (drop.value, drop.low, drop.high)
-    # A ratio to a perplexity or an error of 0 is none.
+    # A ratio to a perplexity or an error of 0 is not finite.
     if not np.isfinite(ends).all():
         return ()
     n = others[0].n_examples

@@ -43,17 +43,17 @@ class Launch:
 
     @contextmanager
     def met(self, model: nn.Module) -> Iterator[Processes | None]:
-        """Meet the other processes, with the first process's weights in every ``model``.
+        """Join the other processes, and give every ``model`` the first process's weights.
 
         The process group exists only inside the block, so that the first process trains alone
         before and after it.
 
         Yields:
-            The processes; None if the first process called the meeting off.
+            The processes; None if the first process does not share its scoring.
         """
         from headprune.model.processes import Processes, copy_from_first_
 
-        # Each process asks for a meeting; only the first one can call it off.
+        # Each process asks to share the scoring; the first process's answer decides.
         with self._meeting(wanted=True) as wanted:
             if wanted:
                 copy_from_first_(model)

@@ -19,7 +19,7 @@ from headprune.scoring._attention_maps import attention_maps
 
 #: Examples of a report.
 _EXAMPLES = 8
-#: Rows of at most so many tokens are preferred: larger maps are hard to read.
+#: Rows of at most this many tokens are preferred: larger maps are hard to read.
 _TOKENS = 48
 #: Most bytes of fp32 maps that a run makes for its pictures.
 _MEMORY = 512 * 2**20

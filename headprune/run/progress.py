@@ -1,6 +1,6 @@
 """The finished stages of a run: a file per stage, with digests of inputs and outputs.
 
-A stage counts as done if its key matches the recipe, the data and the versions of now, and if its
+A stage counts as done if its key matches the current recipe, data and versions, and if its
 files are complete. So a run that was killed resumes where it was, and a file of another run or
 another recipe is never used.
 """

@@ -153,7 +153,7 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
             pruned, quality = stages.recover(subject, pruned, progress)
 
     # 10. Compare the final model with random heads that were recovered alike, and its answers with
-    # those of the uncut model. It is measured again only if an earlier run did that.
+    # those of the uncut model. If an earlier run measured it, it is measured again.
     @cache
     def final() -> Quality:
         return quality or subject.judge(pruned, "test")
@@ -268,7 +268,7 @@ def _bench(subject: Subject, pruned: nn.Module, length: int) -> None:
 def _report(journal: Journal, folder: Path) -> None:
     """Draw the report of the finished run.
 
-    It is not timed as a stage: drawn again from the record later, it has to be the same.
+    It is not timed as a stage, so that a report drawn later from the record is the same.
     """
     from headprune.run.reporting import report_run
 
@@ -290,7 +290,7 @@ def _closing(journal: Journal) -> Iterator[None]:
         status, text = "failed", error_text(error)
         if isinstance(error, KeyboardInterrupt):
             status, text = "interrupted", "interrupted by the user"
-            journal.say("interrupted: the same command goes on from the last finished stage")
+            journal.say("interrupted: the same command resumes after the last finished stage")
         # On a full disk the record cannot be written either. Then it stays at "running", as after
         # a kill, and says how far the run came.
         with suppress(OSError):

@@ -143,7 +143,7 @@ def _score_and_report(subject: Subject, work: Path | None) -> HeadScores:
 def _batches_to_score(subject: Subject) -> list[Any]:
     """The calibration rows, of like length unless the scorer may stop before it has read all."""
     wanted = subject.recipe.score
-    # What is read until then must be a random part of all rows.
+    # If scoring stops early, the rows read so far must be a random part of all rows.
     batched = subject.data.of_like_length if wanted.stopping is None else subject.data.batches
     return batched("calibration", wanted.batch_size)
 
@@ -208,7 +208,8 @@ def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> Qua
 def refits_random(recipe: Recipe, scores: RunScores) -> bool:
     """Whether random heads get the plan's recoveries, too.
 
-    Training would take too long, and `auto` has compared refitted plans on held-out rows.
+    False if a recovery trains, which would take too long, or if `auto` has compared random heads
+    on held-out rows already.
     """
     choice = scores.chosen.choice
     judged = choice is not None and any(one.scorer == RANDOM for one in choice.candidates)
@@ -244,7 +245,7 @@ def compare_refitted(subject: Subject, scores: RunScores, final: Quality) -> Non
                 recover_once(subject, small, step)
         except (UnsupportedModel, torch.OutOfMemoryError) as error:
             # The run's own result is finished, and must not be lost for a comparison.
-            journal.warn([f"Random heads are compared before recovery only, which failed: {error}"])
+            journal.warn([f"Recovery of random heads failed; they are compared before it: {error}"])
             return
         quality = subject.judge(small, "test")
         row = quality_row(quality, f"{RECOVERED_RANDOM}{name}", plan.mask.kept_counts, "test")
@@ -261,7 +262,7 @@ def compare_refitted(subject: Subject, scores: RunScores, final: Quality) -> Non
 
 
 def _baseline(subject: Subject, scores: HeadScores) -> tuple[Quality, QualityRow]:
-    """Results on test rows with the heads gated that a baseline's scores would remove."""
+    """Evaluate test rows with gates in place of the cut that a baseline would make."""
     plan = choose_heads(subject, scores, baseline=True)
     with gated(subject.model, plan, subject.sites):
         quality = subject.judge(subject.model, "test")

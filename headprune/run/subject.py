@@ -393,7 +393,7 @@ def _attention(model: nn.Module, layouts: Sequence[AttentionLayout], policy: Pol
         return find_sites(model, layouts, policy)
     except UnsupportedModel as error:
         find_sites(model, layouts)  # raises its own error if the model has no sites at all
-        hint = f"There it must be {error.must}."
+        hint = f"That attention must be {error.must}."
         raise InvalidValue(
             "select.policy", f"one that {error.where} has", repr(policy), hint
         ) from error

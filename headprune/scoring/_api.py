@@ -80,7 +80,7 @@ def score(
     Scores do not depend on the batch size or on padding.
 
     Args:
-        model: A model with known attention, run in evaluation mode; a compiled one uncompiled.
+        model: A model with known attention, run in evaluation mode; a compiled one runs uncompiled.
         batches: What the model takes, with labels where the scorer needs a loss. Scorers without
             data take None; the scores then lack costs.
         scorer: A registered name, a configured scorer, or several.
@@ -88,7 +88,7 @@ def score(
         sites: Default ``find_sites(model)``.
         until: ``hp.Stable(k=...)`` stops reading when the k lowest are settled.
         processes: ``hp.Processes()`` shares the batches among processes.
-        folder: For this call alone, which resumes from it.
+        folder: Keeps results; the same call resumes.
         progress: Show a progress bar; None shows it on a terminal.
 
     Returns:
@@ -291,7 +291,7 @@ def _own_folder(folder: str | Path | None, workers: Workers) -> Path | None:
     workers.agree("score(folder=)", "the same in every process", where, hint)
     if folder is None:
         return None
-    # Processes have other batches each, so that another number of them begins anew.
+    # Processes have other batches each, so that another number of them starts over.
     return Path(folder) / f"{workers.rank}-of-{workers.size}"
 
 
@@ -365,7 +365,7 @@ def _check_alike(workers: Workers, mark: str, batches: Any, *asked: Any) -> None
     )
     kind = type(batches).__name__
     if n_shares > 1 or kind == "DataLoaderDispatcher":
-        must = "the same, whole ones in every process, which share them themselves"
+        must = "the same full set in every process: headprune shares the batches itself"
         hint = (
             "Give the loader without a DistributedSampler, and as it was before"
             " accelerator.prepare()."
@@ -415,4 +415,4 @@ def _zeros_in_padding(problem: ScoringProblem, packs: list[nn.Module]) -> tuple[
         "Leave padding out of what follows the encoder, or build it with"
         " enable_nested_tensor=False."
     )
-    return (f"{cause}: its losses are others then than those that were judged here. {advice}",)
+    return (f"{cause}: its losses then differ from those that were scored here. {advice}",)

@@ -115,9 +115,9 @@ def coupled(
     with torch.no_grad():
         depend = _depends_on_others(problem, of, slopes, together)
     if depend and before is False:
-        must = "one whose examples depend on each other in the first batch, too, or in none"
-        got = "examples that depend on others of their batch in a later batch alone"
-        hint = "Put a batch first in which they do, or larger batches; or take leave_one_out."
+        must = "one that depends on other examples from the first batch on, or in no batch"
+        got = "a dependence that first shows in a later batch"
+        hint = "Put a batch with such examples first, use larger batches, or take leave_one_out."
         raise InvalidValue(_WORDS[numbers], must, got, hint)
     if before is None:
         state.is_coupled = depend
@@ -167,8 +167,8 @@ def refuse_coupled(problem: ScoringProblem, scorer: str, numbers: Numbers = LOSS
     Raises:
         InvalidValue: always.
     """
-    must = f"of each example one that depends on that example alone, for {scorer}"
-    got = "of some examples one that depends on others of their batch"
+    must = f"independent of the other examples of its batch, for {scorer}"
+    got = "one that depends on them"
     hint = "Take leave_one_out, or a scorer without a loss, such as wanda."
     if numbers == LOSSES:
         hint = _HINT
@@ -197,7 +197,7 @@ def _depends_on_others(
     # 1. Do the slopes follow the weights?
     follow = True
     for weights in _weights(problem, of):
-        if bool(_follows_not(weights, slopes(weights), together, share)):
+        if bool(_differs(weights, slopes(weights), together, share)):
             follow = False
             break
     if follow:
@@ -218,7 +218,8 @@ def _weights(problem: ScoringProblem, of: Tensor) -> list[Tensor]:
     levels = []
     for exponent in sorted(range(-power, power + 1), key=abs):
         levels += [2.0**exponent, -(2.0**exponent)]
-    # Write the number of each example in base len(levels): one digit per tensor of weights.
+    # Write the number of each example in base len(levels): one digit per tensor of weights. With
+    # the levels 1, -1 and 2, examples 0 to 3 get [1, -1, 2, 1] and [1, 1, 1, -1].
     weights = []
     step = 1
     while step < len(of):
@@ -228,10 +229,10 @@ def _weights(problem: ScoringProblem, of: Tensor) -> list[Tensor]:
     return weights
 
 
-def _follows_not(
+def _differs(
     weights: Tensor, slopes: Sequence[Tensor], together: Sequence[Tensor], share: float
 ) -> Tensor:
-    """Whether slopes of a weighted sum are others than weighted slopes of the plain sum, at any
+    """Whether slopes of a weighted sum differ from weighted slopes of the plain sum, at any
     example."""
     difference = weights.new_zeros(len(weights))  # [examples], the largest of all sites
     size = weights.new_zeros(len(weights))

@@ -41,7 +41,7 @@ LIMIT = 4 << 30
 _CALL = "call.json"
 #: Keys of a file's metadata, with what is known of its tensors and a checksum.
 _METADATA, _CHECKSUM = "said", "sha256"
-_HINT = "Give another folder, or take that one away to begin anew."
+_HINT = "Give another folder, or delete that one to start over."
 
 
 class Sums(Protocol):

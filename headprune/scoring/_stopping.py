@@ -36,10 +36,10 @@ class Stable:
     test). The error ``1 - confidence`` is divided over the tests, so that their number does not
     matter (Lan and DeMets 1983).
 
-    The confidence is asymptotic in the number of examples, and it is about all data that those read
-    are a random part of. So the batches must come in random order. Events rarer than ``rare`` may
-    still change the set. Units that are equal in every example are never separated. With several
-    scorers, reading goes on until all of them are settled.
+    The confidence is asymptotic in the number of examples. It holds for the data of which the
+    examples read are a random sample, so the batches must come in random order. Events rarer than
+    ``rare`` may still change the set. Units that are equal in every example are never separated.
+    With several scorers, reading goes on until all of them are settled.
 
     Args:
         k: Units in the set: how many a budget will remove.

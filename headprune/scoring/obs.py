@@ -49,7 +49,7 @@ class Obs(ActivationScorer, ConstantWork):
 
     def __post_init__(self) -> None:
         if not self.ridge >= 0:
-            raise InvalidValue("Obs.ridge", "a share >= 0", self.ridge)
+            raise InvalidValue("Obs.ridge", "a number >= 0", self.ridge)
         if self.blocks < 1:
             raise InvalidValue("Obs.blocks", "a count >= 1", self.blocks)
 
@@ -84,7 +84,7 @@ class Obs(ActivationScorer, ConstantWork):
         everything = torch.ones_like(statistic.count)
         if not bool(torch.isfinite(statistic.mean(everything)).all()):
             return super().refused(statistic)
-        got = f"{self.ridge} at {statistic.bound.site.name}, whose channels depend on each other"
+        got = f"{self.ridge} at {statistic.bound.site.name}, with linearly dependent channels"
         return InvalidValue(
             "Obs.ridge", "large enough to invert X'X", got, "Use 1e-2, or more data."
         )

@@ -97,7 +97,7 @@ class Surgeon(ConstantWork):
             must = f"one of {', '.join(CURVATURES)}, or None"
             raise InvalidValue("Surgeon.curvature", must, repr(self.curvature))
         if not self.ridge > 0:
-            raise InvalidValue("Surgeon.ridge", "a share > 0", self.ridge)
+            raise InvalidValue("Surgeon.ridge", "a number > 0", self.ridge)
         if self.draws is not None and self.draws < 1:
             raise InvalidValue("Surgeon.draws", "at least 1, or None", self.draws)
         if self.draws is not None and self.curvature == "loss":
@@ -257,7 +257,7 @@ class Surgeon(ConstantWork):
         for f, of_site in zip(factors, removals, strict=True):
             if bool(of_site[:, 1].isnan().any()):
                 must = "large enough to invert A"
-                got = f"{self.ridge} at {f.bound.site.name}, whose channels depend on each other"
+                got = f"{self.ridge} at {f.bound.site.name}, with linearly dependent channels"
                 raise InvalidValue("Surgeon.ridge", must, got, "Use 1e-2, or more data.")
         by_run = zip(*removals, strict=True)  # of each run, [2, units] per site
         return torch.stack(list(map(_rising, by_run)))

@@ -23,8 +23,8 @@ from headprune.selection._task import SelectionTask
 from headprune.selection.global_topk import GlobalTopk
 
 _NOT_BY_KIND = (
-    "auto chose a budget per kind of attention; this one cannot be met so, and holds for all kinds"
-    " together."
+    "auto chose one budget per kind of attention. This budget cannot be met kind by kind, so it"
+    " holds for all kinds together."
 )
 #: A kind of attention gets a note where it keeps at most this part of its share of the heads.
 _UNEVEN = 0.5
@@ -230,7 +230,7 @@ def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position
     # The rules before the budget: the error of a plan that breaks both names the rule.
     broken = problem.broken(keep)
     if broken:
-        raise InvalidValue(where, "lawful", broken)
+        raise InvalidValue(where, "within the rules (must_keep, min_heads and so on)", broken)
     if not problem.fits(keep):
         must = f"within the budget's limit of {problem.limit}"
         raise InvalidValue(where, must, f"a cost of {problem.cost(keep)}")

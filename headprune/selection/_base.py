@@ -204,7 +204,7 @@ def step_of_gpus(site: AttentionSite, n_gpus: int) -> int:
     """What the number of heads must divide by, so that GPUs get equally many key/value heads.
 
     Raises:
-        InvalidValue: no number of heads at this site is sure to do.
+        InvalidValue: no number of heads at this site guarantees equal shares.
     """
     if n_gpus == 1 or site.is_feed_forward or site.group_size == 1:
         return n_gpus

@@ -134,13 +134,13 @@ def _no_lawful_count(problem: Problem, place: int) -> InvalidValue:
     site = problem.scores.sites[place]
     least = problem.heads(place, problem.by_site(problem.must_keep)[place])
     most = len(site.heads) - problem.heads(place, problem.by_site(problem.must_remove)[place])
-    must = f"lawful with min_heads={problem.min_heads} and multiple_of={problem.multiple_of}"
+    must = f"possible with min_heads={problem.min_heads} and multiple_of={problem.multiple_of}"
     if problem.budget.tensor_parallel:
         must += f" and tensor_parallel={problem.budget.tensor_parallel}"
-    got = f"{least} to {most} heads that may stay there, and no such number among them"
+    got = f"{least} to {most} heads, and no number among them keeps these rules"
     hint = "Change must_keep, must_remove or these settings"
     hint += "; the latency table may lack the number." if problem.steps else "."
-    return InvalidValue(f"what stays of {site.name}", must, got, hint)
+    return InvalidValue(f"the kept heads of {site.name}", must, got, hint)
 
 
 def check_possible(

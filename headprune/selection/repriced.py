@@ -1,4 +1,4 @@
-"""Price levels again around the plan that the prices of single sites gave."""
+"""Improve a knapsack plan: measure nearby sizes of each site with the other sites cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headprune.selection.knapsack import Knapsack, ranking
 #: Bits of the whole numbers that gains are rounded to.
 _BITS = 40
 #: Where a step fails, changes must gain more than these shares of its mean gain per site.
-_THRESHOLDS = (0.0, 0.5, 1.0, 2.0)
+_THRESHOLDS = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Repriced(Knapsack):
     def most_plans(self, n_sites: int) -> int:
         """How many plans are measured at most, for so many sites."""
         near = 2 * self.reach * n_sites
-        return self.rounds * (1 + near + len(_THRESHOLDS))
+        # Of each round: the present plan, nearby levels, the best ones, and those of fewer changes.
+        return self.rounds * (2 + near + len(_THRESHOLDS))
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         chosen = super().keep(problem)
@@ -136,15 +137,18 @@ def _candidates(
     gains: dict[tuple[int, int], float],
 ) -> Iterator[tuple[int, ...]]:
     """The best levels within the budget by these gains, then those that change fewer sites."""
-    mean_gain = 0.0
-    seen = {present}
+    # 1. The best levels, whatever the number of changes.
+    best = _best(problem, levels, present, gains, 0.0)
+    moves = [(site, level) for site, level in enumerate(best) if level != present[site]]
+    mean_gain = sum(gains[move] for move in moves) / max(1, len(moves))
+    if mean_gain <= 0:
+        return
+    yield best
+
+    # 2. Only changes that gain more than a share of the mean.
+    seen = {present, best}
     for threshold in _THRESHOLDS:
         found = _best(problem, levels, present, gains, threshold * mean_gain)
-        if not mean_gain:
-            moves = [(site, level) for site, level in enumerate(found) if level != present[site]]
-            mean_gain = sum(gains[move] for move in moves) / max(1, len(moves))
-            if mean_gain <= 0:
-                return
         if found not in seen:
             seen.add(found)
             yield found

@@ -36,8 +36,8 @@ NEW_TOKENS = 32
 _OTHER_KERNELS = 10
 #: Seconds after which an engine that still works is ended.
 _LONGEST = 3600
-_OTHER = "other tokens"
-_TIE = "the first other token is a tie"
+_OTHER = "different tokens"
+_TIE = "the first different token is a tie"
 _SERVERS = Path(__file__).with_name("servers.py")
 
 
@@ -270,7 +270,7 @@ def _why_not(name: str, subject: _Subject, gguf: Path | None) -> str:
     if name == "vllm" and not subject.prompts:
         return "asked for decoders only"
     if name in ("transformers", "vllm") and not subject.is_plain:
-        return "only headprune opens this folder; format transformers or remote-code is for others"
+        return "only headprune opens this folder; save it as transformers or remote-code for others"
     return ""
 
 
@@ -293,7 +293,7 @@ def _asked(name: str, engine: Engine, place: Path, python: str | None) -> dict[s
     except subprocess.TimeoutExpired:
         return {"error": f"it still ran after {_LONGEST} seconds"}
     if not ends.is_file():
-        lines = done.stderr.strip().splitlines() or ["without a word"]
+        lines = done.stderr.strip().splitlines() or ["no error output"]
         return {"error": f"it ended with code {done.returncode}: {lines[-1][:300]}"}
     answer: dict[str, Any] = json.loads(read_text(ends))
     return answer

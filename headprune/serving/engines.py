@@ -83,7 +83,7 @@ def in_onnxruntime(model: nn.Module, example: Inputs, place: Path) -> Forward:
 
 
 def in_onnxruntime_int8(model: nn.Module, example: Inputs, place: Path) -> Forward:
-    """ONNX Runtime with weights of 8 bits, and activations that are rounded as they come."""
+    """ONNX Runtime with dynamic quantization to 8 bits."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 

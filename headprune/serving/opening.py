@@ -74,7 +74,7 @@ def with_transformers(folder: Path, trust: bool) -> nn.Module:
 
 
 def opens_plainly(folder: Path) -> bool:
-    """Whether plain Transformers opens a folder; of those with headprune's marks, not every one."""
+    """Whether plain Transformers opens a folder; tried only for folders that headprune opens."""
     if not is_headprunes(folder):
         return True
     try:

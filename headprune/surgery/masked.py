@@ -190,7 +190,7 @@ def _variants(b: BoundSite, given: _ModuleCall) -> Iterator[tuple[str, _ModuleCa
             continue
         if isinstance(value, Tensor):
             yield f"{name}=None", given.having({name: None})
-            yield f"more of {name} hidden", given.having({name: _more_hidden(value)})
+            yield f"more keys hidden by {name}", given.having({name: _more_hidden(value)})
         elif value is None and "mask" in name:
             for what, mask in _new_masks(b, given):
                 yield f"{name} for {what}", given.having({name: mask})
@@ -201,7 +201,7 @@ def _variants(b: BoundSite, given: _ModuleCall) -> Iterator[tuple[str, _ModuleCa
                 batch_axis = b.layout.batch_axis
                 n_examples, n_tokens = x.shape[batch_axis], x.shape[1 - batch_axis]
                 lengths = 1 + torch.arange(n_examples, device=x.device) % n_tokens
-                yield f"{name} of its own", given.having({name: lengths})
+                yield f"{name} of 1, 2, 3, ... tokens", given.having({name: lengths})
 
 
 def _more_hidden(mask: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def _more_hidden(mask: Tensor) -> Tensor:
 def _new_masks(b: BoundSite, given: _ModuleCall) -> Iterator[tuple[str, Tensor]]:
     """Masks for padding, and for padding and later tokens, ``[batch, 1, queries, keys]``.
 
-    Each in both forms: numbers that are added to scores, and truths for visible keys.
+    Each in both forms: numbers that are added to scores, and booleans for visible keys.
     """
     hidden_states = (x for x in given.inputs() if x.ndim == 3 and x.is_floating_point())
     x = next(hidden_states, None)
@@ -243,6 +243,6 @@ def _new_masks(b: BoundSite, given: _ModuleCall) -> Iterator[tuple[str, Tensor]]
         padding[-1, ..., -max(1, n_keys // 3) :] = False
     # The last query sees all keys, as it does after a cache.
     causal = padding & torch.ones_like(padding).tril(max(0, n_keys - n_queries))
-    for what, seen in (("padding", padding), ("what comes later", causal)):
+    for what, seen in (("padding", padding), ("padding and later tokens", causal)):
         yield what, x.new_zeros(seen.shape).masked_fill(~seen, _HIDDEN)
-        yield f"{what}, as truths", seen
+        yield f"{what}, as booleans", seen

@@ -149,7 +149,7 @@ def carry_(optimizers: Sequence[Any], changes: Iterable[Succession]) -> list[str
 
     Parameter groups stay the same objects, so that schedules of learning rates go on. Values that
     were reduced over removed rows (factored moments) are kept; state whose shape tells no cut
-    begins anew.
+    starts again from an empty state.
 
     Returns:
         Notes for the user: whose state began anew, or was kept unchanged.
@@ -172,7 +172,7 @@ def carry_(optimizers: Sequence[Any], changes: Iterable[Succession]) -> list[str
             # Its state is one long vector over all parameters, which no cut of one of them fits.
             one._numel_cache = None
             one.state.clear()
-            notes.append(f"{type(one).__name__} begins anew")
+            notes.append(f"{type(one).__name__} starts again from an empty state")
     for change, gradient in zip(changes, gradients, strict=True):
         if change.new is not None and gradient is not None:
             change.new.grad = gradient
@@ -200,7 +200,7 @@ def _notes(optimizer: Any, states: Sequence[_ParameterState]) -> list[str]:
     name = type(optimizer).__name__
     notes = []
     if lost:
-        notes.append(f"{name} begins anew for {_first(lost)}")
+        notes.append(f"{name} starts again from an empty state for {_first(lost)}")
     if mixed:
         notes.append(
             f"{name} keeps moments that are averages over removed rows, too, for {_first(mixed)}"
@@ -259,7 +259,7 @@ class _ParameterState:
     Attributes:
         name: The parameter's name before the cut.
         values: The cut state; empty where it is lost.
-        lost: Whether some of it cannot be cut, so that all of it begins anew.
+        lost: Whether some of it cannot be cut, so that all of it starts again from an empty state.
         mixed: Whether some of it is reduced over removed rows.
     """
 

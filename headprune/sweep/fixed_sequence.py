@@ -21,7 +21,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.metrics import drop
 from headprune.core.paired import Answers, upper_bounds
 
-#: At least so many resamples must lie beyond a bound, or it is a guess.
+#: Fewest resamples that must lie beyond a bound; with fewer it would be a guess.
 _TAIL = 10
 
 

@@ -256,7 +256,7 @@ def _key_problem(
 
 
 def _path_problem(path: str, where: str) -> InvalidValue | None:
-    """Say why a path is none that a grid may have."""
+    """Say why a grid may not have this path; None if it may."""
     steps = path.split(".")
     if path == "select.speedup":
         return InvalidValue(where, _TIMED, path)
@@ -323,7 +323,7 @@ def _repeated_values(axis: _Axis) -> list[InvalidValue]:
             continue
         got = f"{shown!r} again"
         if shown != seen[text]:
-            got = f"{shown!r}, which is {seen[text]!r} again"
+            got = f"{shown!r}, which means the same as {seen[text]!r}"
         problems.append(InvalidValue(f"--grid {axis.key}", "values that differ", got))
     return problems
 

@@ -132,8 +132,8 @@ def judge(
     """Evaluate a model on both splits and count its sizes.
 
     Args:
-        subject: The base model's, for the metric, the sites and the example that sizes are counted
-            on.
+        subject: The base model's subject. It has the metric, the sites, and the example on which
+            sizes are counted.
         model: The base model, or a cut copy of it.
         batches: The batches of every split.
         notes: Notes for the outcome.

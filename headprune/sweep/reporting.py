@@ -94,7 +94,7 @@ def _against_random(table: SweepTable, folder: Path) -> tuple[Drop | None, ...]:
 
 
 def _but_scorer(setting: Setting) -> tuple[tuple[str, str], ...]:
-    """What settings share that differ in the scorer alone."""
+    """Return a key that is equal for settings that differ only in the scorer."""
     values = setting.values.items()
     return tuple((key, str(value)) for key, value in values if not key.startswith("score"))
 

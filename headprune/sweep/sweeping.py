@@ -284,7 +284,7 @@ class _RunningSweep:
             # Rates count from here: starting processes and the like happens only once.
             self.first = (now, n_done)
         seconds, n_since = now - self.first[0], n_done - self.first[1]
-        times = f"{duration(now - self.start)} gone"
+        times = f"{duration(now - self.start)} elapsed"
         if n_since and n_done < len(self.runs):
             rest = seconds / n_since * (len(self.runs) - n_done)
             times += f", about {duration(rest)} left"

@@ -83,7 +83,9 @@ def test_one_key_head_for_all_query_heads(put):
     text = done("inspect here").stdout
     assert "one key/value head is kept" in text
     assert "[balanced]" not in text
-    assert "(MQA): it is kept as long as one of them is, whatever the policy" in text
+    assert (
+        "(MQA): under every policy, it and the cache are kept as long as one query head is" in text
+    )
 
 
 def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(put, monkeypatch):
@@ -92,7 +94,7 @@ def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(put, monkeypat
 
     model, batch = registry.get("bart").tiny(0, "bart")
     before = picture(put(model))
-    answers = json_of("inspect here")["layouts"]["bart"]["no_heads_left"]
+    answers = json_of("inspect here")["layouts"]["bart"]["without_heads"]
     assert answers == {"self": "yes", "causal": "yes", "cross": "yes"}
     assert picture(model) == before
     model(**batch)
@@ -123,7 +125,10 @@ def test_every_module_that_is_not_taken_is_named_with_its_reason(put):
     assert group["modules"] == [str(i) for i in range(1, 14)]
     assert (group["module"], group["class"]) == ("1", "OddAttention")
     errors = done("inspect here").stderr
-    assert "not taken: 1 and 12 more (OddAttention; near to no layout, made of W_q)" in errors
+    assert (
+        "not recognised: 1 and 12 more (OddAttention; no layout is close; its parts are W_q)"
+        in errors
+    )
     assert "propose_layouts" in errors
     put(nn.Sequential(*odd, nn.Linear(2, 2)))
-    assert "not taken: 0 and 12 more (OddAttention" in refused("inspect here")
+    assert "not recognised: 0 and 12 more (OddAttention" in refused("inspect here")

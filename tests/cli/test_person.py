@@ -108,7 +108,7 @@ def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small):
     assert result.stdout.startswith(at_chance), "its labels are by chance"
     for words in (
         f"warning: {at_chance}",
-        f"auto took {choice.chosen}: ",
+        f"auto chose {choice.chosen}: ",
         "label: label (has the numbers of the model's 3 classes); text: text",
     ):
         assert words in result.stderr
@@ -187,7 +187,7 @@ def test_what_a_score_alone_does_not_say():
     found = explain(hp.PruningPlan(mask, model=model), scores)
     why = {(fate.site, *fate.heads): fate.why for fate in found.units}
     assert why["a", 0] == ""
-    assert why["a", 1] == "the last one of its layer"
+    assert why["a", 1] == "the only one kept in its layer"
     assert why["b", 0] == "removed although units with lower scores are kept"
     with pytest.raises(PlanMismatch, match="another structure"):
         explain(hp.PruningPlan(mask, model=ModelFingerprint("t", "w")), scores)

@@ -159,7 +159,7 @@ def test_a_layer_whose_forward_someone_replaced_keeps_a_head(decoder: Subject) -
     attention = decoder.model.get_submodule(decoder.sites[0].name)
     attention.forward = lambda *args, **kwargs: type(attention).forward(attention, *args, **kwargs)
     before = picture(decoder.model)
-    with pytest.raises(UnsupportedModel, match="its forward is replaced"):
+    with pytest.raises(UnsupportedModel, match="replaced forward prevents"):
         hp.prune_(decoder.model, mask_of(decoder, "first layer without heads"))
     assert [row for row in picture(decoder.model) if row[1] != "forward"] == [
         r for r in before if r[1] != "forward"

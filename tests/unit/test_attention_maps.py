@@ -142,7 +142,7 @@ def test_they_are_stored_and_damage_is_seen(bert, tmp_path):
     ("arrays", "facts", "words"),
     [
         ({"0.weights": np.ones((1, 1, 2, 2))}, {}, "numbers of type BOOL, F64"),
-        ({}, {"sites": [["x", "upwards", [0]]]}, "described by other things than words and heads"),
+        ({}, {"sites": [["x", "upwards", [0]]]}, "has a name, kind or heads of a wrong type"),
         ({}, {"sites": [["x", "self", [0, 1]]]}, r"x has 2 heads and weights \[1, 1, 2, 2\]"),
         ({}, {"sites": [["x", "self", [0]], ["y", "self", [0]]]}, "KeyError: '1.weights'"),
         ({}, {"image": [math.inf, 1]}, "OverflowError"),

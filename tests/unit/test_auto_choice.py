@@ -1,4 +1,4 @@
-"""What `auto` makes of losses: which candidate is taken, intervals, margins, and what a choice
+"""What `auto` makes of losses: which candidate is chosen, intervals, margins, and what a choice
 says."""
 
 from dataclasses import replace
@@ -106,7 +106,7 @@ def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie():
     assert choice.ties == (close, also)
     assert "between taylor and obs, which keep different heads" in choice.tie_note
     marks = [choice.mark(c) for c in choice.candidates]
-    assert marks == ["taken", "the heads of taylor", "ties", "the heads of obs"]
+    assert marks == ["chosen", "the heads of taylor", "ties", "the heads of obs"]
 
 
 def test_a_refit_that_harms_is_named():

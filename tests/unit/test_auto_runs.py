@@ -34,7 +34,7 @@ def test_a_run(tmp_path):
     assert {c.scorer for c in choice.candidates} == {"taylor", "obs", "random"}
     text = "\n".join(said)
     announced = "auto: 2 scorers, then up to 4 plans, each cut and refitted by lstsq 2 times"
-    assert text.index(announced) < text.index(f"auto took {choice.chosen}: keep 50 % of the heads")
+    assert text.index(announced) < text.index(f"auto chose {choice.chosen}: keep 50 % of the heads")
     for name in ("report.html", "report.md"):
         page = (tmp_path / name).read_text()
         assert "How the scorer was chosen" in page

@@ -189,7 +189,7 @@ def test_every_coupling_is_found_and_rows_and_errors_are_of_the_examples(loss):
 def test_scorers_that_need_losses_of_each_example_alone_say_no(scorer):
     model = classifier()
     before = {name: p.clone() for name, p in model.state_dict().items()}
-    with pytest.raises(InvalidValue, match=r"depends on that example alone.*Take taylor"):
+    with pytest.raises(InvalidValue, match=r"independent of the other examples.*Take taylor"):
         scored(scorer, model, data(), contrastive)
     assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
@@ -235,7 +235,7 @@ def test_the_output_of_a_model_that_couples(scorer):
     for last in (nn.BatchNorm1d(4), None):
         found = hp.score(classifier(last), data(), scorer, progress=False)
         assert found.n_examples == 2 * SIZE
-    with pytest.raises(InvalidValue, match="the model's output: must be of each example"):
+    with pytest.raises(InvalidValue, match="the model's output: must be independent of"):
         hp.score(classifier(BatchStatistics()), data(), scorer, progress=False)
     with pytest.raises(InvalidValue, match="the model's output"):
         ggn_matrix(classifier(BatchStatistics()), data())
@@ -315,5 +315,5 @@ def test_a_loss_that_couples_later_examples_alone_is_refused(scorer, n_before):
     model = nn.Sequential(hp.MultiHeadAttention(8, 4)).double().eval()
     couples = [0] * n_before + [1, 1]
     batches = [(torch.randn(4, 5, 8).double(), coupled) for coupled in couples]
-    with pytest.raises(InvalidValue, match="in a later batch alone"):
+    with pytest.raises(InvalidValue, match="first shows in a later batch"):
         scored(scorer, model, batches, coupled_where_asked)

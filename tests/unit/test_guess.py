@@ -175,7 +175,7 @@ def test_task_and_columns_follow_from_the_model_and_from_what_the_columns_hold(
         expected.setdefault(name, []).append(column)
     for name, names in expected.items():
         assert getattr(recipe.data, name) in (names[0], names), name
-    why = f"{kind} is a model for it" if recipe.train is None else f"{kind} has no head for it"
+    why = f"{kind} has a head" if recipe.train is None else f"{kind} has no task head for this"
     assert found.why[0].startswith(f"the task is {task}: {why}")
     assert recipe.data.max_length == (None if task in (IMAGES, CLIPS) else 256)
 
@@ -319,7 +319,7 @@ def test_a_run_is_named_after_the_models_folder(tmp_path, folder, name):
 def test_a_class_name_sets_no_keys_of_the_recipe(tmp_path):
     found = guessed(tmp_path, "A\nout: /elsewhere # ForCausalLM", {"text": "we do"})
     assert found.recipe().out is None
-    assert r"causal_lm: 'A\nout: /elsewhere # ForCausalLM' is a model for it" in found.why[0]
+    assert r"causal_lm: 'A\nout: /elsewhere # ForCausalLM' has a head for this task" in found.why[0]
 
 
 def test_many_rows_hold_out_a_count(contest, tmp_path):

@@ -113,7 +113,7 @@ def test_auto_tries_ladders_and_plain_scorers_of_neurons(tmp_path):
     ("select", "sections", "says"),
     [
         ({"keep_macs": 0.5}, {"score": {"scorer": "entropy"}}, "one that scores neurons"),
-        ({"keep_kv": 0.5}, {}, "another budget with feed_forward"),
+        ({"keep_kv": 0.5}, {}, "left out with feed_forward: this budget"),
     ],
 )
 def test_a_recipe_that_has_no_meaning_for_neurons_is_refused(select, sections, says, tmp_path):

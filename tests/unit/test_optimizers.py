@@ -190,7 +190,7 @@ def test_muon_goes_on():
 def test_lbfgs_begins_anew():
     model = attention()
     optimizer = train(torch.optim.LBFGS(model.parameters(), lr=1e-2), model)
-    assert pruned(optimizer, model).warnings == ("LBFGS begins anew",)
+    assert pruned(optimizer, model).warnings == ("LBFGS starts again from an empty state",)
     assert not optimizer.state
     train(optimizer, model)
 
@@ -214,7 +214,7 @@ def test_state_that_cannot_be_cut_begins_anew():
     model = attention()
     optimizer = train(EightBit(model.parameters(), lr=1e-3), model)
     report = pruned(optimizer, model)
-    words = "EightBit begins anew for 0.W_q.weight, 0.W_q.bias, 0.W_k.weight and 4 more"
+    words = "EightBit starts again from an empty state for 0.W_q.weight, 0.W_q.bias, 0.W_k.weight and 4 more"
     assert words in report.warnings
     assert set(optimizer.state) == {model[1].weight, model[1].bias, model[0].W_o.bias}
     train(optimizer, model)

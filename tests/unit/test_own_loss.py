@@ -327,7 +327,7 @@ def test_an_output_that_may_be_no_classes_is_named(scorer):
     def notes(model, batch, **options):
         return " ".join(hp.score(model, [batch], scorer, progress=False, **options).notes)
 
-    words = "The model's output counted as a softmax over its last axis"
+    words = "The model's output was read as logits of a softmax over its last axis"
     own, x = nn.Sequential(hp.MultiHeadAttention(8, 4)), torch.randn(4, 5, 8)
     assert words in notes(own, x)
     # A class of Transformers says what it gives.
@@ -339,8 +339,8 @@ def test_an_output_that_may_be_no_classes_is_named(scorer):
 def test_weights_of_classes_and_smoothed_labels_are_told():
     plain, model = classifier(), classifier(Weighted)
     said = (
-        "The model's own loss has smoothed labels and weights of classes; the default loss has not."
-        " Pass loss= for another."
+        "The model's own loss has smoothed labels and weights of classes; the default loss does not."
+        " Pass loss= for them."
     )
     scores, expected = (hp.score(m, [CLASSES], "taylor", progress=False) for m in (model, plain))
     assert (scores.notes, scores.values) == ((said, *expected.notes), expected.values)

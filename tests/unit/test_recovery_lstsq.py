@@ -367,7 +367,7 @@ def test_inputs_that_depend_on_each_other_are_said():
     few = [{k: v[:1, :3] if v.ndim == 2 else v[:1] for k, v in batches[0].items()}]
     report = recovered(pruned(subject), few, PLAIN, subject.model)
     assert report.metrics["error_after"] < 1e-12
-    assert any("depend on each other" in note for note in report.notes)
+    assert any("linearly dependent" in note for note in report.notes)
     (note,) = recovered(pruned(subject), few, Lstsq(ridge=0.3), subject.model).notes
     assert note.startswith("Few examples for 3 of 3 projections: ")
     assert "12 numbers per output channel to 3 tokens. 8 examples in place of 1" in note

@@ -324,7 +324,7 @@ def test_few_examples_are_said_with_how_many_would_do():
     one = [{k: v[:1] for k, v in batches[0].items()}]
     alone, given = pruned(subject), pruned(subject)
     report = recovered(alone, one, Lstsq(), subject.model)
-    assert report.notes[0].startswith("No examples could be held out to choose a ridge, 0.3 was")
+    assert report.notes[0].startswith("No examples could be held out to choose a ridge, so 0.3 was")
     recovered(given, one, Lstsq(ridge=0.3), subject.model)
     assert_close(dict(alone.state_dict()), dict(given.state_dict()), rtol=0, atol=0)
 

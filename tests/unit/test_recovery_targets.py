@@ -72,8 +72,8 @@ def of_another_kind(model, teacher):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (tied, "Left as they are: down.0 (is shared by ['down.0', 'other'])."),
-        (with_a_buffer, "Left as they are: down.0 (is Linear with scale)."),
+        (tied, "Not refitted: down.0 (is shared by ['down.0', 'other'])."),
+        (with_a_buffer, "Not refitted: down.0 (is Linear with scale)."),
         (of_another_kind, ""),
     ],
 )

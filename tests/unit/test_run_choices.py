@@ -127,7 +127,7 @@ def test_heads_that_cannot_be_are_refused_before_training(tmp_path):
             ),
             ({"must_remove": {FIRST: [4]}}, r"select\.must_remove\['model.*\[0, 1, 2, 3\], got 4"),
             (clash, "about different heads"),
-            (groups, "what stays of model"),
+            (groups, "the kept heads of model"),
             ({"keep_heads": 1}, r"Budget\.keep_heads: must be at least 2, got 1"),
         )
     ):

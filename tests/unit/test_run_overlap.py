@@ -136,9 +136,9 @@ def test_planted_rows_are_counted_as_given_and_as_the_model_reads_them(name, tmp
     given = {"test": {"train": 3}, "validation": {"train": 2, "test": 1}}
     assert raw.facts["overlap"] == {"given": given}
     assert [note.partition(" (")[0].partition(":")[0] for note in raw.warnings] == [
-        "3 of 20 test rows stood among the train rows, too",
-        "2 of 16 validation rows stood among the train rows, too",
-        "1 validation rows stood among the test rows, too",
+        "3 of 20 test rows are also in the train rows",
+        "2 of 16 validation rows are also in the train rows",
+        "1 validation rows are also in the test rows",
     ]
     assert raw.facts["train"]["rows"] == len(TRAIN) + 3
     data = encode_rows(chosen, raw, prepare(chosen))
@@ -146,9 +146,11 @@ def test_planted_rows_are_counted_as_given_and_as_the_model_reads_them(name, tmp
     assert found["test"] == {"train": 2, "calibration": 2, "validation": 1}
     assert found["validation"] == {"train": 1, "calibration": 1}
     first, second = read_notes(found, data.examples)
-    assert first.startswith("of 20 test rows the model reads some exactly as rows of other parts")
+    assert first.startswith(
+        "some of 20 test rows are, as the model reads them, equal to rows of other parts"
+    )
     assert "(2 of train, 2 of cal" in first
-    assert second.startswith("of 16 validation rows")
+    assert second.startswith("some of 16 validation rows")
     assert "(1 of train, 1" in second
     assert len(data.examples["test"]) == len(TEST)  # none is taken away
 
@@ -188,8 +190,8 @@ def test_a_run_says_and_records_both(tmp_path):
     assert record.rows["overlap"]["given"]["test"]["train"] == 1
     assert record.rows["overlap"]["read"]["test"] == {"train": 1, "calibration": 1, "validation": 0}
     for start in (
-        "1 of 20 test rows stood among the train rows, too",
-        "of 20 test rows the model reads some exactly",
+        "1 of 20 test rows are also in the train rows",
+        "some of 20 test rows are, as the model reads them",
     ):
         (warning,) = [w for w in record.warnings if w.startswith(start)]
         assert f"    warning: {warning}" in lines

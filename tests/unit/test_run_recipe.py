@@ -106,9 +106,9 @@ def test_references_are_followed_and_keep_types():
 def test_bad_references():
     for raw, words in (
         ({"model": {"path": "x"}, "p": "${model.pth}"}, "p: must be .*Did you mean 'model.path'"),
-        ({"a": "${b}", "b": "${a}"}, "free of circles"),
-        ({"a": "x${a}"}, "free of circles"),
-        ({"a": None, "b": "${a}/x"}, "b: must be preceded by a value for a.*--set a="),
+        ({"a": "${b}", "b": "${a}"}, "free of circular references"),
+        ({"a": "x${a}"}, "free of circular references"),
+        ({"a": None, "b": "${a}/x"}, "b: must be a reference to a key that has a value.*--set a="),
     ):
         _, wrong = interpolate(raw)
         with pytest.raises(InvalidValue, match=words):

@@ -352,7 +352,7 @@ def test_other_labels_than_the_models_need_training(bert, tmp_path):
     chosen = with_labels(recipe(model, tmp_path), ["neg", "positive"])
     (warning,) = number_labels(chosen, load_rows(chosen)).warnings
     assert "lack neg" in warning
-    assert "trained anew" in warning
+    assert "new head was trained" in warning
     chosen = chosen.model_copy(update={"train": None})
     with pytest.raises(InvalidValue, match=r"data.label: .*got 'neg'. .*Or add a train section"):
         number_labels(chosen, load_rows(chosen))

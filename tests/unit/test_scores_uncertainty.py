@@ -236,8 +236,8 @@ def test_well_separated_units_are_settled():
     found = scores.stable(5)
     assert found
     assert (found.probability, found.undecided) == (1.0, ())
-    assert [u.name for u in found.surely_in] == ["self.attention"] * 4 + ["causal.attention"]
-    assert len(found.surely_out) == 7
+    assert [u.name for u in found.settled_in] == ["self.attention"] * 4 + ["causal.attention"]
+    assert len(found.settled_out) == 7
     assert scores.rank_interval()[0][0] == (12, 12)
     assert scores.rank_interval()[2][3] == (1, 1)
     assert scores_of(noise(8, gaps=3.0), n_examples=800).stable(6), "one row a block is enough"
@@ -245,7 +245,7 @@ def test_well_separated_units_are_settled():
     alike = scores_of(noise(30, gaps=0.05)).stable(5)
     assert not alike
     assert alike.probability < 0.5
-    assert len(alike.surely_in) + len(alike.surely_out) + len(alike.undecided) == 12
+    assert len(alike.settled_in) + len(alike.settled_out) + len(alike.undecided) == 12
     assert (np.random.get_state()[1] == before).all()
     assert torch.equal(torch.get_rng_state(), of_torch)
 

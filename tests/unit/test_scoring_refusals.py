@@ -133,7 +133,7 @@ def test_batches_that_no_scorer_can_read(bert):
 
     gpt2 = subject_of("gpt2")
     cached = [{**gpt2.batch, "past_key_values": DynamicCache()}]
-    words = r"past_key_values.*left out, for every pass would add"
+    words = r"past_key_values.*left out, because every pass would add"
     refused(words, gpt2, ("leave_one_out", "taylor", "activation_norm"), cached)
     nothing = [{**bert.batch, "attention_mask": torch.zeros_like(bert.batch["attention_mask"])}]
     attattr, mean = scoring.Attattr(steps=1), scoring.LeaveOneOut(replacement="mean")
@@ -248,7 +248,7 @@ def test_a_scorer_that_asks_no_loss_says_so(bert):
         told = score(bert, scorer, loss=lambda m, b: 2 * default_loss(m, b))
         assert told.values == quiet.values
         assert quiet.notes == ()
-        assert any("loss= was not asked" in note for note in told.notes)
+        assert any("loss= was not used" in note for note in told.notes)
 
 
 def test_what_scores_cannot_promise_is_told(bert):

@@ -231,9 +231,9 @@ def test_an_answer_is_judged_by_logits_and_tokens():
     assert judged([1.0, 2.00001], [1, 1, 0]) == ("equal", 3, "")
     assert judged([1.0, 2.1], [1, 1, 0]) == ("differs", 3, "")
     assert judged([1.0, 2.1], [1, 1, 0], exact=False) == ("lower precision", 3, "")
-    assert judged([1.0, 2.0], [1, 0, 0]) == ("differs", 1, "other tokens")
-    assert judged([1.0, 2.0], [1, 1]) == ("differs", 2, "other tokens")
-    tie = "the first other token is a tie"
+    assert judged([1.0, 2.0], [1, 0, 0]) == ("differs", 1, "different tokens")
+    assert judged([1.0, 2.0], [1, 1]) == ("differs", 2, "different tokens")
+    tie = "the first different token is a tie"
     assert judged([1.0, 2.0], [1, 0, 0], gap=1e-6) == ("equal", 1, tie)
     for logits in ([1.0], [1.0, float("nan")]):
         status, _, note = judged(logits, [1, 1, 0], exact=False)

@@ -225,7 +225,7 @@ def test_unknown_attention_is_listed_with_what_is_missing():
     text = str(caught.value)
     assert "a (StrangeAttention; nearest layout " in text
     assert ": it has no '" in text
-    assert "b (SelfAttention; near to no layout, made of parameters alone)" in text
+    assert "b (SelfAttention; no layout is close; its parts are parameters only)" in text
     assert "c (" not in text
     assert "propose_layouts" in text
     with pytest.raises(UnsupportedModel, match="and 3 more"):
@@ -258,7 +258,7 @@ def test_the_nearest_layout_lacks_less_than_it_finds():
     del attention.q_proj
     assert closest_reason(attention, layouts) == "nearest layout 'llama': it has no 'q_proj'"
     del attention.k_proj, attention.v_proj
-    assert closest_reason(attention, layouts) == "near to no layout, made of o_proj"
+    assert closest_reason(attention, layouts) == "no layout is close; its parts are o_proj"
 
 
 @pytest.mark.parametrize(

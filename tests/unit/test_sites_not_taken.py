@@ -59,7 +59,7 @@ def test_what_is_not_taken_is_named_with_its_reason(build):
         counted[group.kind] = counted.get(group.kind, 0) + len(group.modules)
     assert counted == PARTIAL[build]
     lines = str(sites).splitlines()[len(sites) :]
-    assert lines == [f"not taken: {group}" for group in sites.not_taken]
+    assert lines == [f"not recognised: {group}" for group in sites.not_taken]
     named = [name for group in sites.not_taken for name in group.modules]
     taken = tuple(f"{site.name}." for site in sites)
     like = {name for name, _ in attention_like(model) if not f"{name}.".startswith(taken)}
@@ -167,7 +167,7 @@ def test_scores_plans_and_cuts_of_a_partial_model_say_so(given):
     scores = hp.score(model, BATCHES, ["taylor", "magnitude"], loss=loss, sites=sites)
     for one in (*scores, hp.scoring.rank_average(scores)):
         (note,) = coverage_notes(one.notes)
-        assert note.startswith("Not every attention is taken: 2 and 1 more (Odd; ")
+        assert note.startswith("Attention that no layout matches: 2 and 1 more (Odd; ")
         assert note in str(one)
         plan = hp.select(one, hp.Budget(keep_heads=0.5))
         assert coverage_notes(plan.notes) == (note,)

@@ -82,7 +82,7 @@ def test_every_error_at_once():
         "--grid kep": "Did you mean 'keep'",
         "--grid train.epochs": "All runs of a sweep share one base model",
         "--grid selector": "must be given values, got none",
-        "--grid recover": "'[]', which is 'none' again",
+        "--grid recover": "'[]', which means the same as 'none'",
         "--grid select.keep_heads": "must be given once, got as keep too",
         "--grid score.magnitude": "must be a key that a sweep uses",
         "--grid oops": "must be written key=value,value",

@@ -20,7 +20,7 @@ from headprune.model.running import call, outputs
 from headprune.recovery import Finetune
 from tests.unit.test_own_loss import CLASSES, classifier
 
-TOLD = "In training mode the model does something else than in evaluation mode, dropout apart: "
+TOLD = "Apart from dropout, the model computes something different in training mode: "
 TOKENS = torch.randint(0, 20, (3, 6), generator=torch.Generator().manual_seed(1))
 
 

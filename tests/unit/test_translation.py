@@ -254,7 +254,7 @@ def test_what_a_translators_preparation_needs(tmp_path):
 
 
 def test_what_the_trained_tokenizer_says_is_not_said_otherwise(tmp_path):
-    words = r"model\.config\.pad_token_id: must be left out, for the trained tokenizer"
+    words = r"model\.config\.pad_token_id: must be left out, because the trained tokenizer"
     with pytest.raises(InvalidValue, match=words):
         ready(tmp_path, "model.config.pad_token_id=7")
 
