@@ -167,7 +167,7 @@ def test_the_licence_and_words_of_the_card_are_copied(tmp_path):
     assert (out / "LICENSE.txt").read_text() == "MIT"
     card = (out / "README.md").read_text()
     assert card.startswith(f"{words}\n<!-- headprune: begin -->\n")
-    assert "those of the model before the cut" in card
+    assert "describes the model before the cut" in card
     out.rename(tmp_path / "cut")
     done(prune(tmp_path, model="cut"))
     again = (out / "README.md").read_text()

@@ -47,7 +47,7 @@ def whole(recipe, tmp_path_factory):
     said = done(f"sweep {recipe} {GRID} --out {out}").stderr
     assert len(SweepTable.load(out / "table.json").rows) == N_RUNS
     assert f"[{N_RUNS}/{N_RUNS}]" in said
-    assert "gone)" in said
+    assert "elapsed)" in said
     return out
 
 

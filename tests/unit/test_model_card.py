@@ -72,7 +72,7 @@ def test_the_words_of_another_card_are_kept_without_its_section(tmp_path):
     written(tmp_path / "out", tiny("vit"))
     card.carry(tmp_path / "out", other)
     text = (tmp_path / "out" / card.CARD).read_text()
-    assert text.startswith(f"Before.\n\nAfter.\n\n{card.BEGIN}\n## Attention heads\n\nThe other")
+    assert text.startswith(f"Before.\n\nAfter.\n\n{card.BEGIN}\n## Attention heads\n\nThe rest")
     assert "of an earlier cut" not in text
     assert "kept 12 of 12 heads" in text
 

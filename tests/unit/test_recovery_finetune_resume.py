@@ -223,7 +223,7 @@ FIVE_ROWS = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(3))
     ("method", "given", "words"),
     [
         (Finetune(), {"validation": [FIVE_ROWS]}, "validation: must be left out: finetune"),
-        (Finetune(patience=1), {}, "validation: must be given to finetune, .* got none"),
+        (Finetune(patience=1), {}, "validation: must be given: finetune with .* got none"),
         (MeanFold(), {"teacher": Model(), "folder": "x"}, "folder: must be left out: mean_fold"),
         (Finetune(checkpoint_every=3), {}, r"must be used with recover_\(folder=\)"),
         (Finetune(), {"leave_checkpoint": True}, "leave_checkpoint: must be given with folder"),

@@ -167,7 +167,7 @@ def test_how_auto_chose_is_a_table(record, html):
     chosen = replace(record, scores=replace(record.scores, choice=choice))
     page, text = unescape(render_html(chosen)), render_markdown(chosen)
     for row in (
-        "| surgeon (curvature=logits) | 0.5000 | – | taken |",
+        "| surgeon (curvature=logits) | 0.5000 | – | chosen |",
         "| fisher | 0.5000 | – | the heads of surgeon (curvature=logits) |",
         "| taylor | 0.7500 | +0.2500 [−0.1250, +0.6250] | ties |",
         "| random | 0.7500 | +0.2500 [−0.2500, +0.7500] |  |",

@@ -220,7 +220,7 @@ def test_who_insists_on_another_order_is_warned(trained, tmp_path):
     _, raw, notes = classes_of(chosen, loaded(trained["text"]))
     assert raw.numbering == "given"
     assert "as data.labels says" in notes[-1]
-    assert "data.labels: [b, c, a] says so" in notes[-1]
+    assert "set data.labels: [b, c, a]" in notes[-1]
 
 
 def test_the_mapping_is_said_before_the_run(trained, tmp_path):
