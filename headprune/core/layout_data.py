@@ -34,25 +34,20 @@ def kind_of(module: Any, name: str) -> Kind:
 
 @dataclass(frozen=True)
 class SeenKind:
-    """``AttentionLayout.kind`` of modules some of which were seen to be causal or cross-attention.
+    """``AttentionLayout.kind`` of modules some of which were seen to be causal.
 
     Of the others it is what ``kind_of`` returns.
 
     Args:
         causal: Names of the causal ones; None where all were.
-        cross: Names of cross-attention; None where all were.
     """
 
     causal: tuple[str, ...] | None
-    cross: tuple[str, ...] | None = ()
 
     def __call__(self, module: Any, name: str) -> Kind:
         kind = kind_of(module, name)
-        if kind != "self":
-            return kind
-        if self.causal is None or name in self.causal:
-            return "causal"
-        return "cross" if self.cross is None or name in self.cross else "self"
+        seen = self.causal is None or name in self.causal
+        return "causal" if seen and kind == "self" else kind
 
 
 def data_of(layout: AttentionLayout) -> FrozenDict | None:
@@ -68,8 +63,6 @@ def data_of(layout: AttentionLayout) -> FrozenDict | None:
         data["kind"] = {"by_name": True}
     elif isinstance(layout.kind, SeenKind):
         data["kind"] = {"causal": layout.kind.causal}
-        if layout.kind.cross != ():
-            data["kind"]["cross"] = layout.kind.cross
     try:
         return FrozenDict(data)
     except InvalidValue:
@@ -113,5 +106,5 @@ def _kind(stored: Any) -> Any:
         return stored
     if "causal" not in stored:
         return kind_of
-    causal, cross = stored["causal"], stored.get("cross", ())
-    return SeenKind(*(None if names is None else tuple(names) for names in (causal, cross)))
+    causal = stored["causal"]
+    return SeenKind(None if causal is None else tuple(causal))

@@ -22,7 +22,6 @@ from headprune.core.layout_data import SeenKind
 from headprune.core.mixin import original_class
 from headprune.detect.prove import Scratch, error_line, prove
 from headprune.detect.search import Refusal, build, search, with_distinct_widths
-from headprune.detect.sequences import cross_attentions
 from headprune.detect.trace import AttentionCore, attention_cores
 from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
 from headprune.model.sites import Sites, find_sites
@@ -106,8 +105,7 @@ def propose_layouts(
     """
     # A layer of a proposed layout keeps at least one head: a batch cannot prove that a cache works
     # without. A module is causal where no token of the example saw a later one, which masks of
-    # flex_attention do not show, or where its name or flags say so. It is cross-attention where its
-    # keys are of another argument than its queries, or where its name says so.
+    # flex_attention do not show, or where its name or flags say so.
     layouts = tuple(layouts)  # read twice
     _check(model, example)
 
@@ -292,27 +290,18 @@ def _with_kinds(
     layouts: tuple[AttentionLayout, ...],
     causal: set[str],
 ) -> Proposals:
-    """The same layouts, which call modules causal or cross-attention that were seen to be."""
+    """The same layouts, which call modules causal that were seen to be."""
     sites = _sites_or_none(scratch.model, (*layouts, *proposals))
-    own = {layout.name for layout in proposals}
-    detected = Sites((site for site in sites if site.layout in own), proposals)
-    cross = cross_attentions(scratch, detected)
     with_kinds = []
     for layout in proposals:
-        names = [site.name for site in detected if site.layout == layout.name]
-        if any(name in causal or name in cross for name in names):
-            layout = replace(layout, kind=SeenKind(_among(names, causal), _among(names, cross)))
+        names = [site.name for site in sites if site.layout == layout.name]
+        seen = tuple(name for name in names if name in causal)
+        if seen:
+            all_causal = len(seen) == len(names)
+            # None also fits modules of a deeper model of the same classes.
+            layout = replace(layout, kind=SeenKind(None if all_causal else seen))
         with_kinds.append(layout)
     return Proposals(with_kinds, proposals.found, proposals.refused)
-
-
-def _among(names: list[str], seen: set[str]) -> tuple[str, ...] | None:
-    """Those of the names that were seen; None where all were.
-
-    None also fits modules of a deeper model of the same classes.
-    """
-    chosen = tuple(name for name in names if name in seen)
-    return None if len(chosen) == len(names) else chosen
 
 
 def _sites_or_none(model: nn.Module, layouts: Iterable[AttentionLayout]) -> Sites:

@@ -1,5 +1,5 @@
 """Kinds of detected attention: causal is what was seen to hide every later token, not what only
-hides padding; cross-attention is what was seen to take its keys from another argument."""
+hides padding."""
 
 import pickle
 
@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import headprune as hp
-from headprune.core.layout_data import data_of, layout_from
 from headprune.detect.causality import is_causal
 
 WIDTH, HEADS, LENGTH = 16, 4, 5
@@ -70,50 +69,6 @@ class TwoSequences(nn.Module):
         return y + self.cross_attention(y, read)
 
 
-class Unnamed(TwoSequences):
-    """No name tells which attention is cross-attention."""
-
-    def __init__(self, how="plain"):
-        super().__init__()
-        del self.cross_attention
-        self.third = Attention(how)
-
-    def forward(self, x, y):
-        read = x + self.encode(x)
-        y = y + self.decode(y)
-        return y + self.third(y, read)
-
-
-class OwnCopies(nn.Module):
-    """Calls its attention with tensors that hold one sequence: equal ones, or one and a longer."""
-
-    def __init__(self, join):
-        super().__init__()
-        self.join, self.position = join, nn.Parameter(torch.randn(LENGTH, WIDTH))
-        self.part = Reader() if join else Attention("plain")
-
-    def forward(self, x, memory=None):
-        if self.join:
-            return x + self.part(x, memory)
-        return x + self.part(x + self.position, x + self.position)
-
-
-class Reader(Attention):
-    """Its keys are those of the memory and its own."""
-
-    def __init__(self):
-        super().__init__("all")
-        del self.seen
-
-    def forward(self, x, memory):
-        both = torch.cat([memory, x], 1)
-        q, k, v = (
-            t.unflatten(-1, (self.n, -1)).transpose(1, 2)
-            for t in (self.a(x), self.b(both), self.c(both))
-        )
-        return self.d(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -163,14 +118,6 @@ KINDS = {
     "encoder of one token": (Layers("plain"), mask(1, 1, 1), ["self"]),
     "kinds of their own": (Layers("plain", "buffer"), {}, ["self", "causal"]),
     "as long as the encoder's": (TwoSequences(), {"y": rows()}, ["self", "causal", "cross"]),
-    "cross-attention without a name": (Unnamed(), {"y": rows()}, ["self", "causal", "cross"]),
-    "causal and of another sequence": (
-        Unnamed("buffer"),
-        {"y": rows()},
-        ["self", "causal", "causal"],
-    ),
-    "two tensors of one sequence": (OwnCopies(join=False), {}, ["self"]),
-    "one sequence and a memory": (OwnCopies(join=True), {"memory": rows()}, ["self"]),
     "causal in one of its calls": (Twice(), {}, ["self"]),
 }
 
@@ -185,11 +132,6 @@ def test_a_layout_of_causal_modules_fits_a_deeper_model():
     found = hp.propose_layouts(Layers("buffer"), rows())
     deeper = hp.find_sites(Layers("buffer", "buffer"), layouts=found)
     assert [site.kind for site in deeper] == ["causal", "causal"]
-
-
-def test_seen_kinds_as_data():
-    found = hp.propose_layouts(Unnamed(), {"x": rows(), "y": rows()})
-    assert [layout_from(data_of(layout)) for layout in found] == list(found)
 
 
 def test_what_is_causal():
