@@ -241,7 +241,10 @@ def test_what_makes_no_sense_is_refused():
         ({"budget": hp.Budget(speedup=1.5)}, "budget=.: must be a Budget by one of keep_heads"),
         ({"budget": {"self": HALF}}, "budget=.: must be a Budget by one of"),
         ({"budget": hp.Budget(keep_kv=0.5)}, "no KV cache"),
-        ({"finetune": replace(TINY, patience=2)}, "patience: must be left out, because every stage is"),
+        (
+            {"finetune": replace(TINY, patience=2)},
+            "patience: must be left out, because every stage is",
+        ),
         ({"finetune": replace(TINY, distill=1.0)}, "teacher: must be the unpruned original"),
         ({"batches": iter([])}, "sized and readable more than once"),
         (

@@ -87,7 +87,9 @@ def test_arguments_that_say_what_the_folder_says_are_refused(name, tmp_path):
     model, folder = folder_of("Bert", tmp_path)
     sites = hp.find_sites(model)
     given = sites if name == "sites" else hp.HeadMask.from_keep({}, {s.name: 4 for s in sites})
-    with pytest.raises(InvalidValue, match="left out, because the configuration's pruned_heads say"):
+    with pytest.raises(
+        InvalidValue, match="left out, because the configuration's pruned_heads say"
+    ):
         hp.from_pretrained(folder, **{name: given})
 
 
