@@ -1,4 +1,4 @@
-"""Tasks that studies make of texts at hand, written as files of rows."""
+"""Tasks that studies make of texts at hand, written as files of rows; ``MADE`` has them all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ def write_missing_words(captions: Path, folder: Path) -> None:
             train.append(_row(pair, lacking[0], labels))
     _write(folder / "train.jsonl", train)
     _write(folder / "test.jsonl", test)
+
+
+#: By task, the text in the folder of data, and what writes rows of it into another folder.
+MADE: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "capitals": ("tinyshakespeare/input.txt", write_capitals),
+    "missing-words": ("multi30k/train.jsonl", write_missing_words),
+}
 
 
 def _words(caption: str) -> set[str]:

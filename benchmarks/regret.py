@@ -55,7 +55,7 @@ from headprune.sweep.base import open_base, ready_base
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
-from made_tasks import write_capitals, write_missing_words
+from made_tasks import MADE
 from pages import machine, publish, table
 from studies import RECORDS
 
@@ -285,10 +285,9 @@ def recipe_of(args: argparse.Namespace, tuned: int) -> Recipe:
 
 def opened(args: argparse.Namespace, tuned: int) -> Subject:
     """The task's model, trained at the first time, with its rows."""
-    if args.task == "capitals":
-        write_capitals(args.data / "tinyshakespeare" / "input.txt", args.work / "capitals")
-    if args.task == "missing-words":
-        write_missing_words(args.data / "multi30k" / "train.jsonl", args.work / "missing-words")
+    if args.task in MADE:
+        text, write = MADE[args.task]
+        write(args.data / text, args.work / args.task)
     recipe = recipe_of(args, tuned)
     folder = args.work / args.task
     # The next machine trains the same weights, and goes on with the record.

@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from jobs import ENCODER, TABLES
 from lease import write
+from made_tasks import MADE
 from worker import UNFINISHED
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 NUMBERS = (0, 1, 2)
-#: The rows of a task that has not its own folder.
-ROWS_OF = {"capitals": "tinyshakespeare", "missing-words": "multi30k"}
 #: By study, the options of its commands, one after the other.
 OPTIONS = {
     "regret": (
@@ -125,7 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def has_rows(part: Part, data: Path) -> bool:
     """Whether the part can run with this data."""
-    there = (data / ROWS_OF.get(part.task, part.task)).is_dir()
+    # A task that is made of a text has that text's folder.
+    folder = data / part.task
+    if part.task in MADE:
+        folder = (data / MADE[part.task][0]).parent
+    there = folder.is_dir()
     return there and (part.study == "regret" or (data / TABLES).is_dir())
 
 

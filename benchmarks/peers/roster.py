@@ -148,7 +148,6 @@ PEERS = {
             "ours",
             "Kwon et al. by our parts, heads only; of a share of the work, with neurons and by"
             " `knapsack`, without the rearrangement: that needs the curvature between all neurons",
-            # `quadratic` would need the curvature of all pairs of neurons.
             settings={"preset": "kwon2022", "of_share": {"selector": "knapsack"}},
             shares=True,
             faster=(

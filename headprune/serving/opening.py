@@ -56,7 +56,7 @@ def with_transformers(folder: Path, trust: bool) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     auto_map = getattr(config, "auto_map", None) or {}
     names = [name for name in auto_map if name.startswith("AutoModel")]
-    # The name of a task's class is longer than AutoModel, which opens the body alone.
+    # Classes with a task's head come first: AutoModel opens the body alone.
     names.sort(key=lambda name: (name == "AutoModelForPreTraining", name == "AutoModel"))
     kind: Any = class_named(class_name_of(config)) or transformers.AutoModel
     if names:
