@@ -73,6 +73,10 @@ LONGER = ", longer"
 TIMES = {TRAINED: 1, TRAINED + LONGER: 2}
 TIMES_OF_SMALLER = {SMALLER: 2, SMALLER + LONGER: 3}
 SELECTOR = "repriced"
+#: The default of `Lstsq`; records that were begun before it was have "lstsq".
+REFIT = "lstsq, held-out ridge"
+#: What refits shrink by, in words.
+RIDGES = {REFIT: "a ridge by held-out error", "lstsq": "ridge 0.3"}
 #: What is made of the same cut.
 FROM = {BOTH: (BOTH, INT8, *TIMES), HEADS: (HEADS,)}
 WAYS_OF_CUTS = tuple(itertools.chain.from_iterable(FROM.values()))
@@ -86,6 +90,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found.add_argument("--speedups", type=float, nargs="+", default=list(SPEEDUPS))
     add_seeds(found)
     found.add_argument("--refit-rows", type=int, default=2048, help="train rows to refit on")
+    found.add_argument("--refit", choices=[*RIDGES], default=REFIT, help="how cuts are refitted")
     found.add_argument("--batch", type=int, default=32, help="examples per timed call")
     found.add_argument("--length", type=int, default=128, help="tokens of each")
     found.add_argument("--seconds", type=float, default=20.0, help="per timed model")
@@ -131,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         return add_times(args, out, over)
     same = {"benchmark": "one-budget", "task": args.task, "calibration": args.calibration}
     same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype, "selector": SELECTOR}
-    same["refit_rows"] = args.refit_rows
+    same |= {"refit_rows": args.refit_rows, "refit": args.refit}
     same |= studies.gpu(device)
     record = studies.begun(out, same, device, git_commit=git_commit())
     record.setdefault("whole", {})
@@ -238,7 +243,7 @@ def _cut_rows(
         small = copy.deepcopy(subject.model)
         hp.prune_(small, plan, sites=sites)
         refit = RecoverStep(
-            method="lstsq", settings=REFITS["lstsq"], rows="train", examples=args.refit_rows
+            method="lstsq", settings=REFITS[args.refit], rows="train", examples=args.refit_rows
         )
         recover_once(subject, small, refit)
         refitting = round(process_time() - start, 1)
@@ -491,10 +496,10 @@ def _fastest(record: dict[str, Any]) -> str:
 
 
 def _title(record: dict[str, Any]) -> str:
-    """The task, and the GPU where there was one."""
+    """The task, and the device."""
     title = TITLES[record["task"]]
     if "gpu" not in record:
-        return title
+        return f"{title}, on {record['hardware']['processor'].replace('(R)', '')}"
     # Models that were made on the GPU may be timed elsewhere.
     made = " made" if "timed" in record else ""
     return f"{title},{made} on an {record['gpu']}"
@@ -560,7 +565,7 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
         f"## {_title(record)}",
         "",
         f"The whole model: {wholes}. {record['calibration']} calibration rows, refits on"
-        f" {record.get('refit_rows', record['calibration']):,}; selector"
+        f" {record.get('refit_rows', record['calibration']):,} with {RIDGES[record['refit']]}; selector"
         f" `{record.get('selector', 'knapsack')}`; timed at batch size"
         f" {record['batch']}, length {length}, in {record['dtype']}; {where} Heads and neurons kept"
         " per layer are those of the first draw. A speed that is missing is out of reach with a head and a"
