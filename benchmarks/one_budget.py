@@ -475,16 +475,11 @@ def draw(records: Path, docs: Path) -> Path:
 
 def lead(records: Sequence[dict[str, Any]]) -> str:
     """What was found, and for whom."""
-    words = []
-    for record in records:
-        whole = statistics.fmean(whole["test"] for whole in record["whole"].values())
-        metric = next(iter(record["whole"].values()))["metric"]
-        words.append(
-            f"{_title(record)}: {metric} {_fastest(record)}; the whole model has {whole:.3f}"
-        )
+    words = [f"{_title(record)}: {_fastest(record)}" for record in records]
     return (
         "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
-        f" it, without training. The fastest cut of each task: {'; '.join(words)}."
+        " it, without training. The fastest cut, and how many times as fast it is:"
+        f" {'; '.join(words)}."
     )
 
 
@@ -492,7 +487,8 @@ def _fastest(record: dict[str, Any]) -> str:
     """The quality and speed of the fastest cut of heads and neurons."""
     rows = max(by_speed(record, BOTH).values(), key=_mean_ratio)
     test = statistics.fmean(row["test"] for row in rows)
-    return f"{test:.3f} at {_mean_ratio(rows):.1f} times the speed"
+    whole = statistics.fmean(whole["test"] for whole in record["whole"].values())
+    return f"{test:.3f}, whole {whole:.3f}, {_mean_ratio(rows):.1f} times"
 
 
 def _title(record: dict[str, Any]) -> str:
