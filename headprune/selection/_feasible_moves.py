@@ -45,14 +45,13 @@ class FeasibleMoves:
 
     Attributes:
         positions: All units.
+        site: The number of every unit's site, [units].
         spans: Per site, the numbers of its units.
         must_remove: Units that every plan removes, [units].
         free: Units that a plan may keep or remove, [units].
-        choices: Per site, what it may lose: all lawful subsets where it has at most 12 free units;
-            else one for each number of heads, by the order in which the site misses units least.
     """
 
-    def __init__(self, problem: Problem, matrix: Floats) -> None:
+    def __init__(self, problem: Problem) -> None:
         sites = problem.scores.sites
         self.problem = problem
         self.positions: list[Position] = list(problem.positions())
@@ -62,8 +61,8 @@ class FeasibleMoves:
         # Site, number of heads and cost of every unit: three arrays, [units] each.
         rows = [(s, len(sites[s].units[u]), problem.costs[s][u]) for s, u in self.positions]
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
-        self._site, self._heads, self._price = np.ascontiguousarray(columns)
-        self.spans = [np.flatnonzero(self._site == site) for site in range(len(sites))]
+        self.site, self._heads, self._price = np.ascontiguousarray(columns)
+        self.spans = [np.flatnonzero(self.site == site) for site in range(len(sites))]
         # [sites, heads + 1]: lawful numbers of heads, and the cost of a site by their number.
         most = max((len(site.heads) for site in sites), default=0)
         self._lawful = np.zeros((len(sites), most + 1), dtype=bool)
@@ -73,13 +72,10 @@ class FeasibleMoves:
                 self._lawful[place, count] = True
                 if problem.steps is not None:
                     self._step[place, count] = problem.steps[place][count] or 0
-        self.choices: list[SiteChoices] = []
-        for place, span in enumerate(self.spans):
-            self.choices.append(self._choices(place, matrix[np.ix_(span, span)]))
 
     def costs(self, removed: Flags) -> Counts:
         """The cost of every site."""
-        units = np.bincount(self._site, np.where(removed, 0, self._price), len(self.spans))
+        units = np.bincount(self.site, np.where(removed, 0, self._price), len(self.spans))
         steps = self._step[np.arange(len(self.spans)), self._kept_heads(removed)]
         costs: Counts = units.astype(np.int64) + steps
         return costs
@@ -92,7 +88,7 @@ class FeasibleMoves:
             removed: The plan.
             sign: -1 to remove units, 1 to restore them.
         """
-        site = self._site[units]
+        site = self.site[units]
         before = self._kept_heads(removed)[site]
         after = before + sign * self._heads[units]
         price = sign * self._price[units] + self._step[site, after] - self._step[site, before]
@@ -114,8 +110,8 @@ class FeasibleMoves:
         lawful = np.logical_and.outer(np.append(lawful_out, True), np.append(lawful_back, True))
         price = np.add.outer(np.append(price_out, 0), np.append(price_back, 0))
         # 2. Units of one site: the rule is about both changes together.
-        site = self._site[out][:, None]
-        same = site == self._site[back]
+        site = self.site[out][:, None]
+        same = site == self.site[back]
         before = self._kept_heads(removed)[site]
         after = before - self._heads[out][:, None] + self._heads[back]
         after = np.clip(after, 0, self._lawful.shape[1] - 1)  # entries of other sites mean nothing
@@ -130,11 +126,19 @@ class FeasibleMoves:
 
     def _kept_heads(self, removed: Flags) -> Counts:
         """The number of heads that each site keeps."""
-        heads = np.bincount(self._site, np.where(removed, 0, self._heads), len(self.spans))
+        heads = np.bincount(self.site, np.where(removed, 0, self._heads), len(self.spans))
         return heads.astype(np.int64)
 
-    def _choices(self, site: int, block: Floats) -> SiteChoices:
-        """What a site may lose, by its block of the matrix."""
+    def choices(self, site: int, block: Floats) -> SiteChoices:
+        """What a site may lose.
+
+        All lawful subsets where it has at most 12 free units; else one set for each number of
+        heads, by the order in which the site misses units least.
+
+        Args:
+            site: Its number.
+            block: The curvature of its units, [units of the site, units of the site].
+        """
         span = self.spans[site]
         free = np.flatnonzero(self.free[span])
         forced = self.must_remove[span].astype(np.float64)

@@ -18,7 +18,7 @@ import numpy as np
 
 from headprune.selection._base import Position, Problem
 from headprune.selection._choice import Option, best_choice
-from headprune.selection._feasible_moves import FeasibleMoves, undominated_points
+from headprune.selection._feasible_moves import FeasibleMoves, SiteChoices, undominated_points
 
 if TYPE_CHECKING:
     from headprune.selection._feasible_moves import Counts, Flags, Floats
@@ -45,7 +45,11 @@ class QuadraticSearch:
 
     def __init__(self, problem: Problem, matrix: Floats) -> None:
         self.problem, self.matrix = problem, matrix
-        self.moves = FeasibleMoves(problem, matrix)
+        self.moves = FeasibleMoves(problem)
+        # Per site, what it may lose.
+        self.choices: list[SiteChoices] = []
+        for site, span in enumerate(self.moves.spans):
+            self.choices.append(self.moves.choices(site, matrix[np.ix_(span, span)]))
         self._half = np.diag(matrix) / 2
         # Differences below this are rounding.
         self.tolerance = 1e-12 * float(np.abs(matrix).max(initial=0)) * max(1, len(matrix))
@@ -130,14 +134,14 @@ class QuadraticSearch:
         # 1. The objective of every choice of every site, and the choices that none beats.
         values: list[Floats] = []
         points = []
-        for site, choices in enumerate(self.moves.choices):
+        for site, choices in enumerate(self.choices):
             own = choices.own + share * choices.rows @ self._outside(site, around)
             values.append(own)
             points.append(undominated_points(choices.costs, own))
         # 2. The knapsack maximises whole numbers: how far a choice is below the worst one.
         scale = 2.0**_BITS / (sum(float(np.ptp(own)) for own in values) or 1.0)
         classes = []
-        for choices, own, some in zip(self.moves.choices, values, points, strict=True):
+        for choices, own, some in zip(self.choices, values, points, strict=True):
             worst = own.max()
             options = [Option(int(choices.costs[i]), round((worst - own[i]) * scale)) for i in some]
             classes.append(options)
@@ -146,9 +150,7 @@ class QuadraticSearch:
             return None
         # 3. The plan.
         removed = np.zeros(len(self.moves.positions), dtype=bool)
-        for site, (span, choices) in enumerate(
-            zip(self.moves.spans, self.moves.choices, strict=True)
-        ):
+        for site, (span, choices) in enumerate(zip(self.moves.spans, self.choices, strict=True)):
             removed[span] = choices.rows[points[site][chosen[site]]] > 0
         return removed
 
@@ -209,9 +211,7 @@ class QuadraticSearch:
     def _best_by_site(self, removed: Flags) -> Flags:
         """The best choice of every site in turn, the rest of the model held."""
         removed = removed.copy()  # earlier plans are still compared with it
-        for site, (span, choices) in enumerate(
-            zip(self.moves.spans, self.moves.choices, strict=True)
-        ):
+        for site, (span, choices) in enumerate(zip(self.moves.spans, self.choices, strict=True)):
             # The budget without the other sites, and the objective of each choice, [choices].
             costs = self.moves.costs(removed)
             room = self.problem.limit - int(costs.sum() - costs[site])

@@ -105,7 +105,7 @@ def test_a_large_site_has_a_choice_for_every_number_of_heads(
     monkeypatch.setattr(_feasible_moves, "ENUMERATED", 3)
     search = search_of(seed, (7, 6, 3), 6, **RULES[seed % 4])
     moves, problem = search.moves, search.problem
-    for number, (span, choices) in enumerate(zip(moves.spans, moves.choices, strict=True)):
+    for number, (span, choices) in enumerate(zip(moves.spans, search.choices, strict=True)):
         free = [int(i) for i in span if moves.free[i]]
         if len(free) <= 3:
             continue

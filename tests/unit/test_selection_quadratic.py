@@ -218,7 +218,7 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
         rules = {"latency": table, **(TOLD if seed % 2 else {})}
         problem = problem_of(scores, asked(kind, 0.8), selector, **rules)
         assert scores.curvature is not None
-        moves = _feasible_moves.FeasibleMoves(problem, scores.curvature.matrix)
+        moves = _feasible_moves.FeasibleMoves(problem)
         removed = np.random.default_rng(seed).uniform(size=len(moves.positions)) < 0.4
         removed &= [p not in problem.must_keep for p in moves.positions]
         removed |= [p in problem.must_remove for p in moves.positions]
@@ -235,7 +235,8 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
             new |= {moves.positions[b]} if b is not None else set()
             assert found[i, j] == (problem.lawful(new) and problem.fits(new)), (a, b)
             allowed, refused = allowed + found[i, j], refused + (not found[i, j])
-        for place, choices in enumerate(moves.choices):
+        for place, span in enumerate(moves.spans):
+            choices = moves.choices(place, scores.curvature.matrix[np.ix_(span, span)])
             units = [[u for u, r in enumerate(row) if not r] for row in choices.rows]
             assert choices.costs.tolist() == [problem.site_cost(place, u) for u in units]
             assert {problem.heads(place, u) for u in units} == problem.counts[place]
