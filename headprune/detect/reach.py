@@ -17,6 +17,7 @@ from headprune.model.running import call, tensors
 Influence = dict[str, Tensor]
 
 
+@torch.enable_grad()  # whatever the caller has set
 def feature_influence(scratch: Scratch, core: AttentionCore, n_heads: int) -> Influence:
     """Measure which features of a core's projections change which head's output.
 

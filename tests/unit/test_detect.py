@@ -365,6 +365,15 @@ def test_the_model_and_the_random_state_do_not_change():
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_gets_the_same_proposals(mode):
+    model, x = model_of(Textbook), torch.randn(3, 5, WIDTH)
+    with mode():
+        found = hp.propose_layouts(model, x)
+    assert str(found) == str(hp.propose_layouts(model, x))
+    assert len(found) == 1
+
+
 def test_nothing_is_proposed_for_what_has_a_layout():
     model, batch = registry.get("bert").tiny(0)
     found = hp.propose_layouts(model, batch)
