@@ -71,9 +71,12 @@ class Target:
     @property
     def weight(self) -> Tensor:
         """The model's weight as ``[out, in]``."""
-        weight = self.module.get_parameter("weight").detach()
-        # Conv1D keeps [in, out].
-        return weight if isinstance(self.module, nn.Linear) else weight.T
+        return _weight_of(self.module)
+
+    @property
+    def teacher_weight(self) -> Tensor:
+        """The teacher's weight as ``[out, in]``."""
+        return _weight_of(self.teacher_module)
 
     def tokens(self, x: Tensor, batch: Any) -> Tensor:
         """Flatten the projection's input or output to ``[tokens, width]``."""
@@ -142,6 +145,13 @@ class Target:
         # [tokens, examples, width]
         mask = mask_of((x.shape[1], x.shape[0]))
         return None if mask is None else mask.T
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    """Return a projection's weight as ``[out, in]``."""
+    weight = module.get_parameter("weight").detach()
+    # Conv1D keeps [in, out].
+    return weight if isinstance(module, nn.Linear) else weight.T
 
 
 def modules_of(targets: Iterable[Target]) -> list[nn.Module]:
@@ -220,8 +230,10 @@ def find_targets(
     # 1. Candidates: output projections of attention and, if wanted, all other linear layers.
     attention = sites_as_targets(pairs)
     candidates = list(attention)
+    narrower: list[str] = []
     if feed_forward:
-        candidates += _linear_layers(model, teacher, pairs)
+        linear, narrower = _linear_layers(model, teacher, pairs)
+        candidates += linear
 
     # 2. One pass of each model shows which of them run, in which order, and what is added.
     model_calls = _calls_of(model, modules_of(candidates), batch, run)
@@ -239,7 +251,7 @@ def find_targets(
     chosen, unchanged = _chosen(model, running, widths)
     if refit:
         _check_own(model, teacher, chosen)
-    return TargetList(tuple(chosen), _notes(chosen, unchanged, feed_forward))
+    return TargetList(tuple(chosen), _notes(chosen, unchanged, narrower, feed_forward))
 
 
 def _chosen(
@@ -272,13 +284,20 @@ def _chosen(
     return chosen, unchanged
 
 
-def _linear_layers(model: nn.Module, teacher: nn.Module, pairs: Sequence[SitePair]) -> list[Target]:
-    """Return the linear layers outside of attention that the teacher has in the same shape."""
+def _linear_layers(
+    model: nn.Module, teacher: nn.Module, pairs: Sequence[SitePair]
+) -> tuple[list[Target], list[str]]:
+    """Return the linear layers outside of the sites that the teacher has in the same shape.
+
+    Returns:
+        The layers, and the names of those that read fewer channels than the teacher's.
+    """
     inside: set[int] = set()
     for ours, _ in pairs:
         inside.update(map(id, ours.module.modules()))
     teacher_modules = dict(teacher.named_modules())
     targets = []
+    narrower = []
     for name, module in model.named_modules():
         other = teacher_modules.get(name)
         if other is None or id(module) in inside:
@@ -290,9 +309,12 @@ def _linear_layers(model: nn.Module, teacher: nn.Module, pairs: Sequence[SitePai
         # Quantized weights are no plain parameters, and cannot be added to.
         if type(weight) is not nn.Parameter or type(other_weight) is not nn.Parameter:
             continue
+        target = Target(name, module, other)
         if weight.shape == other_weight.shape:
-            targets.append(Target(name, module, other))
-    return targets
+            targets.append(target)
+        elif target.weight.shape[0] == target.teacher_weight.shape[0]:
+            narrower.append(name)
+    return targets, narrower
 
 
 def _calls_of(
@@ -382,9 +404,19 @@ def check_apart(
 
 
 def _notes(
-    targets: Sequence[Target], unchanged: Sequence[str], feed_forward: bool
+    targets: Sequence[Target],
+    unchanged: Sequence[str],
+    narrower: Sequence[str],
+    feed_forward: bool,
 ) -> tuple[str, ...]:
-    """Return notes on targets without an addition and on layers that are not refitted."""
+    """Return notes on targets without an addition and on layers that are not refitted.
+
+    Args:
+        targets: What is refitted.
+        unchanged: Names and reasons of feed-forwards that cannot be refitted.
+        narrower: Names of layers outside of the sites that lost inputs.
+        feed_forward: Whether feed-forwards were to be refitted.
+    """
     notes = []
     apart = [target.name for target in targets if not target.summed]
     if apart:
@@ -393,7 +425,12 @@ def _notes(
             " that passes through something else before it is added to the stream."
         )
     alone = _without_feed_forward(targets) if feed_forward else []
-    if alone:
+    if narrower:
+        notes.append(
+            f"Not refitted, because neurons were removed there and the sites lack them:"
+            f" {_listed(narrower)}. Give sites=hp.find_sites(model, feed_forward=True)."
+        )
+    elif alone:
         must = "no plain linear layer that is added to the stream was found there"
         notes.append(f"No feed-forward refitted after {_listed(alone)}: {must}.")
     if unchanged:
@@ -409,7 +446,7 @@ def _without_feed_forward(targets: Sequence[Target]) -> list[str]:
     alone: list[str] = []
     current_layer: list[str] = []
     for target in targets:
-        if target.bound is None:
+        if target.bound is None or target.bound.site.is_feed_forward:
             current_layer = []
         elif target.kind == "cross":
             current_layer.append(target.name)

@@ -33,6 +33,8 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     assert list(rows) == [*study.TIMES_OF_SMALLER, study.BOTH, *study.TIMES, study.HEADS]
     both, alone = rows[study.BOTH], rows[study.HEADS]
     assert both["predicted"] >= 1.5
+    # Every projection that lost something is refitted: of attention and of feed-forwards.
+    assert both["projections"] == len(both["heads"]) + len(both["neurons"])
     assert alone["predicted"] >= 1.5
     assert len(set(alone["neurons"])) == 1, "all are kept"
     assert sum(both["heads"]) >= sum(alone["heads"])

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.layouts import registry
 from headprune.model.cut import Undo
 from headprune.model.padding import PaddingInfo
 from headprune.recovery import Lstsq
@@ -53,6 +54,29 @@ def test_attentions_without_a_feed_forward_are_named():
     must = "no plain linear layer that is added to the stream was found there"
     names = "attention.0.W_o, attention.1.W_o"
     assert report.notes == (f"No feed-forward refitted after {names}: {must}.",)
+
+
+def test_feed_forwards_that_lost_neurons_are_refitted_as_sites():
+    teacher, batch = registry.get("bert").tiny(0)
+    sites = hp.find_sites(teacher, feed_forward=True)
+    keep = {site.name: site.heads[: len(site.heads) // 2] for site in sites}
+    model = copy.deepcopy(teacher)
+    counts = {site.name: site.n_query_heads for site in sites}
+    hp.prune_(model, hp.HeadMask.from_keep(keep, counts), sites=sites)
+
+    def refit(sites):
+        small = copy.deepcopy(model)
+        return hp.recover_(small, [batch] * 2, Lstsq(feed_forward=True), teacher, sites=sites)
+
+    everything = refit(hp.find_sites(model, feed_forward=True))
+    assert everything.metrics["projections"] == len(sites)
+    assert not any("Not refitted, because" in note for note in everything.notes)
+    assert not any("No feed-forward" in note for note in everything.notes)
+    # Sites of attention alone miss them, and the report says so.
+    attention = refit(hp.find_sites(model))
+    (note,) = [note for note in attention.notes if "neurons were removed" in note]
+    assert "bert.encoder.layer.0.output.dense" in note
+    assert note.endswith("Give sites=hp.find_sites(model, feed_forward=True).")
 
 
 def tied(model, teacher):
