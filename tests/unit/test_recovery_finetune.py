@@ -5,10 +5,12 @@ import os
 import random
 import tempfile
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import tqdm.auto
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -270,7 +272,9 @@ def test_nothing_is_left_behind(fails, tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bar_is_shown_when_asked_for(capfd):
+def test_a_bar_is_shown_when_asked_for(capfd, monkeypatch):
+    # Drawn at every step: two steps may take less than the bar's usual 0.1 s.
+    monkeypatch.setattr(tqdm.auto, "tqdm", partial(tqdm.auto.tqdm, mininterval=0))
     model, batches = build()
     hp.recover_(model, batches, "finetune", progress=True)
     out, err = capfd.readouterr()
