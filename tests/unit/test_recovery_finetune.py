@@ -5,7 +5,6 @@ import os
 import random
 import tempfile
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import pytest
@@ -273,8 +272,13 @@ def test_nothing_is_left_behind(fails, tmp_path, monkeypatch, capfd):
 
 
 def test_a_bar_is_shown_when_asked_for(capfd, monkeypatch):
-    # Drawn at every step: two steps may take less than the bar's usual 0.1 s.
-    monkeypatch.setattr(tqdm.auto, "tqdm", partial(tqdm.auto.tqdm, mininterval=0))
+    class EveryStep(tqdm.auto.tqdm):
+        """Drawn at every step: two steps may take less than the usual 0.1 s."""
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, mininterval=0, **kwargs)
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", EveryStep)
     model, batches = build()
     hp.recover_(model, batches, "finetune", progress=True)
     out, err = capfd.readouterr()
