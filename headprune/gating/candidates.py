@@ -1,8 +1,7 @@
 """Losses of many gate settings, as exact as one pass per setting but much cheaper.
 
-Three savings. (1) Everything before the first gate that differs is played back from the tape of one
-pass (module ``tape``). (2) That site's output projection is corrected by what the changed heads
-add, instead of computed again. (3) Several settings run as one batch.
+Two savings. (1) Everything before the first gate that differs is played back from the tape of one
+pass (module ``tape``). (2) Several settings run as one batch.
 
 A proof on two examples comes first. Where a model cannot be played back, or where the proof fails,
 every setting gets a whole pass of its own, and ``notes`` says why.
@@ -29,7 +28,7 @@ from headprune.gating.changes import (
     worst,
 )
 from headprune.gating.context import multiplied, spread
-from headprune.gating.projections import Stand, output_gated, plain_weight
+from headprune.gating.projections import Stand, output_gated
 from headprune.gating.rows import form, largest_row, over_rows, repeated_along, with_rows
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
 from headprune.model.exposed import exposed
@@ -492,39 +491,10 @@ class _Pass:
     def _changed(
         self, site: int, settings: Tensor, caller: Callable[..., Any], call: GateCall
     ) -> Tensor:
-        """Return the output projection's output under each setting.
-
-        That is its recorded output plus what the changed heads add, if the projection only
-        multiplies by a weight and every setting changes equally many heads, at most half of them.
-        """
-        bound = self.of.bound[site]
+        """Return the output projection's output under each setting, one copy after the other."""
         copies = len(settings)
-        gates = settings.split(self.of.sizes, 1)[site]  # [copies, heads]
-        before = self.base.split(self.of.sizes)[site]  # [heads]
-        moved = gates != before
-        count = int(moved[0].sum())
-        axis = bound.layout.batch_axis
-        context = call.given[0]
-
-        weight = None
-        if axis == 0 and context.dtype in _TOLERANCE:
-            weight = plain_weight(bound)
-        if weight is None or not bool((moved.sum(1) == count).all()) or 2 * count > len(before):
-            given = (repeated_along(context, copies, axis), *call.given[1:])
-            whole: Tensor = caller(site, bound.gate.__dict__["forward"].__wrapped__, given, {})
-            return whole
-
-        changed = moved.nonzero()[:, 1].view(copies, count)
-        delta = (gates - before).gather(1, changed)  # [copies, changed heads]
-        delta = sent(delta, context.device, context.dtype)
-        index = sent(changed, context.device)
-        heads = context.reshape(-1, len(before), context.shape[-1] // len(before))
-        if site in self.fill:
-            heads = heads - self._filled(site, context, 1).reshape(heads.shape)
-        # [copies, tokens, changed heads, width]
-        read = heads[:, index].transpose(0, 1) * delta[:, None, :, None]
-        # [copies, changed heads, width, out]
-        write = weight.unflatten(1, (len(before), -1)).movedim(0, -1)[index]
-        base = call.output.reshape(1, -1, call.output.shape[-1]).expand(copies, -1, -1)
-        out = torch.baddbmm(base, read.flatten(2), write.flatten(1, 2))
-        return out.view(copies * call.output.shape[0], *call.output.shape[1:])
+        bound = self.of.bound[site]
+        context = repeated_along(call.given[0], copies, bound.layout.batch_axis)
+        projection = bound.gate.__dict__["forward"].__wrapped__
+        output: Tensor = caller(site, projection, (context, *call.given[1:]), {})
+        return output

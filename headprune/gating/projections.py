@@ -1,12 +1,11 @@
-"""The last step of an attention under gates: its output, or its projection's weight."""
+"""Gates on the output of an attention without an output projection."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from headprune.attention.linear import effective_weight, is_conv1d
 from headprune.core.layout import STATE_ATTRIBUTE
 from headprune.gating.context import for_all_heads, multiplied, multiplied_output
 from headprune.model.sites import BoundSite
@@ -30,20 +29,3 @@ def output_gated(out: Any, gate: Tensor, bound: BoundSite, fill: Stand | None) -
     if is_tensor:
         return context
     return (context, *gated[1:])
-
-
-def plain_weight(bound: BoundSite) -> Tensor | None:
-    """Return the output projection's weight ``[out, heads * width]``, or None.
-
-    None where the projection does anything but multiply by its weight and add its bias.
-    """
-    gate = bound.gate
-    # The tape has put its own function in the place of the forward and wrapped the original.
-    own: Any = gate.__dict__["forward"].__wrapped__
-    linear = type(gate).forward is nn.Linear.forward
-    plain = linear or (is_conv1d(gate) and type(gate).__module__ == "transformers.pytorch_utils")
-    if not plain or getattr(own, "__func__", None) is not type(gate).forward:
-        return None
-    if gate._forward_hooks or gate._forward_pre_hooks or gate._compiled_call_impl is not None:
-        return None
-    return effective_weight(gate).detach()

@@ -231,44 +231,6 @@ def _read_part(
         total.add(estimate)
 
 
-class _NextPart:
-    """The batches since the last part.
-
-    Args:
-        most: Examples for which there is room.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.batches: list[Any] = []
-        self.n_examples = 0
-        self.n_bytes = 0
-        self.is_first = True
-
-    def has_room(self, n_examples: int, n_bytes: int) -> bool:
-        """Whether another batch fits."""
-        if self.n_examples + n_examples > self.most:
-            return False
-        return not self.may_end or self.n_bytes + n_bytes <= room()
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the part is large enough: the first one needs two batches."""
-        return len(self.batches) > 1 or not self.is_first
-
-    def add(self, batch: Any, n_examples: int, n_bytes: int) -> None:
-        self.batches.append(batch)
-        self.n_examples += n_examples
-        self.n_bytes += n_bytes
-
-    def ended(self) -> list[Any]:
-        """The batches of the part; another part begins."""
-        batches, self.batches = self.batches, []
-        self.n_examples = self.n_bytes = 0
-        self.is_first = False
-        return batches
-
-
 def _parts(
     problem: ScoringProblem, until: Stable, digest: DataDigest, most: int
 ) -> Iterator[tuple[list[Any], bool]]:
@@ -282,27 +244,38 @@ def _parts(
     """
     if problem.batches is None:
         raise InvalidValue("batches", "given, because until= reads data", None)
-    n_seen, target = 0, float(until.first)
-    part = _NextPart(most)
+    target = float(until.first)
+    n_seen = 0
+    part: list[Any] = []
+    n_examples = n_bytes = 0
+    fewest = 2  # batches of the first part
     for number, batch in enumerate(problem.batches):
         size = batch_size(batch, f"batch {number}")
-        n_bytes = sum(t.nbytes for t in tensors(batch))
+        size_in_bytes = sum(t.nbytes for t in tensors(batch))
         if 2 * size > most:
             must = (
                 f"of at most {most // 2} examples, so that there is room for the numbers of two"
                 " batches"
             )
             raise InvalidValue(f"batch {number}", must, f"{size} examples", "Use smaller batches.")
-        if part.batches and not part.has_room(size, n_bytes):
-            yield part.ended(), False
+        # 1. End the part before a batch that has no room.
+        too_many = n_examples + size > most
+        too_large = len(part) >= fewest and n_bytes + size_in_bytes > room()
+        if part and (too_many or too_large):
+            yield part, False
+            part, n_examples, n_bytes, fewest = [], 0, 0, 1
         digest.add(batch)
-        part.add(batch, size, n_bytes)
+        part.append(batch)
+        n_examples += size
+        n_bytes += size_in_bytes
         n_seen += size
-        if n_seen >= target and part.may_end:
-            yield part.ended(), True
+        # 2. End it where the scores are tested.
+        if n_seen >= target and len(part) >= fewest:
+            yield part, True
+            part, n_examples, n_bytes, fewest = [], 0, 0, 1
             target = max(target, n_seen) * until.growth
-    if part.batches:
-        yield part.ended(), True
+    if part:
+        yield part, True
     elif not n_seen:
         raise InvalidValue(*EMPTY)
 

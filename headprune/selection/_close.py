@@ -29,7 +29,6 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
     """
     if selector.needs:
         return ()
-    # 1. Find the units, by their numbers in model order.
     moves = FeasibleMoves(problem)
     numbers = {position: number for number, position in enumerate(moves.positions)}
     levels, errors = _levels(problem, selector, numbers)
@@ -38,23 +37,37 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
     if not is_close.any():
         return ()
 
-    # 2. Put those that nearly changed sides first: kept ones from the lowest level, removed ones
-    # from the highest. Units of equal level stay in the order of their scores.
-    ranked = [(unit.site, unit.unit) for unit in problem.scores.ranked()]
-    ranked.sort(key=lambda position: levels[numbers[position]])
-    close = [position for position in ranked if is_close[numbers[position]]]
-    close_kept = [position for position in close if position in keep]
-    close_removed = [position for position in reversed(close) if position not in keep]
+    # Units of equal level stay in the order of their scores.
+    close = []
+    for unit in problem.scores.ranked():
+        position = (unit.site, unit.unit)
+        if is_close[numbers[position]]:
+            close.append(position)
+    close.sort(key=lambda position: levels[numbers[position]])
+    return (_note(problem, close, keep, bool(errors[is_close].any())),)
 
-    # 3. Write the note.
-    verb = "are" if len(close_kept) > 1 else "is"
-    if errors[is_close].any():
+
+def _note(
+    problem: Problem, close: Sequence[Position], keep: frozenset[Position], have_errors: bool
+) -> str:
+    """The note in words.
+
+    Args:
+        problem: With the units.
+        close: Close calls, from the lowest level to the highest.
+        keep: The kept units.
+        have_errors: Whether any of them has a standard error.
+    """
+    # Those that nearly changed sides come first: the lowest kept ones, the highest removed ones.
+    kept = [position for position in close if position in keep]
+    removed = [position for position in reversed(close) if position not in keep]
+    verb = "are" if len(kept) > 1 else "is"
+    why = "their scores are equal, so place decides"
+    if have_errors:
         why = "their scores differ by no more than their standard error"
-    else:
-        why = "their scores are equal, so place decides"
     return (
-        f"Close call: {_names(problem, close_kept)} {verb} kept,"
-        f" {_names(problem, close_removed)} removed; {why}.",
+        f"Close call: {_names(problem, kept)} {verb} kept, {_names(problem, removed)} removed;"
+        f" {why}."
     )
 
 
