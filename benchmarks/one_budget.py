@@ -75,11 +75,10 @@ TIMES_OF_SMALLER = {SMALLER: 2, SMALLER + LONGER: 3}
 SELECTOR = "repriced"
 #: The default of `Lstsq`.
 REFIT = "lstsq, held-out ridge"
-#: By refit, what it is in words. By a mistake, earlier records are of a refit that stopped at
-#: attention where neurons were removed.
+#: By a record's refit, what it is in words. Records before this one had another: by a mistake, it
+#: stopped at attention where neurons were removed.
 RIDGES = {
     REFIT: "a ridge by held-out error",
-    "lstsq": "ridge 0.3",
     "attention alone": "ridge 0.3, of attention's projections alone",
 }
 #: What is made of the same cut.
@@ -95,9 +94,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found.add_argument("--speedups", type=float, nargs="+", default=list(SPEEDUPS))
     add_seeds(found)
     found.add_argument("--refit-rows", type=int, default=2048, help="train rows to refit on")
-    found.add_argument(
-        "--refit", choices=[REFIT, "lstsq"], default=REFIT, help="how cuts are refitted"
-    )
     found.add_argument("--batch", type=int, default=32, help="examples per timed call")
     found.add_argument("--length", type=int, default=128, help="tokens of each")
     found.add_argument("--seconds", type=float, default=20.0, help="per timed model")
@@ -143,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         return add_times(args, out, over)
     same = {"benchmark": "one-budget", "task": args.task, "calibration": args.calibration}
     same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype, "selector": SELECTOR}
-    same |= {"refit_rows": args.refit_rows, "refit": args.refit}
+    same |= {"refit_rows": args.refit_rows, "refit": REFIT}
     same |= studies.gpu(device)
     record = studies.begun(out, same, device, git_commit=git_commit())
     record.setdefault("whole", {})
@@ -257,7 +253,7 @@ def _cut_rows(
         small = copy.deepcopy(subject.model)
         hp.prune_(small, plan, sites=sites)
         refit = RecoverStep(
-            method="lstsq", settings=REFITS[args.refit], rows="train", examples=args.refit_rows
+            method="lstsq", settings=REFITS[REFIT], rows="train", examples=args.refit_rows
         )
         _, _, report = recover_once(subject, small, refit)
         refitting = round(process_time() - start, 1)

@@ -41,9 +41,7 @@ OPTIONS = {
         '--tuned {number} --draws 0 --refits "no refit" "lstsq, output" "lstsq, held-out ridge"',
     ),
     "one_budget": (
-        # The refit of the record that this goes on with.
-        "--step judge --tables {tables} --refit lstsq --train --draws {number}"
-        " --speedups 1.3 1.5 2.2 3 3.6 4.3",
+        "--step judge --tables {tables} --train --draws {number} --speedups 1.3 1.5 2.2 3 3.6 4.3",
     ),
 }
 #: What a rehearsal adds: few rows, one candidate, a moment of training.

@@ -23,7 +23,7 @@ TREC = (
 )
 ONE_BUDGET = (
     "benchmarks/one_budget.py --task sst2 --data {data} --work {work} --device {device} --minutes"
-    " {minutes} --refit lstsq --out {records}/one-budget-sst2-{device}.json"
+    " {minutes} --out {records}/one-budget-sst2-{device}.json"
 )
 #: Folder of the data where latency tables of another machine lie.
 TABLES = "tables"

@@ -31,7 +31,7 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
         return ()
     moves = FeasibleMoves(problem)
     numbers = {position: number for number, position in enumerate(moves.positions)}
-    levels, errors = _levels(problem, selector, numbers)
+    levels, errors = _levels(problem, selector)
     removed = np.array([position not in keep for position in moves.positions], dtype=bool)
     is_close = _are_close(moves, removed, levels, errors, selector.across)
     if not is_close.any():
@@ -71,18 +71,15 @@ def _note(
     )
 
 
-def _levels(
-    problem: Problem, selector: Selector, numbers: dict[Position, int]
-) -> tuple[Floats, Floats]:
+def _levels(problem: Problem, selector: Selector) -> tuple[Floats, Floats]:
     """Scores of all units as the selector compares them, and standard errors: ``[units]`` each."""
     scales = list(map(selector.scale, problem.scores.values))
-    levels, errors = np.zeros(len(numbers)), np.zeros(len(numbers))
-    for unit in problem.scores.units():
+    levels, errors = [], []
+    for unit in problem.scores.units():  # in model order, as the moves number them
         shift, divisor = scales[unit.site]
-        number = numbers[unit.site, unit.unit]
-        levels[number] = (unit.value - shift) / divisor
-        errors[number] = (unit.standard_error or 0.0) / divisor
-    return levels, errors
+        levels.append((unit.value - shift) / divisor)
+        errors.append((unit.standard_error or 0.0) / divisor)
+    return np.array(levels), np.array(errors)
 
 
 def _are_close(
