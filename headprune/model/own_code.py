@@ -17,6 +17,7 @@ from headprune.core.layout import AttentionLayout
 from headprune.core.mixin import FORWARDS
 from headprune.layouts import registry
 from headprune.layouts._code import from_libraries, function_of, own_globals, own_methods
+from headprune.model.noting import only_notes
 from headprune.model.sites import BoundSite
 
 #: Attributes of a module that hold its hooks.
@@ -76,7 +77,7 @@ def _on_instance(part: nn.Module) -> Iterator[str]:
             yield f"a {name.lstrip('_')} put on one module ({_qualified_name(value)})"
     for hooks in _HOOKS:
         for hook in part.__dict__.get(hooks, {}).values():
-            if not from_libraries(hook):
+            if not from_libraries(hook) and not only_notes(hook, part):
                 yield f"a forward hook ({_qualified_name(hook)})"
 
 
