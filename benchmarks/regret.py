@@ -534,7 +534,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "have; the one with the least worst regret on the tasks that choose comes first. Which tasks",
         "choose and which confirm was fixed before any was run. Still, not all that confirm are",
         "fresh: TREC and STS-B had a part in earlier advice, and rows of letters were there when",
-        "`auto` got its rule of one standard error. Capitals had no part. A budget is missing where",
+        "`auto` got its rule (the first scorer within one standard error and 10 % of the lowest",
+        "loss; the 10 % came after all rows). Capitals had no part. A budget is missing where",
         "it is fewer than one head a layer. `by kind`: each kind of attention meets the budget by",
         "itself; by the rows of translation that is a candidate of `auto`, and no default.",
         "A training is a seed, on a CPU or on a GPU. Those of stories are one trained model, with",
@@ -761,8 +762,8 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     if any("auto_of" in row for row in record["rows"]):
         lines[4:4] = [
             "",
-            "`auto` took the lowest loss when the first of these rows were made. The table has what",
-            "its later rule of one standard error takes by the same losses and intervals.",
+            "`auto` had another rule when some of these rows were made. The table has what its",
+            "present rule takes by the same losses and intervals.",
         ]
     names = list(dict.fromkeys(name for at in found.values() for name in at))
     body = []

@@ -19,6 +19,8 @@ from headprune.model.running import batch_size, device_of, some_examples, to_dev
 from headprune.model.sites import bind, sites_of
 from headprune.scoring._base import ScoringProblem
 
+#: Rows that a fold must have on average.
+LEAST_ROWS = 2
 #: Refits a cut model in place on some batches.
 Refit = Callable[[nn.Module, list[Any]], object]
 
@@ -43,7 +45,7 @@ class Folds:
         InvalidValue: fewer rows than that.
     """
 
-    def __init__(self, problem: ScoringProblem, count: int, least: int = 2) -> None:
+    def __init__(self, problem: ScoringProblem, count: int, least: int = LEAST_ROWS) -> None:
         self.count = count
         #: By fold, the numbers of its rows, and its part of each batch, in main memory.
         self.rows: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * count

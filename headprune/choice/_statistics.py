@@ -12,6 +12,9 @@ from headprune.core.choice import RANDOM, Candidate, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
 
 Floats = NDArray[np.float64]
+#: The most that the chosen one's loss may be above the lowest, as a fraction of it. A few rows with
+#: large losses make the standard error larger than any difference that matters.
+MOST_ABOVE = 0.1
 #: A candidate: its scorer, settings, and whether each kind of attention meets the budget by itself.
 Asked = tuple[str, FrozenDict, bool]
 
@@ -27,9 +30,9 @@ def ranked(
     """Rank the candidates by their loss, and compare each with the chosen one.
 
     Chosen is the first candidate whose loss is within one standard error of the lowest (Breiman
-    et al. 1984, section 3.4.3). A difference has Student's interval of the paired differences per
-    row (Nadeau and Bengio 2003), for as many comparisons as there are other candidates
-    (Bonferroni).
+    et al. 1984, section 3.4.3) and within 10 % of it. A difference has Student's interval of the
+    paired differences per row (Nadeau and Bengio 2003), for as many comparisons as there are other
+    candidates (Bonferroni).
 
     Args:
         asked: Scorer, its settings and whether by kind, per candidate, the preferred one first.
@@ -39,9 +42,8 @@ def ranked(
             share a fit.
         confidence: Of the margin: that no candidate is better than the chosen one by more than its
             interval says.
-        draws: Losses ``[rows]`` of each plan of random heads. They are one candidate with their
-            mean loss. Its interval reaches over those of all draws, which differ by more than their
-            mean shows.
+        draws: Losses ``[rows]`` of each plan of random heads. They are one candidate; see
+            ``_random``.
 
     Returns:
         The candidates from the lowest loss to the highest, and the name of the chosen one, which is
@@ -50,7 +52,7 @@ def ranked(
     means = losses.mean(1)
     chosen = _chosen(losses, folds)
     # Any of the others may be the best one.
-    comparisons = max(1, len(asked) - 1 + (len(draws) > 0))
+    comparisons = max(1, len(asked) - 1)
 
     candidates = []
     for i, (scorer, settings, by_kind) in enumerate(asked):
@@ -70,34 +72,37 @@ def ranked(
             )
         )
     if len(draws):
-        candidates.append(_random(draws, losses[chosen], folds, confidence, comparisons))
+        candidates.append(_random(draws, losses[chosen], folds, confidence))
     # Among equal losses the chosen one comes first.
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].loss, i != chosen, i))
     return tuple(candidates[i] for i in order), candidates[chosen].name
 
 
 def _random(
-    draws: Sequence[Floats], chosen: Floats, folds: int | None, confidence: float, comparisons: int
+    draws: Sequence[Floats], chosen: Floats, folds: int | None, confidence: float
 ) -> Candidate:
-    """Return the random draws as one candidate.
+    """Return the random draws as one candidate with their mean loss.
+
+    Its interval is that of the mean difference, which is the only one of its kind: no Bonferroni.
+    It is widened to the mean difference of every draw, for draws may differ by more than rows do.
 
     Args:
         draws: Losses ``[rows]`` of each.
         chosen: ``[rows]``: losses of the chosen candidate.
         folds: As in `ranked`.
         confidence: As in `ranked`.
-        comparisons: As of the other candidates; a statement about all draws needs no more.
     """
     differences = np.stack(draws) - chosen  # [draws, rows]
-    ends = [interval(one, folds, confidence, comparisons) for one in differences]
+    low, high = interval(differences.mean(0), folds, confidence, 1)
+    of_draws = differences.mean(1)  # [draws]
     return Candidate(
         scorer=RANDOM,
         settings=EMPTY,
         by_kind=False,
         loss=float(np.mean(draws)),
         difference=float(differences.mean()),
-        low=min(low for low, _ in ends),
-        high=max(high for _, high in ends),
+        low=float(min(low, of_draws.min())),
+        high=float(max(high, of_draws.max())),
     )
 
 
@@ -120,13 +125,15 @@ def interval(
 
 
 def _chosen(losses: Floats, folds: int | None) -> int:
-    """Return the place of the first candidate within one standard error of the lowest loss."""
+    """Return the place of the first candidate within one standard error and 10 % of the lowest."""
     # Losses of few rows differ by chance. So a candidate that is usually good, and comes first,
     # keeps its place until another one is better by more than that.
-    lowest = int(losses.mean(1).argmin())
+    means = losses.mean(1)
+    lowest = int(means.argmin())
+    most_above = MOST_ABOVE * abs(means[lowest])
     for i in range(len(losses)):
         mean, error = _paired(losses[i] - losses[lowest], folds)
-        if mean <= error:
+        if mean <= min(error, most_above):
             return i
     return lowest
 

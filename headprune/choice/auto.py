@@ -66,8 +66,8 @@ class Auto(Scorer):
 
     Each candidate scores all rows, and heads are selected by the budget. A copy of the model is
     cut, refitted on one half of the rows, and judged by its loss on the other, and the other way
-    round. The first candidate within one standard error of the lowest loss is chosen. The scores
-    have its name; ``scores.choice`` holds the table. Where a model has several kinds of attention,
+    round. The first one within one standard error and 10 % of the lowest loss is chosen. Scores
+    have its name; ``scores.choice`` is the table. Where a model has several kinds of attention,
     each candidate is also judged with the budget met by each kind alone.
 
     When: you do not know which scorer fits model, data and budget.
@@ -248,6 +248,8 @@ class Auto(Scorer):
             notes=(*notes, *note),
             refitting=refitting,
             is_text=is_default(problem.loss) and predicts_text(problem.model, folds.batches[0][0]),
+            selector=plans[0].selector,
+            n_refitted=folds.size * (self.folds - 1) // self.folds if refit else 0,
         )
         scorer = candidates.index((choice.best.scorer, choice.best.settings))
         return _with_choice(estimates[scorer], choice)
@@ -425,6 +427,8 @@ def _with_choice(estimate: Estimate, choice: Choice) -> Estimate:
     notes = [*choice.notes]
     # Each is empty where there is none.
     notes += [choice.tie_note, choice.doubt, choice.refit_doubt]
+    if choice.are_all_equal:
+        notes.append(f"Nothing to choose: every plan keeps the same heads ({choice.budget}).")
     of_auto = [f"auto: {note}" for note in notes if note]
     return replace(estimate, notes=(*estimate.notes, *of_auto), choice=choice)
 

@@ -67,8 +67,10 @@ def prune(
         typer.Option(
             help=(
                 "Data to score on, to refit by and to measure with: a csv, tsv, json, parquet or "
-                "txt file, a folder with splits, or a hub name; with --keep. "
-                "The run's record and report are in OUT/run."
+                "txt file, a folder with splits, or a hub name; with --keep. With a budget of "
+                "heads, auto tries several scorers, which takes tens of times as long as --set "
+                "score.scorer=taylor; --dry-run estimates it. The run's record and report are in "
+                "OUT/run."
             )
         ),
     ] = None,

@@ -39,8 +39,9 @@ class Candidate:
         by_kind: Whether each kind of attention met the budget by itself.
         loss: Mean loss of the held-out rows.
         difference: ``loss`` minus that of the chosen candidate.
-        low: Lower end of the difference's interval; of random draws, the lowest of any draw's.
-        high: Upper end; of random draws, the highest of any draw's.
+        low: Lower end of the difference's interval. Of random draws, that of their mean, or the
+            lowest difference of a draw if that is lower.
+        high: Upper end, or the highest difference of a draw.
         same_as: An earlier candidate that keeps the same heads; empty where there is none.
     """
 
@@ -101,6 +102,9 @@ class Choice:
         notes: Messages for the user.
         refitting: Effect of the refit; None where there was none.
         is_text: Whether losses are those of a text's tokens, so that tables show perplexities.
+        selector: That made the plans; empty in older files.
+        n_refitted: Rows that each refit was fitted to, on average; 0 for no refit and in older
+            files.
     """
 
     candidates: tuple[Candidate, ...]
@@ -113,6 +117,8 @@ class Choice:
     notes: tuple[str, ...] = ()
     refitting: Refitting | None = field(default=None, metadata=LATER)
     is_text: bool = field(default=False, metadata=LATER)
+    selector: str = field(default="", metadata=LATER)
+    n_refitted: int = field(default=0, metadata=LATER)
 
     @property
     def best(self) -> Candidate:
@@ -133,7 +139,7 @@ class Choice:
             return ""
         return (
             f"{self.chosen} comes before {lowest.name} in the list of candidates, and its loss is"
-            " within one standard error of the lowest."
+            " within one standard error and 10 % of the lowest."
         )
 
     @property
@@ -164,7 +170,7 @@ class Choice:
 
     @property
     def beats_random(self) -> bool:
-        """Whether every draw of random heads, refitted alike, is shown to have a higher loss.
+        """Whether random heads are worse: their mean loss shown, every draw's seen.
 
         True where none were drawn.
         """
@@ -172,13 +178,18 @@ class Choice:
 
     @property
     def loses_to_random(self) -> bool:
-        """Whether every draw of random heads, refitted alike, is shown to have a lower loss."""
+        """Whether random heads are better: their mean loss shown, every draw's seen."""
         return any(one.high < 0 for one in self.candidates if one.scorer == RANDOM)
+
+    @property
+    def are_all_equal(self) -> bool:
+        """Whether all candidates and random draws keep the same heads."""
+        return all(one.low == one.high == 0 for one in self.candidates)
 
     @property
     def doubt(self) -> str:
         """A warning that random heads may be as good, or are better; empty where they are worse."""
-        if self.beats_random:
+        if self.beats_random or self.are_all_equal:
             return ""
         alike = ", refitted alike" if self.refit else ""
         if self.loses_to_random:
@@ -209,6 +220,14 @@ class Choice:
         if smallest >= 5 * 10**-_DECIMALS or not math.isfinite(smallest):
             return _DECIMALS
         return min(_MOST_DECIMALS, math.ceil(-math.log10(smallest)) + 1)
+
+    @property
+    def refitted(self) -> str:
+        """How each cut model was refitted, in words; empty where it was not."""
+        if not self.refit:
+            return ""
+        rows = f" on {self.n_refitted:,} rows" if self.n_refitted else ""
+        return f"refitted by {self.refit}{rows}"
 
     @property
     def unrefitted(self) -> str:
@@ -253,7 +272,7 @@ class Choice:
         return "ties" if one in self.ties else ""
 
     def __str__(self) -> str:
-        refit = f", refitted by {self.refit}" if self.refit else ""
+        refit = f", {self.refitted}" if self.refit else ""
         lines = [
             f"auto chose {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out"
             " rows"

@@ -11,7 +11,7 @@ compiled and run. It does check classes, so the gates take effect there too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -32,8 +32,8 @@ from headprune.model.running import device_of
 from headprune.model.sites import BoundSite, bind, sites_for
 from headprune.model.transfers import sent
 
-Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
-Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Array] | Array"
+Array: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[float]"
+Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Array] | Array | Sequence[Array]"
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def gated(
         gates: A plan or a mask (kept heads 1, others 0). Or a mapping from site name to
             ``[heads]``, ``[batch, heads]`` or ``[batch, tokens, heads]``; other sites get no gate.
             Or ``[layers, heads]`` for all sites in model order. Heads are the present ones, in
-            order. NumPy arrays and booleans too.
+            order. NumPy arrays, lists, booleans.
         sites: Where; default ``find_sites(model)`` and what ``gates`` names.
 
     Yields:
@@ -128,14 +128,17 @@ def gate_tensors(
         return _from_table(_as_tensor(gates), bound)
     if isinstance(gates, Mapping):
         return _from_mapping(gates, bound)
+    if isinstance(gates, (list, tuple)):
+        return _from_rows(gates, bound)
     must = (
-        "a plan, a mask, a mapping from site name to tensor, or a tensor or array [layers, heads]"
+        "a plan, a mask, a mapping from site name to tensor, or a tensor, array or list"
+        " [layers, heads]"
     )
     raise InvalidValue("gates", must, type(gates).__name__)
 
 
 def _as_tensor(gates: Any) -> Any:
-    """Turn a NumPy array into a tensor, and a mask of booleans or of integers 0 and 1 into floats.
+    """Turn lists and NumPy arrays into tensors, and booleans or integers 0 and 1 into floats.
 
     Everything else is returned unchanged.
     """
@@ -143,6 +146,11 @@ def _as_tensor(gates: Any) -> Any:
         if gates.dtype.kind == "f" and not np.isfinite(gates).all():
             raise InvalidValue("gates", "finite", "NaN or infinite")
         gates = torch.tensor(gates)
+    if isinstance(gates, (list, tuple)):
+        try:
+            gates = torch.tensor(gates)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidValue("gates", "lists of numbers or booleans", repr(gates)) from error
     if not isinstance(gates, Tensor) or gates.is_floating_point() or gates.is_complex():
         return gates
     is_mask = gates.dtype == torch.bool or bool(((gates == 0) | (gates == 1)).all())
@@ -182,6 +190,13 @@ def _from_table(table: Tensor, bound: list[BoundSite]) -> list[tuple[BoundSite, 
         must = f"of shape [layers, heads] = [{len(bound)}, {counts[0]}]"
         raise InvalidValue("gates", must, list(table.shape))
     return [(b, _checked(row, b)) for b, row in zip(bound, table, strict=True)]
+
+
+def _from_rows(rows: Sequence[Any], bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
+    """Read one row per site; sites may have different head counts."""
+    if len(rows) != len(bound):
+        raise InvalidValue("gates", f"one row per site, {len(bound)}", f"{len(rows)} rows")
+    return [(b, _checked(row, b)) for b, row in zip(bound, rows, strict=True)]
 
 
 def _checked(gate: Any, bound: BoundSite) -> Tensor:

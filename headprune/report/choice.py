@@ -36,7 +36,7 @@ def choice_table(record: RunRecord) -> ChoiceTable | None:
     if record.scores is None or record.scores.choice is None:
         return None
     choice = record.scores.choice
-    refit = f" and refitted by {choice.refit}" if choice.refit else ""
+    refit = f" and {choice.refitted}" if choice.refit else ""
     above = (
         f"Each candidate's plan ({choice.budget}) was cut{refit}, and judged by the loss of"
         f" {choice.n_examples:,} rows that its refit had not seen. The whole model's loss there is"

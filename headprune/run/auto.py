@@ -68,6 +68,13 @@ class AutoOfRun(Auto):
 
     def announce(self, text: str, progress: bool | None) -> None:
         self._run.journal.tell(text)
+        data, recipe = self._run.data, self._run.recipe
+        for step in judged_after(recipe):
+            # Losses of candidates are those of a refit on fewer rows than the run's.
+            if step.rows == "train" and step in recipe.recover:
+                rows = len(data.some("train", step.examples).examples["train"])
+                text = f"the run's own {step.method} will read {rows:,} rows of train"
+                self._run.journal.tell(text)
 
     @property
     def stands_in(self) -> bool:

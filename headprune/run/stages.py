@@ -418,6 +418,8 @@ def _recover_step_(
     }
     earlier = journal.record.metrics.get("recovery", {})
     journal.note(metrics={"recovery": {**earlier, f"{i}": facts}}, warnings=report.notes)
+    for note in report.notes:
+        journal.tell(f"note: {note}")
 
     # 2. Measure. The row's name lists all recoveries so far.
     trained = subject.recipe.gradual is not None

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headprune import recovery, selection
+from headprune import recovery, scoring, selection
 from headprune.bench.answers import evaluate_answers
 from headprune.bench.latency_tables import latency_table
 from headprune.bench.quality import Quality, evaluate
 from headprune.bench.translation import check_sacrebleu, evaluate_translation
 from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
+from headprune.choice._held_out import LEAST_ROWS
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.files import staged, write_atomic
 from headprune.core.heads import HeadCounts, Policy
@@ -308,6 +309,7 @@ def _load_model_and_encode(
 
     # 3. Checks that cost little now and much after a training.
     _check_length(model, data)
+    _check_calibration(recipe, len(data.examples["calibration"]))
     if recipe.model.import_path is not None:
         check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
     sites = _find_sites(model, recipe)
@@ -397,6 +399,18 @@ def _attention(model: nn.Module, layouts: Sequence[AttentionLayout], policy: Pol
         raise InvalidValue(
             "select.policy", f"one that {error.where} has", repr(policy), hint
         ) from error
+
+
+def _check_calibration(recipe: Recipe, n_rows: int) -> None:
+    """Refuse fewer rows than ``auto`` can deal to folds."""
+    wanted = recipe.score
+    if wanted.scorer != "auto":
+        return
+    least = LEAST_ROWS * configured(scoring.registry, "auto", wanted.settings).folds
+    if n_rows < least:
+        must = f"at least {least} rows, because auto holds a part of them out"
+        hint = "Give more rows, or set score.scorer to another one: taylor, for example."
+        raise InvalidValue("data.calibration", must, n_rows, hint)
 
 
 def _check_select(wanted: SelectSection, sites: Sites) -> None:

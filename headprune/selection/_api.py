@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
+from headprune.core.choice import Choice
 from headprune.core.coverage import coverage_notes
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask, Policy
@@ -123,7 +124,7 @@ def select(
         scorer=scores.scorer,
         scores=scores.digest,
         model=scores.model,
-        notes=(*_notes(task, scores, mask, budget), *_chosen_for(scores, budget)),
+        notes=(*_notes(task, scores, mask, budget), *_chosen_for(scores, budget, name)),
         policy=_policy(scores),
     )
 
@@ -155,15 +156,31 @@ def _in_every_kind(
         except InfeasibleBudget:
             pass  # a layer of one kind may need more heads than its kind's share
     plan = plan_of(replace(scores, choice=None), budget)
-    notes = (*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget))
+    notes = (*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget, plan.selector))
     return replace(plan, scores=scores.digest, notes=notes)
 
 
-def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tuple[str, ...]:
-    """A note where ``auto`` chose the scorer for another budget than this one."""
+def _chosen_for(
+    scores: HeadScores, asked: Budget | Mapping[str, Budget], selector: str
+) -> tuple[str, ...]:
+    """Notes where ``auto`` chose the scorer for another budget or selector than these."""
     choice = scores.choice
     if choice is None:
         return ()
+    notes = _of_another_budget(scores, choice, asked)
+    if choice.selector in ("", selector):
+        return notes
+    return (
+        *notes,
+        f"auto compared plans of selector {choice.selector!r}; those of {selector!r} may keep other"
+        " heads.",
+    )
+
+
+def _of_another_budget(
+    scores: HeadScores, choice: Choice, asked: Budget | Mapping[str, Budget]
+) -> tuple[str, ...]:
+    """A note where ``auto`` chose the scorer for another budget."""
     if isinstance(asked, Budget):
         wanted = str(asked)
         if asked.kind == "keep_heads" and choice.budget in _same_heads(scores, asked):

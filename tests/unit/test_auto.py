@@ -145,7 +145,7 @@ def test_without_a_refit_rows_share_no_fit(model, rows):
         if one.scorer != RANDOM:
             difference = losses[one.scorer] - losses[choice.chosen]
             assert_allclose(one.loss, losses[one.scorer].mean(), rtol=1e-5)
-            expected = interval(difference, len(choice.candidates) - 1, stretch=1)
+            expected = interval(difference, len(CANDIDATES) - 1, stretch=1)
             assert_allclose([one.low, one.high], expected, atol=1e-5)
 
 

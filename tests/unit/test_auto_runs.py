@@ -4,6 +4,7 @@ gradual cuts."""
 import pytest
 
 import headprune as hp
+from headprune.core.errors import InvalidValue
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.recipes.judged import judged_after
@@ -73,6 +74,23 @@ def test_settings_that_other_sections_say_are_refused(score, where):
     with pytest.raises(RecipeError) as error:
         check_recipe({**AUTO, "score": {"scorer": "auto", **score}})
     assert [problem.where for problem in error.value.problems] == [where]
+
+
+def test_too_few_rows_are_refused_before_the_model_is_measured(tmp_path):
+    said = []
+    data = {**AUTO["data"], "calibration": 3}
+    with pytest.raises(InvalidValue, match=r"data.calibration: must be at least 4 rows, .*got 3"):
+        run(tmp_path, said.append, **BARE, data=data)
+    assert not any("[base]" in line for line in said)
+
+
+def test_a_run_says_where_its_own_refit_reads_more_rows(tmp_path):
+    said = []
+    recover = [{"method": "lstsq", "rows": "train", "examples": 60}]
+    record = run(tmp_path, said.append, **BARE, recover=recover)
+    assert any("the run's own lstsq will read 60 rows of train" in line for line in said)
+    assert any("refitted by lstsq on 20 rows" in line for line in said)
+    assert (record.scores.choice.n_refitted, record.scores.choice.selector) == (20, "global_topk")
 
 
 def test_a_sweep_chooses_anew_for_every_budget(tmp_path):

@@ -33,7 +33,6 @@ def x_of(*shape):
     return torch.randn(*(shape or (2, 5, 8)), dtype=F64)
 
 
-TABLE = "a plan, a mask, a mapping from site name to tensor, or a tensor or array"
 DIFFERENT = r"a mapping, because the layers have different head counts, got \[4, 2\]"
 MASK = hp.HeadMask.from_keep
 
@@ -46,11 +45,13 @@ MASK = hp.HeadMask.from_keep
         ({"0": torch.tensor(1.0)}, InvalidValue, r"got shape \[\]"),
         ({"0": 2 * torch.ones(4, dtype=torch.long)}, InvalidValue, "got torch.int64"),
         ({"0": np.full(4, np.nan)}, InvalidValue, "must be finite, got NaN or infinite"),
-        ({"0": [1.0, 1.0, 0.0, 1.0]}, InvalidValue, "got list"),
+        ({"0": [1.0, 1.0, 0.0]}, InvalidValue, r"got shape \[3\]"),
+        ({"0": ["a", "b"]}, InvalidValue, r"lists of numbers or booleans, got \['a', 'b'\]"),
         ({"o": torch.ones(4)}, UnknownName, "gates: must be keyed by site names, got 'o'"),
         ({1: torch.ones(4)}, UnknownName, "keyed by site names, got 1"),
         (torch.ones(2, 4), InvalidValue, DIFFERENT),
-        ([1.0, 0.0], InvalidValue, TABLE),
+        ([1.0, 0.0], InvalidValue, r"gates\['0'\]: must be .* \[4\], .*got float"),
+        ([[1.0, 0.0]], InvalidValue, "one row per site, 2, got 1 rows"),
         (None, InvalidValue, "got NoneType"),
         (MASK({}, {"0": 4, "1": 3}), PlanMismatch, "with 3 heads at '1'"),
         (MASK({}, {"0": 4}), PlanMismatch, "with no heads at '1'"),
@@ -78,9 +79,19 @@ def test_arrays_and_booleans_are_gates():
         expected = subject.run()
     by_site = dict(zip(subject.n_heads, table.double().numpy(), strict=True))
     masks = (table.bool(), table.bool().numpy(), table.int(), table.long().numpy())
-    for gates in (table.numpy(), *masks, by_site):
+    for gates in (table.numpy(), *masks, by_site, table.tolist(), table.bool().tolist()):
         with hp.gated(subject.model, gates):
             assert_close(subject.run(), expected, **EXACT)
+
+
+def test_rows_of_different_lengths():
+    model, rows = two_layers(), [[1, 0, 1, 1], [0.5, 1]]
+    by_site = {str(i): torch.tensor(row, dtype=F64) for i, row in enumerate(rows)}
+    x = x_of()
+    with hp.gated(model, by_site):
+        expected = model(x)
+    with hp.gated(model, rows):
+        assert_close(model(x), expected, **EXACT)
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (6,), (3, 5)])
