@@ -71,8 +71,8 @@ class Auto(Scorer):
     each candidate is also judged with the budget met by each kind alone.
 
     When: you do not know which scorer fits model, data and budget.
-    Cost: all candidates' passes (they share them), then one cut and refit per distinct plan and
-    fold. Memory: that of its most expensive candidate, and a copy of the model.
+    Cost: all candidates' shared passes, then one cut and refit per distinct plan and fold. Memory:
+    that of its most expensive candidate, and a copy of the model.
 
     Args:
         keep: Heads to keep, as ``Budget(keep_heads=)``.
