@@ -236,7 +236,7 @@ class Auto(Scorer):
         if refit and not self.stands_in:
             names = list(starmap(candidate_name, asked))
             at = names.index(chosen)
-            refitting = self._refitting(problem, folds, masks[at], losses[at], len(distinct))
+            refitting = self._refitting(problem, folds, masks[at], losses[at])
         choice = Choice(
             candidates=table,
             chosen=chosen,
@@ -364,18 +364,16 @@ class Auto(Scorer):
         folds: Folds,
         mask: HeadMask,
         refitted: torch.Tensor,
-        n_plans: int,
     ) -> Refitting | None:
         """Compare the losses of the refitted model, ``[rows]``, with those of the cut one alone.
 
-        The plan was chosen for its loss after the refit, so the interval allows for all plans. None
-        where the cut model alone has losses that are not finite: the refit is needed then.
+        None where the cut model alone has losses that are not finite: the refit is needed then.
         """
         (alone,) = held_out_losses(problem, folds, [mask], None)  # [rows]
         if not bool(alone.isfinite().all()):
             return None
         difference = (alone - refitted).numpy()
-        low, high = interval(difference, self.folds, self.confidence, n_plans)
+        low, high = interval(difference, self.folds, self.confidence, 1)
         return Refitting(float(alone.mean()), low, high)
 
 
