@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 #: The most units that are named on each side.
 _NAMED = 1
-#: Pairs of units that are compared at once: some 50 MB.
-_AT_ONCE = 2**20
+#: Kept units that are compared at once with all removed ones: memory then grows with the units, not
+#: with their pairs.
+_AT_ONCE = 32
 
 
 def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position]) -> tuple[str, ...]:
@@ -96,9 +97,8 @@ def _are_close(
     """
     all_out, all_back = np.flatnonzero(moves.free & ~removed), np.flatnonzero(moves.free & removed)
     is_close: Flags = np.zeros(len(removed), dtype=bool)
-    step = max(1, _AT_ONCE // (len(all_back) + 1))
-    for start in range(0, len(all_out), step):
-        out, back = all_out[start : start + step], all_back
+    for start in range(0, len(all_out), _AT_ONCE):
+        out, back = all_out[start : start + _AT_ONCE], all_back
         # 1. Compare scores, [out, back]. Few pairs are near.
         apart = np.abs(levels[out][:, None] - levels[back])
         near = apart <= np.hypot(errors[out][:, None], errors[back])
