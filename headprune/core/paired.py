@@ -121,15 +121,16 @@ def own_interval(answers: Answers, draws: int = 2000, seed: int = 0) -> tuple[fl
 def drop_of_means(
     base: Sequence[Answers], others: Sequence[Answers], draws: int = 2000, seed: int = 0
 ) -> Drop:
-    """Return how much more a way of choosing heads loses than another, with a 95 % interval.
+    """Return how far the mean metric of some models is below that of others, with a 95 % interval.
 
-    Means over its models are compared. The bootstrap resamples rows, the same ones for all models,
-    and the models of each way. For the accuracies of two models the interval is that of Agresti and
-    Min (2005): where few answers differ, the bootstrap is too sure.
+    Each group has a model per draw of one way to choose heads. A resample of the bootstrap draws
+    rows, the same ones for all models, and models of each group. For the accuracies of two models
+    the interval is that of Agresti and Min (2005): where few answers differ, the bootstrap is too
+    sure.
 
     Args:
-        base: A model per draw of one way, such as random heads.
-        others: A model per draw of the other.
+        base: Results of the models to compare with, such as those of random heads.
+        others: Results of the models that may have lost.
         draws: Resamples.
         seed: Of the resamples.
     """
@@ -142,12 +143,14 @@ def drop_of_means(
     values = _resampled_values(models, draws, seed)  # [draws, models]
     rng = np.random.default_rng(seed + 1)
     means, centres = [], []
-    for some, columns in ((base, values[:, : len(base)]), (others, values[:, len(base) :])):
+    for group, columns in ((base, values[:, : len(base)]), (others, values[:, len(base) :])):
         n, mean = columns.shape[1], columns.mean(1)
-        centres.append(float(np.mean([one.value for one in some])))
-        # Means of n resampled draws vary less than means of n new ones, by (n - 1) / n.
-        again = np.take_along_axis(columns, rng.integers(n, size=columns.shape), axis=1).mean(1)
-        means.append(mean + (again - mean) * np.sqrt(n / max(1, n - 1)))
+        centres.append(float(np.mean([one.value for one in group])))
+        # Resample the models. The variance of a mean of n resampled models is (n - 1) / n of that
+        # of n new ones, so the deviations are widened.
+        places = rng.integers(n, size=columns.shape)
+        resampled = np.take_along_axis(columns, places, axis=1).mean(1)
+        means.append(mean + (resampled - mean) * np.sqrt(n / max(1, n - 1)))
     metric = models[0].metric
     low, high = np.quantile(drops(metric, *means), [0.025, 0.975])
     return Drop(drop(metric, *centres), float(low), float(high))

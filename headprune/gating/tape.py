@@ -5,6 +5,9 @@ output for as long as a later gate in the same call may need it. A later pass ma
 gates of one site and of the sites after it. Then modules that had returned before that site's
 output projection return their recorded outputs, repeated for every copy of the batch.
 
+For example, of a model of three layers: to change gates of layer 2, a pass takes the outputs of the
+embeddings and layer 1 from the tape, and computes from the output projection of layer 2 on.
+
 A call is named by its place in the tree of calls. So a module that runs several times (a shared
 layer, one dropout for all layers) has one name per run.
 
@@ -89,7 +92,10 @@ class _Change:
 
 
 class Tape:
-    """Records passes of a model and plays them back.
+    """Record a pass of a model, and play it back with other gates from some site on.
+
+    ``record`` keeps the outputs of calls; ``play`` runs the model with every recorded call replaced
+    by its output, until the site's gate is reached; then everything runs as usual.
 
     Args:
         model: The model, in evaluation mode.

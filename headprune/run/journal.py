@@ -110,7 +110,7 @@ class Journal:
         self._stages: int | None = None
         self._begun = 0  # stages so far, with those that were done before
         self._inside = False  # a stage
-        self._collected: RunRecord | None = None  # the notes of a stage; see `collected`
+        self._collected: RunRecord | None = None  # of the block of `collected`
 
     def begin(self) -> None:
         """Write the record of a new attempt over an earlier one; the history keeps both."""
@@ -130,10 +130,12 @@ class Journal:
 
     @contextmanager
     def collected(self) -> Iterator[Callable[[], RunRecord]]:
-        """Collect what is noted inside the block, and nothing else.
+        """Keep a second record with only what is noted inside the block.
+
+        A run that resumes after this block notes it again with ``repeat``.
 
         Yields:
-            A function that returns it as a record, once the block has ended.
+            A function that returns that record; call it after the block.
         """
         record = self.record
         self._collected = RunRecord(record.name, "running", record.stage, record.created)

@@ -98,12 +98,12 @@ class Stable:
 
 
 def settled(seen: PairedMoments, k: int, error: float, rare: float = 0.02) -> bool:
-    """Test whether the k columns of the lowest means have the lowest expectations.
+    """Test whether the k units of the lowest means also have the lowest expectations.
 
-    ``T[x, y]`` speaks for x being lower than y. If the true set is S, then all T[x, y] with y in S,
-    x outside have expectations of at most zero. Every S but the measured one must be rejected, each
-    at the level ``error``; sets that contradict a clearly ordered pair (T of twice the first
-    critical value) are rejected at once, and for all others only the close pairs can matter.
+    ``T[x, y]`` is the studentised difference "mean of y minus mean of x": large where x is lower.
+    The answer is yes if T is above a critical value for every x inside the set and y outside. The
+    critical value grows with the number of pairs that it allows for. A pair with T of twice that
+    of all pairs is clearly ordered, so that only the other, close pairs need be allowed for.
 
     Args:
         seen: Moments of the numbers ``[examples, units]``.
