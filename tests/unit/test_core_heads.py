@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
-from headprune.core.heads import AttentionSite, HeadId, HeadMask, SiteKeep
+from headprune.core.heads import AttentionSite, HeadCounts, HeadId, HeadMask, SiteKeep, without
 from headprune.core.slabs import HeadGeometry
 
 COUNTS = {"b": 3, "a": 2}
@@ -180,11 +180,10 @@ def test_a_mask_refuses_what_is_not_there():
 # --- indices and rows
 
 
-@pytest.mark.parametrize(
-    "kept", [[2, 0], {0, 2}, (i for i in (0, 2)), np.array([0, 2]), [np.int64(0), 2], [0, 0, 2]]
-)
+@pytest.mark.parametrize("kept", [[2, 0], {0, 2}, np.array([0, 2]), [np.int64(0), 2], [0, 0, 2]])
 def test_from_keep_takes_every_kind_of_index(kept):
     assert HeadMask.from_keep({"b": kept}, COUNTS).kept("b") == (0, 2)
+    assert HeadMask.from_keep({"b": (i for i in kept)}, COUNTS).kept("b") == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -212,3 +211,61 @@ def test_from_array_is_from_keep_of_the_ones():
         table = [[int(h in mask.kept(name)) for h in range(n)] for name, n in COUNTS.items()]
         assert HeadMask.from_array(table, sites) == mask
         assert HeadMask.from_array([np.array(row, bool) for row in table], sites) == mask
+
+
+def test_from_array_names_the_row_that_is_wrong():
+    sites = [site(3, 3, name="b"), site(2, 2, heads=(1,), name="a")]
+    rows = r"array: must be \[layers, heads\] with one row per site, 2, got "
+    for array, words in (
+        (7, f"{rows}int"),
+        ([[1, 0, 1]], f"{rows}1 rows"),
+        ([[1, 0], [0, 1]], r"array\[0\], for b: must be one value per head, 3, got 2"),
+        ([[1, 0, 2], [0, 1]], r"array\[0\], for b: must be 1 \(kept\) or 0 .*, got 2"),
+    ):
+        with pytest.raises(InvalidValue, match=words):
+            HeadMask.from_array(array, sites)
+    words = r"array\[1\], for a: must be 1 only for the present heads \[1\], got 1 for head 0"
+    with pytest.raises(UnknownName, match=words):
+        HeadMask.from_array([[1, 0, 1], [1, 1]], sites)
+    even = [site(2, 2, name="b"), site(2, 2, name="a")]
+    mask = HeadMask.from_array(np.array([[1, 0], [0, 1]]), even)
+    assert (mask.kept("b"), mask.kept("a")) == ((0,), (1,))
+
+
+# --- words
+
+
+def neurons(n, heads=None):
+    heads = tuple(range(n)) if heads is None else heads
+    return AttentionSite("f", "bert", "feed_forward", n, n, 1, 1, heads)
+
+
+def test_a_feed_forward_says_how_many_neurons_are_present():
+    assert str(neurons(6)) == "f: 6 neurons (bert)"
+    assert str(neurons(6, (0, 2))) == "f: 6 neurons, 2 present (bert)"
+
+
+def test_counts_in_words():
+    heads, both = HeadCounts(3), HeadCounts(1, 2000)
+    assert (str(heads), str(both), str(HeadCounts(2, 1))) == (
+        "3 heads",
+        "1 head and 2,000 neurons",
+        "2 heads and 1 neuron",
+    )
+    assert both.of(HeadCounts(4, 3000)) == "1 of 4 heads and 2,000 of 3,000 neurons"
+    assert heads.of(HeadCounts(4, 3000)) == "3 of 4 heads and 0 of 3,000 neurons"
+    assert HeadCounts(4, 3000) - both == HeadCounts(3, 1000)
+    assert HeadCounts(4, 3000) - heads == HeadCounts(1, 3000)
+    assert heads - HeadCounts(1) == HeadCounts(2)
+
+
+@pytest.mark.parametrize(("n_heads", "marks"), [(128, "■" * 128), (129, "")])
+def test_a_mask_marks_heads_where_a_line_holds_them(n_heads, marks):
+    mask = HeadMask.full([site(n_heads, n_heads)])
+    assert str(mask).split("\n")[1] == f"  x  {marks}  {n_heads}/{n_heads}"
+
+
+def test_without_removes_what_is_named():
+    sites = [site(3, 3, name="b"), site(4, 4, heads=(0, 2, 3), name="a")]
+    mask = without(sites, {"a": [2]})
+    assert (mask.kept("b"), mask.kept("a")) == ((0, 1, 2), (0, 3))

@@ -10,7 +10,7 @@ import pytest
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
-from headprune.core.plan import Budget, PruningPlan, SiteBudget, allowance
+from headprune.core.plan import Budget, PruningPlan, SiteBudget, allowance, read_keep
 from headprune.core.record import Proof, QualityRow, RunRecord, SpeedRow
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
 from headprune.report.difference import record_difference
@@ -137,6 +137,45 @@ def test_a_budget_in_words():
     assert str(Budget(keep_params=0.5)) == "keep 50 % of the parameters"
     assert str(Budget(speedup=1.5)) == "at least 1.5 times as fast"
     assert str(Budget(speedup=2)) == "at least 2 times as fast"
+    assert str(Budget(keep_heads=12, tensor_parallel=2)) == "keep 12 heads, for 2 GPUs"
+    assert str(Budget(speedup=2, tensor_parallel=2)) == "at least 2 times as fast, for 2 GPUs"
+
+
+@pytest.mark.parametrize(("text", "amount"), [("1", 1), ("36", 36), ("0.5", 0.5), ("0.01", 0.01)])
+def test_a_count_or_a_fraction_is_read(text, amount):
+    assert read_keep(text, "--keep") == amount
+    assert isinstance(read_keep(text, "--keep"), type(amount))
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("0", "For example 0.5, or 36."),
+        ("-1", "For example 0.5, or 36."),
+        ("half", "For example 0.5, or 36."),
+        ("1.0", "All heads would be kept. For one head write 1."),
+        ("1%", "For 1 % of the heads, write 0.01."),
+        ("50%", "For 50 % of the heads, write 0.5."),
+        ("50 %", "For 50 % of the heads, write 0.5."),
+        ("2.5", "For 2.5 % of the heads, write 0.025."),
+        ("0.5%", "For example 0.5, or 36."),
+    ],
+)
+def test_what_is_no_amount_is_refused_with_what_to_write(text, hint):
+    with pytest.raises(InvalidValue) as caught:
+        read_keep(text, "--keep")
+    assert str(caught.value) == (
+        "--keep: must be a count of heads, or a fraction of them above 0 and below 1.0, got"
+        f" {text!r}. {hint}"
+    )
+
+
+def test_everything_may_be_kept_where_heads_are_named_elsewhere():
+    assert read_keep("1.0", "--keep", whole=True) == 1.0
+    with pytest.raises(InvalidValue):
+        read_keep("1.5", "--keep", whole=True)
+    with pytest.raises(InvalidValue):
+        read_keep("0.0", "--keep", whole=True)
 
 
 def test_an_allowance_is_rounded_down_and_forgives_a_float():

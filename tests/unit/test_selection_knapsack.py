@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget, InvalidValue
+from headprune.core.ladders import SiteLadder
 from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.plan import Budget
 from headprune.core.scores import Cost, HeadScores
@@ -165,3 +167,31 @@ def test_24_layers_of_16_heads_take_no_time(kind: str) -> None:
         plan = hp.select(scores, asked(kind, share), Knapsack(min_heads=0), **given)
         assert 0 < plan.mask.n_kept < 384
     assert time.process_time() - began < 2.5
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_measured_prices_of_levels_are_weighed_against_every_other_choice(seed: int) -> None:
+    """Sites of 3 and 4 heads whose rises are measured, against every pair of levels."""
+    rng = random.Random(seed)
+    counts = (3, 4)
+    sites = [site(name, n) for name, n in zip("ab", counts, strict=True)]
+    values = [[rng.random() for _ in range(n)] for n in counts]
+    ladders = []
+    for one, n in zip(sites, counts, strict=True):
+        rises = sorted((rng.random() for _ in range(n)), reverse=True)
+        ladders.append(SiteLadder(one.name, tuple(range(n + 1)), (*rises, 0.0)))
+    scores = replace(make(sites, values), ladders=tuple(ladders))
+    for budget in range(1, 7):
+        plan = hp.select(scores, Budget(keep_heads=budget), Knapsack(min_heads=0))
+        found = [len(row.kept) for row in plan.mask.rows]
+        assert sum(found) <= budget
+        # The best heads of each site are kept.
+        for row, n_kept, worths in zip(plan.mask.rows, found, values, strict=True):
+            best = sorted(range(len(worths)), key=worths.__getitem__, reverse=True)[:n_kept]
+            assert row.kept == tuple(sorted(best))
+        pairs = itertools.product(*(range(n + 1) for n in counts))
+        lowest = min(
+            ladders[0].rises[a] + ladders[1].rises[b] for a, b in pairs if 0 < a + b <= budget
+        )
+        rise = sum(ladder.at(n) for ladder, n in zip(ladders, found, strict=True))
+        assert rise == pytest.approx(lowest, abs=1e-9)
