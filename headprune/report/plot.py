@@ -199,8 +199,8 @@ def tradeoff(
     ax.set_xlabel("heads kept")
     ax.set_ylabel(label)
     ax.grid(alpha=0.3)
-    # Lines seldom end in the corner of many heads; matplotlib's search for a place is slow.
-    ax.legend(fontsize=8, loc="upper right" if lower else "lower right")
+    # Above the axes, where it covers no line and no band.
+    ax.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     _no_tex(ax)
     return ax
 
