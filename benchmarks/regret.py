@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import math
 import statistics
 import sys
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.choice.auto import DEFAULT
-from headprune.core.choice import candidate_name
+from headprune.core.choice import MOST_ABOVE, candidate_name
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.metrics import drop
 from headprune.core.scores import HeadScores
@@ -453,12 +454,13 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
     for name, at in regrets(records).items():
         lost = [value for (task, _), value in at.items() if task in confirming]
         if name in IN_SHORT and lost:
-            words.append(f"`{name}` {statistics.fmean(lost):.1f} ({max(lost):.1f})")
+            words.append(f"`{name}` {statistics.fmean(lost):.2f} ({max(lost):.2f})")
     return (
         "For whoever asks which scorer to trust on a task that nobody tuned: how many points a"
         " pipeline stays below the best one of the same task and size. On the tasks that confirm,"
         f" mean and worst: {', '.join(words) or 'not measured'}. A refit (`lstsq`) follows every"
-        " choice."
+        " choice. A part of the rule of `auto`, at most 10 % above the lowest loss, is younger than"
+        " most of these rows."
     )
 
 
@@ -480,8 +482,33 @@ def points_of(record: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     """Points of a row's pipelines above the whole model; ``auto`` has those of what it took."""
     whole = record["whole"][str(row["tuned"])]
     of = points(whole["metric"], whole["test"])
-    named = {**row["cells"], AUTO: row["cells"][row["auto"]]}
+    named = {**row["cells"], AUTO: row["cells"][taken(row, record["calibration"])]}
     return {f"{name}, {row['refit']}": of(cell["test"]) for name, cell in named.items()}
+
+
+def taken(row: dict[str, Any], n_rows: int) -> str:
+    """What ``auto`` takes by its present rule, from a row's held-out losses and intervals.
+
+    The intervals compare with one candidate. Where that has not the lowest loss, the standard error
+    of a difference to the lowest is taken to be the larger of those of the two.
+    """
+    cells = {name: cell for name, cell in row["cells"].items() if name != RANDOM}
+    lowest = min(cells, key=lambda name: cells[name]["held_out"])
+    least = cells[lowest]["held_out"]
+    # Half an interval is so many standard errors.
+    others = max(1, len(cells) - 1 + (RANDOM in row["cells"]))
+    quantile = student.ppf(1 - 0.05 / (2 * others), n_rows - 1)
+    errors = {name: (cell["high"] - cell["low"]) / 2 / quantile for name, cell in cells.items()}
+    preferred = [candidate_name(*named, False) for named in hp.scoring.Auto().asked]
+    for name in itertools.chain.from_iterable((name, f"{name}, by kind") for name in preferred):
+        if name not in cells:
+            continue
+        error = errors[name]
+        if row["against"] != lowest:
+            error = max(error, errors[lowest])
+        if cells[name]["held_out"] - least <= min(error, MOST_ABOVE * abs(least)):
+            return name
+    return lowest
 
 
 def regrets(records: Sequence[dict[str, Any]]) -> dict[str, dict[tuple[str, float], float]]:
@@ -534,8 +561,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "have; the one with the least worst regret on the tasks that choose comes first. Which tasks",
         "choose and which confirm was fixed before any was run. Still, not all that confirm are",
         "fresh: TREC and STS-B had a part in earlier advice, and rows of letters were there when",
-        "`auto` got its rule (the first scorer within one standard error and 10 % of the lowest",
-        "loss; the 10 % came after all rows). Capitals had no part. A budget is missing where",
+        "`auto` got its rule of one standard error; capitals had no part in that. Its other rule,",
+        "at most 10 % above the lowest loss, came after all rows but most of the missing words. A",
+        "budget is missing where",
         "it is fewer than one head a layer. `by kind`: each kind of attention meets the budget by",
         "itself; by the rows of translation that is a candidate of `auto`, and no default.",
         "A training is a seed, on a CPU or on a GPU. Those of stories are one trained model, with",
@@ -759,11 +787,11 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
         f"Measured on: {' And on: '.join(record['machines'])}",
         "",
     ]
-    if any("auto_of" in row for row in record["rows"]):
+    if any(taken(row, record["calibration"]) != row["auto"] for row in record["rows"]):
         lines[4:4] = [
             "",
             "`auto` had another rule when some of these rows were made. The table has what its",
-            "present rule takes by the same losses and intervals.",
+            "present rule takes by the same losses and intervals, which compare with one scorer.",
         ]
     names = list(dict.fromkeys(name for at in found.values() for name in at))
     body = []

@@ -194,7 +194,7 @@ def scorers() -> str:
 
 Importance of every prune unit, higher is more important; `hp.score(model, batches, "taylor")`, or several at once,
 which share their passes: `hp.score(model, batches, ["taylor", "fisher"])`. [`auto`](how-to.md#which-scorer) tries
-several and takes one whose heads cost least on held-out rows, within a standard error. Gates m multiply a head's slice of the
+several and takes the first whose loss on held-out rows is about the lowest. Gates m multiply a head's slice of the
 output projection's input; l_i is the loss of example i. Each scorer's docstring has its source, where it differs from
 it, its cost and its settings: `help(hp.scoring.Taylor)`.
 
@@ -391,7 +391,7 @@ Data is a hub data set, a file (json, jsonl, csv, tsv, parquet, txt) or a folder
 - **Sound** is brought to the rate that the model's feature extractor asks for, averaged over channels, and cut or
   filled with silence to `data.seconds`, so that no clip depends on its batch. Wav files are read as they are, other
   formats with `pip install soundfile`.
-- **`score.scorer: auto`**, the default, tries several scorers and chooses one whose heads cost least on held-out rows
+- **`score.scorer: auto`**, the default, tries several scorers and chooses the first whose loss on held-out rows is about the lowest
   ([which scorer](how-to.md#which-scorer)). The run supplies budget, selector (`global_topk` for one that measures the
   model) and the recoveries that do not train; `keep`, `refit` and `refit_settings` are therefore no settings here, and
   `score.until` is refused. Allowed under `score.settings`: `candidates`, names or `{{name: settings}}`;

@@ -8,13 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from headprune.core.choice import RANDOM, Candidate, candidate_name
+from headprune.core.choice import MOST_ABOVE, RANDOM, Candidate, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
 
 Floats = NDArray[np.float64]
-#: The most that the chosen one's loss may be above the lowest, as a fraction of it. A few rows with
-#: large losses make the standard error larger than any difference that matters.
-MOST_ABOVE = 0.1
 #: A candidate: its scorer, settings, and whether each kind of attention meets the budget by itself.
 Asked = tuple[str, FrozenDict, bool]
 
@@ -72,28 +69,33 @@ def ranked(
             )
         )
     if len(draws):
-        candidates.append(_random(draws, losses[chosen], folds, confidence))
+        # The chosen candidate is the best of several on these rows. Where rows share a refit, the
+        # stretch of the standard error allows for that; elsewhere Bonferroni does.
+        of_random = comparisons if folds is None else 1
+        candidates.append(_random(draws, losses[chosen], folds, confidence, of_random))
     # Among equal losses the chosen one comes first.
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].loss, i != chosen, i))
     return tuple(candidates[i] for i in order), candidates[chosen].name
 
 
 def _random(
-    draws: Sequence[Floats], chosen: Floats, folds: int | None, confidence: float
+    draws: Sequence[Floats], chosen: Floats, folds: int | None, confidence: float, comparisons: int
 ) -> Candidate:
     """Return the random draws as one candidate with their mean loss.
 
-    Its interval is that of the mean difference, which is the only one of its kind: no Bonferroni.
-    It is widened to the mean difference of every draw, for draws may differ by more than rows do.
+    Its interval is that of the draws' mean difference, widened to the difference of every draw:
+    draws may differ by more than their rows do. It is about these draws, not about all that there
+    may be.
 
     Args:
         draws: Losses ``[rows]`` of each.
         chosen: ``[rows]``: losses of the chosen candidate.
         folds: As in `ranked`.
         confidence: As in `ranked`.
+        comparisons: How many the confidence is for.
     """
     differences = np.stack(draws) - chosen  # [draws, rows]
-    low, high = interval(differences.mean(0), folds, confidence, 1)
+    low, high = interval(differences.mean(0), folds, confidence, comparisons)
     of_draws = differences.mean(1)  # [draws]
     return Candidate(
         scorer=RANDOM,

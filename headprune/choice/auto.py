@@ -367,7 +367,8 @@ class Auto(Scorer):
     ) -> Refitting | None:
         """Compare the losses of the refitted model, ``[rows]``, with those of the cut one alone.
 
-        None where the cut model alone has losses that are not finite: the refit is needed then.
+        It is a single comparison: the stretch of the standard error allows for the choice of the
+        plan. None where the cut model alone has losses that are not finite: the refit is needed.
         """
         (alone,) = held_out_losses(problem, folds, [mask], None)  # [rows]
         if not bool(alone.isfinite().all()):
@@ -425,8 +426,6 @@ def _with_choice(estimate: Estimate, choice: Choice) -> Estimate:
     notes = [*choice.notes]
     # Each is empty where there is none.
     notes += [choice.tie_note, choice.doubt, choice.refit_doubt]
-    if choice.are_all_equal:
-        notes.append(f"Nothing to choose: every plan keeps the same heads ({choice.budget}).")
     of_auto = [f"auto: {note}" for note in notes if note]
     return replace(estimate, notes=(*estimate.notes, *of_auto), choice=choice)
 

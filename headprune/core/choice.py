@@ -11,6 +11,9 @@ from headprune.core.codec import LATER, FrozenDict
 
 #: The candidate that every other one has to beat.
 RANDOM = "random"
+#: The most that the chosen one's loss may be above the lowest, as a fraction of it. A few rows with
+#: large losses make the standard error larger than any difference that matters.
+MOST_ABOVE = 0.1
 #: Decimals of losses in tables: so many, and more where differences are small.
 _DECIMALS = 4
 _MOST_DECIMALS = 8
@@ -137,9 +140,13 @@ class Choice:
         lowest = self._scored[0]
         if lowest.loss == self.best.loss:
             return ""
+        within = "one standard error"
+        # Older files may hold a choice by one standard error alone.
+        if self.best.loss - lowest.loss <= MOST_ABOVE * abs(lowest.loss):
+            within += f" and {100 * MOST_ABOVE:g} %"
         return (
             f"{self.chosen} comes before {lowest.name} in the list of candidates, and its loss is"
-            " within one standard error and 10 % of the lowest."
+            f" within {within} of the lowest."
         )
 
     @property
@@ -170,7 +177,7 @@ class Choice:
 
     @property
     def beats_random(self) -> bool:
-        """Whether random heads are worse: their mean loss shown, every draw's seen.
+        """Whether random heads are shown to be worse on average, and none of the draws is better.
 
         True where none were drawn.
         """
@@ -178,18 +185,25 @@ class Choice:
 
     @property
     def loses_to_random(self) -> bool:
-        """Whether random heads are better: their mean loss shown, every draw's seen."""
+        """Whether random heads are shown to be better on average, and no draw is worse."""
         return any(one.high < 0 for one in self.candidates if one.scorer == RANDOM)
 
     @property
     def are_all_equal(self) -> bool:
-        """Whether all candidates and random draws keep the same heads."""
-        return all(one.low == one.high == 0 for one in self.candidates)
+        """Whether all of several candidates keep the same heads, and random draws lose as much."""
+        others = [one for one in self.candidates if one is not self.best]
+        for one in others:
+            is_equal = one.low == one.high == 0
+            if not is_equal or (one.scorer != RANDOM and one.same_as != self.chosen):
+                return False
+        return bool(others)
 
     @property
     def doubt(self) -> str:
         """A warning that random heads may be as good, or are better; empty where they are worse."""
-        if self.beats_random or self.are_all_equal:
+        if self.are_all_equal:
+            return f"There was nothing to choose: every plan keeps the same heads ({self.budget})."
+        if self.beats_random:
             return ""
         alike = ", refitted alike" if self.refit else ""
         if self.loses_to_random:
@@ -204,7 +218,7 @@ class Choice:
         others = [one.name for one in self.ties if not one.same_as]
         if not others:
             return ""
-        names = " and ".join([self.chosen, *others])
+        names = f"{', '.join([self.chosen, *others[:-1]])} and {others[-1]}"
         return f"These rows do not show a difference between {names}, which keep different heads."
 
     @property
@@ -226,8 +240,16 @@ class Choice:
         """How each cut model was refitted, in words; empty where it was not."""
         if not self.refit:
             return ""
-        rows = f" on {self.n_refitted:,} rows" if self.n_refitted else ""
-        return f"refitted by {self.refit}{rows}"
+        if not self.n_refitted:
+            return f"refitted by {self.refit}"
+        return f"refitted by {self.refit} on {self.n_refitted:,} of {self.n_examples:,} rows"
+
+    @property
+    def _rows(self) -> str:
+        """The rows of the losses, in words."""
+        if self.n_refitted:
+            return "the other rows, in turn"
+        return f"{self.n_examples:,} held-out rows"
 
     @property
     def unrefitted(self) -> str:
@@ -239,8 +261,9 @@ class Choice:
         """A warning that the refit harms, or is not shown to help; empty where it helps."""
         if self.refitting is None or self.refitting.helps:
             return ""
-        n = self.decimals
-        losses = f"loss {self.best.loss:.{n}f} with it, {self.refitting.loss:.{n}f} without"
+        n, refitting = self.decimals, self.refitting
+        losses = f"loss {self.best.loss:.{n}f} with it, {refitting.loss:.{n}f} without"
+        losses += f", a difference of [{refitting.low:+.{n}f}, {refitting.high:+.{n}f}]"
         if self.refitting.harms:
             return (
                 f"Fitted to part of these rows, {self.refit} makes the cut model worse on the"
@@ -273,10 +296,7 @@ class Choice:
 
     def __str__(self) -> str:
         refit = f", {self.refitted}" if self.refit else ""
-        lines = [
-            f"auto chose {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out"
-            " rows"
-        ]
+        lines = [f"auto chose {self.best.name}: {self.budget}{refit}, loss of {self._rows}"]
         # One column for names, also those of lines that are no candidates.
         names = ["whole model", *(one.name for one in self.candidates)]
         if self.refitting is not None:

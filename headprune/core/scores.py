@@ -340,8 +340,8 @@ class HeadScores(Value):
             of += f" in {n_units} groups"
         if self.counts.neurons is not None:
             of += f" and {self.counts.neurons:,} neurons"
-        chosen = "" if self.choice is None else ", chosen by auto"
-        return f"{self.scorer}{chosen} over {self.n_examples} examples: {of}"
+        scorer = self.scorer if self.choice is None else f"{self.choice.chosen}, chosen by auto,"
+        return f"{scorer} over {self.n_examples} examples: {of}"
 
     @property
     def title(self) -> str:

@@ -142,15 +142,19 @@ def _as_tensor(gates: Any) -> Any:
 
     Everything else is returned unchanged.
     """
+    if isinstance(gates, (list, tuple)):
+        try:
+            gates = np.asarray(gates)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidValue(
+                "gates", "numbers or booleans, as many per row", repr(gates)
+            ) from error
     if isinstance(gates, np.ndarray):
+        if gates.dtype.kind not in "biuf":
+            raise InvalidValue("gates", "numbers or booleans", f"an array of {gates.dtype}")
         if gates.dtype.kind == "f" and not np.isfinite(gates).all():
             raise InvalidValue("gates", "finite", "NaN or infinite")
         gates = torch.tensor(gates)
-    if isinstance(gates, (list, tuple)):
-        try:
-            gates = torch.tensor(gates)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidValue("gates", "lists of numbers or booleans", repr(gates)) from error
     if not isinstance(gates, Tensor) or gates.is_floating_point() or gates.is_complex():
         return gates
     is_mask = gates.dtype == torch.bool or bool(((gates == 0) | (gates == 1)).all())

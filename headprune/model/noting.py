@@ -1,14 +1,15 @@
 """Hooks that only record: their bytecode shows that nothing which passes through is changed.
 
-What a hook stores must go into objects of its own. What it calls must be known to change nothing.
-All else is uncertain, and counts as a change.
+What a hook stores must go into containers of Python or plain objects of its own. What it calls must
+be known to change nothing. Operators of the user's own classes may do anything. All else is
+uncertain, and counts as a change.
 """
 
 from __future__ import annotations
 
 import dis
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import CO_VARARGS, CO_VARKEYWORDS
@@ -37,6 +38,8 @@ _UNCERTAIN = (
     "STORE_SLICE",
     "YIELD_",
 )
+#: Keyword arguments by which PyTorch writes, or that are functions or files of the user's.
+_UNCERTAIN_KEYWORDS = {"out", "inplace", "key", "file"}
 _STORES = ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _COPIES = ("COPY", "DUP_TOP")
@@ -45,6 +48,8 @@ _COPIES = ("COPY", "DUP_TOP")
 
 #: Methods that record in a container.
 _RECORDING = frozenset({"add", "append", "appendleft", "extend", "setdefault", "update"})
+#: Containers of Python, whose keys are set without any code of the user's.
+_PLAIN_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 #: Types whose bound methods are harmless where code names them as they are.
 _CONTAINERS = (list, dict, set, deque, str)
 #: Attributes that tensors have too, but that change an array of NumPy or a list.
@@ -66,6 +71,9 @@ _OF_TENSORS = {name for name in dir(Tensor) if not name.startswith("_")}
 _READING = (_OF_TENSORS - _CHANGING) | _OF_CONTAINERS
 #: Attributes of arrays and containers that may write.
 _WRITING = {*dir(np.ndarray), *dir(list), *dir(dict), *dir(set)} - _READING
+#: Methods behind operators, indexing, comparisons, iteration and attributes.
+_OPERATORS = {name for name in dir(np.ndarray) if name.startswith("__") and name not in dir(object)}
+_OPERATORS |= {"__getattr__", "__getattribute__", "__eq__", "__missing__", "__next__"}
 #: Built-in functions that change nothing.
 _BUILTINS = frozenset(
     {"abs", "all", "any", "bool", "dict", "enumerate", "float", "id", "int", "isinstance"}
@@ -77,7 +85,7 @@ _HARMLESS_MODULES = frozenset({"copy", "logging", "math", "time"})
 
 
 def only_notes(hook: Any, part: nn.Module) -> bool:
-    """Decide whether a hook for certain returns nothing new and changes nothing.
+    """Decide whether a hook returns nothing new and changes nothing, as far as its code shows.
 
     Args:
         hook: A forward hook or a forward pre-hook.
@@ -232,10 +240,10 @@ class _CodeReader:
             return False
 
     def _names_output(self) -> bool:
-        """Whether some call has a keyword argument by which PyTorch writes: ``out=, inplace=``."""
+        """Whether some call has a keyword argument that writes or is called, such as ``out=``."""
         for constant in self.code.co_consts:
             # Names of keyword arguments are tuples among the constants.
-            if isinstance(constant, tuple) and ("out" in constant or "inplace" in constant):
+            if isinstance(constant, tuple) and _UNCERTAIN_KEYWORDS.intersection(constant):
                 return True
         return False
 
@@ -324,8 +332,10 @@ class _CodeReader:
             return self._harmless_function(value, function)
         if isinstance(value, (BuiltinFunctionType, type)):
             return _is_harmless_builtin(value)
-        if isinstance(value, (ModuleType, Tensor)) or value is self.part or not callable(value):
+        if isinstance(value, (ModuleType, Tensor)) or value is self.part:
             return True
+        if not callable(value):
+            return not _defines(type(value), _OPERATORS)
         return isinstance(value.__call__, MethodType) and self._harmless(value.__call__)
 
     def _harmless_function(self, value: Any, function: Any) -> bool:
@@ -347,7 +357,7 @@ class _CodeReader:
         key = self._start(i - 1)
         start = self._start(key - 1)
         if not any("SUBSCR" in s.opname for s in self.steps[start:key]):
-            return self._is_own(self._value(start, key - 1))
+            return type(self._value(start, key - 1)) in _PLAIN_CONTAINERS
         # container[...]["text"] = ...: only a dictionary has texts as keys.
         last = self.steps[i - 1]
         is_text = last.opname == "LOAD_CONST" and isinstance(last.argval, str)
@@ -363,7 +373,9 @@ class _CodeReader:
     def _is_own_attribute(self, value: Any, name: str) -> bool:
         """Whether no code of the model reads an attribute."""
         if value is not self.part or value is None:
-            return self._is_own(value)
+            kind = type(value)
+            is_plain = not _defines(kind, {"__setattr__"}) and not hasattr(kind, name)
+            return self._is_own(value) and (is_plain or isinstance(value, type))
         for _, _, function in functions_of(type(value)):
             if name in function.__code__.co_names:
                 return False
@@ -454,6 +466,16 @@ class _CodeReader:
         if name in names:
             return names[name]
         raise _Unknown
+
+
+def _defines(kind: type, names: set[str]) -> bool:
+    """Whether a class of the user's, or one that it inherits from, defines any of these methods."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in (*LIBRARIES, "builtins", "collections"):
+            continue
+        if not names.isdisjoint(vars(base)):
+            return True
+    return False
 
 
 def _is_harmless_builtin(value: Any) -> bool:

@@ -37,6 +37,7 @@ _UNFINISHED = {
 }
 #: How the chosen heads compare with random ones.
 _BEAT_RANDOM = "the choice beat random heads"
+_RECOVERED_ALIKE = ", cut and recovered alike"
 _RANDOM_BETTER = "random heads did better"
 _NOT_SHOWN = "random heads are not shown to be worse at this size"
 _NOT_SHOWN_ALIKE = "after a refit, random heads are not shown to be worse"
@@ -366,6 +367,11 @@ class _Chance:
     when: str
     treated: str
 
+    @property
+    def after_recovery(self) -> bool:
+        """Whether random heads got the recovery, too."""
+        return self.treated == _RECOVERED_ALIKE
+
 
 def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Chance | None:
     """Compare the chosen heads with random ones; None where nothing does.
@@ -378,7 +384,7 @@ def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Chan
         if alike is not None:
             name = f"{RECOVERED_RANDOM}{final.name}"
             draws = next((row.draws for row in record.quality if row.name == name), 1)
-            return _Chance(_of(alike), draws, "", ", cut and recovered alike")
+            return _Chance(_of(alike), draws, "", _RECOVERED_ALIKE)
     if chosen is None or drawn is None or not _directed(chosen.metric):
         return None
     if chosen.kept_heads != drawn.kept_heads:
@@ -421,6 +427,8 @@ def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
     if scores is not None and scores.scorer == "random":
         return _Clause("its heads were chosen at random")
     chance = _against_random(record, rows)
+    if chance is not None and chance.after_recovery:
+        return _random_by_draws(chance)
     # Judged by `auto` on rows that the refit had not seen, random heads were refitted alike.
     if _refitted_alike(record) and scores is not None and scores.choice is not None:
         return _random_by_auto(scores.choice, chance)
@@ -454,9 +462,11 @@ def _refitted_alike(record: RunRecord) -> bool:
 
 def random_is_as_good(record: RunRecord, rows: Mapping[Role, QualityRow] | None = None) -> bool:
     """Whether random heads are not shown to be worse; False where nothing compares them."""
-    if _refitted_alike(record) and record.scores is not None and record.scores.choice is not None:
-        return not record.scores.choice.beats_random
     chance = _against_random(record, rows if rows is not None else headline_rows(record))
+    scores = record.scores
+    of_test = chance is not None and chance.after_recovery
+    if not of_test and _refitted_alike(record) and scores is not None and scores.choice is not None:
+        return not scores.choice.beats_random
     return chance is not None and chance.more.sign in ("unclear", "above")
 
 

@@ -69,12 +69,16 @@ class AutoOfRun(Auto):
     def announce(self, text: str, progress: bool | None) -> None:
         self._run.journal.tell(text)
         data, recipe = self._run.data, self._run.recipe
+        n_rows = len(data.examples["calibration"])
+        n_judged = n_rows * (self.folds - 1) // self.folds
         for step in judged_after(recipe):
-            # Losses of candidates are those of a refit on fewer rows than the run's.
-            if step.rows == "train" and step in recipe.recover:
-                rows = len(data.some("train", step.examples).examples["train"])
-                text = f"the run's own {step.method} will read {rows:,} rows of train"
-                self._run.journal.tell(text)
+            if step not in recipe.recover:  # it replaces a training
+                continue
+            purpose = step.rows_of(trains=False)
+            n_own = len(data.some(purpose, step.examples).examples[purpose])
+            if n_own != n_judged:
+                line = f"auto fits {step.method} to {n_judged:,} rows"
+                self._run.journal.tell(f"{line}, the run will fit it to {n_own:,} of {purpose}")
 
     @property
     def stands_in(self) -> bool:

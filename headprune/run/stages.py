@@ -21,7 +21,6 @@ from headprune.bench.quality import Quality
 from headprune.bench.size import sizes
 from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.core.changed import ChangedAnswers
-from headprune.core.choice import RANDOM
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadCounts
 from headprune.core.plan import PruningPlan
@@ -206,23 +205,14 @@ def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> Qua
 
 
 def refits_random(recipe: Recipe, scores: RunScores) -> bool:
-    """Whether random heads get the plan's recoveries, too.
-
-    False if a recovery trains, which would take too long, or if `auto` has compared random heads
-    on held-out rows already.
-    """
-    choice = scores.chosen.choice
-    judged = choice is not None and any(one.scorer == RANDOM for one in choice.candidates)
-    return bool(scores.random) and not judged and recovers_quickly(recipe)
+    """Whether random heads get the plan's recoveries, too; not a training, which takes too long."""
+    return bool(scores.random) and recovers_quickly(recipe)
 
 
 def expects_random(recipe: Recipe) -> bool:
     """Whether random heads will get the plan's recoveries, as far as the recipe can say."""
     wanted = recipe.score
-    # `auto` refits random heads by itself, unless it is to draw none.
-    draws_itself = wanted.scorer == "auto" and wanted.settings.get("random_draws") != 0
-    drawn = wanted.random_draws and wanted.scorer != "random" and not draws_itself
-    return bool(drawn) and recovers_quickly(recipe)
+    return bool(wanted.random_draws) and wanted.scorer != "random" and recovers_quickly(recipe)
 
 
 def recovers_quickly(recipe: Recipe) -> bool:

@@ -172,8 +172,8 @@ def _chosen_for(
         return notes
     return (
         *notes,
-        f"auto compared plans of selector {choice.selector!r}; those of {selector!r} may keep other"
-        " heads.",
+        f"auto compared plans of selector {choice.selector!r}; {selector!r} may keep other heads."
+        " In a recipe, auto compares those of select.selector.",
     )
 
 

@@ -52,6 +52,48 @@ def test_random_heads_are_compared_by_their_mean():
     assert choice.doubt == ""
 
 
+def test_without_folds_the_comparison_with_random_heads_allows_for_the_choice():
+    noise = np.random.default_rng(0).normal(size=(5, 50))
+    losses = np.array([[1.0], [1.2], [1.3], [2.0], [2.2]]) + noise
+    found, _ = ranked(asked("a", "b", "c"), losses[:3], [0, 1, 2], None, 0.95, losses[3:])
+    drawn = next(one for one in found if one.scorer == RANDOM)
+    chosen = losses[0]
+    assert (drawn.low, drawn.high) == interval(losses[3:].mean(0) - chosen, None, 0.95, 2)
+
+
+def test_where_all_plans_are_the_same_there_was_nothing_to_choose():
+    same = Candidate("obs", EMPTY, False, 1.0, 0.0, 0.0, 0.0, same_as="taylor")
+    drawn = Candidate(RANDOM, EMPTY, False, 1.0, 0.0, 0.0, 0.0)
+    words = "There was nothing to choose: every plan keeps the same heads (keep 50 % of the heads)."
+    assert choice_of(same, drawn).doubt == words
+    assert words in str(choice_of(same, drawn))
+    # Equal losses of other heads, or a single candidate, say nothing.
+    assert choice_of(replace(same, same_as="")).doubt == ""
+    assert choice_of().doubt == ""
+
+
+def test_a_choice_of_an_older_version_says_its_own_rule():
+    lower = Candidate("obs", EMPTY, False, 0.8, -0.2, -0.5, 0.1)
+    for loss, rule in ((0.8, "one standard error of"), (0.95, "one standard error and 10 % of")):
+        choice = choice_of(replace(lower, loss=loss, difference=loss - 1))
+        choice = replace(choice, candidates=choice.candidates[::-1])
+        assert f"within {rule} the lowest" in choice.preferred
+
+
+def test_a_plan_by_another_selector_than_auto_compared_says_so():
+    def notes(compared, used):
+        sites = (AttentionSite("a", "own", "self", 4, 4, 8, 8, (0, 1, 2, 3)),)
+        choice = replace(choice_of(), selector=compared)
+        model = ModelFingerprint("s", "w")
+        values = ((0.0, 1.0, 2.0, 3.0),)
+        scores = HeadScores(sites, values, None, "taylor", EMPTY, 8, model, choice=choice)
+        return hp.select(scores, hp.Budget(keep_heads=0.5), used).notes
+
+    assert any("of selector 'uniform'; 'global_topk' may" in n for n in notes("uniform", None))
+    assert not notes("uniform", "uniform")
+    assert not notes("", None)
+
+
 def test_a_loss_far_above_the_lowest_is_not_taken():
     """A few rows with large losses make the standard error large, and one candidate bad."""
     losses = np.full((2, 64), 0.005)
@@ -133,7 +175,11 @@ def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie():
 def test_a_refit_that_harms_is_named():
     for low, high, words in (
         (-0.3, -0.1, "makes the cut model worse on the others (loss 1.0000 with it, 0.8000"),
-        (-0.3, 0.1, "do not show that lstsq helps (loss 1.0000 with it, 0.8000 without)."),
+        (
+            -0.3,
+            0.1,
+            "helps (loss 1.0000 with it, 0.8000 without, a difference of [-0.3000, +0.1000]).",
+        ),
         (0.1, 0.3, ""),
     ):
         choice = replace(choice_of(), refitting=Refitting(0.8, low, high))

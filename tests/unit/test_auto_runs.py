@@ -33,6 +33,8 @@ def test_a_run(tmp_path):
     assert (choice.refit, choice.n_examples) == ("lstsq", 40)
     assert choice.best.scorer == record.scores.scorer == record.plan.scorer
     assert {c.scorer for c in choice.candidates} == {"taylor", "obs", "random"}
+    # On test rows, too, random heads are compared with the same refit.
+    assert "random, recovered (lstsq)" in [row.name for row in record.quality]
     text = "\n".join(said)
     announced = "auto: 2 scorers, then up to 4 plans, each cut and refitted by lstsq 2 times"
     assert text.index(announced) < text.index(f"auto chose {choice.chosen}: keep 50 % of the heads")
@@ -88,8 +90,8 @@ def test_a_run_says_where_its_own_refit_reads_more_rows(tmp_path):
     said = []
     recover = [{"method": "lstsq", "rows": "train", "examples": 60}]
     record = run(tmp_path, said.append, **BARE, recover=recover)
-    assert any("the run's own lstsq will read 60 rows of train" in line for line in said)
-    assert any("refitted by lstsq on 20 rows" in line for line in said)
+    assert any("fits lstsq to 20 rows, the run will fit it to 60 of train" in line for line in said)
+    assert any("refitted by lstsq on 20 of 40 rows" in line for line in said)
     assert (record.scores.choice.n_refitted, record.scores.choice.selector) == (20, "global_topk")
 
 

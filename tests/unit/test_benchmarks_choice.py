@@ -48,9 +48,12 @@ def record(task, metric, whole, rows, took):
     """A record of one share and refit; a row per draw."""
     made = []
     for draw, (row, auto) in enumerate(zip(rows, took, strict=True)):
-        cells = {name: {"test": value, "held_out": 0.0} for name, value in row.items()}
+        cells = {}
+        for name, value in row.items():
+            loss = 1.0 + (name != auto)
+            cells[name] = {"test": value, "held_out": loss, "low": loss - 1, "high": loss - 1}
         about = {"tuned": 0, "training": "CPU 0", "share": 1 / 3, "refit": "lstsq", "draw": draw}
-        made.append({**about, "cells": cells, "auto": auto})
+        made.append({**about, "cells": cells, "auto": auto, "against": auto})
     judged = {"0": {"metric": metric, "test": whole, "n": 9}}
     return {"task": task, "calibration": 8, "whole": judged, "rows": made}
 
@@ -60,6 +63,22 @@ def test_regret_is_taken_to_the_best_mean(regret):
     found = regret.regrets([record("trec", "accuracy", 0.9, rows, ["taylor", "obs"])])
     at = {name.partition(",")[0]: values["trec", 0.3333] for name, values in found.items()}
     assert at == pytest.approx({"auto": 0.0, "taylor": 3.0, "obs": 5.0, "random": 28.0})
+
+
+def test_auto_takes_by_its_present_rule_whatever_it_took(regret):
+    def cell(loss, half):
+        return {"held_out": loss, "low": loss - 1 - half, "high": loss - 1 + half}
+
+    def taken(**cells):
+        return regret.taken({"cells": cells, "against": "obs"}, 50)
+
+    # Intervals are some two standard errors wide to each side.
+    wide, near = cell(1.08, 0.3), cell(1.08, 0.1)
+    assert taken(surgeon=wide, obs=cell(1.0, 0)) == "surgeon"
+    assert taken(surgeon=near, obs=cell(1.0, 0)) == "obs"
+    assert taken(surgeon=cell(1.11, 0.9), obs=cell(1.0, 0)) == "obs"
+    # The lowest is not the one that intervals compare with: the wider of two is taken.
+    assert taken(surgeon=near, obs=cell(1.0, 0), taylor=cell(0.99, 0.5)) == "surgeon"
 
 
 def test_pipelines_are_compared_pair_by_pair(regret):

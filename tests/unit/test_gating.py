@@ -2,6 +2,7 @@
 reach."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -46,7 +47,9 @@ MASK = hp.HeadMask.from_keep
         ({"0": 2 * torch.ones(4, dtype=torch.long)}, InvalidValue, "got torch.int64"),
         ({"0": np.full(4, np.nan)}, InvalidValue, "must be finite, got NaN or infinite"),
         ({"0": [1.0, 1.0, 0.0]}, InvalidValue, r"got shape \[3\]"),
-        ({"0": ["a", "b"]}, InvalidValue, r"lists of numbers or booleans, got \['a', 'b'\]"),
+        ({"0": ["a", "b"]}, InvalidValue, "numbers or booleans, got an array of <U1"),
+        ({"0": [[1.0], [1.0, 0.0]]}, InvalidValue, "numbers or booleans, as many per row"),
+        ({"0": [1.0, 0.0, math.nan, 1.0]}, InvalidValue, "must be finite, got NaN or infinite"),
         ({"o": torch.ones(4)}, UnknownName, "gates: must be keyed by site names, got 'o'"),
         ({1: torch.ones(4)}, UnknownName, "keyed by site names, got 1"),
         (torch.ones(2, 4), InvalidValue, DIFFERENT),

@@ -43,6 +43,32 @@ class Editor:
         self(a[0])
 
 
+class Operators:
+    """Edits what its operators and stores are given."""
+
+    def __matmul__(self, x):
+        x[0] = 0
+
+    __getitem__ = __contains__ = __eq__ = __matmul__
+    __hash__ = None
+
+    def __setitem__(self, key, x):
+        x[0] = 0
+
+    def __setattr__(self, name, x):
+        x[0] = 0
+
+
+class Box:
+    @property
+    def kept(self):
+        return None
+
+    @kept.setter
+    def kept(self, x):
+        x[0] = 0
+
+
 def helper(x):
     x[..., 4:8] = 0
 
@@ -59,6 +85,7 @@ def around():
     found = {"seen": [], "store": {}, "many": {"x": []}, "counts": {}}
     found |= {"calls": 0, "buffer": torch.ones(1), "recorder": Recorder(), "editor": Editor()}
     found |= {"note": through(len), "edit": through(helper), "editors": {"x": helper}}
+    found |= {"operators": Operators(), "box": Box()}
     return {**found, "helper": helper, "through": through}
 
 
@@ -118,6 +145,15 @@ EDITS = {
     "stored": "editors['x'](a[0])",
     "taken": "change = editors['x']\nchange(a[0])",
     "object": "editor(a[0])",
+    "key of max": "seen.append(max(a, key=editors['x']))",
+    "key of sorted": "sorted(a, key=editors['x'])",
+    "its own keys": "operators['x'] = a[0]",
+    "its own attributes": "operators.x = a[0]",
+    "a property": "box.kept = a[0]",
+    "its own product": "operators @ a[0]",
+    "its own index": "operators[a[0]]",
+    "its own test": "a[0] in operators",
+    "its own equality": "operators == a[0]",
 }
 
 
