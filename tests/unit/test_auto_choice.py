@@ -94,6 +94,47 @@ def test_a_plan_by_another_selector_than_auto_compared_says_so():
     assert not notes("", None)
 
 
+def notes_of_another_budget(chosen_for, asked, by_kind=False):
+    """The notes of a plan where `auto` chose for one budget, in words, and another is asked for."""
+    sites = [AttentionSite(k, "own", k, 4, 4, 8, 8, (0, 1, 2, 3)) for k in ("self", "causal")]
+    sites.append(AttentionSite("f", "own", "feed_forward", 8, 8, 1, 1, tuple(range(8))))
+    values = ((0.0, 1.0, 2.0, 3.0), (4.0, 5.0, 6.0, 7.0), tuple(map(float, range(8))))
+    choice = replace(choice_of(taken=replace(TAKEN, by_kind=by_kind)), budget=chosen_for)
+    model = ModelFingerprint("s", "w")
+    scores = HeadScores(tuple(sites), values, None, "taylor", EMPTY, 8, model, choice=choice)
+    plan = hp.select(scores, asked)
+    assert plan.scores == scores.digest
+    return [note for note in plan.notes if note.startswith("auto ")]
+
+
+@pytest.mark.parametrize("words", ["keep 50 % of the heads", "keep 4 heads"])
+@pytest.mark.parametrize("amount", [0.5, 4])
+def test_a_share_and_its_count_are_one_budget(words, amount):
+    assert notes_of_another_budget(words, hp.Budget(keep_heads=amount)) == []
+
+
+@pytest.mark.parametrize("amount", [8, 1.0])
+def test_all_heads_are_a_budget_too(amount):
+    assert notes_of_another_budget("keep 8 heads", hp.Budget(keep_heads=amount)) == []
+
+
+def test_a_plan_says_which_budget_auto_chose_for():
+    words = (
+        "auto chose taylor for another budget: keep 3 heads. hp.scoring.Auto(keep=...) chooses for"
+        " yours."
+    )
+    half = hp.Budget(keep_heads=0.5)
+    assert notes_of_another_budget("keep 3 heads", half) == [words]
+    assert notes_of_another_budget("keep 3 heads", {"self": half}) == [words]
+    (note,) = notes_of_another_budget("keep 3 heads", {"self": half}, by_kind=True)
+    assert note == words.replace("taylor", "taylor, by kind")
+    assert notes_of_another_budget("keep 3 heads", hp.Budget(keep_heads=12)) == [words]
+    # Budgets of a recipe are the words of each site's.
+    both = {"self": half, "causal": half}
+    given = "self: keep 50 % of the heads, causal: keep 50 % of the heads"
+    assert notes_of_another_budget(given, both) == []
+
+
 def test_a_loss_far_above_the_lowest_is_not_taken():
     """A few rows with large losses make the standard error large, and one candidate bad."""
     losses = np.full((2, 64), 0.005)

@@ -399,3 +399,20 @@ def test_what_is_no_selector_is_refused(selector, message):
 def test_settings_are_counts(cls, settings):
     with pytest.raises(InvalidValue, match="must be a count of heads"):
         cls(**settings)
+
+
+def test_neurons_are_taken_in_levels_by_their_rank():
+    """100 neurons in steps of 8: the budget of parameters buys the best levels."""
+    values = [float((37 * i) % 100) for i in range(100)]
+    neurons = site("f", 100, kind="feed_forward")
+    scores = make([site("a", 2), neurons], [[1000.0, 1000.0], values])
+    units = sum(cost.params for row in scores.costs.units for cost in row)
+    fixed = scores.costs.total.params - units
+    each = scores.costs.units[1][0].params
+    for n_kept, level in ((100, 100), (99, 88), (50, 48), (9, 8)):
+        # Both heads, and so many neurons, may stay.
+        params = fixed + units - (100 - n_kept) * each
+        plan = select(scores, Budget(keep_params=params / scores.costs.total.params))
+        best = sorted(range(100), key=values.__getitem__, reverse=True)[:level]
+        assert plan.mask.kept("f") == tuple(sorted(best))
+        assert plan.mask.kept("a") == (0, 1)
