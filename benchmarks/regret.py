@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.choice.auto import DEFAULT
-from headprune.core.choice import MOST_ABOVE, candidate_name
+from headprune.core.choice import candidate_name, most_above
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.metrics import drop
 from headprune.core.scores import HeadScores
@@ -146,6 +146,8 @@ ROWS = {"stories": 64, "char-gpt": 64}
 #: Heads kept: of MiniLM's 72 these are 36, 24, 14 and 8.
 SHARES = (0.5, 1 / 3, 14 / 72, 8 / 72)
 AUTO, RANDOM = "auto", "random"
+#: Tasks whose models write text.
+TEXTS = ("stories", "char-gpt", "translation")
 PAGE = "regret.md"
 #: What the page begins with.
 IN_SHORT = ("auto, lstsq", "surgeon, lstsq", "taylor, lstsq", "random, lstsq")
@@ -482,11 +484,11 @@ def points_of(record: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     """Points of a row's pipelines above the whole model; ``auto`` has those of what it took."""
     whole = record["whole"][str(row["tuned"])]
     of = points(whole["metric"], whole["test"])
-    named = {**row["cells"], AUTO: row["cells"][taken(row, record["calibration"])]}
+    named = {**row["cells"], AUTO: row["cells"][taken(row, record)]}
     return {f"{name}, {row['refit']}": of(cell["test"]) for name, cell in named.items()}
 
 
-def taken(row: dict[str, Any], n_rows: int) -> str:
+def taken(row: dict[str, Any], record: dict[str, Any]) -> str:
     """What ``auto`` takes by its present rule, from a row's held-out losses and intervals.
 
     The intervals compare with one candidate. Where that has not the lowest loss, the standard error
@@ -495,9 +497,10 @@ def taken(row: dict[str, Any], n_rows: int) -> str:
     cells = {name: cell for name, cell in row["cells"].items() if name != RANDOM}
     lowest = min(cells, key=lambda name: cells[name]["held_out"])
     least = cells[lowest]["held_out"]
+    is_text = record["task"] in TEXTS
     # Half an interval is so many standard errors.
     others = max(1, len(cells) - 1 + (RANDOM in row["cells"]))
-    quantile = student.ppf(1 - 0.05 / (2 * others), n_rows - 1)
+    quantile = student.ppf(1 - 0.05 / (2 * others), record["calibration"] - 1)
     errors = {name: (cell["high"] - cell["low"]) / 2 / quantile for name, cell in cells.items()}
     preferred = [candidate_name(*named, False) for named in hp.scoring.Auto().asked]
     for name in itertools.chain.from_iterable((name, f"{name}, by kind") for name in preferred):
@@ -506,7 +509,7 @@ def taken(row: dict[str, Any], n_rows: int) -> str:
         error = errors[name]
         if row["against"] != lowest:
             error = max(error, errors[lowest])
-        if cells[name]["held_out"] - least <= min(error, MOST_ABOVE * abs(least)):
+        if cells[name]["held_out"] - least <= min(error, most_above(least, is_text)):
             return name
     return lowest
 
@@ -787,7 +790,7 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
         f"Measured on: {' And on: '.join(record['machines'])}",
         "",
     ]
-    if any(taken(row, record["calibration"]) != row["auto"] for row in record["rows"]):
+    if any(taken(row, record) != row["auto"] for row in record["rows"]):
         lines[4:4] = [
             "",
             "`auto` had another rule when some of these rows were made. The table has what its",

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from headprune.core.choice import MOST_ABOVE, RANDOM, Candidate, candidate_name
+from headprune.core.choice import RANDOM, Candidate, candidate_name, most_above
 from headprune.core.codec import EMPTY, FrozenDict
 
 Floats = NDArray[np.float64]
@@ -23,13 +23,14 @@ def ranked(
     folds: int | None,
     confidence: float,
     draws: Sequence[Floats] = (),
+    is_text: bool = False,
 ) -> tuple[tuple[Candidate, ...], str]:
     """Rank the candidates by their loss, and compare each with the chosen one.
 
     Chosen is the first candidate whose loss is within one standard error of the lowest (Breiman
-    et al. 1984, section 3.4.3) and within 10 % of it. A difference has Student's interval of the
-    paired differences per row (Nadeau and Bengio 2003), for as many comparisons as there are other
-    candidates (Bonferroni).
+    et al. 1984, section 3.4.3), and that itself, or its perplexity, within 10 %. A difference has
+    Student's interval of the paired differences per row (Nadeau and Bengio 2003), for as many
+    comparisons as there are other candidates (Bonferroni).
 
     Args:
         asked: Scorer, its settings and whether by kind, per candidate, the preferred one first.
@@ -41,13 +42,14 @@ def ranked(
             interval says.
         draws: Losses ``[rows]`` of each plan of random heads. They are one candidate; see
             ``_random``.
+        is_text: Whether losses are those of a text's tokens, so that perplexities are compared.
 
     Returns:
         The candidates from the lowest loss to the highest, and the name of the chosen one, which is
         never ``random``.
     """
     means = losses.mean(1)
-    chosen = _chosen(losses, folds)
+    chosen = _chosen(losses, folds, is_text)
     # Any of the others may be the best one.
     comparisons = max(1, len(asked) - 1)
 
@@ -126,16 +128,16 @@ def interval(
     return mean - quantile * error, mean + quantile * error
 
 
-def _chosen(losses: Floats, folds: int | None) -> int:
+def _chosen(losses: Floats, folds: int | None, is_text: bool) -> int:
     """Return the place of the first candidate within one standard error and 10 % of the lowest."""
     # Losses of few rows differ by chance. So a candidate that is usually good, and comes first,
     # keeps its place until another one is better by more than that.
     means = losses.mean(1)
     lowest = int(means.argmin())
-    most_above = MOST_ABOVE * abs(means[lowest])
+    most = most_above(float(means[lowest]), is_text)
     for i in range(len(losses)):
         mean, error = _paired(losses[i] - losses[lowest], folds)
-        if mean <= min(error, most_above):
+        if mean <= min(error, most):
             return i
     return lowest
 

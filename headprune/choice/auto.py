@@ -218,6 +218,7 @@ class Auto(Scorer):
         of_distinct, refit, notes = self._losses(problem, folds, distinct)
         losses = of_distinct[_first_places(masks, distinct)]  # [plans, rows]
         finite, note = _finite(asked, losses)
+        is_text = is_default(problem.loss) and predicts_text(problem.model, folds.batches[0][0])
 
         # 3. Take a candidate.
         asked, masks, losses = _at(asked, finite), _at(masks, finite), losses[finite]
@@ -229,6 +230,7 @@ class Auto(Scorer):
             self.folds if refit else None,
             self.confidence,
             draws=list(losses[n_scorers:].numpy()),
+            is_text=is_text,
         )
 
         # 4. Compare its plan with the same plan without a refit.
@@ -247,7 +249,7 @@ class Auto(Scorer):
             confidence=self.confidence,
             notes=(*notes, *note),
             refitting=refitting,
-            is_text=is_default(problem.loss) and predicts_text(problem.model, folds.batches[0][0]),
+            is_text=is_text,
             selector=plans[0].selector,
             n_refitted=folds.size * (self.folds - 1) // self.folds if refit else 0,
         )

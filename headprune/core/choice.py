@@ -11,9 +11,9 @@ from headprune.core.codec import LATER, FrozenDict
 
 #: The candidate that every other one has to beat.
 RANDOM = "random"
-#: The most that the chosen one's loss may be above the lowest, as a fraction of it. A few rows with
-#: large losses make the standard error larger than any difference that matters.
-MOST_ABOVE = 0.1
+#: The most that the chosen one's loss, or perplexity, may be above the lowest, as a fraction of it.
+#: A few rows with large losses make the standard error larger than any difference that matters.
+_MOST_ABOVE = 0.1
 #: Decimals of losses in tables: so many, and more where differences are small.
 _DECIMALS = 4
 _MOST_DECIMALS = 8
@@ -30,6 +30,16 @@ def candidate_name(scorer: str, settings: Mapping[str, Any], by_kind: bool) -> s
     given = ", ".join(f"{key}={value}" for key, value in settings.items())
     name = f"{scorer} ({given})" if given else scorer
     return f"{name}, by kind" if by_kind else name
+
+
+def most_above(lowest: float, is_text: bool) -> float:
+    """How far the chosen candidate's loss may be above the lowest, whatever the standard error.
+
+    >>> most_above(0.5, is_text=False)
+    0.05
+    """
+    # A loss that rises by log(1.1) makes the perplexity 1.1 times as large.
+    return math.log1p(_MOST_ABOVE) if is_text else _MOST_ABOVE * abs(lowest)
 
 
 @dataclass(frozen=True)
@@ -142,8 +152,8 @@ class Choice:
             return ""
         within = "one standard error"
         # Older files may hold a choice by one standard error alone.
-        if self.best.loss - lowest.loss <= MOST_ABOVE * abs(lowest.loss):
-            within += f" and {100 * MOST_ABOVE:g} %"
+        if self.best.loss - lowest.loss <= most_above(lowest.loss, self.is_text):
+            within += f" and {100 * _MOST_ABOVE:g} %"
         return (
             f"{self.chosen} comes before {lowest.name} in the list of candidates, and its loss is"
             f" within {within} of the lowest."

@@ -143,6 +143,11 @@ def test_a_loss_far_above_the_lowest_is_not_taken():
     losses = np.full((2, 64), 0.2)
     losses[0, :2] += 0.6
     assert ranked(asked("first", "second"), losses, [0, 1], 2, 0.95)[1] == "first"
+    # Of texts, perplexities are compared: 4.2 above 4.0 is 22 % more.
+    losses = np.full((2, 64), 4.0)
+    losses[0, :2] += 6.4
+    assert ranked(asked("first", "second"), losses, [0, 1], 2, 0.95)[1] == "first"
+    assert ranked(asked("first", "second"), losses, [0, 1], 2, 0.95, is_text=True)[1] == "second"
 
 
 @pytest.mark.parametrize(("gap", "taken"), [(0.99, "first"), (1.01, "second")])

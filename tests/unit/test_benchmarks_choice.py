@@ -70,7 +70,7 @@ def test_auto_takes_by_its_present_rule_whatever_it_took(regret):
         return {"held_out": loss, "low": loss - 1 - half, "high": loss - 1 + half}
 
     def taken(**cells):
-        return regret.taken({"cells": cells, "against": "obs"}, 50)
+        return regret.taken({"cells": cells, "against": "obs"}, {"task": "trec", "calibration": 50})
 
     # Intervals are some two standard errors wide to each side.
     wide, near = cell(1.08, 0.3), cell(1.08, 0.1)
