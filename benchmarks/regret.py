@@ -565,7 +565,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "choose and which confirm was fixed before any was run. Still, not all that confirm are",
         "fresh: TREC and STS-B had a part in earlier advice, and rows of letters were there when",
         "`auto` got its rule of one standard error; capitals had no part in that. Its other rule,",
-        "at most 10 % above the lowest loss, came after all rows but most of the missing words. A",
+        "at most 10 % above the lowest loss, came after all rows but ten of missing words. A",
         "budget is missing where",
         "it is fewer than one head a layer. `by kind`: each kind of attention meets the budget by",
         "itself; by the rows of translation that is a candidate of `auto`, and no default.",
