@@ -191,7 +191,7 @@ class ScoreSection(Section):
             all rows are read.
         magnitude: Also cut by weight magnitude at the same budget.
         random_draws: Number of random cuts at the same budget; up to three of them get the
-            recoveries, too, where none of these trains and the scorer is not ``auto``.
+            recoveries, too, where none of these trains.
     """
 
     scorer: str = DEFAULT_SCORER
