@@ -63,7 +63,7 @@ class Lstsq(LayerwiseRecovery):
     >>> teacher = torch.nn.Sequential(MultiHeadAttention(8, 2), torch.nn.Tanh())
     >>> model = copy.deepcopy(teacher)
     >>> _ = prune_(model, HeadMask.from_keep({"0": [1]}, {"0": 2}))
-    >>> report = recover_(model, [torch.randn(4, 5, 8)], Lstsq(), teacher)
+    >>> report = recover_(model, [torch.randn(64, 5, 8)], Lstsq(), teacher)
     >>> report.metrics["error_after"] < report.metrics["error_before"]
     True
     """
