@@ -391,8 +391,8 @@ Data is a hub data set, a file (json, jsonl, csv, tsv, parquet, txt) or a folder
 - **Sound** is brought to the rate that the model's feature extractor asks for, averaged over channels, and cut or
   filled with silence to `data.seconds`, so that no clip depends on its batch. Wav files are read as they are, other
   formats with `pip install soundfile`.
-- **`score.scorer: auto`**, the default, tries several scorers and chooses the first whose loss on held-out rows is about the lowest
-  ([which scorer](how-to.md#which-scorer)). The run supplies budget, selector (`global_topk` for one that measures the
+- **`score.scorer: auto`**, the default, tries several scorers and chooses the first whose loss on held-out rows is
+  about the lowest ([which scorer](how-to.md#which-scorer)). The run supplies budget, selector (`global_topk` for one that measures the
   model) and the recoveries that do not train; `keep`, `refit` and `refit_settings` are therefore no settings here, and
   `score.until` is refused. Allowed under `score.settings`: `candidates`, names or `{{name: settings}}`;
   `folds`, the parts that rows are dealt to (2); `random_draws`, the random plans beside them (2); `confidence` (0.95).

@@ -142,6 +142,10 @@ class Auto(Scorer):
         done = f"cut and refitted by {self.refit_name}" if self.refit_name else "cut"
         return f"up to {self.most_plans(sites, n_candidates)} plans, each {done} {self.folds} times"
 
+    def n_fitted(self, n_rows: int) -> int:
+        """How many of so many rows each refit is fitted to, on average."""
+        return n_rows * (self.folds - 1) // self.folds
+
     @property
     def tries_kinds(self) -> bool:
         """Whether a budget for each kind of attention is tried, where there are several."""
@@ -251,7 +255,7 @@ class Auto(Scorer):
             refitting=refitting,
             is_text=is_text,
             selector=plans[0].selector,
-            n_refitted=folds.size * (self.folds - 1) // self.folds if refit else 0,
+            n_refitted=self.n_fitted(folds.size) if refit else 0,
         )
         scorer = candidates.index((choice.best.scorer, choice.best.settings))
         return _with_choice(estimates[scorer], choice)

@@ -375,7 +375,7 @@ class _CodeReader:
         if value is not self.part or value is None:
             kind = type(value)
             is_plain = not _defines(kind, {"__setattr__"}) and not hasattr(kind, name)
-            return self._is_own(value) and (is_plain or isinstance(value, type))
+            return self._is_own(value) and is_plain
         for _, _, function in functions_of(type(value)):
             if name in function.__code__.co_names:
                 return False

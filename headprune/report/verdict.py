@@ -37,7 +37,6 @@ _UNFINISHED = {
 }
 #: How the chosen heads compare with random ones.
 _BEAT_RANDOM = "the choice beat random heads"
-_RECOVERED_ALIKE = ", cut and recovered alike"
 _RANDOM_BETTER = "random heads did better"
 _NOT_SHOWN = "random heads are not shown to be worse at this size"
 _NOT_SHOWN_ALIKE = "after a refit, random heads are not shown to be worse"
@@ -359,18 +358,18 @@ class _Chance:
         more: How much more the chosen ones lose.
         draws: Random plans.
         when: `` before recovery`` if the comparison is from before it; else empty.
-        treated: How both were treated.
+        recovered: Whether random heads got the recovery, too.
     """
 
     more: _Difference
     draws: int
-    when: str
-    treated: str
+    when: str = ""
+    recovered: bool = False
 
     @property
-    def after_recovery(self) -> bool:
-        """Whether random heads got the recovery, too."""
-        return self.treated == _RECOVERED_ALIKE
+    def treated(self) -> str:
+        """How both were treated."""
+        return ", cut and recovered alike" if self.recovered else self.when
 
 
 def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Chance | None:
@@ -384,13 +383,13 @@ def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Chan
         if alike is not None:
             name = f"{RECOVERED_RANDOM}{final.name}"
             draws = next((row.draws for row in record.quality if row.name == name), 1)
-            return _Chance(_of(alike), draws, "", _RECOVERED_ALIKE)
+            return _Chance(_of(alike), draws, recovered=True)
     if chosen is None or drawn is None or not _directed(chosen.metric):
         return None
     if chosen.kept_heads != drawn.kept_heads:
         return None
     when = " before recovery" if final is not None else ""
-    return _Chance(_before_recovery(record, chosen, drawn), drawn.draws, when, when)
+    return _Chance(_before_recovery(record, chosen, drawn), drawn.draws, when)
 
 
 def _before_recovery(record: RunRecord, chosen: QualityRow, drawn: QualityRow) -> _Difference:
@@ -427,11 +426,9 @@ def _random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
     if scores is not None and scores.scorer == "random":
         return _Clause("its heads were chosen at random")
     chance = _against_random(record, rows)
-    if chance is not None and chance.after_recovery:
-        return _random_by_draws(chance)
-    # Judged by `auto` on rows that the refit had not seen, random heads were refitted alike.
-    if _refitted_alike(record) and scores is not None and scores.choice is not None:
-        return _random_by_auto(scores.choice, chance)
+    choice = _compared_by_auto(record, chance)
+    if choice is not None:
+        return _random_by_auto(choice, chance)
     if chance is None:
         return _Clause("it was not compared with random heads")
     return _random_by_draws(chance)
@@ -454,19 +451,20 @@ def _random_by_draws(chance: _Chance) -> _Clause:
     return _Clause(f"{text}{chance.when}", detail)
 
 
-def _refitted_alike(record: RunRecord) -> bool:
-    """Whether `auto` drew random heads, and treated them as its own candidates."""
+def _compared_by_auto(record: RunRecord, chance: _Chance | None) -> Choice | None:
+    """The choice of `auto` where it refitted random heads alike, and nothing did for test rows."""
     choice = record.scores.choice if record.scores is not None else None
-    return choice is not None and any(one.scorer == "random" for one in choice.candidates)
+    if choice is None or (chance is not None and chance.recovered):
+        return None
+    return choice if any(one.scorer == "random" for one in choice.candidates) else None
 
 
 def random_is_as_good(record: RunRecord, rows: Mapping[Role, QualityRow] | None = None) -> bool:
     """Whether random heads are not shown to be worse; False where nothing compares them."""
     chance = _against_random(record, rows if rows is not None else headline_rows(record))
-    scores = record.scores
-    of_test = chance is not None and chance.after_recovery
-    if not of_test and _refitted_alike(record) and scores is not None and scores.choice is not None:
-        return not scores.choice.beats_random
+    choice = _compared_by_auto(record, chance)
+    if choice is not None:
+        return not choice.beats_random
     return chance is not None and chance.more.sign in ("unclear", "above")
 
 

@@ -69,8 +69,7 @@ class AutoOfRun(Auto):
     def announce(self, text: str, progress: bool | None) -> None:
         self._run.journal.tell(text)
         data, recipe = self._run.data, self._run.recipe
-        n_rows = len(data.examples["calibration"])
-        n_judged = n_rows * (self.folds - 1) // self.folds
+        n_judged = self.n_fitted(len(data.examples["calibration"]))
         for step in judged_after(recipe):
             if step not in recipe.recover:  # it replaces a training
                 continue
