@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed, reason_of
+from headprune.core.errors import (
+    InvalidValue,
+    UnsupportedModel,
+    VerificationFailed,
+    check_count,
+    reason_of,
+)
 from headprune.core.files import staged
 from headprune.model.running import other_forwards, outputs, undisturbed
 from headprune.model.sites import unwrap
@@ -27,11 +33,19 @@ _OTHER_KERNELS = 10
 #: because ONNX's own format ends at 2 GiB.
 _ONE_FILE = 1 << 30
 
+#: The first version of operators that PyTorch's exporter writes without converting.
+_FIRST_OPSET = 18
+
 _AUTO = torch.export.Dim.AUTO
 
 
 def export_onnx(
-    model: nn.Module, example: Mapping[str, Tensor], path: str | Path, *, cache: bool = False
+    model: nn.Module,
+    example: Mapping[str, Tensor],
+    path: str | Path,
+    *,
+    cache: bool = False,
+    opset: int | None = None,
 ) -> Difference:
     """Write a model as ONNX for any number of rows and tokens, and verify it.
 
@@ -45,6 +59,9 @@ def export_onnx(
         cache: Write a decoder's step: besides the tokens it takes keys and values of those before
             (``past_key_values.0.key``, ...; a layer without heads has one key of width 1) and
             returns them with the new ones (``present.0.key``, ...). The attention mask covers both.
+        opset: The version of ONNX's operators, at least 18; by default PyTorch's. From 23 on,
+            attention is one operator, which ONNX Runtime runs faster than its parts; other and
+            older engines may not know it. Rotary embeddings need 24.
 
     Returns:
         The largest difference.
@@ -63,6 +80,8 @@ def export_onnx(
     model = unwrap(model)
     path = Path(path)
     _check_example(example)
+    if opset is not None:
+        check_count("opset", opset, _FIRST_OPSET)
     with undisturbed(model, packed=True), torch.no_grad():
         # 1. Inputs, and the names of inputs and outputs.
         rows = {}
@@ -91,13 +110,13 @@ def export_onnx(
                     output_names=output_names,
                     dynamic_shapes=any_size,
                     external_data=n_bytes > _ONE_FILE,
+                    opset_version=opset,
                     dynamo=True,
                     verbose=False,
                 )
 
             # 3. The comparison, at two sizes.
-            providers = ["CPUExecutionProvider"]
-            session = onnxruntime.InferenceSession(place / path.name, providers=providers)
+            session = _session(onnxruntime, place / path.name)
             differences = [
                 _difference(session, step, inputs, past),
                 _difference(session, step, *_smaller(step, rows)),
@@ -242,6 +261,19 @@ def _smaller(step: GraphStep, inputs: dict[str, Tensor]) -> tuple[dict[str, Tens
         if 1 in free_axes(t):
             smaller[name] = t[:, :-1]
     return smaller, []
+
+
+def _session(runtime: Any, path: Path) -> Any:
+    """Load an ONNX file into ONNX Runtime on the CPU.
+
+    Raises:
+        VerificationFailed: ONNX Runtime does not load it, as of operators that are too new.
+    """
+    try:
+        return runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime has a class of its own for each kind
+        must = f"one that ONNX Runtime {runtime.__version__} loads"
+        raise VerificationFailed("the ONNX file", must, reason_of(error)) from error
 
 
 def _difference(

@@ -58,11 +58,12 @@ def onnxruntime():
 
 
 @pytest.mark.slow
-def test_onnx_equals_the_model(tmp_path):
+@pytest.mark.parametrize(("name", "opset"), [("bert", None), ("bert", 23), ("llama", 24)])
+def test_onnx_equals_the_model(tmp_path, name, opset):
     runtime = onnxruntime()
-    model, batch = cut("bert")
+    model, batch = cut(name)
     before = [(n, type(m), m.training) for n, m in model.named_modules()]
-    difference = export.export_onnx(model, batch, tmp_path / "small.onnx")
+    difference = export.export_onnx(model, batch, tmp_path / "small.onnx", opset=opset)
     assert difference.maximum <= 10 * difference.tolerance
     assert [(n, type(m), m.training) for n, m in model.named_modules()] == before
     session = runtime.InferenceSession(tmp_path / "small.onnx")
@@ -72,6 +73,11 @@ def test_onnx_equals_the_model(tmp_path):
     (got,) = session.run(None, {n: t.numpy() for n, t in twice.items()})
     # Other kernels.
     assert_close(torch.from_numpy(got), model(**twice).logits, rtol=1e-4, atol=1e-4)
+    if opset is not None:
+        # One operator for each layer with heads.
+        nodes = pytest.importorskip("onnx").load(tmp_path / "small.onnx").graph.node
+        n_layers = len([s for s in hp.find_sites(model) if s.heads])
+        assert [node.op_type for node in nodes].count("Attention") == n_layers
 
 
 @pytest.mark.slow
@@ -130,6 +136,15 @@ def test_a_file_that_does_not_take_the_inputs_is_named_with_their_shapes():
         export._difference(Session(), model, {"input_ids": batch["input_ids"]}, [])
 
 
+def test_a_file_that_the_runtime_does_not_load(tmp_path):
+    runtime = onnxruntime()
+    file = tmp_path / "x.onnx"
+    file.write_bytes(b"no operators")
+    words = "the ONNX file: must be one that ONNX Runtime .* loads, got .*x.onnx"
+    with pytest.raises(VerificationFailed, match=words):
+        export._session(runtime, file)
+
+
 def test_what_cannot_be_exported_is_said(tmp_path):
     onnxruntime()
     file, (model, batch) = tmp_path / "x.onnx", cut("bert")
@@ -141,4 +156,6 @@ def test_what_cannot_be_exported_is_said(tmp_path):
         export.export_onnx(model, batch, file, cache=True)
     with pytest.raises(InvalidValue, match="input_ids with at least 4 tokens"):
         export.export_onnx(*cut("vit"), file, cache=True)
+    with pytest.raises(InvalidValue, match="opset: must be a count >= 18, got 17"):
+        export.export_onnx(model, batch, file, opset=17)
     assert list(tmp_path.iterdir()) == []
