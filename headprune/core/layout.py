@@ -106,6 +106,16 @@ class HeadSlab:
         return tuple(self.unit)
 
 
+def projections(query: str, key: str, value: str, output: str) -> tuple[HeadSlab, ...]:
+    """Return the slabs of four separate projections, by their paths in the attention module."""
+    return (
+        HeadSlab(query, "out", "query"),
+        HeadSlab(key, "out", "key"),
+        HeadSlab(value, "out", "value"),
+        HeadSlab(output, "in", "context"),
+    )
+
+
 #: Builds a small random model with an attention, and a batch for it; takes a seed.
 Tiny = Callable[[int], tuple[Any, Any]]
 

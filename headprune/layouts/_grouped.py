@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
+from headprune.core.heads import POLICIES
 from headprune.core.layout import STATE_ATTRIBUTE, Count
 from headprune.core.mixin import WITHOUT_HEADS, original_class
 from headprune.layouts import _empty
 
 if TYPE_CHECKING:
-    from headprune.core.heads import Kind, Policy
-
-POLICIES: tuple[Policy, ...] = ("group", "balanced", "free")
+    from headprune.core.heads import Kind
 
 #: Flags of modules whose keys other layers read (Gemma 3n and 4); such modules are not cut.
 SHARED_KEYS = ("store_full_length_kv", "is_kv_shared_layer")
@@ -59,6 +58,15 @@ def kind(module: Any, name: str) -> Kind:
         return "causal" if getattr(module, "is_causal", False) else "cross"
     # Without a flag it is causal, because these modules are decoders'.
     return "causal" if getattr(module, "is_causal", True) else "self"
+
+
+#: Fields of ``AttentionLayout`` that such layouts have in common.
+GROUPED: dict[str, Any] = {
+    "kind": kind,
+    "absent": SHARED_KEYS,
+    "counts": COUNTS,
+    "policies": POLICIES,
+}
 
 
 def repeat_keys(module: Any, model: Any) -> None:

@@ -22,6 +22,27 @@ _SPECIAL_TOKENS = {
     "decoder_start_token_id": 1,
 }
 
+#: Of models with one tower.
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
+#: Of those that classify text.
+TEXT_SIZES: dict[str, Any] = {**SIZES, "max_position_embeddings": 32}
+#: Of those that classify sound.
+SPEECH_SIZES: dict[str, Any] = {
+    **SIZES,
+    # Convolutions that turn 400 samples into 10 positions.
+    "conv_dim": (8, 8),
+    "conv_kernel": (10, 4),
+    "conv_stride": (10, 4),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+}
+
 #: Makes a batch from the module ``torch``; draws from its global generator.
 Batch = Callable[[Any], dict[str, Any]]
 

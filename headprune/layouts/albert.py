@@ -7,18 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, projections
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import encoder
+from headprune.layouts._tiny import TEXT_SIZES, encoder
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "embedding_size": 8,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
+_SIZES: dict[str, Any] = {**TEXT_SIZES, "embedding_size": 8}
 
 FAMILIES = (
     # One module for all layers.
@@ -35,12 +28,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="albert",
     gate="dense",
-    slabs=(
-        HeadSlab("query", "out", "query"),
-        HeadSlab("key", "out", "key"),
-        HeadSlab("value", "out", "value"),
-        HeadSlab("dense", "in", "context"),
-    ),
+    slabs=projections("query", "key", "value", "dense"),
     head_dim="attention_head_size",
     # The last two tell it from BERT's inner module.
     requires=("num_attention_heads", "output_dropout", "LayerNorm"),

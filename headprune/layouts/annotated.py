@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, projections
 from headprune.layouts._empty import textbook_without_heads
 from headprune.layouts._once import check_proved, once
 from headprune.layouts._tiny import TinyModule
@@ -44,12 +44,7 @@ def _head_dim(module: Any) -> int:
 LAYOUT = AttentionLayout(
     name="annotated",
     gate="linears.3",
-    slabs=(
-        HeadSlab("linears.0", "out", "query"),
-        HeadSlab("linears.1", "out", "key"),
-        HeadSlab("linears.2", "out", "value"),
-        HeadSlab("linears.3", "in", "context"),
-    ),
+    slabs=projections("linears.0", "linears.1", "linears.2", "linears.3"),
     head_dim=_head_dim,
     requires=("h", "d_k"),
     counts=(("h", "n_query_heads"),),

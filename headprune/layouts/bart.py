@@ -9,10 +9,12 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, projections
 from headprune.core.mixin import original_class
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import (
+    SIZES,
+    SPEECH_SIZES,
     decoder,
     encoder_decoder,
     images_and_text,
@@ -52,7 +54,8 @@ def _head_dim(module: Any) -> int:
     return width
 
 
-_SIZES: dict[str, Any] = {
+# Of an encoder and a decoder.
+_PAIR_SIZES: dict[str, Any] = {
     "d_model": 16,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -61,26 +64,9 @@ _SIZES: dict[str, Any] = {
     "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 24,
 }
-_TEXT: dict[str, Any] = {**_SIZES, "max_position_embeddings": 64, "init_std": 0.3}
+_TEXT: dict[str, Any] = {**_PAIR_SIZES, "max_position_embeddings": 64, "init_std": 0.3}
 
-# Of an encoder alone, for text, images or sound.
-_TOWER: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-}
 _CLIP_TEXT: dict[str, Any] = {"max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
-_SPEECH: dict[str, Any] = {
-    **_TOWER,
-    # Convolutions that turn 400 samples into 10 positions.
-    "conv_dim": (8, 8),
-    "conv_kernel": (10, 4),
-    "conv_stride": (10, 4),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "classifier_proj_size": 8,
-}
 
 FAMILIES = (
     # Encoder-decoders.
@@ -92,24 +78,24 @@ FAMILIES = (
     ("blenderbot", encoder_decoder("BlenderbotForConditionalGeneration", **_TEXT)),
     (
         "whisper",
-        speech_to_text("WhisperForConditionalGeneration", max_target_positions=64, **_SIZES),
+        speech_to_text("WhisperForConditionalGeneration", max_target_positions=64, **_PAIR_SIZES),
     ),
     # Two towers.
     (
         "clip",
         images_and_text(
-            "CLIPModel", _TOWER | {"patch_size": 4}, _TOWER | _CLIP_TEXT, projection_dim=12
+            "CLIPModel", SIZES | {"patch_size": 4}, SIZES | _CLIP_TEXT, projection_dim=12
         ),
     ),
-    ("siglip", images_and_text("SiglipModel", _TOWER | {"patch_size": 4}, _TOWER | _CLIP_TEXT)),
+    ("siglip", images_and_text("SiglipModel", SIZES | {"patch_size": 4}, SIZES | _CLIP_TEXT)),
     # Encoders of sound.
-    ("wav2vec2", speech("Wav2Vec2ForSequenceClassification", **_SPEECH)),
-    ("hubert", speech("HubertForSequenceClassification", **_SPEECH)),
+    ("wav2vec2", speech("Wav2Vec2ForSequenceClassification", **SPEECH_SIZES)),
+    ("hubert", speech("HubertForSequenceClassification", **SPEECH_SIZES)),
     # Decoders.
     (
         "opt",
         decoder(
-            "OPTForCausalLM", **_TOWER | {"ffn_dim": 24, "word_embed_proj_dim": 16, "init_std": 0.3}
+            "OPTForCausalLM", **SIZES | {"ffn_dim": 24, "word_embed_proj_dim": 16, "init_std": 0.3}
         ),
     ),
     (
@@ -133,12 +119,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="bart",
     gate="out_proj",
-    slabs=(
-        HeadSlab("q_proj", "out", "query"),
-        HeadSlab("k_proj", "out", "key"),
-        HeadSlab("v_proj", "out", "value"),
-        HeadSlab("out_proj", "in", "context"),
-    ),
+    slabs=projections("q_proj", "k_proj", "v_proj", "out_proj"),
     head_dim=_head_dim,
     kind=_kind,
     requires=("head_dim",),

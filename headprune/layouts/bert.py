@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
+from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, projections
 from headprune.core.mixin import Mixin, mix_in
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import encoder
+from headprune.layouts._tiny import TEXT_SIZES, encoder
 
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
@@ -55,31 +55,18 @@ def _adapt(module: Any, model: Any) -> None:
         module.self.headprune_heads = getattr(module, STATE_ATTRIBUTE).heads
 
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
-
 FAMILIES = (
-    ("bert", encoder("BertForSequenceClassification", **_SIZES)),
-    ("roberta", encoder("RobertaForSequenceClassification", **_SIZES)),
-    ("xlm-roberta", encoder("XLMRobertaForSequenceClassification", **_SIZES)),
-    ("camembert", encoder("CamembertForSequenceClassification", **_SIZES)),
-    ("electra", encoder("ElectraForSequenceClassification", **_SIZES, embedding_size=8)),
+    ("bert", encoder("BertForSequenceClassification", **TEXT_SIZES)),
+    ("roberta", encoder("RobertaForSequenceClassification", **TEXT_SIZES)),
+    ("xlm-roberta", encoder("XLMRobertaForSequenceClassification", **TEXT_SIZES)),
+    ("camembert", encoder("CamembertForSequenceClassification", **TEXT_SIZES)),
+    ("electra", encoder("ElectraForSequenceClassification", **TEXT_SIZES, embedding_size=8)),
 )
 
 LAYOUT = AttentionLayout(
     name="bert",
     gate="output.dense",
-    slabs=(
-        HeadSlab("self.query", "out", "query"),
-        HeadSlab("self.key", "out", "key"),
-        HeadSlab("self.value", "out", "value"),
-        HeadSlab("output.dense", "in", "context"),
-    ),
+    slabs=projections("self.query", "self.key", "self.value", "output.dense"),
     head_dim="self.attention_head_size",
     kind=_kind,
     requires=("self.num_attention_heads", "self.all_head_size"),

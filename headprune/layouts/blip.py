@@ -11,7 +11,7 @@ from typing import Any
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.core.mixin import Mixin, mix_in
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import images_and_text
+from headprune.layouts._tiny import SIZES, images_and_text
 
 
 class FewerHeads(Mixin):
@@ -29,12 +29,7 @@ def _adapt(module: Any, model: Any) -> None:
     mix_in(module, FewerHeads)
 
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-}
+_SIZES: dict[str, Any] = {**SIZES, "num_hidden_layers": 2}
 _TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
 
 FAMILIES = (

@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.errors import InvalidValue
-from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import (
-    COUNTS,
-    POLICIES,
-    SHARED_KEYS,
-    SIZES,
-    kind,
-    repeat_keys,
-    without_heads,
-)
+from headprune.core.layout import AttentionLayout, HeadSlab, projections
+from headprune.layouts._grouped import GROUPED, SIZES, repeat_keys, without_heads
 from headprune.layouts._tiny import decoder
 
 
@@ -35,20 +27,14 @@ LAYOUT = AttentionLayout(
     name="cohere",
     gate="o_proj",
     slabs=(
-        HeadSlab("q_proj", "out", "query"),
-        HeadSlab("k_proj", "out", "key"),
-        HeadSlab("v_proj", "out", "value"),
-        HeadSlab("o_proj", "in", "context"),
+        *projections("q_proj", "k_proj", "v_proj", "o_proj"),
         # ``requires`` below makes both norms mandatory.
         HeadSlab("q_norm.weight", 0, "head", optional=True),
         HeadSlab("k_norm.weight", 0, "kv_head", optional=True),
     ),
     head_dim=_head_dim,
-    kind=kind,
     requires=("num_key_value_groups", "head_dim", "layer_idx", "q_norm.weight", "k_norm.weight"),
-    absent=SHARED_KEYS,
-    counts=COUNTS,
-    policies=POLICIES,
+    **GROUPED,
     adapt=repeat_keys,
     empty=without_heads("o_proj"),
     families=FAMILIES,

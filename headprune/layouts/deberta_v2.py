@@ -6,7 +6,7 @@ from typing import Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import encoder
+from headprune.layouts._tiny import TEXT_SIZES, encoder
 
 
 def _products(module: Any) -> tuple[int, int]:
@@ -22,11 +22,7 @@ def _products(module: Any) -> tuple[int, int]:
 
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
+    **TEXT_SIZES,
     "relative_attention": True,
     "position_buckets": 4,
     "norm_rel_ebd": "layer_norm",

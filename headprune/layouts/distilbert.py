@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, projections
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder
 
@@ -23,12 +23,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="distilbert",
     gate="out_lin",
-    slabs=(
-        HeadSlab("q_lin", "out", "query"),
-        HeadSlab("k_lin", "out", "key"),
-        HeadSlab("v_lin", "out", "value"),
-        HeadSlab("out_lin", "in", "context"),
-    ),
+    slabs=projections("q_lin", "k_lin", "v_lin", "out_lin"),
     head_dim="attention_head_size",
     requires=("n_heads",),
     counts=(("n_heads", "n_query_heads"),),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from headprune.core.heads import POLICIES
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, Cached, HeadSlab
 from headprune.core.mixin import mix_in
 from headprune.layouts._empty import without_heads
-from headprune.layouts._grouped import POLICIES
 from headprune.layouts._tiny import decoder
 
 

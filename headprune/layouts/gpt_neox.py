@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import decoder
+from headprune.layouts._tiny import SIZES, decoder
 
 FAMILIES = (
     (
         "gpt_neox",
         decoder(
             "GPTNeoXForCausalLM",
-            hidden_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=24,
+            **SIZES,
             rotary_pct=0.5,  # half of each head is rotated
             max_position_embeddings=64,
         ),

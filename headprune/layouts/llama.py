@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import (
-    COUNTS,
-    POLICIES,
-    SHARED_KEYS,
-    SIZES,
-    kind,
-    repeat_keys,
-    without_heads,
-)
+from headprune.core.layout import AttentionLayout, HeadSlab, projections
+from headprune.layouts._grouped import GROUPED, SIZES, repeat_keys, without_heads
 from headprune.layouts._tiny import decoder, images_in_text
 
 _WIDE = {**SIZES, "head_dim": 6}  # not hidden_size / num_attention_heads
@@ -68,22 +60,16 @@ LAYOUT = AttentionLayout(
     name="llama",
     gate="o_proj",
     slabs=(
-        HeadSlab("q_proj", "out", "query"),
-        HeadSlab("k_proj", "out", "key"),
-        HeadSlab("v_proj", "out", "value"),
-        HeadSlab("o_proj", "in", "context"),
+        *projections("q_proj", "k_proj", "v_proj", "o_proj"),
         # One score per head that takes part in the softmax (GPT-OSS).
         HeadSlab("sinks", 0, "head", optional=True),
         # One gate per head (Laguna).
         HeadSlab("g_proj", "out", "head", optional=True),
     ),
     head_dim="head_dim",
-    kind=kind,
     requires=("num_key_value_groups", "head_dim", "layer_idx"),
-    absent=SHARED_KEYS,
     per_head=("q_norm", "k_norm"),
-    counts=COUNTS,
-    policies=POLICIES,
+    **GROUPED,
     adapt=repeat_keys,
     empty=without_heads("o_proj"),
     families=FAMILIES,

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import encoder
+from headprune.layouts._tiny import TEXT_SIZES, encoder
 
 FAMILIES = (
     (
         "modernbert",
         encoder(
             "ModernBertForSequenceClassification",
-            hidden_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=24,
-            max_position_embeddings=32,
+            **TEXT_SIZES,
             layer_types=["full_attention", "sliding_attention", "full_attention"],
             local_attention=4,  # shorter than the 7 tokens of a batch
             attention_bias=True,

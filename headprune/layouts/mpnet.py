@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, projections
 from headprune.core.mixin import Mixin, mix_in
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import encoder
+from headprune.layouts._tiny import TEXT_SIZES, encoder
 
 
 class PresentHeadsOfPositionBias(Mixin):
@@ -37,29 +37,12 @@ def _adapt(module: Any, model: Any) -> None:
     mix_in(module, PresentHeadsOfPositionBias)
 
 
-FAMILIES = (
-    (
-        "mpnet",
-        encoder(
-            "MPNetForSequenceClassification",
-            hidden_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=24,
-            max_position_embeddings=32,
-        ),
-    ),
-)
+FAMILIES = (("mpnet", encoder("MPNetForSequenceClassification", **TEXT_SIZES)),)
 
 LAYOUT = AttentionLayout(
     name="mpnet",
     gate="o",
-    slabs=(
-        HeadSlab("q", "out", "query"),
-        HeadSlab("k", "out", "key"),
-        HeadSlab("v", "out", "value"),
-        HeadSlab("o", "in", "context"),
-    ),
+    slabs=projections("q", "k", "v", "o"),
     head_dim="attention_head_size",
     requires=("num_attention_heads", "all_head_size"),
     counts=(("num_attention_heads", "n_query_heads"), ("all_head_size", "query_width")),

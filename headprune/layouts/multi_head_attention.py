@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, projections
 
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
@@ -62,12 +62,7 @@ def tiny(seed: int) -> tuple[Any, Any]:
 LAYOUT = AttentionLayout(
     name="multi_head_attention",
     gate="W_o",
-    slabs=(
-        HeadSlab("W_q", "out", "query"),
-        HeadSlab("W_k", "out", "key"),
-        HeadSlab("W_v", "out", "value"),
-        HeadSlab("W_o", "in", "context"),
-    ),
+    slabs=projections("W_q", "W_k", "W_v", "W_o"),
     head_dim="head_dim",
     value_dim="value_dim",
     kind=_kind,

@@ -6,15 +6,7 @@ from typing import Any
 
 from headprune.core.errors import InvalidValue
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
-from headprune.layouts._grouped import (
-    COUNTS,
-    POLICIES,
-    SHARED_KEYS,
-    SIZES,
-    kind,
-    repeat_keys,
-    without_heads,
-)
+from headprune.layouts._grouped import GROUPED, SIZES, repeat_keys, without_heads
 from headprune.layouts._tiny import decoder
 
 
@@ -57,7 +49,6 @@ LAYOUT = AttentionLayout(
         HeadSlab("o_proj", "in", "context"),
     ),
     head_dim=_head_dim,
-    kind=kind,
     requires=(
         "num_key_value_groups",
         "head_dim",
@@ -67,10 +58,8 @@ LAYOUT = AttentionLayout(
         "q_norm",
         "k_norm",
     ),
-    absent=SHARED_KEYS,
     untouched=("q_proj", "k_proj", "q_norm", "k_norm"),
-    counts=COUNTS,
-    policies=POLICIES,
+    **GROUPED,
     adapt=_pick_after_norm,
     empty=without_heads("o_proj"),
     families=FAMILIES,

@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
-from headprune.layouts._grouped import (
-    COUNTS,
-    POLICIES,
-    SHARED_KEYS,
-    SIZES,
-    kind,
-    repeat_keys,
-    without_heads,
-)
+from headprune.layouts._grouped import GROUPED, SIZES, repeat_keys, without_heads
 from headprune.layouts._tiny import decoder
 
 
@@ -52,16 +44,13 @@ LAYOUT = AttentionLayout(
         HeadSlab("o_proj", "in", "context"),
     ),
     head_dim="head_dim",
-    kind=kind,
     requires=(
         "num_key_value_groups",
         "num_key_value_heads",
         "layer_idx",
         "config.num_attention_heads",
     ),
-    absent=SHARED_KEYS,
-    counts=COUNTS,
-    policies=POLICIES,
+    **GROUPED,
     adapt=_own_head_count,
     empty=without_heads("o_proj"),
     families=FAMILIES,

@@ -6,15 +6,7 @@ Its layers with linear attention are not sites.
 from __future__ import annotations
 
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import (
-    COUNTS,
-    POLICIES,
-    SHARED_KEYS,
-    SIZES,
-    kind,
-    repeat_keys,
-    without_heads,
-)
+from headprune.layouts._grouped import GROUPED, SIZES, repeat_keys, without_heads
 from headprune.layouts._tiny import decoder
 
 FAMILIES = (
@@ -45,12 +37,9 @@ LAYOUT = AttentionLayout(
         HeadSlab("o_proj", "in", "context"),
     ),
     head_dim="head_dim",
-    kind=kind,
     requires=("num_key_value_groups", "head_dim", "layer_idx"),
-    absent=SHARED_KEYS,
     per_head=("q_norm", "k_norm"),
-    counts=COUNTS,
-    policies=POLICIES,
+    **GROUPED,
     adapt=repeat_keys,
     empty=without_heads("o_proj"),
     families=FAMILIES,

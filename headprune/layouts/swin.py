@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, HeadSlab, projections
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import images
 
@@ -26,10 +26,7 @@ LAYOUT = AttentionLayout(
     name="swin",
     gate="o_proj",
     slabs=(
-        HeadSlab("q_proj", "out", "query"),
-        HeadSlab("k_proj", "out", "key"),
-        HeadSlab("v_proj", "out", "value"),
-        HeadSlab("o_proj", "in", "context"),
+        *projections("q_proj", "k_proj", "v_proj", "o_proj"),
         # [distances, heads]
         HeadSlab("relative_position_bias.relative_position_bias_table", 1, "head"),
     ),

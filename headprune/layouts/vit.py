@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, projections
 from headprune.core.mixin import Mixin, mix_in
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import images
+from headprune.layouts._tiny import SIZES, images
 
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
@@ -48,13 +48,7 @@ def _adapt(module: Any, model: Any) -> None:
         mix_in(module, PresentHeadsOfMask)
 
 
-_SIZES: dict[str, Any] = {
-    "patch_size": 4,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-}
+_SIZES: dict[str, Any] = {**SIZES, "patch_size": 4}
 
 FAMILIES = (
     ("vit", images("ViTForImageClassification", **_SIZES)),
@@ -71,12 +65,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="vit",
     gate="o_proj",
-    slabs=(
-        HeadSlab("q_proj", "out", "query"),
-        HeadSlab("k_proj", "out", "key"),
-        HeadSlab("v_proj", "out", "value"),
-        HeadSlab("o_proj", "in", "context"),
-    ),
+    slabs=projections("q_proj", "k_proj", "v_proj", "o_proj"),
     head_dim="head_dim",
     kind=_kind,
     requires=("head_dim", "scaling"),

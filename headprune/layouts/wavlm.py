@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, HeadSlab, projections
 from headprune.core.mixin import Mixin
-from headprune.layouts._tiny import speech
+from headprune.layouts._tiny import SPEECH_SIZES, speech
 
 
 class CalledProjections(Mixin):
@@ -63,16 +63,7 @@ FAMILIES = (
         "wavlm",
         speech(
             "WavLMForSequenceClassification",
-            hidden_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=24,
-            conv_dim=(8, 8),
-            conv_kernel=(10, 4),
-            conv_stride=(10, 4),
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            classifier_proj_size=8,
+            **SPEECH_SIZES,
             num_buckets=8,
             max_bucket_distance=12,
         ),
@@ -83,10 +74,7 @@ LAYOUT = AttentionLayout(
     name="wavlm",
     gate="out_proj",
     slabs=(
-        HeadSlab("q_proj", "out", "query"),
-        HeadSlab("k_proj", "out", "key"),
-        HeadSlab("v_proj", "out", "value"),
-        HeadSlab("out_proj", "in", "context"),
+        *projections("q_proj", "k_proj", "v_proj", "out_proj"),
         HeadSlab("gru_rel_pos_const", 1, "head"),
     ),
     head_dim="head_dim",

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, HeadSlab, projections
 from headprune.layouts._tiny import TinyModule
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ LAYOUT = AttentionLayout(
     name="x_transformers",
     gate="to_out",
     slabs=(
-        HeadSlab("to_q", "out", "query"),
-        HeadSlab("to_k", "out", "key"),
-        HeadSlab("to_v", "out", "value"),
-        HeadSlab("to_out", "in", "context"),
+        *projections("to_q", "to_k", "to_v", "to_out"),
         # Options with a row, an entry or an axis per head.
         HeadSlab("to_v_head_gate", "out", "head", optional=True),
         HeadSlab("head_scale_params", 1, "head", optional=True),
