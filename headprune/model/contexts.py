@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from headprune.core.errors import InvalidValue
 from headprune.core.heads import Kind
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.model.exposed import exposed
@@ -107,6 +108,53 @@ def _kind_of_queries(b: BoundSite) -> Kind:
         return b.site.kind
     # Only an encoder-decoder has both, in parts of these names.
     return "causal" if "decoder" in b.site.name.split(".") else "self"
+
+
+class ContextSums:
+    """By site the sum of its contexts and, as the last number, of its tokens without padding.
+
+    Args:
+        columns: By number of the site, the columns that are added up; None for all.
+    """
+
+    def __init__(self, columns: Sequence[Sequence[int]] | None = None) -> None:
+        self.columns = columns
+        #: By number of the site ``[columns + 1]``, on its device.
+        self.of_site: dict[int, Tensor] = {}
+
+    def take(self, site: int, x: Tensor, counted: Tensor | None) -> None:
+        """Add what a site read, as ``reading`` hands it over."""
+        tokens = x.flatten(0, -2)  # [all tokens, heads * width]
+        if self.columns is not None:
+            tokens = tokens.index_select(1, sent(self.columns[site], x.device, torch.long))
+        if counted is None:
+            counted = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        counted = counted.to(x.device).flatten()
+        # Chosen, not multiplied by 0: attention may leave NaN at padding.
+        total = tokens.to(wide(x)).masked_fill(~counted[:, None], 0).sum(0)
+        self._add(site, torch.cat([total, counted.sum(0, keepdim=True).to(total)]))
+
+    def parts(self) -> dict[str, Tensor]:
+        """All sums, by the number of the site."""
+        return {str(site): total for site, total in self.of_site.items()}
+
+    def join(self, parts: list[Mapping[str, Tensor]]) -> None:
+        """Replace the own sums by those of all processes."""
+        self.of_site = {}
+        for part in parts:
+            for name, total in part.items():
+                self._add(int(name), total)
+
+    def _add(self, site: int, total: Tensor) -> None:
+        if site in self.of_site:
+            # A layer that was loaded on another device for this batch has its sums there.
+            total = self.of_site[site].to(total.device) + total
+        self.of_site[site] = total
+
+
+def only_padding(name: str) -> InvalidValue:
+    """The error of batches in which a site, by its name, reads nothing but padding."""
+    return InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
 
 
 def tokens_first(b: BoundSite) -> bool:

@@ -12,11 +12,11 @@ from headprune.core.bars import bar
 from headprune.core.errors import HeadPruneError, InvalidValue, PlanMismatch, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.model.batches import EMPTY
-from headprune.model.contexts import reading, wide
+from headprune.model.contexts import ContextSums, only_padding, reading
 from headprune.model.fingerprint import fingerprint
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, all_cut_sites, bind, sites_for
-from headprune.model.transfers import in_main_memory, sent
+from headprune.model.transfers import in_main_memory
 
 _MUST = "the model that the pruned one was cut from"
 
@@ -59,40 +59,6 @@ def _described(model: nn.Module, bound: Sequence[BoundSite]) -> str:
     return f"{type(model).__name__} with {n_heads} heads at {len(bound)} sites"
 
 
-class _ColumnSums:
-    """Sums of columns of the output projections' inputs, by site.
-
-    Args:
-        columns: The columns of each site.
-    """
-
-    def __init__(self, columns: Sequence[Sequence[int]]) -> None:
-        self.columns = columns
-        self.totals: list[Tensor | None] = [None] * len(columns)  # [columns] each
-        self.counts: list[int | Tensor] = [0] * len(columns)
-
-    def add(self, number: int, x: Tensor, counted: Tensor | None) -> None:
-        """Add the input of a site's projection.
-
-        Args:
-            number: Number of the site.
-            x: ``[batch, tokens, in]``.
-            counted: Which tokens are no padding, ``[batch, tokens]``; None counts them all.
-        """
-        # The count and the sums remain on the device until the last batch.
-        columns = sent(self.columns[number], x.device, torch.long)
-        tokens = x.flatten(0, 1).index_select(1, columns).to(wide(x))  # [all tokens, columns]
-        count: int | Tensor = len(tokens)
-        if counted is not None:
-            count = counted.sum()
-            mask = counted.to(x.device).flatten()[:, None]
-            # Not multiplied by 0: attention may leave NaN at padding.
-            tokens = torch.where(mask, tokens, torch.zeros_like(tokens))
-        total, before = tokens.sum(0), self.totals[number]
-        self.totals[number] = total if before is None else before + total
-        self.counts[number] = self.counts[number] + count
-
-
 def mean_contexts(
     teacher: nn.Module,
     wanted: Sequence[tuple[BoundSite, Sequence[int]]],
@@ -118,10 +84,10 @@ def mean_contexts(
         InvalidValue: no batches, nothing but padding, or means that are not finite.
     """
     bound = [b for b, _ in wanted]
-    sums = _ColumnSums([columns for _, columns in wanted])
+    sums = ContextSums([columns for _, columns in wanted])
     device = device_of(teacher)
     examples = 0
-    with undisturbed(teacher), torch.no_grad(), reading(teacher, bound, sums.add) as begin:
+    with undisturbed(teacher), torch.no_grad(), reading(teacher, bound, sums.take) as begin:
         for number, batch in enumerate(bar(batches, "teacher", progress)):
             examples += batch_size(batch, f"batch {number}")
             batch = to_device(batch, device)
@@ -130,25 +96,16 @@ def mean_contexts(
     if not examples:
         raise InvalidValue(*EMPTY)
     means, counts = [], []
-    for b, total, count in zip(bound, sums.totals, sums.counts, strict=True):
-        mean, n_tokens = _mean(b, total, count)
-        means.append(mean)
-        counts.append(n_tokens)
+    for number, b in enumerate(bound):
+        if number not in sums.of_site:
+            where = f"{b.site.name}.{b.layout.gate}"
+            must = f"a module that runs when {type(b.module).__name__} does"
+            raise UnsupportedModel(where, must, "one that no batch reached")
+        total = sums.of_site[number]
+        means.append(total[:-1] / total[-1])
+        counts.append(total[-1])
     _check_means(bound, means, counts)
     return means, examples
-
-
-def _mean(b: BoundSite, total: Tensor | None, count: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean, not yet checked, and its number of tokens on the same device."""
-    if total is None:
-        where = f"{b.site.name}.{b.layout.gate}"
-        must = f"a module that runs when {type(b.module).__name__} does"
-        raise UnsupportedModel(where, must, "one that no batch reached")
-    if isinstance(count, int):
-        n_tokens = torch.full((), count, device=total.device)
-    else:
-        n_tokens = count.to(total.device)
-    return total / n_tokens, n_tokens
 
 
 def _check_means(
@@ -160,8 +117,7 @@ def _check_means(
     for b, has_tokens, is_finite in zip(bound, reached, finite, strict=True):
         name = b.site.name
         if not bool(has_tokens):
-            got = f"only padding at {name}"
-            raise InvalidValue("batches", "with a token that is no padding", got)
+            raise only_padding(name)
         if not bool(is_finite):
             where = f"the teacher's mean head output at {name}"
             hint = "Look for NaN or infinite values in the batches."

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headprune.attention.linear import effective_weight
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import reading
+from headprune.model.contexts import only_padding, reading
 from headprune.model.losses import Loss, inputs_of
 from headprune.model.offloaded import fetched
 from headprune.model.own_loss import is_default
@@ -486,5 +486,4 @@ def _check_reached(statistics: Iterable[Statistic]) -> None:
     reached = in_main_memory(statistic.count.any() for statistic in statistics)
     for statistic, has_tokens in zip(statistics, reached, strict=True):
         if not bool(has_tokens):
-            got = f"only padding at {statistic.bound.site.name}"
-            raise InvalidValue("batches", "with a token that is no padding", got)
+            raise only_padding(statistic.bound.site.name)

@@ -3,15 +3,15 @@ projections."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import Take, reading, watched, wide
+from headprune.core.errors import UnsupportedModel
+from headprune.model.contexts import ContextSums, Take, only_padding, reading, watched
 from headprune.model.running import device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory
@@ -35,7 +35,7 @@ def mean_contexts(problem: ScoringProblem) -> dict[int, Tensor]:
         InvalidValue: batches of nothing but padding.
     """
     problem.keep()  # the scorer reads the data again
-    what, sums = "mean outputs of heads", _ContextSums()
+    what, sums = "mean outputs of heads", ContextSums()
 
     def read_own() -> dict[str, Tensor]:
         share = problem.share(what, problem.added(sums=sums))
@@ -49,44 +49,9 @@ def mean_contexts(problem: ScoringProblem) -> dict[int, Tensor]:
     for (site, total), count in zip(sums.of_site.items(), counts, strict=True):
         b = problem.bound[site]
         if not count:
-            got = f"only padding at {b.site.name}"
-            raise InvalidValue("batches", "with a token that is no padding", got)
+            raise only_padding(b.site.name)
         means[site] = (total[:-1] / total[-1]).to(device_of(b.module))
     return means
-
-
-class _ContextSums:
-    """The sum of every site's contexts, and the number of its tokens: ``[heads * width + 1]``."""
-
-    def __init__(self) -> None:
-        self.of_site: dict[int, Tensor] = {}
-
-    def take(self, site: int, x: Tensor, counted: Tensor | None) -> None:
-        """Add what a site read, ``[..., heads * width]``."""
-        tokens = x.flatten(0, -2).to(wide(x))
-        if counted is None:
-            counted = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-        counted = counted.to(x.device).flatten()
-        # Chosen, not multiplied by 0: attention may leave NaN at padding.
-        total = tokens.masked_fill(~counted[:, None], 0).sum(0)
-        self._add(site, torch.cat([total, counted.sum(0, keepdim=True).to(total)]))
-
-    def parts(self) -> dict[str, Tensor]:
-        """All sums, by the number of the site."""
-        return {str(site): total for site, total in self.of_site.items()}
-
-    def join(self, parts: list[Mapping[str, Tensor]]) -> None:
-        """Replace the own sums by those of all processes."""
-        self.of_site = {}
-        for part in parts:
-            for name, total in part.items():
-                self._add(int(name), total)
-
-    def _add(self, site: int, total: Tensor) -> None:
-        if site in self.of_site:
-            # A layer that was loaded on another device for this batch has its sums there.
-            total = self.of_site[site].to(total.device) + total
-        self.of_site[site] = total
 
 
 @contextmanager

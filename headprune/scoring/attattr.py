@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue, UnsupportedModel, check_count
 from headprune.gating.context import gated
+from headprune.model.contexts import only_padding
 from headprune.model.padding import PaddingInfo
 from headprune.model.precision import product_eps
 from headprune.model.running import batch_size, device_of
@@ -112,17 +113,14 @@ class Attattr(Scorer):
             total = gradients
 
         # 2. Multiply them with the maps of the last step, which are whole.
-        must, got = "with a token that is no padding", f"only padding at {b.site.name}"
-        only_padding = InvalidValue("batches", must, got)
         largest = []  # per run [examples, heads]
         for whole, summed, padding in zip(maps, total, paddings, strict=True):
             attribution = by_example(b, whole.double() * summed / self.steps, size)
             queries, keys = visible(problem.model, b, padding, (size, *attribution.shape[2:]))
             counted = queries[:, None, :, None] & keys[:, None, None, :]
             nothing = ~counted.flatten(1).any(1)
-            problem.refuse_later(
-                ("a token that is no padding", b.site.name), nothing, lambda _: only_padding
-            )
+            key = "a token that is no padding", b.site.name
+            problem.refuse_later(key, nothing, lambda _: only_padding(b.site.name))
             largest.append(attribution.masked_fill(~counted, -torch.inf).amax((2, 3)))
         return unit_sums(b, torch.stack(largest).amax(0))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.model.contexts import counted, rows_of
+from headprune.model.contexts import counted, only_padding, rows_of
 from headprune.model.own_loss import is_default, output_notes, shift_of
 from headprune.model.padding import inputs_of
 from headprune.model.running import batch_size
@@ -379,8 +379,7 @@ def _check(factors: Sequence[Factors]) -> None:
         name = f.bound.site.name
         has_tokens, is_finite = of_site.tolist()
         if not has_tokens:
-            got = f"only padding at {name}"
-            raise InvalidValue("batches", "with a token that is no padding", got)
+            raise only_padding(name)
         if not is_finite:
             hint = "Look for NaN or infinite values in the batches."
             raise InvalidValue(f"what {name} gives Surgeon", "finite", "NaN or infinite", hint)
