@@ -5,22 +5,9 @@ from __future__ import annotations
 from headprune.core.layout import AttentionLayout, HeadSlab, projections
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import images
+from headprune.layouts.swin_v2 import SIZES
 
-FAMILIES = (
-    (
-        "swin",
-        images(
-            "SwinForImageClassification",
-            size=16,
-            patch_size=2,
-            embed_dim=12,
-            depths=[2, 1],
-            num_heads=[3, 4],  # per stage; the width doubles between them
-            window_size=2,
-            mlp_ratio=1.5,
-        ),
-    ),
-)
+FAMILIES = (("swin", images("SwinForImageClassification", **SIZES)),)
 
 LAYOUT = AttentionLayout(
     name="swin",

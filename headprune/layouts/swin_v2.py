@@ -11,19 +11,19 @@ from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import images
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "size": 16,
     "patch_size": 2,
     "embed_dim": 12,
     "depths": [2, 1],
-    "num_heads": [3, 4],
+    "num_heads": [3, 4],  # per stage; the width doubles between them
     "window_size": 2,
     "mlp_ratio": 1.5,
 }
 
 FAMILIES = (
-    ("swinv2", images("Swinv2ForImageClassification", **_SIZES)),
-    ("donut-swin", images("DonutSwinForImageClassification", **_SIZES)),
+    ("swinv2", images("Swinv2ForImageClassification", **SIZES)),
+    ("donut-swin", images("DonutSwinForImageClassification", **SIZES)),
 )
 
 LAYOUT = AttentionLayout(
