@@ -21,7 +21,7 @@ from headprune.core.heads import AttentionSite, HeadCounts, HeadId, places
 from headprune.core.ladders import SiteLadder
 from headprune.core.samples import Curvature, Samples, if_there
 from headprune.core.uncertainty import Stability, half_width, lowest_shares, rank_bounds, stability
-from headprune.core.units import Cost, CostTable, ScoredUnit
+from headprune.core.units import Cost, CostTable, ScoredUnit, by_site
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -269,7 +269,7 @@ class HeadScores(Value):
         Raises:
             InvalidValue: no samples, or one example only.
         """
-        return self._by_site(rank_bounds(self, confidence, draws, seed))
+        return by_site(rank_bounds(self, confidence, draws, seed), map(len, self.values))
 
     def lowest(self, k: int, draws: int = 1000, seed: int = 0) -> tuple[tuple[float, ...], ...]:
         """The probability that each unit is among the ``k`` least important.
@@ -282,7 +282,7 @@ class HeadScores(Value):
         Raises:
             InvalidValue: no samples, one example only, or a ``k`` that does not split the units.
         """
-        return self._by_site(lowest_shares(self, k, draws, seed))
+        return by_site(lowest_shares(self, k, draws, seed), map(len, self.values))
 
     def stable(
         self, k: int, confidence: float = 0.95, draws: int = 1000, seed: int = 0
@@ -298,15 +298,6 @@ class HeadScores(Value):
             InvalidValue: no samples, one example only, or a ``k`` that does not split the units.
         """
         return stability(self, self.ranked(), k, confidence, draws, seed)
-
-    def _by_site(self, flat: Sequence[_T]) -> tuple[tuple[_T, ...], ...]:
-        """One entry per unit, in the shape of ``values``."""
-        # Statistics come as one flat list over all sites.
-        rows, start = [], 0
-        for row in self.values:
-            rows.append(tuple(flat[start : start + len(row)]))
-            start += len(row)
-        return tuple(rows)
 
     def _unit_of(self, head: HeadId) -> ScoredUnit:
         for unit in self.units():

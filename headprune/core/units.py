@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
+from itertools import islice
+from typing import TypeVar
 
 from headprune.core.codec import RUNS
+
+_T = TypeVar("_T")
+
+
+def by_site(flat: Iterable[_T], sizes: Iterable[int]) -> tuple[tuple[_T, ...], ...]:
+    """One tuple per site, from values of all sites one after the other.
+
+    >>> by_site("abc", [1, 2])
+    (('a',), ('b', 'c'))
+    """
+    rest = iter(flat)
+    return tuple(tuple(islice(rest, size)) for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.core.units import by_site
 from headprune.gating.changes import (
     ReplayFacts,
     batch_axis,
-    by_site,
     crowded,
     first_sites,
     on_cpu,

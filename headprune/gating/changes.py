@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 from torch import Tensor
 
+from headprune.core.units import by_site
 from headprune.gating.rows import Path
 from headprune.gating.tape import CannotReplay, Key
 from headprune.model.transfers import in_main_memory
@@ -77,12 +77,6 @@ def crowded(firsts: Sequence[tuple[int, int]]) -> int:
     counts = Counter(site for site, _ in firsts)
     most = max(counts.values())
     return next(setting for site, setting in firsts if counts[site] == most)
-
-
-def by_site(values: list[bool], sizes: Sequence[int]) -> list[list[bool]]:
-    """Split one value per head, site after site, into one list per site."""
-    rest = iter(values)
-    return [list(islice(rest, size)) for size in sizes]
 
 
 def batch_axis(once: tuple[int, ...] | None, twice: tuple[int, ...]) -> int | None:

@@ -19,6 +19,7 @@ from headprune.core.uncertainty import (
     lowest_places,
     resampled,
 )
+from headprune.core.units import by_site
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,11 +143,12 @@ def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) 
 
     # 3. Say what they are made of.
     first = scores[0]
+    sizes = list(map(len, first.values))
     settings = [{"scorer": s.scorer, "settings": s.settings, "scores": s.digest} for s in scores]
     return HeadScores(
         sites=first.sites,
-        values=_by_site(first, ranks),
-        standard_errors=None if errors is None else _by_site(first, errors),
+        values=by_site(ranks.tolist(), sizes),
+        standard_errors=None if errors is None else by_site(errors.tolist(), sizes),
         scorer="rank_average",
         settings=FrozenDict({"of": settings}),
         n_examples=min((s.n_examples for s in scores if s.n_examples), default=0),
@@ -317,13 +319,3 @@ def _flat(scores: HeadScores) -> Floats:
     import numpy as np
 
     return np.array(list(chain.from_iterable(scores.values)), dtype=np.float64)
-
-
-def _by_site(scores: HeadScores, flat: Floats) -> tuple[tuple[float, ...], ...]:
-    """One tuple of numbers per site, from ``[units]``."""
-    rows = []
-    start = 0
-    for row in scores.values:
-        rows.append(tuple(flat[start : start + len(row)].tolist()))
-        start += len(row)
-    return tuple(rows)

@@ -17,6 +17,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
+from headprune.core.units import by_site
 from headprune.model.batches import Batches
 from headprune.model.cut import cut_
 from headprune.model.losses import Loss, default_loss, shaped_losses
@@ -228,5 +229,4 @@ def _moved(
 ) -> tuple[tuple[float, ...], ...]:
     """Numbers of the kept units, by site, as numbers of all units."""
     flat = torch.tensor(list(chain.from_iterable(values)), dtype=torch.float64)
-    parts = (place @ flat).split([len(site.units) for site in sites])
-    return tuple(tuple(part.tolist()) for part in parts)
+    return by_site((place @ flat).tolist(), [len(site.units) for site in sites])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
+from headprune.gating.learned import unit_of_heads
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
@@ -155,8 +156,7 @@ def site_by_unit(problem: ScoringProblem, b: BoundSite, gradient: Tensor) -> Ten
     # Sent once per site: every transfer waits for the accelerator.
     index = problem.shared.of(_UnitIndex).of_site
     if b.site.name not in index:
-        unit_of = {head: number for number, unit in enumerate(units) for head in unit}
-        index[b.site.name] = sent([unit_of[h] for h in b.site.heads], gradient.device)
+        index[b.site.name] = sent(unit_of_heads(b), gradient.device)
     sums = gradient.new_zeros(*gradient.shape[:-1], len(units))
     sums.index_add_(-1, index[b.site.name], gradient)
     return sums

@@ -13,7 +13,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.model.batches import EMPTY
 from headprune.model.running import DataDigest, batch_size, tensors
-from headprune.scoring._averages import averaged
+from headprune.scoring._averages import averaged, mean_and_error
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._coupling import Couplings
 from headprune.scoring._gates import n_units
@@ -333,9 +333,9 @@ def _checked(name: str, estimate: Estimate) -> Estimate:
     if samples is None:
         raise _refusal(name, "it has no per-example numbers")
     values = estimate.values.to(samples)
-    if len(samples) != estimate.n_examples or not _alike(samples.mean(0), values):
+    means, expected = mean_and_error(samples)
+    if len(samples) != estimate.n_examples or not _alike(means, values):
         raise _refusal(name, "its score is no mean of one number per example")
-    expected = _errors(samples)
     if expected is not None and errors is not None and not _alike(expected, errors):
         raise _refusal(name, "its error has other parts than the choice of examples")
     return estimate
@@ -366,11 +366,6 @@ def _refusal(name: str, reason: str) -> InvalidValue:
     must = "used with scorers whose score is a mean of one number per example"
     hint = "Name taylor or fisher, or leave until= out; surgeon is what score takes by default."
     return InvalidValue("score(until=)", must, f"{name!r}: {reason}", hint)
-
-
-def _errors(samples: Tensor) -> Tensor | None:
-    """Standard errors of the mean; None for a single sample."""
-    return samples.std(0) / len(samples) ** 0.5 if len(samples) > 1 else None
 
 
 def _note(n: int, n_tests: int, done: bool, until: Stable) -> str:
