@@ -12,6 +12,8 @@ from headprune.model.running import digest_of
 
 #: Positions that attention hid in a call: ``stream`` of its padding info.
 HiddenPositions: TypeAlias = tuple[Visible, ...]
+#: By target the tensors of its calls on a batch.
+_ByTarget: TypeAlias = dict[int, list[Tensor]]
 
 
 class TeacherCache:
@@ -28,11 +30,11 @@ class TeacherCache:
         self.room = room
         #: By target the mean sensitivity of a token; empty if none were measured.
         self.mean_sensitivities: list[Tensor] = []
-        self._n_calls: dict[str, list[int]] = {}
-        self._hidden: dict[str, list[list[HiddenPositions]]] = {}
-        # By target, then by batch, the tensors of its calls.
-        self._streams: dict[int, dict[str, list[Tensor]]] = {}
-        self._sensitivities: dict[int, dict[str, list[Tensor]]] = {}
+        # By batch; none has the key None.
+        self._n_calls: dict[str | None, list[int]] = {}
+        self._hidden: dict[str | None, list[list[HiddenPositions]]] = {}
+        self._streams: dict[str | None, _ByTarget] = {}
+        self._sensitivities: dict[str | None, _ByTarget] = {}
 
     def learn(
         self,
@@ -55,45 +57,36 @@ class TeacherCache:
         self._n_calls[key] = list(map(len, streams))
         self._hidden[key] = list(hidden)
         # Sensitivities come first: they take longer to compute and less room.
-        self._keep(key, self._sensitivities, sensitivities)
-        self._keep(key, self._streams, streams)
+        self._sensitivities[key] = self._with_room(sensitivities)
+        self._streams[key] = self._with_room(streams)
 
-    def _keep(
-        self,
-        key: str,
-        cache: dict[int, dict[str, list[Tensor]]],
-        by_target: Sequence[list[Tensor]],
-    ) -> None:
+    def _with_room(self, by_target: Sequence[list[Tensor]]) -> _ByTarget:
+        kept = {}
         for number, of_target in enumerate(by_target):
             size = sum(tensor.nbytes for tensor in of_target)
             if size <= self.room:
                 self.room -= size
-                cache.setdefault(number, {})[key] = of_target
+                kept[number] = of_target
+        return kept
 
     def calls(self, key: str | None, number: int) -> int | None:
         """Return how often a target runs on a batch; None if that is not known."""
-        if key is None or key not in self._n_calls:
-            return None
-        return self._n_calls[key][number]
+        return self._n_calls[key][number] if key in self._n_calls else None
 
     def streams(self, key: str | None, number: int) -> list[Tensor] | None:
         """Return the teacher's streams after a target's calls; None if they were not kept."""
-        if key is None:
-            return None
-        return self._streams.get(number, {}).get(key)
+        return self._streams.get(key, {}).get(number)
 
     def hidden(self, key: str | None, number: int) -> list[HiddenPositions]:
         """Return what the teacher's attention hid at a target's calls.
 
         Only for a batch whose streams are kept.
         """
-        return self._hidden[key or ""][number]
+        return self._hidden[key][number]
 
     def sensitivities(self, key: str | None, number: int) -> list[Tensor] | None:
         """Return the sensitivities at a target's calls; None if they were not kept."""
-        if key is None:
-            return None
-        return self._sensitivities.get(number, {}).get(key)
+        return self._sensitivities.get(key, {}).get(number)
 
     def mean_sensitivity(self, number: int) -> Tensor | None:
         """Return a target's mean sensitivity over all tokens; None if none were measured."""
@@ -101,8 +94,8 @@ class TeacherCache:
 
     def forget(self, number: int) -> None:
         """Free the memory of a target that is done."""
-        self._streams.pop(number, None)
-        self._sensitivities.pop(number, None)
+        for of_batch in (*self._streams.values(), *self._sensitivities.values()):
+            of_batch.pop(number, None)
 
 
 def key_of(batch: Any) -> str | None:

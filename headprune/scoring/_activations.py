@@ -368,6 +368,14 @@ def unit_columns(bound: BoundSite) -> list[Tensor]:
     return list(map(columns_of, site.units))
 
 
+def of_units(bound: BoundSite, channels: Tensor, number_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """``[units]`` from ``[heads * width]``: a number of each unit's channels; a neuron's is its
+    channel."""
+    if has_unit_per_channel(bound):
+        return channels
+    return torch.stack([number_of(channels[unit]) for unit in unit_columns(bound)])
+
+
 def run(model: nn.Module, batch: Any, loss: Loss) -> None:
     """Run a model on a batch without asking for a loss.
 

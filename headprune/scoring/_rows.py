@@ -138,21 +138,17 @@ class BoundedRows:
         return None if self._is_full else torch.cat(self._kept)
 
 
-class CollectedRows:
+class CollectedRows(BoundedRows):
     """Rows, whole as long as there is room for them, then summarized."""
 
     def __init__(self) -> None:
         self._summary = SummarizedRows()
-        self._rows = BoundedRows(self._summary.add)
-
-    def add(self, part: Tensor) -> None:
-        """Add rows, in order."""
-        self._rows.add(part)
+        super().__init__(self._summary.add)
 
     @property
     def rows(self) -> Tensor | SummarizedRows:
         """All rows, or their summary where there was no room."""
-        whole = self._rows.whole
+        whole = self.whole
         return self._summary if whole is None else whole
 
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from headprune.scoring._activations import (
-    ActivationScorer,
-    Gathers,
-    Magnitudes,
-    has_unit_per_channel,
-    unit_columns,
-)
+from headprune.scoring._activations import ActivationScorer, Gathers, Magnitudes, of_units
 from headprune.scoring._base import one_of
 
 
@@ -50,6 +43,6 @@ class ActivationNorm(ActivationScorer):
 
     def site_values(self, statistic: Magnitudes, weights: Tensor) -> Tensor:
         size = statistic.size(weights)  # of channels, or of units
-        if self.of == "output" or has_unit_per_channel(statistic.bound):
+        if self.of == "output":
             return size
-        return torch.stack([size[unit].norm() for unit in unit_columns(statistic.bound)])
+        return of_units(statistic.bound, size, Tensor.norm)

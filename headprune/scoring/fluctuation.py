@@ -13,9 +13,8 @@ from headprune.scoring._activations import (
     ActivationScorer,
     ChannelMoments,
     Gathers,
-    has_unit_per_channel,
+    of_units,
     output_weight,
-    unit_columns,
 )
 from headprune.scoring._base import one_of
 
@@ -60,9 +59,7 @@ class Fluctuation(ActivationScorer):
                 spread = channels.std()
             # Chosen on the device, so that nothing waits for it.
             channels = torch.where(spread > 0, centred / spread, 0)
-        if has_unit_per_channel(statistic.bound):
-            return channels
-        return torch.stack([channels[unit].mean() for unit in unit_columns(statistic.bound)])
+        return of_units(statistic.bound, channels, Tensor.mean)
 
     def notes(self, statistics: Iterable[ChannelMoments]) -> tuple[str, ...]:
         of_sites = list(statistics)

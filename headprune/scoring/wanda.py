@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from headprune.scoring._activations import (
     ActivationScorer,
     ChannelMoments,
     Gathers,
-    has_unit_per_channel,
+    of_units,
     output_weight,
-    unit_columns,
 )
 
 
@@ -40,6 +38,4 @@ class Wanda(ActivationScorer):
     def site_values(self, statistic: ChannelMoments, weights: Tensor) -> Tensor:
         size = statistic.mean_square(weights).sqrt()  # [heads * width]
         channels = size * output_weight(statistic.bound).to(size).abs().mean(0)
-        if has_unit_per_channel(statistic.bound):
-            return channels
-        return torch.stack([channels[unit].sum() for unit in unit_columns(statistic.bound)])
+        return of_units(statistic.bound, channels, Tensor.sum)

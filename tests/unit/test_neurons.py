@@ -13,8 +13,7 @@ from headprune.checkpoints.checkpoint import applicable_formats
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.levels import level_widths
 from headprune.model.running import call
-from headprune.scoring import _activations, _removal, magnitude, obs, wanda
-from headprune.scoring import fluctuation as fluctuation_file
+from headprune.scoring import _activations, _removal, magnitude, obs
 from tests.steady_clock import steady_levels
 
 WIDTH = 96
@@ -76,7 +75,7 @@ def test_taylor_is_the_mean_slope_of_each_example_at_the_gates(bert, batches):
 def test_all_neurons_at_once_are_each_by_itself(scorer, bert, batches, monkeypatch):
     sites = hp.find_sites(bert, feed_forward=True)
     at_once = hp.score(bert, batches, scorer, sites=sites)
-    for file in (wanda, fluctuation_file, obs, magnitude, _activations):
+    for file in (obs, magnitude, _activations):
         monkeypatch.setattr(file, "has_unit_per_channel", lambda bound: False)
     for row, alone in zip(
         at_once.values, hp.score(bert, batches, scorer, sites=sites).values, strict=True
