@@ -35,6 +35,7 @@ from headprune.recovery._least_squares import LeastSquaresSums, Normal, pooled
 from headprune.recovery._playback import Playback
 from headprune.recovery._replaced import Replaced
 from headprune.recovery._side_by_side import (
+    Both,
     ComparedCall,
     PassCaches,
     StreamErrors,
@@ -48,8 +49,6 @@ from headprune.recovery._side_by_side import (
     summary,
 )
 from headprune.recovery._targets import (
-    RunBatch,
-    SitePair,
     Target,
     find_targets,
     modules_of,
@@ -114,19 +113,13 @@ class _Refit:
     """What all steps of one refit need.
 
     Args:
-        job: Model, teacher and batches.
-        pairs: Sites of both.
-        targets: The projections, in the order of the network.
-        run: Runs a model on a batch.
+        both: Model, teacher and batches.
         replaced: Changes the projections.
         caches: Results of earlier passes.
         before: The errors before the refit.
     """
 
-    job: Job
-    pairs: Sequence[SitePair]
-    targets: Sequence[Target]
-    run: RunBatch
+    both: Both
     replaced: Replaced
     caches: PassCaches
     before: StreamErrors
@@ -203,7 +196,7 @@ class LayerwiseRecovery(Recovery):
 
             # 2. Refit one after the other.
             with quiet(model, teacher, pairs):
-                refit = self._prepared(job, pairs, chosen.targets, run, replaced)
+                refit = self._prepared(Both(job, pairs, chosen.targets, run), replaced)
                 results = self._refit_(refit)
                 after = self._errors_after(refit, results)
 
@@ -212,35 +205,26 @@ class LayerwiseRecovery(Recovery):
             replaced.close_(refitted)
         return self._outcome(refit, refitted, results, after, chosen.notes)
 
-    def _prepared(
-        self,
-        job: Job,
-        pairs: Sequence[SitePair],
-        targets: Sequence[Target],
-        run: RunBatch,
-        replaced: Replaced,
-    ) -> _Refit:
+    def _prepared(self, both: Both, replaced: Replaced) -> _Refit:
         """Measure the errors before, and see which layers' outputs can be kept."""
-        model, batches = job.model, repeatable(job.batches)
+        model, batches = both.job.model, repeatable(both.job.batches)
         teacher_cache = TeacherCache(self.max_bytes)
-        before = errors(job, pairs, targets, run, teacher_cache, self.sensitive)
-        sites, _ = sites_of(pairs)
+        before = errors(both, teacher_cache, self.sensitive)
+        sites, _ = sites_of(both.pairs)
         layers = [block.module for block in blocks_around(model, sites)]
-        playback = Playback(layers, modules_of(targets), self.max_bytes)
-        playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
-        caches = PassCaches(teacher_cache, playback)
-        return _Refit(job, pairs, targets, run, replaced, caches, before)
+        playback = Playback(layers, modules_of(both.targets), self.max_bytes)
+        playback.learn(lambda: both.run(model, to_device(first(batches), device_of(model))))
+        return _Refit(both, replaced, PassCaches(teacher_cache, playback), before)
 
     def _refit_(self, refit: _Refit) -> RefitResults:
         """Change one projection after the other."""
         results = RefitResults()
-        for number, target in enumerate(bar(refit.targets, "refit", refit.job.progress)):
+        both = refit.both
+        for number, target in enumerate(bar(both.targets, "refit", both.job.progress)):
             # 1. The sums over all tokens, with all projections before it refitted.
-            calls = compared_calls(
-                refit.job, refit.pairs, refit.targets, number, refit.run, refit.caches
-            )
+            calls = compared_calls(both, number, refit.caches)
             mean = refit.caches.teacher.mean_sensitivity(number)  # []
-            parts = self._sums(refit.job, calls, target, mean)
+            parts = self._sums(both.job, calls, target, mean)
             refit.caches.teacher.forget(number)
             normal = pooled(parts)
             choice = self._choice(target, parts, normal, refit.replaced, results)
@@ -342,7 +326,7 @@ class LayerwiseRecovery(Recovery):
         """Return the errors that remain, comparable with those before."""
         if self.sensitive:
             # The errors of the fit are weighted, so the unweighted ones take another pass.
-            return errors(refit.job, refit.pairs, refit.targets, refit.run).errors
+            return errors(refit.both).errors
         remaining = in_main_memory(results.errors)
         scales = refit.before.scales
         return [float(error) / scale for error, scale in zip(remaining, scales, strict=True)]
@@ -366,7 +350,7 @@ class LayerwiseRecovery(Recovery):
             "heads": sum(len(target.removed) for target in refitted),
             "projections": len(refitted),
             "biases_added": refit.replaced.added,
-            **summary(refit.targets, refit.before.errors, after),
+            **summary(refit.both.targets, refit.before.errors, after),
         }
         if self.ridge is None:
             metrics["ridges"] = FrozenDict(results.chosen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -136,15 +136,8 @@ class Normal:
 
     def to(self, dtype: torch.dtype) -> Normal:
         """Return the same numbers in another type; the count of tokens keeps its own."""
-        return Normal(
-            tokens=self.tokens,
-            n=self.n.to(dtype),
-            x_mean=self.x_mean.to(dtype),
-            e_mean=self.e_mean.to(dtype),
-            xx=self.xx.to(dtype),
-            xe=self.xe.to(dtype),
-            ee=self.ee.to(dtype),
-        )
+        others = {f.name: getattr(self, f.name).to(dtype) for f in fields(self)[1:]}
+        return Normal(self.tokens, **others)
 
     def remaining_error(self, weight: Tensor, bias: Tensor) -> Tensor:
         """Return the sum of squares of ``e - x @ weight - bias``.

@@ -100,20 +100,41 @@ def first(batches: Batches) -> Any:
 # --- Passes --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Both:
+    """A model and its teacher, which run on the same batches.
+
+    Args:
+        job: Model, teacher and batches.
+        pairs: Sites of both.
+        targets: The projections that are compared, in the order of the network.
+        run: Runs a model on a batch.
+    """
+
+    job: Job
+    pairs: Sequence[SitePair]
+    targets: Sequence[Target]
+    run: RunBatch
+
+    @property
+    def teacher(self) -> nn.Module:
+        assert self.job.teacher is not None
+        return self.job.teacher
+
+
 def side_by_side(
-    job: Job, pairs: Sequence[SitePair], targets: Sequence[Target], run: RunBatch
+    both: Both,
 ) -> Iterator[tuple[Any, list[list[FollowedCall]], list[list[FollowedCall]]]]:
     """Run model and teacher on every batch.
 
     Yields:
         The batch, the model's calls by target, and the teacher's calls by target.
     """
-    assert job.teacher is not None
-    sites, teacher_sites = sites_of(pairs)
-    modules, teacher_modules = modules_of(targets), teacher_modules_of(targets)
-    for batch in job.batches:
-        model_calls = _calls(job.model, sites, modules, batch, run)
-        teacher_calls = _calls(job.teacher, teacher_sites, teacher_modules, batch, run)
+    sites, teacher_sites = sites_of(both.pairs)
+    modules, teacher_modules = modules_of(both.targets), teacher_modules_of(both.targets)
+    for batch in both.job.batches:
+        model_calls = _calls(both.job.model, sites, modules, batch, both.run)
+        teacher_calls = _calls(both.teacher, teacher_sites, teacher_modules, batch, both.run)
         yield batch, model_calls, teacher_calls
 
 
@@ -174,36 +195,25 @@ class PassCaches:
     playback: Playback
 
 
-def compared_calls(
-    job: Job,
-    pairs: Sequence[SitePair],
-    targets: Sequence[Target],
-    number: int,
-    run: RunBatch,
-    caches: PassCaches,
-) -> Iterator[ComparedCall]:
+def compared_calls(both: Both, number: int, caches: PassCaches) -> Iterator[ComparedCall]:
     """Run every batch and yield the calls of one target. Each pass ends at its last call.
 
     Args:
-        job: Model, teacher and batches.
-        pairs: Sites of both.
-        targets: All targets.
-        number: The one whose calls are wanted.
-        run: Runs a model on a batch.
+        both: Model, teacher and batches.
+        number: The target.
         caches: What earlier passes found.
     """
-    assert job.teacher is not None
-    target, cache = targets[number], caches.teacher
-    sites, teacher_sites = sites_of(pairs)
+    target, cache, run = both.targets[number], caches.teacher, both.run
+    sites, teacher_sites = sites_of(both.pairs)
     playback_is_exact = False
     begins = 0
-    for batch in job.batches:
+    for batch in both.job.batches:
         size, key = batch_size(batch, "batches"), key_of(batch)
         expected = cache.calls(key, number)
 
         # 1. The model's calls. The first pass that uses kept outputs is compared with a full one.
         full_pass = functools.partial(
-            _only_calls, job.model, sites, target.module, batch, run, expected
+            _only_calls, both.job.model, sites, target.module, batch, run, expected
         )
         uses_playback = caches.playback.helps(key, number)
         with caches.playback.before(key, number):
@@ -215,7 +225,7 @@ def compared_calls(
         streams = cache.streams(key, number)
         if streams is None:
             teacher_calls = _only_calls(
-                job.teacher, teacher_sites, target.teacher_module, batch, run, expected
+                both.teacher, teacher_sites, target.teacher_module, batch, run, expected
             )
             streams = [call.stream(target.summed) for call in teacher_calls]
             hidden = _hidden(teacher_calls)
@@ -228,7 +238,7 @@ def compared_calls(
         slopes: Sequence[Tensor | None] = [None] * len(model_calls)
         if cache.mean_sensitivities:
             kept = cache.sensitivities(key, number)
-            slopes = kept or _slopes(job.teacher, [target], batch, run, [len(model_calls)])[0]
+            slopes = kept or _slopes(both.teacher, [target], batch, run, [len(model_calls)])[0]
 
         for call, stream, slope in zip(model_calls, streams, slopes, strict=True):
             yield ComparedCall(call, stream, slope, begins, size)
@@ -395,14 +405,7 @@ class _TargetSums:
             self.sensitivity = total if self.sensitivity is None else self.sensitivity + total
 
 
-def errors(
-    job: Job,
-    pairs: Sequence[SitePair],
-    targets: Sequence[Target],
-    run: RunBatch,
-    cache: TeacherCache | None = None,
-    sensitive: bool = False,
-) -> StreamErrors:
+def errors(both: Both, cache: TeacherCache | None = None, sensitive: bool = False) -> StreamErrors:
     """Measure ``sum |T - S|² / sum |A - mean A|²`` after each target.
 
     T and S are the streams of teacher and model, A is what the teacher's projection writes; sums
@@ -410,26 +413,23 @@ def errors(
     always wrote its mean. Values of one site can be compared.
 
     Args:
-        job: Model, teacher and batches.
-        pairs: Sites of both.
-        targets: The projections.
-        run: Runs a model on a batch.
+        both: Model, teacher and batches.
         cache: Takes what later passes need not compute again.
         sensitive: Whether the cache takes the tokens' sensitivities, too.
 
     Raises:
         InvalidValue: no batches, nothing but padding, or values that are not finite.
     """
-    assert job.teacher is not None
+    targets = both.targets
     sums: dict[int, _TargetSums] = {}
     examples = 0
-    for batch, model_calls, teacher_calls in side_by_side(job, pairs, targets, run):
+    for batch, model_calls, teacher_calls in side_by_side(both):
         examples += batch_size(batch, "batches")
         # 1. How strongly the teacher's output depends on the tokens.
         slopes: list[list[Tensor]] = []
         if sensitive:
             n_calls = list(map(len, teacher_calls))
-            slopes = _slopes(job.teacher, targets, batch, run, n_calls)
+            slopes = _slopes(both.teacher, targets, batch, both.run, n_calls)
         # 2. The sums of each target.
         streams: list[list[Tensor]] = []
         for number, target in enumerate(targets):
@@ -438,9 +438,9 @@ def errors(
             _share_hidden(ours, _hidden(theirs))
             streams.append([call.stream(target.summed) for call in theirs])
             of_target = sums.setdefault(number, _TargetSums(wide(ours[0].output)))
-            of_target.add(job.model, target, ours, theirs, streams[number])
+            of_target.add(both.job.model, target, ours, theirs, streams[number])
             if sensitive:
-                of_target.add_sensitivities(job.model, target, ours, slopes[number])
+                of_target.add_sensitivities(both.job.model, target, ours, slopes[number])
         # 3. What later passes use.
         if cache is not None:
             hidden = list(map(_hidden, teacher_calls))

@@ -16,7 +16,7 @@ from headprune.model.running import call
 from headprune.model.sites import BoundSite
 from headprune.recovery._base import Job, Outcome, Recovery
 from headprune.recovery._replaced import Replaced
-from headprune.recovery._side_by_side import errors, first, quiet, summary
+from headprune.recovery._side_by_side import Both, errors, first, quiet, summary
 from headprune.recovery._targets import (
     SitePair,
     Target,
@@ -139,12 +139,13 @@ class MeanFold(Recovery):
                 compared = find_targets(
                     job.model, job.teacher, pairs, first(batches), run, refit=False
                 )
-                before = errors(job, pairs, compared.targets, run)
+                both = Both(job, pairs, compared.targets, run)
+                before = errors(both)
             for target, change in zip(targets, changes, strict=True):
                 replaced.add_(target, "bias", change)
             replaced.check()
             if measures:
-                after = errors(job, pairs, compared.targets, run)
+                after = errors(both)
                 return summary(compared.targets, before.errors, after.errors), compared.notes
         if self.measure:
             return {}, ("No errors are reported: the batches can be read only once.",)
