@@ -106,7 +106,7 @@ class HeadSlab:
         return tuple(self.unit)
 
 
-def projections(query: str, key: str, value: str, output: str) -> tuple[HeadSlab, ...]:
+def separate_projections(query: str, key: str, value: str, output: str) -> tuple[HeadSlab, ...]:
     """Return the slabs of four separate projections, by their paths in the attention module."""
     return (
         HeadSlab(query, "out", "query"),

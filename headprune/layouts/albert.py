@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import TEXT_SIZES, encoder
 
@@ -28,7 +28,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="albert",
     gate="dense",
-    slabs=projections("query", "key", "value", "dense"),
+    slabs=separate_projections("query", "key", "value", "dense"),
     head_dim="attention_head_size",
     # The last two tell it from BERT's inner module.
     requires=("num_attention_heads", "output_dropout", "LayerNorm"),

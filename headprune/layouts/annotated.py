@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.layouts._empty import textbook_without_heads
 from headprune.layouts._once import check_proved, once
 from headprune.layouts._tiny import TinyModule
@@ -44,7 +44,7 @@ def _head_dim(module: Any) -> int:
 LAYOUT = AttentionLayout(
     name="annotated",
     gate="linears.3",
-    slabs=projections("linears.0", "linears.1", "linears.2", "linears.3"),
+    slabs=separate_projections("linears.0", "linears.1", "linears.2", "linears.3"),
     head_dim=_head_dim,
     requires=("h", "d_k"),
     counts=(("h", "n_query_heads"),),

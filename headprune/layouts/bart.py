@@ -9,7 +9,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.core.mixin import original_class
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import (
@@ -119,7 +119,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="bart",
     gate="out_proj",
-    slabs=projections("q_proj", "k_proj", "v_proj", "out_proj"),
+    slabs=separate_projections("q_proj", "k_proj", "v_proj", "out_proj"),
     head_dim=_head_dim,
     kind=_kind,
     requires=("head_dim",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, projections
+from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, separate_projections
 from headprune.core.mixin import Mixin, mix_in
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import TEXT_SIZES, encoder
@@ -66,7 +66,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="bert",
     gate="output.dense",
-    slabs=projections("self.query", "self.key", "self.value", "output.dense"),
+    slabs=separate_projections("self.query", "self.key", "self.value", "output.dense"),
     head_dim="self.attention_head_size",
     kind=_kind,
     requires=("self.num_attention_heads", "self.all_head_size"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.errors import InvalidValue
-from headprune.core.layout import AttentionLayout, HeadSlab, projections
+from headprune.core.layout import AttentionLayout, HeadSlab, separate_projections
 from headprune.layouts._grouped import GROUPED, SIZES, repeat_keys, without_heads
 from headprune.layouts._tiny import decoder
 
@@ -27,7 +27,7 @@ LAYOUT = AttentionLayout(
     name="cohere",
     gate="o_proj",
     slabs=(
-        *projections("q_proj", "k_proj", "v_proj", "o_proj"),
+        *separate_projections("q_proj", "k_proj", "v_proj", "o_proj"),
         # ``requires`` below makes both norms mandatory.
         HeadSlab("q_norm.weight", 0, "head", optional=True),
         HeadSlab("k_norm.weight", 0, "kv_head", optional=True),

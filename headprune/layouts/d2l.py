@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.layouts._empty import textbook_without_heads
 from headprune.layouts._once import check_proved, once
 from headprune.layouts._tiny import TinyModule
@@ -42,7 +42,7 @@ def _head_dim(module: Any) -> int:
 LAYOUT = AttentionLayout(
     name="d2l",
     gate="W_o",
-    slabs=projections("W_q", "W_k", "W_v", "W_o"),
+    slabs=separate_projections("W_q", "W_k", "W_v", "W_o"),
     head_dim=_head_dim,
     requires=("num_heads", "attention.dropout"),
     absent=("n_heads",),  # the layout multi_head_attention

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.layouts._once import once
 from headprune.layouts._tiny import TinyModule
 
@@ -75,7 +75,7 @@ def _kind(module: Any, name: str) -> Kind:
 LAYOUT = AttentionLayout(
     name="diffusers",
     gate="to_out.0",
-    slabs=projections("to_q", "to_k", "to_v", "to_out.0"),
+    slabs=separate_projections("to_q", "to_k", "to_v", "to_out.0"),
     head_dim=_head_dim,
     kind=_kind,
     requires=("heads", "processor", "inner_dim", "is_cross_attention", "rescale_output_factor"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder
 
@@ -23,7 +23,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="distilbert",
     gate="out_lin",
-    slabs=projections("q_lin", "k_lin", "v_lin", "out_lin"),
+    slabs=separate_projections("q_lin", "k_lin", "v_lin", "out_lin"),
     head_dim="attention_head_size",
     requires=("n_heads",),
     counts=(("n_heads", "n_query_heads"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.layouts._empty import textbook_without_heads
 from headprune.layouts._once import check_proved, once
 from headprune.layouts._tiny import TinyModule
@@ -55,7 +55,7 @@ def _head_dim(module: Any) -> int:
 LAYOUT = AttentionLayout(
     name="labml",
     gate="output",
-    slabs=projections("query.linear", "key.linear", "value.linear", "output"),
+    slabs=separate_projections("query.linear", "key.linear", "value.linear", "output"),
     head_dim=_head_dim,
     requires=("heads", "d_k", "scale", "query.heads", "key.heads", "value.heads"),
     # Its parts split into heads by counts of their own.

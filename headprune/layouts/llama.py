@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headprune.core.layout import AttentionLayout, HeadSlab, projections
+from headprune.core.layout import AttentionLayout, HeadSlab, separate_projections
 from headprune.layouts._grouped import GROUPED, SIZES, repeat_keys, without_heads
 from headprune.layouts._tiny import decoder, images_in_text
 
@@ -60,7 +60,7 @@ LAYOUT = AttentionLayout(
     name="llama",
     gate="o_proj",
     slabs=(
-        *projections("q_proj", "k_proj", "v_proj", "o_proj"),
+        *separate_projections("q_proj", "k_proj", "v_proj", "o_proj"),
         # One score per head that takes part in the softmax (GPT-OSS).
         HeadSlab("sinks", 0, "head", optional=True),
         # One gate per head (Laguna).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.core.mixin import Mixin, mix_in
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import TEXT_SIZES, encoder
@@ -42,7 +42,7 @@ FAMILIES = (("mpnet", encoder("MPNetForSequenceClassification", **TEXT_SIZES)),)
 LAYOUT = AttentionLayout(
     name="mpnet",
     gate="o",
-    slabs=projections("q", "k", "v", "o"),
+    slabs=separate_projections("q", "k", "v", "o"),
     head_dim="attention_head_size",
     requires=("num_attention_heads", "all_head_size"),
     counts=(("num_attention_heads", "n_query_heads"), ("all_head_size", "query_width")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
@@ -62,7 +62,7 @@ def tiny(seed: int) -> tuple[Any, Any]:
 LAYOUT = AttentionLayout(
     name="multi_head_attention",
     gate="W_o",
-    slabs=projections("W_q", "W_k", "W_v", "W_o"),
+    slabs=separate_projections("W_q", "W_k", "W_v", "W_o"),
     head_dim="head_dim",
     value_dim="value_dim",
     kind=_kind,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.layouts._grouped import GROUPED, SIZES, repeat_keys, without_heads
 from headprune.layouts._tiny import decoder
 
@@ -12,7 +12,7 @@ FAMILIES = (("phi", decoder("PhiForCausalLM", **SIZES, qk_layernorm=True)),)
 LAYOUT = AttentionLayout(
     name="phi",
     gate="dense",
-    slabs=projections("q_proj", "k_proj", "v_proj", "dense"),
+    slabs=separate_projections("q_proj", "k_proj", "v_proj", "dense"),
     head_dim="head_dim",
     requires=("num_key_value_groups", "layer_idx"),
     per_head=("q_layernorm", "k_layernorm"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headprune.core.layout import AttentionLayout, HeadSlab, projections
+from headprune.core.layout import AttentionLayout, HeadSlab, separate_projections
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import images
 from headprune.layouts.swin_v2 import SIZES
@@ -13,7 +13,7 @@ LAYOUT = AttentionLayout(
     name="swin",
     gate="o_proj",
     slabs=(
-        *projections("q_proj", "k_proj", "v_proj", "o_proj"),
+        *separate_projections("q_proj", "k_proj", "v_proj", "o_proj"),
         # [distances, heads]
         HeadSlab("relative_position_bias.relative_position_bias_table", 1, "head"),
     ),

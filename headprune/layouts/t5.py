@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.core.mixin import mix_in
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder_decoder
@@ -58,7 +58,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="t5",
     gate="o",
-    slabs=projections("q", "k", "v", "o"),
+    slabs=separate_projections("q", "k", "v", "o"),
     head_dim="key_value_proj_dim",
     kind=kind_of,
     requires=("compute_bias", "is_decoder"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headprune.core.layout import AttentionLayout, HeadSlab, projections
+from headprune.core.layout import AttentionLayout, HeadSlab, separate_projections
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder_decoder
 from headprune.layouts.t5 import SIZES, kind_of
@@ -11,7 +11,7 @@ LAYOUT = AttentionLayout(
     name="umt5",
     gate="o",
     slabs=(
-        *projections("q", "k", "v", "o"),
+        *separate_projections("q", "k", "v", "o"),
         # [buckets, heads]; cut too, because no other layer reads it.
         HeadSlab("relative_attention_bias.weight", 1, "head", optional=True),
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import AttentionLayout, projections
+from headprune.core.layout import AttentionLayout, separate_projections
 from headprune.core.mixin import Mixin, mix_in
 from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import SIZES, images
@@ -65,7 +65,7 @@ FAMILIES = (
 LAYOUT = AttentionLayout(
     name="vit",
     gate="o_proj",
-    slabs=projections("q_proj", "k_proj", "v_proj", "o_proj"),
+    slabs=separate_projections("q_proj", "k_proj", "v_proj", "o_proj"),
     head_dim="head_dim",
     kind=_kind,
     requires=("head_dim", "scaling"),

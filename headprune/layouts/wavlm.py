@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import AttentionLayout, HeadSlab, projections
+from headprune.core.layout import AttentionLayout, HeadSlab, separate_projections
 from headprune.core.mixin import Mixin
 from headprune.layouts._tiny import SPEECH_SIZES, speech
 
@@ -74,7 +74,7 @@ LAYOUT = AttentionLayout(
     name="wavlm",
     gate="out_proj",
     slabs=(
-        *projections("q_proj", "k_proj", "v_proj", "out_proj"),
+        *separate_projections("q_proj", "k_proj", "v_proj", "out_proj"),
         HeadSlab("gru_rel_pos_const", 1, "head"),
     ),
     head_dim="head_dim",

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
-from headprune.core.layout import AttentionLayout, HeadSlab, projections
+from headprune.core.layout import AttentionLayout, HeadSlab, separate_projections
 from headprune.layouts._tiny import TinyModule
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ LAYOUT = AttentionLayout(
     name="x_transformers",
     gate="to_out",
     slabs=(
-        *projections("to_q", "to_k", "to_v", "to_out"),
+        *separate_projections("to_q", "to_k", "to_v", "to_out"),
         # Options with a row, an entry or an axis per head.
         HeadSlab("to_v_head_gate", "out", "head", optional=True),
         HeadSlab("head_scale_params", 1, "head", optional=True),
