@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
@@ -205,26 +206,17 @@ def _check_now(number: int, losses: Tensor) -> None:
     check_finite([(number, losses)])
 
 
+@dataclass(eq=False)
 class _Pass:
     """Passes of one batch under gates."""
 
-    def __init__(
-        self,
-        of: CandidateLosses,
-        batch: Any,
-        size: int,
-        facts: ReplayFacts,
-        base: Tensor,
-        fill: dict[int, Stand],
-        number: int,
-    ) -> None:
-        self.of = of
-        self.batch = batch
-        self.size = size
-        self.facts = facts
-        self.base = base  # [heads]
-        self.fill = fill
-        self.number = number
+    of: CandidateLosses
+    batch: Any
+    size: int
+    facts: ReplayFacts
+    base: Tensor  # [heads]
+    fill: dict[int, Stand]
+    number: int
 
     # ------------------------------------------------------------- parts and copies of the batch
 
@@ -237,7 +229,7 @@ class _Pass:
         for site, values in self.fill.items():
             if not isinstance(values, Tensor):  # one tensor per example
                 fill[site] = values[start:stop]
-        return _Pass(self.of, batch, stop - start, self.facts, self.base, fill, self.number)
+        return replace(self, batch=batch, size=stop - start, fill=fill)
 
     def twice(self) -> _Pass:
         """All of its examples, and all again."""
@@ -245,8 +237,7 @@ class _Pass:
         for site, values in self.fill.items():
             if not isinstance(values, Tensor):
                 fill[site] = values * 2
-        batch = self._copied(2)
-        return _Pass(self.of, batch, 2 * self.size, self.facts, self.base, fill, self.number)
+        return replace(self, batch=self._copied(2), size=2 * self.size, fill=fill)
 
     def _copied(self, copies: int) -> Any:
         return over_rows(self.batch, self.facts.rows, lambda t: repeated_along(t, copies, 0))

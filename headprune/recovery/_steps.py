@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -17,6 +18,7 @@ from headprune.recovery._validation import EarlyStopping
 _SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class Steps(TrainerCallback):
     """Shows, evaluates and saves a training between its steps, and continues from a checkpoint.
 
@@ -31,28 +33,17 @@ class Steps(TrainerCallback):
         loss: The task loss; all parts of a training must treat its labels alike.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        objective: Objective,
-        stream: Stream,
-        bar: Any,
-        early_stopping: EarlyStopping | None,
-        eval_every: int,
-        keeper: Keeper | None,
-        loss: Judge,
-    ) -> None:
-        self.trainer = trainer
-        self.objective = objective
-        self.stream = stream
-        self.bar = bar
-        self.early_stopping = early_stopping
-        self.eval_every = eval_every
-        self.keeper = keeper
-        self.loss = loss
-        self.continued_after: int | None = None  # step of the checkpoint
-        self._saved: dict[str, Any] | None = None
-        self._next_update = monotonic()
+    trainer: Trainer
+    objective: Objective
+    stream: Stream
+    bar: Any
+    early_stopping: EarlyStopping | None
+    eval_every: int
+    keeper: Keeper | None
+    loss: Judge
+    continued_after: int | None = field(default=None, init=False)  # step of the checkpoint
+    _saved: dict[str, Any] | None = field(default=None, init=False)
+    _next_update: float = field(default_factory=monotonic, init=False)
 
     def load_checkpoint(self) -> bool:
         """Continue from the checkpoint, if there is one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -135,6 +136,7 @@ def _write_results(
     return table
 
 
+@dataclass(eq=False)
 class _RunningSweep:
     """A sweep while it runs.
 
@@ -150,25 +152,19 @@ class _RunningSweep:
         files: By run, the file that says that it is done or failed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        base: Base,
-        runs: Sequence[PlannedRun],
-        jobs: int,
-        backend: str,
-        say: Callable[[str], None],
-    ) -> None:
-        self.folder = folder
-        self.base = base
-        self.runs = runs
-        self.jobs = jobs
-        self.backend = backend
-        self.say = say
-        self.threads = _threads(runs[0].recipe, jobs)
-        self.files: dict[str, SweepRun] = {}
-        self.start = perf_counter()
-        self.first: tuple[float, int] | None = None  # time and number of runs at the first line
+    folder: Path
+    base: Base
+    runs: Sequence[PlannedRun]
+    jobs: int
+    backend: str
+    say: Callable[[str], None]
+    files: dict[str, SweepRun] = field(default_factory=dict, init=False)
+    start: float = field(default_factory=perf_counter, init=False)
+    # Time and number of runs at the first line.
+    first: tuple[float, int] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.threads = _threads(self.runs[0].recipe, self.jobs)
 
     def run_all(self) -> ModelOutcome:
         """Run everything that is not done yet; return the outcome of the base model."""
