@@ -157,6 +157,12 @@ def only_padding(name: str) -> InvalidValue:
     return InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
 
 
+def not_finite(where: str) -> InvalidValue:
+    """The error of numbers that are NaN or infinite, which most often come from the batches."""
+    hint = "Look for NaN or infinite values in the batches."
+    return InvalidValue(where, "finite", "NaN or infinite", hint)
+
+
 def tokens_first(b: BoundSite) -> bool:
     """Whether the states around an attention are ``[tokens, batch, width]``."""
     return b.layout.batch_axis == 1 or getattr(b.module, "batch_first", True) is False

@@ -15,7 +15,7 @@ from torch import Tensor
 from headprune.core.bars import bar
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
-from headprune.model.contexts import wide
+from headprune.model.contexts import not_finite, wide
 from headprune.model.running import call, device_of, to_device
 from headprune.model.transfers import in_main_memory, sent
 from headprune.recovery._base import Job, Outcome, Recovery
@@ -307,9 +307,7 @@ class LayerwiseRecovery(Recovery):
         if not finite:
             # An earlier change beyond the range of its type may be the cause; it is named then.
             replaced.check()
-            where = f"what model and teacher write at {target.name}"
-            hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(where, "finite", "NaN or infinite", hint)
+            raise not_finite(f"what model and teacher write at {target.name}")
         results.tokens[target.name] = (int(tokens), self.fitted_numbers(target))
         if self.ridge is not None:
             return self.ridge

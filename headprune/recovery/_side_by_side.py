@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.batches import EMPTY, Batches
-from headprune.model.contexts import only_padding, wide
+from headprune.model.contexts import not_finite, only_padding, wide
 from headprune.model.exposed import exposed
 from headprune.model.padding import inputs_of
 from headprune.model.running import (
@@ -512,9 +512,7 @@ def _check_sums(
         if not bool(reached[number]):
             raise only_padding(target.name)
         if not bool(finite[2 * number] & finite[2 * number + 1]):
-            where = f"what model and teacher write at {target.name}"
-            hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(where, "finite", "NaN or infinite", hint)
+            raise not_finite(f"what model and teacher write at {target.name}")
 
 
 def summary(

@@ -12,7 +12,7 @@ from headprune.core.bars import bar
 from headprune.core.errors import HeadPruneError, InvalidValue, PlanMismatch, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.model.batches import EMPTY
-from headprune.model.contexts import ContextSums, only_padding, reading
+from headprune.model.contexts import ContextSums, not_finite, only_padding, reading
 from headprune.model.fingerprint import fingerprint
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, all_cut_sites, bind, sites_for
@@ -119,6 +119,4 @@ def _check_means(
         if not bool(has_tokens):
             raise only_padding(name)
         if not bool(is_finite):
-            where = f"the teacher's mean head output at {name}"
-            hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(where, "finite", "NaN or infinite", hint)
+            raise not_finite(f"the teacher's mean head output at {name}")

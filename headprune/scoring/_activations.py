@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headprune.attention.linear import effective_weight
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import only_padding, reading
+from headprune.model.contexts import not_finite, only_padding, reading
 from headprune.model.losses import Loss, inputs_of
 from headprune.model.offloaded import fetched
 from headprune.model.own_loss import is_default
@@ -260,9 +260,7 @@ class ActivationScorer(Scorer):
 
     def refused(self, statistic: Any) -> InvalidValue:
         """Why a site's values are not finite."""
-        where = f"what {statistic.bound.site.name} gives {type(self).__name__}"
-        hint = "Look for NaN or infinite values in the batches."
-        return InvalidValue(where, "finite", "NaN or infinite", hint)
+        return not_finite(f"what {statistic.bound.site.name} gives {type(self).__name__}")
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         statistics, n_examples = _gathered(problem, self)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headprune.attention.multi_head import MultiHeadAttention
 from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.model.contexts import not_finite
 from headprune.model.double import Doubled
 from headprune.model.padding import PaddingInfo, inputs_of, key_mask, query_mask
 from headprune.model.running import batch_size, device_of, tensors
@@ -451,7 +452,5 @@ def mean_over_examples(rows: Tensor) -> Estimate:
     """The estimate that is a mean over examples, ``[examples, units]``."""
     if not bool(torch.isfinite(rows).all()):
         row = int((~torch.isfinite(rows)).any(1).nonzero()[0])
-        where = f"the attention maps of example {row}"
-        hint = "Look for NaN or infinite values in the batches."
-        raise InvalidValue(where, "finite", "NaN or infinite", hint)
+        raise not_finite(f"the attention maps of example {row}")
     return averaged(rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.model.contexts import counted, only_padding, rows_of
+from headprune.model.contexts import counted, not_finite, only_padding, rows_of
 from headprune.model.own_loss import is_default, output_notes, shift_of
 from headprune.model.padding import inputs_of
 from headprune.model.running import batch_size
@@ -381,5 +381,4 @@ def _check(factors: Sequence[Factors]) -> None:
         if not has_tokens:
             raise only_padding(name)
         if not is_finite:
-            hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(f"what {name} gives Surgeon", "finite", "NaN or infinite", hint)
+            raise not_finite(f"what {name} gives Surgeon")
