@@ -7,17 +7,18 @@ users are promised.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import headprune as hp
 from headprune.scoring import Attattr, IntegratedGradients, Shapley
 from tests.laws.support import TRANSFORMERS, Subject, set_implementation, subject_of
-from tests.laws.test_law_6_scores import BLOCKS, SCORERS, data, loss_of, renumbered_, split
+from tests.laws.test_law_6_scores import BLOCKS, SCORERS, data, renumbered_
+from tests.scoring_help import score, split
 
 #: Relative to the layer's largest score.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4}
@@ -43,12 +44,10 @@ def examples(name: str, dtype: torch.dtype) -> tuple[Subject, dict[str, Tensor]]
     return subject, {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 
-def scored(
-    subject: Subject, scorers: Sequence[Any], batches: list[Any], model: nn.Module | None = None
-) -> Any:
+def scored(subject: Subject, scorers: Sequence[Any], batches: list[Any]) -> Any:
     if not scorers:
         pytest.skip("the scorer of --scorer is exempt here")
-    return hp.score(model or subject.model, batches, scorers, loss=loss_of(subject), progress=False)
+    return score(subject, scorers, batches)
 
 
 def check(found: Sequence[Any], expected: Sequence[Any], dtype: torch.dtype) -> None:
@@ -115,7 +114,7 @@ def test_permutation_of_heads(name: str, dtype: torch.dtype) -> None:
     other = subject.copy()
     orders = renumbered_(subject, other)
     found = []
-    for scores in scored(subject, scorers, [batch], other):
+    for scores in scored(dataclasses.replace(subject, model=other), scorers, [batch]):
         rows = zip(scores.sites, scores.values, strict=True)
         back = [
             [row[orders[site.name].index(unit)] for unit in range(len(row))] for site, row in rows

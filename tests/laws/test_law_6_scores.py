@@ -9,8 +9,9 @@ matters to them, the loader's batch size does not.
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -21,14 +22,13 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.core.choice import Choice
 from headprune.core.slabs import blocks
-from headprune.model.losses import default_loss
-from headprune.model.running import call
 from headprune.model.sites import lookup, slabs_of
 from headprune.scoring import Attattr, Auto, HardConcrete, SubsetTopk, Taylor, registry
 from headprune.scoring._base import Scorer
 from tests.laws import chosen
 from tests.laws.support import CLOSE, TRANSFORMERS, Subject, set_implementation, subject_of
 from tests.laws.support import examples_of as data
+from tests.scoring_help import score, split
 
 #: A few steps tell as much here as the default's hundreds.
 LEARNED: dict[str, Any] = {
@@ -55,25 +55,6 @@ def name_of(scorer: Any) -> str:
 if chosen.SCORER:  # `pytest tests/laws --scorer NAME`
     SCORERS = [s for s in SCORERS if name_of(s) == chosen.SCORER]
 BLOCKS = [s for s in SCORERS if getattr(s, "reduce", None) == "batch" or s in LEARNED.values()]
-
-
-def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    return call(model, batch).logsumexp(-1).square()
-
-
-def loss_of(subject: Subject) -> Callable[[nn.Module, Any], Tensor]:
-    return default_loss if hasattr(subject.model, "config") else own_loss
-
-
-def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    n = len(next(iter(batch.values())))
-    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, n, size)]
-
-
-def score(
-    subject: Subject, scorers: list[Any], batches: list[Any], model: nn.Module | None = None
-) -> Any:
-    return hp.score(model or subject.model, batches, scorers, loss=loss_of(subject), progress=False)
 
 
 def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> None:
@@ -286,7 +267,8 @@ def test_scores_follow_a_permutation_of_heads(subject: Subject) -> None:
     other = subject.copy()
     orders = renumbered_(subject, other)
     assert_close(subject.run(other), subject.run(), **CLOSE)
-    for found, old in zip(score(subject, SCORERS, [batch], other), expected, strict=True):
+    moved_heads = score(dataclasses.replace(subject, model=other), SCORERS, [batch])
+    for found, old in zip(moved_heads, expected, strict=True):
         tolerance = CLOSE
         if (
             found.scorer == "shapley"
