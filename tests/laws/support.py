@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +163,14 @@ def picture(model: nn.Module) -> list[Any]:
         (n, id(p), p.requires_grad, p.data_ptr(), p._version) for n, p in model.named_parameters()
     ]
     return seen
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """After the block everything about the model is as before it."""
+    before = picture(model)
+    yield
+    assert picture(model) == before
 
 
 def set_implementation(model: nn.Module, implementation: str) -> None:

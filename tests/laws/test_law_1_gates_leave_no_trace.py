@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.layouts import registry
-from tests.laws.support import CLOSE, DEEP, EXACT, Subject, objective, picture
+from tests.laws.support import CLOSE, DEEP, EXACT, Subject, objective, picture, unchanged
 
 
 def gates(
@@ -121,27 +121,22 @@ def test_nothing_remains(subject: Subject) -> None:
 
 
 def test_nothing_remains_after_an_exception_in_the_block(subject: Subject) -> None:
-    before = picture(subject.model)
-    with pytest.raises(RuntimeError, match="mine"), hp.gated(subject.model, subject.ragged()):
+    gated = hp.gated(subject.model, subject.ragged())
+    with unchanged(subject.model), pytest.raises(RuntimeError, match="mine"), gated:
         raise RuntimeError("mine")
-    assert picture(subject.model) == before
 
 
 def test_nothing_remains_after_an_exception_in_the_model(subject: Subject) -> None:
-    before = picture(subject.model)
-    wrong_batch = gates(subject, "batch", batch=2)
-    with pytest.raises(hp.HeadPruneError, match="gates"), hp.gated(subject.model, wrong_batch):
+    wrong_batch = hp.gated(subject.model, gates(subject, "batch", batch=2))
+    with unchanged(subject.model), pytest.raises(hp.HeadPruneError, match="gates"), wrong_batch:
         subject.run()
-    assert picture(subject.model) == before
 
 
 def test_nothing_remains_where_the_gates_are_refused(subject: Subject) -> None:
-    before = picture(subject.model)
     good, bad = subject.sites[0], subject.sites[-1]
     given = {good.name: torch.ones(good.n_query_heads), bad.name: torch.ones(bad.n_query_heads + 1)}
-    with pytest.raises(hp.HeadPruneError, match=r"gates\["), hp.gated(subject.model, given):
-        pass
-    assert picture(subject.model) == before
+    with unchanged(subject.model), pytest.raises(hp.HeadPruneError, match=r"gates\["):
+        hp.gated(subject.model, given).__enter__()
 
 
 def test_nested_gates_multiply(subject: Subject) -> None:

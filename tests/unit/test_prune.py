@@ -3,6 +3,7 @@ call."""
 
 import warnings
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from headprune.layouts import registry
 from headprune.model.fingerprint import fingerprint
 from headprune.surgery import prune
 from headprune.surgery.verify import TOLERANCE, compare
-from tests.laws.support import CLOSE, EXACT, picture, subject_of
+from tests.laws.support import CLOSE, EXACT, picture, subject_of, unchanged
 from tests.unit.test_sites import ODD, odd_model
 
 ONE, TWO = {"0": 2}, {"0": 2, "1": 2}
@@ -58,10 +59,8 @@ def small():
 )
 def test_a_plan_that_does_not_fit_changes_nothing(plan, error, words):
     model = small()
-    before = picture(model)
-    with pytest.raises(error, match=words):
+    with unchanged(model), pytest.raises(error, match=words):
         hp.prune_(model, plan)
-    assert picture(model) == before
 
 
 NO_LAYER = "layer: must be an index from -3 to 2, got "
@@ -82,10 +81,8 @@ NO_INDEX = "heads of layer 0: must be a collection of head indices"
 )
 def test_layers_and_heads_that_are_none_change_nothing(heads, error, words):
     model = subject_of("gpt2").model
-    before = picture(model)
-    with pytest.raises(error, match=words):
+    with unchanged(model), pytest.raises(error, match=words):
         hp.prune_heads_(model, heads)
-    assert picture(model) == before
 
 
 def nothing_finite(batch):
@@ -102,10 +99,8 @@ def nothing_finite(batch):
 )
 def test_an_example_that_proves_nothing_is_refused_before_any_change(name, example, words):
     subject = subject_of(name)
-    before = picture(subject.model)
-    with pytest.raises(InvalidValue, match=words):
+    with unchanged(subject.model), pytest.raises(InvalidValue, match=words):
         hp.prune_(subject.model, subject.ragged(), example(subject.batch))
-    assert picture(subject.model) == before
     model = Labels(hp.MultiHeadAttention(8, 2))
     with pytest.raises(InvalidValue, match="returns floating-point tensors"):
         hp.prune_(model, hp.HeadMask.from_keep({"0": [1]}, ONE), torch.randn(2, 3, 8))
@@ -113,10 +108,11 @@ def test_an_example_that_proves_nothing_is_refused_before_any_change(name, examp
 
 def test_a_part_of_a_group_is_refused_before_any_change():
     subject = subject_of("llama")
-    before, (first, _, last) = picture(subject.model), subject.sites
-    with pytest.raises(InvalidValue, match="whole groups of 2 query heads"):
-        hp.prune_(subject.model, subject.mask({first.name: [2, 3], last.name: [0, 2, 3]}))
-    assert picture(subject.model) == before
+    first, _, last = subject.sites
+    part = subject.mask({first.name: [2, 3], last.name: [0, 2, 3]})
+    words = "whole groups of 2 query heads"
+    with unchanged(subject.model), pytest.raises(InvalidValue, match=words):
+        hp.prune_(subject.model, part)
 
 
 def test_other_weights_are_a_warning_that_the_report_keeps():
@@ -173,15 +169,9 @@ def test_a_layout_that_is_wrong_is_found_out_and_the_model_restored(name, keep):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_any_interruption_of_the_proof_restores_the_model(monkeypatch, error):
     subject = subject_of("llama")
-    before = picture(subject.model)
-
-    def interrupted(*_):
-        raise error
-
-    monkeypatch.setattr(prune, "compare", interrupted)
-    with pytest.raises(error):
+    monkeypatch.setattr(prune, "compare", Mock(side_effect=error))
+    with unchanged(subject.model), pytest.raises(error):
         hp.prune_(subject.model, subject.mask({subject.sites[0].name: []}), subject.batch)
-    assert picture(subject.model) == before
 
 
 def test_random_models_are_compared_on_the_same_draw():
@@ -238,10 +228,9 @@ def test_prune_heads_as_in_transformers_4(name):
     assert dict(report.removed) == {first.name: tuple(one), last.name: tuple(second)}
     with hp.gated(subject.model, subject.without({first.name: one, last.name: second})):
         assert_close(subject.run(small), subject.run(), **CLOSE)
-    before = picture(small)
     for nothing in ({0: one}, {}, {0: []}):
-        assert hp.prune_heads_(small, nothing).n_removed == 0
-        assert picture(small) == before
+        with unchanged(small):
+            assert hp.prune_heads_(small, nothing).n_removed == 0
     report = hp.prune_heads_(small, {0: both}, subject.batch)
     assert report.removed == ((first.name, tuple(second)),)
     hp.prune_heads_(at_once, {0: both, -1: second})

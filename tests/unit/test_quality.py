@@ -23,7 +23,8 @@ from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_
 from headprune.recipes.validate import check_recipe, load_recipe
 from headprune.run.dry import dry_run
 from tests.laws.support import examples_of as data
-from tests.laws.support import picture, subject_of
+from tests.laws.support import subject_of, unchanged
+from tests.scoring_help import split
 
 BERT = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 8, "max_position_embeddings": 16, "initializer_range": 0.5}
@@ -31,11 +32,6 @@ BERT |= {"intermediate_size": 8, "max_position_embeddings": 16, "initializer_ran
 
 def bert(kind: str, **options: Any) -> nn.Module:
     return getattr(hf, kind)(hf.BertConfig(**BERT, **options)).double().eval()
-
-
-def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    n = len(next(iter(batch.values())))
-    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, n, size)]
 
 
 def text(n: int = 5, length: int = 6) -> dict[str, Tensor]:
@@ -161,12 +157,11 @@ def test_a_loss_of_your_own_is_the_metric(subject):
 def test_the_model_is_left_as_it_was():
     subject = subject_of("bert")
     model, batch = subject.model.train(), subject.batch
-    before, state = picture(model), torch.get_rng_state()
-    assert evaluate(model, [batch]) == evaluate(model, iter([batch]))
-    bad = {**batch, "labels": torch.tensor([0, 9, 1])}
-    with pytest.raises(InvalidValue, match="labels of batch 1"):
-        evaluate(model, [batch, bad])
-    assert picture(model) == before
+    bad, state = {**batch, "labels": torch.tensor([0, 9, 1])}, torch.get_rng_state()
+    with unchanged(model):
+        assert evaluate(model, [batch]) == evaluate(model, iter([batch]))
+        with pytest.raises(InvalidValue, match="labels of batch 1"):
+            evaluate(model, [batch, bad])
     assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
 
 

@@ -20,7 +20,7 @@ from headprune.recovery import HeadRescale, Lstsq, MeanFold
 from headprune.recovery._follow import follow
 from headprune.recovery._side_by_side import quiet
 from tests.laws.families import FAMILIES
-from tests.laws.support import family_subject, picture
+from tests.laws.support import family_subject, picture, unchanged
 from tests.reference import recovery as reference
 
 
@@ -139,9 +139,9 @@ def test_nan_at_padding_does_not_matter():
 def test_a_model_that_lost_nothing_is_not_changed(method):
     subject, batches = subject_of("bert")
     model = subject.copy()
-    before = picture(model)
-    report = recovered(model, batches, method, subject.model)
-    assert (report.changed, picture(model)) == ((), before)
+    with unchanged(model):
+        report = recovered(model, batches, method, subject.model)
+    assert report.changed == ()
     assert "Nothing to" in report.notes[0]
 
 
@@ -302,9 +302,9 @@ def test_all_is_as_it_was_but_the_projections(family, method):
     gates = [model.get_submodule(f"{s.name}.{subject.layout.gate}") for s in subject.sites[1:]]
     gates[0].weight.requires_grad_(False)
     parameters, before = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
-    teacher, state = picture(subject.model), torch.get_rng_state()
-    report = recovered(model, batches, method, subject.model)
-    assert picture(subject.model) == teacher
+    state = torch.get_rng_state()
+    with unchanged(subject.model):
+        report = recovered(model, batches, method, subject.model)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(m.training for m in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
