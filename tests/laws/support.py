@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headprune.core.heads import HeadMask
 from headprune.core.layout import AttentionLayout
+from headprune.gating.context import gated
 from headprune.layouts import registry
 from headprune.model.double import double_
 from headprune.model.running import call, outputs
@@ -60,6 +61,11 @@ class Subject:
     def run(self, model: nn.Module | None = None, **changes: Any) -> Tensor:
         """The model's main output, with gradients."""
         return logits(self.model if model is None else model, {**self.batch, **changes})
+
+    def run_gated(self, mask: HeadMask) -> Tensor:
+        """The output of the model whose other heads are gated away."""
+        with gated(self.model, mask):
+            return self.run()
 
 
 def ragged(sites: Iterable[Any], seed: int = 0) -> HeadMask:

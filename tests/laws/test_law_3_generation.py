@@ -16,21 +16,14 @@ from transformers import StaticCache
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
 from tests.laws.support import CLOSE, Subject, picture, subject_of
+from tests.laws.test_law_5_composition import emptied
 
 LEFT = torch.tensor([[1] * 7, [0, 0] + [1] * 5, [0, 0, 0, 0, 1, 1, 1]])
-MASKS = ["ragged", "first layer without heads", "middle layer without heads", "no heads at all"]
+MASKS = ["ragged", "first", "middle", "all"]
 
 
 def mask_of(subject: Subject, which: str) -> hp.HeadMask:
-    names = [s.name for s in subject.sites]
-    gone = {
-        "first layer without heads": names[:1],
-        "middle layer without heads": names[1:2],
-        "no heads at all": names,
-    }
-    return (
-        subject.ragged(1) if which == "ragged" else subject.mask({name: [] for name in gone[which]})
-    )
+    return subject.ragged(1) if which == "ragged" else emptied(subject, which)
 
 
 def generate(subject: Subject, model: nn.Module, **options: Any) -> Any:
@@ -45,6 +38,14 @@ def generate(subject: Subject, model: nn.Module, **options: Any) -> Any:
     )
 
 
+def gated_and_cut(decoder: Subject, which: str, **options: Any) -> tuple[Any, nn.Module]:
+    """What the gated model generates, and the model that is cut to match."""
+    mask, small = mask_of(decoder, which), decoder.copy()
+    hp.prune_(small, mask)
+    with hp.gated(decoder.model, mask):
+        return generate(decoder, decoder.model, **options), small
+
+
 def assert_same(got: Any, expected: Any) -> None:
     assert torch.equal(got.sequences, expected.sequences)
     assert_close(torch.stack(got.logits), torch.stack(expected.logits), **CLOSE)
@@ -52,17 +53,13 @@ def assert_same(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("which", MASKS)
 def test_greedy_with_a_left_padded_batch(decoder: Subject, which: str) -> None:
-    mask, small = mask_of(decoder, which), decoder.copy()
-    hp.prune_(small, mask)
-    with hp.gated(decoder.model, mask):
-        expected = generate(decoder, decoder.model)
+    expected, small = gated_and_cut(decoder, which)
     got = generate(decoder, small)
     assert_same(got, expected)
     assert_same(generate(decoder, small, use_cache=False), expected)
     assert got.past_key_values.get_seq_length() == 7 + 6 - 1
-    for layer, site in zip(got.past_key_values.layers, decoder.sites, strict=True):
-        n_kept = len(mask.kept(site.name))
-        assert layer.keys.shape[1] == max(1, n_kept // site.group_size), (
+    for layer, site in zip(got.past_key_values.layers, hp.find_sites(small), strict=True):
+        assert layer.keys.shape[1] == max(1, len(site.units)), (
             "the cache has not shrunk with the heads"
         )
     assert not torch.equal(generate(decoder, decoder.model).sequences, expected.sequences)
@@ -83,10 +80,7 @@ def test_a_left_padded_example_is_generated_as_if_alone(decoder: Subject, which:
 
 @pytest.mark.parametrize("which", MASKS)
 def test_static_cache(decoder: Subject, which: str) -> None:
-    mask, small = mask_of(decoder, which), decoder.copy()
-    hp.prune_(small, mask)
-    with hp.gated(decoder.model, mask):
-        expected = generate(decoder, decoder.model)
+    expected, small = gated_and_cut(decoder, which)
     got = generate(decoder, small, cache_implementation="static", disable_compile=True)
     assert isinstance(got.past_key_values, StaticCache)
     assert_same(got, expected)
@@ -94,10 +88,7 @@ def test_static_cache(decoder: Subject, which: str) -> None:
 
 @pytest.mark.parametrize("which", MASKS)
 def test_beam_search_reorders_every_cache(decoder: Subject, which: str) -> None:
-    mask, small = mask_of(decoder, which), decoder.copy()
-    hp.prune_(small, mask)
-    with hp.gated(decoder.model, mask):
-        expected = generate(decoder, decoder.model, num_beams=2)
+    expected, small = gated_and_cut(decoder, which, num_beams=2)
     assert torch.equal(generate(decoder, small, num_beams=2).sequences, expected.sequences)
 
 
@@ -106,17 +97,14 @@ def test_eager_attention_in_float32(decoder: Subject, which: str) -> None:
     """Not in fp64: there Transformers' eager mask for a row of padding overflows its own float32
     softmax to NaN."""
     decoder.model.float().set_attn_implementation("eager")
-    mask, small = mask_of(decoder, which), decoder.copy()
-    hp.prune_(small, mask)
-    with hp.gated(decoder.model, mask):
-        expected = generate(decoder, decoder.model)
+    expected, small = gated_and_cut(decoder, which)
     got = generate(decoder, small)
     assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
 
 
 def test_prefill_in_two_parts_and_a_step(decoder: Subject) -> None:
     """Positions go on from a cache whose first layer has no heads."""
-    mask, small = mask_of(decoder, "first layer without heads"), decoder.copy()
+    mask, small = mask_of(decoder, "first"), decoder.copy()
     hp.prune_(small, mask)
     ids = decoder.batch["input_ids"][:2]
     with hp.gated(decoder.model, mask):
@@ -144,7 +132,7 @@ def test_generation_in_a_model_cut_twice() -> None:
 def test_a_layer_without_heads_under_the_hooks_of_accelerate(decoder: Subject) -> None:
     """With a device_map every module has a forward of its own, which would hide that of its new
     class."""
-    mask, small = mask_of(decoder, "first layer without heads"), decoder.copy()
+    mask, small = mask_of(decoder, "first"), decoder.copy()
     with hp.gated(decoder.model, mask):
         expected = generate(decoder, decoder.model)
     attention = small.get_submodule(decoder.sites[0].name)
@@ -160,7 +148,7 @@ def test_a_layer_whose_forward_someone_replaced_keeps_a_head(decoder: Subject) -
     attention.forward = lambda *args, **kwargs: type(attention).forward(attention, *args, **kwargs)
     before = picture(decoder.model)
     with pytest.raises(UnsupportedModel, match="replaced forward prevents"):
-        hp.prune_(decoder.model, mask_of(decoder, "first layer without heads"))
+        hp.prune_(decoder.model, mask_of(decoder, "first"))
     assert [row for row in picture(decoder.model) if row[1] != "forward"] == [
         r for r in before if r[1] != "forward"
     ]

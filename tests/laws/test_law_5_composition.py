@@ -20,9 +20,10 @@ from tests.laws.support import (
     TRANSFORMERS,
     Subject,
     objective,
-    picture,
     set_implementation,
+    unchanged,
 )
+from tests.laws.test_law_5_families import two_plans
 
 EMPTY = ["first", "middle", "last", "all"]
 
@@ -36,14 +37,6 @@ def emptied(subject: Subject, which: str) -> hp.HeadMask:
         "all": names,
     }[which]
     return subject.mask({name: [] for name in chosen})
-
-
-def two_plans(subject: Subject) -> tuple[hp.HeadMask, hp.HeadMask]:
-    """The first unit of every other site goes; then the last unit of every site."""
-    first = subject.without({s.name: s.units[0] for s in subject.sites[::2]})
-    second = subject.without({s.name: s.units[-1] for s in subject.sites})
-    assert (first & second).n_kept < min(first.n_kept, second.n_kept)
-    return first, second
 
 
 def assert_same_bits(got: nn.Module, expected: nn.Module) -> None:
@@ -80,16 +73,14 @@ def test_one_after_the_other_is_both_at_once(subject: Subject, empties: bool) ->
     assert_same_bits(other_way, at_once)
     assert hp.find_sites(in_turn) == hp.find_sites(at_once)
     assert_close(subject.run(in_turn), subject.run(at_once), **EXACT)
-    with hp.gated(subject.model, a & b):
-        assert_close(subject.run(in_turn), subject.run(), **CLOSE)
+    assert_close(subject.run(in_turn), subject.run_gated(a & b), **CLOSE)
 
 
 def test_gates_on_a_pruned_model_are_for_the_heads_that_are_left(subject: Subject) -> None:
     a, b = two_plans(subject)
     small = subject.copy()
     hp.prune_(small, a)
-    with hp.gated(subject.model, a & b):
-        expected = subject.run()
+    expected = subject.run_gated(a & b)
     with hp.gated(small, b):
         assert_close(subject.run(small), expected, **CLOSE)
     by_hand = {}
@@ -101,28 +92,17 @@ def test_gates_on_a_pruned_model_are_for_the_heads_that_are_left(subject: Subjec
         assert_close(subject.run(small), expected, **CLOSE)
 
 
-def test_pruning_nothing_changes_nothing(subject: Subject) -> None:
-    before, expected = picture(subject.model), subject.run()
-    report = hp.prune_(subject.model, hp.HeadMask.full(subject.sites), subject.batch)
-    assert picture(subject.model) == before
-    assert_close(subject.run(), expected, **EXACT)
-    assert (report.n_removed, report.removed) == (0, ())
-    assert report.params_before == report.params_after
-
-
 def test_pruning_nothing_more_changes_nothing(subject: Subject) -> None:
     hp.prune_(subject.model, subject.ragged())
-    before = picture(subject.model)
-    report = hp.prune_(subject.model, subject.ragged(), subject.batch)
-    assert picture(subject.model) == before
+    with unchanged(subject.model):
+        report = hp.prune_(subject.model, subject.ragged(), subject.batch)
     assert report.n_removed == 0
 
 
 @pytest.mark.parametrize("which", EMPTY)
 def test_a_layer_without_heads_equals_the_gated_one(subject: Subject, which: str) -> None:
     mask, small = emptied(subject, which), subject.copy()
-    with hp.gated(subject.model, mask):
-        expected = subject.run()
+    expected = subject.run_gated(mask)
     report = hp.prune_(small, mask, subject.batch)
     assert (expected - subject.run()).abs().max() > 1e-4
     assert_close(subject.run(small), expected, **CLOSE)
@@ -178,8 +158,7 @@ def test_removing_the_last_unit_of_a_layer_unit_by_unit(subject: Subject) -> Non
         left.pop(len(left) // 2)
         mask = subject.mask({site.name: [h for unit in left for h in unit]})
         hp.prune_(small, mask, subject.batch)
-        with hp.gated(subject.model, mask):
-            assert_close(subject.run(small), subject.run(), **CLOSE)
+        assert_close(subject.run(small), subject.run_gated(mask), **CLOSE)
     assert hp.find_sites(small)[0].heads == ()
 
 

@@ -99,15 +99,6 @@ def test_gates_on_a_projection_in_two_places_are_refused(share):
         model(**batch)
 
 
-def test_a_whole_attention_in_two_places_is_gated_and_cut():
-    model, batch = tiny("llama")
-    model.model.layers[1].self_attn = model.model.layers[0].self_attn
-    sites = hp.find_sites(model)
-    batch["use_cache"] = False  # of the cache it has one place
-    assert hp.prune_(model, ragged(sites), batch, sites).n_removed
-    assert model.model.layers[1].self_attn is model.model.layers[0].self_attn
-
-
 @pytest.mark.parametrize("example", [False, True])
 def test_an_error_after_the_cut_leaves_the_model_as_it_was(monkeypatch, example):
     subject = subject_of("bert")
@@ -139,12 +130,6 @@ def test_a_quantised_bare_tensor_is_not_cut():
     with pytest.raises(UnsupportedModel, match=r"plain floating-point nn\.Parameter.*quantised"):
         hp.prune_(model, mask)
     assert [(n, id(t), type(t), t.shape) for n, t in model.named_parameters()] == before
-
-
-def test_a_model_on_meta_is_cut():
-    """Checkpoints are read so: the model is cut before it has weights."""
-    model = tiny("llama")[0].to("meta")
-    assert hp.prune_(model, ragged(hp.find_sites(model))).n_removed
 
 
 # --- adapters
