@@ -7,6 +7,7 @@ import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -434,10 +435,7 @@ def test_data_that_names_a_device_is_not_read_for_ever(tmp_path):
 
 def test_a_panic_of_a_library_in_rust_is_told_in_words(folder, monkeypatch):
     panic = type("PanicException", (BaseException,), {})
-
-    def panics(*_, **__):
-        raise panic("no entry found for key")
-
+    panics = Mock(side_effect=panic("no entry found for key"))
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", panics)
     with pytest.raises(InvalidValue, match="no entry found for key"):
         open_model(str(folder))

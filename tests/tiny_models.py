@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 WORDS = [f"w{i}" for i in range(30)]
+#: An encoder's, unless a test asks for others.
+_SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 16,
+}
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
@@ -45,18 +52,9 @@ def bert(
     """A tiny BERT with a tokenizer; ``kind`` is its class."""
     import transformers
 
-    sizes = {
-        "hidden_size": 2 * heads,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "intermediate_size": 16,
-    }
-    settings = {
-        **sizes,
-        "vocab_size": word_tokenizer(folder),
-        "max_position_embeddings": 64,
-        **config,
-    }
+    sizes = {**_SIZES, "hidden_size": 2 * heads, "num_attention_heads": heads}
+    words = {"vocab_size": word_tokenizer(folder), "max_position_embeddings": 64}
+    settings = {**sizes, **words, **config}
     getattr(transformers, kind)(transformers.BertConfig(**settings)).save_pretrained(folder)
     return folder
 
@@ -95,12 +93,6 @@ def wav2vec2(folder: Path, **config: Any) -> Path:
     """A tiny Wav2Vec2 that classifies sound of 100 samples a second, with its feature extractor."""
     import transformers
 
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 16,
-    }
     ears = {
         "conv_dim": (8, 8),
         "conv_kernel": (10, 4),
@@ -108,7 +100,7 @@ def wav2vec2(folder: Path, **config: Any) -> Path:
         "num_conv_pos_embeddings": 4,
     }
     rest = {"num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "mask_time_length": 2}
-    settings = {**sizes, **ears, **rest, **config}
+    settings = {**_SIZES, **ears, **rest, **config}
     model = transformers.Wav2Vec2ForSequenceClassification(transformers.Wav2Vec2Config(**settings))
     model.save_pretrained(folder)
     transformers.Wav2Vec2FeatureExtractor(
@@ -153,13 +145,7 @@ def vit(folder: Path, **config: Any) -> Path:
     """A tiny ViT of colour pictures, with its image processor."""
     import transformers
 
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 16,
-    }
-    settings = {**sizes, "image_size": 8, "patch_size": 4, **config}
+    settings = {**_SIZES, "image_size": 8, "patch_size": 4, **config}
     transformers.ViTForImageClassification(transformers.ViTConfig(**settings)).save_pretrained(
         folder
     )

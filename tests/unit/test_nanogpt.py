@@ -1,6 +1,5 @@
 """Attention written as in nanoGPT is refused with the lines to change; after that it is cut."""
 
-import importlib.util
 import re
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ import torch
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
+from tests.scripts import script
 
 #: The same parts, names and branches: one projection for queries, keys and values, two kinds of
 #: attention, and the model's width where that of the heads is meant.
@@ -67,14 +67,9 @@ def built(folder, name, code, flash):
     """A model of code in a file, as a user has it."""
     file = folder / f"{name}.py"
     file.write_text(code)
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     sizes = {"n_embd": 16, "n_head": 4, "vocab_size": 20, "block_size": 12}
     torch.manual_seed(0)
-    return module.GPT(SimpleNamespace(**sizes, bias=True, dropout=0.1, flash=flash)).eval()
+    return script(file).GPT(SimpleNamespace(**sizes, bias=True, dropout=0.1, flash=flash)).eval()
 
 
 @pytest.mark.parametrize("flash", [True, False])

@@ -5,6 +5,7 @@ import os
 import random
 import tempfile
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from headprune.model.losses import default_loss
 from headprune.recovery import Finetune
 from headprune.recovery._distillation import answer, logits_gap
 from headprune.surgery.prune import prune_heads_
+from tests.laws.support import no_dropout
 from tests.unit.test_recovery_finetune_hidden import compared
 
 STATES = (PartialState, AcceleratorState, GradientState)
@@ -29,11 +31,8 @@ STATES = (PartialState, AcceleratorState, GradientState)
 def build(name="bert"):
     """A tiny model without dropout, and two batches."""
     model, batch = layouts.get(name).tiny(0)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     second = layouts.get(name).tiny(1)[1]
-    return model, [batch, {k: v[:2] for k, v in second.items()}]
+    return no_dropout(model), [batch, {k: v[:2] for k, v in second.items()}]
 
 
 def parameters(model):
@@ -251,9 +250,7 @@ def test_nothing_is_left_behind(fails, tmp_path, monkeypatch, capfd):
         assert torch.rand(1) + np.random.rand() + random.random() > 0
         return default_loss(m, batch)
 
-    def interrupt(_):
-        raise KeyboardInterrupt
-
+    interrupt = Mock(side_effect=KeyboardInterrupt)
     try:
         if fails:
             # in the middle of a backward pass: later layers have their gradients by then

@@ -15,6 +15,7 @@ from headprune.recovery import Finetune
 from headprune.recovery._blocks import blocks_of
 from headprune.recovery._distillation import Comparison
 from headprune.surgery.prune import prune_heads_
+from tests.laws.support import as_double, no_dropout
 from tests.unit.test_recovery_lstsq import TwoSentences
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-10}
@@ -23,17 +24,14 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 def pair(name):
     """A cut model, the whole one, and a batch; fp64, no dropout."""
     model, batch = layouts.get(name).tiny(0)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model = model.double().eval()
+    model = no_dropout(model).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             generator = torch.Generator().manual_seed(1)
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     teacher = copy.deepcopy(model)
     prune_heads_(model, {0: hp.find_sites(model)[0].units[0]})
-    return model, teacher, {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    return model, teacher, as_double(batch)
 
 
 def literal(ours, theirs, mask):

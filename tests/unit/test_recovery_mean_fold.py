@@ -15,19 +15,16 @@ from headprune.model.running import call, outputs
 from headprune.model.sites import bind, find_sites
 from headprune.recovery import MeanFold, RecoveryReport, registry
 from headprune.surgery.prune import prune_
+from tests.laws.support import as_double
 
 EXACT = {"rtol": 0, "atol": 1e-10}
-
-
-def double(batch):
-    return {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
 
 
 def build(name, seed=0):
     """A tiny fp64 model in evaluation mode and two unlike batches, of 3 examples and of 1."""
     model, batch = layouts.get(name).tiny(seed)
     second = {k: v[:1] for k, v in layouts.get(name).tiny(seed + 1)[1].items()}
-    return model.double().eval(), [double(batch), double(second)]
+    return model.double().eval(), [as_double(batch), as_double(second)]
 
 
 def some_heads(model, whole=None):

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,12 +93,9 @@ def test_a_run_that_goes_on_takes_the_table_that_was_measured(tmp_path, clocked,
     def fast(*args: Any, **kwargs: Any) -> Any:
         return [replace(r, ratio=1.3, low=1.1, high=1.5) for r in compare_latency(*args, **kwargs)]
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("power is gone")
-
     monkeypatch.setattr(choosing, "compare_latency", fast)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "choose_heads", fail)
+        patch.setattr(runner, "choose_heads", Mock(side_effect=RuntimeError("power is gone")))
         with pytest.raises(RuntimeError, match="power is gone"):
             runner.run_recipe(chosen, say=said.append)
     record = runner.run_recipe(chosen, say=said.append)

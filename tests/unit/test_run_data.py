@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -196,9 +197,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, **splits: list[dict[str, Any]]) -> None
 
 
 def test_an_unreachable_hub_says_what_to_do(monkeypatch):
-    def unreachable(*args: object, **kwargs: object) -> None:
-        raise ConnectionError("Couldn't reach the Hub")
-
+    unreachable = Mock(side_effect=ConnectionError("Couldn't reach the Hub"))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(InvalidValue, match=r"Couldn't reach the Hub.*--set data.path=FOLDER"):
         load_rows(recipe("someone/something"))

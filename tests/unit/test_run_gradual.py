@@ -8,29 +8,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
 
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
-from headprune.layouts import registry as layouts
 from headprune.model.losses import default_loss
 from headprune.recovery import Finetune
 from headprune.run import gradual, prune_gradually_, runner
 from headprune.run.gradual import GradualReport, stage_budget
 from tests.small_recipes import checked_recipe, quiet_run, write_rows
+from tests.unit.test_recovery_finetune import build
 
 EXACT = {"rtol": 0, "atol": 0}
 TINY = Finetune(steps=6, learning_rate=1e-3)
 HALF = hp.Budget(keep_heads=0.5)
-
-
-def build(name="bert"):
-    model, batch = layouts.get(name).tiny(0)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    second = layouts.get(name).tiny(1)[1]
-    return model, [batch, {k: v[:2] for k, v in second.items()}]
 
 
 def pruned(model, batches, budget=HALF, **settings):

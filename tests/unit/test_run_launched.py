@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -89,12 +90,9 @@ def test_two_processes_write_what_one_writes(recipe, tmp_path):
     [("score_heads", True, "accelerate"), ("compare_plans", False, "torchrun")],
 )
 def test_two_processes_go_on_where_one_ended(ended, again, launcher, recipe, tmp_path, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("power is gone")
-
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(stages, ended, fail)
+        patch.setattr(stages, ended, Mock(side_effect=RuntimeError("power is gone")))
         with pytest.raises(RuntimeError, match="power is gone"):
             run_recipe(recipe, out=out, say=lambda line: None)
     done = launch(recipe, out, launcher)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -74,10 +75,8 @@ def test_text_has_its_tokens_and_short_rows_come_first(tmp_path, monkeypatch):
 
 
 def test_a_model_that_shows_no_maps_has_a_run_all_the_same(tmp_path, monkeypatch):
-    def none(*_: Any, **__: Any) -> Any:
-        raise UnsupportedModel("the attention map of a.b", "an attention with a map", "a kernel")
-
-    monkeypatch.setattr(made, "attention_maps", none)
+    none = UnsupportedModel("the attention map of a.b", "an attention with a map", "a kernel")
+    monkeypatch.setattr(made, "attention_maps", Mock(side_effect=none))
     quick = {**TINY, "score": {"random_draws": 0}, "out": str(tmp_path / "out")}
     record = quiet_run(check_recipe(quick))
     assert record.status == "done"

@@ -9,10 +9,10 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,18 +57,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def failing(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    return fail
-
-
 @pytest.fixture(scope="module")
 def at_the_benchmark(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("failed") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "bench", failing(RuntimeError("power is gone")))
+        patch.setattr(stages, "bench", Mock(side_effect=RuntimeError("power is gone")))
         with pytest.raises(RuntimeError, match="power is gone"):
             go(recipe(out))
     assert hp.RunRecord.load(out / "record.json").status == "failed"
@@ -91,8 +84,8 @@ def test_what_is_finished_is_not_done_again(failed, whole, monkeypatch, status):
     (failed / ".plan.json.abc.part").write_text("half a pl")
     (failed / "mine.txt").write_text("mine")
     for name in ("compare_plans", "recover_once"):
-        monkeypatch.setattr(stages, name, failing(AssertionError(f"{name} again")))
-    monkeypatch.setattr(subject, "recover_", failing(AssertionError("trained again")))
+        monkeypatch.setattr(stages, name, Mock(side_effect=AssertionError(f"{name} again")))
+    monkeypatch.setattr(subject, "recover_", Mock(side_effect=AssertionError("trained again")))
     lines = go(recipe(failed))
     word = "killed" if status == "running" else status  # for it holds no lock
     assert lines[0] == f"resuming the {word} run in {failed}"
@@ -205,7 +198,7 @@ def test_a_training_that_came_to_its_end_is_not_repeated(tmp_path, whole, monkey
 
     monkeypatch.setattr(_steps.Steps, "on_step_end", counted)
     for owner, name, error in (
-        (subject, "save_base", failing(KeyboardInterrupt())),
+        (subject, "save_base", Mock(side_effect=KeyboardInterrupt())),
         (subject.Subject, "report", unjudged),
     ):
         with monkeypatch.context() as patch:
@@ -337,7 +330,7 @@ def test_gradual_pruning_goes_on_after_its_last_stage(undisturbed, tmp_path, sta
 
 def test_gradual_pruning_that_came_to_its_end_is_not_repeated(tmp_path, monkeypatch):
     model, whole = in_stages(folder=tmp_path, leave_checkpoint=True)
-    monkeypatch.setattr(gradual, "carry_out", failing(AssertionError("trained again")))
+    monkeypatch.setattr(gradual, "carry_out", Mock(side_effect=AssertionError("trained again")))
     again, done = in_stages(folder=tmp_path, leave_checkpoint=True)
     assert done == whole
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)

@@ -9,6 +9,7 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -159,13 +160,6 @@ def test_tokenizer_and_row_numbers_lie_beside_the_record(finished):
         assert len(rows[purpose]["rows"]) == record.rows[purpose]["rows"]
 
 
-def failing(error: BaseException) -> Any:
-    def stage(*args: Any) -> Any:
-        raise error
-
-    return stage
-
-
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
@@ -174,7 +168,7 @@ def failing(error: BaseException) -> Any:
     ],
 )
 def test_a_broken_run_says_how_far_it_came(bert, tmp_path, monkeypatch, error, status, text):
-    monkeypatch.setattr(stages, "compare_plans", failing(error))
+    monkeypatch.setattr(stages, "compare_plans", Mock(side_effect=error))
     with pytest.raises(type(error)):
         quiet_run(recipe(bert, tmp_path))
     record = hp.RunRecord.load(tmp_path / "out" / "record.json")
@@ -188,7 +182,7 @@ def test_a_report_that_fails_fails_the_run(bert, tmp_path, monkeypatch):
 
     chosen = recipe(bert, tmp_path, report=True)
     with monkeypatch.context() as patch:
-        patch.setattr(reporting, "write_report", failing(OSError("disk full")))
+        patch.setattr(reporting, "write_report", Mock(side_effect=OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             quiet_run(chosen)
     record = hp.RunRecord.load(tmp_path / "out" / "record.json")

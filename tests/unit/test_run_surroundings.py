@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import torch
 
@@ -31,9 +31,7 @@ def test_a_library_that_is_missing_is_said(monkeypatch):
 def test_memory_and_processor_where_linux_does_not_tell_them(monkeypatch):
     assert hardware(CPU)["memory_gib"] > 0
 
-    def fail(*_: Any, **__: Any) -> str:
-        raise FileNotFoundError("/proc/cpuinfo")
-
+    fail = Mock(side_effect=FileNotFoundError("/proc/cpuinfo"))
     monkeypatch.setattr(surroundings.Path, "read_text", fail)
     monkeypatch.setattr(surroundings.os, "sysconf_names", {})
     monkeypatch.setattr(surroundings.platform, "processor", lambda: "")

@@ -44,6 +44,11 @@ def family(name):
     return model.eval(), batch
 
 
+def assert_same(model, again, batch):
+    """Bit for bit, in every output."""
+    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+
+
 def first_group(site):
     """Keeps all heads of a site but its first group of key/value heads."""
     return {site.name: [head for group in site.groups[1:] for head in group]}
@@ -236,7 +241,7 @@ def test_records_without_types_open(tmp_path):
         del config["headprune"][key]  # as an earlier version wrote it
     path.write_text(json.dumps(config))
     again = hp.from_pretrained(tmp_path)
-    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+    assert_same(model, again, batch)
 
 
 #: Saves cut models in a process that cut none.
@@ -253,7 +258,7 @@ def test_a_process_that_did_not_cut_says_what_was_cut(tmp_path):
     paths = [str(tmp_path / "model.pt"), str(tmp_path / "model")]
     subprocess.run([sys.executable, "-c", RECEIVER, *paths], check=True)
     again = hp.from_pretrained(tmp_path / "model")
-    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+    assert_same(model, again, batch)
 
 
 def test_an_even_cut_opens_in_plain_transformers_with_equal_outputs(tmp_path):
@@ -261,12 +266,12 @@ def test_an_even_cut_opens_in_plain_transformers_with_equal_outputs(tmp_path):
     cut_even(model)
     model.save_pretrained(tmp_path)
     plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(plain, batch)))
+    assert_same(model, plain, batch)
     cut_uneven(plain)  # a second cut counts from the small model
     for number, save in enumerate((plain.save_pretrained, lambda f: hp.save_pretrained(plain, f))):
         save(tmp_path / str(number))
         again = hp.from_pretrained(tmp_path / str(number))
-        assert all(map(torch.equal, sample_outputs(plain, batch), sample_outputs(again, batch)))
+        assert_same(plain, again, batch)
         assert not hasattr(again.config, "headprune")
 
 
@@ -300,7 +305,7 @@ def test_folders_for_others_open_here_too(format, name, tmp_path):
     (cut_even if format == "transformers" else cut_uneven)(model)
     hp.save_pretrained(model, tmp_path, format=format, example=batch)
     again = hp.from_pretrained(tmp_path)
-    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+    assert_same(model, again, batch)
     assert [s.heads for s in hp.find_sites(again)] == [s.heads for s in hp.find_sites(model)]
 
 
@@ -334,7 +339,7 @@ def test_a_plan_opens_a_folder_that_does_not_say_what_was_cut(name, tmp_path):
     with pytest.raises(CheckpointError, match="plan="):
         hp.from_pretrained(tmp_path)
     again = hp.from_pretrained(tmp_path, plan=mask)
-    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+    assert_same(model, again, batch)
 
 
 def test_a_plan_of_another_cut_is_refused(tmp_path):
@@ -396,4 +401,4 @@ def test_a_save_over_a_folder_of_ours_takes_its_place(format, tmp_path):
     assert (tmp_path / "README.md").read_text().strip() == "My words."
     assert not [*tmp_path.glob("headprune.json"), *tmp_path.glob("*.py")]
     again = hp.from_pretrained(tmp_path)
-    assert all(map(torch.equal, sample_outputs(model, batch), sample_outputs(again, batch)))
+    assert_same(model, again, batch)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -315,21 +316,17 @@ def test_what_fails_late_or_is_killed_leaves_nothing_in_the_way(command, tmp_pat
     """The tokenizer comes last; and a killed process leaves a folder as large as the model."""
     plan, small = ("--plan", tmp_path / "plan.json"), tmp_path / "small"
 
-    def failing(error):
-        def fail(*_, **__):
-            raise error
-
-        return fail
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", failing(OSError(errno.ENOSPC, "No space left on device")))
+        patch.setattr(
+            shutil, "copyfile", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        )
         result = command(*plan)
     assert result.exit_code == 2
     words = f"{small}: must be a place that can be written to, got No space left"
     assert words in result.stderr
     assert not small.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", failing(SystemExit(9)))
+        patch.setattr(shutil, "copyfile", Mock(side_effect=SystemExit(9)))
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         assert command(*plan).exit_code == 9
     assert len(list(tmp_path.glob(".small.*.part/model.safetensors"))) == 1
