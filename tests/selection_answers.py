@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,31 +148,20 @@ def rules(scores: HeadScores, seed: int) -> dict[str, Any]:
     return {"must_keep": stay, "must_remove": go}
 
 
-def of_selector(name: str) -> Callable[[], Iterator[tuple[str, Case]]]:
-    def cases() -> Iterator[tuple[str, Case]]:
-        for settings in SETTINGS[name]:
-            for kind in CURRENCIES:
-                for seed in range(8 if name in ("global_topk", "uniform", "knapsack") else 4):
-                    said = " ".join(f"{k}={v}" for k, v in settings.items())
-                    yield f"{said} {kind} {seed}".strip(), case(name, settings, kind, seed)
+def of_selector(name: str) -> Iterator[tuple[str, Case]]:
+    for settings in SETTINGS[name]:
+        for kind in CURRENCIES:
+            for seed in range(8 if name in ("global_topk", "uniform", "knapsack") else 4):
+                said = " ".join(f"{k}={v}" for k, v in settings.items())
+                yield f"{said} {kind} {seed}".strip(), partial(one, name, settings, kind, seed)
 
-    def case(name: str, settings: dict[str, Any], kind: str, seed: int) -> Case:
-        def call() -> PruningPlan:
-            scores, extra = drawn(name, seed)
-            table = random_table(scores, seed, noise=seed % 3) if kind == "speedup" else None
-            budget = asked(kind, (0.5, 0.8, 0.65, 0.9)[seed % 4] if kind != "keep_params" else 0.85)
-            return select(
-                scores,
-                budget,
-                configured(name, **settings),
-                latency=table,
-                **rules(scores, seed),
-                **extra,
-            )
 
-        return call
-
-    return cases
+def one(name: str, settings: dict[str, Any], kind: str, seed: int) -> PruningPlan:
+    scores, extra = drawn(name, seed)
+    table = random_table(scores, seed, noise=seed % 3) if kind == "speedup" else None
+    budget = asked(kind, (0.5, 0.8, 0.65, 0.9)[seed % 4] if kind != "keep_params" else 0.85)
+    selector = configured(name, **settings)
+    return select(scores, budget, selector, latency=table, **rules(scores, seed), **extra)
 
 
 # ---------------------------------------------------------------- what is refused, and what a plan
@@ -207,7 +197,11 @@ def shared(**more: Any) -> HeadScores:
 
 def refusals() -> Iterator[tuple[str, Case]]:
     """Arguments that cannot be."""
-    calls: dict[str, tuple[Any, ...] | dict[str, Any]] = {
+    free = shared(standard_errors=None)
+    costs = [[unit_cost(1, 0)] * 4]
+    bare = make([site("e", 4, kind="self")], [[1] * 4], costs, Cost(9, 0, 0, 0, 0))
+    uneven = make([site("b", 6, 3, heads=(0, 1, 2, 4), policy="balanced")], [[1, 2, 3, 4]])
+    calls: dict[str, dict[str, Any]] = {
         "no scores": {"scores": 3},
         "no budget": {"budget": 0.5},
         "no budgets": {"budget": {}},
@@ -271,17 +265,17 @@ def refusals() -> Iterator[tuple[str, Case]]:
         "beyond the budget": {"selector": Told(answer=((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)))},
         "nothing": {"selector": Told(answer=(), min_heads=0)},
         "nothing in a group": {"budget": {"a": HALF}, "selector": Told(answer=(), min_heads=0)},
-        "least as text": {"selector": lambda: configured("uniform", min_heads="1")},
-        "less than none": {"selector": lambda: configured("uniform", min_heads=-1)},
-        "multiples of none": {"selector": lambda: configured("uniform", multiple_of=0)},
-        "another norm": {"selector": lambda: configured("global_topk", normalise="l1")},
-        "another search": {"selector": lambda: configured("quadratic", search="fast")},
-        "no steps": {"selector": lambda: configured("iterative", steps=0)},
-        "another schedule": {"selector": lambda: configured("iterative", schedule="cubic")},
-        "one measurement": {"selector": lambda: configured("local_search", max_losses=1)},
-        "none at once": {"selector": lambda: configured("local_search", at_once=0)},
-        "a margin below zero": {"selector": lambda: configured("local_search", margin=-0.5)},
-        "a margin as text": {"selector": lambda: configured("local_search", margin="2")},
+        "least as text": {"selector": ("uniform", {"min_heads": "1"})},
+        "less than none": {"selector": ("uniform", {"min_heads": -1})},
+        "multiples of none": {"selector": ("uniform", {"multiple_of": 0})},
+        "another norm": {"selector": ("global_topk", {"normalise": "l1"})},
+        "another search": {"selector": ("quadratic", {"search": "fast"})},
+        "no steps": {"selector": ("iterative", {"steps": 0})},
+        "another schedule": {"selector": ("iterative", {"schedule": "cubic"})},
+        "one measurement": {"selector": ("local_search", {"max_losses": 1})},
+        "none at once": {"selector": ("local_search", {"at_once": 0})},
+        "a margin below zero": {"selector": ("local_search", {"margin": -0.5})},
+        "a margin as text": {"selector": ("local_search", {"margin": "2"})},
         "a loss that is no number": {
             "selector": "local_search",
             "loss": lambda masks: np.full((len(masks), 4), np.nan),
@@ -294,84 +288,68 @@ def refusals() -> Iterator[tuple[str, Case]]:
             "selector": "local_search",
             "loss": lambda masks: np.zeros((len(masks), 2)),
         },
-        "no inner selector": {"selector": lambda: configured("iterative", inner="topk")},
-        "an inner selector that asks": {
-            "selector": lambda: configured("iterative", inner="local_search")
-        },
-        "an inner selector by number": {"selector": lambda: configured("iterative", inner=3)},
-        "another's setting": {
-            "selector": lambda: configured("iterative", inner_settings={"normalize": "l2"})
-        },
+        "no inner selector": {"selector": ("iterative", {"inner": "topk"})},
+        "an inner selector that asks": {"selector": ("iterative", {"inner": "local_search"})},
+        "an inner selector by number": {"selector": ("iterative", {"inner": 3})},
+        "another's setting": {"selector": ("iterative", {"inner_settings": {"normalize": "l2"}})},
         "the outer one's setting": {
-            "selector": lambda: configured("iterative", inner_settings={"min_heads": 0})
+            "selector": ("iterative", {"inner_settings": {"min_heads": 0}})
         },
-        "settings that are none": {
-            "selector": lambda: configured("iterative", inner_settings=["l2"])
+        "settings that are none": {"selector": ("iterative", {"inner_settings": ["l2"]})},
+        "a cache of single heads": {"scores": free, "budget": Budget(keep_kv=0.5)},
+        "no cache": {"scores": bare, "budget": Budget(keep_kv=0.5)},
+        "no costs": {"scores": replace(PLAIN, costs=None), "budget": Budget(keep_macs=0.5)},
+        "groups of unlike size": {"scores": uneven},
+        "no heads left": {"scores": make([site("a", 4, heads=())], [[]])},
+        "a table with another number": {
+            "scores": make([site("a", 4, heads=(0, 1, 2))], [[1] * 3]),
+            "budget": Budget(speedup=1.1),
+            "latency": TABLE,
+        },
+        "a table that lacks numbers": {
+            "scores": ALONE,
+            "budget": Budget(speedup=1.1),
+            "latency": replace(TABLE, sites=(SiteLatency("a", (None, None, None, None, 0.9)),)),
+            "must_remove": {"a": [0]},
+        },
+        "no cut is faster": {
+            "scores": ALONE,
+            "budget": Budget(speedup=1.1),
+            "latency": replace(TABLE, sites=(SiteLatency("a", (0.9,) * 5),)),
+        },
+        "too fast": {"scores": ALONE, "budget": Budget(speedup=9), "latency": TABLE},
+        "too fast without a minimum": {
+            "scores": ALONE,
+            "budget": Budget(speedup=9),
+            "selector": ("knapsack", {"min_heads": 0}),
+            "latency": TABLE,
+        },
+        "loss that answers otherwise": {
+            "scores": random_scores(3),
+            "selector": "local_search",
+            "loss": lambda *_: 3,
+        },
+        "rescore that answers otherwise": {
+            "scores": random_scores(3),
+            "selector": "iterative",
+            "rescore": lambda *_: 3,
+        },
+        "scores anew of other sites": {
+            "scores": random_scores(3),
+            "selector": "iterative",
+            "rescore": lambda mask: PLAIN,
         },
     }
     for name, call in calls.items():
-        yield name, lambda call=call: selected(**call)  # type: ignore[misc]
-    free = shared(standard_errors=None)
-    yield "a cache of single heads", lambda: select(free, Budget(keep_kv=0.5))
-    bare = make(
-        [site("e", 4, kind="self")], [[1] * 4], [[unit_cost(1, 0)] * 4], Cost(9, 0, 0, 0, 0)
-    )
-    yield "no cache", lambda: select(bare, Budget(keep_kv=0.5))
-    yield "no costs", lambda: select(replace(PLAIN, costs=None), Budget(keep_macs=0.5))
-    uneven = make([site("b", 6, 3, heads=(0, 1, 2, 4), policy="balanced")], [[1, 2, 3, 4]])
-    yield "groups of unlike size", lambda: select(uneven, HALF)
-    yield "no heads left", lambda: select(make([site("a", 4, heads=())], [[]]), HALF)
-    yield (
-        "a table with another number",
-        lambda: select(
-            make([site("a", 4, heads=(0, 1, 2))], [[1] * 3]), Budget(speedup=1.1), latency=TABLE
-        ),
-    )
-    yield (
-        "a table that lacks numbers",
-        lambda: select(
-            ALONE,
-            Budget(speedup=1.1),
-            latency=replace(TABLE, sites=(SiteLatency("a", (None, None, None, None, 0.9)),)),
-            must_remove={"a": [0]},
-        ),
-    )
-    yield (
-        "no cut is faster",
-        lambda: select(
-            ALONE,
-            Budget(speedup=1.1),
-            latency=replace(TABLE, sites=(SiteLatency("a", (0.9,) * 5),)),
-        ),
-    )
-    yield "too fast", lambda: select(ALONE, Budget(speedup=9), latency=TABLE)
-    yield (
-        "too fast without a minimum",
-        lambda: select(
-            ALONE, Budget(speedup=9), configured("knapsack", min_heads=0), latency=TABLE
-        ),
-    )
-    for name in ("loss", "rescore"):
-        wrong: Mapping[str, Any] = {name: lambda *_: 3}
-        yield (
-            f"{name} that answers otherwise",
-            lambda name=name, wrong=wrong: select(  # type: ignore[misc]
-                random_scores(3),
-                HALF,
-                {"loss": "local_search", "rescore": "iterative"}[name],
-                **wrong,
-            ),
-        )
-    yield (
-        "scores anew of other sites",
-        lambda: select(random_scores(3), HALF, "iterative", rescore=lambda mask: PLAIN),
-    )
+        yield name, partial(selected, **call)
 
 
-def selected(**call: Any) -> object:
-    chosen = call.pop("selector", None)
-    selector = chosen() if callable(chosen) and not isinstance(chosen, Selector) else chosen
-    return select(call.pop("scores", PLAIN), call.pop("budget", HALF), selector, **call)
+def selected(
+    scores: Any = PLAIN, budget: Any = HALF, selector: Any = None, **call: Any
+) -> PruningPlan:
+    if isinstance(selector, tuple):  # its name and settings, which may be refused, too
+        selector = configured(selector[0], **selector[1])
+    return select(scores, budget, selector, **call)
 
 
 def before_scores() -> Iterator[tuple[str, Case]]:
@@ -417,10 +395,7 @@ def before_scores() -> Iterator[tuple[str, Case]]:
         },
     }
     for name, call in calls.items():
-        yield (
-            name,
-            lambda call=call: check_possible(**{"sites": sites, "selector": selector, **call}),
-        )  # type: ignore[misc]
+        yield name, partial(check_possible, **{"sites": sites, "selector": selector, **call})
 
 
 def policies() -> Iterator[tuple[str, Case]]:
@@ -436,26 +411,17 @@ def policies() -> Iterator[tuple[str, Case]]:
     )
     for share in (0.2, 0.4, 0.6, 0.9, 1.0):
         for name in ("global_topk", "uniform", "knapsack", "quadratic"):
-            yield (
-                f"{name} {share}",
-                lambda name=name, share=share: select(curved, Budget(keep_heads=share), name),
-            )  # type: ignore[misc]
-    yield "parameters", lambda: select(curved, Budget(keep_params=0.8))
-    yield (
-        "told",
-        lambda: select(
-            curved, HALF, must_keep={"balanced2": [3, 7]}, must_remove={"balanced2": [0, 4]}
-        ),
-    )
-    yield "by place", lambda: select(curved, {"balanced*": HALF, "uneven": Budget(keep_heads=2)})
-    yield (
-        "must go where no budget is",
-        lambda: select(curved, {"free*": HALF}, must_remove={"uneven": [0]}),
-    )
-    yield (
-        "emptied",
-        lambda: select(curved, Budget(keep_heads=3), configured("global_topk", min_heads=0)),
-    )
+            yield f"{name} {share}", partial(select, curved, Budget(keep_heads=share), name)
+    yield "parameters", partial(select, curved, Budget(keep_params=0.8))
+    rules = {"must_keep": {"balanced2": [3, 7]}, "must_remove": {"balanced2": [0, 4]}}
+    yield "told", partial(select, curved, HALF, **rules)
+    places = {"balanced*": HALF, "uneven": Budget(keep_heads=2)}
+    yield "by place", partial(select, curved, places)
+    somewhere = {"free*": HALF}
+    gone = {"uneven": [0]}
+    yield "must go where no budget is", partial(select, curved, somewhere, must_remove=gone)
+    to_none = configured("global_topk", min_heads=0)
+    yield "emptied", partial(select, curved, Budget(keep_heads=3), to_none)
 
     def rescore(mask: HeadMask) -> HeadScores:
         return replace(
@@ -463,18 +429,11 @@ def policies() -> Iterator[tuple[str, Case]]:
             values=tuple(tuple((v * 5 + mask.n_kept) % 9 for v in row) for row in curved.values),
         )
 
-    for steps in (2, 4):
-        settings = {"steps": steps, "inner": "quadratic" if steps == 2 else "global_topk"}
-        yield (
-            f"in {steps} steps",
-            lambda settings=settings: select(  # type: ignore[misc]
-                curved, HALF, configured("iterative", **settings), rescore=rescore
-            ),
-        )
-    yield (
-        "in steps, by place",
-        lambda: select(curved, {"free*": HALF}, configured("iterative", steps=2), rescore=rescore),
-    )
+    for steps, inner in ((2, "quadratic"), (4, "global_topk")):
+        selector = configured("iterative", steps=steps, inner=inner)
+        yield f"in {steps} steps", partial(select, curved, HALF, selector, rescore=rescore)
+    selector = configured("iterative", steps=2)
+    yield "in steps, by place", partial(select, curved, somewhere, selector, rescore=rescore)
 
 
 def wide() -> Iterator[tuple[str, Case]]:
@@ -492,12 +451,8 @@ def wide() -> Iterator[tuple[str, Case]]:
         for share in (0.3, 0.5, 0.7):
             for settings in ({}, {"min_heads": 0, "multiple_of": 2}):
                 said = f"{seed} {share} {'by twos' if settings else ''}".strip()
-                yield (
-                    said,
-                    lambda *_, s=scores, b=share, o=settings, t=told: select(  # type: ignore[misc]
-                        s, Budget(keep_heads=b), configured("quadratic", **o), **t
-                    ),
-                )
+                selector = configured("quadratic", **settings)
+                yield said, partial(select, scores, Budget(keep_heads=share), selector, **told)
 
 
 def close() -> Iterator[tuple[str, Case]]:
@@ -516,16 +471,13 @@ def close() -> Iterator[tuple[str, Case]]:
         ):
             for budget in (Budget(keep_heads=0.6), Budget(keep_params=0.9), Budget(speedup=1.2)):
                 table = random_table(scores, seed) if budget.kind == "speedup" else None
-                yield (
-                    f"{seed} {name} {settings.get('normalise', '')} {budget.kind}",
-                    lambda *_, s=scores, b=budget, n=name, o=settings, t=table: select(
-                        s, b, configured(n, **o), latency=t
-                    ),
-                )  # type: ignore[misc]
+                said = f"{seed} {name} {settings.get('normalise', '')} {budget.kind}"
+                selector = configured(name, **settings)
+                yield said, partial(select, scores, budget, selector, latency=table)
 
 
 GROUPS: dict[str, Callable[[], Iterator[tuple[str, Case]]]] = {
-    **{name: of_selector(name) for name in SETTINGS},
+    **{name: partial(of_selector, name) for name in SETTINGS},
     "refusals": refusals,
     "before scores": before_scores,
     "policies": policies,
