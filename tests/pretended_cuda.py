@@ -278,9 +278,8 @@ class _Operators(TorchDispatchMode):
             self.gpu.note("wait", name)
         elif name in _READS_BY_INDEX or name in _WRITES_BY_INDEX:
             masks = [x for x in tree_leaves(args[1]) if isinstance(x, Tensor) and x.dtype in _MASKS]
-            filled = (
-                name in _WRITES_BY_INDEX and len(masks) == 1 and args[2].numel() == 1
-            )  # becomes masked_fill
+            # Becomes masked_fill.
+            filled = name in _WRITES_BY_INDEX and len(masks) == 1 and args[2].numel() == 1
             if masks and not filled:
                 self.gpu.note("wait", f"{name} by booleans")
         elif (

@@ -487,9 +487,8 @@ GROUPS: dict[str, Callable[[], Iterator[tuple[str, Case]]]] = {
 
 
 if __name__ == "__main__":
-    from tests import (
-        selection_answers as named,
-    )  # so that classes of this file are not called __main__'s
+    # So that classes of this file are not called __main__'s.
+    from tests import selection_answers as named
 
     found = {group: named.answers(group) for group in GROUPS}
     FILE.write_text(json.dumps(found, indent=1) + "\n")

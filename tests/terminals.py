@@ -19,9 +19,8 @@ HEADPRUNE = [sys.executable, "-c", "from headprune.cli.main import main; main()"
 def terminal() -> tuple[int, int]:
     """Both ends of a terminal: where to read, and where to write."""
     parent, child = pty.openpty()
-    fcntl.ioctl(
-        child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0)
-    )  # without a size no bar has room
+    # Without a size no bar has room.
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     return parent, child
 
 

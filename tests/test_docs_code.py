@@ -95,9 +95,8 @@ def code(page: Path) -> list[Block]:
     return [b for b in python[ELSEWHERE.get(page.name, 0) :] if not PROGRAM.match(b.text)]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # PEFT asks
+# PEFT asks.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", [p for p in PAGES if code(p)], ids=lambda p: p.name)
 def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)

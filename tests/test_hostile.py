@@ -182,9 +182,8 @@ def test_a_pickle_in_place_of_weights_runs_nothing(bare, folder, tmp_path, hacke
         hp.from_pretrained(folder)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"
-)  # PEFT asks Transformers by an old name
+# PEFT asks Transformers by an old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_pickle_in_place_of_adapters_runs_nothing(folder, tmp_path, hacked):
     peft = pytest.importorskip("peft")
     model = transformers.BertForSequenceClassification.from_pretrained(folder)

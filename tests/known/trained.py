@@ -54,9 +54,8 @@ def train(seed: int = SEED, steps: int = STEPS, progress: bool = False) -> Atten
         optimizer, RATE, total_steps=steps, pct_start=0.05
     )
     for step in range(steps):
-        batch = examples(
-            BATCH, seed=10**6 * (seed + 1) + step
-        )  # measurements have seeds below 10 ** 6
+        # Measurements have seeds below 10 ** 6.
+        batch = examples(BATCH, seed=10**6 * (seed + 1) + step)
         mean = loss(model, batch).mean()
         total = mean + FIRST * _first_token(model, first, batch["input_ids"]) + SIZE * _sizes(model)
         optimizer.zero_grad()

@@ -17,9 +17,8 @@ EXPOSED = {name for name in registry.names() if registry.get(name).exposed is no
 
 @over()
 def test_law_1_gates_of_one_change_no_bit_and_leave_no_trace(subject: Subject) -> None:
-    expected = run(
-        subject.model, subject.batch
-    )  # first: Transformers may install hooks of its own in the first run
+    # First: Transformers may install hooks of its own in the first run.
+    expected = run(subject.model, subject.batch)
     before = picture(subject.model)
     gates = {
         s.name: torch.ones(3, len(s.heads), dtype=torch.float64, requires_grad=True)

@@ -156,13 +156,11 @@ def test_beam_search_reorders_every_cache(subject: Subject, which: str) -> None:
     assert expected.beam_indices.unique().numel() > 3, "beams have moved"
 
 
-@pytest.mark.filterwarnings(
-    "ignore:_compile flag on create_block_mask"
-)  # said by Transformers' own call
+# Said by Transformers' own call.
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method. is deprecated"
-)  # said as PyTorch imports inductor
+# Said as PyTorch imports inductor.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize("which", MASKS)
 @over(named(FLEX))  # test_law_3_gated_is_pruned.py has bert, llama and vit
 def test_flex_attention_forward(subject: Subject, which: str) -> None:

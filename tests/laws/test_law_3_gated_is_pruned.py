@@ -48,24 +48,20 @@ def test_outputs_with_every_kernel(name: str, implementation: str) -> None:
         small = subject.copy()
         hp.prune_(small, mask)
         assert_close(subject.run(small), subject.run_gated(mask), **CLOSE)
-        other = (
-            "sdpa" if implementation == "eager" else "eager"
-        )  # and after the cut the kernel can still be chosen
+        # And after the cut the kernel can still be chosen.
+        other = "sdpa" if implementation == "eager" else "eager"
         set_implementation(small, other)
         # Eager attention takes its softmax in float32, whatever the model's dtype.
         assert_close(subject.run(small), subject.run_gated(mask), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:_compile flag on create_block_mask"
-)  # said by Transformers' own call
+# Said by Transformers' own call.
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method. is deprecated"
-)  # said as PyTorch imports inductor
-@pytest.mark.parametrize(
-    "name", ["bert", "llama", "vit"]
-)  # Transformers has no flex attention for GPT-2
+# Said as PyTorch imports inductor.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+# Transformers has no flex attention for GPT-2.
+@pytest.mark.parametrize("name", ["bert", "llama", "vit"])
 def test_flex_attention_forward(name: str) -> None:
     subject = subject_of(name)
     model = subject.model.float()
@@ -104,9 +100,8 @@ def test_gradients_of_the_inputs(subject: Subject) -> None:
     assert_close(got, expected, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    "subject", [name for name in DEEP if name != "vit"], indirect=True
-)  # images have no padding
+# Images have no padding.
+@pytest.mark.parametrize("subject", [name for name in DEEP if name != "vit"], indirect=True)
 def test_padding_does_not_reach_the_tokens(subject: Subject) -> None:
     """The shortest example on its own and among longer ones: the pruned model keeps the masks in
     order."""
@@ -124,9 +119,8 @@ def test_padding_does_not_reach_the_tokens(subject: Subject) -> None:
         last = int(subject.batch["valid_lens"][2])
         alone = subject.run(small, x=subject.batch["x"][2:, :last], valid_lens=torch.tensor([last]))
         together = together[2:]
-    assert_close(
-        together, alone, rtol=1e-6, atol=1e-6
-    )  # Llama's rotary tables and eager softmax are in float32
+    # Llama's rotary tables and eager softmax are in float32.
+    assert_close(together, alone, rtol=1e-6, atol=1e-6)
 
 
 def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) -> None:

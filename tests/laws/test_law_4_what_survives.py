@@ -96,9 +96,8 @@ def test_the_proof_disturbs_nothing_else(subject: Subject) -> None:
 def test_the_cut_shares_no_memory_with_what_it_was_cut_from(subject: Subject) -> None:
     full = subject.copy()
     old = {p.untyped_storage().data_ptr() for p in subject.model.parameters()}
-    keep = list(
-        subject.model.parameters()
-    )  # the old parameters stay alive, so no address is reused
+    # The old parameters stay alive, so no address is reused.
+    keep = list(subject.model.parameters())
     hp.prune_(subject.model, subject.ragged())
     site = subject.sites[0]
     weight = subject.model.get_submodule(f"{site.name}.{subject.layout.gate}").weight

@@ -163,9 +163,8 @@ def test_removing_the_last_unit_of_a_layer_unit_by_unit(subject: Subject) -> Non
 
 
 @pytest.mark.parametrize("which", ["first", "all"])
-@pytest.mark.parametrize(
-    "subject", TRANSFORMERS, indirect=True
-)  # the other one's class no pickle can name
+# The other one's class no pickle can name.
+@pytest.mark.parametrize("subject", TRANSFORMERS, indirect=True)
 def test_a_layer_without_heads_survives_a_pickle(subject: Subject, which: str) -> None:
     hp.prune_(subject.model, emptied(subject, which))
     twin = pickle.loads(pickle.dumps(subject.model))

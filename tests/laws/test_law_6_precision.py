@@ -107,9 +107,8 @@ def test_attention_implementation(name: str, dtype: torch.dtype) -> None:
 @names
 def test_permutation_of_heads(name: str, dtype: torch.dtype) -> None:
     subject, batch = examples(name, dtype)
-    scorers = [
-        s for s in ALL if not isinstance(s, Shapley)
-    ]  # its drawn orders name heads by their places
+    # Its drawn orders name heads by their places.
+    scorers = [s for s in ALL if not isinstance(s, Shapley)]
     expected = scored(subject, scorers, [batch])
     other = subject.copy()
     orders = renumbered_(subject, other)

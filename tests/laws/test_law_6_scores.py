@@ -183,9 +183,8 @@ def test_padding_on_the_left(name: str, labelled: bool) -> None:
     for batch in batches:
         if labelled:
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        if (
-            name == "gpt2"
-        ):  # its positions are absolute: they begin at the first token that is no padding
+        # Its positions are absolute: they begin at the first token that is no padding.
+        if name == "gpt2":
             batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     right, left = (score(subject, SCORERS, [b]) for b in batches)
     # Llama's rotary angles are relative, but their sines are computed in float32, at other
@@ -270,9 +269,8 @@ def test_scores_follow_a_permutation_of_heads(subject: Subject) -> None:
     moved_heads = score(dataclasses.replace(subject, model=other), SCORERS, [batch])
     for found, old in zip(moved_heads, expected, strict=True):
         tolerance = CLOSE
-        if (
-            found.scorer == "shapley"
-        ):  # its drawn orders name heads by their places: equal up to what is drawn
+        # Its drawn orders name heads by their places: equal up to what is drawn.
+        if found.scorer == "shapley":
             spread = max(e for row in old.standard_errors or () for e in row)
             tolerance = {"rtol": 0.0, "atol": 5 * spread}
         for site, row, before in zip(subject.sites, found.values, old.values, strict=True):

@@ -132,9 +132,8 @@ def rows(
     for handle in handles:
         handle.remove()
     s = torch.cat(tokens["s"]).numpy()
-    x = (
-        torch.cat(tokens["x"]).numpy() if tokens["x"] else np.zeros((len(s), 0))
-    )  # it may not be called
+    # It may not be called.
+    x = torch.cat(tokens["x"]).numpy() if tokens["x"] else np.zeros((len(s), 0))
     y = torch.cat(tokens["y"]).numpy() if tokens["y"] else np.zeros_like(s)
     return x, y, s
 
