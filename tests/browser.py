@@ -13,9 +13,7 @@ import time
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 #: What continuous integration must not do without, as ``.ci/run`` says: there a test fails and does
 #: not skip.
-REQUIRED = {
-    name for name in ("BROWSER", "AXE") if os.environ.get(f"HEADPRUNE_{name}") == "required"
-}
+REQUIRED = {n for n in ("BROWSER", "AXE") if os.environ.get(f"HEADPRUNE_{n}") == "required"}
 #: Far above what a page takes on a slow machine with other work.
 _PATIENCE = 120.0
 _FLAGS = (
@@ -55,11 +53,7 @@ class Browser:
             f"--user-data-dir={self.profile.name}",
             "about:blank",
         ]
-        quiet = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-        }
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self.process = subprocess.Popen(command, preexec_fn=place, close_fds=False, **quiet)
         os.close(to_read)
         os.close(to_write)

@@ -167,9 +167,8 @@ class PretendedCuda(AbstractContextManager["PretendedCuda"]):
 
     def report(self):
         """Every kind of event with how often it was seen, most often first."""
-        return "\n".join(
-            f"{count:6} x {event}" for event, count in Counter(self.events).most_common()
-        )
+        counts = Counter(self.events).most_common()
+        return "\n".join(f"{count:6} x {event}" for event, count in counts)
 
 
 class _Storages:

@@ -17,15 +17,9 @@ def started(
     size: int, command: Sequence[str], **environment: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that know their rank; none of them outlives the block."""
-    shared = {
-        "WORLD_SIZE": str(size),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        **environment,
-    }
-    each = [
-        {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)
-    ]
+    same = {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    ranks = map(str, range(size))
+    each = [{**os.environ, **same, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = [subprocess.Popen(command, env=env, cwd=ROOT, **pipes) for env in each]
     try:

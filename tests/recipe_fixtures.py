@@ -133,10 +133,7 @@ def _names(folder: Path) -> list[str]:
     draw = random.Random(0)
     for split, count in (("train", 60), ("validation", 12), ("test", 12)):
         rows = [_words(draw) for _ in range(count)]
-        columns = {
-            "tokens": rows,
-            "ner_tags": [[len(word) % 3 for word in words] for words in rows],
-        }
+        columns = {"tokens": rows, "ner_tags": [[len(w) % 3 for w in words] for words in rows]}
         features = Features({"tokens": List(Value("string")), "ner_tags": List(tags)})
         Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
     names = dict(enumerate(["B-PER", "I-PER", "O"]))

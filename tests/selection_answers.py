@@ -181,17 +181,13 @@ class Told(Selector):
 PLAIN = make([site("a", 4), site("g", 4, 2)], [[1, 2, 3, 4], [1, 2]])
 TABLE = LatencyTable(2.0, (SiteLatency("a", (0.1, 0.3, 0.5, 0.7, 0.9)),), 1, 8, "cpu", "float32")
 ALONE = make([site("a", 4)], [[1, 2, 3, 4]])
-SHARED = [
-    site(f"{policy}{n}", 8, n, policy=policy) for policy in ("balanced", "free") for n in (1, 2)
-]
+SHARED = [site(f"{p}{n}", 8, n, policy=p) for p in ("balanced", "free") for n in (1, 2)]
 SHARED.append(site("uneven", 6, 3, heads=(0, 1, 2, 4), policy="free"))
 HALF = Budget(keep_heads=0.5)
 
 
 def shared(**more: Any) -> HeadScores:
-    values = [
-        [(5 * u + 3 * s) % 7 for u in range(len(here.units))] for s, here in enumerate(SHARED)
-    ]
+    values = [[(5 * u + 3 * s) % 7 for u in range(len(one.units))] for s, one in enumerate(SHARED)]
     return replace(make(SHARED, values), **more)
 
 
@@ -344,9 +340,7 @@ def refusals() -> Iterator[tuple[str, Case]]:
         yield name, partial(selected, **call)
 
 
-def selected(
-    scores: Any = PLAIN, budget: Any = HALF, selector: Any = None, **call: Any
-) -> PruningPlan:
+def selected(scores: Any = PLAIN, budget: Any = HALF, selector: Any = None, **call: Any) -> object:
     if isinstance(selector, tuple):  # its name and settings, which may be refused, too
         selector = configured(selector[0], **selector[1])
     return select(scores, budget, selector, **call)
@@ -402,9 +396,7 @@ def policies() -> Iterator[tuple[str, Case]]:
     """Key and value heads that several heads share, and what plans say of a cache."""
     rng = np.random.default_rng(7)
     scores = shared()
-    errors = tuple(
-        tuple(float(e) / 4 for e in rng.integers(0, 9, len(row))) for row in scores.values
-    )
+    errors = tuple(tuple(float(e) / 4 for e in rng.integers(0, 9, len(r))) for r in scores.values)
     ties = rng.integers(-1, 2, (sum(map(len, scores.values)),) * 2)
     curved = replace(
         scores, curvature=Curvature.of((ties @ ties.T).astype(float)), standard_errors=errors

@@ -54,9 +54,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["scorer", "layout", "selector"],
 )
-def test_a_file_of_the_page_passes_the_tests_that_the_page_names(
-    plugin: Path, arguments: str
-) -> None:
+def test_files_of_the_page_pass_the_tests_that_the_page_names(plugin: Path, arguments: str) -> None:
     page = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
     assert f"pytest {arguments}" in page
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments.split()]

@@ -35,9 +35,7 @@ def test_pages_and_blocks_are_those_of_the_records(figures: ModuleType, tmp_path
                 f"{committed.name}: run `make docs-figures`"
             )
         else:
-            assert same_drawing(path, DOCS / path.name), (
-                f"docs/{path.name}: run `make docs-figures`"
-            )
+            assert same_drawing(path, DOCS / path.name), f"{path.name}: run `make docs-figures`"
     expected = {"README.md", "headline.svg", "tradeoff.md", "coverage.md", "scale.md", "serving.md"}
     assert expected <= {path.name for path in tmp_path.iterdir()}
 
@@ -62,9 +60,7 @@ def test_every_block_of_a_page_is_written(figures: ModuleType) -> None:
         assert figures.filled(figures.BLOCK.sub(r"\1\3", text), figures.RECORDS) == text
 
 
-def test_the_figure_of_the_concepts_is_that_of_the_demo(
-    figures: ModuleType, tmp_path: Path
-) -> None:
+def test_the_figure_of_concepts_is_that_of_the_demo(figures: ModuleType, tmp_path: Path) -> None:
     drawn = figures.concepts.draw(figures.RECORDS, tmp_path)
     assert drawn.read_text() == (DOCS / "concepts.svg").read_text(), (
         "docs/concepts.svg: run `make docs-figures`"

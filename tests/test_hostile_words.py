@@ -294,9 +294,7 @@ def test_no_package_is_to_be_installed_whose_name_is_none(name):
         ([1], "AutoModel"),
     ],
 )
-def test_the_line_that_loads_a_folder_with_code_names_a_class_of_transformers(
-    auto_map, named, tmp_path
-):
+def test_the_line_that_loads_code_names_a_class_of_transformers(auto_map, named, tmp_path):
     folder = bert(tmp_path / "model")
     changed(folder / "config.json", headprune_heads={}, auto_map=auto_map)
     with pytest.raises(InvalidValue, match="which runs the modelling file") as refusal:

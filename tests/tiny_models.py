@@ -8,7 +8,7 @@ from typing import Any
 
 WORDS = [f"w{i}" for i in range(30)]
 #: An encoder's, unless a test asks for others.
-_SIZES = {
+SIZES = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -36,13 +36,8 @@ def word_tokenizer(folder: Path, *, pairs: bool = True) -> int:
         else ("$A [SEP]", "$A $B:1 [SEP]:1")
     )
     tokenizer.post_processor = processors.TemplateProcessing(one, two, [("[CLS]", 2), ("[SEP]", 3)])
-    special = {
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-    }
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    named = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
     return len(vocabulary)
 
 
@@ -52,7 +47,7 @@ def bert(
     """A tiny BERT with a tokenizer; ``kind`` is its class."""
     import transformers
 
-    sizes = {**_SIZES, "hidden_size": 2 * heads, "num_attention_heads": heads}
+    sizes = {**SIZES, "hidden_size": 2 * heads, "num_attention_heads": heads}
     words = {"vocab_size": word_tokenizer(folder), "max_position_embeddings": 64}
     settings = {**sizes, **words, **config}
     getattr(transformers, kind)(transformers.BertConfig(**settings)).save_pretrained(folder)
@@ -64,12 +59,7 @@ def encoder_decoder(folder: Path, family: str = "Marian") -> Path:
     import transformers
 
     size = word_tokenizer(folder, pairs=False)
-    special = {
-        "pad_token_id": 0,
-        "eos_token_id": 3,
-        "decoder_start_token_id": 0,
-        "vocab_size": size,
-    }
+    tokens = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0, "vocab_size": size}
     sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _SIDE.items()}
     sizes = {"d_model": 16, **sides, "max_position_embeddings": 64}
     if family == "T5":
@@ -80,7 +70,7 @@ def encoder_decoder(folder: Path, family: str = "Marian") -> Path:
         "Marian": "MarianMTModel",
     }
     config = getattr(transformers, f"{family}Config")(
-        **sizes, **special, bos_token_id=2, forced_eos_token_id=3
+        **sizes, **tokens, bos_token_id=2, forced_eos_token_id=3
     )
     getattr(transformers, name[family])(config).save_pretrained(folder)
     return folder
@@ -100,12 +90,13 @@ def wav2vec2(folder: Path, **config: Any) -> Path:
         "num_conv_pos_embeddings": 4,
     }
     rest = {"num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "mask_time_length": 2}
-    settings = {**_SIZES, **ears, **rest, **config}
+    settings = {**SIZES, **ears, **rest, **config}
     model = transformers.Wav2Vec2ForSequenceClassification(transformers.Wav2Vec2Config(**settings))
     model.save_pretrained(folder)
-    transformers.Wav2Vec2FeatureExtractor(
+    extractor = transformers.Wav2Vec2FeatureExtractor(
         sampling_rate=100, return_attention_mask=False
-    ).save_pretrained(folder)
+    )
+    extractor.save_pretrained(folder)
     return folder
 
 
@@ -125,18 +116,9 @@ def llama(folder: Path, **config: Any) -> Path:
     import transformers
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
-    special = {
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-        "pad_token_id": None,
-        "max_position_embeddings": 64,
-    }
-    sizes = {
-        "vocab_size": word_tokenizer(folder, pairs=False),
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-    }
-    settings = {**heads, **special, **sizes, **config}
+    special = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": None}
+    words = {"vocab_size": word_tokenizer(folder, pairs=False), "max_position_embeddings": 64}
+    settings = {**SIZES, **heads, **special, **words, **config}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(folder)
     return folder
 
@@ -145,9 +127,8 @@ def vit(folder: Path, **config: Any) -> Path:
     """A tiny ViT of colour pictures, with its image processor."""
     import transformers
 
-    settings = {**_SIZES, "image_size": 8, "patch_size": 4, **config}
-    transformers.ViTForImageClassification(transformers.ViTConfig(**settings)).save_pretrained(
-        folder
-    )
+    settings = {**SIZES, "image_size": 8, "patch_size": 4, **config}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**settings))
+    model.save_pretrained(folder)
     transformers.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(folder)
     return folder

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from headprune.recovery._steps import Steps
-
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 16,
-}
+from tests.tiny_models import SIZES
 
 TINY: dict[str, Any] = {
     "name": "tiny",

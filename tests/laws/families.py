@@ -51,9 +51,8 @@ def over(families: Iterable[tuple[str, str]] = FAMILIES) -> pytest.MarkDecorator
     """Runs a test on every one of these families; its argument ``subject`` is the family's
     model."""
     pairs = list(families)
-    return pytest.mark.parametrize(
-        "subject", pairs, indirect=True, ids=[family for _, family in pairs]
-    )
+    names = [family for _, family in pairs]
+    return pytest.mark.parametrize("subject", pairs, indirect=True, ids=names)
 
 
 def builder(layout: str, family: str) -> Any:

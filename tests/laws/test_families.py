@@ -56,10 +56,8 @@ def test_every_attention_of_the_model_is_a_site_of_its_layout(subject: Subject) 
             subject.layout.name
         ]
         assert [site.layout] == expected, site.name
-        assert (
-            reason_against(registry.get(site.layout), subject.model.get_submodule(site.name))
-            is None
-        )
+        module = subject.model.get_submodule(site.name)
+        assert reason_against(registry.get(site.layout), module) is None
     assert {s.layout for s in subject.sites} == {subject.layout.name, *others.values()}
     inside = tuple(f"{s.name}." if s.name else "" for s in subject.sites)
     own = {s.name for s in subject.sites}

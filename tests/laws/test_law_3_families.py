@@ -55,9 +55,8 @@ def test_law_3_gated_is_pruned(subject: Subject, implementation: str) -> None:
         assert_equal(run(small, subject.batch), expected, **CLOSE)
         assert_same_gradients(subject, small, full, mask)
         for site in subject.sites:
-            inside = (
-                g for n, g in full.items() if n.startswith(f"{site.name}." if site.name else "")
-            )
+            prefix = f"{site.name}." if site.name else ""
+            inside = (g for n, g in full.items() if n.startswith(prefix))
             assert any((g.abs() > 1e-6).any() for g in inside), f"{site.name} has no gradient"
 
 
@@ -143,10 +142,8 @@ def test_law_3_policies_of_grouped_queries(subject: Subject, policy: Any) -> Non
     for seed in range(2):
         mask, small = allowed(sites, policy, seed), copy.deepcopy(subject.model)
         with hp.gated(subject.model, mask, sites):
-            expected, full = (
-                run(subject.model, subject.batch),
-                gradients(subject.model, subject.batch),
-            )
+            expected = run(subject.model, subject.batch)
+            full = gradients(subject.model, subject.batch)
         hp.prune_(small, mask, sites=sites)
         assert_equal(run(small, subject.batch), expected, **CLOSE)
         assert_same_gradients(subject, small, full, mask, sites)
@@ -172,9 +169,7 @@ def allowed(sites: Any, policy: str, seed: int) -> hp.HeadMask:
 
 
 @over(pair for pair in FAMILIES if set(registry.get(pair[0]).policies) != set(POLICIES))
-def test_law_3_a_policy_that_a_layout_lacks_is_refused_or_makes_no_difference(
-    subject: Subject,
-) -> None:
+def test_law_3_a_policy_a_layout_lacks_is_refused_or_makes_no_difference(subject: Subject) -> None:
     for policy in set(POLICIES) - set(subject.layout.policies):
         if any(s.n_kv_heads < s.n_query_heads for s in subject.sites):
             with pytest.raises(UnsupportedModel, match="a policy that layout"):

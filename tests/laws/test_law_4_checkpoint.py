@@ -99,12 +99,8 @@ def test_nothing_is_left_on_the_meta_device(name: str, tmp_path: Path) -> None:
     hp.prune_(model, keep_some(model, s0=[]))
     hp.save_pretrained(model, tmp_path)
     loaded = reload(name, tmp_path)
-    for kind, named in (
-        ("parameters", loaded.named_parameters()),
-        ("buffers", loaded.named_buffers()),
-    ):
-        for tensor_name, tensor in named:
-            assert tensor.device.type == "cpu", f"{kind}: {tensor_name}"
+    for tensor_name, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
+        assert tensor.device.type == "cpu", tensor_name
     for module in loaded.modules():  # tensors that are neither
         assert not any(isinstance(v, Tensor) and v.is_meta for v in vars(module).values())
     assert [n for n, _ in loaded.named_buffers()] == [n for n, _ in model.named_buffers()]
@@ -208,9 +204,7 @@ def test_untied_embeddings_stay_untied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("empty", [False, True], ids=["some heads", "no heads"])
-def test_a_bias_that_recovery_added_comes_back(
-    empty: bool, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_bias_of_a_recovery_comes_back(empty: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     model, batch = fresh("llama")
     model = model.to(dtype)
     teacher = copy.deepcopy(model)
@@ -268,9 +262,8 @@ def test_the_folder_follows_the_conventions(name: str, tmp_path: Path) -> None:
         == hp.find_sites(model)[0].n_query_heads
     )
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
-    assert (
-        json.loads((tmp_path / "headprune.json").read_text())["model_class"] == type(model).__name__
-    )
+    manifest = json.loads((tmp_path / "headprune.json").read_text())
+    assert manifest["model_class"] == type(model).__name__
     assert set(load_file(tmp_path / "model.safetensors")) <= set(model.state_dict())
 
 

@@ -32,9 +32,8 @@ def test_law_4_what_survives(subject: Subject, dtype: torch.dtype) -> None:
     classes = [type(m).__name__ for m in model.modules()]
     held = {n: t.dtype for n, t in model.state_dict().items()}
     hp.prune_(model, subject.ragged(), sites=subject.sites)
-    listed = any(
-        s.axis == "list" for layout in subject.sites.layouts.values() for s in layout.slabs
-    )
+    layouts = subject.sites.layouts.values()
+    listed = any(s.axis == "list" for layout in layouts for s in layout.slabs)
     if not listed:
         assert {n: p.requires_grad for n, p in model.named_parameters()} == needed
         assert [type(m).__name__ for m in model.modules()] == classes

@@ -145,11 +145,9 @@ def test_output_attentions_of_a_layer_without_heads(subject: Subject, which: str
     set_implementation(subject.model, "eager")
     mask = emptied(subject, which)
     hp.prune_(subject.model, mask)
-    out = subject.model(**subject.batch, output_attentions=True)
-    assert [a.shape[1] for a in out.attentions] == [len(mask.kept(s.name)) for s in subject.sites]
-    assert {(a.shape[0], *a.shape[2:]) for a in out.attentions} == {
-        (3, *out.attentions[-1].shape[2:])
-    }
+    maps = subject.model(**subject.batch, output_attentions=True).attentions
+    assert [a.shape[1] for a in maps] == [len(mask.kept(s.name)) for s in subject.sites]
+    assert {(a.shape[0], *a.shape[2:]) for a in maps} == {(3, *maps[-1].shape[2:])}
 
 
 def test_removing_the_last_unit_of_a_layer_unit_by_unit(subject: Subject) -> None:

@@ -28,10 +28,7 @@ FEW = [s for s in FEW if type(s) in map(type, SCORERS)]
 CHEAP = [s for s in SCORERS if type(s) not in map(type, FEW)]
 ALL = CHEAP + FEW
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.parametrize("dtype", list(BOUNDS), ids=["fp64", "fp32"]),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("dtype", BOUNDS, ids=["fp64", "fp32"])]
 #: Examples of a batch; a multiple of no batch size below.
 EXAMPLES = 64
 names = pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "multi_head_attention"])
@@ -71,9 +68,8 @@ def test_batch_size_and_order(name: str, dtype: torch.dtype) -> None:
     check(scored(subject, ALL, split(batch, 7)), expected, dtype)
     free = [i for i, s in enumerate(ALL) if s not in BLOCKS]
     order = torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(0))
-    found = scored(
-        subject, [ALL[i] for i in free], split({k: v[order] for k, v in batch.items()}, 7)
-    )
+    mixed = {k: v[order] for k, v in batch.items()}
+    found = scored(subject, [ALL[i] for i in free], split(mixed, 7))
     check(found, [expected[i] for i in free], dtype)
 
 

@@ -65,10 +65,8 @@ def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> N
         for x, y in ((a.values, b.values), (a.standard_errors, b.standard_errors)):
             assert (x is None) == (y is None)
             for row, other in zip(x or (), y or (), strict=True):
-                row, other = (
-                    torch.tensor(row, dtype=torch.float64),
-                    torch.tensor(other, dtype=torch.float64),
-                )
+                row = torch.tensor(row, dtype=torch.float64)
+                other = torch.tensor(other, dtype=torch.float64)
                 assert_close(
                     row,
                     other,

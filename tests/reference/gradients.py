@@ -179,10 +179,8 @@ def bernoulli_divergence(logits: Callable[[nn.Module, Any], Tensor], whole: Tens
 
     def of(model: nn.Module, one: Any) -> float:
         with torch.no_grad():
-            p, q = (
-                whole.sigmoid().flatten().tolist(),
-                logits(model, one).sigmoid().flatten().tolist(),
-            )
+            p = whole.sigmoid().flatten().tolist()
+            q = logits(model, one).sigmoid().flatten().tolist()
         each = [
             a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
             for a, b in zip(p, q, strict=True)

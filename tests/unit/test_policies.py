@@ -42,9 +42,8 @@ def run(model, batch):
 
 def scored(subject, policy, scorer="taylor"):
     batch = {**subject.batch, "labels": subject.batch["input_ids"]}
-    return hp.score(
-        subject.model, [batch], scorer, sites=hp.find_sites(subject.model, policy=policy)
-    )
+    sites = hp.find_sites(subject.model, policy=policy)
+    return hp.score(subject.model, [batch], scorer, sites=sites)
 
 
 def uneven(subject):

@@ -237,9 +237,7 @@ def test_it_is_refused_where_there_are_no_classes():
 def test_drawn_examples_are_those_of_scikit_learn():
     rng = np.random.default_rng(0)
     labels = rng.integers(3, size=40)
-    models = [
-        np.where(rng.random(40) < share, labels, rng.integers(3, size=40)) for share in (0.8, 0.3)
-    ]
+    models = [np.where(rng.random(40) < p, labels, rng.integers(3, size=40)) for p in (0.8, 0.3)]
     base, other = (answers(labels, model, 3) for model in models)
     found = resampled_drops(base, [other], 50, seed=0)
     draws = np.random.default_rng(0).integers(40, size=(50, 40))

@@ -248,10 +248,7 @@ def test_packed_sentences_of_pytorchs_encoder():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["swin", "torch.nn.TransformerDecoder", "falcon"],
-)
+@pytest.mark.parametrize("family", ["swin", "torch.nn.TransformerDecoder", "falcon"])
 def test_the_stream_is_in_the_order_of_the_output(family):
     """Noise on what a projection puts out comes out in the stream, token by token, and nothing else
     does."""

@@ -111,10 +111,7 @@ def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair):
     lines = {line.name: line for line in each.drawn.lines}
     assert set(lines) == {"random", "all heads", "taylor", "magnitude", "recovered (finetune)"}
     first, second = lines["taylor"].points
-    assert [p.title for p in (first, second)] == [
-        "taylor: 8 heads 0.9194",
-        "taylor: 16 heads 0.9694",
-    ]
+    assert [first.title, second.title] == ["taylor: 8 heads 0.9194", "taylor: 16 heads 0.9694"]
     assert first.x < second.x
     assert first.y > second.y, "better is higher up"
     chance = lines["random"].points[0]

@@ -134,9 +134,8 @@ def test_what_heads_do_is_said_with_its_share(record, html):
     first = HeadId(record.scores.sites[1].name, 0)
     pattern = pictures.pattern(first)
     assert pattern.name == "previous token"
-    page, markdown = (
-        draw(record, ReportInputs(pictures)) for draw in (render_html, render_markdown)
-    )
+    inputs = ReportInputs(pictures)
+    page, markdown = render_html(record, inputs), render_markdown(record, inputs)
     share, chance = (f"{100 * v:.0f} %" for v in (pattern.share, pattern.chance))
     assert f"{first.site}, head 0 previous token {share} {chance}" in Page(page).text
     assert f"| {first.site}, head 0 | previous token | {share} | {chance} |" in markdown

@@ -21,6 +21,7 @@ from tests.laws.support import examples_of as data
 from tests.laws.support import family_subject, set_implementation, unchanged
 from tests.reference import activations as reference
 from tests.scoring_help import FAMILIES, flat, score, split
+from tests.tiny_models import SIZES
 
 EVERYTHING = Confidence(exclude=())
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -180,15 +181,9 @@ def test_confidence_leaves_out_the_end_of_the_sequence_by_itself(t5):
 def test_the_parts_of_a_model_take_their_softmax_in_the_open_and_have_their_kernels_back():
     from transformers import CLIPConfig, CLIPModel
 
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 16,
-    }
-    vision = {**sizes, "image_size": 8, "patch_size": 4}
+    vision = {**SIZES, "image_size": 8, "patch_size": 4}
     holder = nn.Module()  # a model whose parts have no configurations of their own
-    holder.config = CLIPModel(CLIPConfig(text_config=sizes, vision_config=vision)).config
+    holder.config = CLIPModel(CLIPConfig(text_config=SIZES, vision_config=vision)).config
     parts = [holder.config, holder.config.text_config, holder.config.vision_config]
     parts[1]._attn_implementation = "flash_attention_2"
 

@@ -83,9 +83,7 @@ def test_what_is_kept_is_scored_without_what_is_removed(subject):
         assert removed
         assert not any(u.value for u in removed)
         if scorer != "magnitude":
-            assert any(
-                value != pytest.approx(whole[head], rel=1e-3) for head, value in kept.items()
-            )
+            assert any(v != pytest.approx(whole[head], rel=1e-3) for head, v in kept.items())
     assert picture(subject.model) == before
 
 

@@ -79,9 +79,7 @@ TEN = [[1.0 + i / 100 for i in range(10)]], [[1.0] * 10]
         ([[4.8, 5.0, 9.0], [1.4, 3.0, 5.2]], WIDE, 4, Uniform(), "a[1] is kept, a[0] removed"),
     ],
 )
-def test_heads_on_either_side_within_the_standard_error_are_named(
-    values, errors, count, selector, said
-):
+def test_heads_on_either_side_within_their_error_are_named(values, errors, count, selector, said):
     why = "are equal, so place decides"
     if errors:
         why = "differ by no more than their standard error"
@@ -120,9 +118,7 @@ def test_close_calls_are_those_that_trying_every_swap_finds(name, kind, monkeypa
     for seed in range(40):
         rng = random.Random(seed)
         scores = random_scores(seed, dear=seed % 2 == 1, highest=9)
-        errors = tuple(
-            tuple(rng.choice([0.0, 0.4, 1.5, 5.2]) for _ in row) for row in scores.values
-        )
+        errors = tuple(tuple(rng.choice([0.0, 0.4, 1.5, 5.2]) for _ in r) for r in scores.values)
         scores = replace(scores, standard_errors=errors if seed % 4 else None)
         rules = {"min_heads": rng.randint(0, 2), "multiple_of": rng.choice([1, 1, 2])}
         if name == "global_topk":

@@ -70,9 +70,7 @@ def test_the_value_is_half_of_the_quadratic_form() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_backward_elimination_takes_out_what_raises_it_least_for_its_cost(
-    seed: int, rules: Any
-) -> None:
+def test_elimination_takes_out_what_raises_it_least_for_its_cost(seed: int, rules: Any) -> None:
     search = search_of(seed, (6, 5, 4), 6 + seed % 3, dear=seed % 2 == 1, **rules)
     problem, places = search.problem, search.moves.positions
     removed: Units = frozenset(i for i, p in enumerate(places) if p in problem.must_remove)

@@ -113,9 +113,7 @@ def test_every_combination_once_and_pieces_shared(swept):
     folder, table = swept.folder, swept.table
     keys = {(r["scorer"], r["keep"], r["recover"], r["seed"]) for r in table.rows}
     assert len({row["run"] for row in table.rows}) == len(table.rows) == len(keys) == 16
-    kinds = {
-        kind: len(list((folder / kind).glob("*.json"))) for kind in ("scores", "plans", "runs")
-    }
+    kinds = {k: len(list((folder / k).glob("*.json"))) for k in ("scores", "plans", "runs")}
     # Both budgets share scores, and both recoveries plans.
     assert kinds == {"scores": 4, "plans": 8, "runs": 16}
     assert {row["heads"] for row in table.rows if row["keep"] == 0.75} == {6}

@@ -15,13 +15,7 @@ import headprune as hp
 from headprune.attention.kept_heads import KEPT_HEADS
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from tests.documents import DOCS, blocks
-
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-}
+from tests.tiny_models import SIZES
 
 
 @pytest.fixture(scope="module")

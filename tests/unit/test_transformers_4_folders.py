@@ -13,13 +13,9 @@ from headprune.checkpoints.transformers_4 import pruned_heads
 from headprune.core.errors import CheckpointError, InvalidValue
 from headprune.data.models import open_model
 from headprune.model.saves import RECORD, WEIGHTS_FILE
+from tests import tiny_models
 
-BERT = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-}
+BERT = {**tiny_models.SIZES, "num_hidden_layers": 3, "intermediate_size": 24}
 SIZES = {
     "Bert": BERT,
     "DistilBert": {"dim": 16, "n_layers": 3, "n_heads": 4, "hidden_dim": 24},

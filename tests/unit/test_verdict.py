@@ -128,9 +128,7 @@ def test_gain():
         assert detail in said.details
 
 
-def chosen_by_auto(
-    low: float, high: float = 0.2, refit: str = "lstsq", **changes: Any
-) -> RunRecord:
+def by_auto(low: float, high: float = 0.2, refit: str = "lstsq", **changes: Any) -> RunRecord:
     """The record of `auto`, whose random candidate loses more by ``low`` to ``high``."""
     taylor = Candidate("taylor", EMPTY, False, 0.3, 0.0, 0.0, 0.0)
     difference = (low + high) / 2
@@ -186,7 +184,7 @@ ONE_DRAW = "it is better than the only draw of random heads before recovery"
 REFITTED = f"{BEAT} before recovery, but after a refit, random heads are not shown to be worse"
 ALIKE = "cut and refitted alike, and their loss compared on 512 held-out calibration rows"
 TIES, WINS = chance(0.001, -0.01, 0.012), chance(0.02, 0.01, 0.03)
-UNREFITTED = chosen_by_auto(-0.01, refit="", quality=record_of().quality[:3])
+UNREFITTED = by_auto(-0.01, refit="", quality=record_of().quality[:3])
 
 
 @pytest.mark.parametrize(
@@ -203,19 +201,15 @@ UNREFITTED = chosen_by_auto(-0.01, refit="", quality=record_of().quality[:3])
         (by_random(), "its heads were chosen at random", ""),
         (refitted_alike(-0.03, -0.05, -0.01), BEAT, "2 draws of random heads, cut and recovered"),
         (refitted_alike(0.03, -0.05, 0.08), TIED, "the choice is worse by 3.00 points"),
-        (chosen_by_auto(0.05), "its held-out loss is lower than that of random heads", ALIKE),
-        (
-            chosen_by_auto(-0.01),
-            REFITTED,
-            "10 draws of random heads before recovery: the choice is",
-        ),
+        (by_auto(0.05), "its held-out loss is lower than that of random heads", ALIKE),
+        (by_auto(-0.01), REFITTED, "10 draws of random heads before recovery: the choice is"),
         (
             UNREFITTED,
             f"{BEAT}, but their held-out loss is not shown to be higher",
             "cut alike, and",
         ),
-        (chosen_by_auto(-0.01, random=TIES), TIED, "on 512 held-out calibration rows"),
-        (chosen_by_auto(-0.3, -0.1), "random heads did better", "on 512 held-out calibration rows"),
+        (by_auto(-0.01, random=TIES), TIED, "on 512 held-out calibration rows"),
+        (by_auto(-0.3, -0.1), "random heads did better", "on 512 held-out calibration rows"),
     ],
 )
 def test_random(record, clause, detail):

@@ -23,9 +23,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32
 EMPTIED = [pair for pair in FAMILIES if pair[1] not in KEEP_A_HEAD]
 #: The first family of every layout, but of those that take long and run the code of another.
 LIKE_OTHERS = {"umt5", "qwen3_next", "wavlm"}
-LAYOUTS = {
-    layout: (layout, family) for layout, family in reversed(EMPTIED) if layout not in LIKE_OTHERS
-}
+LAYOUTS = {pair[0]: pair for pair in reversed(EMPTIED) if pair[0] not in LIKE_OTHERS}
 
 
 #: Of projections of every class, and lists of heads.
