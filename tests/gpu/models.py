@@ -114,6 +114,14 @@ def output(model, batch):
     return logits(model, batch)
 
 
+def gated_and_pruned(model, mask, batch, sites=None):
+    """What a model puts out with gates, and what it does once it is cut."""
+    with hp.gated(model, mask, sites):
+        gated = output(model, batch)
+    hp.prune_(model, mask, sites=sites)
+    return gated, output(model, batch)
+
+
 def own_loss(model, batch):
     """``[batch]``, for models without labels."""
     found = call(model, batch)

@@ -8,7 +8,7 @@ import torch
 
 import headprune as hp
 from tests.gpu import tolerances
-from tests.gpu.models import NAMES, output, subject
+from tests.gpu.models import NAMES, gated_and_pruned, output, subject
 from tests.gpu.modes import FP32, FP64, MODES, TF32, computing, usable
 from tests.gpu.record import same_bits
 from tests.laws.support import ragged
@@ -37,6 +37,19 @@ def plans(of):
     }
 
 
+def check(compare, device, of, mode, mask, what, policy="group"):
+    """Gated equals pruned equals the CPU; returns the cut model."""
+    found = subject(of)
+    model, batch = found.copy(device, mode.dtype), found.data(device, mode.dtype)[0]
+    with computing(mode, device):
+        sites = hp.find_sites(model, policy=policy)
+        gated, pruned = gated_and_pruned(model, mask, batch, sites)
+    tolerance, wanted = tolerances.OUTPUTS[mode.name], cut_output(of, mask, policy)
+    compare(f"gated and pruned {of}, {what}", pruned, gated, tolerance, mode.name)
+    compare(f"pruned {of} on GPU and CPU, {what}", pruned, wanted, tolerance, mode.name)
+    return model
+
+
 @pytest.mark.parametrize(
     "plan", ["uneven", "one unit a layer", "first layer without heads", "last layer without heads"]
 )
@@ -44,18 +57,7 @@ def plans(of):
 @pytest.mark.parametrize("of", NAMES)
 def test_gated_is_pruned_is_the_cpus(compare, device, of, mode, plan):
     usable(mode, device)
-    found = subject(of)
-    mask, tolerance = plans(found)[plan], tolerances.OUTPUTS[mode.name]
-    model, batch = found.copy(device, mode.dtype), found.data(device, mode.dtype)[0]
-    with computing(mode, device):
-        with hp.gated(model, mask):
-            gated = output(model, batch)
-        hp.prune_(model, mask)
-        pruned = output(model, batch)
-    compare(f"gated and pruned {of}, {plan}", pruned, gated, tolerance, mode.name)
-    compare(
-        f"pruned {of} on GPU and CPU, {plan}", pruned, cut_output(of, mask), tolerance, mode.name
-    )
+    model = check(compare, device, of, mode, plans(subject(of))[plan], plan)
     for name, parameter in model.named_parameters():
         assert parameter.device == device, name
         assert parameter.dtype == mode.dtype, name
@@ -81,21 +83,7 @@ def test_policies(compare, device, of, policy):
     sites = hp.find_sites(found.model, policy=policy)
     scores = hp.score(found.copy(device), scorer="magnitude", sites=sites)
     plan = hp.select(scores, hp.Budget(keep_heads=0.5))
-    model, batch = found.copy(device, FP64.dtype), found.data(device, FP64.dtype)[0]
-    with computing(FP64, device):
-        with hp.gated(model, plan.mask, hp.find_sites(model, policy=policy)):
-            gated = output(model, batch)
-        hp.prune_(model, plan.mask, sites=hp.find_sites(model, policy=policy))
-        pruned = output(model, batch)
-    tolerance = tolerances.OUTPUTS["fp64"]
-    compare(f"gated and pruned {of}, policy {policy}", pruned, gated, tolerance, "fp64")
-    compare(
-        f"pruned {of} on GPU and CPU, policy {policy}",
-        pruned,
-        cut_output(of, plan.mask, policy),
-        tolerance,
-        "fp64",
-    )
+    check(compare, device, of, FP64, plan.mask, f"policy {policy}", policy)
 
 
 @pytest.mark.parametrize("of", NAMES)

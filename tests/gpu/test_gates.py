@@ -12,7 +12,7 @@ import headprune as hp
 from headprune.layouts import registry
 from headprune.model.running import call
 from tests.gpu import tolerances
-from tests.gpu.models import NAMES, output, subject
+from tests.gpu.models import NAMES, gated_and_pruned, output, subject
 from tests.gpu.modes import AUTOCAST, BF16, FP16, FP32, FP64, MODES, computing, usable
 from tests.gpu.record import same_bits
 from tests.laws.support import logits, objective
@@ -139,10 +139,7 @@ def test_every_kernel_of_sdpa(compare, device, of, backend):
         warnings.simplefilter("always")
         try:
             with sdpa_kernel(backend):
-                with hp.gated(model, mask):
-                    gated = output(model, batch)
-                hp.prune_(model, mask)
-                pruned = output(model, batch)
+                gated, pruned = gated_and_pruned(model, mask, batch)
         except RuntimeError as error:
             why = " ".join([str(error), *(str(w.message) for w in said)])[:600]
             compare.note("a kernel refuses", kernel=backend.name, of=of, why=why)
@@ -166,10 +163,7 @@ def test_eager_attention(compare, device, of):
         with hp.gated(model, mask):
             fused = output(model, batch)
         model.set_attn_implementation("eager")
-        with hp.gated(model, mask):
-            eager = output(model, batch)
-        hp.prune_(model, mask)
-        pruned = output(model, batch)
+        eager, pruned = gated_and_pruned(model, mask, batch)
     compare(f"eager and fused attention of the {of}", eager, fused, tolerances.OUTPUTS, "fp32")
     compare(
         f"gated and pruned, eager attention of the {of}", pruned, eager, tolerances.OUTPUTS, "fp32"

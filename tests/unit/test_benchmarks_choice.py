@@ -39,9 +39,7 @@ def test_regret_has_the_cell_that_auto_took_and_a_run_goes_on(regret, folder):
     again = record_of(regret, f"{few} --shares 0.5 0.25 0.1")["rows"]
     assert again[0] == row
     assert [r["share"] for r in again] == [0.5, 0.25]
-    text = page_of(regret, folder, regret.PAGE)
-    assert "## Tasks that choose: digits, ViT, 10 classes" in text
-    assert "| auto, lstsq |" in text
+    assert "## Tasks that choose: digits" in page_of(regret, folder, regret.PAGE)
 
 
 def record(task, metric, whole, rows, took):

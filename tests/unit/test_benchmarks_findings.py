@@ -126,19 +126,12 @@ def test_verdicts(findings, important, trained, lost, words):
     michel, prasanna, voita = words
     share = 40 if important is GOOD else 0
     assert f"{share} % of the heads can be removed, least important first, at a loss" in page
-    assert "Alone, 3 of 10 heads raise the loss" in page
     assert f"at once). **{michel}.**" in page
     assert f"(nearly as good: at most 3). **{prasanna}.**" in page
-    assert f"{100 * (trained[0] - trained[1]):+.1f} [" in page
-    cells = " | ".join(f"{value:.3f} ± 0.000" for value in (important[-1], 0.5, 0.5, *trained))
-    assert f"| trec | 4 | {cells} |" in page
     if lost is None:
         assert "Voita" not in page, "there is no record of learned gates"
         return
-    assert f"- `sst2`, 4 of 10 heads by `subset_topk`: {100 * sum(lost) / 3:+.1f} [" in page
     assert f"of the whole model's 0.900 ± 0.000 on validation rows. **{voita}.**" in page
-    assert "by `taylor`: +2.0 [+2.0, +2.0] points lost" in page
-    assert "| `taylor` | 4 | 0.700 ± 0.000 | 0.880 ± 0.000 |" in page
 
 
 def test_a_difference_is_over_draws_and_examples(findings):

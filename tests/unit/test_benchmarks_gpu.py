@@ -130,31 +130,14 @@ def page():
     return benchmark("gpu_page")
 
 
-def times(original, pruned):
-    """Milliseconds."""
-    seconds = {"original": original / 1000, "pruned": pruned / 1000}
-    ratio = original / pruned
-    found = {f"{which}_{share}": seconds[which] for which in seconds for share in ("p50", "p90")}
-    return {**found, "ratio": ratio, "low": ratio - 0.01, "high": ratio + 0.01, "rounds": 100}
-
-
-def cell(call, gpu, **more):
-    """A row of a latency and of a time of the GPU, before and after a cut that keeps 24 heads."""
+def cell(call, gpu, batch=32):
+    """A row in bf16 of a latency and of a time of the GPU, of the whole and of the cut model."""
     row = {"what": "gpu", "precision": "bfloat16", "code": "eager", "attention": "sdpa"}
-    row |= {"cold": False, "batch": 32, "tokens": 128, "backends": ["flash"], "kept": 24}
-    row |= {"call": times(*call), "state": [None, None], "limit": 1.5, "attention_limit": 3.0}
-    row |= {"macs": [4e9, 2.667e9], **more}
-    if gpu is None:
-        return {**row, "no_graph": "RuntimeError: it waits"}
-    return {**row, "gpu": times(*gpu), "bound": "gpu" if gpu[1] / call[1] > 0.9 else "launch"}
-
-
-def cuts(*rows):
-    """A record of a cut model."""
-    hardware = {"processor": "a processor", "threads": 2, "gpu": "a GPU"}
-    about = {"hardware": hardware, "gpu": "a GPU", "created": "2026", "benchmark": "tradeoff"}
-    about |= {"versions": {"torch": "2", "transformers": "5"}, "task": "sst2", "device": "cuda"}
-    return {**about, "timed": "surgeon", "heads": 72, "base": 0.9, "judged": 100, "rows": rows}
+    row |= {"cold": False, "batch": batch, "tokens": 128, "bound": "launch"}
+    times = {"call": call, "gpu": gpu} if gpu else {"call": call}
+    return row | {
+        which: {"original_p50": whole, "pruned_p50": cut} for which, (whole, cut) in times.items()
+    }
 
 
 def test_without_a_record_the_page_claims_nothing(page, tmp_path):
@@ -166,48 +149,10 @@ def test_without_a_record_the_page_claims_nothing(page, tmp_path):
     assert page.page(tmp_path) == text, "what a CPU did says nothing of a GPU"
 
 
-def test_the_page_begins_with_the_busiest_cells_of_each_model(page, tmp_path):
-    rows = [
-        cell((20.0, 18.0), (19.9, 17.9), batch=256, tokens=512),
-        cell((20.0, 12.5), (19.9, 12.4), batch=256, tokens=512, neurons=0.5),
-        cell((1.8, 1.8), (0.4, 0.33)),
-    ]
-    for row in rows:
-        del row["kept"]
-        row |= {"subject": page.FIRST, "phase": "forward", "share": 0.5}
-        row.setdefault("neurons", 1.0)
-    record = {**cuts(*rows), "benchmark": "gpu-shapes"}
-    (tmp_path / "gpu-shapes.json").write_text(json.dumps(record))
-    begin = page.lead(page.of_shapes(tmp_path))
-    assert "1.11 [1.10, 1.12] times as fast with 50% of heads and 1.60" in begin
-    assert "1 of 3 cells in bf16 are launch-bound" in begin
-    line = f"| {page.FIRST}, forward | 256 x 512 | 50% of heads and neurons | 1.60 [1.59, 1.61] |"
-    assert line in page.page(tmp_path)
-
-
-def test_the_page_says_what_limits_a_cell_and_has_a_busy_one_for_its_headline(page, tmp_path):
-    ceiling = {"what": "ceiling", "copy_bytes": 4.3e12, "bfloat16_flops": 788e12}
-    launch = cell((1.8, 1.8), (0.4, 0.33))
-    busy = cell((7.1, 5.1), (7.0, 5.0), batch=128, tokens=512, joules=[4.9, 3.5])
-    unknown = cell((1.8, 1.8), None, code="reduce-overhead")
-    small = cell((1.7, 1.7), (0.3, 0.3), batch=8)
-    record = cuts(ceiling, launch, small, busy, unknown)
-    (tmp_path / "tradeoff-sst2-cuda.json").write_text(json.dumps(record))
-    text = page.page(tmp_path)
-    assert page.studies.NO_GPU not in text
-    line = next(line for line in text.splitlines() if line.startswith("With 24 of 72 heads"))
-    assert "batch 128 of 512 tokens in bf16 (gpu-bound): GPU time 7.00 to 5.00 ms" in line
-    assert "1.40 [1.39, 1.41] times as fast, 0.93 of the limit of 1.50; latency 1.39" in line
-    assert "compute at 146 and 137 TFLOP/s, 19% and 17% of what a large matrix product" in line
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    (row,) = [row for row in rows if row.startswith("| 32 x 128 | flash | 0.400 | 1.80 | 1.21 [")]
-    assert row.endswith("| launch |")
-    assert "- (RuntimeError: it waits)" in text
-    assert "- 128 x 512, 24 kept: 38.3 to 27.3 mJ." in text
-    # Without a busy cell it is the one nearest to the time of the GPU.
-    near = cell((1.8, 1.8), (1.5, 1.2), batch=64)
-    assert page.headline(cuts(launch, near)) == [near]
-    assert page.headline(cuts(cell((1.8, 1.8), None))) == []
+def test_without_a_busy_cell_the_headline_is_the_one_nearest_to_the_time_of_the_gpu(page):
+    launch, near = cell((1.8, 1.8), (0.4, 0.33)), cell((1.8, 1.8), (1.5, 1.2), batch=64)
+    assert page.headline({"rows": [launch, near]}) == [near]
+    assert page.headline({"rows": [cell((1.8, 1.8), None)]}) == []
 
 
 #: Adds a row; ends as a study whose time was over until there are two.

@@ -45,10 +45,5 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     assert len(smaller["heads"]) <= len(cut["heads"])
     assert len({*smaller["neurons"]}) == 1, "all layers are alike"
     assert sum(smaller["neurons"]) < 2 * smaller["width"], "fewer or narrower layers"
-    text = page_of(study, tmp_path, study.PAGE)
-    assert "## digits, ViT, 10 classes" in text
-    assert f"| {study.BOTH} | 1.5 | {both['predicted']:.2f} |" in text
-    assert "Chosen, trained and judged on: " in text
-    assert f"| {study.SMALLER} | 1.5 | - |" in text
-    assert "- Asked 1.5: " in text
-    assert "- Asked 1.5, longer: " in text
+    cells = f"| {study.BOTH} | 1.5 | {both['predicted']:.2f} |"
+    assert cells in page_of(study, tmp_path, study.PAGE)

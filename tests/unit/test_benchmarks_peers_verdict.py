@@ -54,11 +54,8 @@ def test_what_a_comparison_comes_to(verdict, peer, ratios, outcomes):
     kept = None if "INT8" in peer else 24
     rows = [timed("headprune", 24, 1.3, 1.4), timed(peer, kept, *ratios)]
     for points, outcome in zip((MORE, SAME, LESS), outcomes, strict=True):
-        record = recorded(rows, paired(peer, kept, *points))
-        (found,) = verdict.comparisons(record)
+        (found,) = verdict.comparisons(recorded(rows, paired(peer, kept, *points)))
         assert found.outcome == outcome
-        (line,) = [cells for cells in verdict.text(record) if cells.startswith(f"| {peer} |")]
-        assert line.endswith(f" | {outcome} |")
 
 
 def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict):
@@ -80,7 +77,6 @@ def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict):
     rows.append(timed("TextPruner", 24, 1.25, 1.25))
     (found,) = verdict.comparisons(recorded(rows, paired("TextPruner", 24, -0.01, 0.01)))
     assert found.faster == ("", "theirs")
-    assert "8.3 % at 1 x 128 and 0.0 % at 32 x 128" in "\n".join(verdict.text(recorded(rows)))
 
 
 def test_a_tie_says_how_many_rows_would_tell(verdict):
@@ -88,17 +84,13 @@ def test_a_tie_says_how_many_rows_would_tell(verdict):
     rows.append(timed("PyTorch INT8", None, 1.2, 1.2))
     lines = [paired("TextPruner", 24, -0.01, 0.03), paired("onnxsim", 24, -0.02, 0.02)]
     lines.append(paired("PyTorch INT8", None, -0.001, 0.021))
-    record = recorded(rows, *lines)
-    found = verdict.comparisons(record)
+    found = verdict.comparisons(recorded(rows, *lines))
     # 0.01 apart, and 0.02 from there to the end beyond 0: four times the rows halve it.
     assert [verdict.tie(one) for one in found] == [
         "TextPruner, 24 heads: 4.0 times (4.0 points wide)",
         "onnxsim, 24 heads: no number, as none was found (4.0 points wide)",
         "PyTorch INT8, all heads beside 24 heads: 1.2 times (2.2 points wide)",
     ]
-    (told, *_) = verdict.notes(record, found)
-    assert "so many times the 100 there are would tell" in told
-    assert verdict.tie(found[0]) in told
 
 
 def test_what_ours_adds_is_of_all_draws(verdict):

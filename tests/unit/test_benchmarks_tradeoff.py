@@ -81,15 +81,9 @@ def test_every_part_is_measured(ran):
 
 
 def test_the_page_says_the_record(ran, tradeoff, tmp_path):
-    record = ran
-    out = tmp_path / "tradeoff-trec-cpu.json"
-    out.write_text(json.dumps(record))
+    (tmp_path / "tradeoff-trec-cpu.json").write_text(json.dumps(ran))
     text = page_of(tradeoff, tmp_path, "tradeoff.md")
-    row = next(row for row in record["rows"] if row["what"] == "speed")
-    shaken = ", disturbed" * tradeoff.tradeoff_page.disturbed(row)
-    interval = f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
-    assert f"{interval}{shaken} | {row['limit']:.2f}" in text
-    assert f"All 8 heads: {record['base']:.3f}, on 40 test rows." in text
+    assert f"All 8 heads: {ran['base']:.3f}, on 40 test rows." in text
     assert "No record yet, on a CPU, of SST-2, STS-B.\n\nOn a GPU: no GPU record yet.\n" in text
     first = (tmp_path / "tradeoff.svg").read_bytes()
     page_of(tradeoff, tmp_path, "tradeoff.md")
