@@ -12,7 +12,7 @@ from headprune.layouts import registry
 from headprune.model.double import Doubled
 from headprune.model.running import batch_size, call, outputs
 from headprune.model.sites import bind
-from tests.laws.support import Subject, family_subject, picture
+from tests.laws.support import Subject, family_subject, unchanged
 
 #: Families by how their attention is called and by what follows it.
 FAMILIES = [
@@ -74,11 +74,10 @@ def _no_graph():
 def test_equals_gated_passes_and_leaves_no_trace(layout, family):
     subject = family_subject(layout, family)
     loss(subject.model, subject.batch)  # Transformers installs hooks of its own in a first pass
-    before = picture(subject.model)
     settings = settings_of(subject)
-    candidates = candidates_of(subject)
-    got, base = candidates(subject.batch, settings)
-    assert picture(subject.model) == before
+    with unchanged(subject.model):
+        candidates = candidates_of(subject)
+        got, base = candidates(subject.batch, settings)
     assert_close(got, gated_losses(subject, settings), **EXACT)
     assert torch.equal(got[-1], base)
     assert bool(candidates.notes) == (family in WHOLE_PASSES), candidates.notes
@@ -298,7 +297,7 @@ def test_longer_batches_need_no_more_memory_than_allowed():
 def test_an_exception_in_a_pass_leaves_no_trace():
     subject = family_subject("llama", "llama")
     loss(subject.model, subject.batch)
-    before, calls = picture(subject.model), []
+    calls = []
 
     def failing(model, batch):
         calls.append(1)
@@ -306,6 +305,5 @@ def test_an_exception_in_a_pass_leaves_no_trace():
             raise KeyboardInterrupt
         return loss(model, batch)
 
-    with pytest.raises(KeyboardInterrupt):
+    with unchanged(subject.model), pytest.raises(KeyboardInterrupt):
         candidates_of(subject, failing)(subject.batch, settings_of(subject))
-    assert picture(subject.model) == before

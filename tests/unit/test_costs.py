@@ -19,7 +19,7 @@ from headprune.model.costs import measure_costs
 from headprune.model.running import call
 from headprune.model.sites import bind
 from tests.laws.families import FAMILIES
-from tests.laws.support import family_subject, picture, set_implementation, subject_of
+from tests.laws.support import family_subject, set_implementation, subject_of, unchanged
 
 
 def measure(model, batch):
@@ -189,17 +189,16 @@ def test_a_module_that_runs_twice_costs_twice():
 
 def test_measuring_leaves_the_model_as_it_was(subject):
     subject.model.train()
-    before, state = picture(subject.model), torch.get_rng_state()
-    measure(subject.model, subject.batch)
-    assert picture(subject.model) == before
+    state = torch.get_rng_state()
+    with unchanged(subject.model):
+        measure(subject.model, subject.batch)
 
     def breaks(model, batch):
         call(model, batch)
         raise RuntimeError("after everything ran")
 
-    with pytest.raises(RuntimeError, match="after everything ran"):
+    with unchanged(subject.model), pytest.raises(RuntimeError, match="after everything ran"):
         measure_costs(subject.model, bind(subject.model), subject.batch, breaks)
-    assert picture(subject.model) == before
     assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
 
 

@@ -11,7 +11,7 @@ from headprune.gating.learned import unit_of_heads
 from headprune.model.losses import default_loss
 from headprune.model.sites import bind
 from headprune.scoring import HardConcrete, SubsetTopk
-from tests.laws.support import CLOSE, examples_of, picture, subject_of
+from tests.laws.support import CLOSE, examples_of, subject_of, unchanged
 from tests.scoring_help import flat, split
 
 SCORERS = [HardConcrete(steps=4, block=3, warmup=2), SubsetTopk(steps=4, block=3)]
@@ -83,10 +83,9 @@ def test_scores_are_those_of_a_literal_loop(name, scorer):
 def test_the_model_is_as_it_was(scorer):
     subject = subject_of("llama")
     subject.model.train()
-    before, state = picture(subject.model), torch.get_rng_state()
-    with torch.inference_mode():
+    state = torch.get_rng_state()
+    with unchanged(subject.model), torch.inference_mode():
         score(subject, [subject.batch], scorer)
-    assert picture(subject.model) == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in subject.model.parameters())
 
