@@ -49,9 +49,8 @@ def test_a_closed_gate_is_a_zeroed_head(compare, device, of, mode):
             gated = output(model, batch)
     model = found.copy(device, mode.dtype)
     zero_(model, found, mask)
-    with computing(
-        mode, device
-    ):  # anew: autocast keeps its narrow copies of weights for the length of a block
+    # Anew: autocast keeps its narrow copies of weights for the length of a block.
+    with computing(mode, device):
         zeroed = output(model, batch)
     compare(f"gated and zeroed heads of the {of}", gated, zeroed, tolerances.OUTPUTS, mode.name)
     compare.differs(f"heads of the {of} do something", gated, whole, tolerances.OUTPUTS, mode.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +68,19 @@ class Subject:
             return self.run()
 
 
+def mask_of(sites: Iterable[Any], keep: Mapping[str, Iterable[int]]) -> HeadMask:
+    """Sites that are left out keep every head."""
+    return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
+
+
+def mask_of_units(sites: Iterable[Any], units: Iterable[Iterable[int]]) -> HeadMask:
+    """Every site keeps the units of these numbers."""
+    keep = {}
+    for site, numbers in zip(sites, units, strict=True):
+        keep[site.name] = [head for number in numbers for head in site.units[number]]
+    return mask_of(sites, keep)
+
+
 def ragged(sites: Iterable[Any], seed: int = 0) -> HeadMask:
     """Another number of units at every site, never all and never none of them."""
     rng, keep = random.Random(seed), {}
@@ -75,7 +88,7 @@ def ragged(sites: Iterable[Any], seed: int = 0) -> HeadMask:
     for index, site in enumerate(sites):
         n_kept = 1 + (index + seed) % max(1, len(site.units) - 1)
         keep[site.name] = [head for unit in rng.sample(site.units, n_kept) for head in unit]
-    return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
+    return mask_of(sites, keep)
 
 
 def subject_of(name: str, seed: int = 0) -> Subject:

@@ -2,6 +2,7 @@
 and with a cache of keys and values."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,15 +30,9 @@ def rand(*shape, dtype=F64):
 
 
 def spy_on_sdpa(monkeypatch):
-    calls = []
-    real = torch.nn.functional.scaled_dot_product_attention
-
-    def spy(*args, **kwargs):
-        calls.append(kwargs)
-        return real(*args, **kwargs)
-
+    spy = Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
     monkeypatch.setattr(attend_module.F, "scaled_dot_product_attention", spy)
-    return calls
+    return spy
 
 
 SHAPES = {
@@ -94,10 +89,10 @@ def test_equals_the_literal_loop(shape, mask, compatibility, monkeypatch):
         fit = quarter
     allowed = reference.may_see(2, 4, 4, 4, **masks)
     expected, expected_weights = reference.multi_head(module, query, key, value, allowed, fit)
-    calls = spy_on_sdpa(monkeypatch)
+    spy = spy_on_sdpa(monkeypatch)
     assert_close(module(query, key, value, **masks), expected, **EXACT)
     out, weights = module(query, key, value, need_weights=True, **masks)
-    assert len(calls) == fast, "one fast pass, and none where the weights are asked for"
+    assert spy.call_count == fast, "one fast pass, and none where the weights are asked for"
     assert_close(out, expected, **EXACT)
     assert_close(weights, expected_weights, **EXACT)
 
@@ -149,12 +144,13 @@ def test_a_query_without_keys_gets_zeros_and_finite_gradients(need_weights, dtyp
 
 
 def test_the_kernels_get_no_mask_where_none_is_needed(monkeypatch):
-    calls = spy_on_sdpa(monkeypatch)
+    spy = spy_on_sdpa(monkeypatch)
     module, x = make(n_kv_heads=2), rand(2, 4, 12)
     module(x)
     module(x, causal=True)
     module(x[:, -1:], x, causal=True)
     module(x, hide_self=True)
+    calls = [call.kwargs for call in spy.call_args_list]
     assert [(c["attn_mask"] is None, c["is_causal"], c["enable_gqa"]) for c in calls] == [
         (True, False, True),
         (True, True, True),

@@ -21,6 +21,7 @@ from headprune.core.errors import (
 from headprune.core.heads import HeadId
 from headprune.maps import attention_maps
 from headprune.maps.attention_maps import AttentionMaps
+from tests.laws.support import mask_of
 
 
 class Words:
@@ -102,8 +103,8 @@ def test_a_translator_has_words_of_both_languages():
 
 def test_what_shows_no_map_is_refused(bert):
     model = copy.deepcopy(bert)
-    names = {s.name: s.n_query_heads for s in hp.find_sites(model)}
-    hp.prune_(model, hp.HeadMask.from_keep(dict.fromkeys(names, ()), names))
+    sites = hp.find_sites(model)
+    hp.prune_(model, mask_of(sites, {site.name: () for site in sites}))
     with pytest.raises(UnsupportedModel, match="one with a head, got no head at any site"):
         hp.attention_maps(model, padded())
     with pytest.raises((UnsupportedModel, InvalidValue)):

@@ -5,6 +5,7 @@ import copy
 import threading
 from dataclasses import replace
 from itertools import islice
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -224,12 +225,10 @@ def test_a_refit_that_harms_or_is_refused_is_a_note_of_the_scores(model, rows, m
         with torch.no_grad():
             small.head.bias.add_(10.0)
 
-    def refuse(self, problem, small, batches):
-        raise UnsupportedModel("the model", "one that can be refitted", "another", "")
-
+    refusal = UnsupportedModel("the model", "one that can be refitted", "another", "")
     monkeypatch.setattr(Auto, "refit_", spoil)
     assert any("lstsq makes the cut model worse" in note for note in score(model, rows).notes)
-    monkeypatch.setattr(Auto, "refit_", refuse)
+    monkeypatch.setattr(Auto, "refit_", Mock(side_effect=refusal))
     found = score(model, rows)
     assert (found.choice.refit, found.choice.refitting) == ("", None)
     assert any("auto: Judged without a refit, which lstsq refuses" in note for note in found.notes)

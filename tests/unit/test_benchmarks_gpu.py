@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -109,9 +110,7 @@ def test_every_kind_of_model_is_measured_and_what_failed_is_tried_again(
         assert all(whole > cut for whole, cut in row["work"].values())
         assert row["backends"] == ["flash"]
 
-    def broken(*_, **__):
-        raise RuntimeError("out of memory\nmore")
-
+    broken = Mock(side_effect=RuntimeError("out of memory\nmore"))
     out.write_text(json.dumps({**json.loads(out.read_text()), "rows": rows[:-4]}))
     with monkeypatch.context() as patched:
         patched.setattr(shapes, "compared", broken)

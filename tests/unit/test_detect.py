@@ -12,7 +12,7 @@ from headprune.core.heads import AttentionSite
 from headprune.detect import propose
 from headprune.detect.prove import masks
 from headprune.layouts import registry
-from tests.laws.support import CLOSE, ragged, unchanged
+from tests.laws.support import CLOSE, mask_of, ragged, unchanged
 
 WIDTH, HEADS = 16, 4
 
@@ -294,8 +294,7 @@ def test_shared_keys_are_described_as_they_are(make, described):
         assert found[0].policies == ("group", "balanced")
         sites = hp.find_sites(model, layouts=found, policy="balanced")
     first_of_each = {s.name: [group[0] for group in s.groups] for s in sites}
-    mask = hp.HeadMask.from_keep(first_of_each, {s.name: s.n_query_heads for s in sites})
-    assert_exact(model, x, sites, mask)
+    assert_exact(model, x, sites, mask_of(sites, first_of_each))
 
 
 @pytest.mark.parametrize(

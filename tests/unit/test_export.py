@@ -11,9 +11,8 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.checkpoints import export
 from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed
-from headprune.core.heads import HeadMask
 from headprune.layouts import registry
-from tests.laws.support import shaken
+from tests.laws.support import mask_of, shaken
 
 
 def cut(name, empty=1):
@@ -23,14 +22,13 @@ def cut(name, empty=1):
     sites = hp.find_sites(model)
     keep = {s.name: s.units[1] if i == 2 else s.heads for i, s in enumerate(sites)}
     keep[sites[empty].name] = ()
-    hp.prune_(model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}), batch)
+    hp.prune_(model, mask_of(sites, keep), batch)
     return model, {k: v for k, v in batch.items() if k != "labels"}
 
 
 @pytest.mark.parametrize("name", ["vit", "llama"])
-@pytest.mark.filterwarnings(
-    "ignore:.*treespec:FutureWarning"
-)  # PyTorch's exporter uses what PyTorch gives up
+# PyTorch's exporter uses what PyTorch gives up.
+@pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
 def test_torch_export(name):
     model, batch = cut(name)
     if name == "llama":

@@ -25,7 +25,7 @@ from headprune.core.errors import (
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
 from headprune.model import building
-from tests.laws.support import shaken
+from tests.laws.support import mask_of, mask_of_units, shaken
 
 SMALL = {
     "vocab_size": 32,
@@ -45,10 +45,7 @@ def tiny(name, family=None):
 def cut(name, units, policy="group"):
     model, batch = tiny(name)
     sites = hp.find_sites(model, policy=policy)
-    keep = {s.name: [h for i in us for h in s.units[i]] for s, us in zip(sites, units, strict=True)}
-    hp.prune_(
-        model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}), batch, sites
-    )
+    hp.prune_(model, mask_of_units(sites, units), batch, sites)
     return model, batch
 
 
@@ -258,8 +255,7 @@ def changed(name):
         model, _ = tiny("llama")
         sites = hp.find_sites(model, policy="free")
         kept = {site.name: [0, 1, site.n_query_heads - 1] for site in sites}
-        mask = HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites})
-        hp.prune_(model, mask, sites=sites)
+        hp.prune_(model, mask_of(sites, kept), sites=sites)
         return model, "policy group or balanced"
     model, _ = cut("bert", UNEVEN)
     attention = model.bert.encoder.layer[0].attention

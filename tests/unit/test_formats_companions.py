@@ -1,6 +1,8 @@
 """What travels along with the weights (tokenizers, the model card), and the command that writes it
 all."""
 
+from unittest.mock import Mock
+
 import pytest
 import transformers as hf
 from typer.testing import CliRunner
@@ -11,6 +13,7 @@ from headprune.cli.main import app
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan
+from tests.laws.support import mask_of_units
 from tests.unit.test_formats import EMPTY, UNEVEN, UNIFORM, cut, tiny
 
 # ---------------------------------------------------------------- what travels along
@@ -118,10 +121,7 @@ def base(tmp_path):
     hp.save_pretrained(model, tmp_path / "base", processor=tokenizer(), format="transformers")
     sites = hp.find_sites(model)
     for name, units in (("uniform", UNIFORM), ("uneven", UNEVEN)):
-        pairs = zip(sites, units, strict=True)
-        keep = {site.name: [h for i in kept for h in site.units[i]] for site, kept in pairs}
-        plan = PruningPlan(HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
-        plan.save(tmp_path / f"{name}.json")
+        PruningPlan(mask_of_units(sites, units)).save(tmp_path / f"{name}.json")
     return tmp_path
 
 
@@ -166,11 +166,9 @@ def test_prune_refuses_a_format_that_would_corrupt(base):
 
 
 def test_what_lies_beside_the_weights_comes_with_them_or_nothing_does(base, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
+    full = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(companions.shutil, "copyfile", fail)
+        patch.setattr(companions.shutil, "copyfile", Mock(side_effect=full))
         done = prune(base, "uneven")
     assert done.exit_code == 2
     assert "No space left on device" in done.stderr

@@ -16,6 +16,7 @@ from headprune.checkpoints import gguf_file, gguf_tokenizer
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import HeadMask
 from tests.command_line import done, refused
+from tests.laws.support import mask_of, mask_of_units
 from tests.scripts import benchmark
 from tests.serving_environments import python_of
 
@@ -45,11 +46,7 @@ def model_of(name, **more):
 
 
 def cut(model, groups):
-    sites = hp.find_sites(model)
-    kept = {}
-    for site, units in zip(sites, groups, strict=True):
-        kept[site.name] = [head for unit in units for head in site.units[unit]]
-    hp.prune_(model, HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites}))
+    hp.prune_(model, mask_of_units(hp.find_sites(model), groups))
     return model
 
 
@@ -90,9 +87,7 @@ def test_an_even_model_is_what_transformers_reads_from_the_file(name, groups, tm
 def test_an_uneven_model_states_the_counts_of_every_layer(tmp_path):
     model = cut(model_of("Llama"), UNEVEN)
     sites = hp.find_sites(model, feed_forward=True)
-    kept = {site.name: list(site.heads) for site in sites}
-    kept["model.layers.1.mlp"] = list(range(40))
-    hp.prune_(model, HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites}))
+    hp.prune_(model, mask_of(sites, {"model.layers.1.mlp": range(40)}) & HeadMask.full(sites))
     reader = written(model, tmp_path)
     assert reader.fields["general.architecture"].contents() == "deci"
     assert setting(reader, "attention.head_count") == [6, 2, 4]
@@ -270,9 +265,7 @@ def _with_bias():
 def _free():
     model = model_of("Llama")
     sites = hp.find_sites(model, policy="free")
-    kept = {site.name: [0, 1, 2] for site in sites}
-    mask = HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites})
-    hp.prune_(model, mask, sites=sites)
+    hp.prune_(model, mask_of(sites, {site.name: [0, 1, 2] for site in sites}), sites=sites)
     return model
 
 

@@ -17,11 +17,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headprune as hp
-from headprune.core.heads import HeadMask
 from headprune.core.layout import HeadState
 from headprune.layouts import registry
 from headprune.model.running import call, outputs, without_fused_attention
 from headprune.surgery.prune import prune_
+from tests.laws.support import mask_of
 from tests.scripts import benchmark
 
 #: Operations that compute and copy nothing: another shape of the same numbers.
@@ -92,11 +92,10 @@ def cut_every_second(model):
     """A copy whose sites keep every second unit, so that kept heads do not lie side by side."""
     sites = hp.find_sites(model)
     keep = {site.name: [head for unit in site.units[::2] for head in unit] for site in sites}
-    mask = HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
     small = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        prune_(small, mask, sites=sites)
+        prune_(small, mask_of(sites, keep), sites=sites)
     return small
 
 

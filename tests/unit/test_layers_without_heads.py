@@ -19,7 +19,7 @@ from headprune.model.cut import cut_
 from headprune.model.running import call, outputs
 from headprune.model.sites import bind
 from tests.laws.families import FAMILIES
-from tests.laws.support import family_subject, subject_of
+from tests.laws.support import family_subject, mask_of, subject_of
 
 SIZES = {"vocab_size": 19, "hidden_size": 24, "intermediate_size": 16}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 6}
@@ -53,8 +53,8 @@ class Watched(TorchFunctionMode):
 def emptied(model):
     """Without all heads that may be removed."""
     bound = [b for b in bind(model) if not b.site.least]
-    counts = {b.site.name: b.site.n_query_heads for b in bound}
-    cut_(model, bound, hp.HeadMask.from_keep({name: [] for name in counts}, counts))
+    sites = [b.site for b in bound]
+    cut_(model, bound, mask_of(sites, {site.name: [] for site in sites}))
     return model
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 import headprune as hp
 from headprune.core.errors import CheckpointError, InvalidValue, NameClash
-from headprune.core.heads import HeadMask
 from headprune.core.layout_data import data_of
 from headprune.layouts import register, registry
+from tests.laws.support import mask_of
 from tests.unit.test_sites import ODD, odd_model
 
 NEURONS = hp.AttentionLayout(
@@ -52,8 +52,7 @@ def clean():
 
 
 def without_first(sites):
-    keep = {sites[0].name: sites[0].heads[1:]}
-    return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
+    return mask_of(sites, {sites[0].name: sites[0].heads[1:]})
 
 
 def test_a_proposed_layout_travels_with_the_folder(tmp_path):
@@ -72,9 +71,7 @@ def test_a_layout_with_code_stays_out_of_files(tmp_path):
     model, x = odd_model()
     whole = copy.deepcopy(model)  # it has numbers that no file holds
     sites = hp.find_sites(model, layouts=[layout])
-    keep = {s.name: s.groups[0] for s in sites}
-    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
-    hp.prune_(model, mask, x, sites)
+    hp.prune_(model, mask_of(sites, {s.name: s.groups[0] for s in sites}), x, sites)
     hp.save_pretrained(model, tmp_path)
     with pytest.raises(CheckpointError, match="full-size model"):
         hp.from_pretrained(tmp_path, model=whole)
@@ -96,8 +93,7 @@ def test_neurons_cut_by_an_own_layout_are_saved_without_sites(tmp_path):
     model, x = nn.Sequential(Layer()).eval(), torch.randn(2, 3, 8)
     sites = hp.find_sites(model, layouts=[NEURONS])
     keep = {s.name: range(4) for s in sites if s.is_feed_forward}
-    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
-    hp.prune_(model, mask, x, sites)
+    hp.prune_(model, mask_of(sites, keep), x, sites)
     hp.save_pretrained(model, tmp_path)
     again = hp.from_pretrained(tmp_path, model=nn.Sequential(Layer()))
     assert torch.equal(model(x), again(x))

@@ -3,6 +3,7 @@ model as it was."""
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from headprune.scoring import (
     rescorer,
 )
 from headprune.scoring import registry as scorers
+from tests.laws.support import mask_of
 
 SIZE, LENGTH, WORDS, CLASSES, POSITIONS = 4, 6, 30, 3, 8
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -50,9 +52,7 @@ def good():
 
 def mask(model):
     sites = hp.find_sites(model)
-    return hp.HeadMask.from_keep(
-        {s.name: s.heads[1:] for s in sites}, {s.name: s.n_query_heads for s in sites}
-    )
+    return mask_of(sites, {s.name: s.heads[1:] for s in sites})
 
 
 # --- entry points: (model, batches, loss) -> anything
@@ -388,13 +388,9 @@ class Mine(Exception):
 )
 def test_other_errors_are_those_that_were_raised(entry, error):
     """Also where a batch is too long."""
-
-    def failing(model, batch):
-        raise error
-
     long = with_(input_ids=torch.ones(SIZE, POSITIONS + 3).long())
     with pytest.raises(type(error), match=str(error)) as caught:
-        ALL[entry](bert(), [long, long], failing)
+        ALL[entry](bert(), [long, long], Mock(side_effect=error))
     assert caught.value is error
 
 

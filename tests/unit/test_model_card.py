@@ -10,6 +10,7 @@ from headprune.checkpoints import card
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.layouts import registry
+from tests.laws.support import mask_of
 
 
 def tiny(name):
@@ -47,7 +48,7 @@ def test_an_embedding_that_is_also_the_output_counts_once(name, tmp_path):
         model = LlamaForCausalLM(config).eval()
     sites = hp.find_sites(model)
     keep = {s.name: [h for unit in s.units[1:] for h in unit] for s in sites}
-    report = hp.prune_(model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
+    report = hp.prune_(model, mask_of(sites, keep))
     text = written(tmp_path, model)
     assert f"- Parameters: {report.params_before:,} before, {report.params_after:,} after" in text
 
