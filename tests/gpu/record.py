@@ -169,6 +169,10 @@ class Compare:
         """A check that is a yes or no: its error is 0 or 1."""
         self(name, float(condition), 1.0, tolerances.EXACT, mode)
 
+    def same(self, name, found, wanted, mode=""):
+        """Asserts that all tensors of two values are the same, bit for bit."""
+        self.holds(name, same_bits(found, wanted), mode)
+
     def note(self, name, **facts):
         """Writes down what was read or counted."""
         RECORD.notes.append({"test": self.test, "name": name, **facts})

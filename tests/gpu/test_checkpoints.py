@@ -4,19 +4,12 @@ import pytest
 import torch
 
 import headprune as hp
-from tests.gpu.models import NAMES, subject
+from tests.gpu.models import NAMES, output, subject
 from tests.gpu.modes import BF16, FP16, FP32, computing
-from tests.gpu.record import same_bits
-from tests.laws.support import logits
 
 CPU = torch.device("cpu")
 #: Models that Transformers cannot build: loading takes a fresh one.
 BUILT_HERE = ("own", "torch")
-
-
-@torch.no_grad()
-def output(model, batch):
-    return logits(model, batch)
 
 
 @pytest.mark.parametrize("mode", [FP32, BF16, FP16], ids=lambda mode: mode.name)
@@ -29,17 +22,12 @@ def test_saved_on_the_gpu(compare, device, tmp_path, of, mode):
     fresh = found.copy(CPU, mode.dtype) if of in BUILT_HERE else None
     loaded = hp.from_pretrained(tmp_path / "small", fresh)
     assert {p.device for p in loaded.parameters()} == {CPU}
-    compare.holds(
-        f"weights of the {of}, loaded on the CPU",
-        same_bits(loaded.state_dict(), model.state_dict()),
-        mode.name,
-    )
+    weights = loaded.state_dict(), model.state_dict()
+    compare.same(f"weights of the {of}, loaded on the CPU", *weights, mode.name)
     batch = found.data(device, mode.dtype)[0]
     with computing(mode, device):
         wanted, got = output(model, batch), output(loaded.to(device), batch)
-    compare.holds(
-        f"outputs of the {of}, loaded and moved to the GPU", same_bits([got], [wanted]), mode.name
-    )
+    compare.same(f"outputs of the {of}, loaded and moved to the GPU", got, wanted, mode.name)
     assert [s.heads for s in hp.find_sites(loaded)] == [s.heads for s in hp.find_sites(model)]
 
 
@@ -56,9 +44,8 @@ def test_other_formats(compare, device, tmp_path, form):
     hp.save_pretrained(model, tmp_path / "small", format=form)
     if form == "transformers":
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
-        compare.holds(
-            f"weights in format {form}", same_bits(loaded.state_dict(), model.state_dict()), "fp32"
-        )
+        weights = loaded.state_dict(), model.state_dict()
+        compare.same(f"weights in format {form}", *weights, "fp32")
 
 
 def test_a_refit_survives(compare, device, tmp_path):
@@ -69,6 +56,4 @@ def test_a_refit_survives(compare, device, tmp_path):
     hp.recover_(model, batches, "lstsq", teacher)
     hp.save_pretrained(model, tmp_path / "small")
     loaded = hp.from_pretrained(tmp_path / "small").to(device)
-    compare.holds(
-        "weights of a refitted model", same_bits(loaded.state_dict(), model.state_dict()), "fp32"
-    )
+    compare.same("weights of a refitted model", loaded.state_dict(), model.state_dict(), "fp32")

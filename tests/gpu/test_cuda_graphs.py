@@ -48,8 +48,7 @@ def test_a_gated_call_is_captured(compare, gpu, of):
         whole = logits(model, batch)
         with hp.gated(model, changed):
             wanted = logits(model, batch)
-    compare(f"a captured call of the {of}, gates open", opened, whole, tolerances.OUTPUTS, "fp32")
-    compare(
-        f"a captured call of the {of}, other gates", replayed, wanted, tolerances.OUTPUTS, "fp32"
-    )
-    compare.differs("other gates do something", replayed, whole, tolerances.OUTPUTS, "fp32")
+    close = tolerances.OUTPUTS["fp32"]
+    compare(f"a captured call of the {of}, gates open", opened, whole, close, "fp32")
+    compare(f"a captured call of the {of}, other gates", replayed, wanted, close, "fp32")
+    compare.differs("other gates do something", replayed, whole, close, "fp32")

@@ -10,7 +10,6 @@ import headprune as hp
 from tests.gpu import tolerances
 from tests.gpu.models import NAMES, gated_and_pruned, output, subject
 from tests.gpu.modes import FP32, FP64, MODES, TF32, computing, usable
-from tests.gpu.record import same_bits
 from tests.laws.support import ragged
 
 CPU = torch.device("cpu")
@@ -92,18 +91,13 @@ def test_a_cut_on_the_gpu_has_the_weights_of_a_cut_on_the_cpu(compare, device, o
     here, there = found.copy(device), found.copy(CPU)
     hp.prune_(here, mask)
     hp.prune_(there, mask)
-    compare.holds(
-        f"weights of the cut {of}", same_bits(here.state_dict(), there.state_dict()), "fp32"
-    )
+    compare.same(f"weights of the cut {of}", here.state_dict(), there.state_dict(), "fp32")
     moved = found.copy(CPU)
     hp.prune_(moved, mask)
     moved.to(device)
     batch = found.data(device)[0]
-    compare.holds(
-        f"outputs of a cut {of} that moved",
-        same_bits([output(moved, batch)], [output(here, batch)]),
-        "fp32",
-    )
+    outputs = output(moved, batch), output(here, batch)
+    compare.same(f"outputs of a cut {of} that moved", *outputs, "fp32")
 
 
 @pytest.mark.parametrize("plan", ["uneven", "first layer without heads"])
@@ -119,19 +113,14 @@ def test_generation_with_the_cache(compare, device, of, mode, plan):
             gated = generated(model, found, device)
         hp.prune_(model, mask)
         pruned = generated(model, found, device)
-    compare.holds(
-        f"tokens of the gated and the pruned {of}, {plan}", same_bits([gated], [pruned]), mode.name
-    )
+    compare.same(f"tokens of the gated and the pruned {of}, {plan}", gated, pruned, mode.name)
     if mode is not TF32:  # whose rounding may swap two tokens that are almost equal
         model = found.copy(CPU, mode.dtype)
         hp.prune_(model, mask)
         with computing(mode, CPU):
             wanted = generated(model, found, CPU)
-        compare.holds(
-            f"tokens of the pruned {of} on GPU and CPU, {plan}",
-            same_bits([pruned], [wanted]),
-            mode.name,
-        )
+        name = f"tokens of the pruned {of} on GPU and CPU, {plan}"
+        compare.same(name, pruned, wanted, mode.name)
 
 
 @torch.no_grad()
@@ -175,13 +164,8 @@ def test_tf32_is_really_on(compare, gpu):
     hp.prune_(model, mask)
     with computing(TF32, gpu):
         pruned = output(model, batch)
-    compare.differs(
-        "TF32 taken for fp32",
-        pruned,
-        cut_output("decoder", mask),
-        tolerances.OUTPUTS["fp32"],
-        "tf32",
-    )
+    wanted, tolerance = cut_output("decoder", mask), tolerances.OUTPUTS["fp32"]
+    compare.differs("TF32 taken for fp32", pruned, wanted, tolerance, "tf32")
 
 
 def test_two_cuts_are_one(compare, device):
@@ -192,8 +176,5 @@ def test_two_cuts_are_one(compare, device):
     second = first & ragged(found.sites, 2)
     hp.prune_(model, second)
     hp.prune_(direct, second)
-    compare.holds(
-        "weights after two cuts and after one",
-        same_bits(model.state_dict(), direct.state_dict()),
-        "fp32",
-    )
+    weights = model.state_dict(), direct.state_dict()
+    compare.same("weights after two cuts and after one", *weights, "fp32")

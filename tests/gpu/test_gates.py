@@ -14,7 +14,6 @@ from headprune.model.running import call
 from tests.gpu import tolerances
 from tests.gpu.models import NAMES, gated_and_pruned, output, subject
 from tests.gpu.modes import AUTOCAST, BF16, FP16, FP32, FP64, MODES, computing, usable
-from tests.gpu.record import same_bits
 from tests.laws.support import logits, objective
 from tests.reference import scores as reference
 
@@ -38,11 +37,8 @@ def zero_(model, of, mask):
 def test_a_closed_gate_is_a_zeroed_head(compare, device, of, mode):
     usable(mode, device)
     found = subject(of)
-    model, batch, mask = (
-        found.copy(device, mode.dtype),
-        found.data(device, mode.dtype)[0],
-        found.ragged(1),
-    )
+    model, batch = found.copy(device, mode.dtype), found.data(device, mode.dtype)[0]
+    mask = found.ragged(1)
     with computing(mode, device):
         whole = output(model, batch)
         with hp.gated(model, mask):
@@ -68,12 +64,12 @@ def test_open_gates_are_the_same_bits(compare, device, of, mode):
         with hp.gated(model, ones):
             gated = output(model, batch)
         after = output(model, batch)
-    compare.holds(f"no gate is left on the {of}", same_bits([after], [whole]), mode.name)
+    compare.same(f"no gate is left on the {of}", after, whole, mode.name)
     if any(registry.get(site.layout).exposed is not None for site in found.sites):
         # Code of ours calls its output projection as long as there are gates: equal up to rounding.
         compare(f"open gates of the {of}", gated, whole, tolerances.OUTPUTS, mode.name)
     else:
-        compare.holds(f"open gates of the {of}", same_bits([gated], [whole]), mode.name)
+        compare.same(f"open gates of the {of}", gated, whole, mode.name)
 
 
 @pytest.mark.parametrize("mode", [FP64, FP32, AUTOCAST, BF16, FP16], ids=lambda mode: mode.name)
@@ -87,10 +83,8 @@ def test_gates_of_every_example(compare, device, mode):
         for s in found.sites
     }
     model, batch = found.copy(device, mode.dtype), found.data(device, mode.dtype)[0]
-    with (
-        computing(mode, device),
-        hp.gated(model, {name: gate.to(device) for name, gate in table.items()}),
-    ):
+    gates = {name: gate.to(device) for name, gate in table.items()}
+    with computing(mode, device), hp.gated(model, gates):
         together = output(model, batch)
     model, batch, alone = found.copy(CPU, FP64.dtype), found.data(CPU, FP64.dtype)[0], []
     for row in range(4):
@@ -163,10 +157,9 @@ def test_eager_attention(compare, device, of):
             fused = output(model, batch)
         model.set_attn_implementation("eager")
         eager, pruned = gated_and_pruned(model, mask, batch)
-    compare(f"eager and fused attention of the {of}", eager, fused, tolerances.OUTPUTS, "fp32")
-    compare(
-        f"gated and pruned, eager attention of the {of}", pruned, eager, tolerances.OUTPUTS, "fp32"
-    )
+    close = tolerances.OUTPUTS["fp32"]
+    compare(f"eager and fused attention of the {of}", eager, fused, close, "fp32")
+    compare(f"gated and pruned, eager attention of the {of}", pruned, eager, close, "fp32")
 
 
 def test_a_compiled_model(compare, device):
@@ -179,7 +172,7 @@ def test_a_compiled_model(compare, device):
     model, batch = found.copy(device), found.data(device)[0]
     del model.encoder.layers[1:]
     (site,) = hp.find_sites(model)
-    backend = "inductor" if device.type == "cuda" else "eager"
+    backend, close = "inductor" if device.type == "cuda" else "eager", tolerances.OUTPUTS["fp32"]
     masks = [
         hp.HeadMask.from_keep({site.name: keep}, {site.name: 6}) for keep in ([0, 3], [1, 2, 5])
     ]
@@ -194,14 +187,10 @@ def test_a_compiled_model(compare, device):
                 got = call(compiled, batch)
             with hp.gated(model, mask):
                 wanted = call(model, batch)
-            compare(
-                f"compiled ({backend}) with gates {number}", got, wanted, tolerances.OUTPUTS, "fp32"
-            )
-            compare.differs(
-                f"compiled gates {number} do something", got, before, tolerances.OUTPUTS, "fp32"
-            )
+            compare(f"compiled ({backend}) with gates {number}", got, wanted, close, "fp32")
+            compare.differs(f"compiled gates {number} do something", got, before, close, "fp32")
         after = call(compiled, batch)
-    compare("compiled, after the gates", after, before, tolerances.OUTPUTS, "fp32")
+    compare("compiled, after the gates", after, before, close, "fp32")
 
 
 def test_gates_may_lie_on_the_cpu(compare, device):

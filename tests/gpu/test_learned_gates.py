@@ -19,10 +19,8 @@ DISTRIBUTIONS = [HardConcrete(keep=0.5, warmup=2), SubsetTopk(keep=0.5, steps=3)
 def trained(of, distribution, mode, device):
     """Slopes of the gates' weights in the first step, and the weights after four."""
     found = subject(of)
-    model, batches = (
-        no_dropout(found.copy(device, mode.dtype)).eval(),
-        found.data(device, mode.dtype),
-    )
+    model = no_dropout(found.copy(device, mode.dtype)).eval()
+    batches = found.data(device, mode.dtype)
     model.training = True  # gates are drawn, and dropout that is a function stays out
     slopes = []
     with computing(mode, device), hp.learned_gates(model, distribution, seed=3) as gates:
@@ -51,20 +49,10 @@ def test_gates_are_trained(compare, device, of, distribution, mode):
     # Gates reach the model as fp32 at most where their weights are fp32.
     close = tolerances.SCORES["fp32" if mode is FP64 else mode.name]
     compare(f"slopes of {name}", slopes, first, close, mode.name)
-    compare(
-        f"weights of {name}",
-        weights,
-        last,
-        tolerances.TRAINED_SCORES["fp32" if mode is FP64 else mode.name],
-        mode.name,
-    )
-    compare.differs(
-        f"weights of {name} move",
-        weights,
-        torch.full_like(weights, float(weights[0])),
-        tolerances.TRAINED_SCORES["fp32"],
-        mode.name,
-    )
+    close = tolerances.TRAINED_SCORES["fp32" if mode is FP64 else mode.name]
+    compare(f"weights of {name}", weights, last, close, mode.name)
+    start, close = torch.full_like(weights, float(weights[0])), tolerances.TRAINED_SCORES["fp32"]
+    compare.differs(f"weights of {name} move", weights, start, close, mode.name)
 
 
 def test_evaluation_is_hard(compare, device):
@@ -75,9 +63,8 @@ def test_evaluation_is_hard(compare, device):
             torch.randn(gates.weights.shape, generator=torch.Generator().manual_seed(0))
         )
         learned = model(**batch).logits
-        table = dict(
-            zip([s.name for s in found.sites], gates.by_site(gates.evaluated()), strict=True)
-        )
+        names = [s.name for s in found.sites]
+        table = dict(zip(names, gates.by_site(gates.evaluated()), strict=True))
     with hp.gated(model, table), torch.no_grad():
         gated = model(**batch).logits
     compare("learned gates in evaluation and gated", learned, gated, tolerances.EXACT, "fp32")

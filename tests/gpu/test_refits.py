@@ -71,17 +71,12 @@ def test_a_refit(compare, device, of, method, mode):
     assert list(weights) == list(wanted)
     # Sums in float32 are not those of fp64, whatever the weights are.
     name = "fp32" if mode is FP64 and getattr(method, "precision", "") == "float32" else mode.name
-    compare(
-        f"weights of {method!r} of the {of}", weights, wanted, tolerances.REFITS[name], mode.name
-    )
-    outputs = (
-        tolerances.REFITS["fp64"] if mode is FP64 and name == "fp64" else tolerances.OUTPUTS[name]
-    )
-    compare(f"outputs of {method!r} of the {of}", output, wanted_output, outputs, mode.name)
+    what, close = f"{method!r} of the {of}", tolerances.REFITS[name]
+    compare(f"weights of {what}", weights, wanted, close, mode.name)
+    outputs = close if mode is FP64 and name == "fp64" else tolerances.OUTPUTS[name]
+    compare(f"outputs of {what}", output, wanted_output, outputs, mode.name)
     if mode is TF32:
-        compare(
-            f"error left by {method!r} of the {of}", left, wanted_left, tolerances.RUINED, mode.name
-        )
+        compare(f"error left by {what}", left, wanted_left, tolerances.RUINED, mode.name)
 
 
 def test_all_that_do_not_train_are_here():

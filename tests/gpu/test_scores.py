@@ -19,6 +19,7 @@ from tests.gpu.models import NAMES, placed, subject
 from tests.gpu.modes import FP16, FP32, FP64, MODES, TF32, WIDE, computing
 from tests.gpu.record import disagreement
 from tests.reference import scores as reference
+from tests.scoring_help import flat, flat_errors
 
 CPU = torch.device("cpu")
 S = hp.scoring
@@ -53,11 +54,6 @@ SLOW = (*TRAINED, "attattr", "integrated_gradients", "shapley", "surgeon")
 NO_MAPS = {("torch", "entropy"), ("torch", "attattr")}
 
 
-def flat(found):
-    """``[units]`` of all sites."""
-    return torch.tensor([value for row in found.values for value in row], dtype=torch.float64)
-
-
 def scored(of, scorer, mode, device):
     model, batches = of.copy(device, mode.dtype), of.data(device, mode.dtype)
     with computing(mode, device):
@@ -88,13 +84,8 @@ def check(compare, of, scorer, mode, device, known):
     table = tolerances.TRAINED_SCORES if known in TRAINED else tolerances.SCORES
     compare(f"scores of the {of} by {known}", found, wanted, table[mode.name], mode.name)
     if mode not in WIDE:
-        compare(
-            f"ranks of the {of} by {known}",
-            disagreement(found, wanted),
-            0.0,
-            tolerances.RANKS,
-            mode.name,
-        )
+        apart = disagreement(found, wanted)
+        compare(f"ranks of the {of} by {known}", apart, 0.0, tolerances.RANKS, mode.name)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -147,12 +138,8 @@ def test_standard_errors_samples_and_curvature(compare, device):
     for where in (device, CPU):
         with computing(FP64, where):
             scores = hp.score(of.copy(where, FP64.dtype), of.data(where), "fisher", progress=False)
-        errors = torch.tensor(
-            [e for row in scores.standard_errors for e in row], dtype=torch.float64
-        )
-        found.append(
-            [errors, torch.tensor(scores.samples.matrix), torch.tensor(scores.curvature.matrix)]
-        )
+        matrices = (torch.tensor(x.matrix) for x in (scores.samples, scores.curvature))
+        found.append([flat_errors(scores), *matrices])
     compare("standard errors, samples and curvature", *found, tolerances.SCORES, "fp64")
 
 
@@ -164,17 +151,15 @@ def test_a_head_that_is_scaled_is_seen(compare, device):
         reference.projection(model, site).weight[:, reference.columns(site, 2)] *= 1.01
     with computing(FP32, device):
         found = flat(hp.score(model, of.data(device), "taylor", progress=False))
-    compare.differs(
-        "a head scaled by 1.01", found, truth("encoder", "taylor"), tolerances.SCORES, "fp32"
-    )
+    wanted = truth("encoder", "taylor")
+    compare.differs("a head scaled by 1.01", found, wanted, tolerances.SCORES, "fp32")
 
 
 def test_tf32_is_really_on(compare, gpu):
     """What is compared as TF32 is TF32: it would not pass for fp32."""
     found = scored(subject("decoder"), "taylor", TF32, gpu)
-    compare.differs(
-        "TF32 taken for fp32", found, truth("decoder", "taylor"), tolerances.SCORES["fp32"], "tf32"
-    )
+    wanted, tolerance = truth("decoder", "taylor"), tolerances.SCORES["fp32"]
+    compare.differs("TF32 taken for fp32", found, wanted, tolerance, "tf32")
 
 
 def test_generated_batches_keep_their_device(compare, device):
@@ -184,7 +169,6 @@ def test_generated_batches_keep_their_device(compare, device):
         model = of.copy(where, FP64.dtype)
         batches = (placed(batch, "cpu", FP64.dtype) for batch in of.batches * 3)
         with computing(FP64, where):
-            found.append(
-                flat(hp.score(model, batches, "taylor", until=hp.Stable(k=8), progress=False))
-            )
+            scores = hp.score(model, batches, "taylor", until=hp.Stable(k=8), progress=False)
+        found.append(flat(scores))
     compare("scores until they are stable", *found, tolerances.SCORES, "fp64")

@@ -51,23 +51,16 @@ def test_scoring_waits_no_more_than_the_model_does(compare, gpu, of, scorer):
 
     def bare(batches):
         for batch in batches:
+            moved = {name: value.to(gpu, non_blocking=True) for name, value in batch.items()}
             with torch.no_grad():
-                call(
-                    model, {name: value.to(gpu, non_blocking=True) for name, value in batch.items()}
-                )
+                call(model, moved)
 
-    own = per_batch(found, bare)
-    ours = per_batch(
-        found, lambda batches: hp.score(model, batches, scorer, loss=found.loss, progress=False)
-    )
+    score = partial(hp.score, model, scorer=scorer, loss=found.loss, progress=False)
+    own, ours = per_batch(found, bare), per_batch(found, score)
     compare.note("waits a batch", of=of, scorer=scorer, scoring=ours, model_alone=own)
     if scorer == "taylor":
-        compare(
-            f"waits a batch of taylor on the {of}, beyond the model's own",
-            max(0.0, ours - own),
-            0.0,
-            0.0,
-        )
+        name = f"waits a batch of taylor on the {of}, beyond the model's own"
+        compare(name, max(0.0, ours - own), 0.0, tolerance=0.0)
 
 
 def test_a_wait_is_seen(compare, gpu):
