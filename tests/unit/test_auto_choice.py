@@ -1,6 +1,7 @@
 """What `auto` makes of losses: which candidate is chosen, intervals, margins, and what a choice
 says."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +14,19 @@ from headprune.choice._statistics import interval, ranked
 from headprune.core.choice import RANDOM, Candidate, Choice, Refitting
 from headprune.core.codec import EMPTY
 from headprune.core.heads import AttentionSite
-from headprune.core.scores import HeadScores, ModelFingerprint
+from tests.selection_problems import make, site
 
 TAKEN = Candidate("taylor", EMPTY, False, 1.0, 0.0, 0.0, 0.0)
 
 
 def choice_of(*more, taken=TAKEN, refit="lstsq"):
     return Choice((taken, *more), taken.name, "keep 50 % of the heads", refit, 8, 0.5)
+
+
+def scores_of(sites, choice):
+    """Scores that `auto` chose: the later a head, the more important."""
+    numbers = itertools.count()
+    return replace(make(sites, [[next(numbers) for _ in s.units] for s in sites]), choice=choice)
 
 
 def asked(*names):
@@ -82,11 +89,7 @@ def test_a_choice_of_an_older_version_says_its_own_rule():
 
 def test_a_plan_by_another_selector_than_auto_compared_says_so():
     def notes(compared, used):
-        sites = (AttentionSite("a", "own", "self", 4, 4, 8, 8, (0, 1, 2, 3)),)
-        choice = replace(choice_of(), selector=compared)
-        model = ModelFingerprint("s", "w")
-        values = ((0.0, 1.0, 2.0, 3.0),)
-        scores = HeadScores(sites, values, None, "taylor", EMPTY, 8, model, choice=choice)
+        scores = scores_of([site("a", 4)], replace(choice_of(), selector=compared))
         return hp.select(scores, hp.Budget(keep_heads=0.5), used).notes
 
     assert any("of selector 'uniform'; 'global_topk' may" in n for n in notes("uniform", None))
@@ -96,12 +99,10 @@ def test_a_plan_by_another_selector_than_auto_compared_says_so():
 
 def notes_of_another_budget(chosen_for, asked, by_kind=False):
     """The notes of a plan where `auto` chose for one budget, in words, and another is asked for."""
-    sites = [AttentionSite(k, "own", k, 4, 4, 8, 8, (0, 1, 2, 3)) for k in ("self", "causal")]
+    sites = [site(kind, 4, kind=kind) for kind in ("self", "causal")]
     sites.append(AttentionSite("f", "own", "feed_forward", 8, 8, 1, 1, tuple(range(8))))
-    values = ((0.0, 1.0, 2.0, 3.0), (4.0, 5.0, 6.0, 7.0), tuple(map(float, range(8))))
     choice = replace(choice_of(taken=replace(TAKEN, by_kind=by_kind)), budget=chosen_for)
-    model = ModelFingerprint("s", "w")
-    scores = HeadScores(tuple(sites), values, None, "taylor", EMPTY, 8, model, choice=choice)
+    scores = scores_of(sites, choice)
     plan = hp.select(scores, asked)
     assert plan.scores == scores.digest
     return [note for note in plan.notes if note.startswith("auto ")]
@@ -219,13 +220,10 @@ def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie():
 
 
 def test_a_refit_that_harms_is_named():
+    difference = "0.8000 without, a difference of [-0.3000, +0.1000])."
     for low, high, words in (
         (-0.3, -0.1, "makes the cut model worse on the others (loss 1.0000 with it, 0.8000"),
-        (
-            -0.3,
-            0.1,
-            "helps (loss 1.0000 with it, 0.8000 without, a difference of [-0.3000, +0.1000]).",
-        ),
+        (-0.3, 0.1, f"helps (loss 1.0000 with it, {difference}"),
         (0.1, 0.3, ""),
     ):
         choice = replace(choice_of(), refitting=Refitting(0.8, low, high))
@@ -246,11 +244,8 @@ def test_doubt_says_refitted_only_where_it_was():
 def kept(n_heads, by_kind, keep):
     """How many heads of every kind are kept where `auto` chose by kind or not."""
     kinds = zip(("self", "causal", "cross"), n_heads, strict=False)
-    sites = tuple(AttentionSite(k, "own", k, n, n, 8, 8, tuple(range(n))) for k, n in kinds)
-    values = tuple(tuple(float(10 * i + j) for j in range(n)) for i, n in enumerate(n_heads))
-    choice = choice_of(taken=replace(TAKEN, by_kind=by_kind))
-    model = ModelFingerprint("s", "w")
-    scores = HeadScores(sites, values, None, "taylor", EMPTY, 8, model, choice=choice)
+    sites = [site(kind, n, kind=kind) for kind, n in kinds]
+    scores = scores_of(sites, choice_of(taken=replace(TAKEN, by_kind=by_kind)))
     return [len(row.kept) for row in hp.select(scores, hp.Budget(keep_heads=keep)).mask.rows]
 
 

@@ -7,24 +7,18 @@ import pytest
 
 from headprune.core.codec import EMPTY
 from headprune.core.display import RAMP, SHADES, Cell, Row, html_grid, levels, rich_grid, text_grid
-from headprune.core.heads import AttentionSite, HeadId, HeadMask
+from headprune.core.heads import HeadId, HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores, ModelFingerprint
+from tests.selection_problems import site
 
 EVIL = "x\"><script>alert('1')</script>&[red]"
 
 
-def site(name, n, heads=None):
-    return AttentionSite(
-        name, "bert", "self", n, n, 8, 8, tuple(range(n)) if heads is None else heads
-    )
-
-
 def scores(*names):
     sites = (site(names[0], 4), site(names[1], 3, heads=(0, 2)))
-    return HeadScores(
-        sites, ((0, 1, 2, 4), (3, 0)), None, "taylor", EMPTY, 32, ModelFingerprint("s", "w")
-    )
+    model = ModelFingerprint("s", "w")
+    return HeadScores(sites, ((0, 1, 2, 4), (3, 0)), None, "taylor", EMPTY, 32, model)
 
 
 class Grid(HTMLParser):
