@@ -188,13 +188,10 @@ def test_a_caption_with_a_missing_word_has_it_as_its_label(tmp_path, monkeypatch
     lines = [json.dumps({"en": caption, "de": "..."}) for caption in captions]
     (tmp_path / "captions.jsonl").write_text("\n".join(lines))
     made.write_missing_words(tmp_path / "captions.jsonl", tmp_path / "rows")
-    rows = {
-        name: [
-            json.loads(line)
-            for line in (tmp_path / "rows" / f"{name}.jsonl").read_text().splitlines()
-        ]
-        for name in ("train", "test")
-    }
+    rows = {}
+    for name in ("train", "test"):
+        lines = (tmp_path / "rows" / f"{name}.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
     assert len(rows["test"]) == 4
     assert sorted(row["label"] for row in rows["train"]) == [0, 0, 1, 1, 2, 2]
     # The rarest word of a caption is missing while it lacks rows, then "stands", which all have.
