@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,17 @@ class Subject:
             return self.run()
 
 
-def mask_of(sites: Iterable[Any], keep: Mapping[str, Iterable[int]]) -> HeadMask:
+def ragged(sites: Iterable[Any], seed: int = 0) -> HeadMask:
+    """Another number of units at every site, never all and never none of them."""
+    rng, keep = random.Random(seed), {}
+    sites = list(sites)
+    for index, site in enumerate(sites):
+        n_kept = 1 + (index + seed) % max(1, len(site.units) - 1)
+        keep[site.name] = [head for unit in rng.sample(site.units, n_kept) for head in unit]
+    return mask_of(sites, keep)
+
+
+def mask_of(sites: Iterable[Any], keep: dict[str, Iterable[int]]) -> HeadMask:
     """Sites that are left out keep every head."""
     return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
 
@@ -78,16 +88,6 @@ def mask_of_units(sites: Iterable[Any], units: Iterable[Iterable[int]]) -> HeadM
     keep = {}
     for site, numbers in zip(sites, units, strict=True):
         keep[site.name] = [head for number in numbers for head in site.units[number]]
-    return mask_of(sites, keep)
-
-
-def ragged(sites: Iterable[Any], seed: int = 0) -> HeadMask:
-    """Another number of units at every site, never all and never none of them."""
-    rng, keep = random.Random(seed), {}
-    sites = list(sites)
-    for index, site in enumerate(sites):
-        n_kept = 1 + (index + seed) % max(1, len(site.units) - 1)
-        keep[site.name] = [head for unit in rng.sample(site.units, n_kept) for head in unit]
     return mask_of(sites, keep)
 
 
