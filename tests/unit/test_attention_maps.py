@@ -71,9 +71,8 @@ def test_a_cut_model_shows_its_heads_by_their_original_numbers(bert):
     maps = hp.attention_maps(small, padded())
     assert list(maps) == [HeadId(first, 1), HeadId(first, 3)]
     whole = hp.attention_maps(bert, padded())
-    np.testing.assert_allclose(
-        maps[HeadId(first, 3)], whole[HeadId(first, 3)], rtol=1e-5, atol=1e-6
-    )
+    head = HeadId(first, 3)
+    np.testing.assert_allclose(maps[head], whole[head], rtol=1e-5, atol=1e-6)
     with pytest.raises(InvalidValue, match="one of its heads"):
         maps[HeadId(first, 0)]
     with pytest.raises(UnknownName, match="a site that has maps"):

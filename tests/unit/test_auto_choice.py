@@ -120,10 +120,8 @@ def test_all_heads_are_a_budget_too(amount):
 
 
 def test_a_plan_says_which_budget_auto_chose_for():
-    words = (
-        "auto chose taylor for another budget: keep 3 heads. hp.scoring.Auto(keep=...) chooses for"
-        " yours."
-    )
+    words = "auto chose taylor for another budget: keep 3 heads. "
+    words += "hp.scoring.Auto(keep=...) chooses for yours."
     half = hp.Budget(keep_heads=0.5)
     assert notes_of_another_budget("keep 3 heads", half) == [words]
     assert notes_of_another_budget("keep 3 heads", {"self": half}) == [words]

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.recovery._checkpoint import load_weights_, weights
 from headprune.recovery.finetune import Finetune
-from tests.laws.support import EXACT, subject_of
+from tests.laws.support import EXACT, mask_of, subject_of
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
@@ -39,7 +39,7 @@ def bert():
 
 def half(model):
     sites = hp.find_sites(model)
-    return hp.HeadMask.from_keep({s.name: s.heads[::2] for s in sites}, {s.name: 4 for s in sites})
+    return mask_of(sites, {s.name: s.heads[::2] for s in sites})
 
 
 def logits(model, batch):

@@ -19,7 +19,7 @@ from headprune.model.double import Doubled
 from headprune.model.running import outputs
 from headprune.model.sites import bind, reason_against
 from tests.laws.families import FAMILIES
-from tests.laws.support import CLOSE, family_subject, ragged, shaken
+from tests.laws.support import CLOSE, family_subject, mask_of, ragged, shaken
 
 
 def subject_named(family):
@@ -64,7 +64,7 @@ def test_both_position_biases_of_beit_at_once(keep):
     model = shaken(transformers.BeitModel(config)).double().eval()
     batch = {"pixel_values": torch.randn(2, 1, 8, 8, dtype=torch.float64)}
     sites = hp.find_sites(model)
-    mask = hp.HeadMask.from_keep({sites[0].name: keep}, {s.name: 4 for s in sites})
+    mask = mask_of(sites, {sites[0].name: keep})
     small = copy.deepcopy(model)
     hp.prune_(small, mask, batch)
     with Doubled():
@@ -97,11 +97,10 @@ def cut_untouched(model, batch, emptied):
     head."""
     model = shaken(model).double().eval()
     sites = hp.find_sites(model)
-    counts = {s.name: 4 for s in sites}
     small, mask = copy.deepcopy(model), ragged(sites)
     if emptied:
-        mask &= hp.HeadMask.from_keep({sites[0].name: []}, counts)
-    for more in (mask, mask & hp.HeadMask.from_keep({s.name: [0, 2] for s in sites}, counts)):
+        mask &= mask_of(sites, {sites[0].name: []})
+    for more in (mask, mask & mask_of(sites, {s.name: [0, 2] for s in sites})):
         hp.prune_(small, more)
         with Doubled():
             with hp.gated(model, more):
@@ -222,14 +221,11 @@ def test_falcon_splits_groups_of_unlike_size():
 def test_uneven_groups_are_refused_where_one_module_attends_to_two_sequences():
     side = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     sides = {f"{name}_{key}": n for name in ("encoder", "decoder") for key, n in side.items()}
-    config = transformers.MoonshineConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, **sides
-    )
-    model = transformers.MoonshineForConditionalGeneration(config)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24}
+    model = built("MoonshineForConditionalGeneration", **sizes, **sides)
     sites = hp.find_sites(model, policy="free")
-    mask = hp.HeadMask.from_keep({sites[0].name: [0, 1, 2]}, {s.name: 4 for s in sites})
     with pytest.raises(UnsupportedModel, match="cut to groups of one size"):
-        hp.prune_(model, mask, sites=sites)
+        hp.prune_(model, mask_of(sites, {sites[0].name: [0, 1, 2]}), sites=sites)
     assert hp.find_sites(model, policy="free") == sites
 
 
