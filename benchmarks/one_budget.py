@@ -86,7 +86,7 @@ FROM = {BOTH: (BOTH, INT8, *TIMES), HEADS: (HEADS,)}
 WAYS_OF_CUTS = tuple(itertools.chain.from_iterable(FROM.values()))
 #: Tasks whose models read tokens and give a class.
 CLASSIFIERS = ("sst2", "trec", "hwu64")
-#: Spells in which step `time` times every model; the median counts.
+#: Turns in which step `time` times every model; the median counts.
 TURNS = 3
 SPEEDUPS = (1.5, 2.2, 3.0, 3.6, 4.3)
 
@@ -454,9 +454,11 @@ def add_times(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> 
     args.batch, args.dtype = record["batch"], record["dtype"]
     subject, batch = _untrained(args, args.tuned[0])
     device = resolve_device(args.device)
-    record["timed"] = {"hardware": hardware(device), "versions": versions()}
+    (length,) = {row["length"] for row in record["rows"]}
     # 1. A model of each shape that has no speed yet.
     untimed = [row for row in record["rows"] if "ratio" not in row]
+    if not untimed:
+        return out
     models: dict[str, nn.Module] = {}
     for row in untimed:
         if _shape(row) not in models:
@@ -467,11 +469,11 @@ def add_times(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> 
     for _ in range(TURNS):
         for shape, small in models.items():
             if over():
+                print("Stopped before all were timed: nothing is written.", flush=True)
                 return out
-            speeds[shape].append(
-                _speed(args, subject.model, small, batch, record["rows"][0]["length"])
-            )
+            speeds[shape].append(_speed(args, subject.model, small, batch, length))
     # 3. The median turn.
+    record["timed"] = {"hardware": hardware(device), "versions": versions()}
     for row in untimed:
         turns = sorted(speeds[_shape(row)], key=lambda speed: speed["ratio"])
         row.update(turns[TURNS // 2], timed=studies.stamp())
@@ -525,7 +527,7 @@ def _fastest(record: dict[str, Any]) -> str:
     test = statistics.fmean(row["test"] for row in rows)
     whole = statistics.fmean(whole["test"] for whole in record["whole"].values())
     task = TITLES[record["task"]].split(",")[0]
-    where = f" on an {record['gpu']}" if "gpu" in record else ""
+    where = _device(record) if "gpu" in record else ""
     return f"{task}{where} {test:.3f} ({whole:.3f}), {_mean_ratio(rows):.1f}"
 
 
@@ -533,7 +535,8 @@ def _trained(records: Sequence[dict[str, Any]]) -> str:
     """The sentence on cuts that were trained, of the records that have some."""
     of_task: dict[str, list[Difference]] = {}
     for record in records:
-        found = _differences(record, TRAINED, SMALLER)
+        # Records of the mistaken refit are of other cuts.
+        found = _differences(record, TRAINED, SMALLER) if record["refit"] == REFIT else []
         of_task.setdefault(TITLES[record["task"]].split(",")[0], []).extend(found)
     words = []
     for task, found in of_task.items():
@@ -553,9 +556,12 @@ def _title(record: dict[str, Any]) -> str:
     title = TITLES[record["task"]]
     if "gpu" not in record:
         return f"{title}, on {record['hardware']['processor'].replace('(R)', '')}"
-    # Models that were made on the GPU may be timed elsewhere.
-    made = " made" if "timed" in record else ""
-    return f"{title},{made} on an {record['gpu']}"
+    return f"{title},{_device(record)}"
+
+
+def _device(record: dict[str, Any]) -> str:
+    """The GPU of a record; models that were made there may be timed elsewhere."""
+    return f"{' made' if 'timed' in record else ''} on an {record['gpu']}"
 
 
 def by_speed(record: dict[str, Any], way: str) -> dict[float, list[dict[str, Any]]]:
@@ -618,16 +624,33 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     return [
         f"## {_title(record)}",
         "",
-        f"The whole model: {wholes}. {record['calibration']} calibration rows, refits on"
+        f"The whole model: {wholes}. {record['calibration']} calibration rows, refits on up to"
         f" {record.get('refit_rows', record['calibration']):,} with {RIDGES[record['refit']]}; selector"
         f" `{record.get('selector', 'knapsack')}`; timed at batch size"
         f" {record['batch']}, length {length}, in {record['dtype']}; {where} Heads and neurons kept"
         " per layer are those of the first draw. A speed that is missing is out of reach with a head and a"
         f" level of neurons in every layer.{more}",
         "",
+        *_apart(record),
         *table([*head, "heads kept per layer", "neurons kept per layer"], cells),
         "",
         *_against_smaller(record),
+    ]
+
+
+def _apart(record: dict[str, Any]) -> list[str]:
+    """By how much the speeds of equal models differ that were timed at different times."""
+    of_shape: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        if "ratio" in row:
+            of_shape.setdefault(_shape(row), []).append(row["ratio"])
+    most = max(max(ratios) / min(ratios) - 1 for ratios in of_shape.values())
+    if most < 0.005:  # 0 % when rounded
+        return []
+    return [
+        "Not all rows were timed at one time: speeds of models of one shape differ by up to"
+        f" {most:.0%}.",
+        "",
     ]
 
 

@@ -60,14 +60,16 @@ def export_onnx(
             (``past_key_values.0.key``, ...; a layer without heads has one key of width 1) and
             returns them with the new ones (``present.0.key``, ...). The attention mask covers both.
         opset: The version of ONNX's operators, at least 18; by default PyTorch's. From 23 on,
-            attention is one operator, which ONNX Runtime runs faster than its parts; other and
-            older engines may not know it. Rotary embeddings need 24.
+            attention is one operator, which other and older engines may not know. Models with
+            rotary embeddings need 24.
 
     Returns:
         The largest difference.
 
     Raises:
-        VerificationFailed: the exported model differs; no file is written.
+        VerificationFailed: the exported model differs, or ONNX Runtime does not load it; no file
+            is written.
+        InvalidValue: an ``example`` or ``opset`` that cannot be exported.
         NotWritten: no disk space, or no permission to write there.
         UnsupportedModel: ``cache`` for a model that does not cache one key and value per layer.
 

@@ -206,7 +206,7 @@ def _check_now(number: int, losses: Tensor) -> None:
     check_finite([(number, losses)])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Pass:
     """Passes of one batch under gates."""
 

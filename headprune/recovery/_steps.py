@@ -18,7 +18,7 @@ from headprune.recovery._validation import EarlyStopping
 _SECONDS = 1.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Steps(TrainerCallback):
     """Shows, evaluates and saves a training between its steps, and continues from a checkpoint.
 

@@ -136,7 +136,7 @@ def _write_results(
     return table
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _RunningSweep:
     """A sweep while it runs.
 

@@ -112,15 +112,22 @@ def test_names_and_kinds_are_as_ever_inside(subject: Subject) -> None:
         assert hp.find_sites(model) == subject.sites
 
 
+def test_nothing_remains(subject: Subject) -> None:
+    expected = subject.run()
+    with unchanged(subject.model), hp.gated(subject.model, subject.ragged()):
+        assert (subject.run() - expected).abs().max() > 1e-4
+    assert_close(subject.run(), expected, **EXACT)
+
+
 def test_nothing_remains_after_an_exception_in_the_block(subject: Subject) -> None:
-    gated = hp.gated(subject.model, subject.ragged())
-    with unchanged(subject.model), pytest.raises(RuntimeError, match="mine"), gated:
+    model, ragged = subject.model, subject.ragged()
+    with unchanged(model), pytest.raises(RuntimeError, match="mine"), hp.gated(model, ragged):
         raise RuntimeError("mine")
 
 
 def test_nothing_remains_after_an_exception_in_the_model(subject: Subject) -> None:
-    wrong_batch = hp.gated(subject.model, gates(subject, "batch", batch=2))
-    with unchanged(subject.model), pytest.raises(hp.HeadPruneError, match="gates"), wrong_batch:
+    model, wrong = subject.model, gates(subject, "batch", batch=2)
+    with unchanged(model), pytest.raises(hp.HeadPruneError, match="gates"), hp.gated(model, wrong):
         subject.run()
 
 

@@ -39,6 +39,14 @@ def test_a_gate_at_zero_is_a_zeroed_head(subject: Subject) -> None:
             assert (got - base).abs().max() > 1e-5, f"head {head} of {site.name} has no effect"
 
 
+def test_a_mask_switches_off_what_it_does_not_keep(subject: Subject) -> None:
+    site = subject.sites[-1]
+    gone = [0, 1] if site.group_size == 2 else [0]
+    with hp.gated(subject.model, subject.without({site.name: gone})):
+        got = subject.run()
+    assert_close(got, subject.run(with_zeroed(subject, site, gone)), **CLOSE)
+
+
 def test_a_row_of_gates_is_for_its_example_only(subject: Subject) -> None:
     base, site = subject.run(), subject.sites[0]
     gate = torch.ones(3, site.n_query_heads, dtype=torch.float64)

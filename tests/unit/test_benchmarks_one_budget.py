@@ -46,4 +46,6 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     assert len({*smaller["neurons"]}) == 1, "all layers are alike"
     assert sum(smaller["neurons"]) < 2 * smaller["width"], "fewer or narrower layers"
     cells = f"| {study.BOTH} | 1.5 | {both['predicted']:.2f} |"
-    assert cells in page_of(study, tmp_path, study.PAGE)
+    text = page_of(study, tmp_path, study.PAGE)
+    assert cells in text
+    assert "- Asked 1.5, longer: " in text
