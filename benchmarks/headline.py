@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,33 +136,37 @@ def one_budget_of(records: Path) -> dict[str, Any]:
 
 def rows_with_neurons(record: dict[str, Any]) -> list[list[str]]:
     """Rows of the README's table: heads and neurons under one budget."""
-    whole = statistics.fmean(one["test"] for one in record["whole"].values())
-    of_ways = [
-        (row, more)
-        for way, more in ((one_budget.BOTH, ""), (one_budget.TRAINED, ", trained"))
-        for asked, row in one_budget.by_speed(record, way).items()
-        if asked in SHOWN[way]
-    ]
     rows = []
-    for of_speed, more in of_ways:
-        heads = statistics.fmean(sum(row["heads"]) for row in of_speed)
-        neurons = statistics.fmean(map(_share, of_speed))
-        tests = [row["test"] for row in of_speed]
-        rows.append(
-            [
-                f"{heads:.0f} heads, {neurons:.0%} of neurons{more}",
-                studies.spread([row["ratio"] for row in of_speed], 2),
-                studies.spread(tests),
-                f"{100 * (statistics.fmean(tests) - whole):+.1f}",
-            ]
-        )
+    for way, more in ((one_budget.BOTH, ""), (one_budget.TRAINED, ", trained")):
+        rows += [_with_neurons(record, of_speed, more) for of_speed in _shown(record, way)]
     return rows
+
+
+def _with_neurons(
+    record: dict[str, Any], of_speed: Sequence[dict[str, Any]], more: str
+) -> list[str]:
+    """A row of the README's table, of all draws at one speed."""
+    whole = statistics.fmean(one["test"] for one in record["whole"].values())
+    heads = statistics.fmean(sum(row["heads"]) for row in of_speed)
+    neurons = statistics.fmean(map(_share, of_speed))
+    tests = [row["test"] for row in of_speed]
+    return [
+        f"{heads:.0f} heads, {neurons:.0%} of neurons{more}",
+        studies.spread([row["ratio"] for row in of_speed], 2),
+        studies.spread(tests),
+        f"{100 * (statistics.fmean(tests) - whole):+.1f}",
+    ]
+
+
+def _shown(record: dict[str, Any], way: str) -> list[list[dict[str, Any]]]:
+    """The draws at each speed of a way that the README shows."""
+    by_speed = one_budget.by_speed(record, way)
+    return [by_speed[asked] for asked in SHOWN[way] if asked in by_speed]
 
 
 def _of_trained(record: dict[str, Any]) -> str:
     """How many draws the rows of trained models have."""
-    shown = one_budget.by_speed(record, one_budget.TRAINED).items()
-    (draws,) = {len(rows) for asked, rows in shown if asked in SHOWN[one_budget.TRAINED]}
+    (draws,) = {len(rows) for rows in _shown(record, one_budget.TRAINED)}
     return f" (trained: {draws})"
 
 

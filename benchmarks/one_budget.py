@@ -448,36 +448,44 @@ def measure_table(args: argparse.Namespace) -> Path:
 def add_times(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> Path:
     """Time the rows that were judged elsewhere, each shape as one; return the record's path.
 
-    Nothing is written before all of them are timed.
+    A slow spell of the machine shall meet a part of each model only, so all are timed in turns. A
+    row keeps the turns that it has had, until the median of them is its speed.
     """
+    # 1. Rows of one shape have one speed.
     record = json.loads(out.read_text())
+    of_shape: dict[str, list[dict[str, Any]]] = {}
+    for row in record["rows"]:
+        if "ratio" not in row:
+            of_shape.setdefault(_shape(row), []).append(row)
+    if not of_shape:
+        return out
+
+    # 2. A model of each shape.
     args.batch, args.dtype = record["batch"], record["dtype"]
     subject, batch = _untrained(args, args.tuned[0])
-    device = resolve_device(args.device)
-    (length,) = {row["length"] for row in record["rows"]}
-    # 1. A model of each shape that has no speed yet.
-    untimed = [row for row in record["rows"] if "ratio" not in row]
-    if not untimed:
-        return out
-    models: dict[str, nn.Module] = {}
-    for row in untimed:
-        if _shape(row) not in models:
-            small = _of_shape(subject.model, row["heads"], row["neurons"])
-            models[_shape(row)] = _run_by(row["way"], small, batch)
-    # 2. All of them in turns, so that a slow spell of the machine meets a part of each only.
-    speeds: dict[str, list[dict[str, float]]] = {shape: [] for shape in models}
-    for _ in range(TURNS):
-        for shape, small in models.items():
+    models = {}
+    for shape, (row, *_) in of_shape.items():
+        small = _of_shape(subject.model, row["heads"], row["neurons"])
+        models[shape] = _run_by(row["way"], small, batch)
+
+    # 3. The turns. An earlier run may have begun them.
+    record["timed"] = {"hardware": hardware(resolve_device(args.device)), "versions": versions()}
+    for number in range(TURNS):
+        for shape, (first, *_) in of_shape.items():
+            turns = first.setdefault("turns", [])
+            if len(turns) > number:
+                continue
             if over():
-                print("Stopped before all were timed: nothing is written.", flush=True)
                 return out
-            speeds[shape].append(_speed(args, subject.model, small, batch, length))
-    # 3. The median turn.
-    record["timed"] = {"hardware": hardware(device), "versions": versions()}
-    for row in untimed:
-        turns = sorted(speeds[_shape(row)], key=lambda speed: speed["ratio"])
-        row.update(turns[TURNS // 2], timed=studies.stamp())
-        print(row["draw"], row["way"], row["asked"], f"{row['ratio']:.3f}", flush=True)
+            turns.append(_speed(args, subject.model, models[shape], batch, first["length"]))
+            studies.keep(record, out)
+
+    # 4. The median turn.
+    for rows_of_shape in of_shape.values():
+        speeds = sorted(rows_of_shape[0].pop("turns"), key=lambda speed: speed["ratio"])
+        for row in rows_of_shape:
+            row.update(speeds[TURNS // 2], timed=studies.stamp())
+            print(row["draw"], row["way"], row["asked"], f"{row['ratio']:.3f}", flush=True)
     studies.keep(record, out)
     return out
 

@@ -22,16 +22,16 @@ _SPECIAL_TOKENS = {
     "decoder_start_token_id": 1,
 }
 
-#: Of models with one tower.
+#: Sizes of a tiny encoder or decoder.
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "intermediate_size": 24,
 }
-#: Of those that classify text.
+#: Sizes of a tiny model that classifies text.
 TEXT_SIZES: dict[str, Any] = {**SIZES, "max_position_embeddings": 32}
-#: Of those that classify sound.
+#: Sizes of a tiny model that classifies sound.
 SPEECH_SIZES: dict[str, Any] = {
     **SIZES,
     # Convolutions that turn 400 samples into 10 positions.
@@ -41,6 +41,17 @@ SPEECH_SIZES: dict[str, Any] = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
     "classifier_proj_size": 8,
+}
+
+#: Sizes of a tiny Swin, of either version.
+SWIN_SIZES: dict[str, Any] = {
+    "size": 16,
+    "patch_size": 2,
+    "embed_dim": 12,
+    "depths": [2, 1],
+    "num_heads": [3, 4],  # per stage; the width doubles between them
+    "window_size": 2,
+    "mlp_ratio": 1.5,
 }
 
 #: Makes a batch from the module ``torch``; draws from its global generator.

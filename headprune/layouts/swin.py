@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from headprune.core.layout import AttentionLayout, HeadSlab, separate_projections
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import images
-from headprune.layouts.swin_v2 import SIZES
+from headprune.layouts._tiny import SWIN_SIZES, images
 
-FAMILIES = (("swin", images("SwinForImageClassification", **SIZES)),)
+FAMILIES = (("swin", images("SwinForImageClassification", **SWIN_SIZES)),)
 
 LAYOUT = AttentionLayout(
     name="swin",

@@ -5,25 +5,13 @@ Position biases are a table, or (v2) come from a small network whose last layer 
 
 from __future__ import annotations
 
-from typing import Any
-
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import images
-
-SIZES: dict[str, Any] = {
-    "size": 16,
-    "patch_size": 2,
-    "embed_dim": 12,
-    "depths": [2, 1],
-    "num_heads": [3, 4],  # per stage; the width doubles between them
-    "window_size": 2,
-    "mlp_ratio": 1.5,
-}
+from headprune.layouts._tiny import SWIN_SIZES, images
 
 FAMILIES = (
-    ("swinv2", images("Swinv2ForImageClassification", **SIZES)),
-    ("donut-swin", images("DonutSwinForImageClassification", **SIZES)),
+    ("swinv2", images("Swinv2ForImageClassification", **SWIN_SIZES)),
+    ("donut-swin", images("DonutSwinForImageClassification", **SWIN_SIZES)),
 )
 
 LAYOUT = AttentionLayout(

@@ -127,12 +127,15 @@ class ContextSums:
         tokens = x.flatten(0, -2)  # [all tokens, heads * width]
         if self.columns is not None:
             tokens = tokens.index_select(1, sent(self.columns[site], x.device, torch.long))
+        tokens = tokens.to(wide(x))
         if counted is None:
-            counted = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-        counted = counted.to(x.device).flatten()
-        # Chosen, not multiplied by 0: attention may leave NaN at padding.
-        total = tokens.to(wide(x)).masked_fill(~counted[:, None], 0).sum(0)
-        self._add(site, torch.cat([total, counted.sum(0, keepdim=True).to(total)]))
+            n_tokens = tokens.new_full((1,), len(tokens))
+        else:
+            counted = counted.to(x.device).flatten()
+            # Chosen, not multiplied by 0: attention may leave NaN at padding.
+            tokens = tokens.masked_fill(~counted[:, None], 0)
+            n_tokens = counted.sum(0, keepdim=True).to(tokens)
+        self._add(site, torch.cat([tokens.sum(0), n_tokens]))
 
     def parts(self) -> dict[str, Tensor]:
         """All sums, by the number of the site."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -136,8 +136,8 @@ class Normal:
 
     def to(self, dtype: torch.dtype) -> Normal:
         """Return the same numbers in another type; the count of tokens keeps its own."""
-        others = {f.name: getattr(self, f.name).to(dtype) for f in fields(self)[1:]}
-        return Normal(self.tokens, **others)
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tokens"}
+        return replace(self, **{name: number.to(dtype) for name, number in numbers.items()})
 
     def remaining_error(self, weight: Tensor, bias: Tensor) -> Tensor:
         """Return the sum of squares of ``e - x @ weight - bias``.

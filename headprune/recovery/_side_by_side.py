@@ -118,6 +118,7 @@ class Both:
 
     @property
     def teacher(self) -> nn.Module:
+        """The model that was not cut; whoever compares has checked that there is one."""
         assert self.job.teacher is not None
         return self.job.teacher
 

@@ -367,8 +367,10 @@ def unit_columns(bound: BoundSite) -> list[Tensor]:
 
 
 def of_units(bound: BoundSite, channels: Tensor, number_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """``[units]`` from ``[heads * width]``: a number of each unit's channels; a neuron's is its
-    channel."""
+    """Reduce ``[heads * width]`` to ``[units]``: ``number_of`` the channels of each unit.
+
+    A neuron is one channel, so its number is that channel's.
+    """
     if has_unit_per_channel(bound):
         return channels
     return torch.stack([number_of(channels[unit]) for unit in unit_columns(bound)])

@@ -163,3 +163,13 @@ def assert_same_gradients(
             atol=1e-11 * scale,
             msg=lambda m, n=name: f"{n}: {m}",
         )
+
+
+def two_plans(subject: Subject) -> tuple[hp.HeadMask, hp.HeadMask]:
+    """The first unit of every other site, then the last of every site; each plan takes what the
+    other leaves."""
+    first = subject.without({s.name: s.units[0] for s in subject.sites[::2]})
+    second = subject.without({s.name: s.units[-1] for s in subject.sites})
+    assert (first & second).n_kept < min(first.n_kept, second.n_kept)
+    assert all(len(s.units) > 2 for s in subject.sites) or subject.family not in KEEP_A_HEAD
+    return first, second

@@ -47,7 +47,7 @@ class Subject:
 
     def mask(self, keep: dict[str, Iterable[int]]) -> HeadMask:
         """Sites that are left out keep every head."""
-        return HeadMask.from_keep(keep, self.n_heads)
+        return mask_of(self.sites, keep)
 
     def without(self, gone: dict[str, Iterable[int]]) -> HeadMask:
         return self.mask({s: set(range(self.n_heads[s])) - set(heads) for s, heads in gone.items()})
@@ -89,6 +89,18 @@ def mask_of_units(sites: Iterable[Any], units: Iterable[Iterable[int]]) -> HeadM
     for site, numbers in zip(sites, units, strict=True):
         keep[site.name] = [head for number in numbers for head in site.units[number]]
     return mask_of(sites, keep)
+
+
+def emptied(subject: Subject, which: str) -> HeadMask:
+    """The first, middle or last site keeps no head, or all of them keep none."""
+    names = [s.name for s in subject.sites]
+    chosen = {
+        "first": names[:1],
+        "middle": names[len(names) // 2 :][:1],
+        "last": names[-1:],
+        "all": names,
+    }[which]
+    return subject.mask({name: [] for name in chosen})
 
 
 def subject_of(name: str, seed: int = 0) -> Subject:

@@ -15,14 +15,13 @@ from transformers import StaticCache
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
-from tests.laws.support import CLOSE, Subject, picture, subject_of
-from tests.laws.test_law_5_composition import emptied
+from tests.laws.support import CLOSE, Subject, emptied, picture, subject_of
 
 LEFT = torch.tensor([[1] * 7, [0, 0] + [1] * 5, [0, 0, 0, 0, 1, 1, 1]])
 MASKS = ["ragged", "first", "middle", "all"]
 
 
-def mask_of(subject: Subject, which: str) -> hp.HeadMask:
+def ragged_or_emptied(subject: Subject, which: str) -> hp.HeadMask:
     return subject.ragged(1) if which == "ragged" else emptied(subject, which)
 
 
@@ -40,7 +39,7 @@ def generate(subject: Subject, model: nn.Module, **options: Any) -> Any:
 
 def gated_and_cut(decoder: Subject, which: str, **options: Any) -> tuple[Any, nn.Module]:
     """What the gated model generates, and the model that is cut to match."""
-    mask, small = mask_of(decoder, which), decoder.copy()
+    mask, small = ragged_or_emptied(decoder, which), decoder.copy()
     hp.prune_(small, mask)
     with hp.gated(decoder.model, mask):
         return generate(decoder, decoder.model, **options), small
@@ -58,7 +57,7 @@ def test_greedy_with_a_left_padded_batch(decoder: Subject, which: str) -> None:
     assert_same(got, expected)
     assert_same(generate(decoder, small, use_cache=False), expected)
     assert got.past_key_values.get_seq_length() == 7 + 6 - 1
-    mask = mask_of(decoder, which)
+    mask = ragged_or_emptied(decoder, which)
     for layer, site in zip(got.past_key_values.layers, decoder.sites, strict=True):
         n_groups = len(mask.kept(site.name)) // site.group_size
         assert layer.keys.shape[1] == max(1, n_groups), "the cache has not shrunk"
@@ -69,7 +68,7 @@ def test_greedy_with_a_left_padded_batch(decoder: Subject, which: str) -> None:
 def test_a_left_padded_example_is_generated_as_if_alone(decoder: Subject, which: str) -> None:
     """Positions and masks: what an example gets does not depend on the padding beside it."""
     small = decoder.copy()
-    hp.prune_(small, mask_of(decoder, which))
+    hp.prune_(small, ragged_or_emptied(decoder, which))
     together = generate(decoder, small)
     ids = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(3))[2:, 4:]
     alone = small.generate(
@@ -104,7 +103,7 @@ def test_eager_attention_in_float32(decoder: Subject, which: str) -> None:
 
 def test_prefill_in_two_parts_and_a_step(decoder: Subject) -> None:
     """Positions go on from a cache whose first layer has no heads."""
-    mask, small = mask_of(decoder, "first"), decoder.copy()
+    mask, small = ragged_or_emptied(decoder, "first"), decoder.copy()
     hp.prune_(small, mask)
     ids = decoder.batch["input_ids"][:2]
     with hp.gated(decoder.model, mask):
@@ -132,7 +131,7 @@ def test_generation_in_a_model_cut_twice() -> None:
 def test_a_layer_without_heads_under_the_hooks_of_accelerate(decoder: Subject) -> None:
     """With a device_map every module has a forward of its own, which would hide that of its new
     class."""
-    mask, small = mask_of(decoder, "first"), decoder.copy()
+    mask, small = ragged_or_emptied(decoder, "first"), decoder.copy()
     with hp.gated(decoder.model, mask):
         expected = generate(decoder, decoder.model)
     attention = small.get_submodule(decoder.sites[0].name)
@@ -148,7 +147,7 @@ def test_a_layer_whose_forward_someone_replaced_keeps_a_head(decoder: Subject) -
     attention.forward = lambda *args, **kwargs: type(attention).forward(attention, *args, **kwargs)
     before = picture(decoder.model)
     with pytest.raises(UnsupportedModel, match="replaced forward prevents"):
-        hp.prune_(decoder.model, mask_of(decoder, "first"))
+        hp.prune_(decoder.model, ragged_or_emptied(decoder, "first"))
     assert [row for row in picture(decoder.model) if row[1] != "forward"] == [
         r for r in before if r[1] != "forward"
     ]

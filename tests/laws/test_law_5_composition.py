@@ -14,29 +14,19 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.attention.kept_heads import weights_of
 from headprune.core.layout import STATE_ATTRIBUTE
+from tests.laws.families import two_plans
 from tests.laws.support import (
     CLOSE,
     EXACT,
     TRANSFORMERS,
     Subject,
+    emptied,
     objective,
     set_implementation,
     unchanged,
 )
-from tests.laws.test_law_5_families import two_plans
 
 EMPTY = ["first", "middle", "last", "all"]
-
-
-def emptied(subject: Subject, which: str) -> hp.HeadMask:
-    names = [s.name for s in subject.sites]
-    chosen = {
-        "first": names[:1],
-        "middle": names[len(names) // 2 :][:1],
-        "last": names[-1:],
-        "all": names,
-    }[which]
-    return subject.mask({name: [] for name in chosen})
 
 
 def assert_same_bits(got: nn.Module, expected: nn.Module) -> None:

@@ -24,7 +24,18 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     study.main([*command.split(), "--step", "table", "--tables", str(tables)])
     judged = record_of(study, f"{command} --step judge --tables {tables}")["rows"]
     assert all("test" in row and "ratio" not in row for row in judged)
+    # A run that is stopped keeps the turns that were timed; the next one goes on.
+    answers = iter([False, True])
+    with monkeypatch.context() as patched:
+        patched.setattr(study.studies, "clock", lambda args: lambda: next(answers))
+        stopped = record_of(study, f"{command} --step time")["rows"]
+    assert [len(row["turns"]) for row in stopped if "turns" in row] == [1]
+    speed, calls = study._speed, []
+    monkeypatch.setattr(study, "_speed", lambda *given: calls.append(1) or speed(*given))
     timed = record_of(study, f"{command} --step time")
+    shapes = {study._shape(row) for row in timed["rows"]}
+    assert len(calls) == len(shapes) * study.TURNS - 1
+    assert not any("turns" in row for row in timed["rows"])
     assert timed["timed"]["hardware"]["device"] == "cpu"
     assert all(row["low"] <= row["ratio"] <= row["high"] for row in timed["rows"])
     untimed = [{k: row[k] for k in old} for row, old in zip(timed["rows"], judged, strict=True)]
