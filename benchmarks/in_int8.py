@@ -16,7 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from headprune.checkpoints.export import export_onnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers" / "programs"))
-from onnx_runtime import optimise, session
+from onnx_runtime import QUANTISED, optimise, session
 
 
 class InInt8(nn.Module):
@@ -34,8 +34,7 @@ class InInt8(nn.Module):
         with tempfile.TemporaryDirectory() as folder:
             paths = [Path(folder, name) for name in ("model.onnx", "prepared.onnx", "int8.onnx")]
             exported, prepared, quantised = paths
-            # Attention as one operator. ONNX Runtime 1.32 cannot load what its own quantisation
-            # makes of that one, so the linear layers and the embeddings are named.
+            # Attention as one operator.
             export_onnx(model, example, exported, opset=23)
             optimise(str(exported), str(prepared))
             quantization: Any = importlib.import_module("onnxruntime.quantization")
@@ -43,7 +42,7 @@ class InInt8(nn.Module):
                 str(prepared),
                 str(quantised),
                 per_channel=True,
-                op_types_to_quantize=["MatMul", "Gemm", "Gather"],
+                op_types_to_quantize=QUANTISED,
             )
             self.run = session(quantised, torch.get_num_threads())
         self.names = set(example)

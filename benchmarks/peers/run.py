@@ -316,12 +316,10 @@ def given(
             )
     if not peer.given.endswith("onnx"):
         return str(folder)
+    opset = peer.settings.get("opset")
+    out = folder.parent / f"{folder.name}{f'-{opset}' if opset else ''}.onnx"
     try:
-        return str(
-            subjects.onnx_file(
-                folder, subject.file("test", 0), folder.parent / f"{folder.name}.onnx"
-            )
-        )
+        return str(subjects.onnx_file(folder, subject.file("test", 0), out, opset))
     except Exception as error:  # an exporter raises anything
         raise Failure(
             f"no ONNX file: {type(error).__name__}: {' '.join(str(error).split())[:600]}"

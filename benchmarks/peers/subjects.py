@@ -147,7 +147,7 @@ def recipe_of(args: Any) -> Recipe:
     return encoder_recipe(column, args.model, args.data, epochs, args.device)
 
 
-def onnx_file(folder: Path, rows: Path, out: Path) -> Path:
+def onnx_file(folder: Path, rows: Path, out: Path, opset: int | None = None) -> Path:
     """The ONNX file of a model in a folder, of ours or of Transformers', proven equal; made
     once."""
     if not out.is_file():
@@ -156,7 +156,7 @@ def onnx_file(folder: Path, rows: Path, out: Path) -> Path:
         with np.load(rows, allow_pickle=False) as file:
             example = {k: torch.from_numpy(v[:4]) for k, v in file.items() if k != "label"}
         with atomic_path(out) as temporary:
-            export_onnx(model, example, temporary)
+            export_onnx(model, example, temporary, opset=opset)
     return out
 
 

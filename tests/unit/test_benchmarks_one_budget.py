@@ -1,6 +1,8 @@
 """The study of heads and neurons under one budget of speed, on the tiny digits."""
 
 import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
 
 import headprune as hp
 from tests.benchmark_runs import TINY_DIGITS, page_of, record_of
@@ -60,3 +62,22 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     text = page_of(study, tmp_path, study.PAGE)
     assert cells in text
     assert "- Asked 1.5, longer: " in text
+
+
+@pytest.mark.slow
+def test_a_model_in_int8_is_called_as_it_is_and_answers_almost_alike():
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_attention_heads": 6}
+    torch.manual_seed(0)
+    config = BertConfig(**sizes, num_hidden_layers=2, vocab_size=32, num_labels=3)
+    model = BertForSequenceClassification(config).eval()
+    hp.prune_heads_(model, {0: [1, 2], 1: [0]})
+    batch = {"input_ids": torch.randint(32, (4, 9)), "attention_mask": torch.ones(4, 9).long()}
+    labels = torch.tensor([0, 1, 2, 0])
+    with torch.no_grad():
+        whole = model(**batch, labels=labels)
+        rounded = benchmark("in_int8").InInt8(model, batch)(**batch, labels=labels)
+    difference = (rounded.logits - whole.logits).abs().max()
+    assert 0 < difference < 0.05 * whole.logits.abs().max()
+    assert rounded.loss.item() == pytest.approx(whole.loss.item(), rel=0.02)
