@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +13,10 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from headprune.checkpoints.export import export_onnx
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers" / "programs"))
-from onnx_runtime import QUANTISED, optimise, session
+from onnx_runtime import optimise, quantise, session
+from roster import ATTENTION_AS_ONE
 
 
 class InInt8(nn.Module):
@@ -34,16 +34,9 @@ class InInt8(nn.Module):
         with tempfile.TemporaryDirectory() as folder:
             paths = [Path(folder, name) for name in ("model.onnx", "prepared.onnx", "int8.onnx")]
             exported, prepared, quantised = paths
-            # Attention as one operator.
-            export_onnx(model, example, exported, opset=23)
+            export_onnx(model, example, exported, opset=ATTENTION_AS_ONE)
             optimise(str(exported), str(prepared))
-            quantization: Any = importlib.import_module("onnxruntime.quantization")
-            quantization.quantize_dynamic(
-                str(prepared),
-                str(quantised),
-                per_channel=True,
-                op_types_to_quantize=QUANTISED,
-            )
+            quantise(str(prepared), str(quantised))
             self.run = session(quantised, torch.get_num_threads())
         self.names = set(example)
 

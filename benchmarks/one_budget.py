@@ -57,7 +57,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
 from fewer_layers import fewer_layers, first_layers_, layer_seconds
-from in_int8 import InInt8
+from in_int8 import ATTENTION_AS_ONE, InInt8
 from pages import interval, machine, publish, ran_on, table
 from regret import (
     REFITS,
@@ -633,7 +633,7 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     if any(row["way"] == INT8 for row in record["rows"]):
         more += (
             " INT8 is that of ONNX Runtime (dynamic, per channel; attention as one operator, by"
-            " `export_onnx(opset=23)`), timed beside the whole model in PyTorch; at 1 nothing is"
+            f" `export_onnx(opset={ATTENTION_AS_ONE})`), timed beside the whole model in PyTorch; at 1 nothing is"
             " cut."
         )
     if any(row["way"] in TIMES for row in record["rows"]):

@@ -317,7 +317,8 @@ def given(
     if not peer.given.endswith("onnx"):
         return str(folder)
     opset = peer.settings.get("opset")
-    out = folder.parent / f"{folder.name}{f'-{opset}' if opset else ''}.onnx"
+    name = folder.name if opset is None else f"{folder.name}-{opset}"
+    out = folder.parent / f"{name}.onnx"
     try:
         return str(subjects.onnx_file(folder, subject.file("test", 0), out, opset))
     except Exception as error:  # an exporter raises anything

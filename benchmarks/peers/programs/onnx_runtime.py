@@ -37,10 +37,13 @@ def fp32(job: Job, source: str, out: str) -> None:
 
 
 def dynamic(job: Job, source: str, out: str) -> None:
+    quantise(prepared(job, source), out)
+
+
+def quantise(source: str, out: str) -> None:
+    """Dynamic INT8 of an optimised file, with a scale for each channel of a weight."""
     quantization: Any = importlib.import_module("onnxruntime.quantization")
-    quantization.quantize_dynamic(
-        prepared(job, source), out, per_channel=True, op_types_to_quantize=QUANTISED
-    )
+    quantization.quantize_dynamic(source, out, per_channel=True, op_types_to_quantize=QUANTISED)
 
 
 def static(job: Job, source: str, out: str) -> None:
