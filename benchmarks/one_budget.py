@@ -95,6 +95,7 @@ RIDGES = {
 #: What is made of the same cut.
 FROM = {BOTH: (BOTH, INT8, *TIMES), HEADS: (HEADS,)}
 WAYS_OF_CUTS = tuple(itertools.chain.from_iterable(FROM.values()))
+WAYS = (*WAYS_OF_CUTS, *TIMES_OF_SMALLER)
 #: Tasks whose models read tokens and give a class.
 CLASSIFIERS = ("sst2", "trec", "hwu64")
 #: Turns in which step `time` times every model; the median counts.
@@ -123,6 +124,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     found.add_argument(
         "--train", action="store_true", help="also train, and a smaller architecture beside it"
+    )
+    found.add_argument(
+        "--ways", nargs="+", choices=WAYS, help="of cutting and training; by default all of them"
     )
     found.add_argument("--step", choices=["table", "judge", "time"], help="by default all of them")
     found.add_argument("--tables", type=Path, help="folder of latency tables, by default --work")
@@ -188,7 +192,7 @@ def _cells_of_draw(args: argparse.Namespace) -> list[tuple[float, str]]:
         cells += [(asked, INT8) for asked in (1.0, *args.speedups)]
     if args.train:
         cells += itertools.product(args.speedups, (*TIMES, *TIMES_OF_SMALLER))
-    return cells
+    return [(asked, way) for asked, way in cells if args.ways is None or way in args.ways]
 
 
 def _rows_of_draw(

@@ -109,7 +109,7 @@ def prepare(args: argparse.Namespace, home: Home, deadline: float) -> None:
         "records": lambda: bring_records(args, home),
         "code": lambda: unpack_code(args.pack / "code.tar.gz", home.code),
         "data": lambda: unpack_data(args.pack / "data.tar.xz", home.data, args.rehearsal),
-        "model": lambda: bring_model(args.pack / "minilm", home.model),
+        "model": lambda: unpack(args.pack / "minilm.tar.xz", home.model),
         "wheels": lambda: install(args.pack / "wheels", home),
     }
     for name, step in steps.items():
@@ -155,12 +155,6 @@ def bring_records(args: argparse.Namespace, home: Home) -> None:
     the study."""
     for path in [] if args.rehearsal else sorted((args.pack / "records").glob("*.json")):
         shutil.copy(path, home.records / path.name)
-
-
-def bring_model(source: Path, target: Path) -> None:
-    """The encoder, which later calls may find written anew where it came from."""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target)
 
 
 def unpack(archive: Path, target: Path) -> None:

@@ -25,8 +25,10 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from headprune.core.files import atomic_path
 from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     pack_code(args.out / "code.tar.gz")
     pack_data(args.out / "data.tar.xz", data, args.tasks, args.tables)
-    pack_encoder(args.out / "minilm")
+    pack_encoder(args.out / "minilm.tar.xz")
     pack_wheels(args.out / "wheels")
     pack_records(args.out / "records")
     about = {"commit": git_commit(), "tasks": args.tasks, "made_up": data is None, "created": now()}
@@ -178,7 +180,7 @@ def made_up(task: str) -> dict[str, bytes]:
 def pack_encoder(target: Path) -> None:
     """The encoder of the package index in fp16, half its size; it is trained and judged in fp32
     again."""
-    if (target / "model.safetensors").is_file():
+    if target.is_file():
         return
     import importlib
 
@@ -186,8 +188,12 @@ def pack_encoder(target: Path) -> None:
 
     package = importlib.import_module(ENCODER)
     source = Path(str(package.__file__)).parent / "model"
-    AutoModel.from_pretrained(source).half().save_pretrained(target)
-    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    with TemporaryDirectory() as folder:
+        AutoModel.from_pretrained(source).half().save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        with atomic_path(target) as unfinished, tarfile.open(unfinished, "w:xz") as file:
+            for path in sorted(Path(folder).iterdir()):
+                file.add(path, arcname=path.name)
 
 
 def pack_wheels(target: Path) -> None:

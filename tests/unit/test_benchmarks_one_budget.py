@@ -1,5 +1,7 @@
 """The study of heads and neurons under one budget of speed, on the tiny digits."""
 
+import json
+
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
@@ -24,7 +26,10 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
         study.main([*command.split(), "--step", "judge", "--tables", str(tables)])
     tables.mkdir()
     study.main([*command.split(), "--step", "table", "--tables", str(tables)])
-    judged = record_of(study, f"{command} --step judge --tables {tables}")["rows"]
+    judging = f"{command} --step judge --tables {tables}"
+    first = study.main([*judging.split(), "--ways", study.SMALLER])
+    assert [row["way"] for row in json.loads(first.read_text())["rows"]] == [study.SMALLER]
+    judged = record_of(study, judging)["rows"]
     assert all("test" in row and "ratio" not in row for row in judged)
     # A run that is stopped keeps the turns that were timed; the next one goes on.
     answers = iter([False, True])

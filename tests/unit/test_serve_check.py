@@ -57,6 +57,17 @@ def row_of(folder, name, **settings):
 # ---------------------------------------------------------------- engines
 
 
+def test_sums_in_8_bits_do_not_overflow(tmp_path):
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    # The largest activations and weights: signed ones overflow on processors without VNNI.
+    linear = torch.nn.Linear(64, 8, bias=False).requires_grad_(False)
+    linear.weight.fill_(1.0)
+    example = {"input": torch.ones(2, 64)}
+    run = ENGINES["onnxruntime-int8"].prepare(linear, example, tmp_path)
+    torch.testing.assert_close(run(example)[0], linear(**example), rtol=0.01, atol=0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, engine in ENGINES.items() if engine.prepare])
 @pytest.mark.parametrize("model", ["bert", "llama"])
