@@ -243,7 +243,7 @@ the plan's notes: heads on either side of the cut that could change places and d
 Every selector also takes `min_heads` (heads that a layer keeps at least; 1) and `multiple_of` (a layer keeps a multiple
 of so many heads, or all it has, for hardware that likes such widths; 1). With `min_heads=0` a layer may lose its
 attention altogether and adds only a bias, which the plan's notes say; where a module cannot run that way
-(`headprune inspect` tells) it keeps a head all the same, and the model keeps one in any case. What that gains and risks
+(`headprune inspect` tells) it keeps a head all the same. No plan removes every head and neuron. What that gains and risks
 where few heads are kept is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
 
 ## Budgets

@@ -434,7 +434,7 @@ def _warn_of_nothing(journal: Journal, wanted: SelectSection, sites: Sites) -> N
     """Warn, before any long work, of a count or share that allows every head."""
     if wanted.keep_heads is None or wanted.sites or wanted.must_remove:
         return
-    present = sum(len(site.heads) for site in sites)
+    present = HeadCounts.present(sites).heads
     if allowance(wanted.keep_heads, present) >= present:
         note = f"the budget allows all {present} heads: nothing will be removed."
         journal.warn([f"select.keep_heads: {note}{beyond(wanted.budget, present)}"])

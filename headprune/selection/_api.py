@@ -10,7 +10,7 @@ from itertools import chain
 from headprune.core.choice import Choice
 from headprune.core.coverage import coverage_notes
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
-from headprune.core.heads import AttentionSite, HeadMask, Policy
+from headprune.core.heads import AttentionSite, HeadCounts, HeadMask, Policy
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan, SiteBudget, allowance, share_hint
 from headprune.core.scores import HeadScores
@@ -199,7 +199,7 @@ def _of_another_budget(
 
 def _same_heads(scores: HeadScores, budget: Budget) -> tuple[str, ...]:
     """The words of a budget of heads as a count and as a share of the present ones."""
-    present = sum(len(site.heads) for site in scores.sites if not site.is_feed_forward)
+    present = HeadCounts.present(scores.sites).heads
     count = allowance(budget.amount, present)
     if not 0 < count <= present:
         return ()
@@ -306,7 +306,7 @@ def _notes(
     if mask.n_kept < present:
         notes.extend(cache_notes(scores.sites, mask))
     else:
-        notes.append(_NOTHING + beyond(budget, present))
+        notes.append(_NOTHING + beyond(budget, HeadCounts.present(scores.sites).heads))
     notes.extend(_emptied_notes(scores.sites, mask))
     # Where kinds have budgets, or `auto` compared both ways, the split is deliberate.
     if isinstance(budget, Budget) and scores.choice is None and scores.scorer != "random":

@@ -134,7 +134,8 @@ class Problem:
 
         Units that must be kept come first, then the others in the order of ``ranking``. Where the
         units of a site hold equally many heads, a state holds the first units of the ranking, so
-        each state is a part of the next.
+        each state is a part of the next. So it is for levels of neurons, which have an order of
+        their own.
         """
         ranked: list[list[int]] = [[] for _ in self.costs]
         for site, unit in ranking:
@@ -166,15 +167,28 @@ class Problem:
         """The first set of units that holds so many heads, whatever `min_heads` and the like."""
         forced = tuple(u for u in ranked if (site, u) in self.must_keep)
         reached = {self.heads(site, forced): forced}
-        for unit in ranked:
-            if (site, unit) in self.must_keep or (site, unit) in self.must_remove:
-                continue
+        settled = self.must_keep | self.must_remove
+        free = [unit for unit in ranked if (site, unit) not in settled]
+        if self.has_levels(site):
+            # The best neurons come first. Levels may differ in size, and without a better one a
+            # level would keep worse neurons in place of better ones.
+            units = forced
+            for unit in sorted(free):
+                units = (*units, unit)
+                reached[self.heads(site, units)] = units
+            return reached
+        for unit in free:
             size = self._sizes[site][unit]
             # A copy of the items: units that hold unlike numbers of heads add entries.
             for count, units in list(reached.items()):
                 if count + size not in reached:
                     reached[count + size] = (*units, unit)
         return reached
+
+    def has_levels(self, site: int) -> bool:
+        """Whether the units of a site are levels of neurons, the best neurons first."""
+        one = self.scores.sites[site]
+        return one.is_feed_forward and one.bundles is not None
 
     def positions(self) -> Iterator[Position]:
         """Every unit, in model order."""

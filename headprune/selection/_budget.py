@@ -33,7 +33,11 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
         total = sum(map(sum, costs))
     else:
         costs, total = _prices(scores, budget)
-    if total == 0 or (budget.kind == "keep_kv" and not any(map(any, costs))):
+    # All the heads of sites without any are none: feed-forwards meet that budget.
+    asks_for_all = isinstance(budget.keep_heads, float) and budget.keep_heads == 1
+    if total == 0 and not asks_for_all:
+        raise _nothing_to_keep(budget)
+    if budget.kind == "keep_kv" and not any(map(any, costs)):
         raise _nothing_to_keep(budget)
     # The parts that no selector can remove: their cost is taken off the limit.
     fixed = total - sum(map(sum, costs))

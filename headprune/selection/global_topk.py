@@ -91,14 +91,17 @@ def _blocks(
     blocks: list[tuple[float, float, int, int, set[int]]] = []
     for site, states in enumerate(problem.states(places(ranking))):
         kept = set(start[site])
+        before = (-math.inf, -math.inf)
         for state in states.values():
             if kept < set(state):
                 block = set(state) - kept
                 kept = set(state)
                 # By comparable scores; of equals by the scores themselves, then by place.
-                level = -_mean(levels[site], block)
-                score = -_mean(problem.scores.values[site], block)
-                blocks.append((level, score, site, min(block), block))
+                key = (-_mean(levels[site], block), -_mean(problem.scores.values[site], block))
+                if problem.has_levels(site):
+                    # A level of more neurons sums to more, and still comes after better ones.
+                    key = before = max(before, key)
+                blocks.append((*key, site, min(block), block))
     blocks.sort(key=lambda block: block[:-1])
     return [(site, block) for _, _, site, _, block in blocks]
 

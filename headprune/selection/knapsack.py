@@ -136,8 +136,8 @@ def _possible_sets(
     settled = problem.must_keep | problem.must_remove
     free = [unit for unit in range(len(problem.costs[site])) if (site, unit) not in settled]
     alike = {(problem.costs[site][unit], problem.heads(site, [unit])) for unit in free}
-    if len(alike) < 2:
-        # Free units of equal cost: of each number of heads, the best ones.
+    if len(alike) < 2 or problem.has_levels(site):
+        # Of each number of heads, the best ones.
         candidates = list(states.values())
     else:
         candidates = _unlike_sets(problem, site, free, worth)

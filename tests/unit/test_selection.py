@@ -10,6 +10,8 @@ import pytest
 
 import headprune as hp
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
+from headprune.core.ladders import SiteLadder
+from headprune.core.levels import level_widths
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import Cost
 from headprune.selection import Selector
@@ -416,3 +418,43 @@ def test_neurons_are_taken_in_levels_by_their_rank():
         best = sorted(range(100), key=values.__getitem__, reverse=True)[:level]
         assert plan.mask.kept("f") == tuple(sorted(best))
         assert plan.mask.kept("a") == (0, 1)
+
+
+@pytest.mark.parametrize("priced", [False, True])
+@pytest.mark.parametrize("name", ["global_topk", "uniform", "knapsack"])
+def test_no_neuron_is_kept_in_place_of_a_better_one(name, priced):
+    """128 neurons have levels of unlike size: 8, 24, 32, 40, 56 and so on."""
+    sites = [site("a", 4), site("f", 128, kind="feed_forward"), site("g", 128, kind="feed_forward")]
+    falling = [float(200 - i) for i in range(128)]
+    scores = make(sites, [[900.0, 800.0, 700.0, 600.0], falling, falling])
+    if priced:
+        widths = level_widths(128)
+        rises = [100.0 * 0.5**level for level in range(len(widths))]
+        ladders = [SiteLadder("a", (0, 1, 2, 3, 4), (9.0, 5.0, 3.0, 1.0, 0.0))]
+        ladders += [SiteLadder(one, widths, (*rises[:-1], 0.0)) for one in ("f", "g")]
+        scores = replace(scores, ladders=tuple(ladders))
+    for percent in range(50, 100):
+        try:
+            plan = select(scores, Budget(keep_params=percent / 100), name)
+        except InfeasibleBudget:
+            continue
+        for one in ("f", "g"):
+            kept = plan.mask.kept(one)
+            assert kept == tuple(range(len(kept)))
+            assert len(kept) in level_widths(128)
+
+
+def test_other_sites_may_be_feed_forwards_alone():
+    """A budget for one site of attention, and neurons that must go."""
+    scores = make([site("a", 4), site("f", 8, kind="feed_forward")], [[1.0] * 4, [1.0] * 8])
+    plan = select(scores, {"a": Budget(keep_heads=0.5)}, must_remove={"f": [0, 1]})
+    assert plan.mask.n_kept == 2 + 6
+    assert plan.mask.kept("f") == (2, 3, 4, 5, 6, 7)
+    with pytest.raises(InvalidValue, match="no attention heads"):
+        select(make([site("f", 8, kind="feed_forward")], [[1.0] * 8]), Budget(keep_heads=1))
+
+
+def test_a_count_of_heads_is_compared_with_heads_not_with_neurons():
+    scores = make([site("a", 4), site("f", 24, kind="feed_forward")], [[1.0] * 4, [1.0] * 24])
+    note = select(scores, Budget(keep_heads=40)).notes[0]
+    assert "It keeps 40 heads, and 4 are present." in note
