@@ -147,9 +147,11 @@ def keys_of(
     everything = [start, recipe.seed, part["decode"], part["threads"], facts_of(rows)]
     train = digest([everything, part["train"]])
     base = digest([train, outputs.get("train")])
+    # Neurons are counted in the quality's row, and scored.
+    sites = [True] if recipe.select.feed_forward else []
 
     # Scores depend on the calibration rows, those of `auto` also on how it judges plans.
-    scored = [base, part["score"], part["select"]["policy"], rows["calibration"]]
+    scored = [base, part["score"], part["select"]["policy"], rows["calibration"], *sites]
     if recipe.score.scorer == "auto":
         judged = [step.model_dump() for step in judged_after(recipe)]
         scored += [part["select"], judged, recipe.gradual is None]
@@ -167,7 +169,7 @@ def keys_of(
     return {
         "train": train,
         "latency": digest([base, part["select"]]),
-        "base quality": base,
+        "base quality": digest([base, *sites]) if sites else base,
         "attention": base,
         "score": score,
         "select": select,

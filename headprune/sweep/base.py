@@ -62,6 +62,10 @@ class Base(Value):
         """Digest of its rows and of every bit of its weights."""
         return digest([self.made_of, dict(self.files)])
 
+    def is_model(self, other: ModelFingerprint | None) -> bool:
+        """Whether a fingerprint is of these weights; recipes of one sweep may differ in sites."""
+        return other is not None and other.weights == self.model.weights
+
     def folder(self, sweep: Path) -> Path:
         """Return where it is saved."""
         return sweep / BASES / self.made_of[:16]
@@ -136,7 +140,7 @@ def open_base(base: Base, sweep: Path, recipe: Recipe) -> Subject:
         must = "the data that the base model saw"
         raise InvalidValue(recipe.data.path, must, "other rows", _HINT)
     # 3. So is the model as it was loaded.
-    if fingerprint(subject.model, subject.sites) != base.model:
+    if not base.is_model(fingerprint(subject.model, subject.sites)):
         must, got = "the model that was saved there", "one with another fingerprint"
         raise CheckpointError(str(folder), must, got, _HINT)
     return subject

@@ -15,6 +15,7 @@ from torch import nn
 from headprune.core.arrays import packed
 from headprune.core.codec import FrozenDict
 from headprune.core.files import write_atomic
+from headprune.core.heads import HeadCounts
 from headprune.core.opening import check_file
 from headprune.core.paired import Answers
 from headprune.model.costs import measure_costs
@@ -34,7 +35,7 @@ class ModelOutcome:
     Args:
         metric: The metric that ``amounts`` and ``counts`` give; see
             ``headprune.core.paired.Answers``.
-        sizes: ``heads``, ``params``, ``macs`` and ``kv`` (None without a cache).
+        sizes: ``heads`` (of attention), ``params``, ``macs`` and ``kv`` (None without a cache).
         arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, a row per example, in the same
             order for all models.
         notes: Notes of its recoveries.
@@ -150,7 +151,7 @@ def judge(
     bound = bind(model, subject.sites)
     costs = measure_costs(model, bound, subject.example)
     sizes = {
-        "heads": sum(len(b.site.heads) for b in bound),
+        "heads": HeadCounts.present(b.site for b in bound).heads,
         "params": costs.total.params,
         "macs": costs.total.macs(costs.length),
         "kv": costs.total.kv_bytes or None,

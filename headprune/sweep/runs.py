@@ -127,7 +127,7 @@ class PlannedRun:
             return None
         # 2. Its plan is there, unchanged and of this base model.
         plan = load_plan(file_of(sweep, "plans", self.plan))
-        if plan is None or plan.digest != file.plan or plan.model != base.model:
+        if plan is None or plan.digest != file.plan or not base.is_model(plan.model):
             return None
         # 3. Its outcome is there.
         if ModelOutcome.find(file_of(sweep, "outcomes", file.outcome), file.outcome) is None:
@@ -197,6 +197,8 @@ def _score_settings(recipe: Recipe, seed: int, rows: str, same: FrozenDict) -> d
         "batch_size": wanted.batch_size,
         "policy": recipe.select.policy,
     }
+    if recipe.select.feed_forward:
+        settings["feed_forward"] = True
     if wanted.scorer == "auto":  # it judges scorers by the plans and models they lead to
         settings["judged"] = {
             "select": recipe.select.model_dump(),

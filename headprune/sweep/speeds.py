@@ -66,7 +66,7 @@ def measure_speeds(
             continue
         if counts not in known:
             known[counts] = _measured(subject, plan, asked["batch"], asked["length"])
-            say(f"[speed] {plan.mask.n_kept} heads: {times(known[counts].ratio)} as fast")
+            say(f"[speed] {plan.mask.kept_counts}: {times(known[counts].ratio)} as fast")
         speeds[file] = known[counts]
     data = {"way": asked, "speeds": {file: asdict(row) for file, row in speeds.items()}}
     write_atomic(folder / SPEEDS, (json.dumps(data, indent=1) + "\n").encode())

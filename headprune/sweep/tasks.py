@@ -68,7 +68,7 @@ class SweepTask:
         if self.kind == "outcomes":
             return ModelOutcome.find(self.path, self.key) is not None
         made = load_scores(self.path) if self.kind == "scores" else load_plan(self.path)
-        return made is not None and made.model == self.base.model
+        return made is not None and self.base.is_model(made.model)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def outcome_of(sweep: Path, key: str) -> ModelOutcome:
 _one_task = threading.Lock()
 
 #: The base model that this process has open, with the batches of every split: at most one.
-_open: dict[tuple[str, Path], tuple[Subject, dict[str, list[Any]]]] = {}
+_open: dict[tuple[object, ...], tuple[Subject, dict[str, list[Any]]]] = {}
 
 
 def work(task: SweepTask) -> TaskResult:
@@ -153,8 +153,9 @@ def opened(task: SweepTask) -> tuple[Subject, dict[str, list[Any]]]:
     Returns:
         The subject, with the task's own seed and calibration rows; the batches of every split.
     """
-    # 1. Open the model, in place of another one.
-    place = (task.base.identity, task.sweep)
+    # 1. Open the model, in place of another one or of one with other sites.
+    select = task.recipe.select
+    place = (task.base.identity, task.sweep, select.policy, select.feed_forward)
     if place not in _open:
         close()
         quiet()

@@ -15,7 +15,7 @@ from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.choice.auto import WITH_NEURONS
 from headprune.cli.prune import _as_settings, _Choice
 from headprune.core.codec import EMPTY
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, places
 from headprune.core.latency import LatencyTable
 from headprune.core.scores import Cost, CostTable, ModelFingerprint
@@ -23,7 +23,7 @@ from headprune.model.running import call
 from headprune.recipes.validate import RecipeError
 from headprune.report.difference import plan_difference
 from headprune.report.explanation import explain
-from headprune.run import subject
+from headprune.run import subject, sweep
 from headprune.run.auto import scorer_of
 from headprune.selection._units import bundled
 from tests.command_line import refused
@@ -311,3 +311,25 @@ def test_streaming_cuts_neurons_and_folders_with_cut_neurons(bert, tmp_path):
     again = hp.from_pretrained(tmp_path / "twice")
     for name, tensor in bert.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_sweep_scores_neurons_where_its_recipe_has_them(tmp_path):
+    select = {"keep_params": 0.8, "selector": "global_topk", "feed_forward": False}
+    wanted = recipe(tmp_path, select, score={"scorer": "taylor", "random_draws": 1}, train=None)
+    grid = {"select.feed_forward": [False, True]}
+    found = sweep(wanted, grid, out=tmp_path / "sweep", say=lambda line: None)
+    assert not found.table.failed
+    # Heads alone are not enough; with neurons, more heads are kept.
+    without, neurons = found.table.rows
+    assert found.table.base["heads"] == 8
+    assert without["heads"] < neurons["heads"] <= 8
+    assert neurons["params"] <= 0.8 * found.table.base["params"]
+
+
+def test_a_run_that_goes_on_scores_neurons_that_were_not_scored(tmp_path):
+    taylor = {"scorer": "taylor", "random_draws": 1}
+    too_little = {"keep_params": 0.05, "selector": "knapsack", "feed_forward": False}
+    with pytest.raises(InfeasibleBudget):
+        quiet_run(recipe(tmp_path, too_little, score=taylor))
+    record = quiet_run(recipe(tmp_path, {"keep_params": 0.8}, score=taylor))
+    assert record.plan.mask.counts.neurons == 96
