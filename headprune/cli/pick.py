@@ -22,7 +22,8 @@ def pick(
         ),
     ],
     by: Annotated[
-        str, typer.Option(help="The size to minimise: heads (neurons do not count), params, macs or kv.")
+        str,
+        typer.Option(help="The size to minimise: heads (without neurons), params, macs or kv."),
     ] = "heads",
     confidence: Annotated[float, typer.Option(help="Confidence that it loses no more.")] = 0.95,
     # Where to save the model.

@@ -108,7 +108,8 @@ def prune(
     selector: Annotated[
         str | None,
         typer.Option(
-            help="With --scores or --data; default global_topk.", autocompletion=selector_names
+            help="With --scores or --data; default global_topk, of ladders knapsack.",
+            autocompletion=selector_names,
         ),
     ] = None,
     min_heads: Annotated[
@@ -434,7 +435,7 @@ def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningP
     from headprune.core.plan import PruningPlan
     from headprune.core.scores import HeadScores
     from headprune.selection import Selector, registry
-    from headprune.selection._api import select
+    from headprune.selection._api import default_selector, select
 
     # A plan says everything, so nothing else may be given with it.
     if plan is not None:
@@ -449,10 +450,12 @@ def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningP
         return PruningPlan.load(plan)
     assert scores is not None  # as `_check_source` made sure
     budget = _budget(*_one_budget(chosen.amounts, "--scores"), chosen.tensor_parallel)
-    _, selector = registry.resolve(chosen.selector or "global_topk", Selector, "--selector")
+    found = HeadScores.load(scores)
+    name = chosen.selector or default_selector(found, budget)
+    _, selector = registry.resolve(name, Selector, "--selector")
     if chosen.min_heads is not None:
         selector = replace(selector, min_heads=chosen.min_heads)
-    return select(HeadScores.load(scores), budget, selector)
+    return select(found, budget, selector)
 
 
 def _one_budget(amounts: Mapping[str, str | float], source: str) -> tuple[str, str | float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -276,12 +277,30 @@ class LatencySection(Section):
     seconds: Annotated[float, Field(gt=0)] = 30.0
 
 
+def default_selector(select: Mapping[str, Any], scorer: Any = None) -> str:
+    """The selector of a section that names none.
+
+    Args:
+        select: The section as it was read.
+        scorer: Of the section ``score``.
+    """
+    # Other selectors do not read the prices that it measures.
+    if scorer == "ladder":
+        return "repriced"
+    groups = select.get("sites")
+    sections = [select, *(groups.values() if isinstance(groups, dict) else ())]
+    timed = any(
+        isinstance(section, dict) and section.get("speedup") is not None for section in sections
+    )
+    neurons = select.get("feed_forward") is True
+    return "knapsack" if timed or neurons else "global_topk"
+
+
 class SelectSection(BudgetSection):
     """Which heads are kept: a selector and its budget, or budgets of groups of sites.
 
     Args:
-        selector: Registered name; ``knapsack`` by default with a budget of speed, with
-            ``feed_forward`` and with the scorer ``ladder``.
+        selector: Registered name; see ``default_selector``.
         settings: The selector's settings.
         recover: Recoveries of the copies that the selector measures while it chooses: between the
             steps of ``iterative``, before each measurement of ``local_search``.
@@ -308,13 +327,9 @@ class SelectSection(BudgetSection):
     @model_validator(mode="before")
     @classmethod
     def _default_selector(cls, data: Any) -> Any:
-        groups = data.get("sites") if isinstance(data, dict) else None
-        sections = [data, *(groups.values() if isinstance(groups, dict) else ())]
-        timed = any(
-            isinstance(section, dict) and section.get("speedup") is not None for section in sections
-        )
-        neurons = isinstance(data, dict) and data.get("feed_forward") is True
-        return {"selector": "knapsack", **data} if timed or neurons else data
+        if not isinstance(data, dict):
+            return data
+        return {"selector": default_selector(data), **data}
 
     @property
     def timed(self) -> bool:
@@ -417,10 +432,8 @@ class Recipe(Section):
         score, select = data.get("score"), data.get("select")
         if not isinstance(score, dict) or not isinstance(select, dict):
             return data
-        if score.get("scorer") != "ladder":
-            return data
-        # Other selectors do not read the prices that it measures.
-        return {**data, "select": {"selector": "repriced", **select}}
+        selector = default_selector(select, score.get("scorer"))
+        return {**data, "select": {"selector": selector, **select}}
 
     @property
     def folder(self) -> str:

@@ -22,7 +22,13 @@ from headprune.recipes.consistency import (
 from headprune.recipes.presets import preset_named
 from headprune.recipes.reading import locate, override, read_raw
 from headprune.recipes.references import interpolate
-from headprune.recipes.schema import DEFAULT_SCORER, BudgetSection, LatencySection, Recipe
+from headprune.recipes.schema import (
+    DEFAULT_SCORER,
+    BudgetSection,
+    LatencySection,
+    Recipe,
+    default_selector,
+)
 from headprune.selection._inner import CALLABLES
 
 #: Errors that a message lists.
@@ -202,7 +208,7 @@ def _beyond_types(data: Mapping[str, Any]) -> Iterator[InvalidValue]:
     if scorer == "auto":
         yield from _auto_problems(score)
     select = section_in(data, "select")
-    selector = select.get("selector", "global_topk")
+    selector = select.get("selector", default_selector(select, scorer))
     settings = select.get("settings")
     yield from check_method(selection.registry, selector, settings, "select", "selector")
     yield from _select_problems(select)

@@ -94,11 +94,7 @@ def select(
         )
         return _in_every_kind(scores, budget, again)
     timed = _timed(budget)
-    if selector is None:
-        # The cost in time depends on how many heads the site keeps, and so do measured prices;
-        # knapsack is exact for both.
-        priced = scores.ladders is not None
-        selector = "knapsack" if timed or priced else "global_topk"
+    selector = selector or default_selector(scores, budget)
     name, chosen = registry.resolve(selector, Selector, "select(selector=)")
     _check_given(chosen, name, loss=loss, rescore=rescore)
     _check_latency(latency, timed)
@@ -127,6 +123,15 @@ def select(
         notes=(*_notes(task, scores, mask, budget), *_chosen_for(scores, budget, name)),
         policy=_policy(scores),
     )
+
+
+def default_selector(scores: HeadScores, budget: Budget | Mapping[str, Budget]) -> str:
+    """The selector of a call that names none."""
+    # The cost in time depends on how many heads the site keeps, and so do measured prices; knapsack
+    # is exact for both.
+    if _timed(budget) or scores.ladders is not None:
+        return "knapsack"
+    return "global_topk"
 
 
 def _policy(scores: HeadScores) -> Policy:

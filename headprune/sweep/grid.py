@@ -20,6 +20,7 @@ from headprune.recipes.schema import (
     ScoreSection,
     Section,
     SelectSection,
+    default_selector,
 )
 from headprune.recipes.validate import RecipeError, check_recipe
 
@@ -366,7 +367,9 @@ def _resets(raw: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]
             resets["score.until"] = None
 
     # Nor does another selector have the settings of the recipe's selector.
-    if _replaced(raw, chosen, "select", "selector", "global_topk"):
+    scorer = section_in(raw, "score").get("scorer", DEFAULT_SCORER)
+    selector = default_selector(section_in(raw, "select"), scorer)
+    if _replaced(raw, chosen, "select", "selector", selector):
         resets["select.settings"] = {}
     return resets
 

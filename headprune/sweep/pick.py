@@ -198,7 +198,7 @@ def pick(
         sweep: The folder of a sweep, its ``table.json``, or what ``sweep`` returned.
         max_drop: See ``headprune.core.metrics.drop``: 0.01 is one point of accuracy, or 1 % of
             perplexity.
-        by: What is to be small: ``heads`` (neurons do not count), ``params``, ``macs`` or ``kv``.
+        by: What is to be small: ``heads`` (no neurons), ``params``, ``macs`` or ``kv``.
         confidence: Confidence that the picked model loses no more, on data like these rows.
         out: A folder for ``plan.json``, ``pick.json`` and the model (``model/``), which is made
             again and compared with the sweep's.

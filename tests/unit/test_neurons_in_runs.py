@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from dataclasses import replace
 
 import matplotlib as mpl
 import pytest
@@ -13,10 +14,11 @@ from transformers import BertConfig, BertForSequenceClassification
 import headprune as hp
 from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.choice.auto import WITH_NEURONS
-from headprune.cli.prune import _as_settings, _Choice
+from headprune.cli.prune import _as_settings, _Choice, _decide
 from headprune.core.codec import EMPTY
 from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, places
+from headprune.core.ladders import SiteLadder
 from headprune.core.latency import LatencyTable
 from headprune.core.scores import Cost, CostTable, ModelFingerprint
 from headprune.model.running import call
@@ -27,6 +29,7 @@ from headprune.run import subject, sweep
 from headprune.run.auto import scorer_of
 from headprune.selection._units import bundled
 from tests.command_line import refused
+from tests.selection_problems import make, site
 from tests.small_recipes import checked_recipe, quiet_run, quietly_prepared, write_rows
 from tests.steady_clock import steady_levels
 
@@ -140,8 +143,8 @@ def test_scorers_of_maps_are_refused_at_once(bert, batch):
 def test_random_levels_count_like_random_heads(bert):
     sites = hp.find_sites(bert, feed_forward=True)
     levels = bundled(hp.score(bert, None, "random", sites=sites))
-    for site, row in zip(levels.sites, levels.values, strict=True):
-        assert len(row) == (12 if site.is_feed_forward else 4)
+    for one, row in zip(levels.sites, levels.values, strict=True):
+        assert len(row) == (12 if one.is_feed_forward else 4)
         assert min(row) >= 0
         assert max(row) <= 1
 
@@ -333,3 +336,25 @@ def test_a_run_that_goes_on_scores_neurons_that_were_not_scored(tmp_path):
         quiet_run(recipe(tmp_path, too_little, score=taylor))
     record = quiet_run(recipe(tmp_path, {"keep_params": 0.8}, score=taylor))
     assert record.plan.mask.counts.neurons == 96
+
+
+def test_settings_are_those_of_the_selector_that_a_recipe_takes_by_default(tmp_path):
+    amount = {"keep_params": 0.8}
+    kept = {"method": "lstsq"}
+    found = recipe(tmp_path, {**amount, "settings": {"rounds": 5}, "recover": [kept]})
+    assert (found.select.selector, found.select.settings) == ("repriced", {"rounds": 5})
+    with pytest.raises(RecipeError, match=r"select\.settings\.normalise"):
+        recipe(tmp_path, {**amount, "settings": {"normalise": "l2"}})
+
+
+def test_the_command_selects_by_measured_prices_as_select_does(tmp_path):
+    sites = [site("a", 4), site("f", 8, kind="feed_forward")]
+    ladders = (
+        SiteLadder("a", (0, 1, 2, 3, 4), (9.0, 1.0, 0.5, 0.2, 0.0)),
+        SiteLadder("f", (0, 4, 8), (2.0, 1.9, 0.0)),
+    )
+    scores = replace(make(sites, [[4.0, 3.0, 2.0, 1.0], [1.0] * 8]), ladders=ladders)
+    scores.save(tmp_path / "scores.json")
+    made = _decide(None, tmp_path / "scores.json", _Choice({"--keep-params": 0.7}, None, None))
+    assert made == hp.select(scores, hp.Budget(keep_params=0.7))
+    assert made.selector == "knapsack"
