@@ -34,6 +34,9 @@ Status = Literal["equal", "lower precision", "differs", "failed", "not installed
 NEW_TOKENS = 32
 #: Allowed difference, as a multiple of that between two runs of torch: engines have other kernels.
 _OTHER_KERNELS = 10
+#: Numbers of 16 or 8 bits change an output; below this correlation with the reference's outputs, it
+#: is another model's.
+_LEAST_CORRELATION = 0.95
 #: Seconds after which an engine that still works is ended.
 _LONGEST = 3600
 _OTHER = "different tokens"
@@ -324,7 +327,10 @@ def judged(
     is_equal = difference.maximum <= allowed and note in ("", _TIE)
     status: Status = "equal" if is_equal else "differs"
     if is_finite and not found["exact"]:
+        correlation = _correlation(wanted, tensors)
         status = "lower precision"
+        if correlation < _LEAST_CORRELATION:
+            status, note = "differs", f"correlation {correlation:.2f} with the reference's outputs"
     return EngineRow(
         name,
         status,
@@ -336,6 +342,13 @@ def judged(
         n_tokens or None,
         note,
     )
+
+
+def _correlation(wanted: Iterable[Tensor], found: Iterable[Tensor]) -> float:
+    """The correlation of outputs; 1 where one of them is constant."""
+    flat = [torch.cat([t.double().flatten() for t in tensors]) for tensors in (wanted, found)]
+    correlation = torch.corrcoef(torch.stack(flat))[0, 1].item()
+    return 1.0 if math.isnan(correlation) else correlation
 
 
 def _compared_tokens(expected: Answer, found: list[list[int]], tie: float) -> tuple[int, int, str]:
