@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,17 +132,31 @@ def check_config(path: Path) -> None:
     Raises:
         CheckpointError: such a configuration, or one that is no JSON object.
     """
-    for keys, value in _values(path, read_object(path, _CONFIGURATION), (), 0):
+    check_settings(str(path), read_object(path, _CONFIGURATION))
+
+
+def check_settings(where: str, settings: Mapping[str, Any], hint: str = "") -> None:
+    """Refuse settings that ``check_config`` would refuse in a file.
+
+    Args:
+        where: For the error.
+        settings: All of a configuration.
+        hint: What to do about an impossible number.
+
+    Raises:
+        CheckpointError: such settings.
+    """
+    for keys, value in _values(where, settings, (), 0):
         if isinstance(value, str) and "/" in value:
             for key in keys:
                 if _KERNELS.search(key):
                     must = "the name of an implementation that is installed"
-                    hint = "Kernels of the hub are code that would be run."
-                    raise CheckpointError(f"{path}: {key}", must, repr(value), hint)
+                    why = "Kernels of the hub are code that would be run."
+                    raise CheckpointError(f"{where}: {key}", must, repr(value), why)
         most = _most(keys[-1])
         if type(value) is int and abs(value) > most and not _is_free(keys):
             must = f"a number that a model can have, at most {most:,}"
-            raise CheckpointError(f"{path}: {keys[-1]}", must, value)
+            raise CheckpointError(f"{where}: {keys[-1]}", must, value, hint)
 
 
 def _most(key: str) -> int:
@@ -258,18 +272,18 @@ def _parsed(path: Path, must: str) -> Any:
 
 
 def _values(
-    path: Path, value: Any, keys: tuple[str, ...], depth: int
+    where: str, value: Any, keys: tuple[str, ...], depth: int
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every value with the keys above it, and sums of lists of layers."""
     if depth > _DEEPEST:
         got = f"one that is nested more than {_DEEPEST} deep"
-        raise CheckpointError(str(path), _CONFIGURATION, got)
+        raise CheckpointError(where, _CONFIGURATION, got)
     if isinstance(value, dict):
         for name, inside in value.items():
-            yield from _values(path, inside, (*keys, name), depth + 1)
+            yield from _values(where, inside, (*keys, name), depth + 1)
     elif isinstance(value, list):
         for inside in value:
-            yield from _values(path, inside, keys, depth + 1)
+            yield from _values(where, inside, keys, depth + 1)
         # [2, 2, 18, 2] may be the layers of four stages.
         if keys and _COUNTED.search(keys[-1]):
             yield keys, _total(value)

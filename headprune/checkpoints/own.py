@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headprune.attention.kept_heads import weights_of
 from headprune.checkpoints import slices
-from headprune.checkpoints.foreign import check_config, check_files, few_modules
+from headprune.checkpoints.foreign import check_config, check_files, check_settings, few_modules
 from headprune.checkpoints.manifest import MANIFEST, Folded, Manifest
 from headprune.checkpoints.weights import WEIGHTS, distinct, written
 from headprune.core.errors import CheckpointError, HeadPruneError
@@ -291,6 +291,8 @@ def _config_text(model: nn.Module, bound: list[BoundSite]) -> bytes | None:
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop(RECORD, None)  # of a cut before, where Transformers opened the model
+    hint = "No folder with it could be opened. Keep this setting out of the configuration."
+    check_settings("model.config", config, hint)
     if any(len(b.site.heads) < b.site.n_query_heads for b in bound):
         config[WEIGHTS_FILE] = ONLY_HEADPRUNE
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

@@ -302,7 +302,10 @@ def _store_kept_heads(b: BoundSite, keep: tuple[int, ...]) -> None:
     all other cases they are in the metadata, so that a model that was built as small loads them.
     """
     ours = isinstance(b.module, MultiHeadAttention)
-    corrected = any(isinstance(part, Mixin) for part in b.module.modules())
+    # The module of a feed-forward may hold attention, which stores its own heads.
+    corrected = not b.layout.is_feed_forward and any(
+        isinstance(part, Mixin) for part in b.module.modules()
+    )
     in_buffer = bool(keep) and (ours or corrected or not _in_state(b))
     # Accelerate would fetch the buffer from where there is none.
     if any(hook.offload_buffers for hook in offloaders(b.module)):

@@ -18,6 +18,7 @@ import headprune as hp
 from headprune.core.errors import CheckpointError, InvalidValue
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
+from headprune.model.saves import record_of
 from headprune.surgery.verify import sample_outputs
 from tests.laws.families import FAMILIES as EVERY_FAMILY
 from tests.laws.families import model_class
@@ -402,3 +403,47 @@ def test_a_save_over_a_folder_of_ours_takes_its_place(format, tmp_path):
     assert not [*tmp_path.glob("headprune.json"), *tmp_path.glob("*.py")]
     again = hp.from_pretrained(tmp_path)
     assert_same(model, again, batch)
+
+
+def first_sites(model):
+    """The first attention, and the first feed-forward."""
+    sites = hp.find_sites(model, feed_forward=True)
+    first = [next(s for s in sites if s.is_feed_forward is neurons) for neurons in (False, True)]
+    return sites, *first
+
+
+@pytest.mark.parametrize("neurons_first", [True, False])
+@pytest.mark.parametrize("name", ["bert", "bart"])
+def test_a_layer_may_lose_neurons_and_all_heads_in_any_order(name, neurons_first, tmp_path):
+    """The module of this feed-forward is the layer, which holds the attention."""
+    model, batch = family(name)
+    sites, attention, neurons = first_sites(model)
+    kept = {site.name: site.heads for site in sites}
+    steps = [(neurons.name, neurons.heads[::2]), (attention.name, ())]
+    for site, heads in steps if neurons_first else steps[::-1]:
+        kept[site] = heads
+        cut(model, kept)
+    model.save_pretrained(tmp_path / "own")
+    hp.save_pretrained(model, tmp_path / "code", format="remote-code")
+    for folder in ("own", "code"):
+        assert_same(model, hp.from_pretrained(tmp_path / folder), batch)
+
+
+def test_folded_heads_are_not_taken_for_neurons():
+    whole, batch = family("bert")
+    model = copy.deepcopy(whole)
+    sites, attention, neurons = first_sites(model)
+    kept = {site.name: site.heads for site in sites}
+    kept[attention.name] = attention.heads[1:]
+    cut(model, kept)
+    hp.recover_(model, [batch], "mean_fold", teacher=whole)
+    cut(model, {**kept, neurons.name: neurons.heads[1:]})
+    assert dict(record_of(model, None).folded) == {attention.name: attention.heads[:1]}
+
+
+def test_a_setting_that_no_folder_may_have_is_refused_before_anything_is_written(tmp_path):
+    model, _ = family("llama")
+    model.config.num_training_steps = 100_000
+    with pytest.raises(CheckpointError, match=r"model\.config: num_training_steps.*Keep this"):
+        hp.save_pretrained(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
