@@ -19,6 +19,7 @@ from headprune.attention.kept_heads import weights_of
 from headprune.checkpoints import companions, own, slices, weights
 from headprune.checkpoints.checkpoint import filled, write_card
 from headprune.checkpoints.cut_class import names_in_model
+from headprune.checkpoints.described import is_described
 from headprune.checkpoints.foreign import check_folder, few_modules
 from headprune.checkpoints.manifest import MANIFEST
 from headprune.checkpoints.slices import Slice, Stored
@@ -202,6 +203,10 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
     if (folder / MANIFEST).is_file():
         return _cut_before(folder, stored)
     check_folder(folder)
+    if is_described(folder):
+        must = "a folder of a whole model, or one of the format headprune"
+        got = "another format of a cut model"
+        raise CheckpointError(str(folder), must, got, _WHOLE)
     try:
         model, dtype = _built(folder, stored)
     # A wrong number in a configuration breaks a constructor in any way it likes.

@@ -111,6 +111,19 @@ def test_a_cut_of_a_cut_is_the_union(tmp_path):
     assert files(one) == files(two)
 
 
+def test_a_cut_folder_of_another_format_is_refused(tmp_path):
+    model = saved(LLAMA, tmp_path / "model").eval()
+    sites = find_sites(model)
+    counts = {site.name: site.n_query_heads for site in sites}
+    mask = HeadMask.from_keep({site.name: site.units[0] for site in sites}, counts)
+    hp.prune_(model, mask)
+    hp.save_pretrained(model, tmp_path / "small", format="transformers")
+    model.save_pretrained(tmp_path / "own")
+    for folder in ("small", "own"):
+        with pytest.raises(CheckpointError, match="or one of the format headprune"):
+            prune_checkpoint(tmp_path / folder, mask, tmp_path / "again")
+
+
 def test_what_recovery_added_is_kept(tmp_path):
     """Biases that a projection never had, and the heads whose mean they hold."""
     model, one, two = saved(LLAMA, tmp_path / "model"), tmp_path / "a" / "m", tmp_path / "b" / "m"
