@@ -346,9 +346,13 @@ def judged(
 
 def _correlation(wanted: Iterable[Tensor], found: Iterable[Tensor]) -> float:
     """The correlation of outputs; 1 where one of them is constant."""
-    flat = [torch.cat([t.double().flatten() for t in tensors]) for tensors in (wanted, found)]
-    correlation = torch.corrcoef(torch.stack(flat))[0, 1].item()
+    rows = [_flat(wanted), _flat(found)]
+    correlation = torch.corrcoef(torch.stack(rows))[0, 1].item()
     return 1.0 if math.isnan(correlation) else correlation
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
 def _compared_tokens(expected: Answer, found: list[list[int]], tie: float) -> tuple[int, int, str]:
