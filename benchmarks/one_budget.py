@@ -30,6 +30,7 @@ import itertools
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -539,7 +540,8 @@ def draw(records: Path, docs: Path) -> Path:
 
 def lead(records: Sequence[dict[str, Any]]) -> str:
     """What was found, and for whom."""
-    words = "; ".join(map(_fastest, records))
+    of_cpus = Counter(record["task"] for record in records if "gpu" not in record)
+    words = "; ".join(_fastest(one, of_cpus[one["task"]] > 1) for one in records)
     return (
         "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
         " it. Without training, the quality of the fastest cut (of the whole model), and how many"
@@ -547,14 +549,23 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _fastest(record: dict[str, Any]) -> str:
-    """The quality and speed of the fastest cut of heads and neurons."""
+def _fastest(record: dict[str, Any], on_several: bool) -> str:
+    """The quality and speed of the fastest cut of heads and neurons.
+
+    Args:
+        record: Of one task and machine.
+        on_several: Whether several processors have records of the task.
+    """
     rows = max(by_speed(record, BOTH).values(), key=_mean_ratio)
     test = statistics.fmean(row["test"] for row in rows)
     wholes = list(record["whole"].values())
     whole = statistics.fmean(one["test"] for one in wholes)
     task = TITLES[record["task"]].split(",")[0]
-    where = _device(record) if "gpu" in record else ""
+    where = ""
+    if "gpu" in record:
+        where = _device(record)
+    elif on_several:
+        where = f" on {_processor(record)}"
     # Of accuracies nobody needs the name; of a perplexity, lower is better.
     metric = wholes[0]["metric"]
     named = "" if metric == "accuracy" else f" ({metric})"
@@ -585,8 +596,13 @@ def _title(record: dict[str, Any]) -> str:
     """The task, and the device."""
     title = TITLES[record["task"]]
     if "gpu" not in record:
-        return f"{title}, on {record['hardware']['processor'].replace('(R)', '')}"
+        return f"{title}, on {_processor(record)}"
     return f"{title},{_device(record)}"
+
+
+def _processor(record: dict[str, Any]) -> str:
+    name: str = record["hardware"]["processor"]
+    return name.replace("(R)", "")
 
 
 def _device(record: dict[str, Any]) -> str:

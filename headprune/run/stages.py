@@ -360,7 +360,7 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> Ju
         leave_checkpoint=work is not None,
     )
     # 2. Note every stage, and measure the last one.
-    rows = tuple({"kept": s.plan.mask.n_kept, **s.training.metrics} for s in report.stages)
+    rows = tuple({"kept": s.plan.mask.kept_counts.heads, **s.training.metrics} for s in report.stages)
     proofs = tuple(stage.proof for stage in report.stages if stage.proof)
     journal.note(plan=report.plan, proofs=proofs, metrics={"gradual": rows})
     for line in str(report).split("\n"):
