@@ -360,9 +360,12 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> Ju
         leave_checkpoint=work is not None,
     )
     # 2. Note every stage, and measure the last one.
-    rows = tuple({"kept": s.plan.mask.kept_counts.heads, **s.training.metrics} for s in report.stages)
+    rows = []
+    for stage in report.stages:
+        kept = stage.plan.mask.kept_counts.heads
+        rows.append({"kept": kept, **stage.training.metrics})
     proofs = tuple(stage.proof for stage in report.stages if stage.proof)
-    journal.note(plan=report.plan, proofs=proofs, metrics={"gradual": rows})
+    journal.note(plan=report.plan, proofs=proofs, metrics={"gradual": tuple(rows)})
     for line in str(report).split("\n"):
         journal.tell(line)
     judged = subject.report(pruned, "gradual", count_heads(subject, pruned), trained=True)
