@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune.attention.kept_heads import weights_of
+from headprune.attention.kept_heads import KEPT_HEADS, store_heads_, weights_of
 from headprune.core.errors import CheckpointError, HeadPruneError, reason_of
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 
@@ -67,7 +67,8 @@ def filled_by_transformers(
     except Exception as error:
         reason = reason_of(error)
         raise CheckpointError(str(folder), what, reason) from error
-    wrong = sorted(info["missing_keys"]) + sorted(key[0] for key in info["mismatched_keys"])
+    missing = _without_kept_heads_(model, info["missing_keys"])
+    wrong = missing + sorted(key[0] for key in info["mismatched_keys"])
     if wrong:
         got = f"{len(wrong)} missing or of another shape: {', '.join(wrong[:3])}"
         raise CheckpointError(str(folder), what, got)
@@ -80,6 +81,21 @@ def filled_by_transformers(
     _leave_files_(model)
     filled: nn.Module = model.eval()
     return filled
+
+
+def _without_kept_heads_(model: nn.Module, missing: Iterable[str]) -> list[str]:
+    """Missing tensors in order, without buffers of kept heads, which are made from the record.
+
+    A model with offloaded buffers is saved without them.
+    """
+    others = []
+    for key in sorted(missing):
+        path, _, name = key.rpartition(".")
+        if name == KEPT_HEADS:
+            store_heads_(model.get_submodule(path), in_buffer=True)
+        else:
+            others.append(key)
+    return others
 
 
 def _spare_cut_modules(model: nn.Module) -> None:

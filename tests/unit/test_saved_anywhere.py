@@ -13,8 +13,10 @@ import sys
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 import headprune as hp
+from headprune.attention.kept_heads import KEPT_HEADS
 from headprune.core.errors import CheckpointError, InvalidValue
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
@@ -427,6 +429,23 @@ def test_a_layer_may_lose_neurons_and_all_heads_in_any_order(name, neurons_first
     hp.save_pretrained(model, tmp_path / "code", format="remote-code")
     for folder in ("own", "code"):
         assert_same(model, hp.from_pretrained(tmp_path / folder), batch)
+
+
+def test_a_folder_without_the_buffer_of_kept_heads_opens(tmp_path):
+    """As models with offloaded buffers are saved: the record has the heads, too."""
+    model, batch = family("mpnet")
+    cut_uneven(model)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    stored = [name for name in tensors if name.endswith(KEPT_HEADS)]
+    assert stored
+    for name in stored:
+        del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+    again = hp.from_pretrained(tmp_path)
+    assert_same(model, again, batch)
+    assert stored == [name for name in again.state_dict() if name.endswith(KEPT_HEADS)]
 
 
 def test_folded_heads_are_not_taken_for_neurons():
