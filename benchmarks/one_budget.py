@@ -138,6 +138,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         found.error(f"--train is for digits, {', '.join(CLASSIFIERS)}")
     if args.int8 and not (in_fp32_on_cpu and args.task in CLASSIFIERS):
         found.error(f"--int8 is for {', '.join(CLASSIFIERS)}, on a CPU in float32")
+    if args.ways is not None and not _cells_of_draw(args):
+        found.error("--ways: those of INT8 need --int8, trained ones need --train")
     args.tables = args.tables or args.work
     # A task with few train rows would have the same ones in every draw.
     args.calibration = args.calibration or ROWS.get(args.task, 512)

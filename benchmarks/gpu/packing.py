@@ -180,6 +180,8 @@ def made_up(task: str) -> dict[str, bytes]:
 def pack_encoder(target: Path) -> None:
     """The encoder of the package index in fp16, half its size; it is trained and judged in fp32
     again."""
+    # Packs of before held it as a folder.
+    shutil.rmtree(target.with_name("minilm"), ignore_errors=True)
     if target.is_file():
         return
     import importlib

@@ -108,7 +108,7 @@ def prune(
     selector: Annotated[
         str | None,
         typer.Option(
-            help="With --scores or --data; default global_topk, of ladders knapsack.",
+            help="With --scores or --data; by default what suits the scores.",
             autocompletion=selector_names,
         ),
     ] = None,

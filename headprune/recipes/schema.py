@@ -296,6 +296,14 @@ def default_selector(select: Mapping[str, Any], scorer: Any = None) -> str:
     return "knapsack" if timed or neurons else "global_topk"
 
 
+def _with_selector(select: dict[str, Any], selector: str) -> dict[str, Any]:
+    """A section with its default selector, unless that is the field's own default.
+
+    A sweep takes what a recipe sets for the user's choice, and would keep it in every combination.
+    """
+    return select if selector == "global_topk" else {"selector": selector, **select}
+
+
 class SelectSection(BudgetSection):
     """Which heads are kept: a selector and its budget, or budgets of groups of sites.
 
@@ -327,9 +335,7 @@ class SelectSection(BudgetSection):
     @model_validator(mode="before")
     @classmethod
     def _default_selector(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {"selector": default_selector(data), **data}
+        return _with_selector(data, default_selector(data)) if isinstance(data, dict) else data
 
     @property
     def timed(self) -> bool:
@@ -433,7 +439,7 @@ class Recipe(Section):
         if not isinstance(score, dict) or not isinstance(select, dict):
             return data
         selector = default_selector(select, score.get("scorer"))
-        return {**data, "select": {"selector": selector, **select}}
+        return {**data, "select": _with_selector(select, selector)}
 
     @property
     def folder(self) -> str:

@@ -20,7 +20,7 @@ class Iterative(Selector):
     The importance of a head changes when others are removed. The budget falls over ``steps`` steps
     from the cost of the model now to the limit. At each step another selector chooses by the scores
     of the model without the removed heads (``rescore`` of ``hp.select``); these never come back.
-    With one step, nothing is scored anew.
+    Levels of neurons keep the order of the first scores.
 
     Source: Molchanov et al. 2017, "Pruning Convolutional Neural Networks for Resource Efficient
     Inference", who remove one unit per step; Yang et al. 2022, "TextPruner", for heads in steps. A

@@ -345,10 +345,12 @@ def judged(
 
 
 def _correlation(wanted: Iterable[Tensor], found: Iterable[Tensor]) -> float:
-    """The correlation of outputs; 1 where one of them is constant."""
+    """The correlation of outputs; 0 where only those that were found are constant."""
     rows = [_flat(wanted), _flat(found)]
+    if rows[0].std() == 0:
+        return 1.0
     correlation = torch.corrcoef(torch.stack(rows))[0, 1].item()
-    return 1.0 if math.isnan(correlation) else correlation
+    return 0.0 if math.isnan(correlation) else correlation
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -244,6 +244,8 @@ def test_an_answer_is_judged_by_logits_and_tokens():
     assert judged([1.0, 2.1], [1, 1, 0], exact=False) == ("lower precision", 3, "")
     other = "correlation -1.00 with the reference's outputs"
     assert judged([2.0, 1.0], [1, 1, 0], exact=False) == ("differs", 3, other)
+    constant = "correlation 0.00 with the reference's outputs"
+    assert judged([0.0, 0.0], [1, 1, 0], exact=False) == ("differs", 3, constant)
     assert judged([1.0, 2.0], [1, 0, 0]) == ("differs", 1, "different tokens")
     assert judged([1.0, 2.0], [1, 1]) == ("differs", 2, "different tokens")
     tie = "the first different token is a tie"

@@ -64,6 +64,15 @@ def test_settings_of_the_recipe_are_used_where_they_are_meant():
     assert steps == [("mean_fold", {}), ("finetune", {"epochs": 3})]
 
 
+def test_a_default_selector_is_not_taken_for_a_choice():
+    """A checked recipe has its selector, and every combination has its own default."""
+    raw = {**RAW, "select": {"keep_params": 0.7}, "score": {"scorer": "taylor"}}
+    found = lay_out(check_recipe(raw), (), ["select.feed_forward=false,true"]).points
+    assert [point.recipe.select.selector for point in found] == ["global_topk", "knapsack"]
+    found = lay_out(check_recipe(raw), (), ["scorer=taylor,ladder"]).points
+    assert [point.recipe.select.selector for point in found] == ["global_topk", "repriced"]
+
+
 def test_a_budget_replaces_the_recipes():
     heads = lay_out(check_recipe(RAW), (), ["keep=0.5,1"]).points[0]
     macs = lay_out(check_recipe(RAW), (), ["keep_macs=0.5,0.6"]).points[0]
