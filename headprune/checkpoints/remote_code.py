@@ -31,7 +31,7 @@ from headprune.core.layout import FOLDED_ATTRIBUTE, STATE_ATTRIBUTE
 from headprune.core.mixin import FORWARDS, Mixin
 from headprune.model.building import fresh, is_known
 from headprune.model.losses import is_causal_lm
-from headprune.model.saves import added_biases
+from headprune.model.saves import added_biases, own_parts
 from headprune.model.sites import BoundSite
 
 _WHERE = "format 'remote-code'"
@@ -233,11 +233,15 @@ def _file_name(model: Any) -> str:
 def _site(b: BoundSite, full: nn.Module) -> dict[str, Any]:
     """Describe one cut attention by its difference from the full-size one."""
     name = b.site.name
+    # A feed-forward's layer may hold attention, which has a description of its own.
+    own = own_parts(b.module)
     # 1. Parameters of other shapes.
     shapes: dict[str, list[int]] = {}
     full_state = full.state_dict()
     # Tensors that the class does not have are found by the comparison of whole models.
     for path, tensor in weights_of(b.module).items():
+        if b.module.get_submodule(path.rpartition(".")[0]) not in own:
+            continue
         if path in full_state and full_state[path].shape != tensor.shape:
             shapes[path] = list(tensor.shape)
 
@@ -246,6 +250,8 @@ def _site(b: BoundSite, full: nn.Module) -> dict[str, Any]:
     in_front: dict[str, str] = {}
     full_modules = dict(full.named_modules())
     for path, module in b.module.named_modules():
+        if module not in own:
+            continue
         if path not in full_modules:
             raise UnsupportedModel(_WHERE, "for modules that the class has", f"{name}.{path}")
         if _in_front(module):

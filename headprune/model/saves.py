@@ -188,7 +188,7 @@ def record_of(model: Any, config: Any = None) -> CutRecord:
     rows, folded = [], {}
     for name, module, state in _cut_modules(model):
         rows.append(SiteKeep(name, state.n_query_heads, state.heads))
-        for part in _own_parts(module):
+        for part in own_parts(module):
             if FOLDED_ATTRIBUTE in part.__dict__:
                 folded[name] = part.__dict__[FOLDED_ATTRIBUTE]
     new = fresh(model)
@@ -273,13 +273,13 @@ def _cut_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, HeadState]]
             yield name, module, state
 
 
-def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
+def own_parts(module: nn.Module) -> set[nn.Module]:
     """The parts of a cut module but those of another one inside: a layer may hold attention."""
-    others: set[nn.Module] = set()
-    for part in module.modules():
-        if part is not module and hasattr(part, STATE_ATTRIBUTE):
-            others.update(part.modules())
-    return (part for part in module.modules() if part not in others)
+    own = set(module.modules())
+    for _, inside, _ in _cut_modules(module):
+        if inside is not module:
+            own.difference_update(inside.modules())
+    return own
 
 
 def _plain_config(model: Any) -> Any:

@@ -372,8 +372,9 @@ def test_a_caller_without_gradients_gets_the_same_proposals(mode):
         found = hp.propose_layouts(model, x)
     again = hp.propose_layouts(model, x)
     # The last digits of a proof's difference depend on the kernels of the processor.
-    without, plain = (re.sub(r"<= [\d.e-]+", "<= ...", str(one)) for one in (found, again))
-    assert without == plain
+    bound = re.compile(r"<= ([\d.e-]+)")
+    assert bound.sub("", str(found)) == bound.sub("", str(again))
+    assert max(map(float, bound.findall(f"{found} {again}"))) < 1e-12
     assert len(found) == 1
 
 
