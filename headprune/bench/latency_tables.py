@@ -33,9 +33,10 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.levels import level_widths
 from headprune.model.cut import cut_
+from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size as rows_in
 from headprune.model.running import call, device_of, to_device, undisturbed
-from headprune.model.sites import BoundSite, bind
+from headprune.model.sites import BoundSite, bind, unwrap
 
 _WARMUP = 2
 _MIN_ROUNDS = 5
@@ -145,6 +146,7 @@ def latency_table(
         device=_in_words(device),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         notes=tuple(_notes(measured, rows, alone, whole, factors)),
+        n_parameters=count_parameters(unwrap(model)),
     )
 
 

@@ -10,6 +10,10 @@ from headprune.core.codec import LATER, Value
 from headprune.core.errors import InvalidValue, UnknownName, check_count, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
 
+_ANEW = "Measure the model as it is now."
+# Models whose parameters differ by at most this fraction are about as fast.
+_SAME_SIZE = 0.01
+
 
 @dataclass(frozen=True)
 class SiteLatency:
@@ -46,6 +50,7 @@ class LatencyTable(Value):
         device: The device in words.
         dtype: The number format of the model's weights.
         notes: Messages for the user.
+        n_parameters: Of the model; None where they were not counted.
 
     >>> table = LatencyTable(1.0, (SiteLatency("a", (0.1, 0.3, 0.4)),), 8, 128, "CPU", "float32")
     >>> round(table.predict(HeadMask.from_keep({"a": [1]}, {"a": 2})), 3)
@@ -62,6 +67,7 @@ class LatencyTable(Value):
     device: str
     dtype: str
     notes: tuple[str, ...] = ()
+    n_parameters: int | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         _check_seconds("LatencyTable.whole", self.whole)
@@ -94,26 +100,36 @@ class LatencyTable(Value):
         hint = did_you_mean(site, [r.site for r in self.sites])
         raise UnknownName("LatencyTable", "measured at this site", repr(site), hint)
 
-    def check(self, sites: Iterable[AttentionSite]) -> None:
-        """Refuse a table of other sites than these, or one measured before they were cut.
+    def check(self, sites: Iterable[AttentionSite], n_parameters: int | None = None) -> None:
+        """Refuse a table of another model than this one, or one measured before it was cut.
+
+        Args:
+            sites: Sites of the model.
+            n_parameters: Of the model, where they are known.
 
         Raises:
             UnknownName: a site that it lacks.
-            InvalidValue: a site with another number of heads, or attention that takes longer than
-                the model.
+            InvalidValue: a site with another number of heads, a model of another size, or attention
+                that takes longer than the model.
         """
         for site in sites:
             n_heads = len(self.row(site.name)) - 1
             if n_heads != len(site.heads):
                 must = f"measured with the {len(site.heads)} heads of {site.name}"
                 got = f"a row for {n_heads} heads"
-                raise InvalidValue("LatencyTable", must, got, "Measure the model as it is now.")
+                raise InvalidValue("LatencyTable", must, got, _ANEW)
         # fsum: the check must not fail by the rounding of many small numbers.
         attention = math.fsum(row.whole for row in self.sites)
         if attention > self.whole * (1 + 1e-6):  # beyond rounding
             must = "of a model that takes longer than its attention"
             got = f"{_ms(attention)} in attention of {_ms(self.whole)} in all"
             raise InvalidValue("LatencyTable", must, got)
+        # A deeper model may have all of these sites. Another output layer hardly changes the speed.
+        if self.n_parameters is None or n_parameters is None:
+            return
+        if not math.isclose(self.n_parameters, n_parameters, rel_tol=_SAME_SIZE):
+            must = f"measured on a model of about {n_parameters:,} parameters"
+            raise InvalidValue("LatencyTable", must, f"{self.n_parameters:,}", _ANEW)
 
     def alone(self, sites: Iterable[str]) -> LatencyTable:
         """The table of a model that consists of the attention of these sites."""

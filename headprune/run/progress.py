@@ -53,14 +53,20 @@ class Progress:
     def __init__(self, journal: Journal) -> None:
         self.journal, self.folder = journal, journal.folder
         self._outputs: dict[str, str] = {}  # by stage, the digest of the files that it wrote
-        self._inputs: tuple[Recipe, Mapping[str, Any], Any] | None = None
+        self._inputs: tuple[Recipe, Mapping[str, Any], Any, Mapping[str, Any]] | None = None
 
     def begin(
-        self, recipe: Recipe, rows: Mapping[str, Any], device: str, versions: Mapping[str, str]
+        self,
+        recipe: Recipe,
+        rows: Mapping[str, Any],
+        device: str,
+        hardware: Mapping[str, Any],
+        versions: Mapping[str, str],
     ) -> None:
-        """Set what all stages depend on: recipe, facts about the rows, device and versions."""
+        """Set what stages depend on: recipe, facts about the rows, device, hardware, versions."""
         if self.folder is not None:
-            self._inputs = recipe, rows, [made_of(recipe, rows), device, dict(versions)]
+            start = [made_of(recipe, rows), device, dict(versions)]
+            self._inputs = recipe, rows, start, hardware
 
     def key(self, stage: str) -> str:
         """Return the digest of everything that a stage depends on, after the stages before it."""
@@ -132,7 +138,11 @@ class Progress:
 
 
 def keys_of(
-    recipe: Recipe, rows: Mapping[str, Any], start: Any, outputs: Mapping[str, str]
+    recipe: Recipe,
+    rows: Mapping[str, Any],
+    start: Any,
+    hardware: Mapping[str, Any],
+    outputs: Mapping[str, str],
 ) -> dict[str, str]:
     """Return every stage's key: a digest of its sections and of the earlier stages.
 
@@ -140,6 +150,7 @@ def keys_of(
         recipe: The recipe.
         rows: Facts about the data's rows.
         start: What all stages depend on.
+        hardware: Facts about the machine.
         outputs: Digests of the files that earlier stages wrote. They belong to the key because a
             stage that is run again may write other files: on a GPU, or by a clock.
     """
@@ -161,6 +172,8 @@ def keys_of(
     select = digest([score, outputs.get("score"), part["select"], outputs.get("latency")])
     prune = digest([select, part["gradual"]])
     before = digest([prune, outputs.get("prune")])
+    # Times of one processor say nothing of another.
+    timed_on = [hardware.get(name) for name in ("processor", "threads", "gpu")]
     recoveries = {}
     for i, step in enumerate(part["recover"]):
         name = f"recover {i}"
@@ -168,7 +181,7 @@ def keys_of(
         before = digest([recoveries[name], outputs.get(name)])
     return {
         "train": train,
-        "latency": digest([base, part["select"]]),
+        "latency": digest([base, part["select"], timed_on]),
         "base quality": digest([base, *sites]) if sites else base,
         "attention": base,
         "score": score,
@@ -178,7 +191,7 @@ def keys_of(
         **recoveries,
         "random": before,
         "answers": before,
-        "bench": digest([before, part["bench"]]),
+        "bench": digest([before, part["bench"], timed_on]),
     }
 
 

@@ -244,10 +244,10 @@ def prepare_subject(
     if recipe.task == "translation":
         check_sacrebleu("task")
     device = resolve_device(recipe.device)
-    known = versions()
+    known, machine = versions(), hardware(device)
     journal.note(
         versions=known,
-        hardware=hardware(device),
+        hardware=machine,
         git_commit=git_commit(),
         seeds={"seed": recipe.seed},
     )
@@ -255,7 +255,7 @@ def prepare_subject(
     # 2. Load the rows.
     with journal.stage("data"):
         raw = _load_rows(recipe, journal)
-    progress.begin(recipe, raw.facts, device.type, known)
+    progress.begin(recipe, raw.facts, device.type, machine, known)
 
     # 3. Train now, unless there is a trained model in `base` or in the run's folder.
     train = train and recipe.train is not None and base is None

@@ -98,7 +98,8 @@ def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> 
         raise InvalidValue(
             "select(latency=)", "a LatencyTable, with Budget(speedup=)", "none", hint
         )
-    latency.check(scores.sites)
+    size = None if scores.costs is None else scores.costs.total.params
+    latency.check(scores.sites, size)
     whole = round(latency.whole * _NANO)
     fixed = whole
     steps = []

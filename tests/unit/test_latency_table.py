@@ -145,6 +145,21 @@ def test_predicted_is_measured_where_time_adds_up(clock):
     assert table.whole / (clock.now - start) >= 1.5
 
 
+def test_a_table_of_a_deeper_model_is_refused(clock):
+    """It has all sites of the model, with as many heads."""
+    layers = [hp.MultiHeadAttention(8, 4) for _ in range(2)]
+    batch = torch.randn(2, 5, 8)
+    table = latency_table(nn.Sequential(*layers), batch, seconds=0)
+    scores = hp.score(nn.Sequential(layers[0]), [batch], "magnitude", progress=False)
+    message = "measured on a model of about 288 parameters, got 576.*Measure the model as it is now"
+    with pytest.raises(InvalidValue, match=message):
+        hp.select(scores, hp.Budget(speedup=1.5), "knapsack", latency=table)
+    # Older tables have no number of parameters. Another output layer changes few of them.
+    for known in (None, 287):
+        older = replace(table, n_parameters=known, whole=100.0, sites=table.sites[:1])
+        assert hp.select(scores, hp.Budget(speedup=1.001), "knapsack", latency=older)
+
+
 def test_what_sites_save_in_the_model_counts(monkeypatch):
     """Alone a head takes 2 s, in the model 3 s."""
     whole = []

@@ -114,13 +114,23 @@ def test_what_depends_on_a_change_is_made_anew(failed, tmp_path, changes, kept):
         same_runs(failed, tmp_path / "other")
 
 
+@pytest.mark.parametrize("changed", [{"processor": "another"}, {"threads": 3}, {"gpu": "one"}])
+def test_times_of_another_machine_are_not_reused(tmp_path, changed):
+    def keys(hardware: dict[str, Any]) -> dict[str, str]:
+        return keys_of(recipe(tmp_path), {"calibration": {}}, "start", hardware, {})
+
+    here = {"processor": "this one", "threads": 2, "memory_gib": 3.5}
+    before, after = keys(here), keys({**here, "memory_gib": 4.0, **changed})
+    assert {stage for stage in before if before[stage] != after[stage]} == {"latency", "bench"}
+
+
 @pytest.mark.parametrize("scorer", ["taylor", "auto"])
 def test_scores_of_auto_depend_on_what_it_judges_by(tmp_path, scorer):
     """`auto` takes a scorer by the budget and by the recoveries that do not train."""
 
     def key(**changes: Any) -> str:
         chosen = recipe(tmp_path, score={"scorer": scorer, "random_draws": 1}, **changes)
-        return keys_of(chosen, {"calibration": {}}, "start", {})["score"]
+        return keys_of(chosen, {"calibration": {}}, "start", {}, {})["score"]
 
     in_stages = {"stages": 2, "settings": {"steps": 2}}
     for changes in (
