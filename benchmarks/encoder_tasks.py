@@ -30,7 +30,7 @@ from scorers import drawn, encoder_recipe, fine_tuned
 
 TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, Spearman"}
 #: Text column and epochs of fine-tuning of the classifiers.
-COLUMNS = {"sst2": ("sentence", 2.0), "trec": ("text", 1.0)}
+COLUMNS = {"sst2": ("sentence", 2.0), "trec": ("text", 1.0), "hwu64": ("text", 5.0)}
 
 
 @dataclass

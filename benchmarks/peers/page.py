@@ -11,7 +11,7 @@ from typing import Any
 import studies
 import verdict
 from pages import publish
-from roster import OWN, PEERS, REFERENCE, TITLES, budget
+from roster import OWN, PEERS, REFERENCE, TITLES, budget, is_share
 
 PAGE = "peers.md"
 OUTCOMES = ("won", "tied", "a trade", "lost")
@@ -130,7 +130,7 @@ def section(record: dict[str, Any]) -> list[str]:
     where = record["hardware"]
     used = record["rows_used"]
     cut = [row["kept"] for row in record["rows"] if row["kept"] is not None]
-    of_share = cut and max(cut) < 1
+    of_share = cut and is_share(max(cut))
     lines = [
         "",
         f"## {TITLES[record['task']]}, {record['device_used']}"
@@ -228,7 +228,7 @@ def gaps(record: dict[str, Any], kept: float | None, here: set[str]) -> list[str
     measured it."""
     known = {row["peer"] for row in record["rows"]}
     even = [name for name, peer in PEERS.items() if peer.even and name in known]
-    if kept is None or kept < 1 or here.intersection(even):
+    if kept is None or is_share(kept) or here.intersection(even):
         even = []
     able = [
         name for name, peer in PEERS.items() if record["task"] in peer.tasks and peer.meets(kept)

@@ -12,11 +12,21 @@ OWN = "headprune"
 REFERENCE = "headprune"
 #: Trained after its cut: what others are held to that have trained as often.
 TRAINED = "headprune, trained"
-TITLES = {"sst2": "MiniLM on SST-2", "trec": "MiniLM on TREC", "digits": "a small ViT on digits"}
-TEXT, IMAGE = ("sst2", "trec"), ("digits",)
+TITLES = {
+    "sst2": "MiniLM on SST-2",
+    "trec": "MiniLM on TREC",
+    "hwu64": "MiniLM on HWU64",
+    "digits": "a small ViT on digits",
+}
+TEXT, IMAGE = ("sst2", "trec", "hwu64"), ("digits",)
 #: From this version of ONNX's operators on, attention is one, which ONNX Runtime runs faster than
 #: its parts.
 ATTENTION_AS_ONE = 23
+
+
+def is_share(kept: float) -> bool:
+    """Whether a budget is a share of the layers' multiply-adds, not a number of heads."""
+    return kept < 1
 
 
 def budget(kept: float | None, heads: int | None = None) -> str:
@@ -27,7 +37,7 @@ def budget(kept: float | None, heads: int | None = None) -> str:
     """
     if kept is None:
         return "all heads"
-    if kept < 1:
+    if is_share(kept):
         return f"{100 * kept:g} % of the multiply-adds"
     return f"{kept} heads" if heads is None else f"{kept} of {heads} heads"
 
@@ -77,7 +87,7 @@ class Peer:
         """Whether it has rows of such a budget: heads, a share, or None for the whole model."""
         if kept is None:
             return not (self.cuts or self.shares)
-        return self.shares if kept < 1 else self.cuts
+        return self.shares if is_share(kept) else self.cuts
 
 
 _REFIT = "`lstsq` with the feed-forward"

@@ -47,7 +47,7 @@ import judging
 import page
 import studies
 import subjects
-from roster import OWN, PEERS, REFERENCE, TITLES, TRAINED, Peer
+from roster import OWN, PEERS, REFERENCE, TEXT, TITLES, TRAINED, Peer
 from studies import RECORDS, now
 from subjects import Subject
 
@@ -55,7 +55,7 @@ HERE = Path(__file__).resolve().parent
 #: The draw whose models are timed.
 TIMED = 0
 #: Heads kept by default, of 72 and of 32.
-BUDGETS = {"sst2": (36, 24, 14), "trec": (36, 24, 14), "digits": (16, 8)}
+BUDGETS = {**dict.fromkeys(TEXT, (36, 24, 14)), "digits": (16, 8)}
 #: Shares of the layers' multiply-adds kept by default, of heads and neurons together.
 SHARES = (0.6, 0.42, 0.25)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pages
-from roster import PEERS, REFERENCE, budget
+from roster import PEERS, REFERENCE, budget, is_share
 
 #: How peers are called that start from our cut model.
 TOGETHER = f"{REFERENCE} + "
@@ -274,7 +274,7 @@ def _short(kept: float | None) -> str:
     """A budget in a cell."""
     if kept is None:
         return "all"
-    return f"{100 * kept:g} %" if kept < 1 else str(kept)
+    return f"{100 * kept:g} %" if is_share(kept) else str(kept)
 
 
 def _best(record: dict[str, Any], kept: float) -> str:

@@ -18,6 +18,7 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature, Samples
 from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.core.units import by_site
 from headprune.core.version import __version__
 from headprune.model.fingerprint import fingerprint, weights_digest
 from headprune.model.losses import Loss, default_loss
@@ -254,17 +255,18 @@ def _result(
         # `auto` gives the scores of the scorer that it chose.
         name = e.choice.best.scorer
         settings = registry.get(name)(**e.choice.best.settings).settings
+    sizes = units_per_site(problem.bound)
     # Plain numbers of tensors: HeadScores knows no torch.
     standard_errors = samples = curvature = None
     if e.standard_errors is not None:
-        standard_errors = _by_site(problem.bound, e.standard_errors)
+        standard_errors = by_site(e.standard_errors.tolist(), sizes)
     if e.samples is not None:
         samples = Samples.of(e.samples.detach().cpu().numpy())
     if e.curvature is not None:
         curvature = Curvature.of(e.curvature.detach().cpu().numpy())
     return HeadScores(
         sites=tuple(sites_of(problem.bound)),
-        values=_by_site(problem.bound, e.values),
+        values=by_site(e.values.tolist(), sizes),
         standard_errors=standard_errors,
         scorer=name,
         settings=settings,
@@ -377,12 +379,6 @@ def _check_alike(workers: Workers, mark: str, batches: Any, *asked: Any) -> None
         "Load the same checkpoint everywhere, and seed what is drawn when a model gets a new head."
     )
     workers.agree("the model", "the same in every process, to the last weight", mark, hint)
-
-
-def _by_site(bound: list[BoundSite], flat: Tensor) -> tuple[tuple[float, ...], ...]:
-    """One tuple of numbers per site, from ``[units]``."""
-    sizes = units_per_site(bound)
-    return tuple(tuple(row.tolist()) for row in flat.split(sizes))
 
 
 def _notes(scorer: Scorer, estimate: Estimate) -> tuple[str, ...]:

@@ -43,8 +43,8 @@ CURVATURES = ("output", "logits", "loss")
 #: A price that would be below the one before it is above it by this share, so that the order can be
 #: read off.
 _APART = 1e-9
-#: Where feed-forwards are scored.
-_NO_ERRORS = "No standard errors: with feed-forwards all examples are one block."
+#: Why there is no standard error where feed-forwards are scored.
+_ONE_BLOCK = "With feed-forwards, all examples are one block."
 #: By site number and run: a tensor, or None where there is none.
 _PerRun: TypeAlias = list[list[Tensor | None]]
 
@@ -118,7 +118,7 @@ class Surgeon(ConstantWork):
         neurons = any(b.layout.is_feed_forward for b in problem.bound)
         if neurons and self.blocks > 1:
             estimate = replace(self, blocks=1).estimate(problem)
-            return replace(estimate, notes=(*estimate.notes, _NO_ERRORS))
+            return replace(estimate, notes=(*estimate.notes, _ONE_BLOCK))
         curvature: str | None = self.curvature
         if curvature is None:
             curvature = "output" if is_default(problem.loss) else "loss"

@@ -110,7 +110,8 @@ def test_surgeon_removes_neurons_in_the_order_of_single_removals(monkeypatch):
 def test_heads_and_neurons_share_a_budget_and_neurons_come_in_levels(bert, batches, tmp_path):
     sites = hp.find_sites(bert, feed_forward=True)
     scores = hp.score(bert, batches, "surgeon", sites=sites)
-    assert any("No standard errors" in note for note in scores.notes)
+    assert any("No standard error:" in note for note in scores.notes)
+    assert any("With feed-forwards" in note for note in scores.notes)
     plan = hp.select(scores, hp.Budget(keep_params=0.7))
     counts = {row.site: len(row.kept) for row in plan.mask.rows}
     of_neurons = {counts[site.name] for site in neurons(sites)}
