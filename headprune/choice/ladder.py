@@ -78,6 +78,11 @@ class Ladder(Scorer):
     def by_example(self) -> bool:
         return False
 
+    @property
+    def scores_neurons(self) -> bool:  # type: ignore[override]
+        """Whether the scorer that ranks the units does."""
+        return self._ranks().scores_neurons
+
     def estimate(self, problem: ScoringProblem) -> Estimate:
         """Rank the units of every site, and measure the rise at each of its levels.
 

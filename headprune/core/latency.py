@@ -134,7 +134,8 @@ class LatencyTable(Value):
     def alone(self, sites: Iterable[str]) -> LatencyTable:
         """The table of a model that consists of the attention of these sites."""
         rows = tuple(self._row(name) for name in sites)
-        return replace(self, sites=rows, whole=sum(row.whole for row in rows))
+        whole = sum(row.whole for row in rows)
+        return replace(self, sites=rows, whole=whole, n_parameters=None)
 
     def predict(self, kept: HeadMask | Mapping[str, int]) -> float:
         """Predict the seconds per call of the model with some heads kept.

@@ -23,6 +23,7 @@ def feed_forward(
     optional: tuple[str, ...] = (),
     untouched: tuple[str, ...] = (),
     exposed: type[Mixin] | None = None,
+    absent: tuple[str, ...] = (),
     width: int | Callable[[Any], int] = 1,
 ) -> AttentionLayout:
     """Return the layout of a feed-forward, or of a layer that holds its projections itself.
@@ -35,6 +36,7 @@ def feed_forward(
         optional: Those of them that a module may lack.
         untouched: Paths of parameters that do not depend on neurons.
         exposed: As in ``AttentionLayout``.
+        absent: As in ``AttentionLayout``.
         width: Of a neuron, 1; or a function that first refuses modules by raising.
     """
     slabs = [HeadSlab(path, "out", unit, optional=path in optional) for path, unit in up.items()]
@@ -46,6 +48,7 @@ def feed_forward(
         kind="feed_forward",
         untouched=untouched,
         exposed=exposed,
+        absent=absent,
         empty=WithoutNeurons(down),
     )
 

@@ -19,12 +19,27 @@ class CallsItsLayers(Mixin):
 
 
 def _width(module: Any) -> int:
-    """Refuse layers whose tokens come before the examples, where gates are per example."""
+    """Refuse layers that a cut would change, or where gates per example cannot be."""
+    # Tokens come before the examples.
     attention = getattr(module, "self_attn", None)
     if not getattr(attention, "batch_first", False):
         must, got = "built with batch_first=True", "another layer"
         raise UnsupportedModel(type(module).__name__, must, got)
+    if not _treats_neurons_alone(module.activation, module.linear1.weight):
+        must = "a layer whose activation treats every neuron by itself"
+        raise UnsupportedModel(type(module).__name__, must, repr(module.activation))
     return 1
+
+
+def _treats_neurons_alone(activation: Any, like: Any) -> bool:
+    """Whether an activation, which may be the user's own, gives some neurons the same alone."""
+    import torch
+
+    if like.is_meta:
+        return True
+    row = torch.linspace(-2.0, 2.0, 9, dtype=like.dtype, device=like.device)
+    with torch.no_grad():
+        return torch.allclose(activation(row)[:4], activation(row[:4]), rtol=0.02, atol=0.02)
 
 
 LAYOUT = feed_forward(

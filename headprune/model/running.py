@@ -334,6 +334,9 @@ def undisturbed(
 ) -> Iterator[nn.Module]:
     """Run a model in evaluation mode inside the block, and restore its state afterwards.
 
+    Feed-forwards run on all tokens at once, which gives the same: a part of the tokens could not
+    be compared with the padding mask.
+
     Restored: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's
     random state, what accelerate offloads, and the problem type that Transformers' classifiers
     write into their configuration when they see labels.
@@ -357,11 +360,26 @@ def undisturbed(
             stack.enter_context(nested_tensors(packing(model), made=False))
         stack.enter_context(sent_back(model))
         stack.enter_context(_restored(model))
+        stack.enter_context(_unchunked(model))
         model.eval()
         if frozen:
             for parameter in model.parameters():
                 parameter.requires_grad_(False)
         yield model
+
+
+@contextmanager
+def _unchunked(model: nn.Module) -> Iterator[None]:
+    """Turn off Transformers' ``chunk_size_feed_forward`` inside the block."""
+    name = "chunk_size_feed_forward"
+    sizes = [(module, vars(module)[name]) for module in model.modules() if vars(module).get(name)]
+    for module, _ in sizes:
+        setattr(module, name, 0)
+    try:
+        yield
+    finally:
+        for module, size in sizes:
+            setattr(module, name, size)
 
 
 @contextmanager

@@ -212,7 +212,7 @@ def _beyond_types(data: Mapping[str, Any]) -> Iterator[InvalidValue]:
     settings = select.get("settings")
     yield from check_method(selection.registry, selector, settings, "select", "selector")
     yield from _select_problems(select)
-    yield from _neuron_problems(select, scorer)
+    yield from _neuron_problems(select, scorer, score.get("settings"))
     yield from _latency_problems(select, task)
     yield from _recover_problems(data, "recover")
     yield from _recover_problems(select, "select.recover")
@@ -299,14 +299,26 @@ def _select_problems(select: Mapping[str, Any]) -> Iterator[InvalidValue]:
             yield from _budget_problems(budget, f"select.sites.{key}")
 
 
-def _neuron_problems(select: Mapping[str, Any], scorer: Any) -> Iterator[InvalidValue]:
+def _scores_neurons(name: str, settings: Any) -> bool:
+    """Whether a scorer with these settings can score neurons; True if the settings are wrong."""
+    from headprune import scoring
+
+    try:
+        return bool(configured(scoring.registry, name, settings or {}).scores_neurons)
+    except (HeadPruneError, ValidationError, TypeError, ValueError):
+        return True  # `check_method` says what is wrong
+
+
+def _neuron_problems(
+    select: Mapping[str, Any], scorer: Any, settings: Any
+) -> Iterator[InvalidValue]:
     """Refuse scorers and budgets that have no meaning for neurons."""
     from headprune import scoring
 
     if select.get("feed_forward") is not True:
         return
     known = isinstance(scorer, str) and scorer in scoring.registry
-    if known and not scoring.registry.get(scorer).scores_neurons:
+    if known and not _scores_neurons(scorer, settings):
         must = "one that scores neurons, with select.feed_forward"
         hint = "It reads attention maps, which feed-forwards lack; take ladder, taylor or surgeon."
         yield InvalidValue("score.scorer", must, repr(scorer), hint)

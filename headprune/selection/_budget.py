@@ -98,8 +98,7 @@ def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> 
         raise InvalidValue(
             "select(latency=)", "a LatencyTable, with Budget(speedup=)", "none", hint
         )
-    size = None if scores.costs is None else scores.costs.total.params
-    latency.check(scores.sites, size)
+    latency.check(scores.sites)
     whole = round(latency.whole * _NANO)
     fixed = whole
     steps = []

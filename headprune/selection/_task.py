@@ -51,7 +51,9 @@ class SelectionTask:
         keep = named(scores.sites, must_keep, "select(must_keep=)")
         remove = named(scores.sites, must_remove, "select(must_remove=)")
         if latency is not None:
-            latency.check(scores.sites)
+            # Here the costs are the whole model's; those of a part are its sites' alone.
+            size = None if scores.costs is None else scores.costs.total.params
+            latency.check(scores.sites, size)
         # Heads of a policy such as ``balanced`` are removed together: from here on, a unit is the
         # smallest thing that a selector decides on.
         units = bundled(scores, keep, remove)

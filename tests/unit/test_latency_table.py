@@ -160,6 +160,18 @@ def test_a_table_of_a_deeper_model_is_refused(clock):
         assert hp.select(scores, hp.Budget(speedup=1.001), "knapsack", latency=older)
 
 
+def test_budgets_of_speed_for_groups_of_sites(clock):
+    """The costs of a group are those of its sites, and say nothing of the model's size."""
+    model = nn.Sequential(hp.MultiHeadAttention(8, 4), Rest(clock), hp.MultiHeadAttention(8, 4))
+    batch = torch.randn(2, 5, 8)
+    table = latency_table(model, batch, seconds=0)
+    scores = hp.score(model, [batch], "magnitude", progress=False)
+    assert scores.costs is not None
+    plan = hp.select(scores, {"2": hp.Budget(speedup=1.3)}, "knapsack", latency=table)
+    counts = {row.site: len(row.kept) for row in plan.mask.rows}
+    assert counts == {"0": 4, "2": 3}
+
+
 def test_what_sites_save_in_the_model_counts(monkeypatch):
     """Alone a head takes 2 s, in the model 3 s."""
     whole = []

@@ -181,6 +181,44 @@ def test_padding_does_not_count(bert, batches):
             assert_close(torch.tensor(row), torch.tensor(other), rtol=1e-5, atol=1e-7)
 
 
+def test_padding_does_not_count_in_chunks_of_tokens(bert, batches):
+    """A chunk has another shape than the mask; in a measurement all tokens run at once."""
+    sites = hp.find_sites(bert, feed_forward=True)
+    whole = hp.score(bert, batches, "wanda", sites=sites)
+    for layer in bert.bert.encoder.layer:
+        layer.chunk_size_feed_forward = 3
+    assert_close(hp.score(bert, batches, "wanda", sites=sites).values, whole.values)
+    assert [layer.chunk_size_feed_forward for layer in bert.bert.encoder.layer] == [3, 3]
+
+
+@pytest.mark.parametrize("activation", [nn.Softmax(-1), lambda x: x - x.mean(-1, keepdim=True)])
+def test_an_activation_over_all_neurons_is_refused(activation):
+    options = {"batch_first": True, "activation": activation}
+    layer = nn.TransformerEncoderLayer(16, 2, 32, **options)
+    with pytest.raises(UnsupportedModel, match="feed-forward that headprune knows"):
+        hp.find_sites(nn.Sequential(layer), feed_forward=True)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation=nn.SiLU())
+    assert len(neurons(hp.find_sites(nn.Sequential(layer), feed_forward=True))) == 1
+
+
+def test_sparse_layers_of_gemma_3n_are_passed_over():
+    from headprune.layouts import feed_forward_llama
+
+    layer = nn.Module()
+    layer.activation_sparsity = 0.95
+    with pytest.raises(UnsupportedModel, match=r"got activation_sparsity=0\.95"):
+        feed_forward_llama.LAYOUT.head_dim(layer)
+    layer.activation_sparsity = 0.0
+    assert feed_forward_llama.LAYOUT.head_dim(layer) == 1
+
+
+def test_ladder_in_the_order_of_attention_maps_is_refused(bert, batches):
+    sites = hp.find_sites(bert, feed_forward=True)
+    ladder = hp.scoring.registry.configured("ladder", {"order": "entropy"}, "test")
+    with pytest.raises(InvalidValue, match="must be one that scores neurons"):
+        hp.score(bert, batches, ladder, sites=sites)
+
+
 def test_what_is_no_feed_forward_is_passed_over():
     tokens_first = nn.TransformerEncoderLayer(16, 4, 24)
     named = nn.ModuleDict({"linear1": nn.Linear(8, 6), "linear2": nn.Linear(6, 8)})
