@@ -589,7 +589,7 @@ def _trained(records: Sequence[dict[str, Any]]) -> str:
     if not words:
         return ""
     return (
-        " Trained, points of accuracy above a smaller architecture of about the same speed, trained"
+        " Trained, points above a smaller architecture of like speed, trained"
         f" as long: {', '.join(words)}."
     )
 
@@ -604,7 +604,7 @@ def _title(record: dict[str, Any]) -> str:
 
 def _processor(record: dict[str, Any]) -> str:
     name: str = record["hardware"]["processor"]
-    return name.replace("(R)", "")
+    return name.replace("(R)", "").removesuffix(" Processor")
 
 
 def _device(record: dict[str, Any]) -> str:
