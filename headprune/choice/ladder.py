@@ -79,7 +79,7 @@ class Ladder(Scorer):
         return False
 
     @property
-    def scores_neurons(self) -> bool:  # type: ignore[override]
+    def scores_neurons(self) -> bool:
         """Whether the scorer that ranks the units does."""
         return self._ranks().scores_neurons
 

@@ -35,6 +35,8 @@ _NOT_OUTPUTS = (
 )
 #: The attribute by which PyTorch's encoder packs padded batches.
 _PACKS = "use_nested_tensor"
+# Of Transformers' layers: tokens that a feed-forward runs on at once; 0 is all of them.
+_CHUNK = "chunk_size_feed_forward"
 
 
 # ---------------------------------------------------------------- calls
@@ -297,15 +299,21 @@ def _packs(module: nn.Module) -> bool:
 @contextmanager
 def nested_tensors(encoders: Iterable[nn.Module], made: bool) -> Iterator[None]:
     """Switch nested tensors of ``packing`` encoders on or off inside the block."""
-    encoders = list(encoders)
-    before = [getattr(encoder, _PACKS) for encoder in encoders]
+    with _attribute(encoders, _PACKS, made):
+        yield
+
+
+@contextmanager
+def _attribute(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """Give an attribute of modules another value inside the block."""
+    before = [(module, getattr(module, name)) for module in modules]
     try:
-        for encoder in encoders:
-            setattr(encoder, _PACKS, made)
+        for module, _ in before:
+            setattr(module, name, value)
         yield
     finally:
-        for encoder, packs in zip(encoders, before, strict=True):
-            setattr(encoder, _PACKS, packs)
+        for module, old in before:
+            setattr(module, name, old)
 
 
 @contextmanager
@@ -360,26 +368,13 @@ def undisturbed(
             stack.enter_context(nested_tensors(packing(model), made=False))
         stack.enter_context(sent_back(model))
         stack.enter_context(_restored(model))
-        stack.enter_context(_unchunked(model))
+        chunked = [module for module in model.modules() if vars(module).get(_CHUNK)]
+        stack.enter_context(_attribute(chunked, _CHUNK, 0))
         model.eval()
         if frozen:
             for parameter in model.parameters():
                 parameter.requires_grad_(False)
         yield model
-
-
-@contextmanager
-def _unchunked(model: nn.Module) -> Iterator[None]:
-    """Turn off Transformers' ``chunk_size_feed_forward`` inside the block."""
-    name = "chunk_size_feed_forward"
-    sizes = [(module, vars(module)[name]) for module in model.modules() if vars(module).get(name)]
-    for module, _ in sizes:
-        setattr(module, name, 0)
-    try:
-        yield
-    finally:
-        for module, size in sizes:
-            setattr(module, name, size)
 
 
 @contextmanager

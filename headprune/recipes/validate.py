@@ -305,7 +305,7 @@ def _scores_neurons(name: str, settings: Any) -> bool:
 
     try:
         return bool(configured(scoring.registry, name, settings or {}).scores_neurons)
-    except (HeadPruneError, ValidationError, TypeError, ValueError):
+    except (HeadPruneError, TypeError, ValueError):  # a ValidationError is a ValueError
         return True  # `check_method` says what is wrong
 
 

@@ -78,8 +78,6 @@ class Scorer(ABC):
     #: Whether it reads losses, or which tokens count in them. Without that, labels may be missing
     #: or anything.
     reads_loss: ClassVar[bool] = True
-    #: Whether it can score the neurons of feed-forwards, which have no attention maps.
-    scores_neurons: ClassVar[bool] = True
 
     @property
     def settings(self) -> FrozenDict:
@@ -91,6 +89,11 @@ class Scorer(ABC):
     def by_example(self) -> bool:
         """Whether an example's row depends on that example alone, so that data may be read piece by
         piece."""
+        return True
+
+    @property
+    def scores_neurons(self) -> bool:
+        """Whether it can score the neurons of feed-forwards, which have no attention maps."""
         return True
 
     @abstractmethod

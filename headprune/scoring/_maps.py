@@ -358,7 +358,10 @@ class MapScorer(Scorer):
     unit's heads."""
 
     reads_loss: ClassVar[bool] = False
-    scores_neurons: ClassVar[bool] = False
+
+    @property
+    def scores_neurons(self) -> bool:
+        return False
 
     @abstractmethod
     def of_rows(self, probabilities: Tensor) -> Tensor:

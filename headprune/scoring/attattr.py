@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,10 +64,12 @@ class Attattr(Scorer):
         of: F: ``probability`` (the paper), or ``loss``, the log-probability ``-loss``.
     """
 
-    scores_neurons: ClassVar[bool] = False
-
     steps: int = 20
     of: str = "probability"
+
+    @property
+    def scores_neurons(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         check_count("Attattr.steps", self.steps)
