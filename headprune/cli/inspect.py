@@ -206,20 +206,22 @@ def _tensor_parallel(model: nn.Module) -> list[int]:
 
 def _as_data(group: NotTaken) -> dict[str, Any]:
     names = list(group.modules)
-    return {"module": names[0], "modules": names, "class": group.kind, "reason": group.reason}
+    data = {"module": names[0], "modules": names, "class": group.kind, "reason": group.reason}
+    return {**data, "feed_forward": group.is_feed_forward}
 
 
 def _of_data(group: dict[str, Any]) -> NotTaken:
     from headprune.core.coverage import NotTaken
 
-    return NotTaken(tuple(group["modules"]), group["class"], group["reason"])
+    modules, kind = tuple(group["modules"]), group["class"]
+    return NotTaken(modules, kind, group["reason"], group["feed_forward"])
 
 
 def _say_not_taken(groups: Sequence[NotTaken]) -> None:
-    """Print the attention-like modules that no layout recognises."""
+    """Print the modules like attention or feed-forwards that no layout recognises."""
     for group in groups:
         say(f"not recognised: {group}")
-    if groups:
+    if not all(group.is_feed_forward for group in groups):
         hint = "headprune.propose_layouts(model, example) looks for a layout of such modules"
         say(f"{hint} and proves it.")
 

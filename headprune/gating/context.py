@@ -236,7 +236,9 @@ def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
     """Multiply every head of ``x [..., heads * width]`` by its gates, as ``spread`` shapes them."""
     for gate in gates:
         heads = x.unflatten(-1, (gate.shape[-2], -1))
-        if gate.ndim > heads.ndim:
+        if gate.ndim > heads.ndim == 3:
+            heads = _by_example(heads, gate)
+        elif gate.ndim > heads.ndim:
             heads, gate = _windows(heads, gate)
         _check_rows(heads, gate)
         # A gradient of a gate is a long sum. Where one is needed, products and sum have at least
@@ -246,6 +248,25 @@ def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
             kind = torch.promote_types(heads.dtype, gate.dtype)
         x = (heads.to(kind) * gate.to(heads.device, kind)).to(x.dtype).view(x.shape)
     return x
+
+
+def _by_example(heads: Tensor, gate: Tensor) -> Tensor:
+    """Divide tokens that lie one after another among the examples of the gates.
+
+    Args:
+        heads: ``[examples * tokens, heads, width]``.
+        gate: ``[examples, 1 or tokens, heads, 1]``.
+
+    Returns:
+        ``[examples, tokens, heads, width]``.
+    """
+    n_rows = len(heads)
+    examples, tokens = gate.shape[:2]
+    if n_rows % examples or tokens not in (1, n_rows // examples):
+        must = f"for the {n_rows} tokens that the model runs on"
+        raise InvalidValue("gates", must, f"gates of {examples} examples x {tokens} tokens")
+    by_example: Tensor = heads.unflatten(0, (examples, -1))
+    return by_example
 
 
 def _windows(heads: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Attention that matches no layout: which modules look like attention, and what each lacks."""
+"""Attention and feed-forwards that match no layout: which these are, and what each lacks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headprune.attention.linear import is_conv1d
 from headprune.core.coverage import NotTaken
 from headprune.core.errors import UnsupportedModel
+from headprune.core.heads import AttentionSite
 from headprune.core.layout import AttentionLayout
 from headprune.model.matching import lookup, reason_against
 
@@ -19,6 +20,8 @@ from headprune.model.matching import lookup, reason_against
 _LISTED = 8
 #: Class names of attention.
 _KIND = re.compile(r"attention|attn|MHS?A(?![a-z])")
+#: Why the experts of a mixture are no sites.
+_EXPERTS = "an expert of a mixture runs on some tokens only, which no gate fits"
 #: Class names of feed-forwards.
 _FEED_FORWARD = re.compile(r"mlp|feed_?forward|ffn|experts", re.IGNORECASE)
 #: Names of projections of queries, of keys and of values.
@@ -190,38 +193,89 @@ def unmatched_attention(
     Args:
         model: The model.
         taken: Names of its sites. Modules inside of one, or around one, are not listed.
-        layouts: All layouts.
+        layouts: All layouts of attention.
     """
     layouts = list(layouts)
     inside = tuple(f"{name}." if name else "" for name in taken)
     around = {"", *_names_around(taken)} if taken else set()
-    groups: dict[tuple[str, str], list[str]] = {}
+    found = []
     for name, module in attention_like(model):
         if name in taken or name in around or name.startswith(inside):
             continue
         # A layout takes it, so the caller left it out on purpose.
         if any(reason_against(layout, module) is None for layout in layouts):
             continue
-        reason = closest_reason(module, layouts)
-        groups.setdefault((type(module).__name__, reason), []).append(name)
-    return tuple(NotTaken(tuple(names), kind, reason) for (kind, reason), names in groups.items())
+        found.append((name, type(module).__name__, closest_reason(module, layouts)))
+    return _grouped(found, is_feed_forward=False)
 
 
-def no_feed_forwards_error(model: nn.Module) -> UnsupportedModel:
-    """Make the error for a model none of whose feed-forwards a layout takes."""
-    found: dict[str, str] = {}
+def unmatched_feed_forwards(
+    model: nn.Module, sites: Iterable[AttentionSite], layouts: Iterable[AttentionLayout]
+) -> tuple[NotTaken, ...]:
+    """Group modules like feed-forwards that no layout matches by class and reason.
+
+    Args:
+        model: The model.
+        sites: Its sites. Modules inside of one, or around a feed-forward, are not listed.
+        layouts: All layouts of feed-forwards.
+    """
+    layouts, sites = list(layouts), list(sites)
+    inside = tuple(f"{site.name}." if site.name else "" for site in sites)
+    taken = [site.name for site in sites if site.is_feed_forward]
+    around = {"", *taken, *_names_around(taken)} if taken else set()
+    found = []
     for name, module in model.named_modules():
-        if _FEED_FORWARD.search(type(module).__name__) and _has_parameters(module):
-            found.setdefault(type(module).__name__, name)
-    got = "no module that looks like one"
-    if found:
-        got = "none of " + ", ".join(f"{kind} ({name})" for kind, name in found.items())
-    hint = (
-        "Experts that share one tensor cannot be cut one by one. For a module of your own give"
-        " find_sites a layout of kind 'feed_forward'."
+        if name in around or name.startswith(inside):
+            continue
+        kind = type(module).__name__
+        if is_expert(name):
+            # One line for all experts of a layer, and none for the block around them.
+            if name.endswith("experts"):
+                found.append((name, kind, _EXPERTS))
+            continue
+        if hasattr(module, "experts") or not _is_like_feed_forward(module, layouts):
+            continue
+        # A layout takes it, so the caller left it out on purpose.
+        if any(reason_against(layout, module) is None for layout in layouts):
+            continue
+        found.append((name, kind, closest_reason(module, layouts)))
+    return _grouped(found, is_feed_forward=True)
+
+
+def _grouped(found: Iterable[tuple[str, str, str]], is_feed_forward: bool) -> tuple[NotTaken, ...]:
+    """Group names, classes and reasons by the latter two."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, kind, reason in found:
+        groups.setdefault((kind, reason), []).append(name)
+    return tuple(
+        NotTaken(tuple(names), kind, reason, is_feed_forward)
+        for (kind, reason), names in groups.items()
     )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a module, by its name, is an expert of a mixture, or all of them."""
+    return "experts" in name.split(".")
+
+
+def no_feed_forwards_error(
+    model: nn.Module, layouts: Collection[AttentionLayout]
+) -> UnsupportedModel:
+    """Make the error for a model none of whose feed-forwards a layout takes."""
+    unmatched = unmatched_feed_forwards(model, (), layouts)
+    got = "no module that looks like one"
+    if unmatched:
+        got = f"none of {'; '.join(map(str, unmatched[:_LISTED]))}"
+    hint = "For a module of your own give find_sites a layout of kind 'feed_forward'."
     must = "a model with a feed-forward that headprune knows"
     return UnsupportedModel(type(model).__name__, must, got, hint)
+
+
+def _is_like_feed_forward(module: nn.Module, layouts: Iterable[AttentionLayout]) -> bool:
+    """Whether its class is named like one, or it has all parts that a layout needs."""
+    if _FEED_FORWARD.search(type(module).__name__):
+        return _has_parameters(module)
+    return any(not _match(module, layout).missing for layout in layouts)
 
 
 def _names_around(names: Iterable[str]) -> Iterator[str]:

@@ -52,7 +52,8 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
     for b in bound:
         name = b.site.name
         if not b.site.heads:
-            must = "for a model with a head in every layer"
+            unit = "neurons" if b.layout.is_feed_forward else "a head"
+            must = f"for a model with {unit} in every layer"
             raise UnsupportedModel(_WHERE, must, f"none kept in {name}")
         kv_of = b.site.geometry.kv_of
         if kv_of is not None:

@@ -63,7 +63,8 @@ class Sites(tuple[AttentionSite, ...]):
 
     Attributes:
         layouts: The layouts that located them, by name.
-        not_taken: The model's attention that no layout takes, and why.
+        not_taken: The model's attention and, if asked for, feed-forwards that no layout takes, and
+            why.
     """
 
     layouts: dict[str, AttentionLayout]
@@ -132,18 +133,25 @@ def not_taken(
     """List the attention that is no site and that no layout takes.
 
     Attention that a layout takes is not listed, even if it is not among the sites: the caller left
-    it out on purpose.
+    it out on purpose. The same holds for feed-forwards, where one of them is a site.
 
     Args:
         model: The model.
         sites: Its sites.
         layouts: Layouts besides those of the sites and the registered ones.
     """
-    known = list(layouts)
+    own = list(layouts)
     if isinstance(sites, Sites):
-        known += sites.layouts.values()
-    known += _registered()
-    return near_misses.unmatched_attention(unwrap(model), [site.name for site in sites], known)
+        own += sites.layouts.values()
+    sites = list(sites)
+    model = unwrap(model)
+    attention = [layout for layout in own if not layout.is_feed_forward] + _registered()
+    found = near_misses.unmatched_attention(model, [site.name for site in sites], attention)
+    if any(site.is_feed_forward for site in sites):
+        neurons = [layout for layout in own if layout.is_feed_forward]
+        neurons += _registered(feed_forward=True)
+        found += near_misses.unmatched_feed_forwards(model, sites, neurons)
+    return found
 
 
 def _registered(feed_forward: bool = False) -> list[AttentionLayout]:
@@ -180,8 +188,7 @@ def find_sites(
 
     Returns:
         The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of
-        your own. Their ``not_taken`` lists other modules like attention, and why no layout takes
-        them.
+        your own. Their ``not_taken`` lists similar modules, and why no layout takes them.
 
     Raises:
         UnsupportedModel: no site, or no feed-forward that was asked for; the message lists similar
@@ -275,7 +282,7 @@ def _located(
     if neurons:
         found = _matched(model, neurons, policy)
         if feed_forward and not found:
-            raise no_feed_forwards_error(model)
+            raise no_feed_forwards_error(model, neurons)
         bound = _in_model_order(model, [*bound, *found])
     if not bound:
         raise no_sites_error(model, attention)
@@ -308,10 +315,9 @@ def _matched(
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
-        # An expert of a mixture sees some tokens of some examples: no gate fits them.
-        is_expert = "experts" in name.split(".")
         for layout in candidates:
-            if is_expert and layout.is_feed_forward:
+            # An expert of a mixture sees some tokens of some examples: no gate fits them.
+            if layout.is_feed_forward and near_misses.is_expert(name):
                 continue
             now = matched_geometry(layout, module)
             if isinstance(now, str):

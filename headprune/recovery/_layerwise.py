@@ -50,6 +50,7 @@ from headprune.recovery._side_by_side import (
 )
 from headprune.recovery._targets import (
     Target,
+    counts_by_kind,
     find_targets,
     modules_of,
     sites_as_targets,
@@ -345,7 +346,7 @@ class LayerwiseRecovery(Recovery):
                 parts = tuple(part for part in parts if part == "bias")
             changed += [f"{target.name}.{part}" for part in parts]
         metrics: dict[str, Any] = {
-            "heads": sum(len(target.removed) for target in refitted),
+            **counts_by_kind((target, target.removed) for target in refitted),
             "projections": len(refitted),
             "biases_added": refit.replaced.added,
             **summary(refit.both.targets, refit.before.errors, after),

@@ -195,6 +195,20 @@ def sites_as_targets(pairs: Iterable[SitePair]) -> list[Target]:
     return list(targets.values())
 
 
+def counts_by_kind(removed: Iterable[tuple[Target, Sequence[int]]]) -> dict[str, int]:
+    """Return how many heads and, where there are any, neurons the projections lost.
+
+    Args:
+        removed: Projections, each with its removed heads or neurons.
+    """
+    counts = {"heads": 0}
+    for target, numbers in removed:
+        is_feed_forward = target.bound is not None and target.bound.layout.is_feed_forward
+        kind = "neurons" if is_feed_forward else "heads"
+        counts[kind] = counts.get(kind, 0) + len(numbers)
+    return counts
+
+
 def without_columns(targets: Iterable[Target]) -> list[Target]:
     """Return the targets whose heads were all removed.
 

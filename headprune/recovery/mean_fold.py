@@ -22,6 +22,7 @@ from headprune.recovery._targets import (
     Target,
     check_apart,
     check_own_parameters,
+    counts_by_kind,
     find_targets,
     modules_of,
     sites_as_targets,
@@ -92,14 +93,14 @@ class MeanFold(Recovery):
         pairs = paired(job.model, job.teacher, job.sites)
 
         # 1. Which heads to fold.
-        folds, n_folded_before = _folds(job.model, pairs)
-        notes: list[str] = []
-        if n_folded_before:
-            notes.append(
-                f"{n_folded_before} removed heads had been folded before and were not folded again."
-            )
+        folds, folded_before = _folds(job.model, pairs)
+        notes = [
+            f"{number} removed {kind} had been folded before and were not folded again."
+            for kind, number in folded_before.items()
+            if number
+        ]
         if not folds:
-            notes.append("Nothing to fold: the model lacks no other head.")
+            notes.append("Nothing to fold: nothing else was removed from the model.")
             return Outcome((), 0, {"heads": 0}, tuple(notes))
         folded = [fold.target for fold in folds]
         check_apart(job.teacher, folded, ("bias",))
@@ -117,7 +118,8 @@ class MeanFold(Recovery):
             replaced.open_(modules_of([*measured_only, *folded]))
             metrics, more_notes = self._fold_(job, pairs, replaced, folded, changes)
             replaced.close_(folded)
-        counts = {"heads": sum(len(fold.heads) for fold in folds), "biases_added": replaced.added}
+        counts = counts_by_kind((fold.target, fold.heads) for fold in folds)
+        counts["biases_added"] = replaced.added
         changed = tuple(f"{target.name}.bias" for target in folded)
         return Outcome(changed, examples, {**counts, **metrics}, (*notes, *more_notes))
 
@@ -152,23 +154,23 @@ class MeanFold(Recovery):
         return {}, ()
 
 
-def _folds(model: nn.Module, pairs: list[SitePair]) -> tuple[list[_Fold], int]:
-    """Return what to fold, each projection once, and how many heads were folded before."""
+def _folds(model: nn.Module, pairs: list[SitePair]) -> tuple[list[_Fold], dict[str, int]]:
+    """Return what to fold, each projection once, and by kind how much was folded before."""
     folds: list[_Fold] = []
-    n_folded_before = 0
+    folded_before: list[tuple[Target, list[int]]] = []
     teacher_sites = {ours.site.name: theirs for ours, theirs in pairs}
     for target in sites_as_targets(pairs):
         assert target.bound is not None
-        folded = getattr(target.module, FOLDED_ATTRIBUTE, ())
+        folded = frozenset(getattr(target.module, FOLDED_ATTRIBUTE, ()))
         # A head that the bias stands for already would be added twice.
         heads = tuple(head for head in target.removed if head not in folded)
-        n_folded_before += len(target.removed) - len(heads)
+        folded_before.append((target, [head for head in target.removed if head in folded]))
         if heads:
             teacher = teacher_sites[target.bound.site.name]
             feature_count(target.module, "in", target.name)
             check_own_parameters(model, target, ("bias",))
             folds.append(_Fold(target, teacher, heads, _columns_of(teacher, heads)))
-    return folds, n_folded_before
+    return folds, counts_by_kind(folded_before)
 
 
 def _columns_of(b: BoundSite, heads: tuple[int, ...]) -> tuple[int, ...]:

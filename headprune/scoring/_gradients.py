@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature
 from headprune.gating.context import gated
-from headprune.model.contexts import watched
+from headprune.model.contexts import rows_of, watched
 from headprune.model.losses import Loss, default_loss
 from headprune.model.recompute import recomputed
 from headprune.model.running import batch_size, device_of, undisturbed
@@ -333,8 +333,9 @@ def _lengths(problem: ScoringProblem, batch: Any, size: int) -> dict[str, int]:
 
     def note_length(site: int, x: Tensor) -> None:
         b = problem.bound[site]
-        windows = x.shape[0] // size if b.layout.windows else 1
-        lengths[b.site.name] = windows * x.shape[1 - b.layout.batch_axis]
+        n_rows, n_tokens = rows_of(b, x, batch).shape[:2]
+        windows = n_rows // size if b.layout.windows else 1
+        lengths[b.site.name] = windows * n_tokens
 
     with torch.no_grad(), watched(problem.bound, note_length):
         problem.loss(problem.model, batch)

@@ -22,6 +22,8 @@ from headprune.scoring._shared_values import SharedValues
 
 #: Share of a test's error that chooses which pairs are close; the rest tests them.
 _CHOOSING = 0.1
+#: Units that are compared at most: a matrix of all pairs takes 275 MiB then.
+_MOST_UNITS = 6000
 #: Relative difference of means in fp64 that rounding makes.
 _SAME = 1e-13
 
@@ -203,7 +205,14 @@ def read_until(
 
 
 def _check_asked(scorers: list[tuple[str, Scorer]], until: Stable, width: int) -> None:
-    """Refuse a set of all units, and scorers that are no mean of one number per example."""
+    """Refuse a set of all units, too many units, and scorers that are no mean of one number per
+    example."""
+    if width > _MOST_UNITS:
+        must = (
+            f"left out for more than {_MOST_UNITS:,} units, because it compares all pairs of them"
+        )
+        hint = "Score neurons without it, or give fewer sites."
+        raise InvalidValue("score(until=)", must, f"{width:,} units", hint)
     if until.k >= width:
         raise InvalidValue("Stable.k", f"below the number of units, {width}", until.k)
     for name, scorer in scorers:

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, OPTConfig, OPTForCausalLM
 
 import headprune as hp
 from headprune.checkpoints.checkpoint import applicable_formats
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.levels import level_widths
+from headprune.gating.context import multiplied
+from headprune.model.losses import default_loss
 from headprune.model.running import call
 from headprune.scoring import _activations, _removal, magnitude, obs
 from tests.steady_clock import steady_levels
@@ -195,7 +197,7 @@ def test_padding_does_not_count_in_chunks_of_tokens(bert, batches):
 def test_an_activation_over_all_neurons_is_refused(activation):
     options = {"batch_first": True, "activation": activation}
     layer = nn.TransformerEncoderLayer(16, 2, 32, **options)
-    with pytest.raises(UnsupportedModel, match="feed-forward that headprune knows"):
+    with pytest.raises(UnsupportedModel, match="whose activation treats every neuron by itself"):
         hp.find_sites(nn.Sequential(layer), feed_forward=True)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation=nn.SiLU())
     assert len(neurons(hp.find_sites(nn.Sequential(layer), feed_forward=True))) == 1
@@ -212,6 +214,40 @@ def test_sparse_layers_of_gemma_3n_are_passed_over():
     assert feed_forward_llama.LAYOUT.head_dim(layer) == 1
 
 
+def test_taylor_of_tokens_reads_feed_forwards_whose_tokens_are_flattened(batches):
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": WIDTH}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32}
+    model = OPTForCausalLM(OPTConfig(**sizes, init_std=0.3, dropout=0.0)).eval()
+    batch = {"input_ids": batches[0]["input_ids"], "labels": batches[0]["input_ids"]}
+    sites = hp.find_sites(model, feed_forward=True)
+    scores = hp.score(model, [batch], hp.scoring.Taylor(reduce="token"), sites=sites)
+    # The gradient of a token's gate is the slope along what the projection down reads there.
+    read = []
+    down = model.model.decoder.layers[0].fc2
+    with down.register_forward_pre_hook(lambda module, args: read.append(args[0])):
+        losses = default_loss(model, batch)
+    (slope,) = torch.autograd.grad(losses.sum(), read)
+    expected = (read[0] * slope).detach().reshape(6, 9, WIDTH).abs().sum(1).mean(0)
+    (row,) = [row for site, row in zip(sites, scores.values, strict=True) if site in neurons(sites)]
+    assert_close(torch.tensor(row), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gates_of_other_tokens_than_the_flattened_ones_are_refused():
+    x, gate = torch.randn(12, 8), torch.ones(3, 5, 8)
+    with pytest.raises(InvalidValue, match="for the 12 tokens that the model runs on"):
+        multiplied(x, [gate.unsqueeze(-1)])
+
+
+def test_recovery_counts_neurons_apart_from_heads(bert, batches):
+    teacher = copy.deepcopy(bert)
+    cut(bert, {FIRST + ".attention": [0, 1], FIRST: range(64)})
+    folded = hp.recover_(copy.deepcopy(bert), batches, "mean_fold", teacher=teacher)
+    fitted = hp.recover_(bert, batches, "lstsq", teacher=teacher)
+    for outcome in (folded, fitted):
+        assert (outcome.metrics["heads"], outcome.metrics["neurons"]) == (2, WIDTH - 64)
+
+
 def test_ladder_in_the_order_of_attention_maps_is_refused(bert, batches):
     sites = hp.find_sites(bert, feed_forward=True)
     ladder = hp.scoring.registry.configured("ladder", {"order": "entropy"}, "test")
@@ -222,8 +258,9 @@ def test_ladder_in_the_order_of_attention_maps_is_refused(bert, batches):
 def test_what_is_no_feed_forward_is_passed_over():
     tokens_first = nn.TransformerEncoderLayer(16, 4, 24)
     named = nn.ModuleDict({"linear1": nn.Linear(8, 6), "linear2": nn.Linear(6, 8)})
-    for model in (tokens_first, nn.Sequential(hp.MultiHeadAttention(8, 2), named)):
-        with pytest.raises(UnsupportedModel, match="feed-forward"):
+    other = nn.Sequential(hp.MultiHeadAttention(8, 2), named)
+    for model, reason in ((tokens_first, "batch_first=True"), (other, "feed_forward_torch")):
+        with pytest.raises(UnsupportedModel, match=f"a feed-forward that.*{reason}"):
             hp.find_sites(model, feed_forward=True)
 
 

@@ -116,6 +116,11 @@ def test_auto_tries_ladders_and_plain_scorers_of_neurons(tmp_path):
     ("select", "sections", "says"),
     [
         ({"keep_macs": 0.5}, {"score": {"scorer": "entropy"}}, "one that scores neurons"),
+        (
+            {"keep_macs": 0.5},
+            {"score": {"scorer": "ladder", "settings": {"order": "entropy"}}},
+            "one that scores neurons",
+        ),
         ({"keep_kv": 0.5}, {}, "left out with feed_forward: this budget"),
     ],
 )

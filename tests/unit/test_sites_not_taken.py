@@ -1,5 +1,5 @@
-"""Attention that no layout takes: ``find_sites`` names it, and so do scores, plans and cuts of the
-rest."""
+"""Attention and feed-forwards that no layout takes: ``find_sites`` names them, and so do scores,
+plans and cuts of the rest."""
 
 import copy
 import pickle
@@ -8,12 +8,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import headprune as hp
 from headprune.core.coverage import coverage_notes
 from headprune.layouts import registry
 from headprune.model.near_misses import attention_like
 from headprune.model.sites import Sites, not_taken
+from tests.command_line import done
 from tests.laws.families import FAMILIES
 from tests.unit.test_sites import ODD
 from tests.unit.test_sites import Odd as WithLayout
@@ -177,6 +179,44 @@ def test_scores_plans_and_cuts_of_a_partial_model_say_so(given):
     assert report.sites.not_taken == found.not_taken
     again = hp.score(model, BATCHES, loss=loss, sites=report.sites)
     assert coverage_notes(again.notes) == (note,)
+
+
+def test_feed_forwards_that_no_layout_takes_are_named_where_neurons_are_asked_for():
+    plain, mixing = (
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation=activation)
+        for activation in (nn.SiLU(), nn.Softmax(-1))
+    )
+    model = nn.Sequential(plain, mixing).eval()
+    assert hp.find_sites(model).not_taken == ()
+    sites = hp.find_sites(model, feed_forward=True)
+    (group,) = sites.not_taken
+    assert (group.modules, group.is_feed_forward) == (("1",), True)
+    assert "whose activation treats every neuron by itself" in group.reason
+    scores = hp.score(model, BATCHES, loss=loss, sites=sites)
+    plan = hp.select(scores, hp.Budget(keep_params=0.8))
+    report = hp.prune_(model, plan, BATCHES[0])
+    for notes in (scores.notes, plan.notes, report.warnings):
+        (note,) = coverage_notes(notes)
+        assert note.startswith("Feed-forwards that no layout matches: 1 (TransformerEncoderLayer; ")
+        assert note.endswith("The neurons there are neither scored nor cut.")
+
+
+def test_experts_of_a_mixture_are_named_beside_the_feed_forwards_that_are_sites(tmp_path):
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "mlp_only_layers": [0]}
+    sizes |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12, "num_experts": 2}
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, num_experts_per_tok=1))
+    sites = hp.find_sites(model, feed_forward=True)
+    assert [site.name for site in sites if site.is_feed_forward] == [
+        "model.layers.0.mlp",
+        "model.layers.1.mlp.shared_expert",
+    ]
+    (group,) = sites.not_taken
+    assert (group.modules, group.kind) == (("model.layers.1.mlp.experts",), "Qwen2MoeExperts")
+    model.save_pretrained(tmp_path / "mixture")
+    said = done("inspect --feed-forward", tmp_path / "mixture").output
+    assert f"not recognised: {group}" in said
+    assert "propose_layouts" not in said
 
 
 def test_a_model_that_is_taken_whole_has_no_note():

@@ -17,7 +17,7 @@ from headprune.core import samples as samples_module
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import default_loss
 from headprune.model.sites import bind
-from headprune.scoring import Attattr, IntegratedGradients, Shapley, Taylor, registry
+from headprune.scoring import Attattr, IntegratedGradients, Shapley, Taylor, _stopping, registry
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.scoring._rows import PairedMoments
 from headprune.scoring._stopping import Stable, lowest, read_until
@@ -292,6 +292,12 @@ def test_own_scorers_without_a_number_an_example_are_refused():
             stopped(draw(3, 100, False), Stable(k=3), scorer=scorer)
     with pytest.raises(InvalidValue, match="at least one batch, got an empty iterable"):
         read_until(problem_of([]), [("own", Columns())], Stable(k=3))
+
+
+def test_more_units_than_can_be_compared_pair_by_pair_are_refused(monkeypatch):
+    monkeypatch.setattr(_stopping, "_MOST_UNITS", 11)
+    with pytest.raises(InvalidValue, match=r"left out for more than 11 units.*got 12 units"):
+        score("taylor", batches_of(1), hp.Stable(k=4))
 
 
 def test_bad_calls_are_refused():
