@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 def check_environments(args: argparse.Namespace) -> None:
     """Refuses to begin where an environment was never made: that is no failure of the peer's."""
-    wanted_peers = [PEERS[name] for name in args.peers if args.task in PEERS[name].tasks]
-    lacking = sorted({p.environment for p in wanted_peers} - {OWN, *_made(args)})
+    needed = {peer.environment for peer, _, _ in wanted(args)}
+    lacking = sorted(needed - {OWN, *_made(args)})
     if lacking:
         script = "benchmarks/peers/environments.py"
         raise SystemExit(

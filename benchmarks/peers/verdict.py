@@ -223,7 +223,7 @@ def why(record: dict[str, Any], one: Comparison) -> str:
         names = shapes(record)
         where = [name for name, who in zip(names, one.faster, strict=True) if who == THEIRS]
         at = "" if len(where) == len(names) else f" at {' and '.join(where)}"
-        reason = peer.faster or _same_share(one) or _same_heads(record, one) or UNKNOWN
+        reason = _same_share(one) or peer.faster or _same_heads(record, one) or UNKNOWN
         found.append(f"faster{at}, as {reason}")
     return "; ".join(found)
 
@@ -235,7 +235,7 @@ def _same_share(one: Comparison) -> str:
         return ""
     return (
         "equal multiply-adds take different times in different layers and widths. What would"
-        " change it: a budget of measured time (`Budget(speedup=)`)"
+        " change it: a budget of measured time (`Budget(speedup=)`), as docs/one-budget.md has"
     )
 
 

@@ -48,15 +48,16 @@ def quantise(source: str, out: str) -> None:
         out,
         per_channel=True,
         op_types_to_quantize=QUANTISED,
-        weight_type=type_of_weights(quantization),
+        weight_type=integers(quantization),
     )
 
 
-def type_of_weights(quantization: Any) -> Any:
+def integers(quantization: Any) -> Any:
     """Signed integers, ONNX Runtime's default, where the processor adds their products in 32 bits.
 
     An x86 processor without VNNI adds two such products in 16 bits, where they overflow (ONNX
-    Runtime's page on quantisation): its weights must be unsigned.
+    Runtime's page on quantisation): its weights must be unsigned. Static quantisation takes
+    unsigned weights beside unsigned activations only.
     """
     processor = Path("/proc/cpuinfo")
     flags = processor.read_text() if processor.is_file() else ""
@@ -82,14 +83,15 @@ def static(job: Job, source: str, out: str) -> None:
         def get_next(self) -> dict[str, Any] | None:
             return next(self.rows, None)
 
-    types = ["MatMul", "Gemm"]
+    kind = integers(quantization)
     quantization.quantize_static(
         prepared(job, source),
         out,
         Reader(),
         per_channel=True,
-        op_types_to_quantize=types,
-        weight_type=type_of_weights(quantization),
+        op_types_to_quantize=["MatMul", "Gemm"],
+        activation_type=kind,
+        weight_type=kind,
     )
 
 
