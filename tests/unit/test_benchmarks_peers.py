@@ -18,7 +18,7 @@ import torch
 
 import headprune as hp
 from tests.benchmark_runs import encoder_study, page_of, question, record_of, write_rows
-from tests.scripts import BENCHMARKS, benchmark
+from tests.scripts import BENCHMARKS, benchmark, script
 
 PROGRAMS = BENCHMARKS / "peers" / "programs"
 #: Its answers are sums of tokens modulo 3 (the reference's: modulo 2), which padding does not
@@ -268,3 +268,34 @@ def test_a_smaller_architecture_has_as_many_multiply_adds(programs, share):
     assert macs(plain) == pytest.approx(macs(cut), rel=0.01)
     assert layers <= 6
     assert plain(**example).logits.shape == (1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("integers", ["those of this processor", "QUInt8"])
+def test_static_int8_of_onnx_runtime_is_close_to_its_file_in_fp32(integers, tmp_path):
+    onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "path", [str(PROGRAMS), *sys.path])
+        program = script(PROGRAMS / "onnx_runtime.py")
+        if integers == "QUInt8":  # as of a processor without VNNI
+            patched.setattr(program, "integers", lambda package: package.QuantType.QUInt8)
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(n, 8, generator=generator) for n in (6, 5))
+        made, numbers = onnx.helper, onnx.TensorProto.FLOAT
+        node = made.make_node("MatMul", ["x", "w"], ["y"])
+        ends = [
+            made.make_tensor_value_info(name, numbers, ["n", width])
+            for name, width in (("x", 8), ("y", 5))
+        ]
+        weights = onnx.numpy_helper.from_array(weight.T.contiguous().numpy(), "w")
+        graph = made.make_graph([node], "product", ends[:1], ends[1:], [weights])
+        opset = [made.make_opsetid("", 20)]
+        onnx.save(made.make_model(graph, opset_imports=opset), tmp_path / "x.onnx")
+        job = SimpleNamespace(
+            out=tmp_path, settings={"batches": 1}, batches=lambda purpose: [{"x": x}]
+        )
+        program.static(job, str(tmp_path / "x.onnx"), str(tmp_path / "int8.onnx"))
+        y = program.session(tmp_path / "int8.onnx", 1)({"x": x})
+    difference = (torch.from_numpy(y) - x @ weight.T).abs().max()
+    assert 0 < difference < 0.1
