@@ -551,7 +551,7 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
         "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
         " it. Without training, by task: how many times as fast a cut is that loses at most a point,"
         " then the fastest cut, with its quality (of the whole model); the best of all machines:"
-        f" {words}.{_trained(records)}"
+        f" {words}.{_trained(of_task)}"
     )
 
 
@@ -576,28 +576,30 @@ def _fastest(task: str, records: Sequence[dict[str, Any]]) -> str:
         speeds = [speed for speed, test, whole in cuts if whole - test <= 0.01]
         close = f" {max(speeds):.1f}," if speeds else " none,"
     speed, test, whole = max(cuts)
-    return f"{TITLES[task].split(',')[0]}{named}{close} {speed:.1f} with {test:.3f} ({whole:.3f})"
+    return f"{_short(task)}{named}{close} {speed:.1f} with {test:.3f} ({whole:.3f})"
 
 
-def _trained(records: Sequence[dict[str, Any]]) -> str:
-    """The sentence on cuts that were trained, of the records that have some."""
-    of_task: dict[str, list[Difference]] = {}
-    for record in records:
-        # Records of the mistaken refit are of other cuts.
-        found = _differences(record, TRAINED, SMALLER) if record["refit"] == REFIT else []
-        of_task.setdefault(TITLES[record["task"]].split(",")[0], []).extend(found)
+def _trained(of_task: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """The sentence on cuts that were trained, of the tasks that have some."""
     words = []
-    for task, found in of_task.items():
-        if found:
-            points = [one.points for one in found]
+    for task, records in of_task.items():
+        points = []
+        for record in records:
+            points += [one.points for one in _differences(record, TRAINED, SMALLER)]
+        if points:
             low, high = (round(end, 1) + 0.0 for end in (min(points), max(points)))  # no -0.0
-            words.append(f"{task} {low:.1f} to {high:.1f}")
+            words.append(f"{_short(task)} {low:.1f} to {high:.1f}")
     if not words:
         return ""
     return (
         " Trained, points above a smaller architecture of like speed, trained"
         f" as long: {', '.join(words)}."
     )
+
+
+def _short(task: str) -> str:
+    """A task's title without its data and classes."""
+    return TITLES[task].split(",")[0]
 
 
 def _title(record: dict[str, Any]) -> str:

@@ -206,8 +206,13 @@ def _tensor_parallel(model: nn.Module) -> list[int]:
 
 def _as_data(group: NotTaken) -> dict[str, Any]:
     names = list(group.modules)
-    data = {"module": names[0], "modules": names, "class": group.kind, "reason": group.reason}
-    return {**data, "feed_forward": group.is_feed_forward}
+    return {
+        "module": names[0],
+        "modules": names,
+        "class": group.kind,
+        "reason": group.reason,
+        "feed_forward": group.is_feed_forward,
+    }
 
 
 def _of_data(group: dict[str, Any]) -> NotTaken:

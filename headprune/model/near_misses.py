@@ -195,22 +195,12 @@ def unmatched_attention(
         taken: Names of its sites. Modules inside of one, or around one, are not listed.
         layouts: All layouts of attention.
     """
-    layouts = list(layouts)
-    inside = tuple(f"{name}." if name else "" for name in taken)
-    around = {"", *_names_around(taken)} if taken else set()
-    found = []
-    for name, module in attention_like(model):
-        if name in taken or name in around or name.startswith(inside):
-            continue
-        # A layout takes it, so the caller left it out on purpose.
-        if any(reason_against(layout, module) is None for layout in layouts):
-            continue
-        found.append((name, type(module).__name__, closest_reason(module, layouts)))
+    found = _unmatched(attention_like(model), taken, taken, list(layouts))
     return _grouped(found, is_feed_forward=False)
 
 
 def unmatched_feed_forwards(
-    model: nn.Module, sites: Iterable[AttentionSite], layouts: Iterable[AttentionLayout]
+    model: nn.Module, sites: Collection[AttentionSite], layouts: Collection[AttentionLayout]
 ) -> tuple[NotTaken, ...]:
     """Group modules like feed-forwards that no layout matches by class and reason.
 
@@ -219,27 +209,62 @@ def unmatched_feed_forwards(
         sites: Its sites. Modules inside of one, or around a feed-forward, are not listed.
         layouts: All layouts of feed-forwards.
     """
-    layouts, sites = list(layouts), list(sites)
-    inside = tuple(f"{site.name}." if site.name else "" for site in sites)
+    names = [site.name for site in sites]
     taken = [site.name for site in sites if site.is_feed_forward]
-    around = {"", *taken, *_names_around(taken)} if taken else set()
-    found = []
+    found = [*_unmatched(_feed_forward_like(model, layouts), names, taken, layouts)]
+    # One line for all experts of a layer.
     for name, module in model.named_modules():
+        if is_expert(name) and name.endswith("experts"):
+            found.append((name, type(module).__name__, _EXPERTS))
+    return _grouped(found, is_feed_forward=True)
+
+
+def _feed_forward_like(
+    model: nn.Module, layouts: Collection[AttentionLayout]
+) -> Iterator[tuple[str, nn.Module]]:
+    """List modules that a person would call feed-forwards, without mixtures and their experts.
+
+    By their class name, with parameters; or by all the parts that a layout needs.
+
+    Yields:
+        Names and modules.
+    """
+    for name, module in model.named_modules():
+        if is_expert(name) or hasattr(module, "experts"):
+            continue
+        if _FEED_FORWARD.search(type(module).__name__):
+            if _has_parameters(module):
+                yield name, module
+        elif any(not _match(module, layout).missing for layout in layouts):
+            yield name, module
+
+
+def _unmatched(
+    candidates: Iterable[tuple[str, nn.Module]],
+    sites: Collection[str],
+    taken: Collection[str],
+    layouts: Collection[AttentionLayout],
+) -> Iterator[tuple[str, str, str]]:
+    """Explain for each of some modules why no layout takes it.
+
+    Args:
+        candidates: Names and modules.
+        sites: Names of sites, inside of which nothing is listed.
+        taken: Names of the sites of the same kind, which are not listed, nor what is around them.
+        layouts: All layouts of that kind.
+
+    Yields:
+        Names, classes and reasons.
+    """
+    inside = tuple(f"{name}." if name else "" for name in sites)
+    around = {"", *taken, *_names_around(taken)} if taken else set()
+    for name, module in candidates:
         if name in around or name.startswith(inside):
-            continue
-        kind = type(module).__name__
-        if is_expert(name):
-            # One line for all experts of a layer, and none for the block around them.
-            if name.endswith("experts"):
-                found.append((name, kind, _EXPERTS))
-            continue
-        if hasattr(module, "experts") or not _is_like_feed_forward(module, layouts):
             continue
         # A layout takes it, so the caller left it out on purpose.
         if any(reason_against(layout, module) is None for layout in layouts):
             continue
-        found.append((name, kind, closest_reason(module, layouts)))
-    return _grouped(found, is_feed_forward=True)
+        yield name, type(module).__name__, closest_reason(module, layouts)
 
 
 def _grouped(found: Iterable[tuple[str, str, str]], is_feed_forward: bool) -> tuple[NotTaken, ...]:
@@ -269,13 +294,6 @@ def no_feed_forwards_error(
     hint = "For a module of your own give find_sites a layout of kind 'feed_forward'."
     must = "a model with a feed-forward that headprune knows"
     return UnsupportedModel(type(model).__name__, must, got, hint)
-
-
-def _is_like_feed_forward(module: nn.Module, layouts: Iterable[AttentionLayout]) -> bool:
-    """Whether its class is named like one, or it has all parts that a layout needs."""
-    if _FEED_FORWARD.search(type(module).__name__):
-        return _has_parameters(module)
-    return any(not _match(module, layout).missing for layout in layouts)
 
 
 def _names_around(names: Iterable[str]) -> Iterator[str]:

@@ -145,18 +145,20 @@ def not_taken(
         own += sites.layouts.values()
     sites = list(sites)
     model = unwrap(model)
-    attention = [layout for layout in own if not layout.is_feed_forward] + _registered()
-    found = near_misses.unmatched_attention(model, [site.name for site in sites], attention)
+    names = [site.name for site in sites]
+    found = near_misses.unmatched_attention(model, names, _with_registered(own))
     if any(site.is_feed_forward for site in sites):
-        neurons = [layout for layout in own if layout.is_feed_forward]
-        neurons += _registered(feed_forward=True)
+        neurons = _with_registered(own, feed_forward=True)
         found += near_misses.unmatched_feed_forwards(model, sites, neurons)
     return found
 
 
-def _registered(feed_forward: bool = False) -> list[AttentionLayout]:
-    """The registered layouts of attention, or those of feed-forwards."""
-    layouts: list[AttentionLayout] = [registry.get(name) for name in registry]
+def _with_registered(
+    own: Iterable[AttentionLayout], feed_forward: bool = False
+) -> list[AttentionLayout]:
+    """The layouts of attention, or those of feed-forwards: some of one's own, then the registered
+    ones."""
+    layouts = [*own, *(registry.get(name) for name in registry)]
     return [layout for layout in layouts if layout.is_feed_forward == feed_forward]
 
 
@@ -273,12 +275,13 @@ def _located(
     model = unwrap(model)
     own = _with_those_of_cuts(model, layouts, feed_forward)
     # 1. Attention.
-    attention = [layout for layout in own if not layout.is_feed_forward] + _registered()
+    attention = _with_registered(own)
     bound = _matched(model, attention, policy)
     # 2. Feed-forwards; layouts of the user's own are always tried.
-    neurons = [layout for layout in own if layout.is_feed_forward]
     if feed_forward:
-        neurons += _registered(feed_forward=True)
+        neurons = _with_registered(own, feed_forward=True)
+    else:
+        neurons = [layout for layout in own if layout.is_feed_forward]
     if neurons:
         found = _matched(model, neurons, policy)
         if feed_forward and not found:
@@ -315,9 +318,10 @@ def _matched(
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
+        # An expert of a mixture sees some tokens of some examples: no gate fits them.
+        is_expert = near_misses.is_expert(name)
         for layout in candidates:
-            # An expert of a mixture sees some tokens of some examples: no gate fits them.
-            if layout.is_feed_forward and near_misses.is_expert(name):
+            if is_expert and layout.is_feed_forward:
                 continue
             now = matched_geometry(layout, module)
             if isinstance(now, str):
