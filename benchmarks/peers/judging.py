@@ -1,22 +1,55 @@
-"""What is read out of the peers' answers, by the same code for all: accuracy, speed, and paired
-differences."""
+"""What is read out of the peers' answers, by the same code for all: quality, speed, and paired
+differences.
+
+What the labels are says how quality is measured: by the accuracy of classes (integers), by the
+accuracy of next tokens (integers ``[examples, tokens]``), or by Spearman's correlation with grades
+(floating-point numbers).
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from scipy.stats import rankdata, spearmanr
 
 #: Resamples behind an interval.
 DRAWS = 2000
 
 
-def right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Whether each example's largest logit is its label's."""
-    if logits.shape[:1] != labels.shape or logits.ndim != 2:
-        raise ValueError(f"logits must be [{len(labels)}, classes], not {list(logits.shape)}")
-    found: np.ndarray = (logits.argmax(1) == labels).astype(np.float32)
-    return found
+#: A label that does not count: of a token that is padding.
+IGNORED = -100
+
+
+def answers(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """One number an example, ``[examples]``: whether its largest logit is its label's, the share of
+    its next tokens of which that is true, or the grade that the model gives."""
+    wanted = "1" if _grades(labels) else "classes"
+    shape = [*labels.shape, wanted]
+    if logits.shape[:-1] != labels.shape or (_grades(labels) and logits.shape[-1] != 1):
+        raise ValueError(f"logits must be {shape}, not {list(logits.shape)}")
+    if _grades(labels):
+        return logits[:, 0]
+    found: np.ndarray
+    if labels.ndim == 1:
+        found = logits.argmax(1) == labels
+        return found.astype(np.float32)
+    following = labels[:, 1:]
+    counted = following != IGNORED
+    found = (logits[:, :-1].argmax(2) == following) & counted
+    return (found.sum(1) / counted.sum(1)).astype(np.float32)
+
+
+def quality(answered: np.ndarray, labels: np.ndarray) -> float:
+    """Accuracy, or the correlation with grades."""
+    if _grades(labels):
+        return float(spearmanr(answered, labels).statistic)
+    return float(answered.mean())
+
+
+def _grades(labels: np.ndarray) -> bool:
+    return labels.dtype.kind == "f"
 
 
 def speed(shape: tuple[int, int], rounds: list[list[float]]) -> dict[str, Any]:
@@ -37,16 +70,48 @@ def speed(shape: tuple[int, int], rounds: list[list[float]]) -> dict[str, Any]:
     }
 
 
-def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Accuracy of the first less that of the second, mean over draws, and a paired 95 % interval
+def difference(pairs: list[tuple[np.ndarray, np.ndarray]], labels: np.ndarray) -> dict[str, float]:
+    """Quality of the first less that of the second, mean over draws, and a paired 95 % interval
     over examples.
 
     Args:
-        pairs: For every draw of calibration rows, whether each example is right, of both.
+        pairs: For every draw of calibration rows, the ``answers`` of both.
+        labels: Of the examples.
     """
-    per_example = np.mean([a - b for a, b in pairs], axis=0)
-    n = len(per_example)
-    draws = np.random.default_rng(0).integers(0, n, (DRAWS, n))
-    low, high = np.percentile(per_example[draws].mean(1), (2.5, 97.5))
-    found = {"difference": per_example.mean(), "low": low, "high": high}
+    apart = np.mean([quality(a, labels) - quality(b, labels) for a, b in pairs])
+    if _grades(labels):
+        resampled = [_correlations(a, labels) - _correlations(b, labels) for a, b in pairs]
+        low, high = np.percentile(np.mean(resampled, axis=0), (2.5, 97.5))
+    else:
+        per_example = np.mean([a - b for a, b in pairs], axis=0)
+        low, high = np.percentile(per_example[_drawn(len(labels))].mean(1), (2.5, 97.5))
+    found = {"difference": apart, "low": low, "high": high}
     return {k: round(float(v), 5) for k, v in found.items()}
+
+
+def _drawn(n: int) -> np.ndarray:
+    """Examples of every resample, ``[resamples, examples]``; the same for all models."""
+    return np.random.default_rng(0).integers(0, n, (DRAWS, n))
+
+
+def _correlations(answered: np.ndarray, grades: np.ndarray) -> np.ndarray:
+    """Spearman's correlation in every resample, ``[resamples]``.
+
+    A model is compared with many others: its correlations are computed once.
+    """
+    return _correlations_of(*(np.asarray(v, np.float64).tobytes() for v in (answered, grades)))
+
+
+@lru_cache(maxsize=512)
+def _correlations_of(answered: bytes, grades: bytes) -> np.ndarray:
+    ranks, others = _ranks(answered), _ranks(grades)
+    found: np.ndarray = (ranks * others).sum(1)
+    return found / np.sqrt(np.square(ranks).sum(1) * np.square(others).sum(1))
+
+
+@lru_cache(maxsize=2)
+def _ranks(values: bytes) -> np.ndarray:
+    """Ranks in every resample less their mean, ``[resamples, examples]``."""
+    numbers = np.frombuffer(values)
+    found: np.ndarray = rankdata(numbers[_drawn(len(numbers))], axis=1)
+    return found - found.mean(axis=1, keepdims=True)

@@ -11,7 +11,7 @@ from typing import Any
 import studies
 import verdict
 from pages import publish
-from roster import OWN, PEERS, REFERENCE, TITLES, budget, is_share
+from roster import METRICS, OWN, PEERS, REFERENCE, TITLES, budget, is_share
 
 PAGE = "peers.md"
 OUTCOMES = ("won", "tied", "a trade", "lost")
@@ -68,7 +68,8 @@ def text(records: list[dict[str, Any]]) -> str:
             " of one model. Accuracy"
         ),
         (
-            "is of test rows, mean ± standard deviation over draws of calibration rows; *against"
+            "(where a task has another measure, its tables name it) is of test rows, mean ± standard"
+            " deviation over draws of calibration rows; *against"
             " headprune* is the paired"
         ),
         (
@@ -131,6 +132,7 @@ def section(record: dict[str, Any]) -> list[str]:
     used = record["rows_used"]
     cut = [row["kept"] for row in record["rows"] if row["kept"] is not None]
     of_share = cut and is_share(max(cut))
+    metric = metric_of(record)
     lines = [
         "",
         f"## {TITLES[record['task']]}, {record['device_used']}"
@@ -139,7 +141,7 @@ def section(record: dict[str, Any]) -> list[str]:
         f"{where.get('gpu', where['processor'])}, {record['threads']} threads. {record['heads']}"
         f" heads; {used['calibration']} calibration rows, {used['validation']} validation and"
         f" {used['test']} test rows"
-        + (f"; test accuracy of the base model {base['test']:.3f}." if base else "."),
+        + (f"; test {metric} of the base model {base['test']:.3f}." if base else "."),
         *sessions(record),
     ]
     for kept in sorted({row["kept"] for row in record["rows"]}, key=lambda kept: -(kept or 10**9)):
@@ -155,6 +157,10 @@ def section(record: dict[str, Any]) -> list[str]:
         ]
         lines += table(record, kept, rows)
     return [*lines, *verdict.text(record), *others(record)]
+
+
+def metric_of(record: dict[str, Any]) -> str:
+    return METRICS.get(record["task"], "accuracy")
 
 
 def sessions(record: dict[str, Any]) -> list[str]:
@@ -192,7 +198,7 @@ def table(record: dict[str, Any], kept: float | None, rows: list[dict[str, Any]]
     """A row a peer; what failed for every draw has its error beneath."""
     shapes = verdict.shapes(record)
     against = "unpruned" if kept is None else REFERENCE
-    head = ["peer", "draws", "accuracy", f"against {against}", "on validation rows"]
+    head = ["peer", "draws", metric_of(record), f"against {against}", "on validation rows"]
     head += [f"speed, {shape}, ms" for shape in shapes]
     head += ["MB", "loads back", "s to score", "s in all", "MiB to cut", "MiB to run"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]

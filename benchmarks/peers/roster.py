@@ -16,9 +16,17 @@ TITLES = {
     "sst2": "MiniLM on SST-2",
     "trec": "MiniLM on TREC",
     "hwu64": "MiniLM on HWU64",
+    "stsb": "MiniLM on STS-B",
     "digits": "a small ViT on digits",
+    "stories": "a small Llama on stories",
 }
-TEXT, IMAGE = ("sst2", "trec", "hwu64"), ("digits",)
+#: What quality is, where it is not the accuracy of a class.
+METRICS = {"stsb": "Spearman correlation", "stories": "next-token accuracy"}
+TEXT, IMAGE, LANGUAGE = ("sst2", "trec", "hwu64", "stsb"), ("digits",), ("stories",)
+EVERY = TEXT + IMAGE + LANGUAGE
+#: Those of a model that is fine-tuned here, with as many keys and values as queries; programs of
+#: other tools can do no others.
+ENCODERS = TEXT + IMAGE
 #: From this version of ONNX's operators on, attention is one, which ONNX Runtime runs faster than
 #: its parts.
 ATTENTION_AS_ONE = 23
@@ -73,7 +81,7 @@ class Peer:
     about: str
     environment: str = OWN
     settings: Mapping[str, Any] = field(default_factory=dict)
-    tasks: tuple[str, ...] = TEXT + IMAGE
+    tasks: tuple[str, ...] = EVERY
     given: str | None = None
     cuts: bool = True
     shares: bool = False
@@ -135,6 +143,7 @@ PEERS = {
             TRAINED,
             "ours",
             "that, then trained as the base model was, with its logits: twice in all",
+            tasks=ENCODERS,
             settings={**_TAYLOR, "distill": 1.0},
             shares=True,
             draws=1,
@@ -173,12 +182,14 @@ PEERS = {
             "bertology",
             "`prune_heads` with the scores of the bertology example, a tenth at a time",
             environment="transformers4",
+            tasks=ENCODERS,
             settings={"step": 0.1},
         ),
         Peer(
             "Transformers 5 prune_heads",
             "bertology",
             "the same program on today's Transformers",
+            tasks=ENCODERS,
             settings={"step": 0.1},
             draws=1,
         ),
@@ -198,6 +209,7 @@ PEERS = {
             "torch_pruning_heads",
             "Taylor importance, the same number of heads in every layer",
             environment="torch-pruning",
+            tasks=ENCODERS,
             settings={"global": False},
             shares=True,
             even=True,
@@ -207,6 +219,7 @@ PEERS = {
             "torch_pruning_heads",
             "Taylor importance over the whole model",
             environment="torch-pruning",
+            tasks=ENCODERS,
             settings={"global": True},
             shares=True,
         ),
@@ -215,6 +228,7 @@ PEERS = {
             "onnxsim_heads",
             "heads of the ONNX file, by the size of their weights",
             environment="onnx",
+            tasks=ENCODERS,
             settings={"importance": "weights", "fuse": False},
             given="onnx",
             draws=1,
@@ -227,6 +241,7 @@ PEERS = {
                 f"the same after ONNX Runtime has fused an older exporter's file, by {what}; run in"
                 " ONNX Runtime",
                 environment="onnx",
+                tasks=ENCODERS,
                 settings={"importance": importance, "fuse": True},
                 draws=draws,
                 even=True,
@@ -242,6 +257,7 @@ PEERS = {
             "smaller",
             "fewer layers with as many multiply-adds, of the weights before any fine-tuning, then"
             " trained as the base model was: once in all",
+            tasks=ENCODERS,
             settings={"distill": 0.0},
             shares=True,
             draws=1,
@@ -252,6 +268,7 @@ PEERS = {
             "smaller architecture, distilled",
             "smaller",
             "the same, twice as long, with the base model's logits",
+            tasks=ENCODERS,
             settings={"distill": 1.0, "times": 2},
             shares=True,
             draws=1,

@@ -5,6 +5,8 @@ its own environment.
     python benchmarks/peers/run.py --task sst2 --data path/to/sst2 --work runs/peers \\
         --environments FOLDER
     python benchmarks/peers/run.py --task digits --work runs/peers --environments FOLDER
+    python benchmarks/peers/run.py --task stories --data path/to/stories260k --work runs/peers \\
+        --environments FOLDER
     python benchmarks/peers/run.py --figure            # docs/peers.md, from the records
 
 Budgets are heads, feed-forwards as they are (``--budgets``), or shares of the layers'
@@ -47,7 +49,7 @@ import judging
 import page
 import studies
 import subjects
-from roster import OWN, PEERS, REFERENCE, TEXT, TITLES, TRAINED, Peer
+from roster import IMAGE, LANGUAGE, OWN, PEERS, REFERENCE, TEXT, TITLES, TRAINED, Peer
 from studies import RECORDS, now
 from subjects import Subject
 
@@ -56,12 +58,17 @@ HERE = Path(__file__).resolve().parent
 TIMED = 0
 #: Heads kept by default, of 72 and of 32.
 BUDGETS = {**dict.fromkeys(TEXT, (36, 24, 14)), "digits": (16, 8)}
+#: Models that are no encoder of texts.
+MODELS = {"digits": "digits-vit", "stories": "stories260k"}
+#: Calibration rows, where they are not 512: these have 256 tokens each.
+ROWS = {"stories": 64}
 #: Shares of the layers' multiply-adds kept by default, of heads and neurons together.
 SHARES = (0.6, 0.42, 0.25)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "peers", TITLES, [])
+    parser.set_defaults(calibration=None)
     parser.add_argument("--environments", type=Path, help="folder of the peers' environments")
     parser.add_argument(
         "--peers", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME"
@@ -96,11 +103,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="try rows with an error again")
     args = parser.parse_args(argv)
     if not args.figure:
-        needed = ("task", "work", "environments", *(() if args.task == "digits" else ("data",)))
+        needed = ("task", "work", "environments", *(() if args.task in IMAGE else ("data",)))
         if lacking := [name for name in needed if getattr(args, name) is None]:
             parser.error(f"give --{', --'.join(lacking)}, or --figure")
         if not args.budgets and not args.shares:
-            args.budgets, args.shares = list(BUDGETS[args.task]), list(SHARES)
+            args.budgets, args.shares = list(BUDGETS.get(args.task, ())), list(SHARES)
+        args.calibration = args.calibration or ROWS.get(args.task, 512)
         args.shares = args.shares or []
         if not all(0 < share < 1 for share in args.shares):
             parser.error(f"--shares: must lie between 0 and 1, got {args.shares}")
@@ -165,7 +173,7 @@ def begin(args: argparse.Namespace, subject: Subject, out: Path) -> dict[str, An
     same: dict[str, Any] = {
         "benchmark": "peers",
         "task": args.task,
-        "model": args.model if args.task != "digits" else "digits-vit",
+        "model": MODELS.get(args.task, args.model),
         "weights": subject.weights,
         "heads": subject.heads,
         "rows_used": subject.rows,
@@ -179,7 +187,7 @@ def begin(args: argparse.Namespace, subject: Subject, out: Path) -> dict[str, An
 
 
 def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
-    lengths = [0] if args.task == "digits" else args.lengths
+    lengths = [0] if args.task in IMAGE else args.lengths
     return [(batch, length) for length in lengths for batch in args.batch_sizes]
 
 
@@ -290,7 +298,7 @@ def written(
         "train": subject.train,
         "device": args.device,
         "threads": args.threads,
-        "batch": 32,
+        "batch": subjects.BATCH,
         "shapes": shapes(args) if seed == TIMED else [],
         "seconds": args.seconds,
         "seed": seed,
@@ -316,7 +324,9 @@ def given(
             )
     if not peer.given.endswith("onnx"):
         return str(folder)
-    opset = peer.settings.get("opset")
+    # With attention as one operator, PyTorch's exporter writes rotary positions that ONNX Runtime
+    # cannot run.
+    opset = None if args.task in LANGUAGE else peer.settings.get("opset")
     name = folder.name if opset is None else f"{folder.name}-{opset}"
     out = folder.parent / f"{name}.onnx"
     try:
@@ -366,11 +376,13 @@ def arrays(job: Path, half: str) -> dict[str, np.ndarray]:
 def judged(
     args: argparse.Namespace, subject: Subject, job: Path, cut: dict[str, Any]
 ) -> dict[str, Any]:
-    """Accuracy, speed and size on disk."""
+    """Quality, speed and size on disk."""
     logits = arrays(job, "cut")
     found: dict[str, Any] = {}
     for split in ("validation", "test"):
-        found[split] = round(float(judging.right(logits[split], subject.labels(split)).mean()), 5)
+        labels = subject.labels(split)
+        answers = judging.answers(logits[split], labels)
+        found[split] = round(judging.quality(answers, labels), 5)
     first = subject.first()
     apart = float(np.abs(logits["base"] - first).max())
     if not apart < 1e-2 * np.abs(first).max():
@@ -437,7 +449,8 @@ def compared(
                                 for one in ((name, kept, a), (other, its, b))
                             )
                             for a, b in pairs
-                        ]
+                        ],
+                        subject.labels(split),
                     )
                 found.append(line)
     return found
@@ -469,9 +482,9 @@ def opponents(
 def answered(
     args: argparse.Namespace, subject: Subject, name: str, kept: float | None, seed: int, split: str
 ) -> np.ndarray:  # fmt: skip
-    """Whether each example is right."""
+    """One number an example."""
     job = folder_of(args, subject, name, kept, seed) / "job.json"
-    return judging.right(arrays(job, "cut")[split], subject.labels(split))
+    return judging.answers(arrays(job, "cut")[split], subject.labels(split))
 
 
 if __name__ == "__main__":

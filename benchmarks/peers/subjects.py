@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import headprune as hp
 from headprune.checkpoints.export import export_onnx
 from headprune.core.files import atomic_path
-from headprune.data.datasets import Data, load_rows
+from headprune.data.datasets import Data, encode_rows, load_rows
 from headprune.data.labels import number_labels
-from headprune.data.models import build_model
+from headprune.data.models import build_model, prepare
 from headprune.recipes.reading import locate
 from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import load_recipe
@@ -32,9 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "programs"))
 import studies
 from encoder_tasks import COLUMNS
-from protocol import FIRST, pretrained
+from judging import IGNORED
+from protocol import FIRST, batches_of, logits, pretrained, running
+from roster import IMAGE, LANGUAGE
 from scorers import drawn, encoder_recipe, fine_tuned
 
+#: Rows that a program runs at once, but for timing.
+BATCH = 32
 _TRAINING = ("epochs", "learning_rate", "weight_decay", "warmup_ratio", "schedule")
 
 
@@ -47,7 +52,8 @@ class Subject:
         folder: Where it lies.
         heads: Of the whole model.
         weights: Fingerprint of the weights.
-        train: How it was trained: settings of ``Finetune``, and the batch size.
+        train: How it was trained: settings of ``Finetune``, and the batch size; empty where it came
+            trained.
         rows: Rows by purpose, for the record.
     """
 
@@ -60,7 +66,7 @@ class Subject:
 
     @property
     def image(self) -> bool:
-        return self.name == "digits"
+        return self.name in IMAGE
 
     @property
     def tokens(self) -> int | None:
@@ -101,10 +107,9 @@ class Subject:
 def subject(args: Any) -> Subject:
     """Trains what is not trained yet, and writes what peers read."""
     recipe = recipe_of(args)
-    model, data = fine_tuned(recipe, args.work)
+    model, data = _trained(recipe, args)
     model = model.cpu()
     weights = studies.weights_of(model)
-    assert recipe.train is not None
     amounts = [args.calibration, args.judged, args.train_rows]
     digest = hashlib.sha256(json.dumps([weights, *amounts]).encode()).hexdigest()[:16]
     folder = args.work / f"subject-{args.task}-{digest}"
@@ -112,22 +117,24 @@ def subject(args: Any) -> Subject:
         unfinished = args.work / f".unfinished-subject-{digest}"
         shutil.rmtree(unfinished, ignore_errors=True)
         model.save_pretrained(unfinished / "base")
-        build_model(recipe, number_labels(recipe, load_rows(recipe)).labels).save_pretrained(
-            unfinished / "before"
-        )
+        if recipe.train is not None:
+            build_model(recipe, number_labels(recipe, load_rows(recipe)).labels).save_pretrained(
+                unfinished / "before"
+            )
         parts = {"train": data.examples["train"][: args.train_rows]}
         parts |= {split: data.examples[split][: args.judged] for split in ("validation", "test")}
         for purpose, rows in parts.items():
             _write(data, rows, unfinished / f"{purpose}.npz")
-        rows = data.collate(parts["test"][:FIRST])
-        with torch.inference_mode():
-            logits = model.eval()(**{k: v for k, v in rows.items() if k != "labels"}).logits
-        _save({"logits": logits.numpy()}, unfinished / "first.npz")
+        rows = _joined([data.collate(parts["test"][:FIRST])])
+        first = logits(running(model.eval()), batches_of(rows, BATCH))
+        _save({"logits": first}, unfinished / "first.npz")
         unfinished.rename(folder)
     for seed in range(args.seeds):
         if not (path := folder / f"calibration-{seed}.npz").is_file():
             _save(_joined(_calibration(args, data, seed)), path)
-    train = {key: getattr(recipe.train, key) for key in (*_TRAINING, "batch_size")}
+    train = {}
+    if recipe.train is not None:
+        train = {key: getattr(recipe.train, key) for key in (*_TRAINING, "batch_size")}
     counts = {
         p: len(np.load(folder / f"{p}.npz")["label"]) for p in ("train", "validation", "test")
     }
@@ -137,14 +144,31 @@ def subject(args: Any) -> Subject:
     )
 
 
+def _trained(recipe: Recipe, args: Any) -> tuple[nn.Module, Data]:
+    """The base model and its rows."""
+    if recipe.train is not None:
+        return fine_tuned(recipe, args.work)
+    raw = number_labels(recipe, load_rows(recipe))
+    model = build_model(recipe, raw.labels).to(args.device).eval()
+    return model, encode_rows(recipe, raw, prepare(recipe))
+
+
 def recipe_of(args: Any) -> Recipe:
     """How the base model is made."""
-    if args.task == "digits":
-        more = [] if args.epochs is None else [f"train.epochs={args.epochs}"]
-        return load_recipe(locate("digits-vit"), [f"device={args.device}", *more])
-    column, epochs = COLUMNS[args.task]
-    epochs = epochs if args.epochs is None else args.epochs
-    return encoder_recipe(column, args.model, args.data, epochs, args.device)
+    settings = [f"device={args.device}"]
+    if args.task in LANGUAGE:
+        where = [f"model.path={args.data}", "model.dtype=float32"]
+        return load_recipe(locate("llama-stories"), [*settings, *where])
+    if args.task in COLUMNS:
+        column, epochs = COLUMNS[args.task]
+        epochs = epochs if args.epochs is None else args.epochs
+        return encoder_recipe(column, args.model, args.data, epochs, args.device)
+    if args.epochs is not None:
+        settings.append(f"train.epochs={args.epochs}")
+    if args.task in IMAGE:
+        return load_recipe(locate("digits-vit"), settings)
+    where = [f"model.path={args.model}", f"data.path={args.data}", "model.dtype=float32"]
+    return load_recipe(locate("stsb-minilm"), [*settings, *where])
 
 
 def onnx_file(folder: Path, rows: Path, out: Path, opset: int | None = None) -> Path:
@@ -162,7 +186,7 @@ def onnx_file(folder: Path, rows: Path, out: Path, opset: int | None = None) -> 
 
 def _calibration(args: Any, data: Data, seed: int) -> list[dict[str, torch.Tensor]]:
     """A draw of training rows; of text, rows of like length together."""
-    if args.task != "digits":
+    if args.task not in IMAGE:
         return drawn(data, args.calibration, args.calibration, seed)
     train = data.examples["train"]
     return [data.collate(random.Random(seed).sample(train, min(args.calibration, len(train))))]
@@ -173,7 +197,8 @@ def _write(data: Data, rows: list[Any], path: Path) -> None:
 
 
 def _joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
-    """Batches as one, padded on the right with zeros, which masks leave out."""
+    """Batches as one, padded on the right with zeros, which masks leave out; a text without labels
+    has its own tokens for them."""
     found: dict[str, np.ndarray] = {}
     for name in batches[0]:
         values = [batch[name].numpy() for batch in batches]
@@ -181,6 +206,8 @@ def _joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
             widest = max(v.shape[1] for v in values)
             values = [np.pad(v, ((0, 0), (0, widest - v.shape[1]))) for v in values]
         found["label" if name in ("labels", "label") else name] = np.concatenate(values)
+    if "label" not in found:
+        found["label"] = np.where(found["attention_mask"] == 1, found["input_ids"], IGNORED)
     return found
 
 

@@ -191,10 +191,11 @@ def test_a_difference_is_the_paired_one(run):
     base = (np.random.default_rng(1).random(400) < 0.8).astype(np.float32)
     other = base.copy()
     other[:20] = 1 - other[:20]
-    found, apart = run.judging.difference([(other, base)]), other - base
+    labels = np.zeros(400, np.int64)
+    found, apart = run.judging.difference([(other, base)], labels), other - base
     assert found["difference"] == pytest.approx(float(apart.mean()), abs=1e-5)
     assert (found["high"] - found["low"]) / 3.92 == pytest.approx(float(apart.std()) / 20, rel=0.1)
-    assert run.judging.difference([(other, base), (base, other)])["difference"] == 0
+    assert run.judging.difference([(other, base), (base, other)], labels)["difference"] == 0
 
 
 def test_speed_is_a_median_of_rounds(run):

@@ -49,9 +49,10 @@ def cut(job: Job) -> Cut:
     for step in steps["recover"]:
         hp.recover_(small, batches, step, base)
     seconds["cut"] = perf_counter() - start
+    notes = []
     if distill := job.settings.get("distill"):
         start = perf_counter()
-        training.train_(small, job, teacher=base, distill=distill)
+        notes = training.train_(small, job, teacher=base, distill=distill)
         seconds["train"] = perf_counter() - start
     small.eval()
 
@@ -61,7 +62,7 @@ def cut(job: Job) -> Cut:
 
     neurons = neurons_kept(small) if job.of_share else None
     heads = heads_kept(small, head_width(base))
-    return Cut(running(base), running(small), save, seconds, heads, neurons=neurons)
+    return Cut(running(base), running(small), save, seconds, heads, notes, neurons)
 
 
 def method(settings: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-#: A model's inputs to its logits, ``[examples, classes]``.
+#: A model's inputs to its logits: ``[examples, classes]``, or ``[examples, tokens, vocabulary]``.
 Run = Callable[[dict[str, Tensor]], Any]
 #: Rows of the base model's logits that go back, by which the runner sees that all started from the
 #: same weights.
@@ -119,11 +119,18 @@ class Job:
     ) -> list[dict[str, Tensor]]:
         """Batches in the order of the file, cut to their longest row; with ``labels`` for a
         loss."""
-        return list(_batches(self.arrays(purpose), size or self.batch, labels, self.device))
+        return batches_of(self.arrays(purpose), size or self.batch, labels, self.device)
 
     def only_cpu(self, what: str) -> None:
         if self.device != "cpu":
             raise RuntimeError(f"{what} runs on the CPU only; asked for {self.device}")
+
+
+def batches_of(
+    rows: dict[str, np.ndarray], size: int, labels: bool = False, device: str = "cpu"
+) -> list[dict[str, Tensor]]:
+    """Batches of rows in their order, cut to their longest one."""
+    return list(_batches(rows, size, labels, device))
 
 
 def _batches(
@@ -222,7 +229,8 @@ def _load(
 
 
 def logits(run: Run, batches: list[dict[str, Tensor]], most: int | None = None) -> np.ndarray:
-    """Of all batches, or of their first ``most`` rows."""
+    """Of all batches, or of their first ``most`` rows; those of tokens padded on the right with
+    zeros."""
     found: list[np.ndarray] = []
     for batch in batches:
         if most is not None and sum(map(len, found)) >= most:
@@ -231,6 +239,9 @@ def logits(run: Run, batches: list[dict[str, Tensor]], most: int | None = None) 
         found.append(
             np.asarray(values.detach().float().cpu() if isinstance(values, Tensor) else values)
         )
+    if found[0].ndim == 3:
+        widest = max(values.shape[1] for values in found)
+        found = [np.pad(v, ((0, 0), (0, widest - v.shape[1]), (0, 0))) for v in found]
     return np.concatenate(found)[:most]
 
 
@@ -338,16 +349,12 @@ def words(error: BaseException) -> str:
 
 
 def pretrained(folder: Path, device: str) -> nn.Module:
-    """A classifier out of a folder as Transformers saves it, in evaluation mode."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForImageClassification,
-        AutoModelForSequenceClassification,
-    )
+    """A classifier, or a model of language, out of a folder as Transformers saves it; in evaluation
+    mode."""
+    import transformers
 
-    image = hasattr(AutoConfig.from_pretrained(folder), "image_size")
-    kind = AutoModelForImageClassification if image else AutoModelForSequenceClassification
-    found: nn.Module = kind.from_pretrained(folder).to(device).eval()
+    (kind,) = transformers.AutoConfig.from_pretrained(folder).architectures
+    found: nn.Module = getattr(transformers, kind).from_pretrained(folder).to(device).eval()
     return found
 
 
@@ -386,14 +393,16 @@ def heads_kept(model: nn.Module, width: int) -> list[int]:
 
 
 def feed_forward(layer: Any) -> tuple[nn.Linear, nn.Linear]:
-    """The two projections of a BERT's layer or a ViT's."""
+    """The projections to neurons and from them, of a layer of a BERT, a ViT or a Llama."""
+    if hasattr(layer, "mlp") and hasattr(layer.mlp, "up_proj"):
+        return layer.mlp.up_proj, layer.mlp.down_proj
     if hasattr(layer, "mlp"):
         return layer.mlp.fc1, layer.mlp.fc2
     return layer.intermediate.dense, layer.output.dense
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    """The layers of a BERT or a ViT."""
+    """The layers of a BERT, a ViT or a Llama."""
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 

@@ -47,9 +47,9 @@ def cut(job: Job) -> Cut:
     small.config.num_hidden_layers, small.config.intermediate_size = layers, inner
     seconds = {"cut": perf_counter() - start}
     start = perf_counter()
-    training.train_(small, job, base, job.settings["distill"], job.settings.get("times", 1))
+    said = training.train_(small, job, base, job.settings["distill"], job.settings.get("times", 1))
     seconds["train"] = perf_counter() - start
-    notes = [f"{layers} layers with feed-forwards of {inner}"]
+    notes = [f"{layers} layers with feed-forwards of {inner}", *said]
     return Cut(running(base), running(small.eval()), saving(small), seconds, notes=notes)
 
 

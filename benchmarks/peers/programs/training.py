@@ -18,13 +18,22 @@ def train_(
     teacher: nn.Module | None = None,
     distill: float = 0.0,
     times: float = 1,
-) -> None:
+) -> list[str]:
     """The base model's own epochs, ``times`` over, batches and learning rate; with a teacher's
-    logits where ``distill`` is above 0."""
+    logits where ``distill`` is above 0 and a model gives more than a grade.
+
+    Returns:
+        What a reader of the record should know.
+    """
     settings = {**job.train, "epochs": times * job.train["epochs"]}
     size = settings.pop("batch_size")
     arrays = {k: torch.from_numpy(v) for k, v in job.arrays("train").items()}
     count = len(arrays["label"])
+    grades = arrays["label"].is_floating_point()
+    notes = []
+    if grades and distill:
+        distill = 0.0
+        notes.append("trained on the grades alone: a single number is no distribution to distil")
     order = torch.Generator().manual_seed(job.seed)
 
     def collate(some: list[int]) -> dict[str, Tensor]:
@@ -40,3 +49,4 @@ def train_(
     loader = DataLoader(rows, batch_size=size, shuffle=True, generator=order, collate_fn=collate)
     tune = hp.recovery.Finetune(**settings, distill=distill, seed=job.seed)
     hp.recover_(model, loader, tune, teacher if distill else None)
+    return notes
