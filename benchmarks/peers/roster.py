@@ -104,10 +104,10 @@ _BOTH = {"scorer": "ladder", "selector": "repriced", "ridge": None}
 _SURGEON, _TAYLOR = (
     {"scorer": name, "selector": "global_topk", "of_share": _BOTH} for name in ("surgeon", "taylor")
 )
-_WHOLE = "it keeps every head. What would change it: cutting fewer, or training after the cut"
+_WHOLE = "it removes nothing. What would change it: removing less, or training after the cut"
 _INT8 = (
-    "it rounds every linear layer, feed-forwards too, which cutting heads leaves alone{}. What"
-    " would change it: both together, see below"
+    "it multiplies in 8 bits in every linear layer{}. What would change it: both together, see"
+    " below"
 )
 _ENGINE = "it runs in another engine. What would change it: ours in the same one, see below"
 _SMALLER = (

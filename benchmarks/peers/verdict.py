@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,16 +179,16 @@ def points(line: dict[str, Any], split: str = "test") -> str:
 def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
     """On every row that is not won: why, and what would change it. Those of one reason share a
     line."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
+    reasons: dict[tuple[str, str, str], list[float]] = {}
     for one in found:
         if one.outcome in (LOST, TRADE):
             key = one.line["peer"], one.line["reference"], why(record, one)
-            reasons.setdefault(key, []).append(budget(one.line["reference_kept"]))
+            reasons.setdefault(key, []).append(one.line["reference_kept"])
     alike: dict[tuple[str, str, str], list[str]] = {}
     for (peer, its, reason), kept in reasons.items():
-        alike.setdefault((its, ", ".join(kept), reason), []).append(f"**{peer}**")
+        alike.setdefault((its, budgets_in_words(kept), reason), []).append(f"**{peer}**")
     lines = [
-        f"- {' and '.join(peers)} beside *{its}* with {kept}: {reason}."
+        f"- {listed(peers)} beside *{its}* with {kept}: {reason}."
         for (its, kept, reason), peers in alike.items()
     ]
     budgets = dict.fromkeys(
@@ -205,6 +206,25 @@ def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
             f" one choice of calibration rows; more would tell, too. {'; '.join(ties)}."
         )
     return [*lines, ""] if lines else []
+
+
+def budgets_in_words(kept: Sequence[float]) -> str:
+    """Budgets of one kind, with their unit once.
+
+    >>> budgets_in_words([0.6, 0.42, 0.25]), budgets_in_words([36])
+    ('60 %, 42 % and 25 % of the multiply-adds', '36 heads')
+    """
+    unit = budget(kept[0]).removeprefix(_short(kept[0]))
+    return listed([_short(one) for one in kept]) + unit
+
+
+def listed(words: Sequence[str]) -> str:
+    """
+    >>> listed(["a"]), listed(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def why(record: dict[str, Any], one: Comparison) -> str:
