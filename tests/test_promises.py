@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from headprune.run import load_recipe
 from tests.scripts import ROOT, benchmark
 
+RECORDS = ROOT / "benchmarks" / "records"
+
 
 def record(name: str) -> dict[str, Any]:
-    path = ROOT / "benchmarks" / "records" / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())
     return found
 
 
@@ -74,26 +76,30 @@ def test_every_peer_ran_or_has_its_error_in_the_table(task: str) -> None:
                 assert "error" in row or {"test", "speed"} <= row.keys(), peer.name
 
 
-@pytest.mark.parametrize("task", ["sst2", "digits"])
-def test_every_peer_that_is_not_beaten_has_a_note_why_and_what_would_change_it(task: str) -> None:
-    found, verdict = record(f"peers-{task}"), benchmark("peers/run").page.verdict
+@pytest.mark.parametrize("file", sorted(path.stem for path in RECORDS.glob("peers-*.json")))
+def test_every_peer_that_is_not_beaten_has_a_note_why_and_what_would_change_it(file: str) -> None:
+    found, verdict = record(file), benchmark("peers/run").page.verdict
     lines = (ROOT / "docs" / "peers.md").read_text().splitlines()
     notes = [line for line in lines if line.startswith("- ")]
     assert not any(verdict.UNKNOWN in note for note in notes)
     compared = verdict.comparisons(found)
     assert compared
     for one in compared:
-        name, heads = one.line["peer"], verdict.budget(one.line["reference_kept"])
+        peer, budget = one.line["peer"], verdict.budget(one.line["reference_kept"])
+        amount = budget.removesuffix(" heads").removesuffix(" of the multiply-adds")
         if one.outcome == verdict.TIED:
             ties = [note for note in notes if note.startswith("- **Tied**")]
-            assert any(verdict.tie(one) in note for note in ties), name
+            assert any(verdict.tie(one) in note for note in ties), peer
         elif one.outcome != verdict.WON:
             reason = f": {verdict.why(found, one)}."
             assert "What would change it: " in reason
             beside = f" beside *{one.line['reference']}* with "
-            told = [note.removesuffix(reason) for note in notes if note.endswith(reason)]
-            parts = [note.partition(beside) for note in told]
-            assert any(f"**{name}**" in who and heads in kept.split(", ") for who, _, kept in parts)
+            explained = [note.removesuffix(reason) for note in notes if note.endswith(reason)]
+            parts = [note.partition(beside) for note in explained]
+            assert any(
+                f"**{peer}**" in who and amount in re.split(", | and | heads| of the", budgets)
+                for who, _, budgets in parts
+            ), (peer, amount)
 
 
 def test_the_package_is_imported_within_its_time() -> None:
