@@ -41,6 +41,11 @@ def answers(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return (found.sum(1) / counted.sum(1)).astype(np.float32)
 
 
+def has_quality(answered: np.ndarray, labels: np.ndarray) -> bool:
+    """Whether there is an order to correlate; classes and tokens are always right or wrong."""
+    return not _grades(labels) or bool(np.isfinite(answered).all() and np.ptp(answered) > 0)
+
+
 def quality(answered: np.ndarray, labels: np.ndarray) -> float:
     """Accuracy, or the correlation with grades."""
     if _grades(labels):
@@ -78,20 +83,21 @@ def difference(pairs: list[tuple[np.ndarray, np.ndarray]], labels: np.ndarray) -
         pairs: For every draw of calibration rows, the ``answers`` of both.
         labels: Of the examples.
     """
-    apart = np.mean([quality(a, labels) - quality(b, labels) for a, b in pairs])
     if _grades(labels):
+        apart = np.mean([quality(a, labels) - quality(b, labels) for a, b in pairs])
         resampled = [_correlations(a, labels) - _correlations(b, labels) for a, b in pairs]
         low, high = np.percentile(np.mean(resampled, axis=0), (2.5, 97.5))
     else:
         per_example = np.mean([a - b for a, b in pairs], axis=0)
-        low, high = np.percentile(per_example[_drawn(len(labels))].mean(1), (2.5, 97.5))
+        apart = per_example.mean()
+        low, high = np.percentile(per_example[_drawn(len(labels), DRAWS)].mean(1), (2.5, 97.5))
     found = {"difference": apart, "low": low, "high": high}
     return {k: round(float(v), 5) for k, v in found.items()}
 
 
-def _drawn(n: int) -> np.ndarray:
+def _drawn(n: int, resamples: int) -> np.ndarray:
     """Examples of every resample, ``[resamples, examples]``; the same for all models."""
-    return np.random.default_rng(0).integers(0, n, (DRAWS, n))
+    return np.random.default_rng(0).integers(0, n, (resamples, n))
 
 
 def _correlations(answered: np.ndarray, grades: np.ndarray) -> np.ndarray:
@@ -99,19 +105,20 @@ def _correlations(answered: np.ndarray, grades: np.ndarray) -> np.ndarray:
 
     A model is compared with many others: its correlations are computed once.
     """
-    return _correlations_of(*(np.asarray(v, np.float64).tobytes() for v in (answered, grades)))
+    values = (np.asarray(v, np.float64).tobytes() for v in (answered, grades))
+    return _correlations_of(*values, DRAWS)
 
 
 @lru_cache(maxsize=512)
-def _correlations_of(answered: bytes, grades: bytes) -> np.ndarray:
-    ranks, others = _ranks(answered), _ranks(grades)
+def _correlations_of(answered: bytes, grades: bytes, resamples: int) -> np.ndarray:
+    ranks, others = _ranks(answered, resamples), _ranks(grades, resamples)
     found: np.ndarray = (ranks * others).sum(1)
     return found / np.sqrt(np.square(ranks).sum(1) * np.square(others).sum(1))
 
 
 @lru_cache(maxsize=2)
-def _ranks(values: bytes) -> np.ndarray:
+def _ranks(values: bytes, resamples: int) -> np.ndarray:
     """Ranks in every resample less their mean, ``[resamples, examples]``."""
     numbers = np.frombuffer(values)
-    found: np.ndarray = rankdata(numbers[_drawn(len(numbers))], axis=1)
+    found: np.ndarray = rankdata(numbers[_drawn(len(numbers), resamples)], axis=1)
     return found - found.mean(axis=1, keepdims=True)

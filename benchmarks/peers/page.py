@@ -11,7 +11,7 @@ from typing import Any
 import studies
 import verdict
 from pages import publish
-from roster import METRICS, OWN, PEERS, REFERENCE, TITLES, budget, is_share
+from roster import METRICS, OWN, PEERS, REFERENCE, REMARKS, TITLES, budget, is_share
 
 PAGE = "peers.md"
 OUTCOMES = ("won", "tied", "a trade", "lost")
@@ -37,7 +37,7 @@ def lead(made: str) -> str:
     ahead = ", ".join(dict.fromkeys(found.get("lost", ()))) or "none"
     return (
         "For whoever chooses a tool: other head pruners, a smaller architecture and INT8 beside"
-        " headprune, on the same weights, rows and judging code. Outcomes for headprune, by accuracy"
+        " headprune, on the same weights, rows and judging code. Outcomes for headprune, by quality"
         f" and speed together: {counts}. Ahead of it somewhere: {ahead}. Others can also start from"
         " its cut model: the last tables of each task show that."
     )
@@ -68,7 +68,8 @@ def text(records: list[dict[str, Any]]) -> str:
             " of one model. Accuracy"
         ),
         (
-            "(where a task has another measure, its tables name it) is of test rows, mean ± standard"
+            "(or the measure that a task's tables name; a point is 0.01 of it) is of test rows,"
+            " mean ± standard"
             " deviation over draws of calibration rows; *against"
             " headprune* is the paired"
         ),
@@ -142,6 +143,7 @@ def section(record: dict[str, Any]) -> list[str]:
         f" heads; {used['calibration']} calibration rows, {used['validation']} validation and"
         f" {used['test']} test rows"
         + (f"; test {metric} of the base model {base['test']:.3f}." if base else "."),
+        *remarks(record),
         *sessions(record),
     ]
     for kept in sorted({row["kept"] for row in record["rows"]}, key=lambda kept: -(kept or 10**9)):
@@ -157,6 +159,21 @@ def section(record: dict[str, Any]) -> list[str]:
         ]
         lines += table(record, kept, rows)
     return [*lines, *verdict.text(record), *others(record)]
+
+
+def remarks(record: dict[str, Any]) -> list[str]:
+    """What a reader must know of the rows, and who cannot take part."""
+    task = record["task"]
+    found = [REMARKS[task]] if task in REMARKS else []
+    able = {name for name, peer in PEERS.items() if task in peer.tasks}
+    budgets = {row["kept"] for row in record["rows"]}
+    others = [
+        name for name, peer in PEERS.items() if name not in able and any(map(peer.meets, budgets))
+    ]
+    if others:
+        why = "no program here knows this model, or the training that made it"
+        found.append(f"Without a row, as {why}: {'; '.join(others)}.")
+    return ["", " ".join(found)] if found else []
 
 
 def metric_of(record: dict[str, Any]) -> str:

@@ -24,9 +24,17 @@ TITLES = {
 METRICS = {"stsb": "Spearman correlation", "stories": "next-token accuracy"}
 TEXT, IMAGE, LANGUAGE = ("sst2", "trec", "hwu64", "stsb"), ("digits",), ("stories",)
 EVERY = TEXT + IMAGE + LANGUAGE
-#: Those of a model that is fine-tuned here, with as many keys and values as queries; programs of
-#: other tools can do no others.
+#: Tasks of encoders: their models are fine-tuned here, and have as many keys and values as queries.
+#: What trains, and what other tools cut, has a program for these alone.
 ENCODERS = TEXT + IMAGE
+#: What a reader must know of a task's rows.
+REMARKS = {
+    "stories": "The model was trained on these texts: they compare models, and say nothing of"
+    " other texts. Its share of right next tokens is taken row by row, then averaged.",
+    "stsb": "A model reads both sentences together and gives one number. The trained rows, those"
+    " called distilled too, are trained on the grades alone: a single number is no distribution to"
+    " distil.",
+}
 #: From this version of ONNX's operators on, attention is one, which ONNX Runtime runs faster than
 #: its parts.
 ATTENTION_AS_ONE = 23
@@ -71,7 +79,7 @@ class Peer:
         trains: How many times the base model's training it has had in all, the base model's own
             counted; 0 is none of its own.
         even: Keeps as many heads in every layer, so that it has rows where that divides.
-        accurate: Why it may be more accurate than ours, other than by training more often, and what
+        accurate: Why it may be better than ours, other than by training more often, and what
             would change that; printed where it is.
         faster: The same of its speed.
     """
@@ -313,12 +321,12 @@ PEERS = {
             )
             for start in ("", "headprune + ")
             for title, way, about in (
-                ("fp32", "fp32", "the ONNX file as it is, attention as one operator"),
+                ("fp32", "fp32", "the ONNX file as it is; of encoders, attention is one operator"),
                 ("dynamic INT8", "dynamic", "dynamic INT8"),
                 (
                     "static INT8",
                     "static",
-                    "static INT8 with ranges of 256 calibration rows of all lengths",
+                    "static INT8 with ranges of at most 256 calibration rows of all lengths",
                 ),
             )
         ),

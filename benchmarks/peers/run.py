@@ -34,6 +34,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"give --{', --'.join(lacking)}, or --figure")
         if not args.budgets and not args.shares:
             args.budgets, args.shares = list(BUDGETS.get(args.task, ())), list(SHARES)
-        args.calibration = args.calibration or ROWS.get(args.task, 512)
+        if args.task in LANGUAGE and args.budgets:
+            parser.error(f"--budgets: heads alone are not compared on {args.task}; give --shares")
+        if args.calibration is None:
+            args.calibration = ROWS.get(args.task, 512)
         args.shares = args.shares or []
         if not all(0 < share < 1 for share in args.shares):
             parser.error(f"--shares: must lie between 0 and 1, got {args.shares}")
@@ -368,23 +372,26 @@ def answer(
     return data
 
 
-def arrays(job: Path, half: str) -> dict[str, np.ndarray]:
+def array(job: Path, half: str, name: str) -> np.ndarray:
+    """One of the arrays that a program handed back."""
     with np.load(job.with_name(f"{half}.npz"), allow_pickle=False) as file:
-        return dict(file)
+        found: np.ndarray = file[name]
+    return found
 
 
 def judged(
     args: argparse.Namespace, subject: Subject, job: Path, cut: dict[str, Any]
 ) -> dict[str, Any]:
     """Quality, speed and size on disk."""
-    logits = arrays(job, "cut")
     found: dict[str, Any] = {}
     for split in ("validation", "test"):
         labels = subject.labels(split)
-        answers = judging.answers(logits[split], labels)
+        answers = judging.answers(array(job, "cut", split), labels)
+        if not judging.has_quality(answers, labels):
+            raise Failure(f"its {split} grades are all the same or not finite")
         found[split] = round(judging.quality(answers, labels), 5)
     first = subject.first()
-    apart = float(np.abs(logits["base"] - first).max())
+    apart = float(np.abs(array(job, "cut", "base") - first).max())
     if not apart < 1e-2 * np.abs(first).max():
         raise Failure(f"its base model is another one: logits differ by {apart:.2g}")
     if cut["rounds"]:
@@ -406,7 +413,7 @@ def loaded(
         found = answer(args, python, peer, job, "load")
     except Failure as error:
         return {"ok": False, "by": cut["saved_by"], "error": tidied(str(error), args)}
-    apart = float(np.abs(arrays(job, "load")["test"] - arrays(job, "cut")["test"]).max())
+    apart = float(np.abs(array(job, "load", "test") - array(job, "cut", "test")).max())
     return {
         "ok": apart < 1e-3,
         "by": cut["saved_by"],
@@ -484,7 +491,17 @@ def answered(
 ) -> np.ndarray:  # fmt: skip
     """One number an example."""
     job = folder_of(args, subject, name, kept, seed) / "job.json"
-    return judging.answers(arrays(job, "cut")[split], subject.labels(split))
+    written = job.with_name("cut.npz").stat().st_mtime_ns
+    return _answered(job, written, split, subject.file(split, 0))
+
+
+@lru_cache(maxsize=4096)
+def _answered(job: Path, written: int, split: str, rows: Path) -> np.ndarray:
+    """Every row is compared with many others, and logits of a language are large: they are read
+    once, or again where another run has ``written`` them."""
+    with np.load(rows, allow_pickle=False) as file:
+        labels = file["label"]
+    return judging.answers(array(job, "cut", split), labels)
 
 
 if __name__ == "__main__":

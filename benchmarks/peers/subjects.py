@@ -202,10 +202,13 @@ def _joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for name in batches[0]:
         values = [batch[name].numpy() for batch in batches]
+        label = name in ("labels", "label")
         if values[0].ndim == 2:
-            widest = max(v.shape[1] for v in values)
-            values = [np.pad(v, ((0, 0), (0, widest - v.shape[1]))) for v in values]
-        found["label" if name in ("labels", "label") else name] = np.concatenate(values)
+            widest, fill = max(v.shape[1] for v in values), IGNORED if label else 0
+            values = [
+                np.pad(v, ((0, 0), (0, widest - v.shape[1])), constant_values=fill) for v in values
+            ]
+        found["label" if label else name] = np.concatenate(values)
     if "label" not in found:
         found["label"] = np.where(found["attention_mask"] == 1, found["input_ids"], IGNORED)
     return found

@@ -1,4 +1,4 @@
-"""Every peer held to ours in accuracy and speed, why a row is not won, and what ours adds to
+"""Every peer held to ours in quality and speed, why a row is not won, and what ours adds to
 others."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def accurate(self) -> str:
-        """Whose model is more accurate beyond noise; the difference is theirs minus ours."""
+        """Whose model is better beyond noise; the difference is theirs minus ours."""
         points = self.line["test"]
         return THEIRS if points["low"] > 0 else OURS if points["high"] < 0 else ""
 
@@ -132,10 +132,10 @@ def text(record: dict[str, Any]) -> list[str]:
     head.append("outcome for headprune")
     lines = [
         "",
-        "### Accuracy and speed together",
+        "### Quality and speed together",
         "",
         (
-            "Accuracy differs where the interval of the paired difference leaves out 0."
+            "Quality (accuracy, or what the tables name) differs where the interval of the paired difference leaves out 0."
             " *Faster*, shape by shape,"
         ),
         (
@@ -148,7 +148,7 @@ def text(record: dict[str, Any]) -> list[str]:
         ),
         f"model and its copy), {limits}. *Won*: ours is better in",
         (
-            "accuracy or at a shape, theirs in nothing. *Lost*: the other way round. *A trade*:"
+            "quality or at a shape, theirs in nothing. *Lost*: the other way round. *A trade*:"
             " each is better in"
         ),
         "something. *Tied*: neither is in anything.",
@@ -196,7 +196,7 @@ def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
     )
     if budgets:
         best = "; ".join(_best(record, kept) for kept in sorted(budgets, reverse=True))
-        lines.append(f"- Of ours the most accurate, by these test rows: {best}.")
+        lines.append(f"- Of ours the best, by these test rows: {best}.")
     if ties := [tie(one) for one in found if one.outcome == TIED]:
         n_rows = record["rows_used"]["test"]
         lines.append(
@@ -237,7 +237,7 @@ def why(record: dict[str, Any], one: Comparison) -> str:
             " What would change it: that training"
         )
         found.append(
-            f"more accurate, as {trained if peer.trains > its.trains else peer.accurate or UNKNOWN}"
+            f"better, as {trained if peer.trains > its.trains else peer.accurate or UNKNOWN}"
         )
     if THEIRS in one.faster:
         names = shapes(record)
@@ -298,7 +298,7 @@ def _short(kept: float | None) -> str:
 
 
 def _best(record: dict[str, Any], kept: float) -> str:
-    """Our most accurate model of a budget."""
+    """Our best model of a budget."""
     own = [row for (name, heads), row in timed(record).items() if heads == kept and ours(name)]
     means = {
         row["peer"]: statistics.fmean(accuracies(record, row["peer"], kept).values()) for row in own

@@ -8,9 +8,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import spearmanr
 
-from tests.benchmark_runs import encoder_study
+from tests.benchmark_runs import encoder_study, page_of, record_of
 from tests.scripts import BENCHMARKS, benchmark
 from tests.tiny_models import llama
 
@@ -73,23 +74,27 @@ def test_the_interval_of_a_correlation_is_that_of_resampled_rows(judging, monkey
         )
 
     assert found["difference"] == pytest.approx(apart(slice(None)), abs=1e-5)
-    resampled = [apart(rows) for rows in judging._drawn(80)]
+    resampled = [apart(rows) for rows in judging._drawn(80, 300)]
     assert len(resampled) == 300
     low, high = np.percentile(resampled, (2.5, 97.5))
     assert (found["low"], found["high"]) == pytest.approx((low, high), abs=1e-5)
     assert judging.difference([(first, second), (second, first)], grades)["difference"] == 0
 
 
-def arguments(run, made, task, peers):
-    """Of a small run, one third of the multiply-adds kept."""
+def command(made, task, peers):
+    """A small run, one third of the multiply-adds kept."""
     small = "--shares 0.34 --seeds 1 --calibration 16 --threads 1"
     speed = "--batch-sizes 2 --lengths 8 --seconds 0.05"
-    where = f"--environments {made} --out {made / 'unused.json'} --peers {peers}"
+    where = f"--environments {made} --out {made / f'peers-{task}.json'} --peers {peers}"
     if task == "stsb":
         more = encoder_study(made, task)
     else:
         more = f"--task {task} --data {stories(made / 'stories')} --work {made}"
-    return run.arguments(shlex.split(f"{more} {where} {small} {speed}"))
+    return f"{more} {where} {small} {speed}"
+
+
+def arguments(run, made, task, peers):
+    return run.arguments(shlex.split(command(made, task, peers)))
 
 
 def stories(folder):
@@ -148,3 +153,56 @@ def test_a_model_of_language_is_judged_by_its_next_tokens(run, tmp_path, monkeyp
 def job_neurons(job):
     """Neurons of a layer of the base model."""
     return json.loads((job.base / "config.json").read_text())["intermediate_size"]
+
+
+@pytest.mark.parametrize("broken", [[3.0, 3.0, 3.0], [1.0, float("nan"), 2.0]])
+def test_grades_without_an_order_have_no_quality(judging, broken):
+    grades = np.array([0.0, 1, 2], np.float32)
+    assert not judging.has_quality(np.array(broken), grades)
+    assert judging.has_quality(np.array([2.0, 1, 1]), grades)
+    assert judging.has_quality(np.array([1.0, 1, 1]), np.array([0, 1, 2]))
+
+
+def test_labels_of_tokens_are_padded_so_that_padding_does_not_count(run):
+    batches = [{"labels": torch.ones(1, width, dtype=torch.long)} for width in (2, 3)]
+    labels = run.subjects._joined(batches)["label"]
+    assert labels.tolist() == [[1, 1, run.judging.IGNORED], [1, 1, 1]]
+
+
+def test_every_task_has_its_own_rows_and_budgets(run, tmp_path, capsys):
+    def args(task, more=""):
+        where = f"--task {task} --data d --work {tmp_path} --environments {tmp_path}"
+        return run.arguments(shlex.split(f"{where} {more}"))
+
+    found = {task: args(task) for task in ("stsb", "stories", "digits")}
+    assert {task: one.calibration for task, one in found.items()} == {
+        "stsb": 512,
+        "stories": 64,
+        "digits": 512,
+    }
+    heads = {task: list(one.budgets or ()) for task, one in found.items()}
+    assert heads == {"stsb": [36, 24, 14], "stories": [], "digits": [16, 8]}
+    assert args("stories", "--calibration 8").calibration == 8
+    with pytest.raises(SystemExit):
+        args("stories", "--budgets 36")
+    assert "heads alone are not compared on stories; give --shares" in capsys.readouterr().err
+    cut = {peer.name for peer, _, _ in run.wanted(found["stories"])}
+    assert {"headprune", "kwon2022", "PyTorch INT8"} <= cut
+    assert not cut & {"TextPruner", "Torch-Pruning, global", "smaller architecture"}
+
+
+@pytest.mark.slow
+def test_a_record_of_grades_goes_from_the_rows_to_the_page(run, tmp_path):
+    asked = command(tmp_path, "stsb", "unpruned flap2024")
+    record, args = record_of(run, asked), run.arguments(shlex.split(asked))
+    rows = {row["peer"]: row for row in record["rows"]}
+    assert list(rows) == ["unpruned", "flap2024"]
+    subject = run.subjects.subject(args)
+    job = run.folder_of(args, subject, "unpruned", None, 0) / "job.json"
+    said = run.array(job, "cut", "test")[:, 0]
+    expected = spearmanr(said, subject.labels("test")).statistic
+    assert rows["unpruned"]["test"] == pytest.approx(expected, abs=1e-5)
+    assert all(row["loads_back"]["ok"] for row in rows.values())
+    text = page_of(run, tmp_path, "peers.md")
+    assert "| peer | draws | Spearman correlation | against unpruned |" in text
+    assert "reads both sentences together" in text

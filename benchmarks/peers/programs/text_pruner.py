@@ -24,6 +24,10 @@ from protocol import (
 )
 from torch import Tensor
 
+#: A BERT's inputs in the order of its forward; without the last one, the second sentence of a pair
+#: would count as the first.
+TRACED = ("input_ids", "attention_mask", "token_type_ids")
+
 
 def cut(job: Job) -> Cut:
     package = importlib.import_module("textpruner")
@@ -61,7 +65,7 @@ def cut(job: Job) -> Cut:
     def save(folder: Path) -> str:
         """TorchScript, as its manual says for uneven heads."""
         pruner.output_dir = pruner.general_config.output_dir = str(folder)
-        pruner.save_jit_model((example["input_ids"], example["attention_mask"]), "traced")
+        pruner.save_jit_model(tuple(example[name] for name in TRACED), "traced")
         return "save_jit_model (TorchScript), torch.jit.load"
 
     kept = neurons_kept(small) if job.of_share else None
@@ -100,7 +104,7 @@ def load(job: Job, folder: Path) -> Run:
 
     def run(inputs: dict[str, Tensor]) -> Tensor:
         with torch.inference_mode():
-            found = model(inputs["input_ids"], inputs["attention_mask"])
+            found = model(*(inputs[name] for name in TRACED))
         logits: Tensor = found["logits"] if isinstance(found, dict) else found[0]
         return logits
 
