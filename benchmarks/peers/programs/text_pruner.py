@@ -65,7 +65,7 @@ def cut(job: Job) -> Cut:
     def save(folder: Path) -> str:
         """TorchScript, as its manual says for uneven heads."""
         pruner.output_dir = pruner.general_config.output_dir = str(folder)
-        pruner.save_jit_model(tuple(example[name] for name in TRACED), "traced")
+        pruner.save_jit_model(in_order(example), "traced")
         return "save_jit_model (TorchScript), torch.jit.load"
 
     kept = neurons_kept(small) if job.of_share else None
@@ -97,6 +97,11 @@ def heads_a_layer(kept: int, layers: int) -> int:
     return kept // layers
 
 
+def in_order(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """What TorchScript is called with; some tokenizers give no types."""
+    return tuple(inputs[name] for name in TRACED if name in inputs)
+
+
 def load(job: Job, folder: Path) -> Run:
     model = torch.jit.load(
         str(folder / "traced" / "pytorch_model.ts"), map_location=job.device
@@ -104,7 +109,7 @@ def load(job: Job, folder: Path) -> Run:
 
     def run(inputs: dict[str, Tensor]) -> Tensor:
         with torch.inference_mode():
-            found = model(*(inputs[name] for name in TRACED))
+            found = model(*in_order(inputs))
         logits: Tensor = found["logits"] if isinstance(found, dict) else found[0]
         return logits
 
