@@ -135,11 +135,14 @@ def encoder_recipe(
 
 
 def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
-    """The model after training, from the folder where an equal run left it; and the data."""
+    """The model after training, from the folder where an equal run left it, or as it comes where its
+    recipe trains nothing; and the data."""
     raw = number_labels(recipe, load_rows(recipe))
     data = encode_rows(recipe, raw, prepare(recipe))
     model, train = build_model(recipe, raw.labels), recipe.train
-    assert train is not None
+    device = resolve_device(recipe.device)
+    if train is None:
+        return model.to(device).eval(), data
     mark = hp.score(model, None, "random").model  # the same weights before training
     given = [train.model_dump(), recipe.seed, repr(mark), data.examples["train"]]
     text = json.dumps(
@@ -147,7 +150,6 @@ def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
     )  # of images: tensors
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = work / f"fine-tuned-{digest}"
-    device = resolve_device(recipe.device)
     if not folder.is_dir():
         with reproducible(
             device

@@ -69,9 +69,8 @@ def text(records: list[dict[str, Any]]) -> str:
         ),
         (
             "(or the measure that a task's tables name; a point is 0.01 of it) is of test rows,"
-            " mean ± standard"
-            " deviation over draws of calibration rows; *against"
-            " headprune* is the paired"
+            " mean ± standard deviation over draws of calibration rows; *against headprune* is the"
+            " paired"
         ),
         (
             "difference in points with the same budget, mean over draws with its 95 % interval over"
@@ -177,6 +176,7 @@ def remarks(record: dict[str, Any]) -> list[str]:
 
 
 def metric_of(record: dict[str, Any]) -> str:
+    """What quality is measured by."""
     return METRICS.get(record["task"], "accuracy")
 
 

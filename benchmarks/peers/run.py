@@ -50,6 +50,7 @@ import judging
 import page
 import studies
 import subjects
+from regret import ROWS
 from roster import IMAGE, LANGUAGE, OWN, PEERS, REFERENCE, TEXT, TITLES, TRAINED, Peer
 from studies import RECORDS, now
 from subjects import Subject
@@ -61,8 +62,6 @@ TIMED = 0
 BUDGETS = {**dict.fromkeys(TEXT, (36, 24, 14)), "digits": (16, 8)}
 #: Models that are no encoder of texts.
 MODELS = {"digits": "digits-vit", "stories": "stories260k"}
-#: Calibration rows, where they are not 512: these have 256 tokens each.
-ROWS = {"stories": 64}
 #: Shares of the layers' multiply-adds kept by default, of heads and neurons together.
 SHARES = (0.6, 0.42, 0.25)
 
@@ -499,9 +498,7 @@ def answered(
 def _answered(job: Path, written: int, split: str, rows: Path) -> np.ndarray:
     """Every row is compared with many others, and logits of a language are large: they are read
     once, or again where another run has ``written`` them."""
-    with np.load(rows, allow_pickle=False) as file:
-        labels = file["label"]
-    return judging.answers(array(job, "cut", split), labels)
+    return judging.answers(array(job, "cut", split), subjects.labels_of(rows))
 
 
 if __name__ == "__main__":

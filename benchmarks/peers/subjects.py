@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import headprune as hp
 from headprune.checkpoints.export import export_onnx
 from headprune.core.files import atomic_path
-from headprune.data.datasets import Data, encode_rows, load_rows
+from headprune.data.datasets import Data, load_rows
 from headprune.data.labels import number_labels
-from headprune.data.models import build_model, prepare
+from headprune.data.models import build_model
 from headprune.recipes.reading import locate
 from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import load_recipe
@@ -100,14 +99,20 @@ class Subject:
             return file["logits"]
 
     def labels(self, purpose: str) -> np.ndarray:
-        with np.load(self.file(purpose, 0), allow_pickle=False) as file:
-            return file["label"]
+        return labels_of(self.file(purpose, 0))
+
+
+def labels_of(rows: Path) -> np.ndarray:
+    """The labels in a file of rows."""
+    with np.load(rows, allow_pickle=False) as file:
+        found: np.ndarray = file["label"]
+    return found
 
 
 def subject(args: Any) -> Subject:
     """Trains what is not trained yet, and writes what peers read."""
     recipe = recipe_of(args)
-    model, data = _trained(recipe, args)
+    model, data = fine_tuned(recipe, args.work)
     model = model.cpu()
     weights = studies.weights_of(model)
     amounts = [args.calibration, args.judged, args.train_rows]
@@ -126,7 +131,7 @@ def subject(args: Any) -> Subject:
         for purpose, rows in parts.items():
             _write(data, rows, unfinished / f"{purpose}.npz")
         rows = _joined([data.collate(parts["test"][:FIRST])])
-        first = logits(running(model.eval()), batches_of(rows, BATCH))
+        first = logits(running(model.eval()), list(batches_of(rows, BATCH)))
         _save({"logits": first}, unfinished / "first.npz")
         unfinished.rename(folder)
     for seed in range(args.seeds):
@@ -142,15 +147,6 @@ def subject(args: Any) -> Subject:
     return Subject(
         args.task, folder, heads, weights, train, {**counts, "calibration": args.calibration}
     )
-
-
-def _trained(recipe: Recipe, args: Any) -> tuple[nn.Module, Data]:
-    """The base model and its rows."""
-    if recipe.train is not None:
-        return fine_tuned(recipe, args.work)
-    raw = number_labels(recipe, load_rows(recipe))
-    model = build_model(recipe, raw.labels).to(args.device).eval()
-    return model, encode_rows(recipe, raw, prepare(recipe))
 
 
 def recipe_of(args: Any) -> Recipe:

@@ -135,8 +135,8 @@ def text(record: dict[str, Any]) -> list[str]:
         "### Quality and speed together",
         "",
         (
-            "Quality (accuracy, or what the tables name) differs where the interval of the paired difference leaves out 0."
-            " *Faster*, shape by shape,"
+            "Quality (accuracy, or what the tables name) differs where the interval of the paired"
+            " difference leaves out 0. *Faster*, shape by shape,"
         ),
         (
             "is beyond both intervals and the noise between rows: the most by which any two models"

@@ -119,7 +119,8 @@ class Job:
     ) -> list[dict[str, Tensor]]:
         """Batches in the order of the file, cut to their longest row; with ``labels`` for a
         loss."""
-        return batches_of(self.arrays(purpose), size or self.batch, labels, self.device)
+        rows = self.arrays(purpose)
+        return list(batches_of(rows, size or self.batch, labels, self.device))
 
     def only_cpu(self, what: str) -> None:
         if self.device != "cpu":
@@ -128,14 +129,8 @@ class Job:
 
 def batches_of(
     rows: dict[str, np.ndarray], size: int, labels: bool = False, device: str = "cpu"
-) -> list[dict[str, Tensor]]:
-    """Batches of rows in their order, cut to their longest one."""
-    return list(_batches(rows, size, labels, device))
-
-
-def _batches(
-    rows: dict[str, np.ndarray], size: int, labels: bool, device: str
 ) -> Iterator[dict[str, Tensor]]:
+    """Batches of rows in their order, cut to their longest one."""
     for start in range(0, len(rows["label"]), size):
         some = {k: v[start : start + size] for k, v in rows.items()}
         if "attention_mask" in some:
