@@ -110,6 +110,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             args.budgets, args.shares = list(BUDGETS.get(args.task, ())), list(SHARES)
         if args.task in LANGUAGE and args.budgets:
             parser.error(f"--budgets: heads alone are not compared on {args.task}; give --shares")
+        if args.task in LANGUAGE and args.epochs is not None:
+            parser.error(f"--epochs: the model of {args.task} comes trained")
+        if args.task in MODELS and args.model != parser.get_default("model"):
+            parser.error(f"--model: {args.task} has a model of its own, {MODELS[args.task]}")
         if args.calibration is None:
             args.calibration = ROWS.get(args.task, 512)
         args.shares = args.shares or []

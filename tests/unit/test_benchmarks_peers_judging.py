@@ -183,9 +183,14 @@ def test_every_task_has_its_own_rows_and_budgets(run, tmp_path, capsys):
     heads = {task: list(one.budgets or ()) for task, one in found.items()}
     assert heads == {"stsb": [36, 24, 14], "stories": [], "digits": [16, 8]}
     assert args("stories", "--calibration 8").calibration == 8
-    with pytest.raises(SystemExit):
-        args("stories", "--budgets 36")
-    assert "heads alone are not compared on stories; give --shares" in capsys.readouterr().err
+    for task, more, error in (
+        ("stories", "--budgets 36", "heads alone are not compared on stories; give --shares"),
+        ("stories", "--epochs 1", "--epochs: the model of stories comes trained"),
+        ("digits", "--model x", "--model: digits has a model of its own, digits-vit"),
+    ):
+        with pytest.raises(SystemExit):
+            args(task, more)
+        assert error in capsys.readouterr().err
     cut = {peer.name for peer, _, _ in run.wanted(found["stories"])}
     assert {"headprune", "kwon2022", "PyTorch INT8"} <= cut
     assert not cut & {"TextPruner", "Torch-Pruning, global", "smaller architecture"}
