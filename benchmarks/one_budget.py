@@ -28,10 +28,9 @@ import argparse
 import copy
 import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import process_time
@@ -45,7 +44,6 @@ import headprune as hp
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.files import write_atomic
 from headprune.core.latency import LatencyTable
-from headprune.core.paired import Answers, drop_of_means
 from headprune.data.models import resolve_device
 from headprune.recipes.schema import RecoverStep
 from headprune.run.journal import Journal
@@ -57,41 +55,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from determinism import reproducible
 from fewer_layers import fewer_layers, first_layers_, layer_seconds
-from in_int8 import ATTENTION_AS_ONE, InInt8
-from pages import interval, machine, publish, ran_on, table
+from in_int8 import InInt8
+from one_budget_page import (
+    BOTH,
+    HEADS,
+    INT8,
+    REFIT,
+    TIMES,
+    TIMES_OF_SMALLER,
+    draw,
+    shape_of,
+)
 from regret import (
     REFITS,
     ROWS,
     TASKS,
-    TITLES,
     add_seeds,
     note_whole,
     opened,
-    points,
     recipe_of,
     tested,
 )
 from studies import RECORDS
 
-PAGE = "one-budget.md"
-BOTH, HEADS = "heads and neurons", "heads alone"
-INT8 = "heads and neurons, then INT8"
-TRAINED = "heads and neurons, then trained"
-SMALLER = "smaller architecture, trained"
-LONGER = ", longer"
-#: How many times the base model's epochs each is trained. The cut model comes from one that was
-#: trained once, so the two of a pair have the same epochs behind them.
-TIMES = {TRAINED: 1, TRAINED + LONGER: 2}
-TIMES_OF_SMALLER = {SMALLER: 2, SMALLER + LONGER: 3}
 SELECTOR = "repriced"
-#: The default of `Lstsq`.
-REFIT = "lstsq, held-out ridge"
-#: By a record's refit, what it is in words. Records before this one had another: by a mistake, it
-#: stopped at attention where neurons were removed.
-RIDGES = {
-    REFIT: "a ridge by held-out error",
-    "attention alone": "ridge 0.3, of attention's projections alone",
-}
 #: What is made of the same cut.
 FROM = {BOTH: (BOTH, INT8, *TIMES), HEADS: (HEADS,)}
 WAYS_OF_CUTS = tuple(itertools.chain.from_iterable(FROM.values()))
@@ -476,7 +463,7 @@ def add_times(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> 
     of_shape: dict[str, list[dict[str, Any]]] = {}
     for row in record["rows"]:
         if "ratio" not in row:
-            of_shape.setdefault(_shape(row), []).append(row)
+            of_shape.setdefault(shape_of(row), []).append(row)
     if not of_shape:
         return out
 
@@ -510,11 +497,6 @@ def add_times(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> 
     return out
 
 
-def _shape(row: Mapping[str, Any]) -> str:
-    """What a row's speed depends on."""
-    return json.dumps([row["way"] == INT8, row["heads"], row["neurons"]])
-
-
 def _of_shape(whole: nn.Module, heads: Sequence[int], neurons: Sequence[int]) -> nn.Module:
     """A model with so many heads and neurons in each of its layers; the first of each."""
     small = copy.deepcopy(whole)
@@ -526,275 +508,6 @@ def _of_shape(whole: nn.Module, heads: Sequence[int], neurons: Sequence[int]) ->
     counts = {site.name: site.n_query_heads for site in sites}
     hp.prune_(small, hp.HeadMask.from_keep(keep, counts), sites=sites)
     return small
-
-
-# ----------------------------------------------------------------------------------------------
-# page
-
-
-def draw(records: Path, docs: Path) -> Path:
-    """Writes the page from every record with a speed; one that was only judged has none yet."""
-    there = studies.records_in(records, "one-budget")
-    found = [record for record in there if any("ratio" in row for row in record["rows"])]
-    return publish(docs / PAGE, lead(found), page(found))
-
-
-def lead(records: Sequence[dict[str, Any]]) -> str:
-    """What was found, and for whom."""
-    of_task: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        # Records of the mistaken refit are of other cuts.
-        if record["refit"] == REFIT:
-            of_task.setdefault(record["task"], []).append(record)
-    words = "; ".join(_fastest(task, of_one) for task, of_one in of_task.items())
-    return (
-        "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
-        " it. Without training, by task: how many times as fast a cut is that loses at most a point,"
-        " then the fastest cut, with its quality (of the whole model); the best of all machines:"
-        f" {words}.{_trained(of_task)}"
-    )
-
-
-def _fastest(task: str, records: Sequence[dict[str, Any]]) -> str:
-    """The fastest cut of heads and neurons that loses at most a point, and the fastest of all.
-
-    Args:
-        task: Its name.
-        records: Of the task, one for each machine.
-    """
-    cuts = []
-    for record in records:
-        wholes = record["whole"]
-        for rows in by_speed(record, BOTH).values():
-            whole = statistics.fmean(wholes[str(row["tuned"])]["test"] for row in rows)
-            cuts.append((_mean_ratio(rows), statistics.fmean(row["test"] for row in rows), whole))
-    metric = next(iter(records[0]["whole"].values()))["metric"]
-    # Of accuracies nobody needs the name. A perplexity has no points.
-    named = "" if metric == "accuracy" else f" ({metric})"
-    close = ""
-    if metric != "perplexity":
-        speeds = [speed for speed, test, whole in cuts if whole - test <= 0.01]
-        close = f" {max(speeds):.1f}," if speeds else " none,"
-    speed, test, whole = max(cuts)
-    return f"{_short(task)}{named}{close} {speed:.1f} with {test:.3f} ({whole:.3f})"
-
-
-def _trained(of_task: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """The sentence on cuts that were trained, of the tasks that have some."""
-    words = []
-    for task, records in of_task.items():
-        points = []
-        for record in records:
-            points += [one.points for one in _differences(record, TRAINED, SMALLER)]
-        if points:
-            low, high = (round(end, 1) + 0.0 for end in (min(points), max(points)))  # no -0.0
-            words.append(f"{_short(task)} {low:.1f} to {high:.1f}")
-    if not words:
-        return ""
-    return (
-        " Trained, points above a smaller architecture of like speed, trained"
-        f" as long: {', '.join(words)}."
-    )
-
-
-def _short(task: str) -> str:
-    """A task's title without its data and classes."""
-    return TITLES[task].split(",")[0]
-
-
-def _title(record: dict[str, Any]) -> str:
-    """The task, and the device."""
-    title = TITLES[record["task"]]
-    if "gpu" not in record:
-        return f"{title}, on {_processor(record)}"
-    return f"{title},{_device(record)}"
-
-
-def _processor(record: dict[str, Any]) -> str:
-    name: str = record["hardware"]["processor"]
-    return name.replace("(R)", "").removesuffix(" Processor")
-
-
-def _device(record: dict[str, Any]) -> str:
-    """The GPU of a record; models that were made there may be timed elsewhere."""
-    return f"{' made' if 'timed' in record else ''} on an {record['gpu']}"
-
-
-def by_speed(record: dict[str, Any], way: str) -> dict[float, list[dict[str, Any]]]:
-    """Timed rows of a way by the speed that was asked for, the slowest first."""
-    found: dict[float, list[dict[str, Any]]] = {}
-    for row in sorted(record["rows"], key=lambda row: row["asked"]):
-        if row["way"] == way and "ratio" in row:
-            found.setdefault(row["asked"], []).append(row)
-    return found
-
-
-def _mean_ratio(rows: Sequence[dict[str, Any]]) -> float:
-    return statistics.fmean(row["ratio"] for row in rows)
-
-
-def page(records: Sequence[dict[str, Any]]) -> str:
-    """docs/one-budget.md."""
-    lines = [
-        "# One budget: heads and neurons for a speed",
-        "",
-        "Written by `python benchmarks/one_budget.py --figure` from records in"
-        " `benchmarks/records`; do not edit.",
-        "",
-        "`hp.Budget(speedup=)`: scorer `ladder`, a selector over a measured latency table, a cut, and"
-        " `lstsq` with feed-forwards. Speeds are medians of interleaved rounds beside the whole"
-        " model, mean over draws of calibration rows.",
-        "",
-    ]
-    for record in records:
-        lines += _task_lines(record)
-    return "\n".join([*lines, *studies.no_gpu(r["hardware"] for r in records)]) + "\n"
-
-
-def _task_lines(record: dict[str, Any]) -> list[str]:
-    cells = []
-    for way in (BOTH, HEADS, INT8, *TIMES, *TIMES_OF_SMALLER):
-        for asked, rows in by_speed(record, way).items():
-            cells.append([way, f"{asked:g}", *_cells(record, rows)])
-    metric = next(iter(record["whole"].values()))["metric"]
-    wholes = ", ".join(f"{whole['test']:.4f}" for whole in record["whole"].values())
-    length = record["rows"][0]["length"]
-    more = ""
-    if any(row["way"] == INT8 for row in record["rows"]):
-        more += (
-            " INT8 is that of ONNX Runtime (dynamic, per channel; attention as one operator, by"
-            f" `export_onnx(opset={ATTENTION_AS_ONE})`), timed beside the whole model in PyTorch; at 1 nothing is"
-            " cut."
-        )
-    if any(row["way"] in TIMES for row in record["rows"]):
-        more += (
-            " *Trained*: the cut model for as many epochs as the base model was, with that one's"
-            " logits, after its refit; the smaller architecture (fewer, narrower layers of the"
-            " weights before any fine-tuning, about as fast) for twice as many, with the same"
-            " logits; *longer*: for one such time more. A speed without such rows was not tried."
-        )
-    where = machine(record)
-    if "timed" in record:
-        where = f"on {ran_on(record['timed']['hardware'])}. Chosen, trained and judged on: {where}"
-    head = ["what is cut", "asked", "predicted", "measured", metric, "points", "draws"]
-    return [
-        f"## {_title(record)}",
-        "",
-        f"The whole model: {wholes}. {record['calibration']} calibration rows, refits on up to"
-        f" {record.get('refit_rows', record['calibration']):,} with {RIDGES[record['refit']]}; selector"
-        f" `{record.get('selector', 'knapsack')}`; timed at batch size"
-        f" {record['batch']}, length {length}, in {record['dtype']}; {where} Heads and neurons kept"
-        " per layer are those of the first draw. A speed that is missing is out of reach with a head and a"
-        f" level of neurons in every layer.{more}",
-        "",
-        *_apart(record),
-        *table([*head, "heads kept per layer", "neurons kept per layer"], cells),
-        "",
-        *_against_smaller(record),
-    ]
-
-
-def _apart(record: dict[str, Any]) -> list[str]:
-    """By how much the speeds of equal models differ that were timed at different times."""
-    of_shape: dict[str, list[float]] = {}
-    for row in record["rows"]:
-        if "ratio" in row:
-            of_shape.setdefault(_shape(row), []).append(row["ratio"])
-    most = max(max(ratios) / min(ratios) - 1 for ratios in of_shape.values())
-    if most < 0.005:  # 0 % when rounded
-        return []
-    return [
-        "Not all rows were timed at one time: speeds of models of one shape differ by up to"
-        f" {most:.0%}.",
-        "",
-    ]
-
-
-def _against_smaller(record: dict[str, Any]) -> list[str]:
-    """Cut and trained, beside a smaller architecture that was trained as long."""
-    lines = []
-    for trained, smaller in zip(TIMES, TIMES_OF_SMALLER, strict=True):
-        longer = LONGER if LONGER in trained else ""
-        for one in _differences(record, trained, smaller):
-            over = "rows" if one.n_draws == 1 else f"rows and {one.n_draws} draws"
-            lines.append(
-                f"- Asked {one.asked:g}{longer}: {interval(one.points, one.low, one.high)} points"
-                f" (interval over {over}), at {one.speed:.2f} and {one.speed_of_smaller:.2f} times"
-                " the speed."
-            )
-    if not lines:
-        return []
-    head = (
-        "Both trained, the difference of accuracies with its 95 % interval; above 0 the cut model is"
-        " better than the smaller architecture:"
-    )
-    return [head, "", *lines, ""]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Accuracy of a trained cut minus that of a smaller architecture, in points."""
-
-    asked: float
-    points: float
-    low: float
-    high: float
-    n_draws: int
-    speed: float
-    speed_of_smaller: float
-
-
-def _differences(record: dict[str, Any], trained: str, of_smaller: str) -> list[Difference]:
-    """One for each speed at which both were trained, over the draws that both have."""
-    n = next(iter(record["whole"].values()))["n"]
-    smaller = by_speed(record, of_smaller)
-    found = []
-    for asked, rows in by_speed(record, trained).items():
-        theirs = {_draw(row): row for row in smaller.get(asked, []) if "right" in row}
-        ours = {_draw(row): row for row in rows if "right" in row and _draw(row) in theirs}
-        theirs = {draw: theirs[draw] for draw in ours}
-        if not ours:
-            continue
-        answers = [[_answers(row, n) for row in some.values()] for some in (theirs, ours)]
-        drop = drop_of_means(*answers)
-        speeds = [_mean_ratio(list(some.values())) for some in (ours, theirs)]
-        ends = (-100 * drop.value, -100 * drop.high, -100 * drop.low)
-        found.append(Difference(asked, *ends, len(ours), *speeds))
-    return found
-
-
-def _draw(row: dict[str, Any]) -> tuple[int, int]:
-    return row["tuned"], row["draw"]
-
-
-def _answers(row: dict[str, Any], n: int) -> Answers:
-    """Which test rows were right."""
-    return Answers("accuracy", studies.unpacked(row["right"], n), np.ones(n))
-
-
-def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line of the table, after the way and the speed that was asked for."""
-    lost = []
-    for row in rows:
-        whole = record["whole"][str(row["tuned"])]
-        lost.append(points(whole["metric"], whole["test"])(row["test"]))
-    first = rows[0]
-    return [
-        _predicted(rows),
-        studies.spread([row["ratio"] for row in rows], 2),
-        studies.spread([row["test"] for row in rows], 4),
-        f"{statistics.fmean(lost):+.2f}",
-        str(len(rows)),
-        " ".join(map(str, first["heads"])),
-        " ".join(map(str, first["neurons"])),
-    ]
-
-
-def _predicted(rows: Sequence[dict[str, Any]]) -> str:
-    """The speed that the latency table predicts; it knows nothing of INT8 or fewer layers."""
-    if rows[0]["way"] in (INT8, *TIMES_OF_SMALLER):
-        return "-"
-    return f"{statistics.fmean(row['predicted'] for row in rows):.2f}"
 
 
 if __name__ == "__main__":

@@ -240,7 +240,8 @@ the plan's notes: heads on either side of the cut that could change places and d
 | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
 
-Every selector also takes `min_heads` (heads that a layer keeps at least; 1) and `multiple_of` (a layer keeps a multiple
+Every selector also takes `min_heads` (heads or neurons that a layer keeps at least; 1, or 0 where
+one budget weighs heads against neurons at measured prices: whole sub-layers may go) and `multiple_of` (a layer keeps a multiple
 of so many heads, or all it has, for hardware that likes such widths; 1). With `min_heads=0` a layer may lose its
 attention altogether and adds only a bias, which the plan's notes say; where a module cannot run that way
 (`headprune inspect` tells) it keeps a head all the same. No plan removes every head and neuron. What that gains and risks
@@ -265,12 +266,20 @@ plan = hp.select(
 ## Heads and neurons under one budget
 
 Neurons of feed-forwards compete with heads where the sites hold both. A selector decides on about twelve levels per
-feed-forward, made of its neurons by rank; the latency table measures those levels. `keep_heads` counts heads alone.
+feed-forward, made of its neurons by rank; the latency table measures those levels. `ladder` measures what each level
+costs in quality, and `repriced` measures again near the plan; `headprune prune --speedup 2` does all of this.
+`keep_heads` counts heads alone.
 
 ```python
+import copy
+
 sites = hp.find_sites(model, feed_forward=True)
-both = hp.score(model, batches, "surgeon", sites=sites)
-plan = hp.select(both, hp.Budget(keep_macs=0.8))  # or speedup=, with a latency table of these sites
+prices = hp.score(model, batches, "ladder", sites=sites)
+refitted = hp.scoring.refitted_loss_of(model, batches, sites=sites)
+plan = hp.select(prices, hp.Budget(keep_macs=0.8), "repriced", loss=refitted)  # or speedup=, latency=
+smaller = copy.deepcopy(model)
+hp.prune_(smaller, plan, sites=sites, example=batch)
+hp.recover_(smaller, batches, "lstsq", teacher=model)
 ```
 
 ## Speed
@@ -295,13 +304,9 @@ print(row.ratio, row.low, row.high)  # measured
 
 `iterative`, `local_search` and `repriced` run the model while they choose. In Python, pass the function that measures; a
 recipe does so itself (`select.recover` puts recoveries between the steps, or before each measurement). With the prices of
-`ladder`, a recipe takes `repriced`, and its losses are those of models that `lstsq` has refitted:
+`ladder`, a recipe takes `repriced`, and its losses are those of models that `lstsq` has refitted.
 
 ```python
-sites = hp.find_sites(model, feed_forward=True)
-prices = hp.score(model, batches, "ladder", sites=sites)
-refitted = hp.scoring.refitted_loss_of(model, batches, sites=sites)
-plan = hp.select(prices, hp.Budget(keep_macs=0.8), "repriced", loss=refitted)
 rescore = hp.scoring.rescorer(model, batches, "taylor")
 plan = hp.select(scores, budget, hp.selection.Iterative(steps=8), rescore=rescore)
 plan = hp.select(scores, budget, "local_search", loss=hp.scoring.loss_of(model, batches))

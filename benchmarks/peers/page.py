@@ -34,7 +34,7 @@ def lead(made: str) -> str:
     for peer, outcome in row.findall(made):
         found.setdefault(outcome.strip("*"), []).append(peer)
     counts = ", ".join(f"{name} {len(found.get(name, ()))}" for name in OUTCOMES)
-    ahead = ", ".join(dict.fromkeys(found.get("lost", ()))) or "none"
+    ahead = "; ".join(dict.fromkeys(found.get("lost", ()))) or "none"
     return (
         "For whoever chooses a tool: other head pruners, a smaller architecture and INT8 beside"
         " headprune, on the same weights, rows and judging code. Outcomes for headprune, by quality"
@@ -109,7 +109,7 @@ def text(records: list[dict[str, Any]]) -> str:
         if task not in {record["task"] for record in records}
     ]
     lines += ["", *(f"{title}: no record yet." for title in lacking)] if lacking else []
-    for record in records:
+    for record in verdict.with_noise_of_all(records):
         lines += section(in_order(record))
     return "\n".join(lines) + "\n"
 

@@ -67,11 +67,25 @@ def ours(name: str) -> bool:
     return name == REFERENCE or name.startswith(f"{REFERENCE}, ")
 
 
+def with_noise_of_all(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records with the largest noise that any record of the same shapes shows, under ``noise``.
+
+    A record of shares has no two models of one size but the base model and its copy.
+    """
+    shown = [(record["shapes"], noise(record)) for record in records]
+    found = []
+    for record in records:
+        alike = [limits for of, limits in shown if of == record["shapes"]]
+        found.append({**record, "noise": list(map(max, zip(*alike, strict=True)))})
+    return found
+
+
 def noise(record: dict[str, Any]) -> list[float]:
     """By shape, the largest share by which the speeds of models differ that should be equally fast.
 
     That is the base model beside its copy, and, of one environment, models with as many heads. One
     with a layer that lost its last head is left out: no attention runs there, which is no noise.
+    Where other records show more of it, theirs (`with_noise_of_all`).
     """
     alike: dict[tuple[str, float | None], list[list[float]]] = {}
     for row in timed(record).values():
@@ -80,7 +94,7 @@ def noise(record: dict[str, Any]) -> list[float]:
             alike["unpruned", None] = [ratios, [1.0] * len(ratios)]
         elif (heads := _heads(row)) is not None:
             alike.setdefault((row["environment"], heads), []).append(ratios)
-    found = [0.0] * len(record["shapes"])
+    found = list(record.get("noise", [0.0] * len(record["shapes"])))
     for group in alike.values():
         for place, some in enumerate(zip(*group, strict=True)):
             found[place] = max(found[place], max(some) / min(some) - 1)
@@ -139,8 +153,8 @@ def text(record: dict[str, Any]) -> list[str]:
             " difference leaves out 0. *Faster*, shape by shape,"
         ),
         (
-            "is beyond both intervals and the noise between rows: the most by which any two models"
-            " differ that should be"
+            "is beyond both intervals and the noise between rows: the most by which, in any record"
+            " of these shapes, two models differ that should be"
         ),
         (
             "equally fast (pruned ones of one environment with as many heads, none with a layer"
@@ -253,6 +267,11 @@ def _same_share(one: Comparison) -> str:
     kept = one.line["kept"]
     if kept is None or kept >= 1 or kept != one.line["reference_kept"]:
         return ""
+    if PEERS[one.line["peer"]].program == "smaller":
+        return (
+            "it has fewer layers, and each costs time beside its multiply-adds. What would change"
+            " it: a budget of measured time (`Budget(speedup=)`), which may take whole sub-layers"
+        )
     return (
         "equal multiply-adds take different times in different layers and widths. What would"
         " change it: a budget of measured time (`Budget(speedup=)`), as docs/one-budget.md has"

@@ -88,6 +88,23 @@ class _Cached:
         return held
 
 
+class FeedForward(nn.Sequential):
+    """Two linear layers around ``GELU``.
+
+    Args:
+        width: Of the residual stream.
+        neurons: Width inside.
+        dropout: Of the neurons.
+    """
+
+    #: By which its layout knows it from any other four modules in a row.
+    is_feed_forward: ClassVar[bool] = True
+
+    def __init__(self, width: int, neurons: int, dropout: float) -> None:
+        up, down = nn.Linear(width, neurons), nn.Linear(neurons, width)
+        super().__init__(up, nn.GELU(), nn.Dropout(dropout), down)
+
+
 class TransformerLayer(nn.Module):
     """Self-attention, in a decoder cross-attention, and feed-forward: each adds ``f(norm(x))``.
 
@@ -105,12 +122,7 @@ class TransformerLayer(nn.Module):
             self.cross_norm = nn.LayerNorm(width)
             self.cross_attention = _attention(config, "cross")
         self.feed_forward_norm = nn.LayerNorm(width)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(width, config.ffn_dim),
-            nn.GELU(),
-            nn.Dropout(config.dropout),
-            nn.Linear(config.ffn_dim, width),
-        )
+        self.feed_forward = FeedForward(width, config.ffn_dim, config.dropout)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(

@@ -214,8 +214,8 @@ def divergence(whole: Distributions, changed: Distributions, temperature: float)
     q = changed.logits.to(wide(changed.logits)) / temperature
     if whole.kind == "single_label_classification":
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-        # Padded ends of answers have logits of -inf, and 0 log 0 is 0.
-        terms = (log_p.exp() * (log_p - log_q)).nan_to_num(nan=0.0)
+        # Padded ends of answers have logits of -inf, and 0 log 0 is 0. Other NaN shows an error.
+        terms = (log_p.exp() * (log_p - log_q)).masked_fill(log_p == -torch.inf, 0.0)
         by_position = terms.sum(-1)
     elif whole.kind == "multi_label_classification":
         terms = nn.functional.binary_cross_entropy_with_logits(q, p.sigmoid(), reduction="none")

@@ -116,6 +116,7 @@ class Ladder(Scorer):
         for number, site in enumerate(sites):
             kept = tuple(map(len, _levels(site)))
             rises = measured[str(number)].tolist()
+            _check_finite(site, kept, rises)
             ladders.append(SiteLadder(site.name, kept, _monotone(rises)))
         return replace(estimate, ladders=tuple(ladders))
 
@@ -151,6 +152,19 @@ def _with_levels(problem: ScoringProblem, estimate: Estimate) -> tuple[Attention
 def _levels(site: AttentionSite) -> list[tuple[int, ...]]:
     """The heads kept at each level, from none to all."""
     return list(accumulate(site.units, initial=()))
+
+
+def _check_finite(site: AttentionSite, kept: Sequence[int], rises: Sequence[float]) -> None:
+    """Refuse a level without a price.
+
+    Raises:
+        InvalidValue: names the level.
+    """
+    for count, rise in zip(kept, rises, strict=True):
+        if not math.isfinite(rise):
+            where = f"the rise of the loss with {count} of {len(site.heads)} units of {site.name}"
+            hint = "The model overflows there: score it in float32, or with smaller inputs."
+            raise InvalidValue(where, "finite", rise, hint)
 
 
 def _monotone(rises: Sequence[float]) -> tuple[float, ...]:

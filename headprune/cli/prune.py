@@ -113,7 +113,10 @@ def prune(
         ),
     ] = None,
     min_heads: Annotated[
-        int | None, typer.Option(help="With --scores or --data: fewest heads per layer; default 1.")
+        int | None,
+        typer.Option(
+            help="With --scores or --data: fewest heads per layer; default 1, with --speedup 0."
+        ),
     ] = None,
     tensor_parallel: Annotated[
         int | None,

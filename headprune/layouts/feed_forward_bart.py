@@ -15,4 +15,6 @@ LAYOUT = feed_forward(
         "encoder_attn_layer_norm",
         "final_layer_norm",
     ),
+    # FSMT takes its input sequence first, where no gate per example fits.
+    absent=("self_attn.cache_key",),
 )

@@ -17,6 +17,22 @@ class CallsItsLayers(Mixin):
         # The layer, and the encoder around it, ask for this before they run the operation.
         return 0
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer; a nested tensor ``[batch, (length), width]`` is padded meanwhile.
+
+        Gates multiply padded tensors alone.
+        """
+        src = args[0] if args else kwargs.get("src")
+        if src is None or not src.is_nested:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        import torch
+
+        lengths = torch.tensor([len(example) for example in src.unbind()], device=src.device)
+        x = src.to_padded_tensor(0.0)
+        is_token = torch.arange(x.shape[1], device=x.device) < lengths[:, None]  # [batch, length]
+        out = super().forward(x, src_key_padding_mask=~is_token)  # type: ignore[misc]
+        return torch._nested_tensor_from_mask(out, is_token, mask_check=False)
+
 
 def _width(module: Any) -> int:
     """Refuse layers that a cut would change, or where gates per example cannot be."""

@@ -27,6 +27,7 @@ def tiny(seed: int) -> tuple[Any, Any]:
     from torch import nn
 
     from headprune.attention.multi_head import MultiHeadAttention
+    from headprune.attention.transformer import FeedForward
 
     class Layer(nn.Module):
         def __init__(self, causal: bool) -> None:
@@ -34,10 +35,12 @@ def tiny(seed: int) -> tuple[Any, Any]:
             self.attention = MultiHeadAttention(16, 4, n_kv_heads=2, head_dim=5, value_dim=6)
             self.causal = causal
             self.norm = nn.LayerNorm(16)
+            self.feed_forward = FeedForward(16, 24, 0.0)
 
         def forward(self, x: torch.Tensor, valid_lens: torch.Tensor | None) -> torch.Tensor:
             heads = self.attention(x, valid_lens=valid_lens, causal=self.causal)
-            out: torch.Tensor = self.norm(x + heads)
+            x = self.norm(x + heads)
+            out: torch.Tensor = x + self.feed_forward(x)
             return out
 
     class TwoLayers(nn.Module):

@@ -99,10 +99,10 @@ def counted(model: nn.Module, b: BoundSite, rows: Tensor, info: PaddingInfo) -> 
     """
     if b.layout.windows:  # windows of an image have no padding that a batch shows
         return None
-    return query_mask(model, _kind_of_queries(b), info, (rows.shape[0], rows.shape[1]))
+    return query_mask(model, kind_of_queries(b), info, (rows.shape[0], rows.shape[1]))
 
 
-def _kind_of_queries(b: BoundSite) -> Kind:
+def kind_of_queries(b: BoundSite) -> Kind:
     """The kind of the attention around a feed-forward, whose tokens it reads; else its own."""
     if not b.layout.is_feed_forward:
         return b.site.kind

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from headprune.attention.linear import is_conv1d
+from headprune.attention.multi_head import MultiHeadAttention
 from headprune.core.coverage import NotTaken
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import AttentionSite
@@ -22,6 +23,8 @@ _LISTED = 8
 _KIND = re.compile(r"attention|attn|MHS?A(?![a-z])")
 #: Why the experts of a mixture are no sites.
 _EXPERTS = "an expert of a mixture runs on some tokens only, which no gate fits"
+#: Why a feed-forward that a layout matches is no site.
+TOKENS_FIRST = "the attention beside it has no batch_first=True, so no gate per example fits"
 #: Class names of feed-forwards.
 _FEED_FORWARD = re.compile(r"mlp|feed_?forward|ffn|experts", re.IGNORECASE)
 #: Names of projections of queries, of keys and of values.
@@ -195,7 +198,7 @@ def unmatched_attention(
         taken: Names of its sites. Modules inside of one, or around one, are not listed.
         layouts: All layouts of attention.
     """
-    found = _unmatched(attention_like(model), taken, taken, list(layouts))
+    found = _unmatched(model, attention_like(model), taken, taken, list(layouts))
     return _grouped(found, is_feed_forward=False)
 
 
@@ -211,7 +214,7 @@ def unmatched_feed_forwards(
     """
     names = [site.name for site in sites]
     taken = [site.name for site in sites if site.is_feed_forward]
-    found = [*_unmatched(_feed_forward_like(model, layouts), names, taken, layouts)]
+    found = [*_unmatched(model, _feed_forward_like(model, layouts), names, taken, layouts)]
     # One line for all experts of a layer.
     for name, module in model.named_modules():
         if is_expert(name) and name.endswith("experts"):
@@ -239,7 +242,16 @@ def _feed_forward_like(
             yield name, module
 
 
+def is_tokens_first(model: nn.Module, name: str) -> bool:
+    """Whether attention beside a feed-forward, by its name, has the tokens before the examples."""
+    for part in model.get_submodule(name.rpartition(".")[0]).children():
+        if isinstance(part, (nn.MultiheadAttention, MultiHeadAttention)) and not part.batch_first:
+            return True
+    return False
+
+
 def _unmatched(
+    model: nn.Module,
     candidates: Iterable[tuple[str, nn.Module]],
     sites: Collection[str],
     taken: Collection[str],
@@ -248,6 +260,7 @@ def _unmatched(
     """Explain for each of some modules why no layout takes it.
 
     Args:
+        model: The model.
         candidates: Names and modules.
         sites: Names of sites, inside of which nothing is listed.
         taken: Names of the sites of the same kind, which are not listed, nor what is around them.
@@ -262,9 +275,11 @@ def _unmatched(
         if name in around or name.startswith(inside):
             continue
         # A layout takes it, so the caller left it out on purpose.
-        if any(reason_against(layout, module) is None for layout in layouts):
-            continue
-        yield name, type(module).__name__, closest_reason(module, layouts)
+        taken_by = [one for one in layouts if reason_against(one, module) is None]
+        if not taken_by:
+            yield name, type(module).__name__, closest_reason(module, layouts)
+        elif taken_by[0].is_feed_forward and is_tokens_first(model, name):
+            yield name, type(module).__name__, TOKENS_FIRST
 
 
 def _grouped(found: Iterable[tuple[str, str, str]], is_feed_forward: bool) -> tuple[NotTaken, ...]:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import Kind
 from headprune.model.losses import is_encoder_decoder
 from headprune.model.masks import HIDDEN, Visible, token_mask, unhidden, unmasked, visible
 from headprune.model.running import tensors
-from headprune.model.sites import BoundSite, unwrap
+from headprune.model.sites import BoundSite, bind, unwrap
 
 _MASK = "attention_mask"
 _IGNORED = -100
@@ -378,7 +379,10 @@ def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
     them attention shows what it hides.
     """
     # A feed-forward hides nothing: its tokens are those of the attention that ran before it.
+    bound = list(bound)
     attention = [b for b in bound if not b.layout.is_feed_forward]
+    if bound and not attention:
+        attention = _attention_of(model)
     sites = {b.site.name: b.module for b in attention}
     inputs = Inputs(model, attention)
 
@@ -402,6 +406,14 @@ def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
         for module in sites.values():
             stack.callback(module.register_forward_hook(returned, always_call=True).remove)
         yield inputs
+
+
+def _attention_of(model: nn.Module) -> list[BoundSite]:
+    """All attention of a model, where there is some that a layout takes."""
+    try:
+        return bind(model)
+    except UnsupportedModel:
+        return []
 
 
 def _names_around(sites: Mapping[str, nn.Module]) -> set[str]:

@@ -326,6 +326,8 @@ def _matched(
             now = matched_geometry(layout, module)
             if isinstance(now, str):
                 continue
+            if layout.is_feed_forward and near_misses.is_tokens_first(model, name):
+                continue
             check_no_tensor_parallel(model, name, module)
             shared = tuple(names[id(module)][1:])
             bound.append(_bound(layout, module, now, name, shared, policy))

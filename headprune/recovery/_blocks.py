@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from headprune.core.heads import AttentionSite, Kind
-from headprune.model.contexts import tokens_first
+from headprune.model.contexts import kind_of_queries, tokens_first
 from headprune.model.sites import BoundSite, bind
 
 #: Containers that are not called themselves.
@@ -66,7 +66,7 @@ def blocks_around(model: nn.Module, bound: Sequence[BoundSite]) -> list[Block]:
         repeated = [name for name in names if n_items[_parent(name)] > 1]
         name = [*repeated, *names, b.site.name][0]
         # A layer may have several attentions; the first kind other than "self" counts.
-        kind = b.site.kind
+        kind = kind_of_queries(b)
         if name in blocks and blocks[name].kind != "self":
             kind = blocks[name].kind
         blocks[name] = Block(name, model.get_submodule(name), kind, int(tokens_first(b)))

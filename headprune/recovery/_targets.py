@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from headprune.attention.linear import feature_count, is_conv1d
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.heads import Kind
-from headprune.core.slabs import rows_of as columns_of
-from headprune.model.contexts import counted, rows_of, tokens_first
+from headprune.core.slabs import blocks
+from headprune.model.contexts import counted, kind_of_queries, rows_of, tokens_first
 from headprune.model.padding import PaddingInfo, query_mask
 from headprune.model.refusals import check_unshared
 from headprune.model.running import batch_size, device_of, to_device
@@ -64,9 +64,14 @@ class Target:
         assert self.bound is not None
         site, layout = self.bound.site, self.bound.layout
         slab = next(slab for slab in layout.slabs if slab.path == layout.gate)
-        # The same function gives rows of weights and columns of activations.
-        kind = (slab.units, slab.packing, "context")
-        return [columns_of(site.geometry, *kind, [head]) for head in range(len(site.heads))]
+        # The same blocks are rows of weights and columns of activations.
+        columns: list[list[int]] = [[] for _ in site.heads]
+        start = 0
+        for kind, head, width in blocks(site.geometry, slab.units, slab.packing):
+            if kind == "context":
+                columns[head].extend(range(start, start + width))
+            start += width
+        return columns
 
     @property
     def weight(self) -> Tensor:
@@ -187,7 +192,7 @@ def sites_as_targets(pairs: Iterable[SitePair]) -> list[Target]:
         removed = tuple(head for head in theirs.site.heads if head not in present)
         if ours.layout.gate:
             name = f"{ours.site.name}.{ours.layout.gate}".lstrip(".")
-            target = Target(name, ours.gate, theirs.gate, ours.site.kind, ours, removed)
+            target = Target(name, ours.gate, theirs.gate, kind_of_queries(ours), ours, removed)
             targets.setdefault(id(ours.gate), target)
         elif removed:
             must = "an attention with an output projection"

@@ -69,25 +69,25 @@ class HeadRescale(LayerwiseRecovery):
         return len(target.heads)
 
     def change(self, target: Target, normal: Normal, ridge: float) -> WeightChange:
+        if not target.heads:
+            return WeightChange(torch.zeros_like(target.weight.T).to(normal.xx))
         if self.intercept == "none":
             normal = normal.uncentred()
         weight = target.weight.T.to(normal.xx)  # [in, out]
-        heads = _indicator(target, normal.xx)  # [in, heads]
+        # Heads are of one width: [heads, width].
+        columns = sent(target.heads, normal.xx.device, torch.long)
+
+        def by_head(x: Tensor) -> Tensor:
+            """Add up the rows of each head."""
+            return x[columns].sum(1)
+
         # <W_h x_h, W_k x_k> summed over tokens, from the products of the channels alone.
-        between = heads.T @ (normal.xx * (weight @ weight.T)) @ heads  # [heads, heads]
-        towards = heads.T @ (normal.xe * weight).sum(1, keepdim=True)  # [heads, 1]
+        between = by_head(by_head(normal.xx * (weight @ weight.T)).T)  # [heads, heads]
+        towards = by_head((normal.xe * weight).sum(1, keepdim=True))  # [heads, 1]
         factors, regular = solved(between, towards, ridge)
-        change = (heads @ factors) * weight
+        change = torch.empty_like(weight)
+        change[columns] = factors.unsqueeze(1) * weight[columns]
         if regular:
             return WeightChange(change)
         note = "its heads write multiples of each other; the smallest change of factors was taken."
         return WeightChange(change, note)
-
-
-def _indicator(target: Target, like: Tensor) -> Tensor:
-    """Return 1 where a channel belongs to a head, ``[in, heads]``."""
-    heads = target.heads
-    indicator = torch.zeros(len(like), len(heads), dtype=like.dtype)
-    for head, columns in enumerate(heads):
-        indicator[columns, head] = 1
-    return sent(indicator, like.device)

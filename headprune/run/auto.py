@@ -13,7 +13,7 @@ from headprune import recovery, scoring
 from headprune.choice._held_out import Folds, losses_of_fold
 from headprune.choice.auto import DEFAULT, WITH_NEURONS, Auto
 from headprune.core.errors import InfeasibleBudget, UnsupportedModel
-from headprune.core.heads import HeadMask
+from headprune.core.heads import HeadMask, SiteKeep
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
 from headprune.model.losses import default_loss
@@ -107,14 +107,21 @@ class AutoOfRun(Auto):
 
 
 def half_of_heads(subject: Subject) -> HeadMask:
-    """Keep a random half of the heads, or all of them if layers have one head."""
+    """Keep a random half of the heads, or all of them if layers have one head; half the neurons."""
     batch = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)[:1]
     scores = score(subject.model, batch, "random", sites=subject.sites, progress=False)
     # Every layer keeps at least one head.
     try:
-        return select(scores, Budget(keep_heads=0.5)).mask
+        mask = select(scores, Budget(keep_heads=0.5)).mask
     except InfeasibleBudget:
-        return select(scores, Budget(keep_heads=1.0)).mask
+        mask = select(scores, Budget(keep_heads=1.0)).mask
+    # A budget of heads counts no neurons.
+    rows = []
+    for site, row in zip(subject.sites, mask.rows, strict=True):
+        if site.is_feed_forward:
+            row = SiteKeep.of(site, site.heads[: len(site.heads) // 2])
+        rows.append(row)
+    return HeadMask(tuple(rows))
 
 
 def scorer_of(subject: Subject) -> Scorer:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune import scoring, selection
+from headprune import scoring
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.choice.refitted import refitted_loss_of
 from headprune.core.ladders import PRICE_SETTINGS
@@ -19,7 +19,7 @@ from headprune.model.sites import bind
 from headprune.recipes.validate import configured
 from headprune.run.journal import LATENCY
 from headprune.run.recovering import recoverer
-from headprune.run.subject import Subject
+from headprune.run.subject import Subject, selector_of
 from headprune.scoring._callables import loss_of, rescorer
 from headprune.selection._api import select
 from headprune.selection._base import Selector
@@ -37,7 +37,7 @@ def measure_table(subject: Subject) -> None:
     for line in (*str(table).split("\n")[:2], *table.notes):
         subject.journal.tell(line.strip())
     wanted = subject.recipe.select
-    selector = configured(selection.registry, wanted.selector, wanted.settings)
+    selector = selector_of(subject.recipe, subject.sites)
     budgets = wanted.budgets or wanted.budget
     check_possible(subject.sites, selector, wanted.must_keep, wanted.must_remove, budgets, table)
 
@@ -66,7 +66,7 @@ def choose_heads(
         budget: Budgets by site pattern, in place of the recipe's.
     """
     wanted = subject.recipe.select
-    selector: Selector = configured(selection.registry, wanted.selector, wanted.settings)
+    selector = selector_of(subject.recipe, subject.sites)
     if baseline and selector.needs:
         by_scores = Knapsack if isinstance(selector, Knapsack) else GlobalTopk
         selector = by_scores(min_heads=selector.min_heads, multiple_of=selector.multiple_of)

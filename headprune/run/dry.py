@@ -468,27 +468,39 @@ def _timed_plan(auto: AutoOfRun, batches: list[Any]) -> float:
 
 
 def _constant_work(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
-    """Estimate a scorer's work after its passes, from the largest site.
+    """Estimate a scorer's work after its passes, from the largest attention and feed-forward.
 
     Returns:
         Seconds, and what they were estimated from.
     """
     # Of equally large sites the last one: its backward pass is the shortest.
     sites = [site for site in reversed(subject.sites) if site.heads]
-    widest = max(sites, key=lambda site: len(site.heads) * site.value_dim)
-    alone = Sites([widest], subject.sites.layouts.values())
-
-    # One run, with its passes and the passes without it.
+    neurons = [site for site in sites if site.is_feed_forward]
+    attention = [site for site in sites if not site.is_feed_forward]
     once: Any = replace(scorer, blocks=1)  # type: ignore[type-var]
     few = subject.data.batches("calibration", 2)[:1]
-    whole = _timed(subject, once, few, alone)
-    passes = _timed(subject, once.only_passes(), few, alone)
+    seconds, parts = 0.0, 0
+    for alike in (attention, neurons):
+        if not alike:
+            continue
+        # One run, with its passes and the passes without it.
+        widest = max(alike, key=lambda site: len(site.heads) * site.value_dim)
+        alone = Sites([widest], subject.sites.layouts.values())
+        whole = _timed(subject, once, few, alone)
+        passes = _timed(subject, once.only_passes(), few, alone)
+        seconds += max(whole - passes, 0.0) * len(alike)
+        parts += len(alike)
 
     # Standard errors need one more run per block.
-    runs = 1 if scorer.blocks == 1 else scorer.blocks + 1
-    parts = runs * len(sites)
-    seconds = max(whole - passes, 0.0) * parts
+    if scorer.blocks > 1 and not (neurons and scorer.one_block_with_neurons):
+        seconds *= scorer.blocks + 1
+        parts *= scorer.blocks + 1
     part = f"one of {parts} equal parts was timed (the largest site, without a standard error)"
+    if attention and neurons:
+        part = (
+            f"two of {parts} parts were timed (the largest attention and feed-forward, without"
+            " standard errors)"
+        )
     return seconds, f"; {duration(seconds)} of it after the passes, of which {part}"
 
 

@@ -104,6 +104,8 @@ def agreement_of(records: Sequence[RunRecord], names: Sequence[str]) -> Agreemen
 
 
 def _agreement(scores: Sequence[HeadScores], names: Sequence[str] | None) -> Agreement | None:
+    # Of heads alone: thousands of neurons would decide.
+    scores = [one.without_neurons() for one in scores]
     # Nothing to compare, or a single head.
     if len(scores) < 2 or sum(len(row) for row in scores[0].values) < 2:
         return None

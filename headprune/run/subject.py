@@ -22,11 +22,12 @@ from headprune.checkpoints.checkpoint import from_pretrained, save_pretrained
 from headprune.choice._held_out import LEAST_ROWS
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.files import staged, write_atomic
-from headprune.core.heads import HeadCounts, Policy
+from headprune.core.heads import AttentionSite, HeadCounts, Policy
 from headprune.core.latency import LatencyTable
 from headprune.core.layout import AttentionLayout
 from headprune.core.plan import allowance
 from headprune.core.record import Comparison, QualityRow
+from headprune.core.samples import Curvature
 from headprune.data.datasets import Data, RawData, encode_rows, load_rows
 from headprune.data.imported import check_takes, own_layouts
 from headprune.data.label_order import check_order, facts_of_labels, mapping_words
@@ -52,6 +53,7 @@ from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.selection._api import beyond
+from headprune.selection._base import Selector
 from headprune.selection._groups import divided
 from headprune.selection._task import check_possible
 
@@ -313,7 +315,7 @@ def _load_model_and_encode(
     if recipe.model.import_path is not None:
         check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
     sites = _find_sites(model, recipe)
-    _check_select(recipe.select, sites)
+    _check_select(recipe, sites)
     _warn_of_nothing(journal, recipe.select, sites)
     if base is None:
         _check_labels(recipe, journal, model, data, raw)
@@ -413,11 +415,26 @@ def _check_calibration(recipe: Recipe, n_rows: int) -> None:
         raise InvalidValue("data.calibration", must, n_rows, hint)
 
 
-def _check_select(wanted: SelectSection, sites: Sites) -> None:
+def selector_of(recipe: Recipe, sites: Sequence[AttentionSite]) -> Selector:
+    """The recipe's selector, with the default of ``min_heads`` filled in."""
+    wanted = recipe.select
+    selector: Selector = configured(selection.registry, wanted.selector, wanted.settings)
+    # `auto` measures whole plans, and some of its candidates measure prices.
+    priced = recipe.score.scorer in ("ladder", "auto")
+    return selector.with_minimum(sites, wanted.budgets or wanted.budget, priced)
+
+
+def _check_select(recipe: Recipe, sites: Sites) -> None:
     """Refuse budgets and heads of sites that the model lacks, and impossible numbers of heads."""
+    wanted = recipe.select
     if wanted.sites:
         divided(sites, wanted.budgets)
-    selector = configured(selection.registry, wanted.selector, wanted.settings)
+    selector = selector_of(recipe, sites)
+    too_large = Curvature.too_large(sum(len(site.units) for site in sites))
+    if "curvature" in selector.needs and too_large:
+        hint = f"{too_large} Take another selector, or score heads alone."
+        must = "one that reads scores alone, of so many units"
+        raise InvalidValue("select.selector", must, repr(wanted.selector), hint)
     # A speedup is checked once its latency table is measured.
     budgets = None if wanted.timed else wanted.budgets or wanted.budget
     try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -197,22 +198,20 @@ def _cut(model: nn.Module, located: Sites, mask: HeadMask, after_cut: Change | N
 
 def _over(scores: HeadScores, sites: tuple[AttentionSite, ...]) -> HeadScores:
     """Scores of the kept units as scores of all units, 0 for removed ones."""
-    # 1. [all units, kept units]: 1 where they are the same.
-    kept = {(unit.name, unit.heads): i for i, unit in enumerate(scores.units())}
+    # 1. Where each kept unit is among all units.
     units = [(site.name, unit) for site in sites for unit in site.units]
-    place = torch.zeros(len(units), len(kept), dtype=torch.float64)
-    for i, unit in enumerate(units):
-        if unit in kept:
-            place[i, kept[unit]] = 1
+    place_of = {unit: i for i, unit in enumerate(units)}
+    places = [place_of[unit.name, unit.heads] for unit in scores.units()]
 
     # 2. Move all numbers to their places.
-    values = _moved(scores.values, place, sites)
+    values = _moved(scores.values, places, sites)
     errors = curvature = None
     if scores.standard_errors is not None:
-        errors = _moved(scores.standard_errors, place, sites)
+        errors = _moved(scores.standard_errors, places, sites)
     if scores.curvature is not None:
-        matrix = torch.tensor(scores.curvature.matrix)
-        curvature = Curvature.of((place @ matrix @ place.T).numpy())
+        matrix = np.zeros((len(units), len(units)))
+        matrix[np.ix_(places, places)] = scores.curvature.matrix
+        curvature = Curvature.of(matrix)
     return replace(
         scores,
         sites=sites,
@@ -225,8 +224,11 @@ def _over(scores: HeadScores, sites: tuple[AttentionSite, ...]) -> HeadScores:
 
 
 def _moved(
-    values: tuple[tuple[float, ...], ...], place: Tensor, sites: tuple[AttentionSite, ...]
+    values: tuple[tuple[float, ...], ...], places: list[int], sites: tuple[AttentionSite, ...]
 ) -> tuple[tuple[float, ...], ...]:
     """Numbers of the kept units, by site, as numbers of all units."""
-    flat = torch.tensor(list(chain.from_iterable(values)), dtype=torch.float64)
-    return by_site((place @ flat).tolist(), [len(site.units) for site in sites])
+    sizes = [len(site.units) for site in sites]
+    moved = [0.0] * sum(sizes)
+    for place, value in zip(places, chain.from_iterable(values), strict=True):
+        moved[place] = value
+    return by_site(moved, sizes)

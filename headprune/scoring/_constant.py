@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 from headprune.scoring._base import Scorer
 
@@ -15,6 +16,8 @@ class ConstantWork(Scorer):
 
     #: Blocks of examples.
     blocks: int
+    #: Whether all examples are one block where feed-forwards are scored.
+    one_block_with_neurons: ClassVar[bool] = False
 
     @abstractmethod
     def only_passes(self) -> Scorer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -105,6 +105,8 @@ class Surgeon(ConstantWork):
             raise InvalidValue("Surgeon.draws", must, self.draws)
         if self.blocks < 1:
             raise InvalidValue("Surgeon.blocks", "a count >= 1", self.blocks)
+
+    one_block_with_neurons: ClassVar[bool] = True
 
     @property
     def by_example(self) -> bool:

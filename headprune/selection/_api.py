@@ -23,6 +23,7 @@ from headprune.selection._required import Heads
 from headprune.selection._task import SelectionTask
 from headprune.selection.global_topk import GlobalTopk
 
+_BY_LEVELS = "Neurons stay or go by levels: others of the same level went with the named ones."
 _NOT_BY_KIND = (
     "auto chose one budget per kind of attention. This budget cannot be met kind by kind, so it"
     " holds for all kinds together."
@@ -96,6 +97,7 @@ def select(
     timed = _timed(budget)
     selector = selector or default_selector(scores, budget)
     name, chosen = registry.resolve(selector, Selector, "select(selector=)")
+    chosen = chosen.with_minimum(scores.sites, budget, scores.ladders is not None)
     _check_given(chosen, name, loss=loss, rescore=rescore)
     _check_latency(latency, timed)
     # 2. Choose the units to keep.
@@ -319,6 +321,8 @@ def _notes(
     for verb, positions in (("Kept", task.must_keep), ("Removed", task.must_remove)):
         if positions:
             notes.append(f"{verb} on request: {_labels(task.scores, positions)}.")
+            if any(task.scores.sites[site].is_feed_forward for site, _ in positions):
+                notes.append(_BY_LEVELS)
     if task.latency is not None:
         notes.append(_predicted(task.latency, mask))
     return (*notes, *task.notes, *coverage_notes(scores.notes))

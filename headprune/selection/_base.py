@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,6 +14,9 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask, SiteKeep
 from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores
+
+#: Budgets that heads and neurons share; the others do not count neurons.
+WEIGH_NEURONS = ("keep_params", "keep_macs", "speedup")
 
 #: One prune unit: indices of its site in ``HeadScores.sites`` and of itself in ``site.units``.
 Position = tuple[int, int]
@@ -269,7 +272,8 @@ class Selector(abc.ABC):
     Args:
         min_heads: No site keeps fewer heads than this, rounded up to whole units; one that has
             fewer keeps those. With 0 a layer may lose its attention, if its module runs without:
-            docs/pipelines.md has what that risks.
+            docs/pipelines.md has what that risks. By default 1, or 0 where one budget weighs heads
+            against neurons at measured prices (``ladder``), so that whole sub-layers may go.
         multiple_of: Every site keeps a multiple of this many heads, or all it has, or none where
             ``min_heads`` is 0.
     """
@@ -279,16 +283,40 @@ class Selector(abc.ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     #: Whether units of different sites compete with each other.
     across: ClassVar[bool] = True
+    #: Whether measured prices of levels, where scores have them, decide in place of the scores.
+    reads_prices: ClassVar[bool] = False
 
-    min_heads: int = 1
+    min_heads: int | None = None
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("min_heads", 0), ("multiple_of", 1)):
             value = getattr(self, name)
+            if value is None and name == "min_heads":
+                continue
             if type(value) is not int or value < least:
                 where = f"{type(self).__name__}.{name}"
                 raise InvalidValue(where, f"a count of heads >= {least}", repr(value))
+
+    def with_minimum(
+        self,
+        sites: Iterable[AttentionSite],
+        budget: Budget | Mapping[str, Budget] | None,
+        priced: bool,
+    ) -> Selector:
+        """This selector with ``min_heads`` given: its own, or else the default.
+
+        Args:
+            sites: Those to select from.
+            budget: For all of them, or by group.
+            priced: Whether prices of levels were measured. Without them, a sum of scores would say
+                what a whole sub-layer is worth.
+        """
+        if self.min_heads is not None:
+            return self
+        weighs = isinstance(budget, Budget) and budget.kind in WEIGH_NEURONS
+        least = 0 if priced and weighs and any(site.is_feed_forward for site in sites) else 1
+        return dataclasses.replace(self, min_heads=least)
 
     @abc.abstractmethod
     def keep(self, problem: Problem) -> frozenset[Position]:

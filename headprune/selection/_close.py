@@ -26,9 +26,10 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
     A kept and a removed unit are a close call if they could change sides (the budget and every rule
     hold afterwards, too) and their scores differ by at most the standard error of the difference,
     the root of the sum of both squares. Without standard errors only equal scores are a close call:
-    their place decided. A selector that needs more than scores has none.
+    their place decided. A selector that needs more than scores has none; nor has one that reads
+    measured prices of levels.
     """
-    if selector.needs:
+    if selector.needs or (selector.reads_prices and problem.scores.ladders is not None):
         return ()
     moves = FeasibleMoves(problem)
     numbers = {position: number for number, position in enumerate(moves.positions)}

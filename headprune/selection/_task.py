@@ -78,7 +78,7 @@ class SelectionTask:
             pose(self.scores, budget, latency),
             must_keep=self.must_keep,
             must_remove=self.must_remove,
-            min_heads=selector.min_heads,
+            min_heads=1 if selector.min_heads is None else selector.min_heads,
             multiple_of=selector.multiple_of,
             loss=self.loss,
             rescore=self.rescore,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import ClassVar
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class Knapsack(Selector):
     When: heads cost differently, or the budget is one of speed, where it is the default.
     Cost: no pass over data; below a second for a thousand heads.
     """
+
+    reads_prices: ClassVar[bool] = True
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         check_leaves_a_head(problem)

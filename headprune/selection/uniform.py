@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from headprune.selection._base import Position, Problem, Selector, positions_of
+from headprune.selection._base import WEIGH_NEURONS, Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, infeasible, places
 
 #: The lawful units of one site by their number of heads, as `Problem.states` gives them.
@@ -32,13 +32,17 @@ class Uniform(Selector):
     def keep(self, problem: Problem) -> frozenset[Position]:
         # Of each site, the best units by number of heads.
         rows = problem.states(places(best_first(problem.scores)))
-        sizes = [len(site.units) for site in problem.scores.sites]
+        sites = problem.scores.sites
+        sizes = [len(site.units) for site in sites]
+        # Where the budget counts heads alone, all neurons stay.
+        counts_neurons = problem.budget.kind in WEIGH_NEURONS
+        shared = [counts_neurons or not site.is_feed_forward for site in sites]
         # An answer without any head counts only where there is no other.
         may_be_empty = problem.kept_elsewhere is not None or not any(map(_has_heads, rows))
         best: frozenset[Position] | None = None
         costs = []
         for share in _shares(sizes):
-            keep = _with_share(rows, sizes, share)
+            keep = _with_share(rows, sizes, shared, share)
             if not keep and not may_be_empty:
                 continue
             cost = problem.cost(keep)
@@ -64,11 +68,13 @@ def _shares(sizes: list[int]) -> list[Fraction]:
 
 
 def _with_share(
-    rows: tuple[_States, ...], sizes: list[int], share: Fraction
+    rows: tuple[_States, ...], sizes: list[int], shared: list[bool], share: Fraction
 ) -> frozenset[Position]:
-    """The kept units when every site keeps this share of its units."""
-    sites = zip(rows, sizes, strict=True)
-    return positions_of(_at_most(states, int(share * size)) for states, size in sites)
+    """The kept units when every site, but those that do not take part, keeps this share."""
+    kept = []
+    for states, size, takes_part in zip(rows, sizes, shared, strict=True):
+        kept.append(_at_most(states, int(share * size) if takes_part else size))
+    return positions_of(kept)
 
 
 def _at_most(states: _States, units: int) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ ONE_EACH = [
     ("gpt_neox", "gpt_neox"),
     ("llama", "llama"),
     ("modernbert", "modernbert"),
+    ("multi_head_attention", "multi_head_attention"),
     ("phi3", "phi3"),
     ("t5", "t5"),
     ("t5", "mt5"),

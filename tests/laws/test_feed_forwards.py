@@ -32,7 +32,6 @@ WITHOUT = {
     "labml",
     "list of heads",
     "list of heads without output",
-    "multi_head_attention",
     "timm.Attention",
     "timm.Attention before 1.0.24",
     "timm.AttentionRope",

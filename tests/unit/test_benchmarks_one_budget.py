@@ -1,6 +1,7 @@
 """The study of heads and neurons under one budget of speed, on the tiny digits."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.steady_clock import steady_levels
 def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     """What is trained stands beside a smaller architecture."""
     study = benchmark("one_budget")
+    page = sys.modules["one_budget_page"]
     # A latency table that does not depend on the machine; no plan is a thousand times as fast.
     monkeypatch.setattr(hp.bench, "latency_table", steady_levels)
     command = (
@@ -27,8 +29,8 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     tables.mkdir()
     study.main([*command.split(), "--step", "table", "--tables", str(tables)])
     judging = f"{command} --step judge --tables {tables}"
-    first = study.main([*judging.split(), "--ways", study.SMALLER])
-    assert [row["way"] for row in json.loads(first.read_text())["rows"]] == [study.SMALLER]
+    first = study.main([*judging.split(), "--ways", page.SMALLER])
+    assert [row["way"] for row in json.loads(first.read_text())["rows"]] == [page.SMALLER]
     judged = record_of(study, judging)["rows"]
     assert all("test" in row and "ratio" not in row for row in judged)
     # A run that is stopped keeps the turns that were timed; the next one goes on.
@@ -40,7 +42,7 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     speed, calls = study._speed, []
     monkeypatch.setattr(study, "_speed", lambda *given: calls.append(1) or speed(*given))
     timed = record_of(study, f"{command} --step time")
-    shapes = {study._shape(row) for row in timed["rows"]}
+    shapes = {page.shape_of(row) for row in timed["rows"]}
     assert len(calls) == len(shapes) * study.TURNS - 1
     assert not any("turns" in row for row in timed["rows"])
     assert timed["timed"]["hardware"]["device"] == "cpu"
@@ -48,23 +50,23 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     untimed = [{k: row[k] for k in old} for row, old in zip(timed["rows"], judged, strict=True)]
     assert untimed == judged
     rows = {row["way"]: row for row in timed["rows"]}
-    assert list(rows) == [*study.TIMES_OF_SMALLER, study.BOTH, *study.TIMES, study.HEADS]
-    both, alone = rows[study.BOTH], rows[study.HEADS]
+    assert list(rows) == [*page.TIMES_OF_SMALLER, page.BOTH, *page.TIMES, page.HEADS]
+    both, alone = rows[page.BOTH], rows[page.HEADS]
     assert both["predicted"] >= 1.5
     # Every projection that lost something is refitted: of attention and of feed-forwards.
     assert both["projections"] == len(both["heads"]) + len(both["neurons"])
     assert alone["predicted"] >= 1.5
     assert len(set(alone["neurons"])) == 1, "all are kept"
     assert sum(both["heads"]) >= sum(alone["heads"])
-    cut, trained, smaller = both, rows[study.TRAINED], rows[study.SMALLER]
+    cut, trained, smaller = both, rows[page.TRAINED], rows[page.SMALLER]
     assert cut["ratio"] == trained["ratio"], "one shape is timed once"
     assert (trained["heads"], trained["neurons"]) == (cut["heads"], cut["neurons"])
     assert "train" not in cut["seconds"]
     assert len(smaller["heads"]) <= len(cut["heads"])
     assert len({*smaller["neurons"]}) == 1, "all layers are alike"
     assert sum(smaller["neurons"]) < 2 * smaller["width"], "fewer or narrower layers"
-    cells = f"| {study.BOTH} | 1.5 | {both['predicted']:.2f} |"
-    text = page_of(study, tmp_path, study.PAGE)
+    cells = f"| {page.BOTH} | 1.5 | {both['predicted']:.2f} |"
+    text = page_of(study, tmp_path, page.PAGE)
     assert cells in text
     assert "- Asked 1.5, longer: " in text
 

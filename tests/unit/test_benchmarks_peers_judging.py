@@ -147,7 +147,7 @@ def test_a_model_of_language_is_judged_by_its_next_tokens(run, tmp_path, monkeyp
     # Queries go with the keys and values of their group, and neurons with both projections.
     assert all(heads % 2 == 0 for heads in cut.heads)
     assert 0 < sum(cut.heads) < 16
-    assert 0 < sum(cut.neurons) < 2 * job_neurons(job)
+    assert sum(cut.neurons) < 2 * job_neurons(job), "of an untrained model all may go"
 
 
 def job_neurons(job):

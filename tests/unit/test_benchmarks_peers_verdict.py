@@ -73,6 +73,9 @@ def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict):
     # Of a share of the multiply-adds, as many heads are no sign of an equal speed.
     share = timed("flap2024", 0.4, 2.0, 2.0, heads=[12, 12])
     assert verdict.noise(recorded([*rows, share])) == verdict.noise(recorded(rows))
+    # Another record of these shapes, in which no models should be equally fast.
+    shares, other = verdict.with_noise_of_all([recorded([share]), recorded(rows)])
+    assert verdict.noise(shares) == verdict.noise(other) == verdict.noise(recorded(rows))
     # It is beyond the intervals, and within that noise; the other shape has less of it.
     rows.append(timed("TextPruner", 24, 1.25, 1.25))
     (found,) = verdict.comparisons(recorded(rows, paired("TextPruner", 24, -0.01, 0.01)))

@@ -1,0 +1,365 @@
+"""docs/one-budget.md: what cuts of heads and neurons for a speed cost, from the records of
+``one_budget.py``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import studies
+from in_int8 import ATTENTION_AS_ONE
+from pages import interval, machine, publish, ran_on, table
+from regret import TITLES, points
+
+from headprune.core.paired import Answers, drop_of_means
+
+PAGE = "one-budget.md"
+BOTH, HEADS = "heads and neurons", "heads alone"
+INT8 = "heads and neurons, then INT8"
+TRAINED = "heads and neurons, then trained"
+SMALLER = "smaller architecture, trained"
+LONGER = ", longer"
+#: How many times the base model's epochs each is trained. The cut model comes from one that was
+#: trained once, so the two of a pair have the same epochs behind them.
+TIMES = {TRAINED: 1, TRAINED + LONGER: 2}
+TIMES_OF_SMALLER = {SMALLER: 2, SMALLER + LONGER: 3}
+#: A model that is at most so many times as fast as another one is of like speed.
+LIKE = 1.15
+#: Of the predicted speed, what a measured one should reach.
+REACHED = 0.95
+#: The default of `Lstsq`.
+REFIT = "lstsq, held-out ridge"
+#: By a record's refit, what it is in words. Records before this one had another: by a mistake, it
+#: stopped at attention where neurons were removed.
+RIDGES = {
+    REFIT: "a ridge by held-out error",
+    "attention alone": "ridge 0.3, of attention's projections alone",
+}
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Writes the page from every record with a speed; one that was only judged has none yet."""
+    there = studies.records_in(records, "one-budget")
+    found = [record for record in there if any("ratio" in row for row in record["rows"])]
+    return publish(docs / PAGE, lead(found), page(found))
+
+
+def shape_of(row: Mapping[str, Any]) -> str:
+    """What a row's speed depends on."""
+    return json.dumps([row["way"] == INT8, row["heads"], row["neurons"]])
+
+
+def lead(records: Sequence[dict[str, Any]]) -> str:
+    """What was found, and for whom."""
+    return (
+        "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
+        " it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
+        " of all, and what training adds. Small models with short inputs (digits) gain least: there"
+        " a smaller architecture is as good, and faster."
+    )
+
+
+def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
+    """A line per task, from the records with the most draws."""
+    of_task: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        # Records of the mistaken refit are of other cuts.
+        if record["refit"] == REFIT:
+            of_task.setdefault(record["task"], []).append(record)
+    head = ["task", "whole", "within a point", "fastest", "draws", "trained, beside a smaller one"]
+    lines = [[_short(task), *_summary(of_one)] for task, of_one in of_task.items()]
+    return [
+        "## In short",
+        "",
+        "*Within a point*: the fastest cut whose mean test quality is at most a point (0.01) below"
+        " the whole model's, nothing trained; *fastest*: of all that was tried. Both are of the"
+        " machine with the most draws of calibration rows, and say how fast and how good. *Trained*:"
+        " points above a smaller architecture that was trained as long, where it is at most"
+        f" {LIKE - 1:.0%} faster; over all machines, one draw each where the tables below say so.",
+        "",
+        *table(head, lines),
+        "",
+    ]
+
+
+def _summary(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The cells of a task, from its records."""
+    # 1. The machine with the most draws; of several, the most speeds.
+    cuts = {}
+    for record in records:
+        rows = by_speed(record, BOTH)
+        draws = max(map(len, rows.values()), default=0)
+        cuts[draws, sum(len(some) == draws for some in rows.values())] = record, rows
+    (most, _), (record, rows) = max(cuts.items(), key=lambda item: item[0])
+    wholes = record["whole"]
+    metric = next(iter(wholes.values()))["metric"]
+    found = []
+    for some in rows.values():
+        if len(some) == most:
+            whole = statistics.fmean(wholes[str(row["tuned"])]["test"] for row in some)
+            test = statistics.fmean(row["test"] for row in some)
+            found.append((_mean_ratio(some), test, whole))
+
+    # 2. Its fastest cuts. A perplexity has no points.
+    near = [one for one in found if metric != "perplexity" and one[2] - one[1] <= 0.01]
+    cells = [
+        f"{speed:.2f}x, {test:.3f}" for speed, test, _ in map(max, filter(None, (near, found)))
+    ]
+    if not near:
+        cells.insert(0, "-" if metric == "perplexity" else "none")
+    whole = statistics.fmean(one["test"] for one in wholes.values())
+    named = "" if metric == "accuracy" else f" ({metric})"
+
+    # 3. What training adds, on all machines.
+    trained = []
+    for one in records:
+        trained += [d for d in _differences(one, TRAINED, SMALLER) if d.is_fair]
+    ends = "not tried"
+    if trained:
+        points_of = [d.points for d in trained]
+        low, high = (round(end, 1) + 0.0 for end in (min(points_of), max(points_of)))  # no -0.0
+        ends = f"{low:+.1f} to {high:+.1f}"
+    return [f"{whole:.3f}{named}", *cells, str(most), ends]
+
+
+def _short(task: str) -> str:
+    """A task's title without its data and classes."""
+    return TITLES[task].split(",")[0]
+
+
+def _title(record: dict[str, Any]) -> str:
+    """The task, and the device."""
+    title = TITLES[record["task"]]
+    if "gpu" not in record:
+        return f"{title}, on {_processor(record)}"
+    return f"{title},{_device(record)}"
+
+
+def _processor(record: dict[str, Any]) -> str:
+    name: str = record["hardware"]["processor"]
+    return name.replace("(R)", "").removesuffix(" Processor")
+
+
+def _device(record: dict[str, Any]) -> str:
+    """The GPU of a record; models that were made there may be timed elsewhere."""
+    return f"{' made' if 'timed' in record else ''} on an {record['gpu']}"
+
+
+def by_speed(record: dict[str, Any], way: str) -> dict[float, list[dict[str, Any]]]:
+    """Timed rows of a way by the speed that was asked for, the slowest first."""
+    found: dict[float, list[dict[str, Any]]] = {}
+    for row in sorted(record["rows"], key=lambda row: row["asked"]):
+        if row["way"] == way and "ratio" in row:
+            found.setdefault(row["asked"], []).append(row)
+    return found
+
+
+def _mean_ratio(rows: Sequence[dict[str, Any]]) -> float:
+    return statistics.fmean(row["ratio"] for row in rows)
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """docs/one-budget.md."""
+    lines = [
+        "# One budget: heads and neurons for a speed",
+        "",
+        "Written by `python benchmarks/one_budget.py --figure` from records in"
+        " `benchmarks/records`; do not edit.",
+        "",
+        "`hp.Budget(speedup=)`: scorer `ladder`, a selector over a measured latency table, a cut, and"
+        " `lstsq` with feed-forwards. Speeds are medians of interleaved rounds beside the whole"
+        " model, mean over draws of calibration rows.",
+        "",
+    ]
+    lines += _in_short(records)
+    for record in records:
+        lines += _task_lines(record)
+    return "\n".join([*lines, *studies.no_gpu(r["hardware"] for r in records)]) + "\n"
+
+
+def _task_lines(record: dict[str, Any]) -> list[str]:
+    cells = []
+    for way in (BOTH, HEADS, INT8, *TIMES, *TIMES_OF_SMALLER):
+        for asked, rows in by_speed(record, way).items():
+            cells.append([way, f"{asked:g}", *_cells(record, rows)])
+    metric = next(iter(record["whole"].values()))["metric"]
+    wholes = ", ".join(f"{whole['test']:.4f}" for whole in record["whole"].values())
+    length = record["rows"][0]["length"]
+    more = ""
+    if any(row["way"] == INT8 for row in record["rows"]):
+        more += (
+            " INT8 is that of ONNX Runtime (dynamic, per channel; attention as one operator, by"
+            f" `export_onnx(opset={ATTENTION_AS_ONE})`), timed beside the whole model in PyTorch; at 1 nothing is"
+            " cut."
+        )
+    if any(row["way"] in TIMES for row in record["rows"]):
+        more += (
+            " *Trained*: the cut model for as many epochs as the base model was, with that one's"
+            " logits, after its refit; the smaller architecture (fewer, narrower layers of the"
+            " weights before any fine-tuning, about as fast) for twice as many, with the same"
+            " logits. A speed without such rows was not tried."
+        )
+    if any(row["way"].endswith(LONGER) for row in record["rows"]):
+        more += " *Longer*: for one such time more."
+    where = machine(record)
+    if "timed" in record:
+        where = f"on {ran_on(record['timed']['hardware'])}. Chosen, trained and judged on: {where}"
+    change = "change, %" if metric == "perplexity" else "points"
+    head = ["what is cut", "asked", "predicted", "measured", metric, change, "draws"]
+    return [
+        f"## {_title(record)}",
+        "",
+        *_mistaken(record),
+        f"The whole model: {wholes}. {record['calibration']} calibration rows, refits on up to"
+        f" {record.get('refit_rows', record['calibration']):,} with {RIDGES[record['refit']]}; selector"
+        f" `{record.get('selector', 'knapsack')}`; timed at batch size"
+        f" {record['batch']}, length {length}, in {record['dtype']}; {where} Heads and neurons kept"
+        " per layer are those of the first draw. A speed that is missing was not tried, or is"
+        f" out of reach.{more}",
+        "",
+        *_apart(record),
+        *_below(record),
+        *table([*head, "heads kept per layer", "neurons kept per layer"], cells),
+        "",
+        *_against_smaller(record),
+    ]
+
+
+def _mistaken(record: dict[str, Any]) -> list[str]:
+    """A warning, where a record is of the mistaken refit."""
+    if record["refit"] == REFIT:
+        return []
+    return ["**An earlier refit, which by a mistake changed attention alone. It loses more.**", ""]
+
+
+def _below(record: dict[str, Any]) -> list[str]:
+    """Which cuts are slower than the latency table predicts."""
+    found = []
+    for way in (BOTH, HEADS):
+        for asked, rows in by_speed(record, way).items():
+            reached = _mean_ratio(rows) / statistics.fmean(row["predicted"] for row in rows)
+            if reached < REACHED:
+                found.append(f"{way} at {asked:g} ({reached:.2f})")
+    if not found:
+        return []
+    return [f"Below {REACHED:g} of the predicted speed: {', '.join(found)}.", ""]
+
+
+def _apart(record: dict[str, Any]) -> list[str]:
+    """By how much the speeds of equal models differ that were timed at different times."""
+    of_shape: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        if "ratio" in row:
+            of_shape.setdefault(shape_of(row), []).append(row["ratio"])
+    most = max(max(ratios) / min(ratios) - 1 for ratios in of_shape.values())
+    if most < 0.005:  # 0 % when rounded
+        return []
+    return [
+        "Not all rows were timed at one time: speeds of models of one shape differ by up to"
+        f" {most:.0%}.",
+        "",
+    ]
+
+
+def _against_smaller(record: dict[str, Any]) -> list[str]:
+    """Cut and trained, beside a smaller architecture that was trained as long."""
+    lines = []
+    for trained, smaller in zip(TIMES, TIMES_OF_SMALLER, strict=True):
+        longer = LONGER if LONGER in trained else ""
+        for one in _differences(record, trained, smaller):
+            over = "rows" if one.n_draws == 1 else f"rows and {one.n_draws} draws"
+            lines.append(
+                f"- Asked {one.asked:g}{longer}: {interval(one.points, one.low, one.high)} points"
+                f" (interval over {over}), at {one.speed:.2f} and {one.speed_of_smaller:.2f} times"
+                " the speed."
+            )
+    if not lines:
+        return []
+    head = (
+        "Both trained, the difference of accuracies with its 95 % interval; above 0 the cut model is"
+        " better than the smaller architecture:"
+    )
+    return [head, "", *lines, ""]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Accuracy of a trained cut minus that of a smaller architecture, in points."""
+
+    asked: float
+    points: float
+    low: float
+    high: float
+    n_draws: int
+    speed: float
+    speed_of_smaller: float
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether the smaller architecture is not much faster."""
+        return self.speed_of_smaller <= LIKE * self.speed
+
+
+def _differences(record: dict[str, Any], trained: str, of_smaller: str) -> list[Difference]:
+    """One for each speed at which both were trained, over the draws that both have."""
+    n = next(iter(record["whole"].values()))["n"]
+    smaller = by_speed(record, of_smaller)
+    found = []
+    for asked, rows in by_speed(record, trained).items():
+        theirs = {_draw(row): row for row in smaller.get(asked, []) if "right" in row}
+        ours = {_draw(row): row for row in rows if "right" in row and _draw(row) in theirs}
+        theirs = {draw: theirs[draw] for draw in ours}
+        if not ours:
+            continue
+        answers = [[_answers(row, n) for row in some.values()] for some in (theirs, ours)]
+        drop = drop_of_means(*answers)
+        speeds = [_mean_ratio(list(some.values())) for some in (ours, theirs)]
+        ends = (-100 * drop.value, -100 * drop.high, -100 * drop.low)
+        found.append(Difference(asked, *ends, len(ours), *speeds))
+    return found
+
+
+def _draw(row: dict[str, Any]) -> tuple[int, int]:
+    return row["tuned"], row["draw"]
+
+
+def _answers(row: dict[str, Any], n: int) -> Answers:
+    """Which test rows were right."""
+    return Answers("accuracy", studies.unpacked(row["right"], n), np.ones(n))
+
+
+def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line of the table, after the way and the speed that was asked for."""
+    lost = []
+    for row in rows:
+        whole = record["whole"][str(row["tuned"])]
+        lost.append(points(whole["metric"], whole["test"])(row["test"]))
+    first = rows[0]
+    return [
+        _predicted(rows),
+        _measured(rows),
+        studies.spread([row["test"] for row in rows], 4),
+        f"{statistics.fmean(lost):+.2f}",
+        str(len(rows)),
+        " ".join(map(str, first["heads"])),
+        " ".join(map(str, first["neurons"])),
+    ]
+
+
+def _measured(rows: Sequence[dict[str, Any]]) -> str:
+    """The speed, with its spread over draws; of one draw, with its interval over rounds."""
+    if len(rows) == 1:
+        return interval(rows[0]["ratio"], rows[0]["low"], rows[0]["high"])
+    return studies.spread([row["ratio"] for row in rows], 2)
+
+
+def _predicted(rows: Sequence[dict[str, Any]]) -> str:
+    """The speed that the latency table predicts; it knows nothing of INT8 or fewer layers."""
+    if rows[0]["way"] in (INT8, *TIMES_OF_SMALLER):
+        return "-"
+    return f"{statistics.fmean(row['predicted'] for row in rows):.2f}"

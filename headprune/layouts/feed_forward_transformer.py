@@ -1,0 +1,11 @@
+"""Feed-forward of `TransformerForTranslation`: the first and the last of four modules in a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headprune.layouts._feed_forward import feed_forward
+
+LAYOUT = replace(
+    feed_forward("feed_forward_transformer", "3", {"0": "head"}), requires=("is_feed_forward",)
+)

@@ -1,0 +1,315 @@
+"""Neurons in corners: whole sub-layers, nested tensors, padding, token order, NaN, large sites."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+)
+
+import headprune as hp
+from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
+from headprune.choice._meter import divergence
+from headprune.choice.ladder import _check_finite
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.ladders import SiteLadder
+from headprune.model.running import call
+from headprune.recovery._blocks import blocks_of
+from headprune.run.auto import half_of_heads
+from headprune.scoring._distributions import Distributions
+from tests.selection_problems import make, site
+from tests.small_recipes import checked_recipe, quietly_prepared, write_rows
+
+WIDTH = 96
+
+
+def bert():
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": WIDTH, "num_labels": 3}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+    return BertForSequenceClassification(BertConfig(**sizes, initializer_range=0.3)).eval()
+
+
+def texts():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 50, (6, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[::2, 6:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+# ---------------------------------------------------------------- whole sub-layers
+
+
+def two_layers():
+    """Scores with prices by which one layer is worth nothing."""
+    sites = [site("a", 4), site("f", 8, kind="feed_forward")]
+    sites += [site("b", 4), site("g", 8, kind="feed_forward")]
+    ladders = []
+    for one in sites:
+        worth = 0.001 if one.name in "bg" else 1.0
+        n = len(one.heads)
+        ladders.append(
+            SiteLadder(one.name, tuple(range(n + 1)), tuple(worth * (n - k) for k in range(n + 1)))
+        )
+    values = [[1.0] * len(one.heads) for one in sites]
+    return replace(make(sites, values), ladders=tuple(ladders))
+
+
+def test_one_budget_may_take_whole_sublayers():
+    scores = two_layers()
+    plan = hp.select(scores, hp.Budget(keep_params=0.5))
+    assert plan.mask.kept("b") == plan.mask.kept("g") == ()
+    assert plan.settings["min_heads"] == 0
+    assert any(note == "Without a neuron: g." for note in plan.notes)
+    one_each = hp.select(scores, hp.Budget(keep_params=0.5), hp.selection.Knapsack(min_heads=1))
+    assert len(one_each.mask.kept("b")) == 1
+    # Without prices, a sum of scores would decide.
+    summed = hp.select(replace(scores, ladders=None), hp.Budget(keep_params=0.7))
+    assert summed.settings["min_heads"] == 1
+
+
+def test_budgets_that_count_no_neurons_leave_a_head_in_every_layer():
+    scores = two_layers()
+    plan = hp.select(scores, hp.Budget(keep_heads=0.25))
+    assert plan.settings["min_heads"] == 1
+    assert [len(plan.mask.kept(name)) for name in "afbg"] == [1, 8, 1, 8]
+    heads = replace(scores.without_neurons(), ladders=None)
+    assert hp.select(heads, hp.Budget(keep_params=0.9)).settings["min_heads"] == 1
+    by_kind = {"causal": hp.Budget(keep_heads=0.5), "feed_forward": hp.Budget(keep_params=0.5)}
+    assert hp.select(scores, by_kind).settings["min_heads"] == 1
+
+
+def test_uniform_keeps_all_neurons_where_the_budget_counts_heads():
+    plan = hp.select(two_layers(), hp.Budget(keep_heads=0.5), "uniform")
+    assert [len(plan.mask.kept(name)) for name in "afbg"] == [2, 8, 2, 8]
+    both = hp.select(two_layers(), hp.Budget(keep_params=0.5), "uniform")
+    assert [len(both.mask.kept(name)) for name in "afbg"] == [1, 3, 1, 3]
+
+
+def test_prices_leave_no_close_calls_of_scores():
+    scores = two_layers()
+    priced = hp.select(scores, hp.Budget(keep_params=0.5), "knapsack")
+    assert not any("Close call" in note for note in priced.notes)
+    plain = hp.select(replace(scores, ladders=None), hp.Budget(keep_params=0.5), "knapsack")
+    assert any("Close call" in note for note in plain.notes)
+
+
+def test_a_plan_says_that_neurons_go_by_levels():
+    scores = make([site("a", 2), site("f", 64, kind="feed_forward")], [[1.0] * 2, [1.0] * 64])
+    plan = hp.select(scores, hp.Budget(keep_heads=1.0), must_remove={"f": [0]})
+    assert len(plan.mask.kept("f")) < 63
+    assert any(note.startswith("Neurons stay or go by levels") for note in plan.notes)
+
+
+# ---------------------------------------------------------------- models
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kept", [12, 0])
+def test_gates_of_neurons_fit_nested_tensors(kept):
+    """PyTorch's encoder packs padded batches into nested tensors."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = padding[2, 1:] = True
+    sites = hp.find_sites(model, feed_forward=True)
+    keep = {s.name: range(kept if s.is_feed_forward else 4) for s in sites}
+    counts = {s.name: s.n_query_heads for s in sites}
+    gates = {}
+    for s in sites:
+        gates[s.name] = torch.tensor([float(head in keep[s.name]) for head in s.heads])
+    small = copy.deepcopy(model)
+    hp.prune_(small, hp.HeadMask.from_keep(keep, counts), sites=sites)
+    with torch.inference_mode():
+        with hp.gated(model, gates, sites=sites):
+            gated = model(x, src_key_padding_mask=padding)
+        packed = small(x, src_key_padding_mask=padding)
+    assert_close(gated[~padding], packed[~padding])
+    # With gradients nothing is packed.
+    unpacked = small(x, src_key_padding_mask=padding).detach()
+    assert_close(packed[~padding], unpacked[~padding])
+
+
+class _ClipBlock(nn.Module):
+    """A residual block as in OpenAI's CLIP."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 4, batch_first=batch_first)
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("c_fc", nn.Linear(16, 24))
+        self.mlp.add_module("gelu", nn.GELU())
+        self.mlp.add_module("c_proj", nn.Linear(24, 16))
+
+
+def test_a_feed_forward_beside_attention_with_tokens_first_is_refused():
+    assert len(hp.find_sites(nn.Sequential(_ClipBlock(True)), feed_forward=True)) == 2
+    with pytest.raises(UnsupportedModel, match="has no batch_first=True"):
+        hp.find_sites(nn.Sequential(_ClipBlock(False)), feed_forward=True)
+
+
+def test_the_own_translation_model_has_feed_forwards():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "d_model": 16, "ffn_dim": 32, "num_attention_heads": 4}
+    config = TransformerConfig(**sizes, encoder_layers=1, decoder_layers=1)
+    model = TransformerForTranslation(config).eval()
+    batch = {**texts(), "labels": torch.randint(3, 50, (6, 5))}
+    sites = hp.find_sites(model, feed_forward=True)
+    assert [s.layout for s in sites if s.is_feed_forward] == ["feed_forward_transformer"] * 2
+    scores = hp.score(model, [batch], "ladder", sites=sites, progress=False)
+    report = hp.prune_(model, hp.select(scores, hp.Budget(keep_macs=0.5)), example=batch)
+    assert report.proof is not None
+    assert not hp.find_sites(nn.Sequential(nn.Linear(8, 8), hp.MultiHeadAttention(8, 2))).not_taken
+
+
+def test_layers_of_an_encoder_stay_an_encoders_with_neurons():
+    sizes = {"vocab_size": 50, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = BartForConditionalGeneration(BartConfig(**sizes, max_position_embeddings=32))
+    kinds = []
+    for neurons in (False, True):
+        sites = hp.find_sites(model, feed_forward=neurons)
+        kinds.append([(block.name, block.kind) for block in blocks_of(model, sites)])
+    assert kinds[0] == kinds[1]
+    assert dict(kinds[1])["model.encoder.layers.0"] == "self"
+
+
+def test_padding_does_not_count_where_feed_forwards_are_scored_alone():
+    """Without a mask in the batch, attention shows what it hides."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, batch):
+            x, padding = batch
+            out = self.encoder(x, src_key_padding_mask=padding)
+            return out.masked_fill(padding[..., None], 0).sum(1)
+
+    torch.manual_seed(0)
+    model = Encoder().eval()
+    x, padding = torch.randn(4, 6, 16), torch.zeros(4, 6, dtype=torch.bool)
+    padding[::2, 4:] = True
+    other = x.masked_fill(padding[..., None], 3.0)
+    neurons = [s for s in hp.find_sites(model, feed_forward=True) if s.is_feed_forward]
+
+    def values(x):
+        scores = hp.score(
+            model, [(x, padding)], "wanda", sites=neurons, loss=lambda m, b: m(b).sum(1)
+        )
+        return torch.tensor(scores.values)
+
+    assert_close(values(x), values(other))
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_a_level_that_overflows_has_no_price():
+    logits = torch.tensor([[[1.0, 2.0]], [[0.0, 1.0]]])
+    counted = torch.ones(2, 1, dtype=torch.bool)
+    whole = Distributions("single_label_classification", logits, counted)
+    changed = replace(whole, logits=torch.tensor([[[math.nan, 0.0]], [[0.0, 1.0]]]))
+    rises = divergence(whole, changed, 1.0)
+    assert rises[0].isnan()
+    assert rises[1] == 0
+    # Padded ends of answers are -inf in both.
+    ends = replace(whole, logits=torch.tensor([[[1.0, -math.inf]], [[0.0, -math.inf]]]))
+    assert divergence(ends, ends, 1.0).tolist() == [0.0, 0.0]
+    with pytest.raises(InvalidValue, match=r"with 0 of 2 units of a: must be finite, got nan"):
+        _check_finite(site("a", 2), (0, 1, 2), (math.nan, 0.2, 0.0))
+
+
+def test_new_scores_of_a_cut_are_moved_to_the_units_of_the_whole_model():
+    model, batch = bert(), texts()
+    sites = hp.find_sites(model, feed_forward=True)
+    rescore = hp.scoring.rescorer(model, [batch], "wanda", sites=sites, progress=False)
+    keep = {s.name: s.heads[1:3] if not s.is_feed_forward else s.heads[8:40] for s in sites}
+    counts = {s.name: s.n_query_heads for s in sites}
+    moved = rescore(hp.HeadMask.from_keep(keep, counts))
+    small = copy.deepcopy(model)
+    hp.prune_(small, hp.HeadMask.from_keep(keep, counts), sites=sites)
+    present = hp.find_sites(small, feed_forward=True)
+    expected = hp.score(small, [batch], "wanda", sites=present, progress=False)
+    for s, row, own in zip(sites, moved.values, expected.values, strict=True):
+        by_head = dict(zip(keep[s.name], own, strict=True))
+        assert list(row) == [by_head.get(head, 0.0) for head in s.heads]
+
+
+def test_head_rescale_of_neurons_is_least_squares():
+    """A factor per neuron is a column scaled: the best diagonal before the projection."""
+    model, batch = bert(), texts()
+    teacher = copy.deepcopy(model)
+    sites = hp.find_sites(model, feed_forward=True)
+    last = [s for s in sites if s.is_feed_forward][-1]
+    keep = {s.name: s.heads for s in sites} | {last.name: last.heads[:8]}
+    counts = {s.name: s.n_query_heads for s in sites}
+    hp.prune_(model, hp.HeadMask.from_keep(keep, counts), sites=sites)
+    cut = copy.deepcopy(model)
+    recovery = hp.recovery.HeadRescale(intercept="none", ridge=1e-9)
+    hp.recover_(model, [batch], recovery, teacher, progress=False)
+    seen = {}
+
+    def read(name, x):
+        seen.setdefault(name, []).append(x)
+
+    for name, one in (("whole", teacher), ("cut", cut)):
+        down = one.get_submodule(last.name).output.dense
+        with down.register_forward_hook(lambda m, args, out, n=name: read(n, (args[0], out))):
+            call(one, batch)
+    counted = batch["attention_mask"].bool()
+    context, _ = seen["cut"][0]
+    target = seen["whole"][0][1] - cut.get_submodule(last.name).output.dense.bias
+    weight = cut.get_submodule(last.name).output.dense.weight.detach()  # [out, in]
+    x = context[counted].detach().double()  # [tokens, 8]
+    parts = (x[:, None, :] * weight.double()).flatten(0, 1)  # [tokens * out, 8]
+    factors = torch.linalg.lstsq(
+        parts, target[counted].detach().double().flatten()[:, None]
+    ).solution
+    found = model.get_submodule(last.name).output.dense.weight.detach().double()
+    assert_close(found, weight.double() * factors.T, rtol=1e-3, atol=1e-5)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run_of(folder, select):
+    rows = ({"tokens": [token % 17 for token in range(n, n + 8)]} for n in range(40))
+    data = {"path": str(write_rows(folder / "rows.jsonl", rows)), "tokens": "tokens"}
+    config = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "max_position_embeddings": 32}
+    model = {"class_name": "LlamaForCausalLM", "config": config}
+    score = {"scorer": "fisher", "random_draws": 1}
+    select = {"feed_forward": True, "keep_params": 0.8, **select}
+    out = str(folder / "out")
+    return quietly_prepared(
+        checked_recipe("causal_lm", model, data, score=score, select=select, out=out)
+    )
+
+
+def test_a_curvature_too_large_to_keep_is_refused_before_scoring(tmp_path, monkeypatch):
+    from headprune.core import samples
+
+    assert run_of(tmp_path, {"selector": "quadratic"}) is not None
+    monkeypatch.setattr(samples, "LIMIT", 8 * 50**2)
+    with pytest.raises(InvalidValue, match=r"select\.selector: must be .*, of so many units"):
+        run_of(tmp_path, {"selector": "quadratic"})
+
+
+def test_estimates_cut_half_of_the_neurons_too(tmp_path):
+    subject = run_of(tmp_path, {})
+    kept = [len(row.kept) for row in half_of_heads(subject).rows]
+    assert kept == [2, 24, 2, 24]
