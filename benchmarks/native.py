@@ -11,6 +11,7 @@ a layer and compared with
 - ``bert``: an encoder that is written out here with nn.Linear, LayerNorm and SDPA and knows neither
   Transformers nor headprune (there is no configuration for a head narrower than width / heads);
 - ``vit``, ``llama``: the class itself, configured with so many heads (``head_dim``);
+- each of them, ``with neurons``: the same share of the feed-forwards' neurons is kept, too;
 - ``llama, free``: policy ``free`` leaves groups of unlike size, whose keys are repeated in every
   call. Compared with the configured model of as many query heads, it says what that costs; nothing
   is promised for it.
@@ -34,6 +35,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -207,7 +209,7 @@ def compared(
                 )
                 timed[key] = vars(row)
             counted = graphs(2 * len(pairs))
-        read = tokens if name != "vit" else patches(args)
+        read = patches(args) if name.startswith("vit") else tokens
         about = {
             "subject": name,
             "dtype": dtype,
@@ -239,7 +241,7 @@ def difference(one: nn.Module, other: nn.Module, batch: Any) -> float:
 Pairs = dict[str, tuple[nn.Module, nn.Module]]
 
 
-def bert(args: argparse.Namespace) -> Pairs:
+def bert(args: argparse.Namespace, neurons: bool = False) -> Pairs:
     """BERT and the plain encoder, of both sizes."""
     from transformers import BertConfig, BertModel
 
@@ -251,42 +253,46 @@ def bert(args: argparse.Namespace) -> Pairs:
     }
     config = BertConfig(vocab_size=1000, intermediate_size=4 * args.width, **sizes)
     uncut = BertModel(config, add_pooling_layer=False)
-    small = cut(uncut, args.keep)
+    small = cut(uncut, args.keep, _neurons_kept(args) if neurons else None)
     return {
         "speed": (plain_like(small, args.keep), small),
         "uncut": (plain_like(uncut, args.heads), uncut),
     }
 
 
-def vit(args: argparse.Namespace) -> Pairs:
+def vit(args: argparse.Namespace, neurons: bool = False) -> Pairs:
     """ViT, whose small one is configured."""
     from transformers import ViTConfig, ViTModel
 
-    def build(n_heads: int) -> nn.Module:
+    def build(n_heads: int, n_neurons: int) -> nn.Module:
         config = ViTConfig(
             hidden_size=args.width,
             num_hidden_layers=args.layers,
             num_attention_heads=n_heads,
-            intermediate_size=4 * args.width,
+            intermediate_size=n_neurons,
             image_size=16 if args.small else 224,
             patch_size=8 if args.small else 16,
             head_dim=args.width // args.heads,
         )
         return ViTModel(config, add_pooling_layer=False)
 
-    return configured(build, args)
+    return configured(build, args, neurons)
 
 
-def llama(args: argparse.Namespace) -> Pairs:
+def llama(args: argparse.Namespace, neurons: bool = False) -> Pairs:
     """Llama with two query heads a group, whose small one is configured."""
-    return configured(lambda n_heads: _llama(args, n_heads, n_heads // 2), args)
+
+    def build(n_heads: int, n_neurons: int) -> nn.Module:
+        return _llama(args, n_heads, n_heads // 2, n_neurons)
+
+    return configured(build, args, neurons)
 
 
 def llama_free(args: argparse.Namespace) -> Pairs:
     """Llama with all of one group and one query head of the others, against as many heads in
     pairs."""
     torch.manual_seed(0)
-    small = _llama(args, args.heads, args.heads // 2)
+    small = _llama(args, args.heads, args.heads // 2, 4 * args.width)
     sites = hp.find_sites(small, policy="free")
     heads = [0, 1, *range(2, 2 * (args.keep - 1), 2)][: args.keep]
     mask = HeadMask.from_keep(
@@ -295,7 +301,7 @@ def llama_free(args: argparse.Namespace) -> Pairs:
     hp.prune_(small, mask, sites=sites)
     # One key/value head a query head holds every pair of the two, so that it can be given the same
     # weights.
-    native = _llama(args, args.keep, args.keep)
+    native = _llama(args, args.keep, args.keep, 4 * args.width)
     state = {name: parameter.detach() for name, parameter in small.named_parameters()}
     rows = torch.tensor([0, *range(args.keep - 1)])
     for name, tensor in state.items():
@@ -305,7 +311,7 @@ def llama_free(args: argparse.Namespace) -> Pairs:
     return {"speed": (native, small)}
 
 
-def _llama(args: argparse.Namespace, n_heads: int, n_kv_heads: int) -> nn.Module:
+def _llama(args: argparse.Namespace, n_heads: int, n_kv_heads: int, n_neurons: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -314,42 +320,54 @@ def _llama(args: argparse.Namespace, n_heads: int, n_kv_heads: int) -> nn.Module
         num_hidden_layers=args.layers,
         num_attention_heads=n_heads,
         num_key_value_heads=n_kv_heads,
-        intermediate_size=4 * args.width,
+        intermediate_size=n_neurons,
         head_dim=args.width // args.heads,
         use_cache=False,
     )
     return LlamaModel(config)
 
 
-def configured(build: Callable[[int], nn.Module], args: argparse.Namespace) -> Pairs:
-    """A class that can be configured with fewer heads, and so configured."""
+def configured(
+    build: Callable[[int, int], nn.Module], args: argparse.Namespace, neurons: bool
+) -> Pairs:
+    """A class that can be configured with fewer heads and neurons, and so configured."""
     torch.manual_seed(0)
-    small, native = cut(build(args.heads), args.keep), build(args.keep)
+    whole = 4 * args.width
+    kept = _neurons_kept(args) if neurons else None
+    small, native = cut(build(args.heads, whole), args.keep, kept), build(args.keep, kept or whole)
     native.load_state_dict(small.state_dict())
     return {"speed": (native, small)}
 
 
-def cut(model: nn.Module, kept: int) -> nn.Module:
-    """A copy whose layers keep their last heads."""
-    sites = hp.find_sites(model)
+def _neurons_kept(args: argparse.Namespace) -> int:
+    """Neurons a layer that stay: the share of the heads that do."""
+    kept: int = 4 * args.width * args.keep // args.heads
+    return kept
+
+
+def cut(model: nn.Module, kept: int, neurons: int | None = None) -> nn.Module:
+    """A copy whose layers keep their last heads and, where a number is given, their last
+    neurons."""
+    sites = hp.find_sites(model, feed_forward=neurons is not None)
     n_heads = {site.name: site.n_query_heads for site in sites}
+    keep = {}
+    for site in sites:
+        number = neurons if site.is_feed_forward and neurons is not None else kept
+        keep[site.name] = range(site.n_query_heads - number, site.n_query_heads)
     small = copy.deepcopy(model)
-    hp.prune_(
-        small,
-        HeadMask.from_keep({name: range(n - kept, n) for name, n in n_heads.items()}, n_heads),
-    )
+    hp.prune_(small, HeadMask.from_keep(keep, n_heads), sites=sites)
     return small
 
 
 class PlainLayer(nn.Module):
     """Attention and feed-forward with norms after them, as in BERT."""
 
-    def __init__(self, width: int, n_heads: int, head_dim: int) -> None:
+    def __init__(self, width: int, n_heads: int, head_dim: int, neurons: int) -> None:
         super().__init__()
         self.n_heads = n_heads
         self.query, self.key, self.value = (nn.Linear(width, n_heads * head_dim) for _ in range(3))
         self.output = nn.Linear(n_heads * head_dim, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, neurons), nn.Linear(neurons, width)
         self.norm_1, self.norm_2 = (nn.LayerNorm(width, eps=1e-12) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -365,14 +383,20 @@ class PlainEncoder(nn.Module):
     """BERT without options: tokens, positions, one sentence, no padding."""
 
     def __init__(
-        self, vocabulary: int, width: int, n_layers: int, n_heads: int, head_dim: int
+        self,
+        vocabulary: int,
+        width: int,
+        n_layers: int,
+        n_heads: int,
+        head_dim: int,
+        neurons: int,
     ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
         self.sentence = nn.Parameter(torch.zeros(width))
         self.norm = nn.LayerNorm(width, eps=1e-12)
         self.layers = nn.Sequential(
-            *(PlainLayer(width, n_heads, head_dim) for _ in range(n_layers))
+            *(PlainLayer(width, n_heads, head_dim, neurons) for _ in range(n_layers))
         )
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -385,9 +409,15 @@ class PlainEncoder(nn.Module):
 def plain_like(model: Any, n_heads: int) -> PlainEncoder:
     """The plain encoder with a BERT's sizes and weights."""
     config, embeddings = model.config, model.embeddings
-    head_dim = model.encoder.layer[0].attention.self.attention_head_size
+    first = model.encoder.layer[0]
+    head_dim = first.attention.self.attention_head_size
     plain = PlainEncoder(
-        config.vocab_size, config.hidden_size, config.num_hidden_layers, n_heads, head_dim
+        config.vocab_size,
+        config.hidden_size,
+        config.num_hidden_layers,
+        n_heads,
+        head_dim,
+        first.intermediate.dense.out_features,
     )
     plain.sentence.copy_(embeddings.token_type_embeddings.weight[0])
     parts = [
@@ -438,6 +468,9 @@ SUBJECTS: dict[str, Callable[[argparse.Namespace], Pairs]] = {
     "vit": vit,
     "llama": llama,
     "llama, free": llama_free,
+    "bert, with neurons": partial(bert, neurons=True),
+    "vit, with neurons": partial(vit, neurons=True),
+    "llama, with neurons": partial(llama, neurons=True),
 }
 INPUTS: dict[str, Callable[..., Any]] = {"bert": tokens, "vit": images, "llama": tokens}
 

@@ -173,7 +173,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "",
         "`hp.Budget(speedup=)`: scorer `ladder`, a selector over a measured latency table, a cut, and"
         " `lstsq` with feed-forwards. Speeds are medians of interleaved rounds beside the whole"
-        " model, mean over draws of calibration rows.",
+        " model, mean over draws of calibration rows. [Other tools](peers.md) are compared at equal"
+        " multiply-adds; the smaller architecture there has as many of them, the one here is about as"
+        " fast.",
         "",
     ]
     lines += _in_short(records)

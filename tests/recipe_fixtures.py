@@ -204,7 +204,9 @@ def _news(folder: Path) -> list[str]:
 
 def _quick_answers(folder: Path) -> list[str]:
     settings = _texts(folder, 2, {"train": 60, "validation": 12, "test": 12})
-    return [*settings, "select.latency.seconds=0.01", "select.latency.length=8"]
+    # What a tiny model can reach whatever the noise.
+    latency = ["select.latency.seconds=0.01", "select.latency.length=8", "select.speedup=1.05"]
+    return [*settings, *latency]
 
 
 def _tomatoes(folder: Path) -> list[str]:

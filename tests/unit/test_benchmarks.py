@@ -76,7 +76,7 @@ def test_native_compares_models_of_one_function(monkeypatch, tmp_path):
     assert [row["subject"] for row in record["rows"]] == list(native.SUBJECTS)
     for row in record["rows"]:
         assert row["largest_difference"] < 1e-4
-        assert ("uncut" in row) == ("share" in row) == (row["subject"] == "bert")
+        assert ("uncut" in row) == ("share" in row) == row["subject"].startswith("bert")
         for timed in (row[key] for key in ("speed", "uncut") if key in row):
             one, other = (process["ratio"] for process in timed["processes"])
             late = [each["pruned_p50"] - each["original_p50"] for each in timed["processes"]]

@@ -1,4 +1,5 @@
-"""torch.export, torch.compile and ONNX of cut models, each with a layer that keeps no head."""
+"""torch.export, torch.compile and ONNX of cut models, each with a layer that keeps no head and
+another one that keeps no neuron."""
 
 import copy
 from types import SimpleNamespace
@@ -16,12 +17,20 @@ from tests.laws.support import mask_of, shaken
 
 
 def cut(name, empty=1):
-    """A cut model whose layer ``empty`` has no head and another fewer, and inputs."""
+    """A cut model whose layer ``empty`` has no head and another fewer, and inputs.
+
+    The first feed-forward has no neuron, and the last one has fewer.
+    """
     model, batch = registry.get(name).tiny(0)
     model = shaken(model, norms=False).eval()
-    sites = hp.find_sites(model)
-    keep = {s.name: s.units[1] if i == 2 else s.heads for i, s in enumerate(sites)}
-    keep[sites[empty].name] = ()
+    sites = hp.find_sites(model, feed_forward=True)
+    attention = [s for s in sites if not s.is_feed_forward]
+    first, *_, last = [s for s in sites if s.is_feed_forward]
+    keep = {s.name: s.heads for s in sites}
+    if len(attention) > 2:
+        keep[attention[2].name] = attention[2].units[1]
+    keep[attention[empty].name] = keep[first.name] = ()
+    keep[last.name] = last.heads[3:8]
     hp.prune_(model, mask_of(sites, keep), batch)
     return model, {k: v for k, v in batch.items() if k != "labels"}
 

@@ -130,13 +130,14 @@ def pair(native, subject, which="speed", **more):
     return built.eval(), small.eval()
 
 
-@pytest.mark.parametrize("subject", ["vit", "llama"])
+@pytest.mark.parametrize("subject", ["vit", "llama", "vit, with neurons", "llama, with neurons"])
 def test_it_runs_what_a_configured_model_of_its_shape_runs(subject):
     """The same operations on tensors of the same shapes, in the same number, with the same
     result."""
     native = benchmark("native")
     (built, small), (_, larger) = pair(native, subject), pair(native, subject, keep=8)
-    batch = native.INPUTS[subject](arguments(), 2, 8, torch.device("cpu"), torch.float32)
+    kind = subject.partition(",")[0]
+    batch = native.INPUTS[kind](arguments(), 2, 8, torch.device("cpu"), torch.float32)
     assert [type(m) for m in small.modules()] == [type(m) for m in built.modules()]
     found = operations(small, batch, shapes=True)
     assert found == operations(built, batch, shapes=True)

@@ -313,3 +313,26 @@ def test_estimates_cut_half_of_the_neurons_too(tmp_path):
     subject = run_of(tmp_path, {})
     kept = [len(row.kept) for row in half_of_heads(subject).rows]
     assert kept == [2, 24, 2, 24]
+
+
+def test_fisher_of_neurons_is_the_mean_square_of_their_slopes():
+    model, batch = bert(), {**texts(), "labels": torch.tensor([0, 1, 2, 0, 1, 2])}
+    sites = hp.find_sites(model, feed_forward=True)
+    neurons = [s for s in sites if s.is_feed_forward]
+    gates = {s.name: torch.ones(6, WIDTH, requires_grad=True) for s in neurons}
+    with hp.gated(model, gates):
+        logits = call(model, {**batch, "labels": None}).logits
+        losses = nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+    slopes = torch.autograd.grad(losses.sum(), list(gates.values()))
+    squares = [slope.square() for slope in slopes]  # [examples, neurons]
+    fisher = hp.score(model, [batch], "fisher", sites=sites, progress=False)
+    taylor = hp.score(model, [batch], "taylor", sites=sites, progress=False)
+    places = [number for number, s in enumerate(sites) if s.is_feed_forward]
+    for place, slope, square in zip(places, slopes, squares, strict=True):
+        # Half the second-order rise of the loss, where a neuron is removed.
+        ratio = torch.tensor(fisher.values[place]) / square.mean(0)
+        assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-3, atol=0)
+        errors = slope.abs().std(0) / 6**0.5
+        assert_close(torch.tensor(taylor.standard_errors[place]), errors, rtol=1e-3, atol=1e-7)
+        errors = square.std(0) / 6**0.5 * ratio[0]
+        assert_close(torch.tensor(fisher.standard_errors[place]), errors, rtol=1e-3, atol=1e-9)
