@@ -22,7 +22,7 @@ from headprune.recipes.validate import check_recipe
 from headprune.run import load_recipe, run_recipe, shipped_recipes, subject
 from headprune.sweep.grid import lay_out
 from tests.recipe_fixtures import FIXTURES
-from tests.steady_clock import steady_table
+from tests.steady_clock import steady_levels
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -81,7 +81,7 @@ def test_recipe_is_valid_short_and_at_home(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_recipe_runs_a_smoke_step(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(subject, "latency_table", steady_table)
+    monkeypatch.setattr(subject, "latency_table", steady_levels)
     settings = given(path.stem, tmp_path / "given")
     recipe = yaml.safe_load(path.read_text())
     if path.stem not in WHOLE:
@@ -123,7 +123,8 @@ def test_recipe_runs_a_smoke_step(path, tmp_path, monkeypatch):
     assert hp.PruningPlan.load(out / "plan.json") == record.plan
     assert hp.HeadScores.load(out / "scores.json") == record.scores
     if "import_path" not in recipe["model"]:  # one of one's own is filled in test_run_own_model.py
-        sites = hp.find_sites(hp.from_pretrained(out / "model"))
+        neurons = recipe["select"].get("feed_forward", False)
+        sites = hp.find_sites(hp.from_pretrained(out / "model"), feed_forward=neurons)
         assert sum(len(site.heads) for site in sites) == record.plan.mask.n_kept
     if path.stem in WHOLE:
         assert "<html" in (out / "report.html").read_text()
