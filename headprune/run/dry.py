@@ -473,35 +473,36 @@ def _constant_work(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
     Returns:
         Seconds, and what they were estimated from.
     """
-    # Of equally large sites the last one: its backward pass is the shortest.
-    sites = [site for site in reversed(subject.sites) if site.heads]
+    sites = [site for site in subject.sites if site.heads]
     neurons = [site for site in sites if site.is_feed_forward]
     attention = [site for site in sites if not site.is_feed_forward]
-    once: Any = replace(scorer, blocks=1)  # type: ignore[type-var]
-    few = subject.data.batches("calibration", 2)[:1]
-    seconds, parts = 0.0, 0
-    for alike in (attention, neurons):
-        if not alike:
-            continue
-        # One run, with its passes and the passes without it.
-        widest = max(alike, key=lambda site: len(site.heads) * site.value_dim)
-        alone = Sites([widest], subject.sites.layouts.values())
-        whole = _timed(subject, once, few, alone)
-        passes = _timed(subject, once.only_passes(), few, alone)
-        seconds += max(whole - passes, 0.0) * len(alike)
-        parts += len(alike)
+    alike = [kind for kind in (attention, neurons) if kind]
+    seconds = sum(_largest(subject, scorer, kind) * len(kind) for kind in alike)
 
     # Standard errors need one more run per block.
-    if scorer.blocks > 1 and not (neurons and scorer.one_block_with_neurons):
-        seconds *= scorer.blocks + 1
-        parts *= scorer.blocks + 1
+    in_one = scorer.blocks == 1 or (neurons and scorer.one_block_with_neurons)
+    runs = 1 if in_one else scorer.blocks + 1
+    parts = runs * len(sites)
     part = f"one of {parts} equal parts was timed (the largest site, without a standard error)"
-    if attention and neurons:
+    if len(alike) == 2:
         part = (
             f"two of {parts} parts were timed (the largest attention and feed-forward, without"
             " standard errors)"
         )
+    seconds *= runs
     return seconds, f"; {duration(seconds)} of it after the passes, of which {part}"
+
+
+def _largest(subject: Subject, scorer: ConstantWork, sites: list[AttentionSite]) -> float:
+    """Seconds of a scorer's work after its passes, once, for the largest of some sites."""
+    once: Any = replace(scorer, blocks=1)  # type: ignore[type-var]
+    few = subject.data.batches("calibration", 2)[:1]
+    # Of equally large sites the last one: its backward pass is the shortest.
+    widest = max(reversed(sites), key=lambda site: len(site.heads) * site.value_dim)
+    alone = Sites([widest], subject.sites.layouts.values())
+    whole = _timed(subject, once, few, alone)
+    passes = _timed(subject, once.only_passes(), few, alone)
+    return max(whole - passes, 0.0)
 
 
 def _timed(subject: Subject, scorer: Scorer, batches: list[Any], sites: Sites) -> float:
