@@ -66,7 +66,7 @@ def choose_heads(
         budget: Budgets by site pattern, in place of the recipe's.
     """
     wanted = subject.recipe.select
-    selector = selector_of(subject.recipe, subject.sites)
+    selector = selector_of(subject.recipe, scores.sites)
     if baseline and selector.needs:
         by_scores = Knapsack if isinstance(selector, Knapsack) else GlobalTopk
         selector = by_scores(min_heads=selector.min_heads, multiple_of=selector.multiple_of)
