@@ -60,7 +60,7 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
         "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
         " it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
         " of all, and what training adds. Small models with short inputs (digits) gain least: there"
-        " a smaller architecture is as good, and faster."
+        " a smaller architecture is about as good."
     )
 
 
