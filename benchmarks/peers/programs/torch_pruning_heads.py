@@ -70,6 +70,8 @@ def cut(job: Job) -> Cut:
     )
     for group in pruner.step(interactive=True):
         group.prune()
+    if not all(pruner.num_heads[attention.query] for attention in attentions):
+        raise RuntimeError("removed every head of a layer, with which the model does not run")
     for attention in attentions:
         attention.num_attention_heads = pruner.num_heads[attention.query]
         attention.all_head_size = attention.query.out_features
