@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from headprune import scoring
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.choice.refitted import refitted_loss_of
+from headprune.core.errors import InfeasibleBudget
 from headprune.core.ladders import PRICE_SETTINGS
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan
@@ -62,7 +64,8 @@ def choose_heads(
         scores: Scores of any scorer.
         baseline: Whether the scores are a baseline's. A selector that uses more than scores would
             make up for bad ones, so ``knapsack`` replaces ``repriced``, and ``global_topk``
-            replaces any other such selector.
+            replaces any other such selector. Its layers keep a head each where the budget allows:
+            sums of its scores are no prices of whole sub-layers.
         budget: Budgets by site pattern, in place of the recipe's.
     """
     wanted = subject.recipe.select
@@ -70,15 +73,21 @@ def choose_heads(
     if baseline and selector.needs:
         by_scores = Knapsack if isinstance(selector, Knapsack) else GlobalTopk
         selector = by_scores(min_heads=selector.min_heads, multiple_of=selector.multiple_of)
-    return select(
+    chosen = partial(
+        select,
         scores,
         budget or wanted.budgets or wanted.budget,
-        selector,
         must_keep=wanted.must_keep,
         must_remove=wanted.must_remove,
         latency=subject.latency,
         **_callables(subject, selector, scores),
     )
+    if baseline and selector.min_heads == 0 and "min_heads" not in wanted.settings:
+        try:
+            return chosen(selector=replace(selector, min_heads=1))
+        except InfeasibleBudget:
+            pass
+    return chosen(selector=selector)
 
 
 def _callables(subject: Subject, selector: Selector, scores: HeadScores) -> Mapping[str, Any]:

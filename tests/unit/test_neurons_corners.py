@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from headprune.core.ladders import SiteLadder
 from headprune.model.running import call
 from headprune.recovery._blocks import blocks_of
 from headprune.run.auto import half_of_heads
+from headprune.run.choosing import choose_heads
 from headprune.scoring._distributions import Distributions
 from tests.selection_problems import make, site
 from tests.small_recipes import checked_recipe, quietly_prepared, write_rows
@@ -336,3 +338,31 @@ def test_fisher_of_neurons_is_the_mean_square_of_their_slopes():
         assert_close(torch.tensor(taylor.standard_errors[place]), errors, rtol=1e-3, atol=1e-7)
         errors = square.std(0) / 6**0.5 * ratio[0]
         assert_close(torch.tensor(fisher.standard_errors[place]), errors, rtol=1e-3, atol=1e-9)
+
+
+def test_baselines_keep_a_head_per_layer_where_the_budget_allows():
+    sites = [site("a", 4), site("f", 8, kind="feed_forward")]
+    sites += [site("b", 4), site("g", 8, kind="feed_forward")]
+    # By these sums, all heads go first.
+    scores = make(sites, [[0.1] * 4, [1.0] * 8, [0.1] * 4, [1.0] * 8])
+
+    def kept(amount, **settings):
+        recipe = SimpleNamespace(
+            score=SimpleNamespace(scorer="ladder"),
+            select=SimpleNamespace(
+                selector="repriced",
+                settings=settings,
+                budgets=None,
+                budget=hp.Budget(keep_params=amount),
+                must_keep=None,
+                must_remove=None,
+            ),
+        )
+        run = SimpleNamespace(recipe=recipe, latency=None)
+        mask = choose_heads(run, scores, baseline=True).mask
+        return [len(mask.kept(name)) for name in "abfg"]
+
+    assert min(kept(0.6)) == 1
+    assert sum(kept(0.6, min_heads=0)[:2]) == 0
+    # Too little for a head and a neuron everywhere.
+    assert 0 in kept(0.3)
