@@ -136,10 +136,9 @@ def _fast_and_good(record: dict[str, Any]) -> str:
     for of_speed in _shown(record, one_budget.BOTH)[:2]:
         speed = statistics.fmean(row["ratio"] for row in of_speed)
         test = statistics.fmean(row["test"] for row in of_speed)
-        words.append(
-            f"{speed:.1f} times as fast with {'an accuracy of ' if not words else ''}{test:.3f}"
-        )
-    return f"{', '.join(words)} (whole: {whole:.3f})"
+        words.append(f"{speed:.1f} times as fast with {test:.3f}")
+    text = ", ".join(words).replace(" with ", " with an accuracy of ", 1)
+    return f"{text} (whole: {whole:.3f})"
 
 
 def one_budget_of(records: Path) -> dict[str, Any]:

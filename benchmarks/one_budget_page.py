@@ -89,42 +89,50 @@ def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def _summary(records: Sequence[dict[str, Any]]) -> list[str]:
     """The cells of a task, from its records."""
-    # 1. The machine with the most draws; of several, the most speeds.
-    cuts = {}
-    for record in records:
-        rows = by_speed(record, BOTH)
-        draws = max(map(len, rows.values()), default=0)
-        cuts[draws, sum(len(some) == draws for some in rows.values())] = record, rows
-    (most, _), (record, rows) = max(cuts.items(), key=lambda item: item[0])
+    record = max(records, key=_most_draws)
     wholes = record["whole"]
     metric = next(iter(wholes.values()))["metric"]
-    found = []
-    for some in rows.values():
-        if len(some) == most:
-            whole = statistics.fmean(wholes[str(row["tuned"])]["test"] for row in some)
-            test = statistics.fmean(row["test"] for row in some)
-            found.append((_mean_ratio(some), test, whole))
-
-    # 2. Its fastest cuts. A perplexity has no points.
-    near = [one for one in found if metric != "perplexity" and one[2] - one[1] <= 0.01]
-    cells = [
-        f"{speed:.2f}x, {test:.3f}" for speed, test, _ in map(max, filter(None, (near, found)))
-    ]
-    if not near:
-        cells.insert(0, "-" if metric == "perplexity" else "none")
     whole = statistics.fmean(one["test"] for one in wholes.values())
     named = "" if metric == "accuracy" else f" ({metric})"
+    draws, _ = _most_draws(record)
+    return [f"{whole:.3f}{named}", *_fastest(record, metric), str(draws), _trained(records)]
 
-    # 3. What training adds, on all machines.
-    trained = []
-    for one in records:
-        trained += [d for d in _differences(one, TRAINED, SMALLER) if d.is_fair]
-    ends = "not tried"
-    if trained:
-        points_of = [d.points for d in trained]
-        low, high = (round(end, 1) + 0.0 for end in (min(points_of), max(points_of)))  # no -0.0
-        ends = f"{low:+.1f} to {high:+.1f}"
-    return [f"{whole:.3f}{named}", *cells, str(most), ends]
+
+def _most_draws(record: dict[str, Any]) -> tuple[int, int]:
+    """How many draws a record has at most, and at how many speeds it has them."""
+    counts = list(map(len, by_speed(record, BOTH).values()))
+    most = max(counts, default=0)
+    return most, counts.count(most)
+
+
+def _fastest(record: dict[str, Any], metric: str) -> tuple[str, str]:
+    """The fastest cut within a point of the whole model, and the fastest of all, of most draws."""
+    draws, _ = _most_draws(record)
+    cuts = []
+    for rows in by_speed(record, BOTH).values():
+        if len(rows) == draws:
+            whole = statistics.fmean(record["whole"][str(row["tuned"])]["test"] for row in rows)
+            cuts.append((_mean_ratio(rows), statistics.fmean(row["test"] for row in rows), whole))
+
+    def cell(cut: tuple[float, float, float]) -> str:
+        return f"{cut[0]:.2f}x, {cut[1]:.3f}"
+
+    if metric == "perplexity":  # has no points
+        return "-", cell(max(cuts))
+    near = [cut for cut in cuts if cut[2] - cut[1] <= 0.01]
+    return cell(max(near)) if near else "none", cell(max(cuts))
+
+
+def _trained(records: Sequence[dict[str, Any]]) -> str:
+    """The least and the most points that training is above a smaller architecture, in words."""
+    points_of = []
+    for record in records:
+        found = _differences(record, TRAINED, SMALLER)
+        points_of += [one.points for one in found if one.is_fair]
+    if not points_of:
+        return "not tried"
+    low, high = (round(end, 1) + 0.0 for end in (min(points_of), max(points_of)))  # no -0.0
+    return f"{low:+.1f} to {high:+.1f}"
 
 
 def _short(task: str) -> str:

@@ -35,6 +35,21 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
+def llama_with_neurons(
+    folder: Path, select: dict[str, Any], rows: Iterable[list[int]], **sections: Any
+) -> Recipe:
+    """A recipe that cuts heads and neurons of a tiny Llama with 17 tokens."""
+    written = write_rows(folder / "rows.jsonl", ({"tokens": tokens} for tokens in rows))
+    config = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "max_position_embeddings": 32}
+    config |= {"bos_token_id": 1, "eos_token_id": 2}
+    model = {"class_name": "LlamaForCausalLM", "config": config}
+    data = {"path": str(written), "tokens": "tokens"}
+    more = {"score": {"scorer": "ladder", "random_draws": 1}, "out": str(folder / "out")}
+    select = {"feed_forward": True, **select}
+    return checked_recipe("causal_lm", model, data, select=select, **{**more, **sections})
+
+
 def quiet_run(chosen: Recipe, **options: Any) -> hp.RunRecord:
     return run_recipe(chosen, say=lambda line: None, **options)
 

@@ -23,6 +23,7 @@ def feed_forward(
     optional: tuple[str, ...] = (),
     untouched: tuple[str, ...] = (),
     exposed: type[Mixin] | None = None,
+    requires: tuple[str, ...] = (),
     absent: tuple[str, ...] = (),
     width: int | Callable[[Any], int] = 1,
 ) -> AttentionLayout:
@@ -36,6 +37,7 @@ def feed_forward(
         optional: Those of them that a module may lack.
         untouched: Paths of parameters that do not depend on neurons.
         exposed: As in ``AttentionLayout``.
+        requires: As in ``AttentionLayout``.
         absent: As in ``AttentionLayout``.
         width: Of a neuron, 1; or a function that first refuses modules by raising.
     """
@@ -48,6 +50,7 @@ def feed_forward(
         kind="feed_forward",
         untouched=untouched,
         exposed=exposed,
+        requires=requires,
         absent=absent,
         empty=WithoutNeurons(down),
     )

@@ -82,15 +82,23 @@ def _attend_nested(
     module: Any, nested: Tensor, need_weights: bool, average: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a nested tensor, ``[batch, (length), width]``, by padding it."""
-    sizes = [example.shape[0] for example in nested.unbind()]
-    lengths = torch.tensor(sizes, device=nested.device)[:, None]
-    x = nested.to_padded_tensor(0.0)
-    padding = torch.arange(x.shape[1], device=x.device) >= lengths  # [batch, length]
+    x, padding = padded(nested)
     out, weights = _attend_batch(
         module, (x, x, x), padding, None, need_weights=need_weights, average=average
     )
-    valid = torch.arange(out.shape[1], device=out.device) < lengths
-    return torch._nested_tensor_from_mask(out, valid, mask_check=False), weights
+    return torch._nested_tensor_from_mask(out, ~padding, mask_check=False), weights
+
+
+def padded(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Pad a nested tensor ``[batch, (length), width]`` with zeros.
+
+    Returns:
+        ``[batch, length, width]``, and where it is padding, ``[batch, length]``.
+    """
+    sizes = [example.shape[0] for example in nested.unbind()]
+    lengths = torch.tensor(sizes, device=nested.device)[:, None]
+    x = nested.to_padded_tensor(0.0)
+    return x, torch.arange(x.shape[1], device=x.device) >= lengths
 
 
 def _attend_batch(

@@ -27,11 +27,11 @@ class CallsItsLayers(Mixin):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         import torch
 
-        lengths = torch.tensor([len(example) for example in src.unbind()], device=src.device)
-        x = src.to_padded_tensor(0.0)
-        is_token = torch.arange(x.shape[1], device=x.device) < lengths[:, None]  # [batch, length]
-        out = super().forward(x, src_key_padding_mask=~is_token)  # type: ignore[misc]
-        return torch._nested_tensor_from_mask(out, is_token, mask_check=False)
+        from headprune.layouts._torch_multi_head import padded
+
+        x, padding = padded(src)
+        out = super().forward(x, src_key_padding_mask=padding)  # type: ignore[misc]
+        return torch._nested_tensor_from_mask(out, ~padding, mask_check=False)
 
 
 def _width(module: Any) -> int:

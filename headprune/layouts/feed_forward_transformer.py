@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from headprune.layouts._feed_forward import feed_forward
 
-LAYOUT = replace(
-    feed_forward("feed_forward_transformer", "3", {"0": "head"}), requires=("is_feed_forward",)
+LAYOUT = feed_forward(
+    "feed_forward_transformer",
+    "3",
+    {"0": "head"},
+    requires=("is_feed_forward",),
 )

@@ -274,11 +274,11 @@ def _unmatched(
     for name, module in candidates:
         if name in around or name.startswith(inside):
             continue
-        # A layout takes it, so the caller left it out on purpose.
-        taken_by = [one for one in layouts if reason_against(one, module) is None]
-        if not taken_by:
+        # Where a layout takes it, the caller left it out on purpose.
+        taken_by = next((one for one in layouts if reason_against(one, module) is None), None)
+        if taken_by is None:
             yield name, type(module).__name__, closest_reason(module, layouts)
-        elif taken_by[0].is_feed_forward and is_tokens_first(model, name):
+        elif taken_by.is_feed_forward and is_tokens_first(model, name):
             yield name, type(module).__name__, TOKENS_FIRST
 
 

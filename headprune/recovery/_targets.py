@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headprune.attention.linear import feature_count, is_conv1d
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.heads import Kind
-from headprune.core.slabs import blocks
+from headprune.core.slabs import rows_by_head as columns_by_head
 from headprune.model.contexts import counted, kind_of_queries, rows_of, tokens_first
 from headprune.model.padding import PaddingInfo, query_mask
 from headprune.model.refusals import check_unshared
@@ -64,14 +64,8 @@ class Target:
         assert self.bound is not None
         site, layout = self.bound.site, self.bound.layout
         slab = next(slab for slab in layout.slabs if slab.path == layout.gate)
-        # The same blocks are rows of weights and columns of activations.
-        columns: list[list[int]] = [[] for _ in site.heads]
-        start = 0
-        for kind, head, width in blocks(site.geometry, slab.units, slab.packing):
-            if kind == "context":
-                columns[head].extend(range(start, start + width))
-            start += width
-        return columns
+        # The same function gives rows of weights and columns of activations.
+        return columns_by_head(site.geometry, slab.units, slab.packing, "context")
 
     @property
     def weight(self) -> Tensor:

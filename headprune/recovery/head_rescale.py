@@ -69,13 +69,14 @@ class HeadRescale(LayerwiseRecovery):
         return len(target.heads)
 
     def change(self, target: Target, normal: Normal, ridge: float) -> WeightChange:
-        if not target.heads:
+        heads = target.heads
+        if not heads:
             return WeightChange(torch.zeros_like(target.weight.T).to(normal.xx))
         if self.intercept == "none":
             normal = normal.uncentred()
         weight = target.weight.T.to(normal.xx)  # [in, out]
         # Heads are of one width: [heads, width].
-        columns = sent(target.heads, normal.xx.device, torch.long)
+        columns = sent(heads, normal.xx.device, torch.long)
 
         def by_head(x: Tensor) -> Tensor:
             """Add up the rows of each head."""

@@ -82,7 +82,7 @@ def choose_heads(
         latency=subject.latency,
         **_callables(subject, selector, scores),
     )
-    if baseline and selector.min_heads == 0 and "min_heads" not in wanted.settings:
+    if baseline and selector.min_heads == 0 and wanted.settings.get("min_heads") is None:
         try:
             return chosen(selector=replace(selector, min_heads=1))
         except InfeasibleBudget:

@@ -473,24 +473,29 @@ def _constant_work(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
     Returns:
         Seconds, and what they were estimated from.
     """
-    sites = [site for site in subject.sites if site.heads]
-    neurons = [site for site in sites if site.is_feed_forward]
-    attention = [site for site in sites if not site.is_feed_forward]
-    alike = [kind for kind in (attention, neurons) if kind]
-    seconds = sum(_largest(subject, scorer, kind) * len(kind) for kind in alike)
+    kinds = _kinds(subject.sites)
+    seconds = sum(_largest(subject, scorer, sites) * len(sites) for sites in kinds)
 
     # Standard errors need one more run per block.
-    in_one = scorer.blocks == 1 or (neurons and scorer.one_block_with_neurons)
+    has_neurons = kinds[-1][0].is_feed_forward
+    in_one = scorer.blocks == 1 or (has_neurons and scorer.one_block_with_neurons)
     runs = 1 if in_one else scorer.blocks + 1
-    parts = runs * len(sites)
+    parts = runs * sum(map(len, kinds))
     part = f"one of {parts} equal parts was timed (the largest site, without a standard error)"
-    if len(alike) == 2:
+    if len(kinds) == 2:
         part = (
             f"two of {parts} parts were timed (the largest attention and feed-forward, without"
             " standard errors)"
         )
     seconds *= runs
     return seconds, f"; {duration(seconds)} of it after the passes, of which {part}"
+
+
+def _kinds(sites: Sites) -> list[list[AttentionSite]]:
+    """Sites of attention with heads, and feed-forwards with neurons; those that there are."""
+    neurons = [site for site in sites if site.heads and site.is_feed_forward]
+    attention = [site for site in sites if site.heads and not site.is_feed_forward]
+    return [kind for kind in (attention, neurons) if kind]
 
 
 def _largest(subject: Subject, scorer: ConstantWork, sites: list[AttentionSite]) -> float:

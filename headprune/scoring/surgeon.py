@@ -86,6 +86,8 @@ class Surgeon(ConstantWork):
     #   raised to the one before it.
     # - Where leaving out a block changes the order of removal, the standard error is a rough one.
 
+    one_block_with_neurons: ClassVar[bool] = True
+
     curvature: Literal["output", "logits", "loss"] | None = None
     ridge: float = 1e-2
     draws: int | None = None
@@ -105,8 +107,6 @@ class Surgeon(ConstantWork):
             raise InvalidValue("Surgeon.draws", must, self.draws)
         if self.blocks < 1:
             raise InvalidValue("Surgeon.blocks", "a count >= 1", self.blocks)
-
-    one_block_with_neurons: ClassVar[bool] = True
 
     @property
     def by_example(self) -> bool:

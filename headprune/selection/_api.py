@@ -23,7 +23,7 @@ from headprune.selection._required import Heads
 from headprune.selection._task import SelectionTask
 from headprune.selection.global_topk import GlobalTopk
 
-_BY_LEVELS = "Neurons stay or go by levels: others of the same level went with the named ones."
+_BY_LEVELS = "Neurons stay or go by levels: with the named ones, all others of their level."
 _NOT_BY_KIND = (
     "auto chose one budget per kind of attention. This budget cannot be met kind by kind, so it"
     " holds for all kinds together."
@@ -321,11 +321,16 @@ def _notes(
     for verb, positions in (("Kept", task.must_keep), ("Removed", task.must_remove)):
         if positions:
             notes.append(f"{verb} on request: {_labels(task.scores, positions)}.")
-            if any(task.scores.sites[site].is_feed_forward for site, _ in positions):
+            if any(_is_level(task.scores.sites[site], unit) for site, unit in positions):
                 notes.append(_BY_LEVELS)
     if task.latency is not None:
         notes.append(_predicted(task.latency, mask))
     return (*notes, *task.notes, *coverage_notes(scores.notes))
+
+
+def _is_level(site: AttentionSite, unit: int) -> bool:
+    """Whether a unit is a level of several neurons."""
+    return site.is_feed_forward and len(site.units[unit]) > 1
 
 
 def _emptied_notes(sites: Iterable[AttentionSite], mask: HeadMask) -> Iterator[str]:

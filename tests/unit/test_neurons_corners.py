@@ -28,7 +28,7 @@ from headprune.run.auto import half_of_heads
 from headprune.run.choosing import choose_heads
 from headprune.scoring._distributions import Distributions
 from tests.selection_problems import make, site
-from tests.small_recipes import checked_recipe, quietly_prepared, write_rows
+from tests.small_recipes import llama_with_neurons, quietly_prepared
 
 WIDTH = 96
 
@@ -110,6 +110,10 @@ def test_a_plan_says_that_neurons_go_by_levels():
     plan = hp.select(scores, hp.Budget(keep_heads=1.0), must_remove={"f": [0]})
     assert len(plan.mask.kept("f")) < 63
     assert any(note.startswith("Neurons stay or go by levels") for note in plan.notes)
+    few = make([site("a", 2), site("f", 8, kind="feed_forward")], [[1.0] * 2, [1.0] * 8])
+    single = hp.select(few, hp.Budget(keep_heads=1.0), must_remove={"f": [0]})
+    assert single.mask.kept("f") == tuple(range(1, 8))
+    assert not any(note.startswith("Neurons stay or go by levels") for note in single.notes)
 
 
 # ---------------------------------------------------------------- models
@@ -289,17 +293,10 @@ def test_head_rescale_of_neurons_is_least_squares():
 
 
 def run_of(folder, select):
-    rows = ({"tokens": [token % 17 for token in range(n, n + 8)]} for n in range(40))
-    data = {"path": str(write_rows(folder / "rows.jsonl", rows)), "tokens": "tokens"}
-    config = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "max_position_embeddings": 32}
-    model = {"class_name": "LlamaForCausalLM", "config": config}
+    rows = ([token % 17 for token in range(n, n + 8)] for n in range(40))
     score = {"scorer": "fisher", "random_draws": 1}
-    select = {"feed_forward": True, "keep_params": 0.8, **select}
-    out = str(folder / "out")
-    return quietly_prepared(
-        checked_recipe("causal_lm", model, data, score=score, select=select, out=out)
-    )
+    chosen = {"keep_params": 0.8, **select}
+    return quietly_prepared(llama_with_neurons(folder, chosen, rows, score=score))
 
 
 def test_a_curvature_too_large_to_keep_is_refused_before_scoring(tmp_path, monkeypatch):

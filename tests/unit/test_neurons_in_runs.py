@@ -30,7 +30,7 @@ from headprune.run.auto import scorer_of
 from headprune.selection._units import bundled
 from tests.command_line import refused
 from tests.selection_problems import make, site
-from tests.small_recipes import checked_recipe, quiet_run, quietly_prepared, write_rows
+from tests.small_recipes import llama_with_neurons, quiet_run, quietly_prepared
 from tests.steady_clock import steady_levels
 
 mpl.use("Agg")
@@ -57,15 +57,8 @@ def batch():
 
 def recipe(folder, select, **sections):
     draw = random.Random(0)
-    rows = ({"tokens": draw.choices(range(17), k=8)} for _ in range(40))
-    data = {"path": str(write_rows(folder / "rows.jsonl", rows)), "tokens": "tokens"}
-    config = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "max_position_embeddings": 32}
-    config |= {"bos_token_id": 1, "eos_token_id": 2}
-    model = {"class_name": "LlamaForCausalLM", "config": config}
-    more = {"score": {"scorer": "ladder", "random_draws": 1}, "out": str(folder / "out")}
-    select = {"feed_forward": True, **select}
-    return checked_recipe("causal_lm", model, data, select=select, **{**more, **sections})
+    rows = (draw.choices(range(17), k=8) for _ in range(40))
+    return llama_with_neurons(folder, select, rows, **sections)
 
 
 def test_a_run_cuts_neurons_to_a_speed_and_reports_them(tmp_path, monkeypatch):
