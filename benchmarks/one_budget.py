@@ -20,6 +20,10 @@ A GPU can choose, train and judge what a CPU shall run fast, in three steps::
     python benchmarks/one_budget.py ... --step table                # on the CPU, into --tables
     python benchmarks/one_budget.py ... --step judge --device cuda  # on the GPU, by these tables
     python benchmarks/one_budget.py ... --step time --out RECORD    # on the CPU, adds the speeds
+
+A cut is chosen for one batch size and length. How fast it is at others::
+
+    python benchmarks/one_budget.py ... --step shapes --out RECORD  # adds them
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ from one_budget_page import (
     REFIT,
     TIMES,
     TIMES_OF_SMALLER,
+    by_speed,
     draw,
     shape_of,
 )
@@ -85,6 +90,8 @@ WAYS_OF_CUTS = tuple(itertools.chain.from_iterable(FROM.values()))
 WAYS = (*WAYS_OF_CUTS, *TIMES_OF_SMALLER)
 #: Tasks whose models read tokens and give a class.
 CLASSIFIERS = ("sst2", "trec", "hwu64")
+#: What step `shapes` times: examples per call, and tokens of each where the task is of text.
+BATCHES, LENGTHS = (1, 8, 32), (32, 128, 512)
 #: Turns in which step `time` times every model; the median counts.
 TURNS = 3
 SPEEDUPS = (1.5, 2.2, 3.0, 3.6, 4.3)
@@ -115,7 +122,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found.add_argument(
         "--ways", nargs="+", choices=WAYS, help="of cutting and training; by default all of them"
     )
-    found.add_argument("--step", choices=["table", "judge", "time"], help="by default all of them")
+    found.add_argument(
+        "--step", choices=["table", "judge", "time", "shapes"], help="by default all of them"
+    )
     found.add_argument("--tables", type=Path, help="folder of latency tables, by default --work")
     studies.add_minutes(found)
     args = studies.parsed(found, argv)
@@ -146,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out: Path = args.out or RECORDS / f"one-budget-{args.task}{studies.suffix(args.device)}.json"
     if args.step == "time":
         return add_times(args, out, over)
+    if args.step == "shapes":
+        return add_shapes(args, out, over)
     same = {"benchmark": "one-budget", "task": args.task, "calibration": args.calibration}
     same |= {"batch": args.batch, "length": args.length, "dtype": args.dtype, "selector": SELECTOR}
     same |= {"refit_rows": args.refit_rows, "refit": REFIT}
@@ -494,6 +505,32 @@ def add_times(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> 
             row.update(speeds[TURNS // 2], timed=studies.stamp())
             print(row["draw"], row["way"], row["asked"], f"{row['ratio']:.3f}", flush=True)
     studies.keep(record, out)
+    return out
+
+
+def add_shapes(args: argparse.Namespace, out: Path, over: Callable[[], bool]) -> Path:
+    """Time the first draw's cuts of heads and neurons at other batch sizes and lengths, in fp32;
+    return the record's path."""
+    record = json.loads(out.read_text())
+    subject, batch = _untrained(args, args.tuned[0])
+    cuts = {asked: rows[0] for asked, rows in by_speed(record, BOTH).items()}
+    lengths = LENGTHS if "input_ids" in batch else [next(iter(cuts.values()))["length"]]
+    there = record.setdefault("shapes", {"rows": []})
+    there |= {"hardware": hardware(resolve_device(args.device)), "versions": versions()}
+    done = {(row["asked"], row["batch"], row["length"]) for row in there["rows"]}
+    args.dtype = "float32"
+    for asked, row in cuts.items():
+        small = _of_shape(subject.model, row["heads"], row["neurons"])
+        for length, examples in itertools.product(lengths, BATCHES):
+            if (asked, examples, length) in done:
+                continue
+            if over():
+                return out
+            args.batch = examples
+            cell = {"asked": asked, "batch": examples, "length": length}
+            there["rows"].append({**cell, **_speed(args, subject.model, small, batch, length)})
+            studies.keep(record, out)
+            print(there["rows"][-1], flush=True)
     return out
 
 

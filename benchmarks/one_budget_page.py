@@ -236,6 +236,7 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
         *_below(record),
         *table([*head, "heads kept per layer", "neurons kept per layer"], cells),
         "",
+        *_other_shapes(record),
         *_against_smaller(record),
     ]
 
@@ -272,6 +273,30 @@ def _apart(record: dict[str, Any]) -> list[str]:
     return [
         "Not all rows were timed at one time: speeds of models of one shape differ by up to"
         f" {most:.0%}.",
+        "",
+    ]
+
+
+def _other_shapes(record: dict[str, Any]) -> list[str]:
+    """How fast the same cuts are at other batch sizes and lengths."""
+    if "shapes" not in record:
+        return []
+    there = record["shapes"]
+    of_shape: dict[tuple[int, int], dict[float, str]] = {}
+    for row in there["rows"]:
+        cells = of_shape.setdefault((row["length"], row["batch"]), {})
+        cells[row["asked"]] = interval(row["ratio"], row["low"], row["high"])
+    asked = sorted({row["asked"] for row in there["rows"]})
+    head = ["length", "batch", *(f"asked {speed:g}" for speed in asked)]
+    lines = [
+        [str(length), str(batch), *(cells.get(speed, "-") for speed in asked)]
+        for (length, batch), cells in sorted(of_shape.items())
+    ]
+    return [
+        "The first draw's cuts of heads and neurons, timed at other batch sizes and lengths"
+        f" (in float32, on {ran_on(there['hardware'])}); the intervals are over rounds:",
+        "",
+        *table(head, lines),
         "",
     ]
 

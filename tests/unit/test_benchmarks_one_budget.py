@@ -69,6 +69,15 @@ def test_what_one_machine_judges_another_one_times(tmp_path, monkeypatch):
     text = page_of(study, tmp_path, page.PAGE)
     assert cells in text
     assert "- Asked 1.5, longer: " in text
+    # The same cut at other batch sizes; an image has one length.
+    shapes = record_of(study, f"{command} --step shapes")["shapes"]
+    assert [(row["batch"], row["length"]) for row in shapes["rows"]] == [
+        (size, both["length"]) for size in study.BATCHES
+    ]
+    calls.clear()
+    record_of(study, f"{command} --step shapes")
+    assert not calls, "all are there"
+    assert "| length | batch | asked 1.5 |" in page_of(study, tmp_path, page.PAGE)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ training."""
 from __future__ import annotations
 
 import copy
+import hashlib
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,6 +25,7 @@ from protocol import (
 import headprune as hp
 from headprune.recipes.presets import PRESETS
 from headprune.recipes.validate import configured
+from headprune.run.surroundings import git_commit
 
 
 def cut(job: Job) -> Cut:
@@ -36,9 +38,8 @@ def cut(job: Job) -> Cut:
     steps = method(settings)
     sites = hp.find_sites(base, feed_forward=job.of_share)
     batches = job.batches("calibration", labels=True)
-    start = perf_counter()
-    scores = hp.score(base, batches, steps["score"], sites=sites, progress=False)
-    seconds = {"score": perf_counter() - start}
+    scores, scoring = scored(job, base, batches, steps["score"], sites)
+    seconds = {"score": scoring}
     start = perf_counter()
     loss = None
     if steps["select"] == "repriced":
@@ -63,6 +64,27 @@ def cut(job: Job) -> Cut:
     neurons = neurons_kept(small) if job.of_share else None
     heads = heads_kept(small, head_width(base))
     return Cut(running(base), running(small), save, seconds, heads, notes, neurons)
+
+
+def scored(
+    job: Job, base: Any, batches: list[Any], scorer: Any, sites: list[hp.AttentionSite]
+) -> tuple[hp.HeadScores, float]:
+    """Scores, and the seconds that they took.
+
+    They do not depend on the budget. The jobs of a draw that is not timed share them.
+    """
+    about = repr((git_commit(), scorer, [site.name for site in sites])).encode()
+    calibration = job.rows["calibration"]
+    stored = calibration.with_name(f"{calibration.stem}-{hashlib.sha256(about).hexdigest()[:16]}")
+    path, took = stored.with_suffix(".json"), stored.with_suffix(".seconds")
+    if not job.shapes and took.is_file():
+        return hp.HeadScores.load(path), float(took.read_text())
+    start = perf_counter()
+    scores = hp.score(base, batches, scorer, sites=sites, progress=False)
+    seconds = perf_counter() - start
+    scores.save(path)
+    took.write_text(str(seconds))
+    return scores, seconds
 
 
 def method(settings: dict[str, Any]) -> dict[str, Any]:
