@@ -293,8 +293,9 @@ def _other_shapes(record: dict[str, Any]) -> list[str]:
         for (length, batch), cells in sorted(of_shape.items())
     ]
     return [
-        "The first draw's cuts of heads and neurons, timed at other batch sizes and lengths"
-        f" (in float32, on {ran_on(there['hardware'])}); the intervals are over rounds:",
+        "The first draw's cuts of heads and neurons at other batch sizes and lengths, in float32, on"
+        f" {ran_on(there['hardware'])}. They were timed anew, and intervals are over rounds; from"
+        " process to process a speed differs by up to a tenth:",
         "",
         *table(head, lines),
         "",

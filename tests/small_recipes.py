@@ -44,7 +44,7 @@ def llama_with_neurons(
     config |= {"num_attention_heads": 4, "max_position_embeddings": 32}
     config |= {"bos_token_id": 1, "eos_token_id": 2}
     model = {"class_name": "LlamaForCausalLM", "config": config}
-    data = {"path": str(written), "tokens": "tokens"}
+    data = {"path": str(written), "tokens": "tokens", **sections.pop("data", {})}
     more = {"score": {"scorer": "ladder", "random_draws": 1}, "out": str(folder / "out")}
     select = {"feed_forward": True, **select}
     return checked_recipe("causal_lm", model, data, select=select, **{**more, **sections})

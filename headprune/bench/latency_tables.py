@@ -33,6 +33,7 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.levels import level_widths
 from headprune.model.cut import cut_
+from headprune.model.losses import decoder_ids
 from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size as rows_in
 from headprune.model.running import call, device_of, to_device, undisturbed
@@ -49,8 +50,8 @@ _WORTH_SAYING = 0.1
 # Fractions of the time for calls of the whole model, and of models with all sites cut.
 _MODEL_SHARE = 0.25
 _TOGETHER_SHARE = 0.25
-# What sites save in the model, over what they save alone. Below 1 / _MOST or above _MOST it is
-# noise, and times are not scaled.
+# Sites save at most so many times more or less in the model than alone; what is measured beyond
+# that is noise.
 _MOST = 2.0
 
 #: Seconds by number of heads; None where the site cannot have that number.
@@ -98,7 +99,7 @@ def latency_table(
     check_seconds("latency_table(seconds=)", seconds)
     bound = bind(model, sites)
     device = device_of(model)
-    inputs = to_device(_shaped(batch, batch_size, length), device)
+    inputs = to_device(_shaped(unwrap(model), batch, batch_size, length), device)
 
     # 1. Measure. Modules that are built alike and got inputs of equal shape share a measurement.
     with ExitStack() as stack:
@@ -158,12 +159,16 @@ def _kinds(calls: Mapping[str, list[tuple[Any, RecordedCall]]]) -> dict[Any, Rec
     return kinds
 
 
-def _shaped(batch: Any, size: int | None, length: int | None) -> Any:
+def _shaped(model: nn.Module, batch: Any, size: int | None, length: int | None) -> Any:
     if size is None and length is None:
         return batch
     if not isinstance(batch, Mapping):
         must = "a mapping, to be given another size"
         raise InvalidValue("latency_table(batch=)", must, type(batch).__name__)
+    # `shaped_batch` drops the labels, of which a decoder's input may have to be made.
+    ids = decoder_ids(model, batch)
+    if ids is not None:
+        batch = {**batch, "decoder_input_ids": ids}
     if length is not None and not any(name in batch for name in TOKENS):
         must = f"left out for a batch without any of {', '.join(TOKENS)}, whose length is its own"
         raise InvalidValue("latency_table(length=)", must, length)
@@ -290,8 +295,8 @@ class _Clock:
         """Time copies with all heads, all neurons and both cut to the fewest, beside the model.
 
         Returns:
-            By ``_kind`` the fraction of the model's time that it saves. A kind is missing where
-            that is not known: it cannot be cut, or the model cannot be copied.
+            By ``_kind`` the fraction of the model's time that it saves, at least 0. A kind is
+            missing where that is not known: it cannot be cut, or the model cannot be copied.
         """
         saved: dict[str, float] = {}
         for neurons in (False, True):
@@ -306,18 +311,19 @@ class _Clock:
         if both is None:
             return {}
         total = sum(saved.values())
+        if not total:
+            return saved
         return {kind: part * both / total for kind, part in saved.items()}
 
     def _saved(self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any) -> float | None:
         """The fraction of the model's time that a copy saves with the fewest heads at these
-        sites; None where it saves nothing or cannot be made."""
+        sites, at least 0; None where it cannot be made."""
         small = _smallest(model, bound)
         if small is None:
             return None
         ready = [_always(partial(call, one, inputs)) for one in (model, small)]
         times = self._rounds(ready, self.seconds * _TOGETHER_SHARE / 3)  # [rounds, 2]
-        saved = float(np.median(1 - times[:, 1] / times[:, 0]))
-        return saved if saved > 0 else None
+        return max(0.0, float(np.median(1 - times[:, 1] / times[:, 0])))
 
     def _rounds(self, ready: Sequence[_Ready], seconds: float) -> NDArray[np.float64]:
         """Time functions in turn; return seconds per call, ``[rounds, functions]``."""
@@ -368,7 +374,7 @@ def _kind(neurons: bool) -> str:
 
 
 def _factor(rows: Sequence[SiteLatency], saved: float) -> float:
-    """How many times more sites save in the model than alone; 1 where that is noise.
+    """How many times more sites save in the model than alone, from 1 / _MOST to _MOST.
 
     Args:
         rows: Of the sites, measured alone.
@@ -379,9 +385,9 @@ def _factor(rows: Sequence[SiteLatency], saved: float) -> float:
         entries = [seconds for seconds in row.seconds[1:] if seconds is not None]
         if entries:
             alone += entries[-1] - entries[0]
-    if alone <= 0 or not 1 / _MOST <= saved / alone <= _MOST:
+    if alone <= 0:
         return 1.0
-    return saved / alone
+    return min(max(saved / alone, 1 / _MOST), _MOST)
 
 
 def _fitted(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
@@ -472,7 +478,8 @@ def _notes(
         )
     for kind, factor in factors.items():
         if abs(factor - 1) > _WORTH_SAYING:
-            compared = f"{abs(factor - 1):.0%} {'more' if factor > 1 else 'less'}"
+            at_least = "at least " if factor in (1 / _MOST, _MOST) else ""
+            compared = f"{at_least}{abs(factor - 1):.0%} {'more' if factor > 1 else 'less'}"
             yield f"In the model, {kind} save {compared} than alone; their times are scaled to it."
     if alone > whole:
         more = f"{100 * (alone / whole - 1):.0f} %"

@@ -115,7 +115,10 @@ def prune(
     min_heads: Annotated[
         int | None,
         typer.Option(
-            help="With --scores or --data: fewest heads per layer; default 1, with --speedup 0."
+            help=(
+                "With --scores or --data: fewest heads per layer; default 1, or 0 where --speedup "
+                "weighs heads against neurons."
+            )
         ),
     ] = None,
     tensor_parallel: Annotated[

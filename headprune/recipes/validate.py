@@ -265,10 +265,13 @@ def _until_problems(
     from headprune import scoring
 
     known = isinstance(scorer, str) and scorer in scoring.registry
-    if score.get("until") is None or not known:
-        return
+    if score.get("until") is None or not known or scorer == "auto":
+        return  # of auto, `_auto_problems` says it
     if not scoring.registry.get(scorer).needs_data:
         yield InvalidValue("score.until", "left out for a scorer that uses no data", scorer)
+    elif not _can(scorer, score.get("settings"), "by_example"):
+        must = "left out for a scorer whose number for an example depends on the others"
+        yield InvalidValue("score.until", must, scorer)
 
 
 def _auto_problems(score: Mapping[str, Any]) -> Iterator[InvalidValue]:
@@ -299,12 +302,13 @@ def _select_problems(select: Mapping[str, Any]) -> Iterator[InvalidValue]:
             yield from _budget_problems(budget, f"select.sites.{key}")
 
 
-def _scores_neurons(name: str, settings: Any) -> bool:
-    """Whether a scorer with these settings can score neurons; True if the settings are wrong."""
+def _can(name: str, settings: Any, trait: str) -> bool:
+    """Whether a scorer with these settings has a trait, such as ``scores_neurons``; True if the
+    settings are wrong."""
     from headprune import scoring
 
     try:
-        return bool(configured(scoring.registry, name, settings or {}).scores_neurons)
+        return bool(getattr(configured(scoring.registry, name, settings or {}), trait))
     except (HeadPruneError, TypeError, ValueError):  # a ValidationError is a ValueError
         return True  # `check_method` says what is wrong
 
@@ -318,7 +322,7 @@ def _neuron_problems(
     if select.get("feed_forward") is not True:
         return
     known = isinstance(scorer, str) and scorer in scoring.registry
-    if known and not _scores_neurons(scorer, settings):
+    if known and not _can(scorer, settings, "scores_neurons"):
         must = "one that scores neurons, with select.feed_forward"
         hint = "It reads attention maps, which feed-forwards lack; take ladder, taylor or surgeon."
         yield InvalidValue("score.scorer", must, repr(scorer), hint)

@@ -59,13 +59,15 @@ def choose_heads(
 ) -> PruningPlan:
     """Make a plan from scores, by the recipe's selector and budget.
 
+    Of scores without measured prices, whose sums do not say what a whole sub-layer is worth, layers
+    keep a head each where the budget allows.
+
     Args:
         subject: The run's model, data and recipe.
         scores: Scores of any scorer.
         baseline: Whether the scores are a baseline's. A selector that uses more than scores would
             make up for bad ones, so ``knapsack`` replaces ``repriced``, and ``global_topk``
-            replaces any other such selector. Its layers keep a head each where the budget allows:
-            sums of its scores are no prices of whole sub-layers.
+            replaces any other such selector.
         budget: Budgets by site pattern, in place of the recipe's.
     """
     wanted = subject.recipe.select
@@ -82,7 +84,8 @@ def choose_heads(
         latency=subject.latency,
         **_callables(subject, selector, scores),
     )
-    if baseline and selector.min_heads == 0 and wanted.settings.get("min_heads") is None:
+    is_default = wanted.settings.get("min_heads") is None
+    if selector.min_heads == 0 and is_default and scores.ladders is None:
         try:
             return chosen(selector=replace(selector, min_heads=1))
         except InfeasibleBudget:

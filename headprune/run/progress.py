@@ -165,7 +165,8 @@ def keys_of(
     scored = [base, part["score"], part["select"]["policy"], rows["calibration"], *sites]
     if recipe.score.scorer == "auto":
         judged = [step.model_dump() for step in judged_after(recipe)]
-        scored += [part["select"], judged, recipe.gradual is None]
+        # Its plans of a speed are made by the latency table.
+        scored += [part["select"], judged, recipe.gradual is None, outputs.get("latency")]
     score = digest(scored)
 
     # From here on every stage depends on the one before it.

@@ -25,9 +25,10 @@ from headprune.core.files import staged, write_atomic
 from headprune.core.heads import AttentionSite, HeadCounts, Policy
 from headprune.core.latency import LatencyTable
 from headprune.core.layout import AttentionLayout
-from headprune.core.plan import allowance
+from headprune.core.plan import Budget, allowance
 from headprune.core.record import Comparison, QualityRow
 from headprune.core.samples import Curvature
+from headprune.core.units import CostTable
 from headprune.data.datasets import Data, RawData, encode_rows, load_rows
 from headprune.data.imported import check_takes, own_layouts
 from headprune.data.label_order import check_order, facts_of_labels, mapping_words
@@ -43,7 +44,8 @@ from headprune.data.models import (
     resolve_device,
 )
 from headprune.data.overlap import read_notes, read_twice
-from headprune.model.sites import Sites, find_sites
+from headprune.model.losses import default_loss
+from headprune.model.sites import Sites, bind, find_sites
 from headprune.recipes.schema import Recipe, SelectSection
 from headprune.recipes.validate import configured
 from headprune.recovery._api import recover_
@@ -52,6 +54,7 @@ from headprune.run.judging import compared, interval_of
 from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
+from headprune.scoring._base import ScoringProblem
 from headprune.selection._api import beyond
 from headprune.selection._base import Selector
 from headprune.selection._groups import divided
@@ -61,6 +64,8 @@ from headprune.selection._task import check_possible
 EVALUATION_BATCH = 64
 #: Splits that models are measured on.
 _SPLITS = ("test", "validation")
+#: Calibration rows that ``ladder`` needs with a selector that measures losses.
+_LEAST_MEASURED = 4
 #: Rows of the small batch that proofs run on.
 _EXAMPLE_ROWS = 8
 
@@ -310,13 +315,14 @@ def _load_model_and_encode(
     _note_overlap(journal, data)
 
     # 3. Checks that cost little now and much after a training.
-    _check_length(model, data)
+    _check_length(recipe, model, data)
     _check_calibration(recipe, len(data.examples["calibration"]))
     if recipe.model.import_path is not None:
         check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
     sites = _find_sites(model, recipe)
-    _check_select(recipe, sites)
+    _check_select(recipe, model, data, sites)
     _warn_of_nothing(journal, recipe.select, sites)
+    _warn_of_prices(journal, recipe, sites)
     if base is None:
         _check_labels(recipe, journal, model, data, raw)
 
@@ -386,6 +392,7 @@ def _find_sites(model: nn.Module, recipe: Recipe) -> Sites:
     except UnsupportedModel as error:
         must = "left out for a model without feed-forwards that headprune knows"
         hint = f"{error.where} has {error.got}. {error.hint}"
+        hint += " In a terminal, --no-feed-forward cuts heads alone."
         raise InvalidValue("select.feed_forward", must, "true", hint) from error
 
 
@@ -404,8 +411,14 @@ def _attention(model: nn.Module, layouts: Sequence[AttentionLayout], policy: Pol
 
 
 def _check_calibration(recipe: Recipe, n_rows: int) -> None:
-    """Refuse fewer rows than ``auto`` can deal to folds."""
+    """Refuse fewer rows than ``auto`` can deal to folds, or than measured plans can be compared
+    on."""
     wanted = recipe.score
+    measures = "loss" in selection.registry.get(recipe.select.selector).needs
+    if wanted.scorer == "ladder" and measures and n_rows < _LEAST_MEASURED:
+        must = f"at least {_LEAST_MEASURED} rows: plans are fitted on half and compared on half"
+        hint = "Give more rows, or set select.selector to knapsack."
+        raise InvalidValue("data.calibration", must, n_rows, hint)
     if wanted.scorer != "auto":
         return
     least = LEAST_ROWS * configured(scoring.registry, "auto", wanted.settings).folds
@@ -424,8 +437,8 @@ def selector_of(recipe: Recipe, sites: Sequence[AttentionSite]) -> Selector:
     return selector.with_minimum(sites, wanted.budgets or wanted.budget, priced)
 
 
-def _check_select(recipe: Recipe, sites: Sites) -> None:
-    """Refuse budgets and heads of sites that the model lacks, and impossible numbers of heads."""
+def _check_select(recipe: Recipe, model: nn.Module, data: Data, sites: Sites) -> None:
+    """Refuse budgets and heads of sites that the model lacks, and budgets that cannot be met."""
     wanted = recipe.select
     if wanted.sites:
         divided(sites, wanted.budgets)
@@ -435,16 +448,50 @@ def _check_select(recipe: Recipe, sites: Sites) -> None:
         hint = f"{too_large} Take another selector, or score heads alone."
         must = "one that reads scores alone, of so many units"
         raise InvalidValue("select.selector", must, repr(wanted.selector), hint)
-    # A speedup is checked once its latency table is measured.
-    budgets = None if wanted.timed else wanted.budgets or wanted.budget
+    budgets: Budget | dict[str, Budget]
+    if wanted.budgets:
+        budgets = {key: _untimed(budget) for key, budget in wanted.budgets.items()}
+    else:
+        budgets = _untimed(wanted.budget)
+    costs = _costs_of(recipe, model, data, sites)
     try:
-        check_possible(sites, selector, wanted.must_keep, wanted.must_remove, budgets)
+        check_possible(sites, selector, wanted.must_keep, wanted.must_remove, budgets, costs=costs)
     except HeadPruneError as error:
         # Name the recipe's key instead of the argument of `select`.
         where = error.where
         for name in ("must_keep", "must_remove"):
             where = where.replace(f"select({name}=)", f"select.{name}")
         raise type(error)(where, error.must, error.got, error.hint) from None
+
+
+def _untimed(budget: Budget) -> Budget:
+    """All heads in place of a speed, which is checked once its latency table is measured."""
+    if budget.kind != "speedup":
+        return budget
+    return Budget(keep_heads=1.0, tensor_parallel=budget.tensor_parallel)
+
+
+def _costs_of(recipe: Recipe, model: nn.Module, data: Data, sites: Sites) -> CostTable | None:
+    """What the units cost, measured as scoring does; None where no budget asks for it."""
+    wanted = recipe.select
+    kinds = {budget.kind for budget in (wanted.budgets or {"": wanted.budget}).values()}
+    if kinds <= {"keep_heads", "speedup"}:
+        return None
+    batches = data.of_like_length("calibration", recipe.score.batch_size)[:1]
+    problem = ScoringProblem(model, bind(model, sites), batches, default_loss, progress=False)
+    problem.measure()
+    return problem.costs
+
+
+def _warn_of_prices(journal: Journal, recipe: Recipe, sites: Sites) -> None:
+    """Warn of a selector that does not read the prices which ``ladder`` measures."""
+    selector = selector_of(recipe, sites)
+    inner = getattr(selector, "inner", None)
+    reads = selector.reads_prices or (inner and selection.registry.get(inner).reads_prices)
+    if recipe.score.scorer == "ladder" and not reads:
+        note = "reads scores alone, and not the prices of levels that ladder measures"
+        name = recipe.select.selector
+        journal.warn([f"select.selector: {name} {note}; knapsack and repriced read them."])
 
 
 def _warn_of_nothing(journal: Journal, wanted: SelectSection, sites: Sites) -> None:
@@ -457,17 +504,24 @@ def _warn_of_nothing(journal: Journal, wanted: SelectSection, sites: Sites) -> N
         journal.warn([f"select.keep_heads: {note}{beyond(wanted.budget, present)}"])
 
 
-def _check_length(model: nn.Module, data: Data) -> None:
-    """Refuse examples that are longer than the model can read, before any long work."""
+def _check_length(recipe: Recipe, model: nn.Module, data: Data) -> None:
+    """Refuse inputs that are longer than the model can read, before any long work."""
     limit = longest_input(model)
+    if limit is None:
+        return
     longest = 0
     for examples in data.examples.values():
         for example in examples:
             longest = max(longest, len(example.get("input_ids", ())))
-    if limit is not None and longest > limit:
-        raise InvalidValue(
-            "data.max_length", f"at most {limit}, what the model can read", f"{longest} tokens"
-        )
+    lengths = {
+        "data.max_length": longest,
+        "select.latency.length": recipe.select.latency.length or 0,
+        "bench.lengths": max((recipe.bench and recipe.bench.lengths) or [0]),
+    }
+    for key, length in lengths.items():
+        if length > limit:
+            must = f"at most {limit}, what the model can read"
+            raise InvalidValue(key, must, f"{length} tokens")
 
 
 def save_base(model: nn.Module, preparation: Preparation, folder: Path, sites: Sites) -> None:

@@ -274,6 +274,7 @@ class Selector(abc.ABC):
             fewer keeps those. With 0 a layer may lose its attention, if its module runs without:
             docs/pipelines.md has what that risks. By default 1, or 0 where one budget weighs heads
             against neurons at measured prices (``ladder``), so that whole sub-layers may go.
+            Selectors that read no prices take 1.
         multiple_of: Every site keeps a multiple of this many heads, or all it has, or none where
             ``min_heads`` is 0.
     """
@@ -309,12 +310,13 @@ class Selector(abc.ABC):
         Args:
             sites: Those to select from.
             budget: For all of them, or by group.
-            priced: Whether prices of levels were measured. Without them, a sum of scores would say
-                what a whole sub-layer is worth.
+            priced: Whether prices of levels were measured. Without them, or where the selector does
+                not read them, a sum of scores would say what a whole sub-layer is worth.
         """
         if self.min_heads is not None:
             return self
         weighs = isinstance(budget, Budget) and budget.kind in WEIGH_NEURONS
+        priced = priced and self.reads_prices
         least = 0 if priced and weighs and any(site.is_feed_forward for site in sites) else 1
         return dataclasses.replace(self, min_heads=least)
 

@@ -11,6 +11,7 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.core.units import CostTable
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector, mask_of
 from headprune.selection._budget import best_first, minimum, pose
 from headprune.selection._groups import divided, part
@@ -85,7 +86,9 @@ class SelectionTask:
             notes=self.notes,
         )
         for place, counts in enumerate(problem.counts):
-            if not counts:
+            # None divides by any number of GPUs. Nobody asked to remove all heads for that.
+            emptied = counts == {0} and budget.tensor_parallel and _may_keep(problem, place)
+            if not counts or emptied:
                 raise _no_lawful_count(problem, place)
         return problem
 
@@ -131,15 +134,22 @@ def _renumbered(positions: frozenset[Position], numbers: Mapping[int, int]) -> f
     return frozenset((numbers[site], unit) for site, unit in positions if site in numbers)
 
 
+def _may_keep(problem: Problem, place: int) -> int:
+    """How many heads of a site need not be removed."""
+    removed = problem.by_site(problem.must_remove)[place]
+    return len(problem.scores.sites[place].heads) - problem.heads(place, removed)
+
+
 def _no_lawful_count(problem: Problem, place: int) -> InvalidValue:
-    """The error of a site where no number of heads keeps the rules."""
+    """The error of a site where no number of heads, or none but 0, keeps the rules."""
     site = problem.scores.sites[place]
     least = problem.heads(place, problem.by_site(problem.must_keep)[place])
-    most = len(site.heads) - problem.heads(place, problem.by_site(problem.must_remove)[place])
+    most = _may_keep(problem, place)
     must = f"possible with min_heads={problem.min_heads} and multiple_of={problem.multiple_of}"
     if problem.budget.tensor_parallel:
         must += f" and tensor_parallel={problem.budget.tensor_parallel}"
-    got = f"{least} to {most} heads, and no number among them keeps these rules"
+    lawful = "only 0" if problem.counts[place] else "no number"
+    got = f"{least} to {most} heads, and {lawful} among them keeps these rules"
     hint = "Change must_keep, must_remove or these settings"
     hint += "; the latency table may lack the number." if problem.steps else "."
     return InvalidValue(f"the kept heads of {site.name}", must, got, hint)
@@ -152,20 +162,34 @@ def check_possible(
     must_remove: Heads | None = None,
     budgets: Budget | Mapping[str, Budget] | None = None,
     latency: LatencyTable | None = None,
+    costs: CostTable | None = None,
 ) -> None:
     """Refuse, before there are scores, what ``select`` would refuse whatever they are.
 
-    Budgets of heads and of speed are checked; others need the costs that scores carry.
+    Args:
+        sites: Those to select from.
+        selector: With its ``min_heads``.
+        must_keep: As of ``select``.
+        must_remove: The same.
+        budgets: For all sites, or by group.
+        latency: For budgets of speed.
+        costs: For budgets of parameters, multiply-adds and cache; without them, those are not
+            checked.
 
     Raises:
         InvalidValue, UnknownName, InfeasibleBudget: as ``select`` does.
     """
     # Scores of zero stand for the scores that are not there yet.
     values = tuple((0.0,) * len(site.units) for site in sites)
-    scores = HeadScores(tuple(sites), values, None, "none", EMPTY, 0, ModelFingerprint("", ""))
+    model = ModelFingerprint("", "")
+    scores = HeadScores(tuple(sites), values, None, "none", EMPTY, 0, model, costs=costs)
     task = SelectionTask.of(scores, must_keep, must_remove, None, None, latency)
-    task.problem(Budget(keep_heads=1.0), selector)  # refuses sites without a lawful number
-    known = ("keep_heads", "speedup")
+    # Refuses sites without a lawful number.
+    n_gpus = budgets.tensor_parallel if isinstance(budgets, Budget) else None
+    task.problem(Budget(keep_heads=1.0, tensor_parallel=n_gpus), selector)
+    known = {"keep_heads", "speedup"}
+    if costs is not None:
+        known.update(("keep_params", "keep_macs", "keep_kv"))
     if isinstance(budgets, Budget) and budgets.kind in known:
         problem = task.problem(budgets, selector)
         minimum(problem, best_first(problem.scores))

@@ -143,13 +143,16 @@ def _candidates(
     mean_gain = sum(gains[move] for move in moves) / max(1, len(moves))
     if mean_gain <= 0:
         return
-    yield best
+    # Without any head it is no plan; of a group of sites, others keep heads.
+    may_be_empty = problem.kept_elsewhere is not None
+    if may_be_empty or levels.plan(best):
+        yield best
 
     # 2. Only changes that gain more than a share of the mean.
     seen = {present, best}
     for threshold in _THRESHOLDS:
         found = _best(problem, levels, present, gains, threshold * mean_gain)
-        if found not in seen:
+        if found not in seen and (may_be_empty or levels.plan(found)):
             seen.add(found)
             yield found
 

@@ -200,10 +200,10 @@ def test_heads_and_neurons_share_what_they_save_together(monkeypatch):
 
 @pytest.mark.parametrize(
     ("saved", "factor"),
-    [(0.3, 1.5), (0.1, 0.5), (0.41, 1.0), (0.09, 1.0)],
-    ids=["more", "less", "too much", "too little"],
+    [(0.3, 1.5), (0.11, 0.55), (0.41, 2.0), (0.09, 0.5), (0.0, 0.5)],
+    ids=["more", "less", "too much", "too little", "nothing"],
 )
-def test_only_a_likely_factor_is_taken(saved, factor):
+def test_a_factor_is_at_most_a_likely_one(saved, factor):
     rows = [SiteLatency("a", (0.1, 0.2, 0.4)), SiteLatency("b", (0.0,))]
     assert _factor(rows, saved) == pytest.approx(factor)
     assert _factor(rows[1:], saved) == 1.0, "nothing to cut"

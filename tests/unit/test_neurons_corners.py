@@ -2,9 +2,11 @@
 
 import copy
 import math
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,11 +26,11 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.ladders import SiteLadder
 from headprune.model.running import call
 from headprune.recovery._blocks import blocks_of
-from headprune.run.auto import half_of_heads
+from headprune.run.auto import AutoOfRun, half_of_heads
 from headprune.run.choosing import choose_heads
 from headprune.scoring._distributions import Distributions
 from tests.selection_problems import make, site
-from tests.small_recipes import llama_with_neurons, quietly_prepared
+from tests.small_recipes import llama_with_neurons, quiet_run, quietly_prepared
 
 WIDTH = 96
 
@@ -77,6 +79,60 @@ def test_one_budget_may_take_whole_sublayers():
     # Without prices, a sum of scores would decide.
     summed = hp.select(replace(scores, ladders=None), hp.Budget(keep_params=0.7))
     assert summed.settings["min_heads"] == 1
+
+
+@pytest.mark.parametrize("selector", ["global_topk", "local_search", "uniform", "iterative"])
+def test_without_reading_prices_every_layer_keeps_a_head(selector):
+    given = {
+        "local_search": {"loss": lambda masks: np.zeros((len(masks), 4))},
+        "iterative": {"rescore": lambda mask: two_layers()},
+    }
+    budget = hp.Budget(keep_params=0.4)
+    plan = hp.select(two_layers(), budget, selector, **given.get(selector, {}))
+    assert plan.settings["min_heads"] == 1
+    assert all(row.kept for row in plan.mask.rows)
+
+
+def test_gpus_that_no_number_of_heads_suits_empty_no_layer():
+    with pytest.raises(InvalidValue, match="tensor_parallel=8, got 0 to 4 heads, and only 0 among"):
+        hp.select(two_layers(), hp.Budget(keep_params=0.9, tensor_parallel=8))
+
+
+def test_a_plan_without_any_head_is_not_taken():
+    """Even where a loss prefers it."""
+    sites = [site("a", 2), site("f", 2, kind="feed_forward")]
+    ladders = tuple(SiteLadder(one.name, (0, 1, 2), (1.0, 0.1, 0.0)) for one in sites)
+    scores = replace(make(sites, [[1.0, 1.0]] * 2), ladders=ladders)
+
+    def loss(masks):
+        kept = np.array([[len(row.kept) for row in mask.rows] for mask in masks])
+        return kept.sum(1)[:, None] + np.arange(4) * 1e-3
+
+    plan = hp.select(scores, hp.Budget(keep_params=0.7), "repriced", loss=loss)
+    assert plan.mask.n_kept == 1
+
+
+@pytest.mark.parametrize(("scorer", "candidate"), [("auto", "taylor"), ("auto", "ladder")])
+def test_auto_cuts_a_plan_that_it_judged(scorer, candidate, tmp_path, monkeypatch):
+    judged, selected = [], AutoOfRun.selected
+
+    def noted(self, scores, groups):
+        plan = selected(self, scores, groups)
+        judged.append(plan.mask)
+        return plan
+
+    monkeypatch.setattr(AutoOfRun, "selected", noted)
+    draw = random.Random(0)
+    rows = [draw.choices(range(17), k=8) for _ in range(40)]
+    wanted = llama_with_neurons(
+        tmp_path,
+        {"keep_macs": 0.35, "selector": "knapsack"},
+        rows,
+        score={"scorer": scorer, "settings": {"candidates": [candidate]}},
+    )
+    record = quiet_run(wanted)
+    assert record.plan.scorer == candidate
+    assert record.plan.mask in judged
 
 
 def test_budgets_that_count_no_neurons_leave_a_head_in_every_layer():

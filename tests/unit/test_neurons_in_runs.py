@@ -16,7 +16,7 @@ from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.choice.auto import WITH_NEURONS
 from headprune.cli.prune import _as_settings, _Choice, _decide
 from headprune.core.codec import EMPTY
-from headprune.core.errors import InfeasibleBudget, InvalidValue
+from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, places
 from headprune.core.ladders import SiteLadder
 from headprune.core.latency import LatencyTable
@@ -98,7 +98,7 @@ def test_auto_tries_ladders_and_plain_scorers_of_neurons(tmp_path):
     wanted = recipe(tmp_path, {"keep_macs": 0.6}, score={"random_draws": 0, "magnitude": False})
     auto = scorer_of(quietly_prepared(wanted))
     assert auto.candidates == WITH_NEURONS
-    heads_alone = recipe(tmp_path, {"keep_macs": 0.6, "feed_forward": False})
+    heads_alone = recipe(tmp_path, {"keep_macs": 0.8, "feed_forward": False})
     assert "ladder" not in scorer_of(quietly_prepared(heads_alone)).settings.get("candidates", ())
     record = quiet_run(wanted)
     names = {candidate.name for candidate in record.scores.choice.candidates}
@@ -115,11 +115,45 @@ def test_auto_tries_ladders_and_plain_scorers_of_neurons(tmp_path):
             "one that scores neurons",
         ),
         ({"keep_kv": 0.5}, {}, "left out with feed_forward: this budget"),
+        (
+            {"keep_macs": 0.5},
+            {"score": {"scorer": "ladder", "until": {"k": 2}}},
+            "score.until: must be left out",
+        ),
     ],
 )
 def test_a_recipe_that_has_no_meaning_for_neurons_is_refused(select, sections, says, tmp_path):
     with pytest.raises(RecipeError, match=says):
         recipe(tmp_path, select, **sections)
+
+
+@pytest.mark.parametrize(
+    ("select", "sections", "says"),
+    [
+        ({"keep_params": 0.01}, {}, r"Budget\.keep_params: must be at least"),
+        ({"keep_macs": 0.01}, {}, r"Budget\.keep_macs: must be at least"),
+        ({"sites": {"feed_forward": {"keep_kv": 0.5}}}, {}, "no KV cache that shrinks"),
+        ({"speedup": 1.1, "tensor_parallel": 8}, {}, "tensor_parallel=8"),
+        (
+            {"speedup": 1.1, "latency": {"length": 999}},
+            {},
+            r"select\.latency\.length: must be at m",
+        ),
+        ({"keep_macs": 0.9}, {"bench": {"lengths": [8, 999]}}, r"bench\.lengths: must be at most"),
+        ({"keep_macs": 0.9}, {"data": {"calibration": 3}, "score": {"scorer": "ladder"}}, "4 rows"),
+    ],
+)
+def test_what_no_scores_can_meet_is_refused_before_them(select, sections, says, tmp_path):
+    with pytest.raises(HeadPruneError, match=says):
+        quietly_prepared(recipe(tmp_path, select, **sections))
+
+
+def test_prices_that_no_selector_reads_are_warned_of(tmp_path):
+    for selector, warned in (("global_topk", True), ("repriced", False)):
+        select = {"keep_macs": 0.9, "selector": selector}
+        prepared = quietly_prepared(recipe(tmp_path, select, score={"scorer": "ladder"}))
+        warnings = prepared.journal.record.warnings
+        assert any("not the prices of levels" in text for text in warnings) is warned
 
 
 def test_a_model_without_feed_forwards_is_refused_before_it_is_scored(tmp_path):
