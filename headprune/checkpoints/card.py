@@ -78,7 +78,10 @@ def section(
         lines += _plan_lines(plan, sites)
     if record is not None:
         lines += _record_lines(record)
-    lines += ["", "| attention | heads kept | which |", "| --- | --- | --- |"]
+    what = "attention | heads kept"
+    if whole.neurons is not None:
+        what = "layer | heads or neurons kept"
+    lines += ["", f"| {what} | which |", "| --- | --- | --- |"]
     for s in sites:
         count = f"{len(s.heads)} of {s.n_query_heads}"
         # Thousands of neurons have no place in a table; the folder's files list them.
@@ -121,10 +124,12 @@ def _record_lines(record: RunRecord) -> list[str]:
 def _measured(record: RunRecord) -> list[str]:
     """The table of metrics, and the picture of the scores."""
     lines = []
+    with_neurons = any(row.kept_neurons is not None for row in record.quality)
     if record.quality:
+        kept = "heads, neurons" if with_neurons else "heads"
         lines += [
             "",
-            "| model | heads | metric | value | rows |",
+            f"| model | {kept} | metric | value | rows |",
             "| --- | ---: | --- | ---: | --- |",
         ]
     for row in record.quality:
@@ -132,7 +137,10 @@ def _measured(record: RunRecord) -> list[str]:
         if row.spread is not None:
             value += f" ± {row.spread:.4f}"
         rows = f"{row.n_examples} {escape(row.split)}"
-        cells = (escape(row.name), row.kept_heads, escape(row.metric), value, rows)
+        kept = f"{row.kept_heads}"
+        if with_neurons:
+            kept += ", -" if row.kept_neurons is None else f", {row.kept_neurons:,}"
+        cells = (escape(row.name), kept, escape(row.metric), value, rows)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     if record.scores is not None:
         # Names of sites cannot end a block that is indented.

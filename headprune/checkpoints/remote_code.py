@@ -29,6 +29,7 @@ from headprune.core.errors import UnsupportedModel
 from headprune.core.files import write_atomic
 from headprune.core.layout import FOLDED_ATTRIBUTE, STATE_ATTRIBUTE
 from headprune.core.mixin import FORWARDS, Mixin
+from headprune.layouts._feed_forward import BiasAlone
 from headprune.model.building import fresh, is_known
 from headprune.model.losses import is_causal_lm
 from headprune.model.saves import added_biases, own_parts
@@ -312,16 +313,19 @@ def _sources(model: nn.Module) -> str:
     kinds: dict[type, None] = {}
     for module in model.modules():
         kinds.update(dict.fromkeys(_in_front(module)))
-    # The modelling file has no class Mixin.
-    sources = [inspect.getsource(kind).replace("(Mixin, ", "(") for kind in kinds]
-    return "".join(f"\n\n{source}" for source in sources)
+    sources = []
+    for kind in kinds:
+        # The modelling file has no class Mixin.
+        source = inspect.getsource(kind).replace("(Mixin, ", "(").replace("(Mixin)", "(nn.Module)")
+        sources.append(f"\n\n{source}")
+    return "".join(sources)
 
 
 def _travels(kind: type) -> bool:
     """Whether a class needs only torch, so that the file can hold its source."""
     from headprune.layouts import _transformers
 
-    if kind is WithoutFeatures:
+    if kind in (WithoutFeatures, BiasAlone):
         return True
     is_defined_there = kind.__module__ == _transformers.__name__
     return is_defined_there and issubclass(kind, _transformers.WithoutHeads)

@@ -249,7 +249,8 @@ def _print(facts: dict[str, Any]) -> None:
         echo(line)
     if facts["tensor_parallel"]:
         counts = ", ".join(map(str, facts["tensor_parallel"]))
-        echo(f"tensor parallelism: {counts} (divisors of every layer's key/value heads)")
+        shared = "key/value heads and cut neurons" if neurons else "key/value heads"
+        echo(f"tensor parallelism: {counts} (divisors of every layer's {shared})")
 
     # 3. What a cut changes.
     for name, layout in facts["layouts"].items():

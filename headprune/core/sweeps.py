@@ -81,7 +81,8 @@ class SweepTable(Value):
     ``test`` rows with the mean per-example ``_loss``, and the ``_drop`` against the base (see
     ``headprune.core.metrics.drop``; above 0 is worse). ``_low`` and ``_high`` are the drop's 95 %
     interval by the paired bootstrap over examples. ``heads``, ``params``, ``macs`` and ``kv``
-    (bytes per token; None without a cache) are sizes of the cut model; ``plan`` is its file.
+    (bytes per token; None without a cache) are sizes of the cut model, and ``neurons`` where
+    feed-forwards may be cut; ``plan`` is its file.
 
     Args:
         name: The recipe's name.
@@ -138,11 +139,18 @@ class SweepTable(Value):
             test=Spread.of([row["test_drop"] for row in rows]),
         )
 
-    def front(self, by: str = "heads") -> tuple[Setting, ...]:
+    @property
+    def usual_size(self) -> str:
+        """The size that models are ranked by: ``heads``, or ``params`` where neurons are cut."""
+        return "params" if "neurons" in self.base else "heads"
+
+    def front(self, by: str | None = None) -> tuple[Setting, ...]:
         """The Pareto curve, largest first.
 
-        Its settings are those that no other beats in both size and mean validation drop.
+        Its settings are those that no other beats in both size and mean validation drop. By default
+        the size is `usual_size`.
         """
+        by = by or self.usual_size
         check_size(self.base, by, "SweepTable.front(by=)")
         settings = self.settings()
         sizes = [setting.size(by) for setting in settings]
@@ -176,9 +184,10 @@ class SweepTable(Value):
                 f"validation {self.spread(setting.validation)}, test {self.spread(setting.test)}"
             )
             where = f"{setting.budget}: " if setting.budget else ""
-            lines.append(
-                f"  {where}{setting.method}, {setting.size('heads'):g} heads, drop {drops}"
-            )
+            size = f"{setting.size('heads'):g} heads"
+            if "neurons" in self.base:
+                size += f", {setting.size('neurons'):,g} neurons"
+            lines.append(f"  {where}{setting.method}, {size}, drop {drops}")
         # 2. Runs without a result.
         for row in self.failed:
             combination = {key: value for key, value in row.items() if key != "error"}

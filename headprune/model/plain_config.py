@@ -78,7 +78,7 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
         if not differing:
             return config
         reasons.append(f"with these counts {kind} would have {differing[0]}")
-    raise UnsupportedModel(_WHERE, "for head counts that the configuration can say", reasons[0])
+    raise UnsupportedModel(_WHERE, "for a cut that the configuration can state", reasons[0])
 
 
 def differing_shapes(built: nn.Module | None, model: nn.Module) -> list[str]:

@@ -26,8 +26,8 @@ _PLACES = ("name", "description", "out")
 _ROLES: dict[Role, str] = {
     "base": "original",
     "chosen": "after the cut",
-    "random": "random heads, as many",
-    "magnitude": "smallest weights, as many",
+    "random": "random heads, same budget",
+    "magnitude": "smallest weights, same budget",
     "recovered": "after recovery",
 }
 
@@ -435,10 +435,21 @@ def _plan_differences(compared: Sequence[Compared]) -> list[str]:
         assert first.record.plan is not None
         assert other.record.plan is not None
         plans = plan_difference(first.record.plan, other.record.plan, (first.name, other.name))
-        mine, theirs, both = len(plans.only_first), len(plans.only_second), plans.both_keep
+        n_first, n_second, both = len(plans.only_first), len(plans.only_second), plans.both_keep
         alike = "none"
-        if either := mine + theirs + both:
+        if either := n_first + n_second + both:
             alike = f"{fixed(100 * both / either, 0)} % of the heads that either keeps"
-        only = f"{mine:,} kept by {first.name} alone, {theirs:,} by {other.name} alone"
+        only = f"{n_first:,} kept by {first.name} alone, {n_second:,} by {other.name} alone"
         lines.append(f"{first.name} and {other.name} both keep {both:,} heads ({alike}); {only}.")
+        if plans.neurons:
+            mine = _neurons_kept(first.record.plan.mask)
+            theirs = _neurons_kept(other.record.plan.mask)
+            lines.append(f"{first.name} keeps {mine}, and {other.name} {theirs}.")
     return lines
+
+
+def _neurons_kept(mask: HeadMask) -> str:
+    """How many neurons a plan keeps, in words."""
+    if mask.counts.neurons is None:
+        return "all neurons"
+    return f"{mask.kept_counts.neurons:,} of {mask.counts.neurons:,} neurons"

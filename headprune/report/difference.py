@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headprune.core.codec import LATER, Value, leaves
@@ -47,11 +47,12 @@ class PlanDifference(Value):
 
     def __str__(self) -> str:
         lines = [f"{name}: {title}" for name, title in zip(self.names, self.titles, strict=True)]
-        lines.append(
-            f"of {self.n_heads} heads both keep {self.both_keep} and both remove"
-            f" {self.both_remove}; of those that either removes, {100 * self.agreement:.0f} % are"
-            " removed by both"
-        )
+        if self.n_heads:  # else both are of neurons alone
+            lines.append(
+                f"of {self.n_heads} heads both keep {self.both_keep} and both remove"
+                f" {self.both_remove}; of those that either removes, {100 * self.agreement:.0f} %"
+                " are removed by both"
+            )
         for name, heads in zip(self.names, (self.only_first, self.only_second), strict=True):
             if heads:
                 lines += [f"kept by {name} alone, {len(heads)} heads:", *_by_site(heads)]
@@ -116,10 +117,13 @@ def plan_difference(
 ) -> PlanDifference:
     """Compare two plans head by head.
 
+    A plan of heads alone keeps all neurons.
+
     Raises:
-        PlanMismatch: they cover different sites or head counts.
+        PlanMismatch: they cover different attention or head counts.
     """
     a, b = first.mask, second.mask
+    a, b = _with_neurons_of(b, a), _with_neurons_of(a, b)
     widths, others = _widths(a), _widths(b)
     if widths != others:
         # The first site in which they differ, by name.
@@ -141,6 +145,13 @@ def plan_difference(
         only_second=tuple(b - a),
         neurons=lines,
     )
+
+
+def _with_neurons_of(other: HeadMask, mask: HeadMask) -> HeadMask:
+    """A mask that also keeps all of each feed-forward that only the other one names."""
+    lacking = (row for row in other.rows if row.neurons and row.site not in mask.sites)
+    whole = (replace(row, kept=tuple(range(row.n_heads))) for row in lacking)
+    return HeadMask((*mask.rows, *whole))
 
 
 def _without(mask: HeadMask, sites: frozenset[str]) -> HeadMask:

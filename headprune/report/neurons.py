@@ -28,6 +28,7 @@ class NeuronLine:
     share: float  # of them that is kept, in percent
     params: tuple[str, str]
     macs: tuple[str, str]  # multiply-adds per example
+    cache: tuple[str, str]  # bytes per token
     time: tuple[str, str]  # milliseconds per call; empty without a latency table
     bought: str  # milliseconds that the cut saves there, by the latency table
 
@@ -41,6 +42,7 @@ class NeuronTable:
     total: NeuronLine
     length: int  # tokens per example, of the multiply-adds
     timed_at: str  # batch and length of the times; empty without a latency table
+    cached: bool  # whether heads have a key/value cache
 
 
 #: Seconds of a site before and after the cut.
@@ -73,7 +75,8 @@ def neuron_table(record: RunRecord, latency: LatencyTable | None = None) -> Neur
     timed_at = ""
     if times and latency is not None:
         timed_at = f"batch {latency.batch_size} × {latency.length} tokens, {latency.device}"
-    return NeuronTable(pattern, tuple(lines), total, length, timed_at)
+    cached = any(cost.before.kv_bytes for cost in costs)
+    return NeuronTable(pattern, tuple(lines), total, length, timed_at, cached)
 
 
 def _pairs(
@@ -132,6 +135,7 @@ def _line(
         share=round(100 * n_kept / n_whole, 1) if n_whole else 0.0,
         params=counts(before.params, after.params),
         macs=counts(before.macs(length), after.macs(length)),
+        cache=counts(before.kv_bytes, after.kv_bytes),
         time=shown,
         bought=bought,
     )

@@ -322,11 +322,13 @@ def _against_random(
 
     Older records have none; there, two standard deviations of the draws are the noise.
     """
-    if chosen.kept_heads != drawn.kept_heads:
+    alike = chosen.kept == drawn.kept
+    if not alike and found is None:
         return (
             f"{chosen.name} and random removal keep different numbers of heads; they are not"
             " compared."
         )
+    others = "as many random heads" if alike else "random removal by the same budget"
     if is_one_of(metric, POINTS):
         gain = chosen.value - drawn.value
         amount = f"{fixed(100 * abs(gain), 2)} points of {metric}"
@@ -340,10 +342,9 @@ def _against_random(
         noise = f"within two standard deviations of the {drawn.draws} draws"
     if noise:
         return (
-            f"{chosen.name} and as many random heads differ by {amount}, {noise}: neither is shown"
+            f"{chosen.name} and {others} differ by {amount}, {noise}: neither is shown"
             " to be better."
         )
     word = "better" if gain > 0 else "worse"
-    return (
-        f"Before recovery, {chosen.name} is {amount} {word} than removing as many heads at random."
-    )
+    way = "removing as many heads at random" if alike else others
+    return f"Before recovery, {chosen.name} is {amount} {word} than {way}."

@@ -10,6 +10,7 @@ from typing import Any
 
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
+from headprune.core.heads import HeadCounts
 from headprune.core.plan import Budget
 from headprune.core.record import QualityRow, RunRecord
 from headprune.core.sweeps import SweepTable
@@ -43,6 +44,7 @@ class TradeoffPoint:
     value: float
     spread: float
     draws: int = 1
+    neurons: int | None = None  # kept, where feed-forwards may be cut
 
 
 @dataclass(frozen=True)
@@ -111,22 +113,29 @@ def points_of_sweep(table: SweepTable, split: str) -> list[TradeoffPoint]:
     if split not in ("test", "validation"):
         raise InvalidValue("split", "test or validation", repr(split))
     metric, base = table.metric, table.base
-    points = [TradeoffPoint(metric, "base", int(base["heads"]), float(base[split]), 0.0)]
+
+    def point(method: str, row: Mapping[str, Any]) -> TradeoffPoint:
+        kept, value = int(row["heads"]), float(row[split])
+        return TradeoffPoint(metric, method, kept, value, 0.0, neurons=row.get("neurons"))
+
+    points = [point("base", base)]
     for setting in table.settings():
-        for row in setting.rows:
-            kept, value = int(row["heads"]), float(row[split])
-            points.append(TradeoffPoint(metric, setting.method, kept, value, 0.0))
+        points += [point(setting.method, row) for row in setting.rows]
     return points
 
 
 def series_of(points: Iterable[TradeoffPoint]) -> list[Series]:
-    """Sort points by method and heads kept; several of one size become their mean and spread."""
-    methods: dict[str, dict[int, list[TradeoffPoint]]] = {}
+    """Sort points by method and heads kept; several of one size become their mean and spread.
+
+    Models that keep as many heads and other numbers of neurons are not of one size.
+    """
+    methods: dict[str, dict[tuple[int, int], list[TradeoffPoint]]] = {}
     for point in points:
-        methods.setdefault(point.method, {}).setdefault(point.kept, []).append(point)
+        size = (point.kept, point.neurons or 0)
+        methods.setdefault(point.method, {}).setdefault(size, []).append(point)
     lines = []
     for method, sizes in methods.items():
-        means = tuple(_mean(kept, sizes[kept]) for kept in sorted(sizes))
+        means = tuple(_mean(size[0], sizes[size]) for size in sorted(sizes))
         lines.append(Series(method, means))
     return lines
 
@@ -210,16 +219,18 @@ def _labelled_points(label: str, rows: Sequence[_RecordedRow]) -> list[TradeoffP
         method = f"{label} [{owners[each.way]}]" if owners else label
         spread = row.spread or 0.0
         points.append(
-            TradeoffPoint(row.metric, method, row.kept_heads, row.value, spread, row.draws)
+            TradeoffPoint(
+                row.metric, method, row.kept_heads, row.value, spread, row.draws, row.kept_neurons
+            )
         )
     return points
 
 
 def _disagree(rows: Sequence[_RecordedRow]) -> bool:
-    """Whether two ways have different values for one number of heads."""
-    sizes: dict[int, dict[Hashable, set[float]]] = {}
+    """Whether two ways have different values for one size."""
+    sizes: dict[HeadCounts, dict[Hashable, set[float]]] = {}
     for each in rows:
-        ways = sizes.setdefault(each.row.kept_heads, {})
+        ways = sizes.setdefault(each.row.kept, {})
         ways.setdefault(each.way, set()).add(each.row.value)
     return any(len(set(map(frozenset, ways.values()))) > 1 for ways in sizes.values())
 

@@ -16,7 +16,7 @@ from headprune.core.files import atomic_path
 from headprune.core.metrics import POINTS, RATIO, drop_words, is_one_of
 from headprune.core.paired import Drop
 from headprune.core.record import SpeedRow
-from headprune.core.sweeps import SIZES, Setting, SweepTable, words
+from headprune.core.sweeps import Setting, SweepTable, words
 from headprune.report.formats import count, fixed, times
 from headprune.report.inputs import TABLE_ALONE, SweepInputs
 from headprune.report.plot import band, plain, style, style_of_random
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 _SPLITS = ("validation", "test")
 _LABELS = {
     "heads": "heads",
+    "neurons": "neurons",
     "params": "parameters",
     "macs": "multiply-adds",
     "kv": "KV-cache bytes per token",
 }
 
 
-def draw_tradeoff(table: SweepTable, path: str | Path, by: str = "heads") -> Path:
+def draw_tradeoff(table: SweepTable, path: str | Path, by: str | None = None) -> Path:
     """Draw the drop against size, for validation and for test rows.
 
     One line per method: its mean over calibration draws, with bars of one standard deviation;
@@ -44,7 +45,7 @@ def draw_tradeoff(table: SweepTable, path: str | Path, by: str = "heads") -> Pat
     import matplotlib
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
-    path = Path(path)
+    path, by = Path(path), by or table.usual_size
     front = table.front(by)
     kind = path.suffix.removeprefix(".")
     # The salt makes identifiers in an SVG, and so the file, depend on the table alone. Names in the
@@ -188,7 +189,7 @@ def sweep_view(table: SweepTable, inputs: SweepInputs = TABLE_ALONE) -> SweepVie
     """Format a sweep for its page and its summary."""
     base = table.base
     # Only decoders have a cache.
-    sizes = [size for size in SIZES if base[size] is not None]
+    sizes = [size for size in _LABELS if base.get(size) is not None]
     counts = [f"{count(base[size])} {_LABELS[size]}" for size in sizes]
     values = [f"{base[split]:.4f} on {base[f'{split}_rows']:,} {split} rows" for split in _SPLITS]
     header = ["budget", "setting", *(_LABELS[size] for size in sizes)]

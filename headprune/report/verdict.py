@@ -386,7 +386,9 @@ def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Chan
             return _Chance(_of(alike), draws, recovered=True)
     if chosen is None or drawn is None or not _directed(chosen.metric):
         return None
-    if chosen.kept_heads != drawn.kept_heads:
+    # Under one budget with neurons the numbers of heads differ; the run compared both anyway.
+    paired = record.compared(chosen.name, "random", chosen.metric, chosen.split)
+    if chosen.kept != drawn.kept and paired is None:
         return None
     when = " before recovery" if final is not None else ""
     return _Chance(_before_recovery(record, chosen, drawn), drawn.draws, when)
@@ -486,7 +488,7 @@ def _next(
     if cost is None:
         return "measure it on rows with labels before you use it", ""
     if cost.sign == "above":
-        return _against_cost(rows, random_is_as_good(record, rows)), ""
+        return _against_cost(record, rows, random_is_as_good(record, rows)), ""
     half = (cost.high - cost.low) / 2
     if is_one_of(cost.metric, POINTS) and half > _POINT:
         n = rows["base"].n_examples
@@ -499,15 +501,22 @@ def _next(
     return more, command
 
 
-def _against_cost(rows: Mapping[Role, QualityRow], tied: bool) -> str:
+def _against_cost(record: RunRecord, rows: Mapping[Role, QualityRow], tied: bool) -> str:
+    more = f"keep more {_units(record)}"
     if tied:
-        return "keep more heads, or score on more calibration rows"
+        return f"{more}, or score on more calibration rows"
     final = _final(rows)
     if "recovered" not in rows:
-        return "recover it (`recover: lstsq` needs no training), or keep more heads"
+        return f"recover it (`recover: lstsq` needs no training), or {more}"
     if final is not None and not final.trained:
-        return "train it (`recover: finetune`), or keep more heads"
-    return "keep more heads"
+        return f"train it (`recover: finetune`), or {more}"
+    return more
+
+
+def _units(record: RunRecord) -> str:
+    """What a run removes, in words."""
+    has_neurons = record.scores is not None and record.scores.counts.neurons is not None
+    return "heads and neurons" if has_neurons else "heads"
 
 
 def _rows_of_source(parts: Iterable[Any], source: Any) -> int:
@@ -553,7 +562,7 @@ def _smaller(record: RunRecord, folder: str | None) -> tuple[str, str]:
     half = (counts[1] - counts[0]).heads // 2
     recipe = recipe_file(record, folder)
     if not recipe or not _can_keep(record, half):
-        return "remove more heads", ""
+        return f"remove more {_units(record)}", ""
     out = f"{recipe.removesuffix('/recipe.yaml')}-{half}"
     command = f"headprune run {shlex.quote(recipe)} --set select.keep_heads={half}"
     return f"keep {half:,} heads", f"{command} --out {shlex.quote(out)}"

@@ -35,7 +35,8 @@ class ModelOutcome:
     Args:
         metric: The metric that ``amounts`` and ``counts`` give; see
             ``headprune.core.paired.Answers``.
-        sizes: ``heads`` (of attention), ``params``, ``macs`` and ``kv`` (None without a cache).
+        sizes: ``heads`` (of attention), ``params``, ``macs`` and ``kv`` (None without a cache);
+            ``neurons`` where feed-forwards may be cut.
         arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, a row per example, in the same
             order for all models.
         notes: Notes of its recoveries.
@@ -150,10 +151,13 @@ def judge(
     # 2. Sizes.
     bound = bind(model, subject.sites)
     costs = measure_costs(model, bound, subject.example)
+    present = HeadCounts.present(b.site for b in bound)
     sizes = {
-        "heads": HeadCounts.present(b.site for b in bound).heads,
+        "heads": present.heads,
         "params": costs.total.params,
         "macs": costs.total.macs(costs.length),
         "kv": costs.total.kv_bytes or None,
     }
+    if present.neurons is not None:
+        sizes["neurons"] = present.neurons
     return ModelOutcome(metric, FrozenDict(sizes), arrays, notes)

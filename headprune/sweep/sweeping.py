@@ -11,6 +11,7 @@ from time import perf_counter
 
 from headprune.core.errors import InvalidValue, check_count
 from headprune.core.files import append_line, remove_parts
+from headprune.core.heads import HeadCounts
 from headprune.core.locking import locked
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import SweepTable
@@ -261,7 +262,9 @@ class _RunningSweep:
         for run in runs:
             plan = plans[run.key].digest
             self._save(run, run.file(self.base, status="done", plan=plan, outcome=task.key))
-            self._print(run, f"{quality}, {outcome.sizes['heads']} heads")
+            sizes = outcome.sizes
+            kept = HeadCounts(sizes["heads"], sizes.get("neurons"))
+            self._print(run, f"{quality}, {kept}")
 
     def _fail(self, runs: Sequence[PlannedRun], error: str) -> None:
         """Write the files of runs that failed."""

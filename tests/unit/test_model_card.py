@@ -9,8 +9,10 @@ import headprune as hp
 from headprune.checkpoints import card
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
+from headprune.core.record import QualityRow
 from headprune.layouts import registry
 from tests.laws.support import mask_of
+from tests.report_records import record_of
 
 
 def tiny(name):
@@ -91,3 +93,18 @@ def test_a_card_without_words_replaces_nothing(words, tmp_path):
     (tmp_path / "README.md").write_text(words)
     card.carry(tmp_path / "out", tmp_path / "README.md")
     assert (tmp_path / "out" / card.CARD).read_text() == before
+
+
+def test_neurons_are_counted_apart_from_heads(tmp_path):
+    model = tiny("llama")
+    sites = hp.find_sites(model, feed_forward=True)
+    keep = {site.name: list(site.heads) for site in sites}
+    cut = next(site for site in sites if site.is_feed_forward)
+    keep[cut.name] = keep[cut.name][:4]
+    hp.prune_(model, mask_of(sites, keep), sites=sites)
+    rows = (QualityRow("base", 8, "accuracy", 0.9, "test", 10, 0.5, kept_neurons=1234),)
+    record = record_of(quality=rows)
+    text = card.section(model, hp.find_sites(model, feed_forward=True), "load", record=record)
+    assert "| layer | heads or neurons kept | which |" in text
+    assert f"| `{cut.name}` | 4 of {cut.n_query_heads} | neurons |" in text
+    assert "| base | 8, 1,234 | accuracy | 0.9000 | 10 test |" in text

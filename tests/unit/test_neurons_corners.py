@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
 )
 
 import headprune as hp
@@ -419,3 +422,18 @@ def test_baselines_keep_a_head_per_layer_where_the_budget_allows():
     assert sum(kept(0.6, min_heads=0)[:2]) == 0
     # Too little for a head and a neuron everywhere.
     assert 0 in kept(0.3)
+
+
+def test_an_empty_feed_forward_of_conv1d_travels_with_its_model(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+    sites = hp.find_sites(model, feed_forward=True)
+    keep = {site.name: list(site.heads) for site in sites}
+    keep[next(site.name for site in sites if site.is_feed_forward)] = []
+    counts = {site.name: site.n_query_heads for site in sites}
+    hp.prune_(model, hp.HeadMask.from_keep(keep, counts), sites=sites)
+    hp.save_pretrained(model, tmp_path, sites, format="remote-code")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    ids = torch.arange(10)[None]
+    assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)

@@ -23,8 +23,14 @@ from headprune.core.latency import LatencyTable
 from headprune.core.scores import Cost, CostTable, ModelFingerprint
 from headprune.model.running import call
 from headprune.recipes.validate import RecipeError
+from headprune.report import Compared
+from headprune.report.comparison import comparison_view
 from headprune.report.difference import plan_difference
 from headprune.report.explanation import explain
+from headprune.report.markdown import render_markdown
+from headprune.report.neurons import neuron_table
+from headprune.report.series import TradeoffPoint, series_of
+from headprune.report.tradeoff import sweep_view
 from headprune.run import subject, sweep
 from headprune.run.auto import scorer_of
 from headprune.selection._units import bundled
@@ -359,6 +365,49 @@ def test_a_sweep_scores_neurons_where_its_recipe_has_them(tmp_path):
     assert found.table.base["heads"] == 8
     assert without["heads"] < neurons["heads"] <= 8
     assert neurons["params"] <= 0.8 * found.table.base["params"]
+    # Models that lost neurons are ranked by parameters.
+    assert "neurons" not in found.table.base
+    with_neurons = recipe(
+        tmp_path, {**select, "feed_forward": True}, score=wanted.score, train=None
+    )
+    grid = {"select.keep_params": [0.6, 0.8]}
+    found = sweep(with_neurons, grid, out=tmp_path / "neurons", say=lambda line: None)
+    assert found.table.base["neurons"] == 96
+    assert found.table.usual_size == "params"
+    assert [one.values["select.keep_params"] for one in found.table.front()][-1] == 0.6
+    assert "neurons, drop" in str(found.table)
+    page = sweep_view(found.table)
+    assert page.header[2:5] == ("heads", "neurons", "parameters")
+
+
+def test_a_run_with_neurons_is_compared_with_one_of_heads(tmp_path):
+    taylor = {"scorer": "taylor", "random_draws": 1}
+    select = {"keep_params": 0.8, "selector": "global_topk"}
+    heads = quiet_run(recipe(tmp_path, {**select, "feed_forward": False}, score=taylor))
+    both = quiet_run(recipe(tmp_path, select, score=taylor, out=str(tmp_path / "both")))
+    kept = both.plan.mask.kept_counts.neurons
+    for pair in ((heads, both), (both, heads)):
+        found = plan_difference(*(record.plan for record in pair), ("a", "b"))
+        assert found.n_heads == 8
+        assert len(found.neurons) == 2, "one line a feed-forward"
+    compared = (Compared("heads", heads), Compared("both", both))
+    (line,) = [line for line in comparison_view(compared).plans if "neurons" in line]
+    assert line == f"heads keeps all neurons, and both {kept} of 96 neurons."
+    # The page of a decoder says what its cache keeps, layer by layer.
+    table = neuron_table(both)
+    assert table.cached
+    before = int(table.total.cache[0].replace(",", ""))
+    assert before == 2 * 2 * 16 * 4, "bytes: keys and values, layers, width, fp32"
+    assert "KV cache, bytes per token" in render_markdown(both)
+
+
+def test_points_of_other_neurons_are_no_draws_of_one_model():
+    points = [
+        TradeoffPoint("accuracy", "m", 8, value, 0.0, neurons=neurons)
+        for value, neurons in ((0.70, 20), (0.95, 80), (0.93, 80))
+    ]
+    (line,) = series_of(points)
+    assert [(kept, round(mean, 2)) for kept, mean, _ in line.points] == [(8, 0.70), (8, 0.94)]
 
 
 def test_a_run_that_goes_on_scores_neurons_that_were_not_scored(tmp_path):

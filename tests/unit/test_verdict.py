@@ -144,6 +144,13 @@ def with_random(**changes: Any) -> RunRecord:
     return record_of(quality=tuple(rows))
 
 
+def unequal() -> RunRecord:
+    """Compared with random removal by the same budget, which keeps other numbers of heads."""
+    rows = list(record_of().quality)
+    rows[2] = replace(rows[2], kept_heads=20)
+    return built(quality=tuple(rows))
+
+
 def by_random() -> RunRecord:
     scores = record_of().scores
     return built(scores=replace(scores, scorer="random"))
@@ -198,6 +205,7 @@ UNREFITTED = by_auto(-0.01, refit="", quality=record_of().quality[:3])
         (with_random(value=0.95), f"{TIED} before recovery", "10 draws"),
         (with_random(spread=None, draws=1), ONE_DRAW, "the difference is 5.66 points of accuracy"),
         (with_random(kept_heads=20), "it was not compared with random heads", ""),
+        (unequal(), f"{BEAT} before recovery", "better by 5.66 points"),
         (by_random(), "its heads were chosen at random", ""),
         (refitted_alike(-0.03, -0.05, -0.01), BEAT, "2 draws of random heads, cut and recovered"),
         (refitted_alike(0.03, -0.05, 0.08), TIED, "the choice is worse by 3.00 points"),
