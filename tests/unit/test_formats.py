@@ -183,7 +183,7 @@ def test_a_transformers_checkpoint_is_an_ordinary_one(tmp_path):
     [
         ("llama", UNEVEN, "the same number of heads in every layer, got layers with 2, 6, 4 heads"),
         ("llama", EMPTY, r"a head in every layer, got none kept in model\.layers\.0\.self_attn"),
-        ("bert", UNIFORM, "head counts that the configuration can say, got with these counts Bert"),
+        ("bert", UNIFORM, "a cut that the configuration can state, got with these counts Bert"),
     ],
 )
 def test_what_a_configuration_cannot_say_is_refused(name, units, words, tmp_path):

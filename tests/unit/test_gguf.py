@@ -384,7 +384,7 @@ def test_on_the_command_line(tmp_path):
     [
         ("Gemma2", "gguf", "one of LlamaForCausalLM"),
         ("Llama", "gguf", "normalizers among NFC.*prune --no-tokenizer"),
-        ("GPT2", "transformers", "head counts that the configuration can say"),
+        ("GPT2", "transformers", "a cut that the configuration can state"),
         ("Olmo2", "remote-code", "modules that run their own code"),
     ],
 )
