@@ -59,8 +59,9 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
     return (
         "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
         " it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
-        " of all, and what training adds. Small models with short inputs (digits) gain least: there"
-        " a smaller architecture is about as good."
+        " of all, and what training adds. A cut is chosen for one batch size and length: single short"
+        " texts gain less, as the tables of other sizes show. Small models with short inputs (digits)"
+        " gain least: there a smaller architecture is about as good."
     )
 
 
@@ -295,7 +296,7 @@ def _other_shapes(record: dict[str, Any]) -> list[str]:
     return [
         "The first draw's cuts of heads and neurons at other batch sizes and lengths, in float32, on"
         f" {ran_on(there['hardware'])}. They were timed anew, and intervals are over rounds; from"
-        " process to process a speed differs by up to a tenth:",
+        " process to process, and after other sizes in one, a speed may differ by a tenth or two:",
         "",
         *table(head, lines),
         "",

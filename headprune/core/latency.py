@@ -115,8 +115,8 @@ class LatencyTable(Value):
         no_neurons = not any(row.neurons for row in self.sites)
         for site in sites:
             if site.is_feed_forward and no_neurons:
-                must, hint = "measured with the feed-forwards of the scores", "Give sites to it: "
-                hint += "hp.find_sites(model, feed_forward=True)."
+                must = "measured with the feed-forwards of the scores"
+                hint = "Measure it with sites=hp.find_sites(model, feed_forward=True)."
                 raise InvalidValue("LatencyTable", must, "a table of heads alone", hint)
             n_heads = len(self.row(site.name)) - 1
             if n_heads != len(site.heads):

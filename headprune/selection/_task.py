@@ -86,7 +86,7 @@ class SelectionTask:
             notes=self.notes,
         )
         for place, counts in enumerate(problem.counts):
-            # None divides by any number of GPUs. Nobody asked to remove all heads for that.
+            # 0 heads suit any number of GPUs, but nobody asked to remove all of them for that.
             emptied = counts == {0} and budget.tensor_parallel and _may_keep(problem, place)
             if not counts or emptied:
                 raise _no_lawful_count(problem, place)
