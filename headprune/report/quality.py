@@ -315,6 +315,15 @@ def _remarks(
     return remarks
 
 
+def _noise(gain: float, drawn: QualityRow, found: Comparison | None) -> str:
+    """What may explain a difference from random heads, in words; empty where nothing does."""
+    if found is not None:
+        return "which chance can explain" if found.low <= 0 <= found.high else ""
+    if drawn.spread is not None and abs(gain) <= 2 * drawn.spread:
+        return f"within two standard deviations of the {drawn.draws} draws"
+    return ""
+
+
 def _against_random(
     metric: str, chosen: QualityRow, drawn: QualityRow, found: Comparison | None
 ) -> str:
@@ -335,11 +344,7 @@ def _against_random(
     else:
         gain = drawn.value - chosen.value
         amount = f"{fixed(abs(gain), 4)} {metric}"
-    noise = ""
-    if found is not None and found.low <= 0 <= found.high:
-        noise = "which chance can explain"
-    elif found is None and drawn.spread is not None and abs(gain) <= 2 * drawn.spread:
-        noise = f"within two standard deviations of the {drawn.draws} draws"
+    noise = _noise(gain, drawn, found)
     if noise:
         return (
             f"{chosen.name} and {others} differ by {amount}, {noise}: neither is shown"

@@ -391,17 +391,16 @@ def _against_random(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Chan
     if chosen.kept != drawn.kept and paired is None:
         return None
     when = " before recovery" if final is not None else ""
-    return _Chance(_before_recovery(record, chosen, drawn), drawn.draws, when)
+    difference = _by_draws(chosen, drawn) if paired is None else _of(paired)
+    return _Chance(difference, drawn.draws, when)
 
 
-def _before_recovery(record: RunRecord, chosen: QualityRow, drawn: QualityRow) -> _Difference:
-    found = record.compared(chosen.name, "random", chosen.metric, chosen.split)
-    if found is not None:
-        return _of(found)
+def _by_draws(chosen: QualityRow, drawn: QualityRow) -> _Difference:
+    """Compare two rows of an older record, which has no comparison of them."""
     lost = drop(chosen.metric, drawn.value, chosen.value)
     if drawn.spread is None:
         return _Difference(chosen.metric, lost)
-    # Older records have no rows to resample: two standard deviations of the draws.
+    # There are no rows to resample: two standard deviations of the draws.
     spread = 2 * abs(drop(chosen.metric, drawn.value, drawn.value + drawn.spread))
     return _Difference(chosen.metric, lost, lost - spread, lost + spread)
 

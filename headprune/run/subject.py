@@ -513,11 +513,11 @@ def _check_length(recipe: Recipe, model: nn.Module, data: Data) -> None:
     for examples in data.examples.values():
         for example in examples:
             longest = max(longest, len(example.get("input_ids", ())))
-    lengths = {
-        "data.max_length": longest,
-        "select.latency.length": recipe.select.latency.length or 0,
-        "bench.lengths": max((recipe.bench and recipe.bench.lengths) or [0]),
-    }
+    lengths = {"data.max_length": longest}
+    if recipe.select.latency.length is not None:
+        lengths["select.latency.length"] = recipe.select.latency.length
+    if recipe.bench is not None and recipe.bench.lengths is not None:
+        lengths["bench.lengths"] = max(recipe.bench.lengths)
     for key, length in lengths.items():
         if length > limit:
             must = f"at most {limit}, what the model can read"

@@ -78,7 +78,11 @@ class Repriced(Knapsack):
             # 2. Take the best plan of these levels, if it is measured to be better.
             better = None
             for candidate in _candidates(problem, levels, present, gains):
-                (its_losses,) = measured_losses(problem, [levels.plan(candidate)])
+                plan = levels.plan(candidate)
+                # Without any head it is no plan; of a group of sites, others keep heads.
+                if not plan and problem.kept_elsewhere is None:
+                    continue
+                (its_losses,) = measured_losses(problem, [plan])
                 n_measured += 1
                 if fall(np.stack([losses[0], its_losses]), self.margin)[0]:
                     better, now = candidate, float(its_losses.mean())
@@ -143,16 +147,13 @@ def _candidates(
     mean_gain = sum(gains[move] for move in moves) / max(1, len(moves))
     if mean_gain <= 0:
         return
-    # Without any head it is no plan; of a group of sites, others keep heads.
-    may_be_empty = problem.kept_elsewhere is not None
-    if may_be_empty or levels.plan(best):
-        yield best
+    yield best
 
     # 2. Only changes that gain more than a share of the mean.
     seen = {present, best}
     for threshold in _THRESHOLDS:
         found = _best(problem, levels, present, gains, threshold * mean_gain)
-        if found not in seen and (may_be_empty or levels.plan(found)):
+        if found not in seen:
             seen.add(found)
             yield found
 

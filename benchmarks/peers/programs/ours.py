@@ -4,7 +4,6 @@ training."""
 from __future__ import annotations
 
 import copy
-import hashlib
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,6 +24,7 @@ from protocol import (
 import headprune as hp
 from headprune.recipes.presets import PRESETS
 from headprune.recipes.validate import configured
+from headprune.run.identity import digest
 from headprune.run.surroundings import git_commit
 
 
@@ -73,9 +73,9 @@ def scored(
 
     They do not depend on the budget. The jobs of a draw that is not timed share them.
     """
-    about = repr((git_commit(), scorer, [site.name for site in sites])).encode()
+    about = digest([git_commit(), repr(scorer), [site.name for site in sites]])
     calibration = job.rows["calibration"]
-    stored = calibration.with_name(f"{calibration.stem}-{hashlib.sha256(about).hexdigest()[:16]}")
+    stored = calibration.with_name(f"{calibration.stem}-{about[:16]}")
     path, took = stored.with_suffix(".json"), stored.with_suffix(".seconds")
     if not job.shapes and took.is_file():
         return hp.HeadScores.load(path), float(took.read_text())
