@@ -191,7 +191,7 @@ def draw(records: Path, docs: Path) -> Path:
 def lead(records: Sequence[dict[str, Any]]) -> str:
     """What was found, and for whom."""
     return (
-        "For whoever asks whether `auto` is worth waiting for. It scores with several scorers, and"
+        "For those who ask whether `auto` is worth waiting for. It scores with several scorers, and"
         f" cuts, refits and measures a model for each. {in_short(records)} To save that time, name"
         " a [scorer](scorers.md)."
     )

@@ -197,7 +197,7 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
     n, within = (sum(column) for column in zip(*pairs, strict=True))
     models = "one model and budget" if len(pairs) == 1 else f"{len(pairs)} models and budgets"
     return (
-        "For whoever relies on the last line of the table of `auto`, which bounds what a wrong"
+        "For those who rely on the last line of the table of `auto`, which bounds what a wrong"
         f" choice can cost at 95 % confidence: of {models}, in {within} of {n} repetitions the true"
         " cost was within that bound."
     )

@@ -333,7 +333,7 @@ def draw(records: Path, docs: Path) -> Path:
     ran = [row for row in rows if "missing" not in row]
     passed = sum(not row["tests"]["failed"] for row in ran)
     lead = (
-        "For whoever installs headprune beside other versions of Python, torch and Transformers:"
+        "For those who install headprune beside other versions of Python, torch and Transformers:"
         f" {passed} of the {len(ran)} combinations that were run pass all tests."
     )
     return publish(docs / "compatibility.md", lead, text)

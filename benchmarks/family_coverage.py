@@ -266,7 +266,7 @@ def table(record: dict[str, Any]) -> str:
     redrawn = "\n".join(f"- {r['model_type']}: {r['reason']}" for r in record["redrawn"]) or "None."
     n_refused = len(rows) - len(exact) - len(wrong)
     lead = (
-        "For whoever has a model that no [layout](layouts.md) names. Of"
+        "For those who have a model that no [layout](layouts.md) names. Of"
         f" {len(rows)} such classes of Transformers, drawn by chance, **{len(exact)} are cut"
         f" exactly, {n_refused} are refused with the reason, {len(wrong)} are wrong.** For one of"
         " your own see [your own attention](custom-models.md)."

@@ -226,7 +226,7 @@ def lead(text: str) -> str:
     verdicts = Counter(re.findall(r"\*\*(Reproduced|Contradicted|Undecided)\.\*\*", text))
     words = ", ".join(f"{count} {word.lower()}" for word, count in sorted(verdicts.items()))
     return (
-        "For whoever read that most heads are superfluous (Michel et al. 2019), that any heads will"
+        "For those who have read that most heads are superfluous (Michel et al. 2019), that any heads will"
         " do after training (Prasanna et al. 2020), or that learned gates find the few that matter"
         " (Voita et al. 2019): the three findings, tried again on small models and small tasks."
         f" Verdicts: {words}."
@@ -335,8 +335,8 @@ def page(records: list[dict[str, Any]], gates: list[dict[str, Any]]) -> str:
             " models are small, and"
         ),
         (
-            "so are the tasks: a finding that holds here need not hold for yours, and `headprune"
-            " sweep` will tell."
+            "so are the tasks: a finding that holds here need not hold for yours; check with"
+            " `headprune sweep`."
         ),
     ]
     for record in records:
@@ -370,7 +370,7 @@ def michel(records: list[dict[str, Any]]) -> list[str]:
     lines = [
         (
             "Theirs: 20 % (translation) to 40 % (BERT) of the heads are removed, least important"
-            " first, before anybody notices, and"
+            " first, with no noticeable loss, and"
         ),
         (
             "8 of 96 encoder heads change the score significantly when taken alone. Masked, nothing"

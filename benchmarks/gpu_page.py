@@ -48,7 +48,7 @@ def draw(records: Path, docs: Path) -> Path:
 def lead(shapes: list[Record]) -> str:
     """What was found, and for whom."""
     words = (
-        "For whoever runs a cut model on a GPU: how long a call takes, how long the GPU itself is"
+        "For those who run a cut model on a GPU: how long a call takes, how long the GPU itself is"
         " busy, and how near that comes to what fewer multiply-adds allow."
     )
     for record in shapes:

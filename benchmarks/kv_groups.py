@@ -186,7 +186,7 @@ def lead(record: dict[str, Any]) -> str:
             chance = f" (random groups: {means['random']:.2f})" if "random" in means else ""
             words.append(f"{keep:.0%} kept, {way}: {min(means.values()):.2f}{chance}")
     return (
-        "For whoever cuts a small language model with grouped queries, so that its cache shrinks:"
+        "For those who cut a small language model with grouped queries, so that its cache shrinks:"
         f" it has few heads to spare. Perplexity of {record['base']:.2f} becomes, by the best"
         f" scorer, {'; '.join(words)}. Lower is better."
     )

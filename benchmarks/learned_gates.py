@@ -238,7 +238,7 @@ def lead(records: list[dict[str, Any]]) -> str:
         task = TITLES[record["task"]].partition(",")[0]
         words.append(f"{task}, {kept} of {record['heads']} heads kept: {shown}.")
     return (
-        "For whoever asks whether gates that are trained choose better heads than scores do"
+        "For those who ask whether gates that are trained choose better heads than scores do"
         f" ({', '.join(f'`{name}`' for name in LEARNED)} are trained). Accuracy after equally many"
         f" training steps, best first. {' '.join(words)}"
     )

@@ -57,7 +57,7 @@ def shape_of(row: Mapping[str, Any]) -> str:
 def lead(records: Sequence[dict[str, Any]]) -> str:
     """What was found, and for whom."""
     return (
-        "For whoever needs a speed, and does not mind whether heads or feed-forward neurons pay for"
+        "For those who need a speed, and do not mind whether heads or feed-forward neurons pay for"
         " it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
         " of all, and what training adds. A cut is chosen for one batch size and length: single short"
         " texts gain less, as the tables of other sizes show. Small models with short inputs (digits)"
@@ -78,8 +78,8 @@ def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
         "## In short",
         "",
         "*Within a point*: the fastest cut whose mean test quality is at most a point (0.01) below"
-        " the whole model's, nothing trained; *fastest*: of all that was tried. Both are of the"
-        " machine with the most draws of calibration rows, and say how fast and how good. *Trained*:"
+        " the whole model's, nothing trained; *fastest*: of all that was tried. Both give"
+        " speed and quality, on the machine with the most draws of calibration rows. *Trained*:"
         " points above a smaller architecture that was trained as long, where it is at most"
         f" {LIKE - 1:.0%} faster; over all machines, one draw each where the tables below say so.",
         "",
@@ -312,8 +312,8 @@ def _against_smaller(record: dict[str, Any]) -> list[str]:
             over = "rows" if one.n_draws == 1 else f"rows and {one.n_draws} draws"
             lines.append(
                 f"- Asked {one.asked:g}{longer}: {interval(one.points, one.low, one.high)} points"
-                f" (interval over {over}), at {one.speed:.2f} and {one.speed_of_smaller:.2f} times"
-                " the speed."
+                f" (interval over {over}); the cut model {one.speed:.2f}x, the smaller architecture"
+                f" {one.speed_of_smaller:.2f}x as fast."
             )
     if not lines:
         return []

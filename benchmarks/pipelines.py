@@ -397,7 +397,7 @@ def lead(records: list[dict[str, Any]]) -> str:
         task = TITLES[record["task"]]
         words.append(f"{task} {record['base']['test']:.3f} with all heads: {', '.join(shown)}.")
     return (
-        "For whoever names scorer, selector and recovery themselves. A third of the heads is kept,"
+        "For those who name scorer, selector and recovery themselves. A third of the heads is kept,"
         f" nothing is trained after the cut. {' '.join(words)}"
     )
 
@@ -432,9 +432,9 @@ def page(records: list[dict[str, Any]]) -> str:
         ),
         (
             "classifiers, by their validation rows here; its ridge was chosen by validation rows,"
-            " too, in tries that left"
+            " too, in tries without"
         ),
-        "no record. `surgeon` is the default of `score`, too; runs begin with `auto`. See",
+        "a record. `surgeon` is the default of `score`, too; that of a run is `auto`. See",
         "docs/regret.md. Test rows are only reported.",
         "",
         *(
@@ -444,11 +444,11 @@ def page(records: list[dict[str, Any]]) -> str:
         ),
         "",
         (
-            "With `min_heads=0` a layer may lose its last head; the default leaves one. Where eight"
+            "With `min_heads=0` a layer may lose its last head; the default keeps one. Where eight"
             " of 72 heads are kept, most"
         ),
         (
-            "are there for that rule's sake: the sentence encoder, a mean over tokens, does better"
+            "are kept only by that rule: the sentence encoder, a mean over tokens, does better"
             " without it, but a"
         ),
         (

@@ -85,7 +85,7 @@ def lead(records: Sequence[RunRecord]) -> str:
             f" {first.metric} {first.value:.3f} to {last.value:.3f}"
         )
     return (
-        "For whoever wants to know what a shipped recipe gives before running it: quality on test"
+        "For those who want to know what a shipped recipe gives before running it: quality on test"
         f" rows, sizes and speed. {'; '.join(words)}."
     )
 

@@ -458,7 +458,7 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
         if name in IN_SHORT and lost:
             words.append(f"`{name}` {statistics.fmean(lost):.2f} ({max(lost):.2f})")
     return (
-        "For whoever asks which scorer to trust on a task that nobody tuned: how many points a"
+        "For those who ask which scorer to trust on a task that nobody tuned: how many points a"
         " pipeline stays below the best one of the same task and size. On the tasks that confirm,"
         f" mean and worst: {', '.join(words) or 'not measured'}. A refit (`lstsq`) follows every"
         " choice. A part of the rule of `auto`, at most 10 % above the lowest loss, is younger than"

@@ -464,9 +464,9 @@ def paper(records: Path) -> str:
             *memory(machine),
             "",
             (
-                "*From where on something else than the accelerator is waited for, and how long a"
-                f" cut on disk takes at the {machine.cut / 1e9:.2f} GB/s of the measurement above,"
-                " where copying and hashing were the limit:*"
+                "*Beyond which size the accelerator waits for something else, and how long a cut on"
+                f" disk takes at the {machine.cut / 1e9:.2f} GB/s of the measurement above, where"
+                " copying and hashing were the limit:*"
             ),
             "",
             *limits(machine),

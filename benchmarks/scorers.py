@@ -277,7 +277,7 @@ def lead(records: list[dict[str, Any]]) -> str:
         task = TITLES[record["task"]].partition(",")[0]
         words.append(f"{task}: {best}{chance} of {len(names)}")
     return (
-        "For whoever names a scorer in place of [`auto`](how-to.md#which-scorer): which one keeps"
+        "For those who name a scorer in place of [`auto`](how-to.md#which-scorer): which one keeps"
         " the right heads of a fine-tuned encoder, if nothing is refitted or trained after the cut?"
         f" The best three, by their mean over all sizes. {'; '.join(words)}."
     )

@@ -136,7 +136,7 @@ def lead(text: str) -> str:
         higher = sum(float(low) > 0 for low, _ in rows)
         words.append(f"`{selector}`: lower {lower}, higher {higher} of {len(rows)} times")
     return (
-        "For whoever asks whether a selector that weighs heads against each other is worth its"
+        "For those who ask whether a selector that weighs heads against each other is worth its"
         " time. Loss on unseen rows beside plain `global_topk` by the same scorer, counted where the"
         f" 95 % interval excludes zero. {'; '.join(words)}. Nothing was refitted."
     )

@@ -35,22 +35,19 @@ def natives(records: Path) -> list[str]:
                 " where the native one"
             ),
             (
-                "is code of its own: what it misses from 1 is the code of Transformers. *The cut's"
-                " own share* is the one"
+                "is code of its own: its distance from 1 is due to Transformers' code. *The cut's"
+                " own share* is"
             ),
             (
-                "over the other; code that takes as long in every call weighs more in a smaller"
-                " model, so look at the"
+                "*pruned* divided by *uncut*; what takes as long in every call weighs more in a"
+                " smaller model, so look at the"
             ),
             "milliseconds, too, that a call takes beyond the native model's.",
             (
-                f"{aim} is aimed at: *reached* where the whole interval is at or above it, *missed*"
-                " where the whole"
+                f"The target is {aim}: *reached* where the whole interval is at or above it,"
+                " *missed* where the whole"
             ),
-            (
-                "interval is below, else *open*, shown neither way. Nothing is promised for"
-                f" {', '.join(UNPROMISED)}."
-            ),
+            (f"interval is below, else *open*. There is no target for {', '.join(UNPROMISED)}."),
             "",
         ]
         body = [cells(aim, row) for row in rows]

@@ -64,7 +64,7 @@ def lead(records: list[Record]) -> str:
                 f" {ratio(row)} times as fast."
             )
     return (
-        "For whoever asks how much faster a model gets without some of its heads, and at what"
+        "For those who ask how much faster a model gets without some of its heads, and at what"
         f" price. A third of an encoder's heads kept, nothing trained. {' '.join(words)} Small"
         " batches and short inputs gain less: the tables have every batch and length."
     )
@@ -113,7 +113,7 @@ def page(records: Path) -> str:
         *between,
         "",
         (
-            "*Limit* is what multiply-adds alone would give, and no bound: norms and what else is"
+            "*Limit* is the speed by multiply-adds alone; a model may exceed it. Norms and what else is"
             " as large as before keep"
         ),
         (

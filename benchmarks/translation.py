@@ -295,7 +295,7 @@ def lead(records: list[dict[str, Any]]) -> str:
                     lost = 0 - statistics.fmean(100 * row["test"]["drop"] for row in rows)
                     words.append(f"{name}, {way}: {lost:+.1f}")
     return (
-        "For whoever cuts an encoder-decoder: which kind of attention can spare heads? Points of"
+        "For those who cut an encoder-decoder: which kind of attention can spare heads? Points of"
         " BLEU gained or lost when half of the heads of one kind are removed, right after the cut"
         f" and after distillation. {'; '.join(words)}."
     )
@@ -328,7 +328,7 @@ def page(records: list[dict[str, Any]]) -> str:
             " ± is given, mean and"
         ),
         (
-            "standard deviation over several, and the ends farthest out of their intervals. Of"
+            "standard deviation over several, with the widest ends of their intervals. Of"
             " others' models: Voita et"
         ),
         (
@@ -336,7 +336,7 @@ def page(records: list[dict[str, Any]]) -> str:
             " al. 2019 take 20 % of all"
         ),
         (
-            "heads before anybody notices, and of self-attention more than between encoder and"
+            "heads with no noticeable loss, and of self-attention more than between encoder and"
             " decoder."
         ),
     ]
@@ -408,8 +408,8 @@ def full_size(records: list[dict[str, Any]]) -> list[str]:
     return [
         "",
         (
-            f"The recipe's full size, 6 + 6 layers and {100 * AIM:.0f} BLEU or more before any cut"
-            f" aimed at, {said}"
+            f"The recipe's full size (6 + 6 layers, target {100 * AIM:.0f} BLEU before the cut)"
+            f" {said}"
         ),
     ]
 

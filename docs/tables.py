@@ -52,7 +52,8 @@ def layouts() -> str:
 
 {len(found)} layouts for {families} model families and variants, whose tiny models the laws run over, exact in fp64. A
 layout matches structure, so it also takes every other model that is built the same way; [coverage](coverage.md) tries
-some. What fits none is looked at by [`hp.propose_layouts`](custom-models.md) or [refused](refusals.md).
+some. For a module that fits none, try [`hp.propose_layouts`](custom-models.md): it finds a layout or says
+[why not](refusals.md).
 
 *Gate* is the output projection whose input is gated. *Unit* is what is removed together by default, *policies* what may
 be removed where query heads share a key/value head. *No heads kept* says whether a layer may lose all its heads.
@@ -242,9 +243,9 @@ the plan's notes: heads on either side of the cut that could change places and d
 
 Every selector also takes `min_heads` (heads or neurons that a layer keeps at least; 1, or 0 where
 one budget weighs heads against neurons at measured prices: whole sub-layers may go) and `multiple_of` (a layer keeps a multiple
-of so many heads, or all it has, for hardware that likes such widths; 1). With `min_heads=0` a layer may lose its
+of so many heads, or all it has, for hardware that is faster at such widths; 1). With `min_heads=0` a layer may lose its
 attention altogether and adds only a bias, which the plan's notes say; where a module cannot run that way
-(`headprune inspect` tells) it keeps a head all the same. No plan removes every head and neuron. What that gains and risks
+(see `headprune inspect`) it keeps a head all the same. No plan removes every head and neuron. What that gains and risks
 where few heads are kept is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
 
 ## Budgets
@@ -285,7 +286,7 @@ hp.recover_(smaller, batches, "lstsq", teacher=model)
 ## Speed
 
 A latency table has what each layer takes with fewer heads, measured on this device at the given batch size and length.
-The plan's notes have the predicted speed; measure the cut model's. A recipe with `select.speedup` does all three.
+The plan's notes have the predicted speed; measure that of the cut model. A recipe with `select.speedup` does all of it.
 
 ```python
 import copy

@@ -44,7 +44,7 @@ def test_pages_by_hand_have_at_most_10000_words() -> None:
 def test_a_page_of_results_begins_with_what_was_found(page: Path) -> None:
     lead = re.split(r"^# .*\n", page.read_text(), maxsplit=1, flags=re.MULTILINE)[1]
     lead = lead.partition("<details")[0]
-    assert lead.strip().startswith("For whoever")
+    assert lead.strip().startswith("For those who")
     assert words(lead) <= 120
 
 

@@ -270,7 +270,7 @@ def test_a_kernel_that_a_configuration_names_is_not_fetched(config, folder):
 
 # ---------------------------------------------------------------- adapters
 
-ENDLESS, SOON = "(([a-z.0-9]+)+)+!", "must be names of modules, or patterns that are soon searched"
+ENDLESS, SOON = "(([a-z.0-9]+)+)+!", "must be names of modules, or patterns that match quickly"
 
 
 @pytest.mark.parametrize(

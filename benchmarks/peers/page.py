@@ -36,7 +36,7 @@ def lead(made: str) -> str:
     counts = ", ".join(f"{name} {len(found.get(name, ()))}" for name in OUTCOMES)
     ahead = "; ".join(dict.fromkeys(found.get("lost", ()))) or "none"
     return (
-        "For whoever chooses a tool: other head pruners, a smaller architecture and INT8 beside"
+        "For those who choose a tool: other head pruners, a smaller architecture and INT8 beside"
         " headprune, on the same weights, rows and judging code. Outcomes for headprune, by quality"
         f" and speed together: {counts}. Ahead of it somewhere: {ahead}. Others can also start from"
         " its cut model: the last tables of each task show that."
@@ -170,8 +170,8 @@ def remarks(record: dict[str, Any]) -> list[str]:
         name for name, peer in PEERS.items() if name not in able and any(map(peer.meets, budgets))
     ]
     if others:
-        why = "no program here knows this model, or the training that made it"
-        found.append(f"Without a row, as {why}: {'; '.join(others)}.")
+        why = "we have no program for this model or its training"
+        found.append(f"Not run, because {why}: {'; '.join(others)}.")
     return ["", " ".join(found)] if found else []
 
 
@@ -329,7 +329,7 @@ def _disturbed(record: dict[str, Any], row: dict[str, Any]) -> list[str]:
         if cell["base_ms"] > SLOWER * fastest:
             shape, times = verdict.shapes(record)[place], cell["base_ms"] / fastest
             found.append(
-                f"at {shape} the base model took {times:.1f} times what it took at best in that"
+                f"at {shape} the base model took {times:.1f} times its fastest time in that"
                 " environment"
             )
     return found

@@ -160,14 +160,14 @@ PEERS = {
         Peer(
             "flap2024",
             "ours",
-            "FLAP by our parts, heads only; of a share of the work, with neurons",
+            "FLAP from our parts: heads only, or with neurons for a share of the multiply-adds",
             settings={"preset": "flap2024"},
             shares=True,
         ),
         Peer(
             "ziplm2023",
             "ours",
-            "ZipLM by our parts: units in the order of `obs`, each level at its measured price,"
+            "ZipLM from our parts: units in the order of `obs`, each level at its measured price,"
             f" `knapsack`, {_REFIT}",
             settings={"scorer": "ladder", "order": "obs", "selector": "knapsack", "ridge": None},
             cuts=False,
@@ -176,8 +176,9 @@ PEERS = {
         Peer(
             "kwon2022",
             "ours",
-            "Kwon et al. by our parts, heads only; of a share of the work, with neurons and by"
-            " `knapsack`, without the rearrangement: that needs the curvature between all neurons",
+            "Kwon et al. from our parts: heads only, or with neurons for a share of the multiply-adds,"
+            " then by `knapsack` and without the rearrangement, which needs the curvature between all"
+            " neurons",
             settings={"preset": "kwon2022", "of_share": {"selector": "knapsack"}},
             shares=True,
             faster=(

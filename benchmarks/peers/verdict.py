@@ -157,8 +157,8 @@ def text(record: dict[str, Any]) -> list[str]:
             " of these shapes, two models differ that should be"
         ),
         (
-            "equally fast (pruned ones of one environment with as many heads, none with a layer"
-            " without any; the base"
+            "equally fast (pruned ones of one environment with as many heads and no empty layer;"
+            " the base"
         ),
         f"model and its copy), {limits}. *Won*: ours is better in",
         (
@@ -215,9 +215,9 @@ def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
         n_rows = record["rows_used"]["test"]
         lines.append(
             "- **Tied**: the interval contains 0, and neither is measurably faster at any shape. An"
-            " interval's width falls with the square root of the test rows: if the difference is"
-            f" as found, so many times the {n_rows} there are would tell. A row of one draw is of"
-            f" one choice of calibration rows; more would tell, too. {'; '.join(ties)}."
+            " interval's width falls with the square root of the test rows: if the measured"
+            f" difference is true, this many times the {n_rows} rows would exclude 0. More draws of"
+            f" calibration rows would help, too. {'; '.join(ties)}."
         )
     return [*lines, ""] if lines else []
 
@@ -285,8 +285,8 @@ def _same_heads(record: dict[str, Any], one: Comparison) -> str:
     if (heads := _heads(theirs)) is None or heads != _heads(its):
         return ""
     return (
-        "far as one process tells: as many heads are kept, if in other layers, and a process's memory"
-        " may favour one model. What would change it: timing several processes"
+        "measured in one process: as many heads are kept, in other layers, and a process's memory may"
+        " favour one model. What would change it: timing several processes"
     )
 
 

@@ -291,7 +291,7 @@ def _config_text(model: nn.Module, bound: list[BoundSite]) -> bytes | None:
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop(RECORD, None)  # of a cut before, where Transformers opened the model
-    hint = "No folder with it could be opened. Keep this setting out of the configuration."
+    hint = "A folder with this setting cannot be opened. Remove it from model.config."
     check_settings("model.config", config, hint)
     if any(len(b.site.heads) < b.site.n_query_heads for b in bound):
         config[WEIGHTS_FILE] = ONLY_HEADPRUNE

@@ -258,5 +258,5 @@ def _read(file: Any, start: int, length: int) -> bytes:
     file.seek(start)
     data: bytes = file.read(length)
     if len(data) != length:
-        raise CheckpointError(file.name, "left alone while it is read", "a file that ended early")
+        raise CheckpointError(file.name, "unchanged while it is read", "a file that ended early")
     return data

@@ -28,7 +28,7 @@ def ranked(
     """Rank the candidates by their loss, and compare each with the chosen one.
 
     Chosen is the first candidate whose loss is within one standard error of the lowest (Breiman
-    et al. 1984, section 3.4.3), and that itself, or its perplexity, within 10 %. A difference has
+    et al. 1984, section 3.4.3) and within 10 % of it (text: of its perplexity). A difference has
     Student's interval of the paired differences per row (Nadeau and Bengio 2003), for as many
     comparisons as there are other candidates (Bonferroni).
 

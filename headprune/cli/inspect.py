@@ -159,8 +159,8 @@ def _without_heads(model: nn.Module, bound: BoundSite) -> str:
 
 
 _COMPACT = (
-    "the cache keeps every key/value head that a kept head reads, once, and shrinks only by those"
-    " that none reads"
+    "the cache stores each key/value head that a kept head reads, once; only those that no kept"
+    " head reads are removed"
 )
 #: What a policy means for the KV cache; ``mqa`` is any policy with a single key/value head.
 _CACHE = {

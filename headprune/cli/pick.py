@@ -25,7 +25,9 @@ def pick(
         str,
         typer.Option(help="The size to minimise: heads (without neurons), params, macs or kv."),
     ] = "heads",
-    confidence: Annotated[float, typer.Option(help="Confidence that it loses no more.")] = 0.95,
+    confidence: Annotated[
+        float, typer.Option(help="Confidence that the model loses at most --max-drop.")
+    ] = 0.95,
     # Where to save the model.
     out: Annotated[
         Path | None, typer.Option(help="Folder for the plan and the cut, recovered model.")

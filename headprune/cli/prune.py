@@ -57,9 +57,7 @@ def prune(
     scores: Annotated[
         Path | None,
         typer.Option(
-            help=(
-                "Scores, as `headprune score` writes them, cut under their own policy; with --keep."
-            )
+            help=("Scores from `headprune score`; their policy applies. Needs a budget (--keep).")
         ),
     ] = None,
     data: Annotated[
@@ -87,10 +85,14 @@ def prune(
         str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")
     ] = None,
     keep_params: Annotated[
-        float | None, typer.Option(help="Or a fraction of the parameters.")
+        float | None, typer.Option(help="Fraction of the parameters to keep.")
     ] = None,
-    keep_macs: Annotated[float | None, typer.Option(help="Or of the multiply-adds.")] = None,
-    keep_kv: Annotated[float | None, typer.Option(help="Or of the bytes of the KV cache.")] = None,
+    keep_macs: Annotated[
+        float | None, typer.Option(help="Fraction of the multiply-adds to keep.")
+    ] = None,
+    keep_kv: Annotated[
+        float | None, typer.Option(help="Fraction of the KV cache's bytes to keep.")
+    ] = None,
     speedup: Annotated[
         float | None,
         typer.Option(

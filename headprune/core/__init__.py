@@ -1,1 +1,1 @@
-"""Frozen values, the registry and the head-to-row arithmetic; standard library only."""
+"""Frozen values, the registry and the head-to-row arithmetic; imports only the standard library."""

@@ -30,8 +30,8 @@ _WHOLE = ".whole" + PART
 #: Name of the file in it that lists the old files to remove.
 _REMOVED = ".gone" + PART
 
-_AS_BEFORE = "What was there before is as it was. Make room there, or give another place."
-_IN_PLACE = "Some of what is new may be in its place already. Make room there, and write it again."
+_AS_BEFORE = "The old files are unchanged. Make room there, or give another place."
+_IN_PLACE = "Some new files may be in place already. Make room there, and write it again."
 
 
 def not_written(path: str | Path, error: BaseException, hint: str = _AS_BEFORE) -> BaseException:

@@ -109,8 +109,8 @@ class LatencyTable(Value):
 
         Raises:
             UnknownName: a site that it lacks.
-            InvalidValue: a site with another number of heads, a model of another size, or attention
-                that takes longer than the model.
+            InvalidValue: a site with another number of heads, a model of another size, or sites
+                that take longer than the model.
         """
         no_neurons = not any(row.neurons for row in self.sites)
         for site in sites:
@@ -125,10 +125,10 @@ class LatencyTable(Value):
                 got = f"a row for {n_heads} {unit}"
                 raise InvalidValue("LatencyTable", must, got, _ANEW)
         # fsum: the check must not fail by the rounding of many small numbers.
-        attention = math.fsum(row.whole for row in self.sites)
-        if attention > self.whole * (1 + 1e-6):  # beyond rounding
-            must = "of a model that takes longer than its attention"
-            got = f"{_ms(attention)} in attention of {_ms(self.whole)} in all"
+        in_sites = math.fsum(row.whole for row in self.sites)
+        if in_sites > self.whole * (1 + 1e-6):  # beyond rounding
+            must = "of a model that takes at least as long as its sites together"
+            got = f"{_ms(in_sites)} in the sites, {_ms(self.whole)} in the model"
             raise InvalidValue("LatencyTable", must, got)
         # A deeper model may have all of these sites. Another output layer hardly changes the speed.
         if self.n_parameters is None or n_parameters is None:
@@ -138,7 +138,7 @@ class LatencyTable(Value):
             raise InvalidValue("LatencyTable", must, f"{self.n_parameters:,}", _ANEW)
 
     def alone(self, sites: Iterable[str]) -> LatencyTable:
-        """The table of a model that consists of the attention of these sites."""
+        """The table of a model that consists of these sites."""
         rows = tuple(self._row(name) for name in sites)
         whole = sum(row.whole for row in rows)
         return replace(self, sites=rows, whole=whole, n_parameters=None)

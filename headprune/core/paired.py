@@ -173,8 +173,8 @@ def upper_bounds(
 ) -> tuple[float, ...]:
     """Return a one-sided upper bound of every model's drop.
 
-    One example is added before resampling, because the bootstrap alone gives no probability to what
-    happened in no example. For metrics such as accuracy, it is one that only the base has right:
+    One example is added before resampling, because the bootstrap alone cannot draw an event that no
+    example shows. For metrics such as accuracy, it is one that only the base has right:
     that adds about 3 / n at 95 % ("rule of three"). For Matthews correlation its class is the one
     that makes the drop largest. Losses and BLEU have no worst example: there, the example on which
     the model loses most (for BLEU, most matches) is repeated. With many differences between the

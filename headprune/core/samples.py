@@ -99,7 +99,7 @@ class StoredMatrix(ABC):
         must = f"there with {self.what} of these scores ({self.shape[0]} x {self.shape[1]})"
         if path is None:
             hint = (
-                "JSON text holds their hash alone: HeadScores.load(path) finds them beside the"
+                "JSON text has only their hash; HeadScores.load(path) reads them from beside the"
                 " file. " + self.hint
             )
             raise InvalidValue(self.kind, must, "scores that come from no file", hint)
@@ -177,8 +177,8 @@ class Samples(StoredMatrix):
     kind: ClassVar[str] = "samples"
     what: ClassVar[str] = "the per-example numbers"
     hint: ClassVar[str] = (
-        "The scores stand without them; score again for rank intervals, stability and intervals of"
-        " agreement."
+        "The scores are valid without them; score again for rank intervals, stability and intervals"
+        " of agreement."
     )
 
     @classmethod
@@ -236,7 +236,9 @@ class Curvature(StoredMatrix):
 
     kind: ClassVar[str] = "curvature"
     what: ClassVar[str] = "the curvature"
-    hint: ClassVar[str] = "The scores stand without it; score again for the selector 'quadratic'."
+    hint: ClassVar[str] = (
+        "The scores are valid without it; score again for the selector 'quadratic'."
+    )
 
     @staticmethod
     def too_large(units: int) -> str:

@@ -166,7 +166,7 @@ def check_samples(scores: SampledScores, what: str) -> None:
     got = f"scores of {scores.scorer!r} without them"
     hint = "Score again: older files and some scorers have none."
     if scores.scorer == "rank_average":
-        hint = "Averaged ranks have standard errors alone: ask the scores that they were made of."
+        hint = "Averaged ranks have only standard errors: use the scores that were averaged."
     elif not scores.n_examples:
         got = f"{scores.scorer!r}, which uses no data"
         hint = "Such scores have no sampling error."

@@ -119,7 +119,7 @@ def _check_patterns(config: dict[str, Any], path: Path) -> None:
             if not _NAME.fullmatch(text):
                 steps_left -= work(text)
             if steps_left < 0:
-                must = "names of modules, or patterns that are soon searched for"
+                must = "names of modules, or patterns that match quickly"
                 hint = (
                     "Name the modules one by one, and repeat no group that repeats something"
                     " itself, as (a+)+ does."

@@ -468,7 +468,7 @@ def _unclear(where: str, must: str, names: Sequence[str], table: Table) -> Inval
     if where.startswith("--") and names:
         hint += f" Name one, such as {where} {shlex.quote(names[0])}."
     elif where.startswith("--"):
-        hint += f" None of them fits by its contents; if one is meant, name it: {where} COLUMN."
+        hint += f" None of them fits by its contents; name one: {where} COLUMN."
     else:
         hint += " Rename them, or write the recipe by hand: `headprune show trec-minilm` is one."
     return InvalidValue(

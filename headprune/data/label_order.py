@@ -116,8 +116,8 @@ def check_order(
     must = "given, because another order of labels fits the model's answers far better"
     setting = shlex.quote(f"data.labels={order}")
     hint = (
-        f"Add data.labels: {order} (--set {setting}), the label of every class of the"
-        " model in its order; or your own order, which is then taken."
+        f"Add data.labels: {order} (--set {setting}), one label per class in the model's"
+        " order; or give an order of your own."
     )
     raise InvalidValue("data.labels", must, f"labels {got}", hint)
 

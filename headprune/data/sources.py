@@ -66,8 +66,8 @@ def load_source(section: DataSection) -> Source:
     elif _suffix(path) in _FORMATS or path.is_absolute() or section.path.startswith((".", "~")):
         must = "an existing file or folder, or a hub name"
         hint = (
-            "Give yours: --data of prune and init, --set data.path=... of run and score, or the key"
-            " that the recipe makes it from, such as model.path."
+            "Give your data: --data (prune, init), --set data.path=... (run, score), or the key"
+            " that data.path refers to, such as model.path."
         )
         raise InvalidValue("data.path", must, repr(section.path), hint)
     else:

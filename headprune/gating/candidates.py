@@ -195,8 +195,8 @@ class CandidateLosses:
             since = f" from batch {passes.number} on" if passes.number else ""
             why = str(error) or type(error).__name__
             note = (
-                f"Every setting had a whole pass of its own{since}, as passes could not be played"
-                f" back: {why}"
+                f"Every setting of the gates took a whole pass{since}, because passes could not be"
+                f" played back: {why}"
             )
             self.notes = tuple(dict.fromkeys((*self.notes, note)))
             return None

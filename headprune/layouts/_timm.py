@@ -63,7 +63,7 @@ def plain(
 @once
 def is_plain(module: nn.Module) -> bool:
     """Return whether a module's class computes what ``plain`` does, under every mask it accepts."""
-    # Structure does not tell: NesT has the same parts and orders the heads' outputs differently.
+    # Structure does not show it: NesT has the same parts and orders the heads' outputs differently.
     n_heads = HEAD_COUNTS[1]
     width = n_heads * HEAD_DIM
 

@@ -34,7 +34,7 @@ def _kind(module: Any, name: str) -> Kind:
     decodes = getattr(module, "is_decoder", False)
     if causal:
         return "causal"
-    # Some decoders leave causality to the mask.
+    # Some decoders are causal by the mask alone.
     if decodes and (causal is None or "self" in attribute):
         return "causal"
     return "cross" if decodes else "self"

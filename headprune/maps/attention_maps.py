@@ -167,7 +167,7 @@ class AttentionMaps:
     def mostly(self, head: HeadId) -> Pattern | None:
         """The pattern that says what the head mostly does; None where no pattern does.
 
-        It has half of the weight, and twice what even attention has; see
+        It has at least half of the weight, and twice its share of even attention (or 90 %); see
         ``headprune.maps.patterns.main_pattern``.
         """
         return main_pattern(self.patterns(head))

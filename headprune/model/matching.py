@@ -71,7 +71,7 @@ def _wrong_parts(layout: AttentionLayout, module: nn.Module) -> str | None:
         if part is not None and part is not False:  # a flag that is off counts as absent
             return f"it has {path!r}"
     if layout.exposed is not None and has_own_forward(module):
-        return "its forward is replaced, which would hide the one that calls its output projection"
+        return "its forward is replaced, which would hide ours, which calls the output projection"
     return None
 
 

@@ -124,8 +124,8 @@ def check_fetched(
                 continue
             was = held.get(leaf)
             if was is None or was.shape != tensor.shape or was.is_meta != tensor.is_meta:
-                must = "one whose cut only removes rows and columns, because it is offloaded"
-                raise UnsupportedModel(f"{name}.{leaf}", must, "one that is new or changed", _HINT)
+                must = "cut by rows and columns only, because it is offloaded"
+                raise UnsupportedModel(f"{name}.{leaf}", must, "a new or changed tensor", _HINT)
 
 
 @dataclass

@@ -83,9 +83,9 @@ def _check_one_place(
         beyond = sorted(set(names.get(id(module), ())) - known)
         if beyond:
             where = ".".join(filter(None, (bound.site.name, path, suffix)))
-            must = "a module of this attention alone"
+            must = "used in this place only"
             hint = "Give each place a module of its own first, for example by a deep copy."
-            raise UnsupportedModel(where, must, f"one that is also {beyond}", hint)
+            raise UnsupportedModel(where, must, f"a module that is also {beyond}", hint)
 
 
 def _check_wrappers(model: nn.Module, parts: Iterable[Part]) -> None:

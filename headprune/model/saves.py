@@ -7,9 +7,9 @@ method. For a cut model it writes the same weights, and a ``config.json`` with w
 that unpickles a cut model wraps it too (``torch.load``, ``multiprocessing``): the pickled record of
 heads names a function of this module.
 
-Where one head count holds for all layers, plain Transformers opens the folder. Everywhere else it
-refuses it, with a message that names headprune: it looks for the weights under the name that the
-configuration gives, which is that message.
+Where one head count holds for all layers, plain Transformers opens the folder. Elsewhere it stops
+with an error that names headprune: the configuration names a weights file that does not exist, and
+that name is the message.
 """
 
 from __future__ import annotations

@@ -434,8 +434,8 @@ def _notes(
     apart = [target.name for target in targets if not target.summed]
     if apart:
         notes.append(
-            f"{_listed(apart)}: compared with the teacher's at the projection's own output, because"
-            " that passes through something else before it is added to the stream."
+            f"{_listed(apart)}: compared with the teacher's at the projection's output, because"
+            " another operation comes before the residual addition."
         )
     alone = _without_feed_forward(targets) if feed_forward else []
     if narrower:

@@ -118,7 +118,7 @@ def _remark(pictures: AttentionPictures) -> str:
     """Say which part of large maps is shown."""
     if pictures.whole:
         return ""
-    shown = "of every map the mean over all queries and the view from the tokens before the patches"
+    shown = "of every map the mean over queries, and the rows of the tokens before the patches"
     if pictures.image is None:
         longest = 0
         for site in pictures.sites:

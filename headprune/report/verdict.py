@@ -263,7 +263,7 @@ def _cost(record: RunRecord, rows: Mapping[Role, QualityRow]) -> _Clause:
         return _Clause("has no measured cost")
     if base is None:
         value = fixed(final.value, 3)
-        return _Clause(f"gives {final.metric} {value}, which nothing is compared with")
+        return _Clause(f"has {final.metric} {value}, without a comparison")
     where = f"on {final.n_examples:,} {final.split} rows"
     values = f"{base.metric} {fixed(base.value, 3)} before, {fixed(final.value, 3)} after, {where}"
     cost = _cost_of(record, rows)
@@ -483,7 +483,7 @@ def _next(
         return "check that labels and model belong together, or train the model first", ""
     cost = _cost_of(record, rows)
     if cost is not None and cost.sign == "unknown":
-        return "run it again: this version of headprune gives the cost an interval", ""
+        return "run it again to get an interval for the cost", ""
     if cost is None:
         return "measure it on rows with labels before you use it", ""
     if cost.sign == "above":

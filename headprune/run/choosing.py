@@ -160,5 +160,5 @@ def measure_speed(subject: Subject, pruned: nn.Module) -> None:
         return
     subject.journal.tell(f"{text}, asked {asked:g}x")
     if row.high < asked:
-        warning = f"{text}: slower than the {asked:g}x that was asked for."
+        warning = f"{text}: slower than the {asked:g}x of the budget."
         subject.journal.warn([warning])

@@ -197,7 +197,7 @@ class _GradualPruning:
 
     Args:
         model: The model, changed in place.
-        sites: Its sites as the last stage left them.
+        sites: Its sites after the last stage.
         budget: What to keep in the end, of the model as it was given.
         n_stages: How many stages there are.
         n_steps: Training steps of all stages together.

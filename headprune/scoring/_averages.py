@@ -46,11 +46,11 @@ def averaged(
     # Numbers that differ by rounding only are equal.
     elif bool((samples - samples[0]).abs().max() <= _SAME * samples.abs().max()):
         notes.append(
-            f"Every {row} gave the same numbers, so that a standard error of 0 promises nothing"
-            " about others."
+            f"Every {row} gave the same numbers, so a standard error of 0 says nothing about other"
+            " data."
         )
     if not bool(values.any()):
-        notes.append("Every score is 0, so that they tell no head from another.")
+        notes.append("Every score is 0, so the scores do not rank the heads.")
     return Estimate(values, errors, n_examples or count, seed, samples, tuple(notes))
 
 

@@ -21,8 +21,8 @@ from headprune.scoring._flat import rounding, types_of
 from headprune.scoring._gates import Slopes
 
 NOTE = (
-    "The loss of an example depends on the others of its batch: the slopes of each example had a"
-    " backward pass of their own, and the scores are those for batches as they were given."
+    "The loss of an example depends on the others of its batch: each example took a backward pass"
+    " of its own, and the scores hold for these batches only."
 )
 _HINT = (
     "Take taylor, fisher, integrated_gradients or leave_one_out, which are right for such losses."
@@ -115,8 +115,8 @@ def coupled(
     with torch.no_grad():
         depend = _depends_on_others(problem, of, slopes, together)
     if depend and before is False:
-        must = "one that depends on other examples from the first batch on, or in no batch"
-        got = "a dependence that first shows in a later batch"
+        must = "coupled to other examples from the first batch on, or never"
+        got = "a coupling that first appears in a later batch"
         hint = "Put a batch with such examples first, use larger batches, or take leave_one_out."
         raise InvalidValue(_WORDS[numbers], must, got, hint)
     if before is None:

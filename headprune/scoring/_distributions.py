@@ -70,8 +70,8 @@ def fisher_targets(predicted: Distributions, seeds: list[int], draws: int | None
 def logit_targets(predicted: Distributions, seeds: list[int], draws: int | None) -> Targets:
     """Numbers whose slopes' products are the second derivative of the squared change of the logits.
 
-    That is half the squared change, mean over classes, of logits less their own mean. So every
-    class weighs alike, and an example that the model is sure of as much as one that it is not.
+    That is half the squared change, mean over classes, of logits less their own mean. So all
+    classes weigh alike, and so do examples of which the model is sure or unsure.
     Where every token has logits, each draw is a sum of them with random signs.
 
     Args:

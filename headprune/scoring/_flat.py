@@ -29,8 +29,8 @@ _UNLIKE = 1e3
 
 _HINT = (
     "The loss is flat where the model is, as a divergence from the model's own outputs is. Take a"
-    " scorer that does not go by its slope there: leave_one_out, integrated_gradients, or ggn,"
-    " which reads the output alone. Or take a loss of the labels."
+    " scorer that does not read its slope there: leave_one_out, integrated_gradients, or ggn,"
+    " which reads only the output. Or take a loss of the labels."
 )
 
 

@@ -1,4 +1,4 @@
-"""The inverse of a symmetric matrix, without a wait for the answer whether there is one."""
+"""Invert a symmetric matrix without waiting to know whether that is possible."""
 
 from __future__ import annotations
 

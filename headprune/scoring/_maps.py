@@ -268,7 +268,7 @@ class _MapHooks:
     def no_map(self) -> UnsupportedModel:
         name, kind = self.bound.site.name, type(self.bound.module).__name__
         must = "an attention that computes its map (eager attention) and returns it"
-        got = f"{kind}, which has none: a fused kernel makes no map, other code keeps it to itself"
+        got = f"{kind}, which returns none: fused kernels make no map, other code may not return it"
         return UnsupportedModel(f"the attention map of {name}", must, got, _HINT)
 
     def _may_be_map(self, x: Tensor) -> bool:

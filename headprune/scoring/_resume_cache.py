@@ -395,8 +395,8 @@ def _near(a: Any, b: Any, tolerance: float) -> bool:
 def _check_same(theirs: str, mark: str, number: int) -> None:
     """Refuse a folder whose digest of the batches is another one."""
     if theirs != mark:
-        must = "a folder with what these batches gave, in this order"
-        got = f"what others gave, up to batch {number}"
+        must = "a folder with results of these batches, in this order"
+        got = f"results of others, up to batch {number}"
         raise InvalidValue("score(folder=)", must, got, _HINT)
 
 

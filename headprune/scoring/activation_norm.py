@@ -25,8 +25,8 @@ class ActivationNorm(ActivationScorer):
     factor that all heads share) and leave padding out. The standard error is a jackknife over 20
     blocks of examples.
 
-    When: no labels, and one forward pass is all that can be paid; it does not see how a head
-    changes the loss.
+    When: no labels, and time for one forward pass only; it does not see how a head changes the
+    loss.
 
     Args:
         of: ``channels`` (the paper) or ``output``.

@@ -21,8 +21,8 @@ class Shapley(Scorer):
     Source: Shapley 1953; for heads Held & Yang 2022, "Shapley Head Pruning". The shares add up to
     ``v(all heads) - v(no head)`` exactly, for any number of orders.
 
-    When: each head's contribution is to be explained, with shares that add up to the whole, and
-    passes are no matter.
+    When: each head's contribution is to be explained, with shares that add up to the whole, and any
+    number of passes is fine.
 
     Args:
         method: ``permutation``: drawn orders (Castro et al. 2009), each with its reverse (Mitchell

@@ -25,8 +25,8 @@ class Taylor(GradientScorer):
     average over examples everywhere; the authors' code counts padding and divides the last layer
     differently.
 
-    When: labels, and time for one pass. `auto` costs more, and its plans lose less at worst
-    (docs/regret.md).
+    When: labels, and time for one pass. `auto` costs more, and its plans have a smaller worst
+    loss (docs/regret.md).
 
     Args:
         reduce: ``example`` (the formula); ``token``, absolute gradients of single tokens summed

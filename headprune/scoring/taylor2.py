@@ -26,7 +26,7 @@ class Taylor2(GradientScorer):
     who drop the slope because they prune at a minimum; a fine-tuned model's gates are at none. The
     Fisher matrix is per example, as in ``fisher``.
 
-    When: labels, and the heads are of interest without which the model should do better.
+    When: labels, and you look for heads whose removal should help.
 
     The standard error is that of the mean over examples.
     """

@@ -23,7 +23,7 @@ from headprune.selection._required import Heads
 from headprune.selection._task import SelectionTask
 from headprune.selection.global_topk import GlobalTopk
 
-_BY_LEVELS = "Neurons stay or go by levels: with the named ones, all others of their level."
+_BY_LEVELS = "Neurons are kept or removed by level: with the named ones, all others of their level."
 _NOT_BY_KIND = (
     "auto chose one budget per kind of attention. This budget cannot be met kind by kind, so it"
     " holds for all kinds together."

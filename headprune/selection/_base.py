@@ -88,10 +88,10 @@ class Problem:
             site = self.scores.sites[place]
             missing = must_keep[place] - units
             if missing:
-                return f"{site.name} without {members_of(site, min(missing))}, which must stay"
+                return f"{site.name} without {members_of(site, min(missing))}, which must be kept"
             unwanted = must_remove[place] & units
             if unwanted:
-                return f"{site.name} with {members_of(site, min(unwanted))}, which must go"
+                return f"{site.name} with {members_of(site, min(unwanted))}, which must be removed"
             count = self.heads(place, units)
             if count not in self.counts[place]:
                 plural = "" if count == 1 else "s"

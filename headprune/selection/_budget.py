@@ -146,7 +146,7 @@ def check_leaves_a_head(problem: Problem) -> None:
         extra.extend(cost - lowest for count, cost in costs.items() if count)
     # 2. Whether the budget holds it.
     if extra and problem.limit < least + min(extra):
-        raise infeasible(problem, least + min(extra), "Less would not leave one head. ")
+        raise infeasible(problem, least + min(extra), "Beyond that, no head is kept. ")
 
 
 def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
@@ -187,7 +187,7 @@ def _rules(problem: Problem) -> str:
     if problem.budget.tensor_parallel:
         rules.append(f"tensor_parallel={problem.budget.tensor_parallel}")
     if problem.must_keep:
-        rules.append("the heads that must stay")
+        rules.append("the heads that must be kept")
     verb = "take" if len(rules) > 1 else "takes"
     plural = "s" if len(sites) > 1 else ""
     text = f"{' and '.join(rules)} {verb} at {len(sites)} site{plural}"

@@ -27,7 +27,7 @@ def check_cache_budget(sites: Sequence[AttentionSite], budget: Budget) -> None:
                 " keep_heads, keep_params or keep_macs, find the sites with policy='group', or"
                 " leave this one out."
             )
-            must = "used where heads that share a key/value head leave together"
+            must = "used where heads that share a key/value head are removed together"
             raise InvalidValue(
                 "Budget.keep_kv", must, f"{site.name} with policy {site.policy!r}", hint
             )
@@ -55,7 +55,7 @@ def cache_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[str, ..
     if single:
         cache = _CacheUse.of(single, mask)
         notes.append(
-            "MQA: the one key/value head of a layer stays as long as one of its query heads does,"
+            "MQA: the one key/value head of a layer is kept while one of its query heads is,"
             f" {cache.read} of {cache.present}; a cache of them {cache.change}."
         )
     for policy, there in grouped.items():

@@ -56,7 +56,7 @@ def as_units(
         site = sites[place]
         hint = ""
         if len(site.units[unit]) > 1:
-            hint = f"{members_of(site, unit).capitalize()} stay or go together."
+            hint = f"{members_of(site, unit).capitalize()} are kept or removed together."
         raise InvalidValue(
             "select(must_keep=, must_remove=)",
             "about different heads",

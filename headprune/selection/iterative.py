@@ -101,8 +101,8 @@ class Iterative(Selector):
                 continue
             problem.notes.append(
                 f"{self.inner} in steps, of which step {step} of {self.steps} could not meet the"
-                f" budget with what was left: the rest was chosen at once, {back} plans back;"
-                f" scored anew {len(plans) - 1} times."
+                f" budget: the final heads were chosen at once from an earlier plan ({back} plans"
+                f" before the latest); scored anew {len(plans) - 1} times."
             )
             return fewer
         raise AssertionError("the first plan allows it, as `keep` checked before any work")

@@ -21,8 +21,8 @@ class Quadratic(Selector):
 
     Minimises ``1/2 (1-m)' I (1-m)`` within the budget; m is 1 for kept and 0 for removed heads.
     ``I`` is the curvature of the scores of ``fisher`` or ``ggn``. Half its diagonal are the scores.
-    The other terms tell that two heads which do the same are not missed as long as one is kept, or
-    that two which cancel each other are better removed together.
+    The other terms show which heads can replace each other, and which cancel each other and are
+    better removed together.
 
     Source: Kwon et al. 2022, "A Fast Post-Training Pruning Framework for Transformers": their mask
     search, which takes the diagonal, and mask rearrangement, which swaps greedily inside each

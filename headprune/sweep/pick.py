@@ -160,7 +160,7 @@ class Pick(Value):
         )
         if self.needed_rows is None:
             lines.append(
-                "  more rows would not help while the drop itself is not below what is allowed;"
+                "  more rows would not help, because the drop itself is too large;"
                 f" keep more, or allow more: --max-drop {self.allowable:g}"
             )
         else:

@@ -64,8 +64,8 @@ def test_what_a_policy_costs_in_cache(put):
     put(registry.get("llama").tiny(0, "llama")[0])
     for policy, words in (
         ("group", "group: a key/value head is removed with all its query heads"),
-        ("balanced", "balanced: the cache keeps every key/value head that a kept head reads"),
-        ("free", "free: the cache keeps"),
+        ("balanced", "balanced: the cache stores each key/value head that a kept head reads"),
+        ("free", "free: the cache stores"),
     ):
         text = done(f"inspect here --policy {policy}").stdout
         assert words in text

@@ -161,7 +161,7 @@ def test_ranks_are_averaged():
     assert [s["scorer"] for s in found.settings["of"]] == ["magnitude", "random"]
     assert HeadScores.from_json(found.to_json()) == found
     assert hp.select(found, hp.Budget(keep_heads=6)).mask.n_kept == 6
-    with pytest.raises(InvalidValue, match="ask the scores that they were made of"):
+    with pytest.raises(InvalidValue, match="use the scores that were averaged"):
         rank_average([sampled(noise(0)), A]).stable(3)
 
 

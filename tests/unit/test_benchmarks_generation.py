@@ -119,7 +119,7 @@ def test_translators_are_cut_by_kind_and_a_run_goes_on(translation, given, tmp_p
     assert "has not been run yet.\n\nOn a GPU: no GPU record yet.\n" in text
     on_gpu = {**record, "size": "full", "hardware": {"device": "cuda", "gpu": "a GPU"}}
     text = translation.page([record, on_gpu])
-    assert f"aimed at, reached {100 * record['base']['test']:.2f}.\n" in text
+    assert f"before the cut) reached {100 * record['base']['test']:.2f}.\n" in text
     assert "no GPU record yet" not in text
 
 

@@ -258,7 +258,7 @@ def test_what_has_whole_passes_and_a_note(kind, change, max_bytes, words):
     if change:
         change(model)
     (note,) = held(model, [inputs(4)], max_bytes=max_bytes)
-    assert "as passes could not be played back" in note
+    assert "because passes could not be played back" in note
     assert words in note
 
 

@@ -161,7 +161,7 @@ def test_no_column_is_proposed_where_none_fits(header, row, named, where, tmp_pa
     with pytest.raises(InvalidValue, match="None of them fits by its contents") as refused:
         guess(classifier(tmp_path, [f"LABEL_{i}" for i in range(N)]), data, **named)
     assert refused.value.where == where
-    assert str(refused.value).endswith(f"if one is meant, name it: {where} COLUMN.")
+    assert str(refused.value).endswith(f"by its contents; name one: {where} COLUMN.")
 
 
 def test_the_label_of_a_model_that_grades_is_a_number(tmp_path):

@@ -315,5 +315,5 @@ def test_a_loss_that_couples_later_examples_alone_is_refused(scorer, n_before):
     model = nn.Sequential(hp.MultiHeadAttention(8, 4)).double().eval()
     couples = [0] * n_before + [1, 1]
     batches = [(torch.randn(4, 5, 8).double(), coupled) for coupled in couples]
-    with pytest.raises(InvalidValue, match="first shows in a later batch"):
+    with pytest.raises(InvalidValue, match="first appears in a later batch"):
         scored(scorer, model, batches, coupled_where_asked)

@@ -148,7 +148,7 @@ def prune_pair(model, keep):
         ("other", "bias", "W_k.bias", r"one shared with \['other'\]"),
         ("attention.W_o", "weight", "W_q.weight", "shared and cut in two ways"),
         ("twin.W_q", "weight", "W_q.weight", r"one shared with \['twin.W_q'\]"),
-        ("attention", "W_k", "W_q", "of this attention alone"),
+        ("attention", "W_k", "W_q", "used in this place only"),
     ],
 )
 def test_what_is_shared_beyond_the_cut_is_refused_before_any_change(

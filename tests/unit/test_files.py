@@ -154,10 +154,10 @@ def test_an_error_after_the_first_file_is_in_place_does_not_say_that_nothing_cha
     no_room[0] = 99
     write(tmp_path / "out", "ab")
     no_room[0] = room
-    with pytest.raises(NotWritten, match="Some of what is new may be in its place already"):
+    with pytest.raises(NotWritten, match="Some new files may be in place already"):
         write(tmp_path / "out", "ab")
     no_room[0] = room - 1
-    with pytest.raises(NotWritten, match="What was there before is as it was"):
+    with pytest.raises(NotWritten, match="The old files are unchanged"):
         write(tmp_path / "out", "ab")
 
 

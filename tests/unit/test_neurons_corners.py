@@ -168,11 +168,11 @@ def test_a_plan_says_that_neurons_go_by_levels():
     scores = make([site("a", 2), site("f", 64, kind="feed_forward")], [[1.0] * 2, [1.0] * 64])
     plan = hp.select(scores, hp.Budget(keep_heads=1.0), must_remove={"f": [0]})
     assert len(plan.mask.kept("f")) < 63
-    assert any(note.startswith("Neurons stay or go by levels") for note in plan.notes)
+    assert any(note.startswith("Neurons are kept or removed by level") for note in plan.notes)
     few = make([site("a", 2), site("f", 8, kind="feed_forward")], [[1.0] * 2, [1.0] * 8])
     single = hp.select(few, hp.Budget(keep_heads=1.0), must_remove={"f": [0]})
     assert single.mask.kept("f") == tuple(range(1, 8))
-    assert not any(note.startswith("Neurons stay or go by levels") for note in single.notes)
+    assert not any(note.startswith("Neurons are kept or removed by level") for note in single.notes)
 
 
 # ---------------------------------------------------------------- models

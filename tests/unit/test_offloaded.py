@@ -275,7 +275,7 @@ def test_weights_that_a_cut_cannot_reach_are_refused():
     for model, layouts, words in (
         (around, None, "weights fetched for a module around it.*preload_module_classes"),
         (cpu_offload(subject.copy(), state_dict=mapping), None, "got a ChainMap"),
-        (anew, [replace(ODD, adapt=adapt)], r"0\.norm\.weight: .* got one that is new or changed"),
+        (anew, [replace(ODD, adapt=adapt)], r"0\.norm\.weight: .* got a new or changed tensor"),
     ):
         sites = hp.find_sites(model, layouts=layouts) if layouts else subject.sites
         with unchanged(model), pytest.raises(UnsupportedModel, match=words):

@@ -62,7 +62,7 @@ def test_a_projection_in_two_places_is_not_cut_for_one(share, also):
     model, _ = tiny("llama")
     share(model)
     sites = hp.find_sites(model)
-    words = rf"one that is also \['{also}'\]"
+    words = rf"a module that is also \['{also}'\]"
     refused(model, sites, mask_of(sites, 0, 1), words, sites[0].name)
 
 
@@ -71,7 +71,7 @@ def test_an_output_that_two_layers_share_is_refused_with_its_counts():
     first, second, *_ = model.bert.encoder.layer
     second.attention.output = first.attention.output
     mask = ragged(hp.find_sites(model))
-    refused(model, None, mask, "of this attention alone", "bert.encoder.layer.0.attention")
+    refused(model, None, mask, "used in this place only", "bert.encoder.layer.0.attention")
 
 
 def test_a_module_that_holds_a_cut_tensor_counts_too():
@@ -85,7 +85,7 @@ def test_a_module_that_holds_a_cut_tensor_counts_too():
     base = registry.get("multi_head_attention")
     slabs = (*base.slabs, hp.HeadSlab("table.bias", 0, "head"))
     sites = hp.find_sites(model, layouts=[replace(base, name="tabled", slabs=slabs)])
-    refused(model, sites, mask_of(sites, 1), r"one that is also \['1.table'\]", "0.table")
+    refused(model, sites, mask_of(sites, 1), r"a module that is also \['1.table'\]", "0.table")
 
 
 @pytest.mark.parametrize("share", [share_an_output_projection, use_it_outside])
@@ -93,7 +93,7 @@ def test_gates_on_a_projection_in_two_places_are_refused(share):
     model, batch = tiny("llama")
     share(model)
     sites = hp.find_sites(model)
-    with unchanged(model), pytest.raises(UnsupportedModel, match="of this attention alone"):
+    with unchanged(model), pytest.raises(UnsupportedModel, match="used in this place only"):
         hp.gated(model, {sites[0].name: torch.zeros(6)}).__enter__()
     with hp.gated(model, {sites[2].name: torch.zeros(6)}):  # the third layer shares nothing
         model(**batch)

@@ -148,8 +148,8 @@ def test_without_a_base_row_there_are_no_differences(record):
     base, taylor, chance, *_ = record.quality
     without = told(*record.quality[1:])
     assert "against base" not in without
-    assert "gives accuracy 0.974, which nothing is compared with" in without
-    assert "gives accuracy 0.969" in told(taylor)
+    assert "has accuracy 0.974, without a comparison" in without
+    assert "has accuracy 0.969" in told(taylor)
     assert "has no measured cost" in told(base)
     assert "accuracy" not in told(chance).partition("## ")[0]
 

@@ -157,7 +157,7 @@ def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record):
     assert options[10] == "patch in row 3, column 3"
     assert "test row 0, label 7" in html
     partly = render_html(record, ReportInputs(replace(pictures, whole=False)))
-    assert "To keep this file small it shows of every map the mean over all queries" in partly
+    assert "To keep this file small it shows of every map the mean over queries" in partly
 
 
 def test_heads_that_no_plan_is_for_are_neither_kept_nor_removed(record):

@@ -23,7 +23,7 @@ from tests.laws.support import examples_of as data
 from tests.laws.support import subject_of
 from tests.scoring_help import counted_runs, score, split
 
-OTHERS = r"what these batches gave, in this order.*up to batch"
+OTHERS = r"results of these batches, in this order.*up to batch"
 MEAN = LeaveOneOut(replacement="mean")
 #: Rows and sums, of one pass and of several.
 SCORERS = [

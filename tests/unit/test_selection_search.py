@@ -133,14 +133,14 @@ def test_steps_that_lead_into_a_corner_are_taken_back() -> None:
     scores = make([site("a", 2), site("b", 2)], [[9, 1], [9, 1]], costs)
     rescore = Rescore(scores)
     budget = hp.Budget(keep_params=(500 + 200) / 1200)  # one head of each, the cheap one of a
-    with pytest.raises(InfeasibleBudget):  # by what the first step leaves
+    with pytest.raises(InfeasibleBudget):  # by what the first step keeps
         select(scores, budget, "knapsack", must_remove={"a": [1]})
     plan = select(scores, budget, Iterative(steps=3, inner="knapsack"), rescore=rescore)
     assert [mask.kept("a") for mask in rescore.masks] == [(0,)]
     assert (plan.mask.kept("a"), plan.mask.n_kept) == ((1,), 2)
     said = (
-        "step 2 of 3 could not meet the budget with what was left: the rest was chosen at once, 1"
-        " plans back; "
+        "step 2 of 3 could not meet the budget: the final heads were chosen at once from an earlier"
+        " plan (1 plans before the latest); "
     )
     assert plan.notes[-1] == f"knapsack in steps, of which {said}scored anew 1 times."
 

@@ -209,7 +209,7 @@ def test_bad_folders(tmp_path):
     own = [s for s in slices.stored_tensors(folder).values() if s.path == second]
     last = max(own, key=lambda tensor: tensor.start)
     second.write_bytes(kept[second][:-1])
-    with pytest.raises(CheckpointError, match="must be left alone while it is read, got a file th"):
+    with pytest.raises(CheckpointError, match="must be unchanged while it is read, got a file th"):
         slices.read(last)
     write(state, folder / WEIGHTS)  # Transformers would take this one, whatever is in it
     refused("One of the two is of an earlier save")

@@ -323,7 +323,7 @@ def test_few_changed_answers_are_no_proof_of_a_loss():
 def test_a_pick_of_nothing_says_how_many_rows_it_lacks():
     for bound, drop_found, rows, words in (
         (0.03, 0.005, 2500, "about 2,500 validation rows would be needed to show it"),
-        (0.03, 0.012, None, "more rows would not help while the drop itself is not below what is"),
+        (0.03, 0.012, None, "more rows would not help, because the drop itself is too large"),
         (0.01004, 0.005, 110, "lose at most 1.000 points"),
     ):
         look = SettingVerdict("taylor", 16.0, bound, False, drop_found)

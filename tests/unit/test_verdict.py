@@ -73,7 +73,7 @@ PERPLEXITY = built(final(0.031, 0.02, 0.04, "perplexity"), quality=quality("perp
 LOSS = built(final(-0.1, -0.2, -0.01, "loss"), quality=quality("loss", 0.5, 0.4))
 
 
-NOT_COMPARED = "gives accuracy 0.974, which nothing is compared with"
+NOT_COMPARED = "has accuracy 0.974, without a comparison"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ SLOWER = built(speed=(timed(1.01, 0.9, 1.1),))
         (built(WORSE, TIES), "keep more heads, or score on more calibration rows"),
         (UNRECOVERED, "recover it (`recover: lstsq` needs no training), or keep more heads"),
         (built(WORSE, quality=UNTRAINED), "train it (`recover: finetune`), or keep more heads"),
-        (record_of(), "run it again: this version of headprune gives the cost an interval"),
+        (record_of(), "run it again to get an interval for the cost"),
         (built(quality=()), "measure it on rows with labels before you use it"),
         (built(proofs=(WRONG,)), "do not use it: the cut model does not equal the gated one"),
     ],
