@@ -16,7 +16,7 @@ from headprune.attention.convert import from_heads, from_torch, to_torch
 from headprune.attention.kept_heads import check_heads, say_heads, store_heads_
 from headprune.attention.linear import Axis, cut_features, replace_features_
 from headprune.attention.masks import join_masks
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.errors import InvalidValue, UnsupportedModel, check_one_of
 from headprune.core.heads import ATTENTION_KINDS, AttentionSite, Kind, Policy
 from headprune.core.indices import indices
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
@@ -101,8 +101,7 @@ class MultiHeadAttention(nn.Module):
             raise InvalidValue("query_size", f"a multiple of n_heads = {n_heads}", query_size, hint)
         if not 0 <= dropout < 1:
             raise InvalidValue("dropout", "a probability, 0 <= dropout < 1", dropout)
-        if kind not in ATTENTION_KINDS:
-            raise InvalidValue("kind", f"one of {', '.join(ATTENTION_KINDS)}", repr(kind))
+        check_one_of("kind", kind, ATTENTION_KINDS)
         self.kind = kind
         self.n_heads = n_heads
         self.n_kv_heads = _or(n_kv_heads, n_heads)

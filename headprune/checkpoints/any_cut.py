@@ -9,7 +9,7 @@ from torch import nn
 
 from headprune.checkpoints import gguf_file, remote_code
 from headprune.core.errors import UnsupportedModel
-from headprune.core.heads import HeadMask
+from headprune.core.heads import without
 from headprune.core.layout import AttentionLayout
 from headprune.model.cut import cut_
 from headprune.model.plain_config import config_of_cut
@@ -72,10 +72,6 @@ def _reason(
 def _cut_one_unit_(model: nn.Module, layouts: Sequence[AttentionLayout]) -> bool:
     """Remove one unit of heads from each layer with several; return whether any had several."""
     sites = find_sites(model, layouts)
-    keep = {}
-    for site in sites:
-        units = site.units[1:] or site.units
-        keep[site.name] = [head for unit in units for head in unit]
-    mask = HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
-    cut_(model, bind(model, sites), mask)
-    return any(len(site.units) > 1 for site in sites)
+    removed = {site.name: site.units[0] for site in sites if len(site.units) > 1}
+    cut_(model, bind(model, sites), without(sites, removed))
+    return bool(removed)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.checkpoints import gguf_tokenizer
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.errors import InvalidValue, UnsupportedModel, check_one_of
 from headprune.core.files import write_errors
 from headprune.model.building import is_known
 from headprune.model.offloaded import state_of
@@ -128,8 +128,7 @@ def check_dtype(dtype: str | None, format: str, where: str = "dtype") -> None:
         return
     if format != "gguf":
         raise InvalidValue(where, "given with format 'gguf' only", f"{dtype!r} with {format!r}")
-    if dtype not in DTYPES:
-        raise InvalidValue(where, f"one of {', '.join(DTYPES)}", repr(dtype))
+    check_one_of(where, dtype, DTYPES)
 
 
 def description_of_cut(model: Any, bound: list[BoundSite]) -> Description:

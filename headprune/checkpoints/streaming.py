@@ -50,7 +50,7 @@ class StreamReport:
         bytes_read, bytes_written: Of weights.
         warnings: Facts that a user should know.
         copied: Names of the files that were copied unchanged.
-        feed_forwards: Those of the sites in ``removed`` whose heads are neurons.
+        feed_forwards: Sites whose heads are neurons.
     """
 
     removed: tuple[tuple[str, tuple[int, ...]], ...]

@@ -27,7 +27,7 @@ from headprune.cli._shared import (
     show_estimate,
     watching,
 )
-from headprune.core.errors import WARNING, InvalidValue, UnsupportedModel
+from headprune.core.errors import WARNING, InvalidValue, UnsupportedModel, check_one_of
 from headprune.core.files import occupied, pruned_name
 
 if TYPE_CHECKING:
@@ -347,9 +347,7 @@ def _check_format(format: str, dtype: str | None, no_tokenizer: bool) -> None:
     from headprune.checkpoints import gguf_file
     from headprune.checkpoints.checkpoint import FORMATS
 
-    formats = ("auto", *FORMATS)
-    if format not in formats:
-        raise InvalidValue("--format", f"one of {', '.join(formats)}", repr(format))
+    check_one_of("--format", format, ("auto", *FORMATS))
     gguf_file.check_dtype(dtype, format, "--dtype")
     if format == "gguf":
         gguf_file.check_installed()

@@ -124,3 +124,9 @@ def check_count(where: str, value: object, least: int = 1) -> None:
     """Refuse everything but a whole number >= ``least``; a bool is none."""
     if type(value) is not int or value < least:
         raise InvalidValue(where, f"a count >= {least}", repr(value))
+
+
+def check_one_of(where: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that is not one of the allowed ones."""
+    if value not in allowed:
+        raise InvalidValue(where, f"one of {', '.join(allowed)}", repr(value))

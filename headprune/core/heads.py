@@ -15,7 +15,13 @@ from itertools import chain
 from typing import Any, Literal
 
 from headprune.core.codec import LATER, Value
-from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_you_mean
+from headprune.core.errors import (
+    InvalidValue,
+    PlanMismatch,
+    UnknownName,
+    check_one_of,
+    did_you_mean,
+)
 from headprune.core.indices import indices, kept_in_row
 from headprune.core.slabs import MOST_HEADS, HeadGeometry
 
@@ -100,11 +106,8 @@ class AttentionSite(Value):
     least: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InvalidValue("AttentionSite.kind", f"one of {', '.join(KINDS)}", repr(self.kind))
-        if self.policy not in POLICIES:
-            must = f"one of {', '.join(POLICIES)}"
-            raise InvalidValue("AttentionSite.policy", must, repr(self.policy))
+        check_one_of("AttentionSite.kind", self.kind, KINDS)
+        check_one_of("AttentionSite.policy", self.policy, POLICIES)
         # Checks the counts and widths.
         HeadGeometry(
             self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim, self.key_dim

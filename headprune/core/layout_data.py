@@ -6,7 +6,7 @@ Every field of a layout is data, except functions and classes. Of those only the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from headprune.core.codec import FrozenDict
@@ -58,7 +58,7 @@ def data_of(layout: AttentionLayout) -> FrozenDict | None:
         if field.name in _NOT_STORED or value == field.default:
             continue
         data[field.name] = value
-    data["slabs"] = list(map(_slab_data, layout.slabs))
+    data["slabs"] = list(map(asdict, layout.slabs))
     if layout.kind is kind_of:
         data["kind"] = {"by_name": True}
     elif isinstance(layout.kind, SeenKind):
@@ -67,10 +67,6 @@ def data_of(layout: AttentionLayout) -> FrozenDict | None:
         return FrozenDict(data)
     except InvalidValue:
         return None
-
-
-def _slab_data(slab: HeadSlab) -> dict[str, Any]:
-    return {field.name: getattr(slab, field.name) for field in fields(slab)}
 
 
 def layout_from(data: FrozenDict) -> AttentionLayout:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from headprune.core.codec import EMPTY, LATER, FrozenDict, Value
 from headprune.core.coverage import coverage_notes
 from headprune.core.display import Row, html_grid, rich_grid, text_grid
-from headprune.core.errors import InvalidValue, PlanMismatch
+from headprune.core.errors import InvalidValue, PlanMismatch, check_one_of
 from headprune.core.grids import mask_rows
 from headprune.core.heads import POLICIES, AttentionSite, HeadMask, Policy, places
 from headprune.core.scores import ModelFingerprint
@@ -233,9 +233,7 @@ class PruningPlan(Value):
     budgets: tuple[SiteBudget, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            must = f"one of {', '.join(POLICIES)}"
-            raise InvalidValue("PruningPlan.policy", must, repr(self.policy))
+        check_one_of("PruningPlan.policy", self.policy, POLICIES)
         # Both together would not say which one holds.
         if self.budget is not None and self.budgets:
             raise InvalidValue("PruningPlan", "given one of budget and budgets", "both")

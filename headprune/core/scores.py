@@ -108,7 +108,9 @@ class HeadScores(Value):
         if self.costs is not None:
             _check_rows("costs.units", list(map(len, self.costs.units)), shape)
         if self.ladders is not None:
-            _check_ladders(self.ladders, self.sites)
+            names = [site.name for site in self.sites]
+            if [ladder.site for ladder in self.ladders] != names:
+                raise InvalidValue("HeadScores.ladders", f"one per site, {names}", self.ladders)
         n_units = sum(shape)
         if self.samples is not None and self.samples.units != n_units:
             must = f"one column per unit, {n_units}"
@@ -169,14 +171,15 @@ class HeadScores(Value):
         wanted = places(self.sites, sites)
         if not wanted:
             raise _no_such_sites(self.sites, sites)
-        return self._of_places(wanted)
+        return self.of_places(wanted)
 
     def without_neurons(self) -> HeadScores:
         """The scores of attention alone; themselves where there are no feed-forwards."""
         wanted = [i for i, site in enumerate(self.sites) if not site.is_feed_forward]
-        return self if len(wanted) == len(self.sites) else self._of_places(tuple(wanted))
+        return self if len(wanted) == len(self.sites) else self.of_places(tuple(wanted))
 
-    def _of_places(self, wanted: tuple[int, ...]) -> HeadScores:
+    def of_places(self, wanted: tuple[int, ...]) -> HeadScores:
+        """The scores of the sites at these places, in their order in the model."""
         # 1. Numbers and costs, site by site.
         errors, costs = self.standard_errors, self.costs
         if errors is not None:
@@ -353,12 +356,6 @@ class HeadScores(Value):
     def _repr_html_(self) -> str:
         notes = [f"<p>{html_text(note)}</p>" for note in self.notes]
         return html_grid(self.title, self.rows()) + "".join(notes)
-
-
-def _check_ladders(ladders: Sequence[SiteLadder], sites: Sequence[AttentionSite]) -> None:
-    names = [site.name for site in sites]
-    if [ladder.site for ladder in ladders] != names:
-        raise InvalidValue("HeadScores.ladders", f"one per site, {names}", ladders)
 
 
 def _check_rows(name: str, lengths: list[int], shape: list[int]) -> None:

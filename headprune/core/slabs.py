@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_one_of
 
 Packing = Literal["sequential", "grouped"]
 UNITS: tuple[str, ...] = ("query", "gated_query", "key", "value", "context", "head", "kv_head")
@@ -155,8 +155,7 @@ class HeadGeometry:
 def check_slab(units: Sequence[str], packing: str) -> None:
     """Refuse an unknown unit or packing."""
     for unit in units:
-        if unit not in UNITS:
-            raise InvalidValue("HeadSlab.unit", f"one of {', '.join(UNITS)}", repr(unit))
+        check_one_of("HeadSlab.unit", unit, UNITS)
     if packing not in ("sequential", "grouped"):
         raise InvalidValue("HeadSlab.packing", "'sequential' or 'grouped'", repr(packing))
 

@@ -21,11 +21,8 @@ def feed_forward(
     up: Mapping[str, str | tuple[str, ...]],
     *,
     optional: tuple[str, ...] = (),
-    untouched: tuple[str, ...] = (),
-    exposed: type[Mixin] | None = None,
-    requires: tuple[str, ...] = (),
-    absent: tuple[str, ...] = (),
-    width: int | Callable[[Any], int] = 1,
+    head_dim: int | Callable[[Any], int] = 1,
+    **fields: Any,
 ) -> AttentionLayout:
     """Return the layout of a feed-forward, or of a layer that holds its projections itself.
 
@@ -35,24 +32,18 @@ def feed_forward(
         up: By path of a projection whose output is the neurons, its units: ``head`` for one row per
             neuron, ``("head", "head")`` for a fused pair of gate and value.
         optional: Those of them that a module may lack.
-        untouched: Paths of parameters that do not depend on neurons.
-        exposed: As in ``AttentionLayout``.
-        requires: As in ``AttentionLayout``.
-        absent: As in ``AttentionLayout``.
-        width: Of a neuron, 1; or a function that first refuses modules by raising.
+        head_dim: Width of a neuron, 1; or a function that first refuses modules by raising.
+        fields: Others of ``AttentionLayout``.
     """
     slabs = [HeadSlab(path, "out", unit, optional=path in optional) for path, unit in up.items()]
     return AttentionLayout(
         name=name,
         gate=down,
         slabs=(*slabs, HeadSlab(down, "in", "context")),
-        head_dim=width,
+        head_dim=head_dim,
         kind="feed_forward",
-        untouched=untouched,
-        exposed=exposed,
-        requires=requires,
-        absent=absent,
         empty=WithoutNeurons(down),
+        **fields,
     )
 
 

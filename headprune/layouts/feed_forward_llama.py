@@ -22,5 +22,5 @@ LAYOUT = feed_forward(
     "down_proj",
     {"gate_proj": "head", "up_proj": "head"},
     optional=("gate_proj",),
-    width=_width,
+    head_dim=_width,
 )

@@ -64,5 +64,5 @@ LAYOUT = feed_forward(
     {"linear1": "head"},
     untouched=("self_attn", "multihead_attn", "norm1", "norm2", "norm3"),
     exposed=CallsItsLayers,
-    width=_width,
+    head_dim=_width,
 )

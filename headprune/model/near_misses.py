@@ -270,7 +270,7 @@ def _unmatched(
         Names, classes and reasons.
     """
     inside = tuple(f"{name}." if name else "" for name in sites)
-    around = {"", *taken, *_names_around(taken)} if taken else set()
+    around = {"", *taken, *names_around(taken)} if taken else set()
     for name, module in candidates:
         if name in around or name.startswith(inside):
             continue
@@ -311,7 +311,7 @@ def no_feed_forwards_error(
     return UnsupportedModel(type(model).__name__, must, got, hint)
 
 
-def _names_around(names: Iterable[str]) -> Iterator[str]:
+def names_around(names: Iterable[str]) -> Iterator[str]:
     """Names of the modules that contain one of these: ``a`` and ``a.b`` for ``a.b.c``."""
     for name in names:
         parent = name.rpartition(".")[0]

@@ -22,6 +22,7 @@ from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import Kind
 from headprune.model.losses import is_encoder_decoder
 from headprune.model.masks import HIDDEN, Visible, token_mask, unhidden, unmasked, visible
+from headprune.model.near_misses import names_around
 from headprune.model.running import tensors
 from headprune.model.sites import BoundSite, bind, unwrap
 
@@ -396,7 +397,8 @@ def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
     def returned(module: nn.Module, args: Any, output: Any) -> None:
         inputs.leave()
 
-    watched = {name: model.get_submodule(name) for name in _names_around(sites)}
+    around = {"", *names_around(sites)} if sites else set()
+    watched = {name: model.get_submodule(name) for name in around.difference(sites)}
     watched.update(sites)
     with ExitStack() as stack:
         stack.callback(inputs.leave)
@@ -414,15 +416,6 @@ def _attention_of(model: nn.Module) -> list[BoundSite]:
         return bind(model)
     except UnsupportedModel:
         return []
-
-
-def _names_around(sites: Mapping[str, nn.Module]) -> set[str]:
-    """Names of the modules that contain a site, without the sites themselves."""
-    around: set[str] = set()
-    for name in sites:
-        parts = name.split(".")
-        around.update(".".join(parts[:n]) for n in range(len(parts)))
-    return around - set(sites)
 
 
 # ---------------------------------------------------------------- arguments

@@ -150,10 +150,11 @@ def _set_neurons(section: Any, sites: list[BoundSite]) -> None:
         must, got = "for the same number of neurons in every layer", sorted(counts)
         raise UnsupportedModel(_WHERE, must, f"layers with {', '.join(map(str, got))} neurons")
     (kept,) = counts
-    for name in _NEURONS:
-        # GPT-2's is None where it is four times the width.
-        if getattr(section, name, 0) in (sites[0].site.n_query_heads, None):
-            setattr(section, name, kept)
+    values = {name: getattr(section, name) for name in _NEURONS if hasattr(section, name)}
+    known = [name for name, value in values.items() if value == sites[0].site.n_query_heads]
+    # GPT-2's is None where it is four times the width.
+    for name in known or [name for name, value in values.items() if value is None]:
+        setattr(section, name, kept)
 
 
 def _set_heads(section: Any, sites: list[BoundSite], with_width: bool) -> None:

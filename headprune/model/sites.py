@@ -16,6 +16,7 @@ from headprune.core.errors import (
     InvalidValue,
     UnknownName,
     UnsupportedModel,
+    check_one_of,
     did_you_mean,
 )
 from headprune.core.heads import POLICIES, AttentionSite, Policy
@@ -210,8 +211,7 @@ def find_sites(
 def _check(model: object, policy: str) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidValue("model", "a torch.nn.Module", type(model).__name__)
-    if policy not in POLICIES:
-        raise InvalidValue("policy", f"one of {', '.join(POLICIES)}", repr(policy))
+    check_one_of("policy", policy, POLICIES)
 
 
 # ``sites_for`` and ``all_cut_sites`` do not fill ``not_taken``.

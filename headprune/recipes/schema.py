@@ -252,15 +252,7 @@ class BudgetSection(Section):
         Raises:
             InvalidValue: none or several are given, or an impossible one.
         """
-        return Budget(
-            self.keep_heads,
-            self.keep_params,
-            self.keep_macs,
-            self.keep_kv,
-            self.speedup,
-            self.length,
-            self.tensor_parallel,
-        )
+        return Budget(**{name: getattr(self, name) for name in BudgetSection.model_fields})
 
 
 class LatencySection(Section):

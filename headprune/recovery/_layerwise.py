@@ -392,9 +392,3 @@ def check_max_bytes(where: str, max_bytes: object) -> None:
     """Refuse what is no count of bytes."""
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
         raise InvalidValue(where, "a count of bytes >= 0", repr(max_bytes))
-
-
-def check_precision(where: str, precision: object) -> None:
-    """Refuse another type than the two known ones."""
-    if precision not in PRECISIONS:
-        raise InvalidValue(where, f"one of {', '.join(PRECISIONS)}", repr(precision))

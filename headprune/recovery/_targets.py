@@ -481,7 +481,7 @@ def check_as_often(
     """Refuse a projection that model and teacher did not call equally often.
 
     Raises:
-        UnsupportedModel: they did, or neither called it.
+        UnsupportedModel: they did not, or neither called it.
     """
     if len(model_calls) != len(teacher_calls) or not model_calls:
         got = f"{len(model_calls)} runs, and {len(teacher_calls)} of the teacher's"

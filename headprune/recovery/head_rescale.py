@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import check_one_of
 from headprune.model.transfers import sent
 from headprune.recovery._layerwise import (
+    PRECISIONS,
     LayerwiseRecovery,
     Precision,
     WeightChange,
     check_max_bytes,
-    check_precision,
     check_ridge,
 )
 from headprune.recovery._least_squares import Normal, solved
@@ -54,10 +54,8 @@ class HeadRescale(LayerwiseRecovery):
 
     def __post_init__(self) -> None:
         check_ridge("HeadRescale.ridge", self.ridge)
-        if self.intercept not in INTERCEPTS:
-            must = f"one of {', '.join(INTERCEPTS)}"
-            raise InvalidValue("HeadRescale.intercept", must, repr(self.intercept))
-        check_precision("HeadRescale.precision", self.precision)
+        check_one_of("HeadRescale.intercept", self.intercept, INTERCEPTS)
+        check_one_of("HeadRescale.precision", self.precision, PRECISIONS)
         check_max_bytes("HeadRescale.max_bytes", self.max_bytes)
 
     @property

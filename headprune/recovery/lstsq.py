@@ -8,13 +8,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import check_one_of
 from headprune.recovery._layerwise import (
+    PRECISIONS,
     LayerwiseRecovery,
     Precision,
     WeightChange,
     check_max_bytes,
-    check_precision,
     check_ridge,
 )
 from headprune.recovery._least_squares import Normal, solved
@@ -79,12 +79,9 @@ class Lstsq(LayerwiseRecovery):
     def __post_init__(self) -> None:
         if self.ridge is not None:
             check_ridge("Lstsq.ridge", self.ridge)
-        if self.token_weights not in TOKEN_WEIGHTS:
-            must = f"one of {', '.join(TOKEN_WEIGHTS)}"
-            raise InvalidValue("Lstsq.token_weights", must, repr(self.token_weights))
-        if self.prior not in PRIORS:
-            raise InvalidValue("Lstsq.prior", f"one of {', '.join(PRIORS)}", repr(self.prior))
-        check_precision("Lstsq.precision", self.precision)
+        check_one_of("Lstsq.token_weights", self.token_weights, TOKEN_WEIGHTS)
+        check_one_of("Lstsq.prior", self.prior, PRIORS)
+        check_one_of("Lstsq.precision", self.precision, PRECISIONS)
         check_max_bytes("Lstsq.max_bytes", self.max_bytes)
 
     @property

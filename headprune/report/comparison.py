@@ -172,7 +172,9 @@ def _sections(records: Sequence[RunRecord]) -> tuple[ComparedSection, ...]:
             _quality(records),
         ),
         ComparedSection(
-            "Size", "After the cut, and the change from the original model.", _size(records)
+            "Size",
+            "After the cut, and the change from the original model.",
+            _rows(list(map(_size_column, records))),
         ),
         ComparedSection(
             "Speed", "Original over pruned: above 1 the pruned model is faster.", _speed(records)
@@ -260,10 +262,6 @@ def _quality_cell(group: QualityGroup, line: QualityLine) -> ComparedCell:
         return ComparedCell(text, f"{group.n_examples} examples")
     unit = " points" if group.delta_header == "points" else ""
     return ComparedCell(text, f"{line.delta}{unit}", line.tone)
-
-
-def _size(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    return _rows(list(map(_size_column, records)))
 
 
 def _size_column(record: RunRecord) -> dict[str, ComparedCell]:

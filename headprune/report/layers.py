@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headprune.core.heads import AttentionSite
@@ -70,12 +70,12 @@ def layer_table(record: RunRecord) -> LayerTable | None:
     for kind, names in kinds:
         labels = short_names(names)[1]
         for name, label in zip(names, labels, strict=True):
-            lines.append(_line(label, kind, costs[name], length))
+            lines.append(layer_line(label, kind, costs[name], length))
     # 3. Add the sum.
-    whole = _total(list(costs.values()))
+    whole = total_cost(costs.values())
     # Encoders have no cache.
     cached = whole.before.kv_bytes > 0
-    return LayerTable(tuple(lines), _line("all layers", "", whole, length), length, cached)
+    return LayerTable(tuple(lines), layer_line("all layers", "", whole, length), length, cached)
 
 
 def kept_of(plan: PruningPlan, site: AttentionSite) -> set[int]:
@@ -93,7 +93,8 @@ def site_cost(site: AttentionSite, units: Sequence[Cost], kept: set[int]) -> Sit
     return SiteCost(len(site.heads), len(kept), Cost.sum(units), Cost.sum(after))
 
 
-def _total(costs: Sequence[SiteCost]) -> SiteCost:
+def total_cost(costs: Iterable[SiteCost]) -> SiteCost:
+    """The costs of several sites together."""
     heads = kept = 0
     before, after = [], []
     for cost in costs:
@@ -104,7 +105,8 @@ def _total(costs: Sequence[SiteCost]) -> SiteCost:
     return SiteCost(heads, kept, Cost.sum(before), Cost.sum(after))
 
 
-def _line(label: str, kind: str, cost: SiteCost, length: int) -> LayerLine:
+def layer_line(label: str, kind: str, cost: SiteCost, length: int) -> LayerLine:
+    """Format the row of one site, or of all together."""
     before, after = cost.before, cost.after
     # A layer that had lost all heads before has no share.
     share = 100 * cost.kept / cost.heads if cost.heads else 0.0

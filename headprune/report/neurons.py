@@ -10,39 +10,36 @@ from headprune.core.errors import UnknownName
 from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.core.latency import LatencyTable
 from headprune.core.record import RunRecord
-from headprune.core.scores import Cost
-from headprune.report.formats import counts, fixed
+from headprune.report.formats import fixed
 from headprune.report.heatmap import short_names
-from headprune.report.layers import SiteCost, kept_of, site_cost
+from headprune.report.layers import (
+    LayerLine,
+    LayerTable,
+    SiteCost,
+    kept_of,
+    layer_line,
+    site_cost,
+    total_cost,
+)
 
 
 @dataclass(frozen=True)
-class NeuronLine:
-    """One formatted row: the heads or the neurons of a layer, or the sum of all.
+class NeuronLine(LayerLine):
+    """One formatted row: the heads or the neurons of a layer, or the sum of all."""
 
-    Pairs are before and after.
-    """
-
-    label: str  # the part of the site's name that differs
     kept: str  # such as `512 of 3,072 neurons`
-    share: float  # of them that is kept, in percent
-    params: tuple[str, str]
-    macs: tuple[str, str]  # multiply-adds per example
-    cache: tuple[str, str]  # bytes per token
     time: tuple[str, str]  # milliseconds per call; empty without a latency table
     bought: str  # milliseconds that the cut saves there, by the latency table
 
 
 @dataclass(frozen=True)
-class NeuronTable:
+class NeuronTable(LayerTable):
     """The rows in model order, their sum, and the values of the heading."""
 
-    pattern: str  # the parts of the sites' names that all share
     lines: tuple[NeuronLine, ...]
     total: NeuronLine
-    length: int  # tokens per example, of the multiply-adds
+    pattern: str  # the parts of the sites' names that all share
     timed_at: str  # batch and length of the times; empty without a latency table
-    cached: bool  # whether heads have a key/value cache
 
 
 #: Seconds of a site before and after the cut.
@@ -68,21 +65,15 @@ def neuron_table(record: RunRecord, latency: LatencyTable | None = None) -> Neur
     length = scores.costs.length
     pattern, labels = short_names([site.name for site in scores.sites])
     lines = []
-    rows = zip(labels, _pairs(scores.sites, costs), times or repeat(None), strict=False)
-    for label, pair, time in rows:
-        lines.append(_line(label, [pair], length, time))
-    total = _line("all layers", list(_pairs(scores.sites, costs)), length, _sum(times))
+    parts = list(zip(scores.sites, costs, strict=True))
+    for label, part, time in zip(labels, parts, times or repeat(None), strict=False):
+        lines.append(_line(label, [part], length, time))
+    total = _line("all layers", parts, length, _sum(times))
     timed_at = ""
     if times and latency is not None:
         timed_at = f"batch {latency.batch_size} × {latency.length} tokens, {latency.device}"
     cached = any(cost.before.kv_bytes for cost in costs)
-    return NeuronTable(pattern, tuple(lines), total, length, timed_at, cached)
-
-
-def _pairs(
-    sites: Iterable[AttentionSite], costs: Iterable[SiteCost]
-) -> Iterable[tuple[AttentionSite, SiteCost]]:
-    return zip(sites, costs, strict=True)
+    return NeuronTable(tuple(lines), total, length, cached, pattern, timed_at)
 
 
 def _times(
@@ -92,7 +83,7 @@ def _times(
     times: list[_Times] = []
     if latency is None:
         return times
-    for site, cost in _pairs(sites, costs):
+    for site, cost in zip(sites, costs, strict=True):
         try:
             row = latency.row(site.name)
         except UnknownName:  # a table of another model lies in the folder
@@ -117,25 +108,12 @@ def _line(
     """The row of one site, or of all together."""
     kept = HeadCounts.sum((cost.kept, site.is_feed_forward) for site, cost in parts)
     whole = HeadCounts.sum((cost.heads, site.is_feed_forward) for site, cost in parts)
-    before = Cost.sum(cost.before for _, cost in parts)
-    after = Cost.sum(cost.after for _, cost in parts)
-    neurons = all(site.is_feed_forward for site, _ in parts)
     words = kept.of(whole)
-    if neurons:
+    if all(site.is_feed_forward for site, _ in parts):
         words = f"{kept.neurons:,} of {whole.neurons:,} neurons"
-    n_kept, n_whole = kept.heads + (kept.neurons or 0), whole.heads + (whole.neurons or 0)
     shown, bought = ("", ""), ""
     if time is not None:
         shown = (fixed(1000 * time[0], 2), fixed(1000 * time[1], 2))
         bought = fixed(1000 * (time[0] - time[1]), 2)
-    return NeuronLine(
-        label=label,
-        kept=words,
-        # A layer that had lost all before has no share.
-        share=round(100 * n_kept / n_whole, 1) if n_whole else 0.0,
-        params=counts(before.params, after.params),
-        macs=counts(before.macs(length), after.macs(length)),
-        cache=counts(before.kv_bytes, after.kv_bytes),
-        time=shown,
-        bought=bought,
-    )
+    line = layer_line(label, "", total_cost(cost for _, cost in parts), length)
+    return NeuronLine(**vars(line), kept=words, time=shown, bought=bought)

@@ -460,9 +460,9 @@ def _compared_by_auto(record: RunRecord, chance: _Chance | None) -> Choice | Non
     return choice if any(one.scorer == "random" for one in choice.candidates) else None
 
 
-def random_is_as_good(record: RunRecord, rows: Mapping[Role, QualityRow] | None = None) -> bool:
+def random_is_as_good(record: RunRecord, rows: Mapping[Role, QualityRow]) -> bool:
     """Whether random heads are not shown to be worse; False where nothing compares them."""
-    chance = _against_random(record, rows if rows is not None else headline_rows(record))
+    chance = _against_random(record, rows)
     choice = _compared_by_auto(record, chance)
     if choice is not None:
         return not choice.beats_random

@@ -161,7 +161,10 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
     if random:
         progress.once("random", lambda: stages.compare_refitted(subject, scores, final()), _nothing)
     progress.once(
-        "answers", lambda: _compare_answers(subject, final(), folder), _nothing, (ANSWERS,)
+        "answers",
+        lambda: stages.compare_answers(subject, final()).save(folder / ANSWERS),
+        _nothing,
+        (ANSWERS,),
     )
 
     # 11. Measure sizes and speed.
@@ -254,10 +257,6 @@ def _cut_gradually(
     judged = progress.once("prune", make, load, (place,))
     _plan_of(subject.journal).save(folder / PLAN)  # the heads that the last stage kept
     return judged
-
-
-def _compare_answers(subject: Subject, final: Quality, folder: Path) -> None:
-    stages.compare_answers(subject, final).save(folder / ANSWERS)
 
 
 def _bench(subject: Subject, pruned: nn.Module, length: int) -> None:

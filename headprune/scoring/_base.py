@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headprune.core.choice import Choice
 from headprune.core.codec import FrozenDict
-from headprune.core.errors import InvalidValue
 from headprune.core.ladders import SiteLadder
 from headprune.core.scores import CostTable
 from headprune.model.batches import Batches
@@ -363,9 +362,3 @@ def units_per_site(bound: Iterable[BoundSite]) -> list[int]:
 def with_heads(bound: Iterable[BoundSite]) -> list[BoundSite]:
     """The sites that have heads: cuts may have removed all of a site's."""
     return [b for b in bound if b.site.heads]
-
-
-def one_of(where: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a setting that is not one of the allowed words."""
-    if value not in allowed:
-        raise InvalidValue(where, "one of " + ", ".join(allowed), repr(value))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from headprune.core.errors import check_one_of
 from headprune.scoring._activations import ActivationScorer, Gathers, Magnitudes, of_units
-from headprune.scoring._base import one_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ActivationNorm(ActivationScorer):
     of: str = "channels"
 
     def __post_init__(self) -> None:
-        one_of("ActivationNorm.of", self.of, ("channels", "output"))
+        check_one_of("ActivationNorm.of", self.of, ("channels", "output"))
 
     @property
     def gathers(self) -> Gathers:

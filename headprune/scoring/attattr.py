@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue, UnsupportedModel, check_count
+from headprune.core.errors import InvalidValue, UnsupportedModel, check_count, check_one_of
 from headprune.gating.context import gated
 from headprune.model.contexts import only_padding
 from headprune.model.padding import PaddingInfo
@@ -21,7 +21,6 @@ from headprune.scoring._base import (
     Estimate,
     Scorer,
     ScoringProblem,
-    one_of,
     with_heads,
 )
 from headprune.scoring._gates import gate_dtype
@@ -73,7 +72,7 @@ class Attattr(Scorer):
 
     def __post_init__(self) -> None:
         check_count("Attattr.steps", self.steps)
-        one_of("Attattr.of", self.of, ("probability", "loss"))
+        check_one_of("Attattr.of", self.of, ("probability", "loss"))
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         bound = with_heads(problem.bound)

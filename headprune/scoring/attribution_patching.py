@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from headprune.core.codec import FrozenDict
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_one_of
 from headprune.model.contexts import reading, rows_of
 from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, ScoringProblem, one_of
+from headprune.scoring._base import Estimate, ScoringProblem
 from headprune.scoring._contexts import leaves, mean_contexts
 from headprune.scoring._coupling import alone, asks, coupled, noted
 from headprune.scoring._flat import refuse_flat
@@ -62,7 +62,7 @@ class AttributionPatching(GradientScorer):
     corrupt: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        one_of("AttributionPatching.base", self.base, ("zero", "mean", "corrupt"))
+        check_one_of("AttributionPatching.base", self.base, ("zero", "mean", "corrupt"))
         if (self.base == "corrupt") != callable(self.corrupt):
             must = "a callable batch -> corrupted batch, with base='corrupt' only"
             raise InvalidValue("AttributionPatching.corrupt", must, self.corrupt)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_one_of
 from headprune.core.heads import AttentionSite
 from headprune.model.losses import Loss, default_loss
 from headprune.model.sites import bind, unwrap
 from headprune.scoring._averages import averaged, in_blocks, with_curvature
-from headprune.scoring._base import Estimate, ScoringProblem, one_of, units_per_site
+from headprune.scoring._base import Estimate, ScoringProblem, units_per_site
 from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gate_gradients, gathered
 
@@ -88,7 +88,7 @@ def fisher_matrix(
         InvalidValue: another structure, a block without examples, or what ``gate_gradients``
             refuses.
     """
-    one_of("fisher_matrix(structure=)", structure, ("full", "block", "diag"))
+    check_one_of("fisher_matrix(structure=)", structure, ("full", "block", "diag"))
     _check_block("fisher_matrix(block=)", block)
     rows = in_blocks(gate_gradients(model, batches, loss, sites), block)  # [blocks, units]
     sizes = units_per_site(bind(unwrap(model), sites))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headprune.core.errors import check_one_of
 from headprune.model.transfers import in_main_memory
 from headprune.scoring._activations import (
     ActivationScorer,
@@ -16,7 +17,6 @@ from headprune.scoring._activations import (
     of_units,
     output_weight,
 )
-from headprune.scoring._base import one_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Fluctuation(ActivationScorer):
     normalize: str = "zscore"
 
     def __post_init__(self) -> None:
-        one_of("Fluctuation.normalize", self.normalize, ("zscore", "none"))
+        check_one_of("Fluctuation.normalize", self.normalize, ("zscore", "none"))
 
     @property
     def gathers(self) -> Gathers:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_one_of
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature
 from headprune.gating.context import gated
@@ -27,7 +27,7 @@ from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
 from headprune.model.transfers import in_fp64, sent
 from headprune.scoring._averages import averaged, with_curvature
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of, units_per_site
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem, units_per_site
 from headprune.scoring._coupling import OUTPUTS, coupled, refuse_coupled
 from headprune.scoring._distributions import (
     Distributions,
@@ -202,7 +202,7 @@ def ggn_matrix(
         draws: As in ``Ggn``.
         seed: As in ``Ggn``.
     """
-    one_of("ggn_matrix(structure=)", structure, ("full", "block", "diag"))
+    check_one_of("ggn_matrix(structure=)", structure, ("full", "block", "diag"))
     model = unwrap(model)
     bound = bind(model, sites)
     scorer = Ggn(draws, seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_one_of
 from headprune.scoring._ablation import (
     Fill,
     Replay,
@@ -17,7 +17,7 @@ from headprune.scoring._ablation import (
     unit_rows,
 )
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LeaveOneOut(Scorer):
     replay: bool = True
 
     def __post_init__(self) -> None:
-        one_of("LeaveOneOut.replacement", self.replacement, ("zero", "mean", "resample"))
+        check_one_of("LeaveOneOut.replacement", self.replacement, ("zero", "mean", "resample"))
         if self.pool < 2 or (self.pool != 16 and self.replacement != "resample"):
             must = "a count of examples >= 2, with 'resample' only"
             raise InvalidValue("LeaveOneOut.pool", must, self.pool)

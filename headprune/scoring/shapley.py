@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue, check_count
+from headprune.core.errors import InvalidValue, check_count, check_one_of
 from headprune.scoring._ablation import Replay, byte_count, differences, nothing, unit_rows
 from headprune.scoring._averages import averaged, mean_and_error
-from headprune.scoring._base import Estimate, Scorer, ScoringProblem, one_of
+from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Shapley(Scorer):
     max_bytes: int = 2**30
 
     def __post_init__(self) -> None:
-        one_of("Shapley.method", self.method, ("permutation", "two_sided"))
+        check_one_of("Shapley.method", self.method, ("permutation", "two_sided"))
         check_count("Shapley.orders", self.orders)
         check_count("Shapley.step", self.step)
         if not 0 <= self.truncation < 1:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, check_one_of
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, ScoringProblem, one_of, units_per_site
+from headprune.scoring._base import Estimate, ScoringProblem, units_per_site
 from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gathered, token_gradients
 from headprune.scoring._rows import SummarizedRows
@@ -47,8 +47,8 @@ class Taylor(GradientScorer):
     block: int = 32
 
     def __post_init__(self) -> None:
-        one_of("Taylor.reduce", self.reduce, ("example", "token", "batch", "signed"))
-        one_of("Taylor.normalize", self.normalize, ("none", "l2"))
+        check_one_of("Taylor.reduce", self.reduce, ("example", "token", "batch", "signed"))
+        check_one_of("Taylor.normalize", self.normalize, ("none", "l2"))
         if self.block < 1 or (self.block != 32 and self.reduce != "batch"):
             must = "a count of examples, with reduce='batch' only"
             raise InvalidValue("Taylor.block", must, self.block)

@@ -15,7 +15,7 @@ from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan, SiteBudget, allowance, share_hint
 from headprune.core.scores import HeadScores
 from headprune.selection import registry
-from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
+from headprune.selection._base import Loss, Position, Problem, Rescore, Selector, words_of
 from headprune.selection._close import close_calls
 from headprune.selection._groups import WHERE, by_kind, divided, heads_by_kind
 from headprune.selection._policies import cache_notes
@@ -320,7 +320,8 @@ def _notes(
         notes.extend(_uneven_notes(scores.sites, mask))
     for verb, positions in (("Kept", task.must_keep), ("Removed", task.must_remove)):
         if positions:
-            notes.append(f"{verb} on request: {_labels(task.scores, positions)}.")
+            named = ", ".join(words_of(task.scores, position) for position in sorted(positions))
+            notes.append(f"{verb} on request: {named}.")
             if any(_is_level(task.scores.sites[site], unit) for site, unit in positions):
                 notes.append(_BY_LEVELS)
     if task.latency is not None:
@@ -364,15 +365,6 @@ def beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:
     if not isinstance(count, int) or count <= present:
         return ""
     return f" It keeps {count} heads, and {present} are present. {share_hint(count)}".rstrip()
-
-
-def _labels(scores: HeadScores, positions: frozenset[Position]) -> str:
-    """Units by the name of their site and their heads, in model order."""
-    labels = []
-    for place, unit in sorted(positions):
-        site = scores.sites[place]
-        labels.append(site.words(site.units[unit]))
-    return ", ".join(labels)
 
 
 def _predicted(table: LatencyTable, mask: HeadMask) -> str:

@@ -238,6 +238,13 @@ def step_of_gpus(site: AttentionSite, n_gpus: int) -> int:
     return 1
 
 
+def words_of(scores: HeadScores, position: Position) -> str:
+    """A unit by the name of its site and its heads, or the number of its neurons."""
+    place, unit = position
+    site = scores.sites[place]
+    return site.words(site.units[unit])
+
+
 def positions_of(rows: Iterable[Iterable[int]]) -> frozenset[Position]:
     """Units by site as positions; the reverse of `Problem.by_site`."""
     positions: set[Position] = set()

@@ -9,7 +9,7 @@ from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, allowance
-from headprune.core.scores import Cost, HeadScores, ScoredUnit
+from headprune.core.scores import Cost, HeadScores
 from headprune.selection._base import Position, Problem, positions_of
 from headprune.selection._policies import check_cache_budget
 
@@ -199,17 +199,12 @@ def _rules(problem: Problem) -> str:
     return text
 
 
-def best_first(scores: HeadScores) -> list[ScoredUnit]:
+def best_first(scores: HeadScores) -> list[Position]:
     """Units from most to least important; of equals the earlier site, then the earlier head."""
-    return scores.ranked()[::-1]
+    return [(unit.site, unit.unit) for unit in reversed(scores.ranked())]
 
 
-def places(ranking: Sequence[ScoredUnit]) -> list[Position]:
-    """Units as positions."""
-    return [(unit.site, unit.unit) for unit in ranking]
-
-
-def minimum(problem: Problem, ranking: Sequence[ScoredUnit]) -> frozenset[Position]:
+def minimum(problem: Problem, ranking: Sequence[Position]) -> frozenset[Position]:
     """The cheapest lawful state of every site: its fewest heads, the best ones.
 
     A measured latency may fall where a head is added, so the fewest heads need not be the cheapest.
@@ -220,7 +215,7 @@ def minimum(problem: Problem, ranking: Sequence[ScoredUnit]) -> frozenset[Positi
     """
     check_leaves_a_head(problem)
     rows: list[tuple[int, ...]] = []
-    for site, states in enumerate(problem.states(places(ranking))):
+    for site, states in enumerate(problem.states(ranking)):
         # States come with the fewest heads first, so of equal costs `min` takes the fewest.
         rows.append(min(states.values(), key=partial(problem.site_cost, site)))
     keep = positions_of(rows)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headprune.selection._base import Position, Problem, Selector
-from headprune.selection._feasible_moves import FeasibleMoves
-
-if TYPE_CHECKING:
-    from headprune.selection._feasible_moves import Flags, Floats
+from headprune.selection._base import Position, Problem, Selector, words_of
+from headprune.selection._feasible_moves import FeasibleMoves, Flags, Floats
 
 #: The most units that are named on each side.
 _NAMED = 1
@@ -116,11 +112,7 @@ def _are_close(
 
 def _names(problem: Problem, positions: Sequence[Position]) -> str:
     """The first few by name, the rest by number."""
-    names = []
-    for place, number in positions[:_NAMED]:
-        site = problem.scores.sites[place]
-        names.append(site.words(site.units[number]))
-    text = ", ".join(names)
+    text = ", ".join(words_of(problem.scores, position) for position in positions[:_NAMED])
     more = len(positions) - _NAMED
     if more > 0:
         text += f" and {more} more"

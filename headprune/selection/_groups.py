@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import KINDS, AttentionSite, HeadMask
 from headprune.core.plan import Budget, SiteBudget, allowance
-from headprune.core.samples import if_there
 from headprune.core.scores import Cost, HeadScores
-
-_T = TypeVar("_T")
 
 WHERE = "select(budget=)"
 
@@ -106,43 +101,10 @@ def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget]
 
 def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
     """The scores of some sites, as if nothing else had a cost."""
-    places = list(places)
-    errors = scores.standard_errors
-    if errors is not None:
-        errors = _chosen(errors, places)
-    costs = scores.costs
-    if costs is not None:
-        units = _chosen(costs.units, places)
-        # A fraction of this budget is one of the cost of these sites.
-        costs = replace(costs, total=Cost.sum(chain.from_iterable(units)), units=units)
-    curvature, notes = None, scores.notes
-    if scores.curvature is not None:
-        rows = _flat_units(scores, places)
-        curvature, lost = if_there(partial(scores.curvature.part, rows))
-        notes = (*notes, *lost)
-    return replace(
-        scores,
-        sites=_chosen(scores.sites, places),
-        values=_chosen(scores.values, places),
-        standard_errors=errors,
-        costs=costs,
-        samples=None,  # samples are of the whole model
-        notes=notes,
-        curvature=curvature,
-        ladders=None if scores.ladders is None else _chosen(scores.ladders, places),
-    )
-
-
-def _chosen(rows: Sequence[_T], places: Iterable[int]) -> tuple[_T, ...]:
-    return tuple(rows[place] for place in places)
-
-
-def _flat_units(scores: HeadScores, places: Iterable[int]) -> list[int]:
-    """The units of some sites, counted over the units of all sites."""
-    first = [0]  # per site, the number of units before it
-    for row in scores.values:
-        first.append(first[-1] + len(row))
-    flat: list[int] = []
-    for place in places:
-        flat.extend(range(first[place], first[place + 1]))
-    return flat
+    # Samples are of the whole model.
+    found = replace(scores, samples=None).of_places(tuple(places))
+    if found.costs is None:
+        return found
+    # A fraction of this budget is one of the cost of these sites.
+    total = Cost.sum(chain.from_iterable(found.costs.units))
+    return replace(found, costs=replace(found.costs, total=total))

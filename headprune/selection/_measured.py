@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
 from headprune.core.errors import InvalidValue
 from headprune.selection._base import Position, Problem
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 #: Differences of losses below this, relative to the largest loss, are rounding.
 _SAME = 1e-6

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headprune.core.errors import InvalidValue
-from headprune.core.scores import ScoredUnit
 from headprune.selection._base import Position, Problem, Selector, positions_of
-from headprune.selection._budget import best_first, minimum, places
+from headprune.selection._budget import best_first, minimum
 
 Normalise = Literal["none", "l2", "zscore"]
 
@@ -64,7 +63,7 @@ class GlobalTopk(Selector):
             shift, divisor = self.scale(row)
             levels.append([(value - shift) / divisor for value in row])
         # The sort is stable: equal levels keep the order of the scores.
-        ranking = sorted(best_first(problem.scores), key=lambda u: -levels[u.site][u.unit])
+        ranking = sorted(best_first(problem.scores), key=lambda at: -levels[at[0]][at[1]])
         keep = problem.by_site(minimum(problem, ranking))
         room = problem.limit  # what the budget still allows
         for site, units in enumerate(keep):
@@ -80,7 +79,7 @@ class GlobalTopk(Selector):
 
 def _blocks(
     problem: Problem,
-    ranking: Sequence[ScoredUnit],
+    ranking: Sequence[Position],
     start: Sequence[set[int]],
     levels: Sequence[Sequence[float]],
 ) -> list[tuple[int, set[int]]]:
@@ -89,7 +88,7 @@ def _blocks(
     A step is a unit, or as many as ``multiple_of`` asks for.
     """
     blocks: list[tuple[float, float, int, int, set[int]]] = []
-    for site, states in enumerate(problem.states(places(ranking))):
+    for site, states in enumerate(problem.states(ranking)):
         kept = set(start[site])
         before = (-math.inf, -math.inf)
         for state in states.values():

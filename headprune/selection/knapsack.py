@@ -14,7 +14,7 @@ import numpy as np
 from headprune.core.ladders import SiteLadder
 from headprune.core.scores import HeadScores
 from headprune.selection._base import Position, Problem, Selector, positions_of
-from headprune.selection._budget import best_first, check_leaves_a_head, infeasible, places
+from headprune.selection._budget import best_first, check_leaves_a_head, infeasible
 from headprune.selection._choice import Option, best_choice, undominated
 from headprune.selection._units import in_rank
 
@@ -99,7 +99,7 @@ def _worth(scores: HeadScores) -> _Worth:
 def ranking(scores: HeadScores) -> list[Position]:
     """Every unit, the best of a site first; levels keep the order in which they were measured."""
     if scores.ladders is None:
-        return places(best_first(scores))
+        return best_first(scores)
     ranking = []
     for place, (site, values) in enumerate(zip(scores.sites, scores.values, strict=True)):
         ranking += [(place, unit) for unit in in_rank(site, values)]

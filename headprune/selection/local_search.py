@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,12 +13,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import check_count
 from headprune.selection._base import Position, Problem, Selector
 from headprune.selection._inner import frozen, inner_selector
-from headprune.selection._measured import check_margin, fall, measured_losses
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+from headprune.selection._measured import Floats, check_margin, fall, measured_losses
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from headprune.selection._base import WEIGH_NEURONS, Position, Problem, Selector, positions_of
-from headprune.selection._budget import best_first, infeasible, places
+from headprune.selection._budget import best_first, infeasible
 
 #: The lawful units of one site by their number of heads, as `Problem.states` gives them.
 _States = dict[int, tuple[int, ...]]
@@ -31,14 +31,15 @@ class Uniform(Selector):
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         # Of each site, the best units by number of heads.
-        rows = problem.states(places(best_first(problem.scores)))
+        rows = problem.states(best_first(problem.scores))
         sites = problem.scores.sites
         sizes = [len(site.units) for site in sites]
         # Where the budget counts heads alone, all neurons stay.
         counts_neurons = problem.budget.kind in WEIGH_NEURONS
         shared = [counts_neurons or not site.is_feed_forward for site in sites]
         # An answer without any head counts only where there is no other.
-        may_be_empty = problem.kept_elsewhere is not None or not any(map(_has_heads, rows))
+        some_have_heads = any(any(states.values()) for states in rows)
+        may_be_empty = problem.kept_elsewhere is not None or not some_have_heads
         best: frozenset[Position] | None = None
         costs = []
         for share in _shares(sizes):
@@ -53,10 +54,6 @@ class Uniform(Selector):
         if best is None:
             raise infeasible(problem, min(costs, default=0))
         return best
-
-
-def _has_heads(states: _States) -> bool:
-    return any(states.values())
 
 
 def _shares(sizes: list[int]) -> list[Fraction]:
