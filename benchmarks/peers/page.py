@@ -186,7 +186,7 @@ def sessions(record: dict[str, Any]) -> list[str]:
     timed = list(verdict.timed(record).values())
     if not timed:
         return []
-    made = [datetime.fromisoformat(row["created"]) for row in timed]
+    made = [datetime.fromisoformat(row.get("timed", row["created"])) for row in timed]
     hours = (max(made) - min(made)).total_seconds() / 3600
     ranges = []
     for place, shape in enumerate(verdict.shapes(record)):

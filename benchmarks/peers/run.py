@@ -20,9 +20,9 @@ do it has its error in the table.
 
 A row of the record is one peer with one budget and one draw of calibration rows, written
 as soon as it is there; a run that is started again goes on after the last one (``--again`` repeats
-rows with an error). The first draw is timed, so run it on an idle machine (``--seeds 1``); further
-draws can come later, beside other work. Logits stay in ``--work``, for the paired comparisons with
-headprune.
+rows with an error). The first draw is timed, so run it on an idle machine (``--seeds 1``), or time what
+it saved once more when the machine is idle (``--retime``); further draws can come later, beside
+other work. Logits stay in ``--work``, for the paired comparisons with headprune.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one half of a job")
     studies.add_minutes(parser)
     parser.add_argument("--again", action="store_true", help="try rows with an error again")
+    parser.add_argument(
+        "--retime",
+        action="store_true",
+        help="time the rows that are there once more, and no others",
+    )
     args = parser.parse_args(argv)
     if not args.figure:
         needed = ("task", "work", "environments", *(() if args.task in IMAGE else ("data",)))
@@ -142,6 +147,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
     for peer, kept, seed in wanted(args, subject.layers):
         name = (peer.name, kept, seed)
         done = next((row for row in record["rows"] if key(row) == name), None)
+        if args.retime:
+            if done is not None and "speed" in done:
+                done |= timed_again(args, subject, peer, kept, seed)
+                studies.keep(record, out)
+            continue
         if done is not None and not (args.again and "error" in done):
             continue
         if over():
@@ -244,6 +254,21 @@ def measured(
     except Failure as error:
         row["error"] = tidied(str(error), args)
     return {**row, "created": now()}
+
+
+def timed_again(
+    args: argparse.Namespace, subject: Subject, peer: Peer, kept: float | None, seed: int
+) -> dict[str, Any]:
+    """The speed of the model that a row saved, measured by a process of its own."""
+    job = folder_of(args, subject, peer.name, kept, seed) / "job.json"
+    found = answer(args, interpreter(args.environments, peer), peer, job, "time")
+    return {"speed": speeds(args, found), "timed": now()}
+
+
+def speeds(args: argparse.Namespace, answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ratios at every shape, out of the rounds that a program hands back."""
+    pairs = zip(shapes(args), answer["rounds"], strict=True)
+    return [judging.speed(shape, rounds) for shape, rounds in pairs]
 
 
 class Failure(Exception):
@@ -398,9 +423,7 @@ def judged(
     if not apart < 1e-2 * np.abs(first).max():
         raise Failure(f"its base model is another one: logits differ by {apart:.2g}")
     if cut["rounds"]:
-        found["speed"] = [
-            judging.speed(*pair) for pair in zip(shapes(args), cut["rounds"], strict=True)
-        ]
+        found["speed"] = speeds(args, cut)
     files = [path for path in job.with_name("saved").rglob("*") if path.is_file()]
     found["bytes"] = sum(path.stat().st_size for path in files) or None
     return found

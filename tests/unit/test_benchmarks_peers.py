@@ -143,6 +143,15 @@ def test_a_run_of_peers(run, folder, tmp_path, monkeypatch):
     assert (line["reference"], line["kept"]) == ("headprune", 5)
     assert line["test"]["difference"] == pytest.approx(right.mean() - reference.mean(), abs=1e-5)
 
+    # What a row saved is timed once more, by a process that makes nothing.
+    again = {
+        row["peer"]: row for row in record_of(run, f"{command} --peers works --retime")["rows"]
+    }
+    assert "timed" in again["works"]
+    assert again["works"]["speed"] != row["speed"]
+    assert {**again["works"], "speed": row["speed"], "timed": 0} == {**row, "timed": 0}
+    assert again["headprune"] == rows["headprune"]
+
     # Another draw is of the same model and rows, and is not timed.
     record = record_of(run, f"{command} --peers headprune works --seeds 2")
     added = [(row["peer"], row["seed"], "speed" in row) for row in record["rows"][-2:]]

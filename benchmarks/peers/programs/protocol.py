@@ -3,8 +3,9 @@ environment can run it.
 
 A program is called twice, ``python PROGRAM job.json cut`` and then, in a fresh process,
 ``python PROGRAM job.json load``, and leaves ``cut.json`` with ``cut.npz``, or ``load.json`` with
-``load.npz``, beside the job. What goes wrong is an answer, too: ``error``, with the place in the
-code. Nothing is judged here: logits and raw times go back.
+``load.npz``, beside the job. A third call, ``time``, times what was saved anew. What goes wrong is
+an answer, too: ``error``, with the place in the code. Nothing is judged here: logits and raw times
+go back.
 
 A program hands two functions to ``main``: ``cut(job) -> Cut`` makes the smaller model,
 ``load(job, folder) -> Run`` loads what ``Cut.save`` wrote, and nothing else.
@@ -165,7 +166,7 @@ class Cut:
 
 
 def main(cut: Callable[[Job], Cut], load: Callable[[Job, Path], Run]) -> None:
-    """Does one half of a job and writes its answer."""
+    """Does one part of a job (``cut``, ``load`` or ``time``) and writes its answer."""
     job, half = Job.read(Path(sys.argv[1])), sys.argv[2]
     warnings.filterwarnings("ignore")  # an older peer has many
     random.seed(job.seed)
@@ -181,7 +182,13 @@ def main(cut: Callable[[Job], Cut], load: Callable[[Job, Path], Run]) -> None:
         ):  # some programs would import them while memory is watched
             with contextlib.suppress(ImportError):
                 importlib.import_module(library)
-        _cut(job, cut, answer, arrays) if half == "cut" else _load(job, load, answer, arrays)
+        if half == "cut":
+            _cut(job, cut, answer, arrays)
+        elif half == "load":
+            _load(job, load, answer, arrays)
+        else:
+            base = running(pretrained(job.base, job.device))
+            answer["rounds"] = _rounds(job, base, load(job, job.saved))
     except Exception as error:  # whatever a peer raises is its row in the table
         answer["error"] = words(error)
     np.savez_compressed(job.out / f"{half}.npz", **arrays)
@@ -200,15 +207,18 @@ def _cut(
         made.notes.append(f"kept {sum(made.heads)} heads where {job.kept} were asked for")
     arrays["base"] = logits(made.base, job.batches("test"), most=FIRST)
     arrays |= {split: logits(made.small, job.batches(split)) for split in ("validation", "test")}
-    rows = job.arrays("test")
-    answer["rounds"] = [
-        rounds(job, made.base, made.small, shaped(rows, *shape, job.device)) for shape in job.shapes
-    ]
+    answer["rounds"] = _rounds(job, made.base, made.small)
     try:
         job.saved.mkdir()
         answer["saved_by"] = made.save(job.saved)
     except Exception as error:
         answer["not_saved"] = words(error)
+
+
+def _rounds(job: Job, base: Run, small: Run) -> list[list[list[float]]]:
+    """Rounds of every shape of a job."""
+    rows = job.arrays("test")
+    return [rounds(job, base, small, shaped(rows, *shape, job.device)) for shape in job.shapes]
 
 
 def _load(
