@@ -47,7 +47,7 @@ def _arguments(module: Any) -> set[str]:
 
 
 def takes_keys(module: Any) -> bool:
-    """Return whether it can attend to another sequence (T5Gemma, Mllama, Moonshine)."""
+    """Return whether it can attend to another sequence (T5Gemma, Mllama)."""
     return not _ENCODER_ARGUMENTS.isdisjoint(_arguments(module))
 
 
@@ -63,7 +63,8 @@ def kind(module: Any, name: str) -> Kind:
 #: Fields of ``AttentionLayout`` that such layouts have in common.
 GROUPED: dict[str, Any] = {
     "kind": kind,
-    "absent": SHARED_KEYS,
+    # Moonshine pads heads; its code reads their numbers from the configuration, not the module.
+    "absent": (*SHARED_KEYS, "head_dim_padding"),
     "counts": COUNTS,
     "policies": POLICIES,
 }

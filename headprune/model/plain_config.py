@@ -36,6 +36,9 @@ _NEURONS = (
     "hidden_dim",
     "d_ff",
     "n_inner",
+    "ffn_hidden_size",
+    "d_inner",
+    "dff",
 )
 _WHERE = "format 'transformers'"
 
@@ -145,16 +148,20 @@ def _set_counts(section: Any, sites: list[BoundSite], with_width: bool) -> None:
 
 
 def _set_neurons(section: Any, sites: list[BoundSite]) -> None:
-    counts = {len(b.site.heads) for b in sites}
-    if len(counts) > 1:
-        must, got = "for the same number of neurons in every layer", sorted(counts)
-        raise UnsupportedModel(_WHERE, must, f"layers with {', '.join(map(str, got))} neurons")
-    (kept,) = counts
-    values = {name: getattr(section, name) for name in _NEURONS if hasattr(section, name)}
-    known = [name for name, value in values.items() if value == sites[0].site.n_query_heads]
+    # By the full number, because an encoder may have another one than a decoder.
+    kept: dict[int, int] = {}
+    for b in sites:
+        count = len(b.site.heads)
+        first = kept.setdefault(b.site.n_query_heads, count)
+        if count != first:
+            must = "for the same number of neurons in every layer"
+            raise UnsupportedModel(_WHERE, must, f"layers with {first} and {count} neurons")
+    names = [name for name in _NEURONS if getattr(section, name, None) in kept]
+    for name in names:
+        setattr(section, name, kept[getattr(section, name)])
     # GPT-2's is None where it is four times the width.
-    for name in known or [name for name, value in values.items() if value is None]:
-        setattr(section, name, kept)
+    if not names and getattr(section, "n_inner", 0) is None:
+        section.n_inner = kept[sites[0].site.n_query_heads]
 
 
 def _set_heads(section: Any, sites: list[BoundSite], with_width: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,17 +226,24 @@ def sites_for(
 ) -> Sites:
     """Find the attention of a model, and its feed-forwards where one of these names is theirs."""
     _check(model, policy)
-    layouts = tuple(layouts)
-    sites = sites_of(_located(model, layouts, policy))
-    unknown = set(names).difference(site.name for site in sites)
-    if not unknown:
-        return sites
+    layouts, unknown = tuple(layouts), set(names)
+    sites, no_attention = Sites((), ()), None
     try:
-        more = sites_of(_located(model, layouts, policy, feed_forward=True))
-    except HeadPruneError:
+        sites = sites_of(_located(model, layouts, policy))
+    except UnsupportedModel as error:
+        no_attention = error  # its feed-forwards may fit a layout all the same
+    unknown.difference_update(site.name for site in sites)
+    if not unknown and no_attention is None:
         return sites
+    more = Sites((), ())
+    with suppress(HeadPruneError):
+        more = sites_of(_located(model, layouts, policy, feed_forward=True))
     # Names of neither kind are another model's, which the caller reports.
-    return more if unknown.intersection(site.name for site in more) else sites
+    if unknown.intersection(site.name for site in more):
+        return more
+    if no_attention is not None:
+        raise no_attention
+    return sites
 
 
 def layouts_of_cuts(model: nn.Module) -> list[AttentionLayout]:

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from headprune.core.coverage import coverage_note
-from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
+from headprune.core.errors import (
+    HeadPruneError,
+    InvalidValue,
+    UnknownName,
+    VerificationFailed,
+    error_text,
+)
 from headprune.core.heads import AttentionSite, HeadCounts, HeadMask, without
 from headprune.core.indices import indices
 from headprune.core.plan import PruningPlan
@@ -117,8 +124,8 @@ def prune_(
 
     Raises:
         InvalidValue: no example where one is needed.
-        PlanMismatch: the plan is for a model of another structure.
-        VerificationFailed: the two differ by more than rounding.
+        PlanMismatch: the plan is for another structure.
+        VerificationFailed: the two differ by more than rounding, or one fails.
         UnsupportedModel: a projection that cannot be cut, or a wrapper that would keep the old
             parameters (``DistributedDataParallel``).
     """
@@ -246,7 +253,16 @@ def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
 
 def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: int) -> Proof:
     """The comparison of the cut model with the gated one's outputs."""
-    difference = compare(expected, sample_outputs(model, example))
+    try:
+        found = sample_outputs(model, example)
+    except (HeadPruneError, MemoryError, torch.OutOfMemoryError):
+        raise
+    # The same example ran before the cut. Code that counts heads itself may raise anything.
+    except Exception as error:
+        must = "able to run, as the gated one is"
+        hint = "The model is unchanged. Its code has a size that its layout does not cut."
+        raise VerificationFailed("the pruned model", must, error_text(error), hint) from error
+    difference = compare(expected, found)
     if not difference.holds:
         must = f"equal to the gated one up to {difference.tolerance:.1e}"
         hint = "The model is unchanged. Its layout does not fit it: please report it."

@@ -219,14 +219,26 @@ def test_falcon_splits_groups_of_unlike_size():
 
 
 def test_uneven_groups_are_refused_where_one_module_attends_to_two_sequences():
-    side = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"hidden_size": 16, "intermediate_size": 24, "head_dim": 4, "vocab_size": 50}
+    sides = [transformers.T5GemmaModuleConfig(**sizes) for _ in range(2)]
+    config = transformers.T5GemmaConfig(encoder=sides[0], decoder=sides[1], vocab_size=50)
+    model = transformers.T5GemmaForConditionalGeneration(config)
+    sites = hp.find_sites(model, policy="free")
+    (cross,) = (site.name for site in sites if site.kind == "cross")
+    with pytest.raises(UnsupportedModel, match="cut to groups of one size"):
+        hp.prune_(model, mask_of(sites, {cross: [0, 1, 2]}), sites=sites)
+    assert hp.find_sites(model, policy="free") == sites
+
+
+def test_code_that_reads_its_heads_from_the_configuration_is_refused():
+    """Moonshine's: a cut module would still be viewed with all heads."""
+    side = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
     sides = {f"{name}_{key}": n for name in ("encoder", "decoder") for key, n in side.items()}
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24}
     model = built("MoonshineForConditionalGeneration", **sizes, **sides)
-    sites = hp.find_sites(model, policy="free")
-    with pytest.raises(UnsupportedModel, match="cut to groups of one size"):
-        hp.prune_(model, mask_of(sites, {sites[0].name: [0, 1, 2]}), sites=sites)
-    assert hp.find_sites(model, policy="free") == sites
+    with pytest.raises(UnsupportedModel, match="it has 'head_dim_padding'"):
+        hp.find_sites(model)
 
 
 SIZES = {"vocab_size": 50, "d_model": 16, "max_position_embeddings": 64}

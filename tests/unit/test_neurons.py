@@ -267,7 +267,7 @@ def test_what_is_no_feed_forward_is_passed_over():
 def test_a_folder_that_would_not_load_is_not_written(bert, tmp_path):
     attention = hp.find_sites(bert)
     cut(bert, {FIRST: range(40)})
-    assert "layers with 40, 96 neurons" in applicable_formats(bert)["transformers"]
+    assert "layers with 40 and 96 neurons" in applicable_formats(bert)["transformers"]
     with pytest.raises(InvalidValue, match="all sites that were cut, feed-forwards too"):
         hp.save_pretrained(bert, tmp_path / "a", sites=attention)
     assert not (tmp_path / "a").exists()

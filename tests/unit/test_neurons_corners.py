@@ -17,6 +17,9 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
+    EsmConfig,
+    EsmForMaskedLM,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
 )
@@ -25,7 +28,7 @@ import headprune as hp
 from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
 from headprune.choice._meter import divergence
 from headprune.choice.ladder import _check_finite
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed
 from headprune.core.ladders import SiteLadder
 from headprune.model.running import call
 from headprune.recovery._blocks import blocks_of
@@ -51,6 +54,102 @@ def texts():
     mask = torch.ones_like(ids)
     mask[::2, 6:] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+# ---------------------------------------------------------------- feed-forwards alone
+
+
+def test_feed_forwards_are_cut_and_saved_where_attention_fits_no_layout(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": WIDTH, "pad_token_id": 1}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "mask_token_id": 32}
+    model = EsmForMaskedLM(EsmConfig(**sizes, position_embedding_type="rotary")).eval()
+    batch = {"input_ids": torch.randint(4, 30, (4, 9))}
+    with pytest.raises(UnsupportedModel, match="attention-like modules that fit no layout"):
+        hp.find_sites(model)
+    sites = hp.find_sites(model, feed_forward=True)
+    assert [site.is_feed_forward for site in sites] == [True, True]
+    scores = hp.score(model, [batch], "wanda", sites=sites, progress=False)
+    plan = hp.select(scores, hp.Budget(keep_params=0.8))
+
+    with hp.gated(model, plan), torch.no_grad():
+        expected = model(**batch).logits
+    hp.prune_(model, plan, example=batch)
+    hp.save_pretrained(model, tmp_path / "small")
+    small = hp.from_pretrained(tmp_path / "small")
+    with torch.no_grad():
+        cut = model(**batch).logits
+        assert_close(cut, expected)
+        assert torch.equal(small(**batch).logits, cut)
+    # Names of another model are still refused by what this model lacks.
+    other = hp.HeadMask.from_keep({"elsewhere": [0]}, {"elsewhere": 4})
+    with pytest.raises(UnsupportedModel, match="attention-like modules that fit no layout"):
+        hp.prune_(model, other)
+
+
+class Scaled(nn.Module):
+    """A feed-forward with a buffer of its width, which no layout cuts."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8), nn.GELU()
+        self.register_buffer("scale", torch.rand(WIDTH))
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)) * self.scale)
+
+
+def test_code_that_fails_after_the_cut_is_refused_and_nothing_changes():
+    model, x = nn.Sequential(hp.MultiHeadAttention(8, 2), Scaled()).eval(), torch.randn(2, 3, 8)
+    sites = hp.find_sites(model, feed_forward=True)
+    mask = hp.HeadMask.from_keep(
+        {"0": [0, 1], "1": range(8)}, {site.name: site.n_query_heads for site in sites}
+    )
+    with torch.no_grad():
+        before = model(x)
+        with pytest.raises(VerificationFailed, match=r"must be able to run.* got RuntimeError"):
+            hp.prune_(model, mask, example=x, sites=sites)
+        assert torch.equal(model(x), before)
+
+
+# ---------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "names"),
+    [
+        (
+            FalconForCausalLM,
+            {"num_hidden_layers": 2, "ffn_hidden_size": 40, "multi_query": False},
+            {"ffn_hidden_size": 24},
+        ),
+        (
+            BartForConditionalGeneration,
+            {"encoder_ffn_dim": 40, "decoder_ffn_dim": 48, "max_position_embeddings": 32},
+            {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+        ),
+    ],
+)
+def test_a_configuration_states_even_widths(kind, settings, names, tmp_path):
+    """Falcon's name of the width; an encoder's width beside another one of a decoder."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4}
+    if kind is BartForConditionalGeneration:
+        sides = ("encoder", "decoder")
+        sizes = {"vocab_size": 50, "d_model": 16}
+        sizes |= {f"{side}_layers": 1 for side in sides}
+        sizes |= {f"{side}_attention_heads": 4 for side in sides}
+    model = kind(kind.config_class(**sizes, **settings)).eval()
+    sites = hp.find_sites(model, feed_forward=True)
+    keep = {site.name: range(24) if site.is_feed_forward else site.heads for site in sites}
+    mask = hp.HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
+    batch = {"input_ids": torch.randint(3, 50, (2, 7))}
+    hp.prune_(model, mask, example=batch)
+    hp.save_pretrained(model, tmp_path / "small", format="transformers", example=batch)
+    small = kind.from_pretrained(tmp_path / "small")
+    assert {name: getattr(small.config, name) for name in names} == names
+    with torch.no_grad():
+        assert torch.equal(small(**batch).logits, model(**batch).logits)
 
 
 # ---------------------------------------------------------------- whole sub-layers
