@@ -90,7 +90,7 @@ def _section(name: str, layout: Any, summary: str, refused: list[str]) -> str:
 
     lines = [
         f"gate: {gate_words(layout)}",
-        *(f"cut: {slab_words(s)}" for s in layout.slabs),
+        *(f"cut: {slab_words(s, layout.is_feed_forward)}" for s in layout.slabs),
         *patch_words(layout),
     ]
     kept = [f"`{path}`" for path in layout.untouched]

@@ -10,7 +10,7 @@ from headprune.core.heads import HeadCounts
 from headprune.core.record import SizeRow
 from headprune.model.costs import measure_costs
 from headprune.model.losses import Loss
-from headprune.model.sites import Sites, bind, find_sites
+from headprune.model.sites import Sites, bind, find_sites, has_cut_neurons
 
 
 def sizes(
@@ -26,7 +26,7 @@ def sizes(
         original: The model before the cut.
         pruned: The model after it.
         batch: Any batch for both; multiply-adds are for one example of its length.
-        sites: Default ``find_sites(original)``.
+        sites: Of the original; default its attention, and its feed-forwards if neurons were cut.
         loss: Calls the models, where a batch is not simply their arguments.
 
     Returns:
@@ -34,7 +34,7 @@ def sizes(
         multiply-adds and, where there is a cache, its bytes per token.
     """
     if sites is None:
-        sites = find_sites(original)
+        sites = find_sites(original, feed_forward=has_cut_neurons(pruned))
     bound_before = bind(original, sites)
     bound_after = bind(pruned, sites)
     costs = measure_costs(original, bound_before, batch, loss)

@@ -136,7 +136,7 @@ def _layout(bound: BoundSite) -> dict[str, Any]:
 
     return {
         "gate": gate_words(bound.layout),
-        "cut": list(map(slab_words, bound.slabs)),
+        "cut": [slab_words(slab, bound.layout.is_feed_forward) for slab in bound.slabs],
         "patched": patch_words(bound.layout),
         "without_heads": {},
     }
@@ -257,7 +257,8 @@ def _print(facts: dict[str, Any]) -> None:
         echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
         for line in (*layout["cut"], *layout["patched"]):
             echo(f"  {line}")
-        echo(f"  all heads of a layer may be removed: {_empty_words(layout['without_heads'])}")
+        unit = "neurons" if "feed_forward" in layout["without_heads"] else "heads"
+        echo(f"  all {unit} of a layer may be removed: {_empty_words(layout['without_heads'])}")
 
     # 4. What is not recognised.
     _say_not_taken(list(map(_of_data, facts["not_taken"])))

@@ -22,9 +22,14 @@ def pick(
         ),
     ],
     by: Annotated[
-        str,
-        typer.Option(help="The size to minimise: heads (without neurons), params, macs or kv."),
-    ] = "heads",
+        str | None,
+        typer.Option(
+            help=(
+                "The size to minimise: heads, params, macs or kv. By default heads, or params where"
+                " neurons are cut, too."
+            )
+        ),
+    ] = None,
     confidence: Annotated[
         float, typer.Option(help="Confidence that the model loses at most --max-drop.")
     ] = 0.95,

@@ -160,7 +160,8 @@ def _draw(
 
     count = amount if isinstance(amount, int) else max(1, round(amount * len(rows)))
     if not 0 < count < len(rows):
-        raise InvalidValue(where, f"fewer than the {len(rows)} rows of train", amount)
+        hint = "A text file is one row: give a csv with a row per text." if len(rows) == 1 else ""
+        raise InvalidValue(where, f"fewer than the {len(rows)} rows of train", amount, hint)
     labels = None
     if strata is not None:
         labels = [strata[i] for i in rows]

@@ -25,11 +25,12 @@ _UNITS = {
     "head": "one number per head",
     "kv_head": "one number per key/value head",
 }
+_UNITS_OF_NEURONS = {"context": "the neurons", "head": "one number per neuron"}
 #: The axis of a slab; other axes are numbers.
 _AXES = {"out": "rows of ", "in": "columns of ", "list": "modules of "}
 
 
-def slab_words(slab: HeadSlab) -> str:
+def slab_words(slab: HeadSlab, is_feed_forward: bool = False) -> str:
     """Describe one slab: what is cut, and what is on its axis.
 
     >>> slab_words(HeadSlab("qkv", "out", ("query", "key"), "grouped"))
@@ -42,6 +43,8 @@ def slab_words(slab: HeadSlab) -> str:
         if slab.packing == "grouped":
             packing = "; head by head"
     units = ", ".join(_UNITS[unit] for unit in slab.units)
+    if is_feed_forward:
+        units = ", ".join(_UNITS_OF_NEURONS[unit] for unit in slab.units)
     condition = " where there is one" if slab.optional else ""
     return f"{axis}`{slab.path}` ({units}{packing}){condition}"
 

@@ -30,6 +30,9 @@ _PIXELS = 32
 def draw_attention(subject: Subject) -> AttentionPictures | None:
     """Draw pictures of some short test rows; None, with a warning, without attention maps."""
     attention = _attention(subject)
+    if not any(site.heads for site in attention):  # no layout takes it, or it has lost all heads
+        subject.journal.warn(["The report has no attention pictures: no head can be scored."])
+        return None
     rows = _choose_rows(subject)
     examples = [subject.data.examples["test"][row] for row in rows]
     batch = subject.data.collate(examples)

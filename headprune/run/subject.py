@@ -384,12 +384,12 @@ def _open_base(recipe: Recipe, folder: Path) -> nn.Module:
 def _find_sites(model: nn.Module, recipe: Recipe) -> Sites:
     """Find the model's sites; refuse a policy or feed-forwards that no layout has."""
     layouts, policy = own_layouts(recipe.model), recipe.select.policy
-    attention = _attention(model, layouts, policy)
     if not recipe.select.feed_forward:
-        return attention
+        return _attention(model, layouts, policy)
     try:
         return find_sites(model, layouts, policy, feed_forward=True)
     except UnsupportedModel as error:
+        _attention(model, layouts, policy)  # raises its own error for attention
         must = "left out for a model without feed-forwards that headprune knows"
         hint = f"{error.where} has {error.got}. {error.hint}"
         hint += " In a terminal, --no-feed-forward cuts heads alone."
@@ -443,11 +443,7 @@ def _check_select(recipe: Recipe, model: nn.Module, data: Data, sites: Sites) ->
     if wanted.sites:
         divided(sites, wanted.budgets)
     selector = selector_of(recipe, sites)
-    too_large = Curvature.too_large(sum(len(site.units) for site in sites))
-    if "curvature" in selector.needs and too_large:
-        hint = f"{too_large} Take another selector, or score heads alone."
-        must = "one that reads scores alone, of so many units"
-        raise InvalidValue("select.selector", must, repr(wanted.selector), hint)
+    _check_curvature(recipe, selector, sites)
     budgets: Budget | dict[str, Budget]
     if wanted.budgets:
         budgets = {key: _untimed(budget) for key, budget in wanted.budgets.items()}
@@ -462,6 +458,24 @@ def _check_select(recipe: Recipe, model: nn.Module, data: Data, sites: Sites) ->
         for name in ("must_keep", "must_remove"):
             where = where.replace(f"select({name}=)", f"select.{name}")
         raise type(error)(where, error.must, error.got, error.hint) from None
+
+
+def _check_curvature(recipe: Recipe, selector: Selector, sites: Sites) -> None:
+    """Refuse a selector that reads the curvature, where there is none or it is too large."""
+    if "curvature" not in selector.needs:
+        return
+    name = repr(recipe.select.selector)
+    too_large = Curvature.too_large(sum(len(site.units) for site in sites))
+    if too_large:
+        hint = f"{too_large} Take another selector, or score heads alone."
+        must = "one that reads scores alone, of so many units"
+        raise InvalidValue("select.selector", must, name, hint)
+    scorer = recipe.score.scorer
+    has_neurons = any(site.is_feed_forward for site in sites)
+    if scorer == "ladder" or (scorer == "auto" and has_neurons):
+        must = "one that needs no curvature, which these scores do not have"
+        hint = "Set score.scorer=fisher or ggn, or take another selector."
+        raise InvalidValue("select.selector", must, name, hint)
 
 
 def _untimed(budget: Budget) -> Budget:

@@ -347,6 +347,8 @@ def _uneven_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> Iterator[st
     """A note on the kinds of attention that keep far fewer of their heads than the model does."""
     present, kept = heads_by_kind(sites), heads_by_kind(sites, mask)
     share = sum(kept.values()) / max(1, sum(present.values()))
+    if not share:
+        return
     few = []
     for kind, count in kept.items():
         if count <= _UNEVEN * share * present[kind]:

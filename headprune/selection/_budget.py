@@ -146,7 +146,7 @@ def check_leaves_a_head(problem: Problem) -> None:
         extra.extend(cost - lowest for count, cost in costs.items() if count)
     # 2. Whether the budget holds it.
     if extra and problem.limit < least + min(extra):
-        raise infeasible(problem, least + min(extra), "Beyond that, no head is kept. ")
+        raise infeasible(problem, least + min(extra), "Beyond that, nothing is kept. ")
 
 
 def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:

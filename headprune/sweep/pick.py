@@ -180,7 +180,7 @@ def pick(
     sweep: str | Path | SweepResult,
     *,
     max_drop: float,
-    by: str = "heads",
+    by: str | None = None,
     confidence: float = 0.95,
     out: str | Path | None = None,
     overwrite: bool = False,
@@ -198,7 +198,7 @@ def pick(
         sweep: The folder of a sweep, its ``table.json``, or what ``sweep`` returned.
         max_drop: See ``headprune.core.metrics.drop``: 0.01 is one point of accuracy, or 1 % of
             perplexity.
-        by: What is to be small: ``heads`` (no neurons), ``params``, ``macs`` or ``kv``.
+        by: ``heads`` (default), ``params`` (default with neurons), ``macs`` or ``kv``.
         confidence: Confidence that the picked model loses no more, on data like these rows.
         out: A folder for ``plan.json``, ``pick.json`` and the model (``model/``), which is made
             again and compared with the sweep's.
@@ -213,6 +213,7 @@ def pick(
     # 1. Check the arguments and read the table.
     _check_numbers(max_drop, confidence)
     folder, table = _read(sweep)
+    by = by or table.usual_size
     check_size(table.base, by, "pick(by=)")
     if out is not None and (Path(out) / PICK).exists() and not overwrite:
         hint = "Give another folder with --out, or --overwrite."

@@ -26,6 +26,7 @@ from headprune.report.repeat import python_lines
 from headprune.run import choosing
 from headprune.run.runner import prepared
 from headprune.selection import registry as selectors
+from headprune.selection._api import _uneven_notes
 from tests.selection_problems import make, site, unit_cost
 
 BY_SCORES = [name for name in selectors.names() if not selectors.get(name).needs]
@@ -77,6 +78,9 @@ def test_a_kind_that_keeps_far_fewer_heads_is_named() -> None:
     even = {"self": HALF, "causal": HALF, "cross": HALF}
     assert named(hp.select(scores_of(), even)) == []
     assert named(hp.select(scores_of(), Budget(keep_heads=1.0))) == []
+    # Without any head, no kind keeps fewer than another.
+    empty = hp.HeadMask.from_keep({s.name: [] for s in SITES}, {s.name: 8 for s in SITES})
+    assert list(_uneven_notes(SITES, empty)) == []
 
 
 @pytest.mark.parametrize("name", ["net.a[b]", "net.a*", "net.a?", "net.[!x]"])

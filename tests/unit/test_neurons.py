@@ -193,7 +193,23 @@ def test_padding_does_not_count_in_chunks_of_tokens(bert, batches):
     assert [layer.chunk_size_feed_forward for layer in bert.bert.encoder.layer] == [3, 3]
 
 
-@pytest.mark.parametrize("activation", [nn.Softmax(-1), lambda x: x - x.mean(-1, keepdim=True)])
+def by_place(x):
+    """Weighs neurons by their places."""
+    return x.relu() * (1 + torch.arange(x.shape[-1]) % 3)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.Softmax(-1),
+        lambda x: x - x.mean(-1, keepdim=True),
+        lambda x: x.relu() - 0.015 * x.mean(-1, keepdim=True),
+        by_place,
+        # Two functions in turn; a width of its own, which raises for any other.
+        lambda x: torch.stack([x[..., ::2].relu(), x[..., 1::2].tanh()], -1).flatten(-2),
+        nn.LayerNorm(32, elementwise_affine=False),
+    ],
+)
 def test_an_activation_over_all_neurons_is_refused(activation):
     options = {"batch_first": True, "activation": activation}
     layer = nn.TransformerEncoderLayer(16, 2, 32, **options)

@@ -34,6 +34,7 @@ from headprune.report.tradeoff import sweep_view
 from headprune.run import subject, sweep
 from headprune.run.auto import scorer_of
 from headprune.selection._units import bundled
+from headprune.sweep.pick import pick
 from tests.command_line import refused
 from tests.selection_problems import make, site
 from tests.small_recipes import llama_with_neurons, quiet_run, quietly_prepared
@@ -145,6 +146,7 @@ def test_a_recipe_that_has_no_meaning_for_neurons_is_refused(select, sections, s
             {},
             r"select\.latency\.length: must be at m",
         ),
+        ({"keep_macs": 0.9, "selector": "quadratic"}, {}, "one that needs no curvature"),
         ({"keep_macs": 0.9}, {"bench": {"lengths": [8, 999]}}, r"bench\.lengths: must be at most"),
         ({"keep_macs": 0.9}, {"data": {"calibration": 3}, "score": {"scorer": "ladder"}}, "4 rows"),
     ],
@@ -170,6 +172,18 @@ def test_a_model_without_feed_forwards_is_refused_before_it_is_scored(tmp_path):
     )
     with pytest.raises(InvalidValue, match=r"select\.feed_forward"):
         quietly_prepared(wanted.model_copy(update={"model": experts}))
+
+
+def test_a_run_cuts_feed_forwards_where_attention_fits_no_layout(tmp_path):
+    wanted = recipe(tmp_path, {"keep_params": 0.8}, report=True)
+    model = wanted.model.model_copy(update={"class_name": "PersimmonForCausalLM"})
+    record = quiet_run(wanted.model_copy(update={"model": model}))
+    assert record.plan.mask.counts.heads == 0
+    assert record.plan.mask.kept_counts.neurons < 96
+    assert any("no attention pictures" in text for text in record.warnings)
+    small = hp.from_pretrained(tmp_path / "out" / "model")
+    for kept in hp.find_sites(small, feed_forward=True):
+        assert kept.heads == record.plan.mask.kept(kept.name)
 
 
 def test_scorers_of_maps_are_refused_at_once(bert, batch):
@@ -302,8 +316,11 @@ def test_counts_of_a_cut_model_are_of_heads_and_of_neurons(bert, batch, tmp_path
     sites = hp.find_sites(bert, feed_forward=True)
     keep = {sites[0].name: [0, 1], sites[1].name: range(40), sites[3].name: ()}
     mask = hp.HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
+    whole = copy.deepcopy(bert)
     report = hp.prune_(bert, mask, example=batch)
     assert str(report).startswith("6 of 8 heads and 40 of 192 neurons kept, ")
+    rows = {row.name: row for row in hp.bench.sizes(whole, bert, batch)}
+    assert (rows["neurons"].original, rows["neurons"].pruned) == (192, 40)
     hp.save_pretrained(bert, tmp_path)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "6 of 8 heads and 40 of 192 neurons" in card
@@ -376,6 +393,8 @@ def test_a_sweep_scores_neurons_where_its_recipe_has_them(tmp_path):
     assert found.table.usual_size == "params"
     assert [one.values["select.keep_params"] for one in found.table.front()][-1] == 0.6
     assert "neurons, drop" in str(found.table)
+    picked = pick(found, max_drop=1.0, say=lambda line: None)
+    assert (picked.by, picked.size) == ("params", min(row["params"] for row in found.table.rows))
     page = sweep_view(found.table)
     assert page.header[2:5] == ("heads", "neurons", "parameters")
 
