@@ -184,7 +184,7 @@ def _cut_and_compared(
         if expected is None:
             _check_no_own_code(own)
         else:
-            proof = _prove(model, example, expected, n_examples)
+            proof = _prove(model, example, expected, n_examples, own)
         masked.check(model)
         # 4. The model as it is now, and its optimizers.
         after = count_parameters(model)
@@ -251,7 +251,13 @@ def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
         raise InvalidValue("prune_(example=)", must, f"None, and {code}", hint)
 
 
-def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: int) -> Proof:
+def _prove(
+    model: nn.Module,
+    example: Any,
+    expected: list[Tensor],
+    n_examples: int,
+    own: Mapping[BoundSite, str],
+) -> Proof:
     """The comparison of the cut model with the gated one's outputs."""
     try:
         found = sample_outputs(model, example)
@@ -266,6 +272,9 @@ def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: i
     if not difference.holds:
         must = f"equal to the gated one up to {difference.tolerance:.1e}"
         hint = "The model is unchanged. Its layout does not fit it: please report it."
+        if own:
+            code = "; ".join(own.values())
+            hint = f"The model is unchanged. This code may treat several heads together: {code}."
         raise VerificationFailed(
             "the pruned model", must, f"a difference of {difference.maximum:.3e}", hint
         )

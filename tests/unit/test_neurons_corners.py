@@ -87,6 +87,28 @@ def test_feed_forwards_are_cut_and_saved_where_attention_fits_no_layout(tmp_path
         hp.prune_(model, other)
 
 
+class Centred(nn.Module):
+    """A feed-forward that subtracts the mean of its neurons."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8), nn.GELU()
+
+    def forward(self, x):
+        x = self.act(self.fc1(x))
+        return self.fc2(x - x.mean(-1, keepdim=True))
+
+
+def test_own_code_that_treats_neurons_together_is_named():
+    model, x = nn.Sequential(hp.MultiHeadAttention(8, 2), Centred()).eval(), torch.randn(2, 3, 8)
+    sites = hp.find_sites(model, feed_forward=True)
+    mask = hp.HeadMask.from_keep(
+        {"0": [0, 1], "1": range(8)}, {site.name: site.n_query_heads for site in sites}
+    )
+    with pytest.raises(VerificationFailed, match=r"several heads together: Centred\.forward"):
+        hp.prune_(model, mask, example=x, sites=sites)
+
+
 class Scaled(nn.Module):
     """A feed-forward with a buffer of its width, which no layout cuts."""
 
