@@ -20,9 +20,9 @@ do it has its error in the table.
 
 A row of the record is one peer with one budget and one draw of calibration rows, written
 as soon as it is there; a run that is started again goes on after the last one (``--again`` repeats
-rows with an error). The first draw is timed, so run it on an idle machine (``--seeds 1``), or time what
-it saved once more when the machine is idle (``--retime``); further draws can come later, beside
-other work. Logits stay in ``--work``, for the paired comparisons with headprune.
+rows with an error). The first draw is timed, so run it on an idle machine (``--seeds 1``), or time
+what it saved once more when the machine is idle (``--retime``); further draws can come later,
+beside other work. Logits stay in ``--work``, for the paired comparisons with headprune.
 """
 
 from __future__ import annotations

@@ -189,7 +189,9 @@ class HeadScores(Value):
         ladders = None if self.ladders is None else _chosen(self.ladders, wanted)
 
         # 2. Matrices, column by column. One whose file is missing becomes a note.
-        columns = [i for i, unit in enumerate(self.units()) if unit.site in wanted]
+        columns: list[int] = []
+        if self.samples is not None or self.curvature is not None:
+            columns = [i for i, unit in enumerate(self.units()) if unit.site in wanted]
         samples, curvature, notes = None, None, self.notes
         if self.samples is not None:
             samples, missing = if_there(partial(self.samples.columns, columns))
