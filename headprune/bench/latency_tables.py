@@ -28,7 +28,7 @@ from headprune.bench.latency import (
 )
 from headprune.bench.recording import RecordedCall, fresh, recorded, tokens_of
 from headprune.core.bars import bar
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel, reason_of
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.levels import level_widths
@@ -47,6 +47,8 @@ _BURST = 1e-3
 _MAX_BURST = 20
 # A note reports smoothing that moved an entry by more than this fraction.
 _WORTH_SAYING = 0.1
+# A note reports times of the whole model whose middle half spreads by more than this fraction.
+_BUSY = 0.25
 # Fractions of the time for calls of the whole model, and of models with all sites cut.
 _MODEL_SHARE = 0.25
 _TOGETHER_SHARE = 0.25
@@ -86,7 +88,7 @@ def latency_table(
         progress: Show a progress bar.
 
     Raises:
-        UnsupportedModel: an attention that the batch does not run, or that cannot be cut.
+        UnsupportedModel: a site that the batch does not run, or that does not run when it is cut.
         InvalidValue: a wrong batch, length or time.
 
     >>> from headprune import MultiHeadAttention
@@ -146,7 +148,7 @@ def latency_table(
         length=length or max(tokens_of(one) for one in kinds.values()),
         device=_in_words(device),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        notes=tuple(_notes(measured, rows, alone, whole, factors)),
+        notes=(*_notes(measured, rows, alone, whole, factors), *_busy(clock.whole)),
         n_parameters=count_parameters(unwrap(model)),
     )
 
@@ -280,6 +282,8 @@ class _Clock:
         variants = _variants(model, recorded_call.bound)
         seconds = self.seconds * (1 - _MODEL_SHARE - _TOGETHER_SHARE) / self.n_kinds
         ready = [partial(_ready, module, recorded_call) for module in variants.values()]
+        for count, make in zip(variants, ready, strict=True):
+            _check_runs(make, recorded_call.bound.site, count)
         times = self._rounds(ready, seconds)  # [rounds, variants]
         # Index: number of kept heads.
         row: list[float | None] = [None] * (len(recorded_call.bound.site.heads) + 1)
@@ -366,6 +370,20 @@ def _ready(module: nn.Module, recorded_call: RecordedCall) -> Callable[[], Any]:
     args = fresh(recorded_call.args)
     kwargs = fresh(recorded_call.kwargs)
     return lambda: module(*args, **kwargs)
+
+
+def _check_runs(make: _Ready, site: AttentionSite, count: int) -> None:
+    """Refuse a site whose cut copy does not run.
+
+    Raises:
+        UnsupportedModel: it does not; names the number of heads or neurons.
+    """
+    try:
+        make()()
+    except Exception as error:  # the user's code may raise anything
+        must = f"one that runs with {count} of its {len(site.heads)} {_kind(site.is_feed_forward)}"
+        hint = "Its code may use the full number. Give `sites` without it."
+        raise UnsupportedModel(f"site {site.name}", must, reason_of(error), hint) from error
 
 
 def _kind(neurons: bool) -> str:
@@ -484,6 +502,17 @@ def _notes(
     if alone > whole:
         more = f"{100 * (alone / whole - 1):.0f} %"
         yield f"The layers alone took {more} longer than the model; their times are scaled to it."
+
+
+def _busy(whole: Sequence[float]) -> Iterator[str]:
+    """Say that times of the whole model differ much: long calls suffer most from other work."""
+    low, middle, high = statistics.quantiles(whole)
+    spread = (high - low) / middle
+    if spread > _BUSY:
+        yield (
+            f"The machine was busy: half of the times of the whole model spread over {spread:.0%}."
+            " Measure again when it is idle, or for longer."
+        )
 
 
 def _in_words(device: torch.device) -> str:

@@ -148,20 +148,41 @@ def _set_counts(section: Any, sites: list[BoundSite], with_width: bool) -> None:
 
 
 def _set_neurons(section: Any, sites: list[BoundSite]) -> None:
-    # By the full number, because an encoder may have another one than a decoder.
-    kept: dict[int, int] = {}
-    for b in sites:
-        count = len(b.site.heads)
-        first = kept.setdefault(b.site.n_query_heads, count)
-        if count != first:
-            must = "for the same number of neurons in every layer"
-            raise UnsupportedModel(_WHERE, must, f"layers with {first} and {count} neurons")
-    names = [name for name in _NEURONS if getattr(section, name, None) in kept]
-    for name in names:
-        setattr(section, name, kept[getattr(section, name)])
+    # All are read before any is set, because a configuration may have one value under two names.
+    values = {}
+    for name in _NEURONS:
+        full = getattr(section, name, None)
+        described = [
+            b for b in sites if b.site.n_query_heads == full and _describes(name, b.site.name)
+        ]
+        if described:
+            values[name] = _number_of_neurons(described)
     # GPT-2's is None where it is four times the width.
-    if not names and getattr(section, "n_inner", 0) is None:
-        section.n_inner = kept[sites[0].site.n_query_heads]
+    if not values and getattr(section, "n_inner", 0) is None:
+        values["n_inner"] = _number_of_neurons(sites)
+    for name, value in values.items():
+        setattr(section, name, value)
+
+
+def _describes(name: str, site: str) -> bool:
+    """Whether a setting is of this site: an encoder's is of no site in the decoder.
+
+    >>> _describes("encoder_ffn_dim", "model.decoder.layers.0"), _describes("d_ff", "decoder.0")
+    (False, True)
+    """
+    side = name.partition("_")[0]
+    others = {"encoder": "decoder", "decoder": "encoder"}
+    return others.get(side) not in site.split(".")
+
+
+def _number_of_neurons(sites: list[BoundSite]) -> int:
+    counts = [len(b.site.heads) for b in sites]
+    for count in counts:
+        if count != counts[0]:
+            must = "for the same number of neurons in every layer"
+            got = f"layers with {counts[0]} and {count} neurons"
+            raise UnsupportedModel(_WHERE, must, got)
+    return counts[0]
 
 
 def _set_heads(section: Any, sites: list[BoundSite], with_width: bool) -> None:

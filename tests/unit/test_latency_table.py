@@ -1,5 +1,6 @@
 """Latency tables: the value, and what is measured with a clock of our own."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -123,10 +124,11 @@ def test_every_number_of_heads_is_measured_on_a_module_that_has_them(clock):
     assert table.row("0") == tuple(2 * s for s in row), "the module runs twice in a pass"
     assert table.whole == 7 + 3 * 12.5 + 6.5
     assert (table.batch_size, table.length, table.dtype, table.notes) == (3, 5, "float32", ())
-    # The three of 4 heads share a measurement: 1 pass to record, 4 of the model and 2 + 5 rounds in
-    # all each. All four calls have one head in the model that is cut as far as possible.
-    assert clock.calls.count(1) == (2 + 4) * (2 + 5)
-    assert clock.calls.count(3) == 2 + 5
+    # The three of 4 heads share a measurement: 1 pass to record, 4 of the model, and for each cut
+    # copy 1 to try it and 2 + 5 rounds. All four calls have one head in the model that is cut as
+    # far as possible, which is not tried by itself.
+    assert clock.calls.count(1) == 2 * (1 + 2 + 5) + 4 * (2 + 5)
+    assert clock.calls.count(3) == 1 + 2 + 5
     assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert model.training
     assert not any(m._forward_pre_hooks for m in model.modules())
@@ -319,6 +321,29 @@ def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(monkeypa
     assert "took 100 % longer than the model; their times are scaled" in note
     table.check(hp.find_sites(model))
     assert _smoothed([None, 1.0, 3.0, 2.0, 4.0]) == [None, 1.0, 2.5, 2.5, 4.0], "what falls is mean"
+
+
+def test_times_of_a_busy_machine_are_noted(monkeypatch):
+    whole, took = [], iter([1.0, 3.0] * 1000)
+    timed(monkeypatch, lambda *_: next(took) if whole else 0.5)
+    model, batch = nn.Sequential(hp.MultiHeadAttention(8, 2)), torch.randn(2, 5, 8)
+    whole = noted_calls(model)
+    (note,) = latency_table(model, batch, seconds=0).notes
+    assert re.search(r"busy: .* the whole model spread over \d+%. Measure again", note)
+
+
+def test_a_copy_that_does_not_run_is_refused(monkeypatch):
+    """Code that uses heads by number may run whole and not cut."""
+    forward = hp.MultiHeadAttention.forward
+
+    def with_a_head(self, x):
+        return forward(self, x) + torch.zeros(2)[2 - self.n_heads]
+
+    monkeypatch.setattr(hp.MultiHeadAttention, "forward", with_a_head)
+    model, batch = nn.Sequential(hp.MultiHeadAttention(8, 2)), torch.randn(2, 3, 8)
+    must = r"site 0: must be one that runs with 0 of its 2 heads, got index 2 .* Give `sites`"
+    with pytest.raises(UnsupportedModel, match=must):
+        latency_table(model, batch, seconds=0)
 
 
 def test_what_cannot_be_measured_is_refused():

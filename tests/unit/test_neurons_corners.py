@@ -150,10 +150,15 @@ def test_code_that_fails_after_the_cut_is_refused_and_nothing_changes():
             {"encoder_ffn_dim": 40, "decoder_ffn_dim": 48, "max_position_embeddings": 32},
             {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
         ),
+        (
+            BartForConditionalGeneration,
+            {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "max_position_embeddings": 32},
+            {"encoder_ffn_dim": 32, "decoder_ffn_dim": 16},
+        ),
     ],
 )
 def test_a_configuration_states_even_widths(kind, settings, names, tmp_path):
-    """Falcon's name of the width; an encoder's width beside another one of a decoder."""
+    """Falcon's name of the width; an encoder's and a decoder's, different before or after."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4}
     if kind is BartForConditionalGeneration:
@@ -163,8 +168,13 @@ def test_a_configuration_states_even_widths(kind, settings, names, tmp_path):
         sizes |= {f"{side}_attention_heads": 4 for side in sides}
     model = kind(kind.config_class(**sizes, **settings)).eval()
     sites = hp.find_sites(model, feed_forward=True)
-    keep = {site.name: range(24) if site.is_feed_forward else site.heads for site in sites}
-    mask = hp.HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
+    keep = {one.name: one.heads for one in sites}
+    for one in sites:
+        if one.is_feed_forward:
+            # Of the one setting, or of the encoder's and the decoder's the one of this site.
+            (count,) = {n for name, n in names.items() if len(names) == 1 or name[:7] in one.name}
+            keep[one.name] = range(count)
+    mask = hp.HeadMask.from_keep(keep, {one.name: one.n_query_heads for one in sites})
     batch = {"input_ids": torch.randint(3, 50, (2, 7))}
     hp.prune_(model, mask, example=batch)
     hp.save_pretrained(model, tmp_path / "small", format="transformers", example=batch)

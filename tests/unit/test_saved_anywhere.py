@@ -463,6 +463,8 @@ def test_folded_heads_are_not_taken_for_neurons():
 def test_a_setting_that_no_folder_may_have_is_refused_before_anything_is_written(tmp_path):
     model, _ = family("llama")
     model.config.num_training_steps = 100_000
-    with pytest.raises(CheckpointError, match=r"model\.config: num_training_steps.*Remove it from model"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.config: num_training_steps.*Remove it from model"
+    ):
         hp.save_pretrained(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
