@@ -22,7 +22,8 @@ A row of the record is one peer with one budget and one draw of calibration rows
 as soon as it is there; a run that is started again goes on after the last one (``--again`` repeats
 rows with an error). The first draw is timed, so run it on an idle machine (``--seeds 1``), or time
 what it saved once more when the machine is idle (``--retime``); further draws can come later,
-beside other work. Logits stay in ``--work``, for the paired comparisons with headprune.
+beside other work. Logits stay in ``--work``, for the paired comparisons with headprune; without
+them, on another machine, comparisons that the record has stay, and new ones need both rows there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -450,14 +451,24 @@ def loaded(
 
 def compare(args: argparse.Namespace, subject: Subject, record: dict[str, Any], out: Path) -> None:
     """Writes the paired differences into the record."""
-    record["compared"] = compared(args, subject, record["rows"])
+    before = {
+        (line["peer"], line["kept"], line["reference"], line["reference_kept"]): line
+        for line in record.get("compared", ())
+    }
+    record["compared"] = compared(args, subject, record["rows"], before)
     studies.keep(record, out)
 
 
 def compared(
-    args: argparse.Namespace, subject: Subject, rows: list[dict[str, Any]]
+    args: argparse.Namespace,
+    subject: Subject,
+    rows: list[dict[str, Any]],
+    before: Mapping[Any, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Every peer against what it is to be held to: paired differences, draw by draw."""
+    """Every peer against what it is compared with: paired differences, draw by draw.
+
+    A line of ``before`` stays where its logits are gone: the record came from another machine.
+    """
     found = []
     by = {key(row): row for row in rows if "error" not in row}
     budgets = sorted({kept for _, kept, _ in by if kept is not None}, reverse=True)
@@ -474,17 +485,22 @@ def compared(
                     "reference_kept": its,
                 }
                 line["draws"] = len(seeds)
-                for split in ("validation", "test"):
-                    line[split] = judging.difference(
-                        [
-                            tuple(
-                                answered(args, subject, *one, split)
-                                for one in ((name, kept, a), (other, its, b))
-                            )
-                            for a, b in pairs
-                        ],
-                        subject.labels(split),
-                    )
+                try:
+                    for split in ("validation", "test"):
+                        line[split] = judging.difference(
+                            [
+                                tuple(
+                                    answered(args, subject, *one, split)
+                                    for one in ((name, kept, a), (other, its, b))
+                                )
+                                for a, b in pairs
+                            ],
+                            subject.labels(split),
+                        )
+                except FileNotFoundError:
+                    if (name, kept, other, its) not in before:
+                        continue
+                    line = before[name, kept, other, its]
                 found.append(line)
     return found
 

@@ -158,6 +158,11 @@ def test_a_run_of_peers(run, folder, tmp_path, monkeypatch):
     assert added == [("headprune", 1, False), ("works", 1, False)]
     assert next(line for line in record["compared"] if line["peer"] == "works")["draws"] == 2
 
+    # Where logits are gone, as on another machine, the comparisons of the record stay.
+    (logits,) = subject.rglob("works-5-1/cut.npz")
+    logits.unlink()
+    assert record_of(run, command)["compared"] == record["compared"]
+
     # Nothing runs twice, and errors run again only when asked to.
     tried = []
 
