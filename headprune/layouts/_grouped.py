@@ -54,8 +54,10 @@ def takes_keys(module: Any) -> bool:
 def kind(module: Any, name: str) -> Kind:
     """Return ``causal``, ``cross`` or ``self``, by the module's inputs and its flag."""
     if takes_keys(module):
-        # Without a flag it is cross-attention: causal attention has no other sequence.
-        return "causal" if getattr(module, "is_causal", False) else "cross"
+        if getattr(module, "is_causal", False):
+            return "causal"
+        # One class for all of them (Moonshine): an encoder's own attention goes by its name.
+        return "self" if name.endswith("self_attn") else "cross"
     # Without a flag it is causal, because these modules are decoders'.
     return "causal" if getattr(module, "is_causal", True) else "self"
 

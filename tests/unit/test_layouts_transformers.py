@@ -13,7 +13,7 @@ from transformers.models import cohere, layoutlmv2
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.plan import PruningPlan
-from headprune.layouts import registry
+from headprune.layouts import _grouped, registry
 from headprune.model.costs import measure_costs
 from headprune.model.double import Doubled
 from headprune.model.running import outputs
@@ -239,6 +239,14 @@ def test_code_that_reads_its_heads_from_the_configuration_is_refused():
     model = built("MoonshineForConditionalGeneration", **sizes, **sides)
     with pytest.raises(UnsupportedModel, match="it has 'head_dim_padding'"):
         hp.find_sites(model)
+    # One class attends to its own sequence and to the encoder's.
+    attentions = {n: m for n, m in model.named_modules() if n.endswith("_attn")}
+    kinds = {name.split("model.")[-1]: _grouped.kind(m, name) for name, m in attentions.items()}
+    assert kinds == {
+        "encoder.layers.0.self_attn": "self",
+        "decoder.layers.0.self_attn": "causal",
+        "decoder.layers.0.encoder_attn": "cross",
+    }
 
 
 SIZES = {"vocab_size": 50, "d_model": 16, "max_position_embeddings": 64}
