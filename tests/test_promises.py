@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,11 +128,29 @@ def test_one_budget_keeps_its_quality_at_its_speed(
     assert statistics.fmean(row["test"] for row in found) >= quality
 
 
-def test_latency_tables_predict_the_speed_of_one_budget() -> None:
-    """On SST-2; docs/one-budget.md names where other tasks miss it."""
-    for name in ("one-budget-sst2", "one-budget-sst2-epyc"):
-        for row in rows(record(name), way="heads and neurons"):
-            assert row["ratio"] >= 0.95 * row["predicted"], (name, row["asked"], row["draw"])
+#: Speeds that were asked for and that cuts of heads and neurons miss: they are slower than 0.95 of
+#: the prediction, as docs/one-budget.md says.
+MISSED = {
+    "one-budget-digits": {1.2, 1.5, 1.8},
+    "one-budget-digits-epyc": {1.5, 1.8},
+    "one-budget-trec-epyc": {2.2, 3.0, 3.6},
+}
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("one-budget-*.json")), ids=lambda p: p.stem)
+def test_latency_tables_predict_the_speed_of_one_budget(path: Path) -> None:
+    measured, predicted = defaultdict(list), defaultdict(list)
+    for cut in rows(record(path.stem), way="heads and neurons"):
+        if "ratio" in cut:
+            measured[cut["asked"]].append(cut["ratio"])
+            predicted[cut["asked"]].append(cut["predicted"])
+    assert measured
+    missed = {
+        asked
+        for asked, ratios in measured.items()
+        if statistics.fmean(ratios) < 0.95 * statistics.fmean(predicted[asked])
+    }
+    assert missed == MISSED.get(path.stem, set())
 
 
 def test_the_package_is_imported_within_its_time() -> None:

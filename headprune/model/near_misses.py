@@ -27,6 +27,8 @@ _EXPERTS = "an expert of a mixture runs on some tokens only, which no gate fits"
 TOKENS_FIRST = "the attention beside it has no batch_first=True, so no gate per example fits"
 #: Class names of feed-forwards.
 _FEED_FORWARD = re.compile(r"mlp|feed_?forward|ffn|experts", re.IGNORECASE)
+#: Names of feed-forwards in the module around them.
+_FEED_FORWARD_NAME = re.compile(r"(mlp|ffn?|feed_?forward)_?\d*", re.IGNORECASE)
 #: Names of projections of queries, of keys and of values.
 _QUERIES = re.compile(r"(^|_)w?(q|query|queries)(_|\d|$)", re.IGNORECASE)
 _KEYS = re.compile(r"(^|_)w?(k|keys?)(_|\d|$)", re.IGNORECASE)
@@ -227,19 +229,44 @@ def _feed_forward_like(
 ) -> Iterator[tuple[str, nn.Module]]:
     """List modules that a person would call feed-forwards, without mixtures and their experts.
 
-    By their class name, with parameters; or by all the parts that a layout needs.
+    By their class name, with parameters; by their own name and two layers; by a layer that widens
+    before one that narrows as much; or by all the parts that a layout needs.
 
     Yields:
         Names and modules.
     """
+    named: list[str] = []  # what such a feed-forward contains is no other one
     for name, module in model.named_modules():
-        if is_expert(name) or hasattr(module, "experts"):
+        if is_expert(name) or hasattr(module, "experts") or name.startswith(tuple(named)):
             continue
         if _FEED_FORWARD.search(type(module).__name__):
             if _has_parameters(module):
                 yield name, module
+        elif _is_named_feed_forward(name, module) or _widens_and_narrows(module):
+            named.append(f"{name}.")
+            yield name, module
         elif any(not _match(module, layout).missing for layout in layouts):
             yield name, module
+
+
+def _is_named_feed_forward(name: str, module: nn.Module) -> bool:
+    """Whether it goes by such a name and has two layers; a list of modules is none."""
+    if isinstance(module, nn.ModuleList):
+        return False
+    layers = [part for part in module.modules() if _features(part) != (0, 0)]
+    return len(layers) > 1 and bool(_FEED_FORWARD_NAME.fullmatch(name.rpartition(".")[2]))
+
+
+def _widens_and_narrows(module: nn.Module) -> bool:
+    """Whether its layers are one ``d -> n``, or two, and then one ``n -> d``, with n > d.
+
+    Attention has more of them; an adapter's layers narrow first.
+    """
+    sizes = [_features(part) for part in module.children() if _has_matrix(part)]
+    if len(sizes) not in (2, 3) or sizes[0][0] >= sizes[0][1]:
+        return False
+    narrow, wide = sizes[0]
+    return sizes == [(narrow, wide)] * (len(sizes) - 1) + [(wide, narrow)]
 
 
 def is_tokens_first(model: nn.Module, name: str) -> bool:

@@ -20,7 +20,7 @@ from headprune.scoring._inverse import inverted
 AT_ONCE = 2**28
 #: Peak memory of a run, in matrices of ``width ** 2`` fp64 numbers: C, and to find A's inverse.
 MATRICES = 5
-#: Neurons are removed in so many steps for each halving or so: the cheapest 1/64 of the kept ones.
+#: Matrices are updated each time that 1/64 of the kept neurons are removed.
 _STEPS = 64
 #: Blocks of a symmetric matrix ``[runs, n, n]``: removed by removed, removed by rest, rest by rest.
 _Blocks: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -209,10 +209,10 @@ def _in_order(inverse: Tensor, c: Tensor, failed: Tensor, n_units: int, length: 
 
 
 def _neurons_in_order(inverse: Tensor, c: Tensor, failed: Tensor) -> Tensor:
-    """Remove all units of one channel, the cheapest first, several at a time.
+    """Remove all units of one channel, one after the other, the cheapest first.
 
-    Thousands of single removals would read the matrices thousands of times. The prices in a step
-    are those of single removals; the others compensate for all of them together.
+    Thousands of single removals would read the matrices thousands of times. So the matrices are
+    updated in steps, for several removals at once; within a step only the diagonals are.
 
     Args:
         inverse: ``[runs, neurons, neurons]``, of A.
@@ -223,29 +223,75 @@ def _neurons_in_order(inverse: Tensor, c: Tensor, failed: Tensor) -> Tensor:
         ``[runs, 2, neurons]``: as ``_in_order``.
     """
     n_runs, n_units = c.shape[:2]
-    # [runs, kept neurons]: the number of the neuron at each place.
+    # [runs, kept neurons]: the number of the neuron at each place, in ascending order.
     names = torch.arange(n_units, device=c.device).repeat(n_runs, 1)
     order, paid = [], []
     while True:
-        # 1. The cheapest neurons of each run.
+        # 1. The neurons that each run removes next.
         n_kept = names.shape[1]
-        n_removed = -(-n_kept // _STEPS)
-        own = inverse.diagonal(dim1=1, dim2=2)
-        failed = failed | (own <= 0).any(1)
-        prices = (c.diagonal(dim1=1, dim2=2) / own / 2).clamp(min=0)
-        by_price = prices.argsort(dim=1, stable=True)
-        removed_now, rest = by_price[:, :n_removed], by_price[:, n_removed:]
-        order.append(names.gather(1, removed_now))
-        paid.append(prices.gather(1, removed_now))
-        if n_removed == n_kept:
+        places, prices, broken = _cheapest_neurons(inverse, c, -(-n_kept // _STEPS))
+        failed = failed | broken
+        order.append(names.gather(1, places))
+        paid.append(prices)
+        if places.shape[1] == n_kept:
             break
         # 2. Remove them; the others compensate.
+        is_kept = torch.ones_like(names, dtype=torch.bool).scatter(1, places, False)
+        rest = is_kept.nonzero()[:, 1].view(n_runs, -1)  # equally many in every run
         names = names.gather(1, rest)
-        of_inverse, of_c = (_split(matrix, removed_now, rest) for matrix in (inverse, c))
+        of_inverse, of_c = (_split(matrix, places, rest) for matrix in (inverse, c))
         failed = failed | _compensate_(of_inverse, of_c)
         inverse, c = of_inverse[2], of_c[2]
     all_prices = torch.cat(paid, 1).masked_fill(failed[:, None], torch.nan)
     return torch.stack([torch.cat(order, 1).to(all_prices), all_prices], 1)
+
+
+def _cheapest_neurons(inverse: Tensor, c: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The neurons that are removed next, one after the other; the matrices stay as they are.
+
+    Args:
+        inverse: ``[runs, n, n]``, of A.
+        c: C, as ``inverse``.
+        count: How many.
+
+    Returns:
+        ``[runs, count]``: their places, in the order in which they are removed; their prices; and
+        ``[runs]``, where this has no answer.
+    """
+    runs = torch.arange(len(c), device=c.device)
+    # Diagonals of both matrices as the removals so far change them.
+    own = inverse.diagonal(dim1=1, dim2=2).clone()  # [runs, n]
+    slopes = c.diagonal(dim1=1, dim2=2).clone()
+    is_removed = torch.zeros_like(own, dtype=torch.bool)
+    failed = torch.zeros_like(runs, dtype=torch.bool)
+    # Of each removal: the weights by which the others take over, [runs, removals, n]; the neuron's
+    # row of C; and its entries on both diagonals, [runs, removals, 1].
+    taken = own.new_empty(len(c), count, own.shape[1])
+    rows = torch.empty_like(taken)
+    on_inverse, on_c = own.new_empty(len(c), count, 1), own.new_empty(len(c), count, 1)
+    places, paid = [], []
+    for n in range(count):
+        # 1. The cheapest neuron.
+        failed = failed | ((own <= 0) & ~is_removed).any(1)
+        prices = (slopes / own / 2).clamp(min=0).masked_fill(is_removed, torch.inf)
+        place = prices.argmin(1, keepdim=True)  # [runs, 1]
+        places.append(place)
+        paid.append(prices.gather(1, place))
+        # 2. Its rows of both matrices after the earlier removals.
+        at = place[:, 0]
+        before, rows_before = taken[:, :n], rows[:, :n]
+        to_it = before[runs, :, at][:, None]  # [runs, 1, removals]
+        its_row = rows_before[runs, :, at][:, None] - to_it * on_c[:, :n].mT
+        of_inverse = inverse[runs, at] - (to_it * on_inverse[:, :n].mT @ before)[:, 0]
+        of_c = c[runs, at] - (to_it @ rows_before + its_row @ before)[:, 0]  # [runs, n]
+        # 3. What its removal changes on the diagonals.
+        on_inverse[:, n], on_c[:, n] = of_inverse.gather(1, place), of_c.gather(1, place)
+        weights = of_inverse / on_inverse[:, n]
+        own -= weights.square() * on_inverse[:, n]
+        slopes -= weights * (2 * of_c - weights * on_c[:, n])
+        taken[:, n], rows[:, n] = weights, of_c
+        is_removed.scatter_(1, place, True)
+    return torch.cat(places, 1), torch.cat(paid, 1), failed
 
 
 def _split(matrix: Tensor, first: Tensor, rest: Tensor) -> _Blocks:

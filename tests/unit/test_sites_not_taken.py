@@ -12,6 +12,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import headprune as hp
 from headprune.core.coverage import coverage_notes
+from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
 from headprune.model.near_misses import attention_like
 from headprune.model.sites import Sites, not_taken
@@ -199,6 +200,30 @@ def test_feed_forwards_that_no_layout_takes_are_named_where_neurons_are_asked_fo
         (note,) = coverage_notes(notes)
         assert note.startswith("Feed-forwards that no layout matches: 1 (TransformerEncoderLayer; ")
         assert note.endswith("The neurons there are neither scored nor cut.")
+
+
+def test_feed_forwards_are_known_by_their_name_or_their_sizes():
+    """Of classes that are called otherwise; an adapter and a list of layers are none."""
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    model = nn.ModuleDict(
+        {
+            "known": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+            "feed_forward": Wrapped(),
+            "other": nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)),
+            "adapter": nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8)),
+            "mlps": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
+        }
+    )
+    found = hp.find_sites(model, feed_forward=True).not_taken
+    assert [group.modules for group in found] == [("feed_forward",), ("other",)]
+    del model["known"]
+    with pytest.raises(UnsupportedModel, match=r"got none of feed_forward \(Wrapped; .*other"):
+        hp.find_sites(model, feed_forward=True)
 
 
 def test_experts_of_a_mixture_are_named_beside_the_feed_forwards_that_are_sites(tmp_path):

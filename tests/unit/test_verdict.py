@@ -128,6 +128,17 @@ def test_gain():
         assert detail in said.details
 
 
+def test_the_speed_is_that_at_the_shape_of_the_budget():
+    """A larger shape gains more, and is not what was asked for."""
+    rows = (replace(FAST, batch=64, ratio=1.5, high=1.6), FAST)
+    for asked, clause in ((1.25, ""), (1.4, ", not 1.40×"), (None, "")):
+        noted = {"speedup": {"asked": asked, "measured": 1.2, "batch_size": 8, "length": 64}}
+        said = verdict(built(speed=rows, metrics=noted))
+        assert said.gain == f"made the model 1.20× as fast{clause}"
+        assert "speed at batch 8 × 64 tokens" in said.details.lower()
+    assert verdict(built(speed=rows)).gain == "made the model 1.50× as fast"
+
+
 def by_auto(low: float, high: float = 0.2, refit: str = "lstsq", **changes: Any) -> RunRecord:
     """The record of `auto`, whose random candidate loses more by ``low`` to ``high``."""
     taylor = Candidate("taylor", EMPTY, False, 0.3, 0.0, 0.0, 0.0)
