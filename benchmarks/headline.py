@@ -22,6 +22,8 @@ import tradeoff_page
 from pages import interval, of, ratio, table, threads
 from scipy.stats import ttest_ind
 
+from headprune.data.guess import CALIBRATION, MOST_REFIT_ROWS
+
 PICTURE = "headline.svg"
 #: Speeds asked for that the README's table has.
 SHOWN = {one_budget.BOTH: (2.2, 3.6, 4.3), one_budget.TRAINED: (2.2,)}
@@ -122,7 +124,8 @@ def readme(records: Path) -> str:
         ),
         "",
         f"Scores and refits use {quality['calibration']} sentences; refits"
-        f" with neurons {with_neurons['refit_rows']:,}. Means of {draws} draws"
+        f" with neurons {with_neurons['refit_rows']:,} (the command's defaults: {CALIBRATION};"
+        f" {MOST_REFIT_ROWS:,}). Means of {draws} draws"
         f"{_of_trained(with_neurons)}, ± standard deviations; brackets: 95 % intervals. Speed: batch"
         f" {one['batch']} × {one['length']} tokens, CPU, {threads(one['hardware'])}.",
     ]

@@ -158,18 +158,21 @@ def test_the_package_is_imported_within_its_time() -> None:
     assert statistics.median(found["seconds"][what]) < found["aim"][what] == 0.15
 
 
-def test_pruned_models_reach_those_that_were_built_small() -> None:
-    """What is shown to miss 0.97 does so by code of Transformers, which the uncut model has as
-    well."""
-    for row in record("native-cpu")["rows"]:
-        if "free" not in row["subject"]:
-            assert row["speed"]["high"] >= 0.97 or row["share"]["high"] >= 0.97, row
+#: Cut models that are below 0.97 of the speed of one built small, and their batch sizes: BERT's code
+#: in Transformers takes more beside the matrix products, also before the cut (docs/tradeoff.md).
+SLOWER_THAN_SMALL = {
+    "native-cpu": {("bert", 1)},
+    "native-neurons-cpu": {("bert, with neurons", batch) for batch in (1, 8, 32)},
+}
 
 
-def test_models_cut_with_neurons_reach_those_that_were_built_small() -> None:
-    """Or a call takes no more milliseconds beyond the native one's than before the cut: those are
-    of the code of Transformers, and weigh more in a smaller model."""
-    for row in record("native-neurons-cpu")["rows"]:
-        reached = row["speed"]["high"] >= 0.97
-        extra = row["speed"]["extra_seconds"]["low"]
-        assert reached or extra <= row["uncut"]["extra_seconds"]["high"], row
+@pytest.mark.parametrize("name", SLOWER_THAN_SMALL)
+def test_pruned_models_reach_those_that_were_built_small(name: str) -> None:
+    slower = set()
+    for row in record(name)["rows"]:
+        if "free" not in row["subject"] and row["speed"]["ratio"] < 0.97:
+            slower.add((row["subject"], row["batch"]))
+            # Not shown to take more milliseconds beyond the native one's than before the cut.
+            extra = row["speed"]["extra_seconds"]["low"]
+            assert extra <= row["uncut"]["extra_seconds"]["high"], row
+    assert slower == SLOWER_THAN_SMALL[name]

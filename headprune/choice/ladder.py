@@ -23,24 +23,27 @@ from headprune.model.transfers import in_main_memory
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 from headprune.selection._units import bundled, in_rank
 
+#: Prices of fewer rows come with a note.
+_FEW = 32
+
 
 @dataclass(frozen=True)
 class Ladder(Scorer):
     """The rise of ``KL(whole model || model)`` with one site alone at each level, refitted.
 
-    A level is a number of heads (each one) or of neurons (about twelve widths) that a site keeps,
+    A level is a number of heads or of neurons (about twelve widths) that a site keeps,
     the best ones by another scorer. What removed units would have written is predicted from the
-    kept ones by least squares, as in ``lstsq``. With your own loss, the rise is of that. Values are
-    the other scorer's; ``scores.ladders`` holds the rises.
+    kept ones by least squares over all rows; rises are measured on half of them. With your own
+    loss, the rise is of that. Values are the other scorer's; ``scores.ladders`` holds the rises.
 
-    Train rows saturate the softmax, which hides changes: outputs are divided by a temperature
-    (Hinton et al. 2015, section 2).
+    Train rows saturate the softmax: outputs are divided by a temperature (Hinton et al. 2015,
+    section 2).
 
     Source: ZipLM (Kurtic et al. 2023, section 3.2) prices levels by a layer's own error.
 
     When: heads and neurons share one budget, above all ``Budget(speedup=)``.
-    Cost: the other scorer's, a pass, and a pass from each site on for each of its levels, over
-    ``examples`` rows. Memory: ``width ** 2`` numbers per site. Of outputs beyond a gigabyte fewer
+    Cost: the other scorer's, a pass, and for each level a pass from its site on, over ``examples``
+    rows. Memory: ``width ** 2`` numbers per site. Of outputs beyond a gigabyte fewer
     positions are compared.
 
     Args:
@@ -118,7 +121,17 @@ class Ladder(Scorer):
             rises = measured[str(number)].tolist()
             _check_finite(site, kept, rises)
             ladders.append(SiteLadder(site.name, kept, _monotone(rises)))
-        return replace(estimate, ladders=tuple(ladders))
+        notes = (*estimate.notes, *_few_rows(estimate.n_examples))
+        return replace(estimate, ladders=tuple(ladders), notes=notes)
+
+
+def _few_rows(n_examples: int) -> list[str]:
+    if n_examples >= _FEW:
+        return []
+    return [
+        f"Prices of levels come out too low on few rows ({n_examples}): predictions are fitted on"
+        " the rows that they are measured on."
+    ]
 
 
 def _rises(meter: Meter, number: int, levels: Sequence[tuple[int, ...]]) -> Tensor:

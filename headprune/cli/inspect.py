@@ -40,7 +40,7 @@ def inspect(
     with guarded(debug):
         from headprune.core.errors import UnsupportedModel
         from headprune.data.models import open_model
-        from headprune.model.sites import find_sites, not_taken
+        from headprune.model.sites import find_sites, has_cut_neurons, not_taken
         from headprune.run.subject import quiet
 
         quiet()
@@ -56,6 +56,8 @@ def inspect(
             emit(facts)
         else:
             _print(facts)
+            if not feed_forward and has_cut_neurons(opened):
+                say("Neurons of feed-forwards were removed; --feed-forward shows them.")
 
 
 def _inspect(model: nn.Module, policy: Policy, feed_forward: bool = False) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class LatencyTable(Value):
             for n, seconds in enumerate(row.seconds):
                 if seconds is not None:
                     # Attention without heads may take no time at all.
-                    _check_seconds(f"LatencyTable row {row.site}, {n} heads", seconds, least=0.0)
+                    unit = "neurons" if row.neurons else "heads"
+                    _check_seconds(f"LatencyTable row {row.site}, {n} {unit}", seconds, least=0.0)
 
     def row(self, site: str) -> tuple[float | None, ...]:
         """Seconds by number of heads of one site.

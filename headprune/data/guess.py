@@ -56,7 +56,7 @@ CALIBRATION = 256
 #: Words that a refit is to read, by rows of train where the calibration rows have fewer.
 _REFIT_WORDS = 16_384
 #: Most rows to refit on.
-_MOST_REFIT_ROWS = 1024
+MOST_REFIT_ROWS = 1024
 #: Rows whose words are counted.
 _READ = 200
 #: Letters that make a word where there are no blanks.
@@ -277,7 +277,7 @@ def _refit_rows(task: Task, rows: Any, texts: Sequence[str]) -> int | None:
     if not words:
         return None
     wanted = math.ceil(_REFIT_WORDS * len(some) / words)
-    return min(wanted, _MOST_REFIT_ROWS) if wanted > CALIBRATION else None
+    return min(wanted, MOST_REFIT_ROWS) if wanted > CALIBRATION else None
 
 
 def _count_words(text: Any) -> int:
@@ -346,7 +346,7 @@ def _recipe_text(
     """Return the recipe as commented YAML."""
     lines = [
         f"name: {_quoted(pruned_name(model))}",
-        f"description: {_quoted(f'{model} loses heads, on {data}.')}",
+        f"description: {_quoted(f'{model} is pruned, on {data}.')}",
     ]
     lines += [f"# {line}" for line in why]
     lines += [

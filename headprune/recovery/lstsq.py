@@ -52,7 +52,7 @@ class Lstsq(LayerwiseRecovery):
             the error on a quarter of the examples.
         prior: W₀: the ``current`` weights, or ``zero``.
         intercept: Fit b.
-        feed_forward: Also refit feed-forwards.
+        feed_forward: Also refit uncut feed-forwards.
         precision: The type to add up in, ``float64`` or ``float32``.
         max_bytes: Memory for the teacher's streams, and again for layers' outputs.
         token_weights: Weight all tokens ``equal``, or by how strongly the teacher's ``output``

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 from headprune.core.errors import UnknownName
 from headprune.core.heads import AttentionSite, HeadCounts
+from headprune.core.ladders import SiteLadder
 from headprune.core.latency import LatencyTable
 from headprune.core.record import RunRecord
 from headprune.report.formats import fixed
@@ -30,6 +31,7 @@ class NeuronLine(LayerLine):
     kept: str  # such as `512 of 3,072 neurons`
     time: tuple[str, str]  # milliseconds per call; empty without a latency table
     bought: str  # milliseconds that the cut saves there, by the latency table
+    price: str  # how much the loss rises by this alone; empty without ladders
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class NeuronTable(LayerTable):
     total: NeuronLine
     pattern: str  # the parts of the sites' names that all share
     timed_at: str  # batch and length of the times; empty without a latency table
+
+    @property
+    def priced(self) -> bool:
+        return bool(self.lines[0].price)
 
 
 #: Seconds of a site before and after the cut.
@@ -68,12 +74,23 @@ def neuron_table(record: RunRecord, latency: LatencyTable | None = None) -> Neur
     parts = list(zip(scores.sites, costs, strict=True))
     for label, part, time in zip(labels, parts, times or repeat(None), strict=False):
         lines.append(_line(label, [part], length, time))
+    lines = _with_prices(lines, scores.ladders, costs)
     total = _line("all layers", parts, length, _sum(times))
     timed_at = ""
     if times and latency is not None:
         timed_at = f"batch {latency.batch_size} × {latency.length} tokens, {latency.device}"
     cached = any(cost.before.kv_bytes for cost in costs)
     return NeuronTable(tuple(lines), total, length, cached, pattern, timed_at)
+
+
+def _with_prices(
+    lines: Sequence[NeuronLine], ladders: Sequence[SiteLadder] | None, costs: Iterable[SiteCost]
+) -> list[NeuronLine]:
+    """The rows with the prices of their levels, where these were measured."""
+    priced = list(lines)
+    for place, (ladder, cost) in enumerate(zip(ladders or (), costs, strict=False)):
+        priced[place] = replace(lines[place], price=f"{ladder.at(cost.kept):.2g}")
+    return priced
 
 
 def _times(
@@ -116,4 +133,4 @@ def _line(
         shown = (fixed(1000 * time[0], 2), fixed(1000 * time[1], 2))
         bought = fixed(1000 * (time[0] - time[1]), 2)
     line = layer_line(label, "", total_cost(cost for _, cost in parts), length)
-    return NeuronLine(**vars(line), kept=words, time=shown, bought=bought)
+    return NeuronLine(**vars(line), kept=words, time=shown, bought=bought, price="")

@@ -212,7 +212,13 @@ def _plan_words(record: RunRecord) -> str:
         how += f" by {plan.scorer}"
     if plan.wanted:
         how += f" to {plan.wanted}"
-    return f"{plan.mask.kept_counts.of(removed[1], ',')} are kept, chosen {how}."
+    words = f"{plan.mask.kept_counts.of(removed[1], ',')} are kept, chosen {how}."
+    scores = record.scores
+    if scores is not None and scores.ladders is not None and "order" in scores.settings:
+        order = scores.settings["order"]
+        words += f" The scores shown are those of {order}, in whose order units of a layer go;"
+        words += " measured prices decide how many."
+    return words
 
 
 def _headline_quality(record: RunRecord, quality: Sequence[QualityGroup]) -> QualityGroup | None:

@@ -416,7 +416,7 @@ def _check_calibration(recipe: Recipe, n_rows: int) -> None:
     wanted = recipe.score
     measures = "loss" in selection.registry.get(recipe.select.selector).needs
     if wanted.scorer == "ladder" and measures and n_rows < _LEAST_MEASURED:
-        must = f"at least {_LEAST_MEASURED} rows: plans are fitted on half and compared on half"
+        must = f"at least {_LEAST_MEASURED} rows: plans are compared on half of them"
         hint = "Give more rows, or set select.selector to knapsack."
         raise InvalidValue("data.calibration", must, n_rows, hint)
     if wanted.scorer != "auto":

@@ -198,9 +198,11 @@ def _of_another_budget(
         wanted = ", ".join(str(SiteBudget(key, budget)) for key, budget in asked.items())
     if choice.budget == wanted:
         return ()
+    budgets = [asked] if isinstance(asked, Budget) else asked.values()
+    heads = all(budget.kind == "keep_heads" for budget in budgets)
+    way = "hp.scoring.Auto(keep=...)" if heads else "A recipe with score.scorer: auto"
     return (
-        f"auto chose {choice.chosen} for another budget: {choice.budget}."
-        " hp.scoring.Auto(keep=...) chooses for yours.",
+        f"auto chose {choice.chosen} for another budget: {choice.budget}. {way} chooses for yours.",
     )
 
 

@@ -79,7 +79,7 @@ class Repriced(Knapsack):
             better = None
             for candidate in _candidates(problem, levels, present, gains):
                 plan = levels.plan(candidate)
-                # Without any head it is no plan; of a group of sites, others keep heads.
+                # Without any unit it is no plan; of a group of sites, others keep some.
                 if not plan and problem.kept_elsewhere is None:
                     continue
                 (its_losses,) = measured_losses(problem, [plan])

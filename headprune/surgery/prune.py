@@ -274,7 +274,8 @@ def _prove(
         hint = "The model is unchanged. Its layout does not fit it: please report it."
         if own:
             code = "; ".join(own.values())
-            hint = f"The model is unchanged. This code may treat several heads together: {code}."
+            together = "This code may treat several heads or neurons together"
+            hint = f"The model is unchanged. {together}: {code}."
         raise VerificationFailed(
             "the pruned model", must, f"a difference of {difference.maximum:.3e}", hint
         )

@@ -43,6 +43,18 @@ def test_sites_and_totals(put):
     assert "KV cache" not in text
 
 
+def test_removed_neurons_are_mentioned_where_they_are_not_shown(put):
+    model, _ = registry.get("bert").tiny(0)
+    put(model)
+    note = "Neurons of feed-forwards were removed; --feed-forward shows them."
+    assert note not in done("inspect here").output
+    sites = hp.find_sites(model, feed_forward=True)
+    keep = {site.name: site.heads[1:] if site.is_feed_forward else site.heads for site in sites}
+    hp.prune_(model, hp.HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
+    assert note in done("inspect here").output
+    assert note not in done("inspect here --feed-forward").output
+
+
 def test_policies_and_units_of_grouped_queries(put):
     put(registry.get("llama").tiny(0, "llama")[0])
     by_group, by_head = (

@@ -105,7 +105,9 @@ def test_own_code_that_treats_neurons_together_is_named():
     mask = hp.HeadMask.from_keep(
         {"0": [0, 1], "1": range(8)}, {site.name: site.n_query_heads for site in sites}
     )
-    with pytest.raises(VerificationFailed, match=r"several heads together: Centred\.forward"):
+    with pytest.raises(
+        VerificationFailed, match=r"several heads or neurons together: Centred\.forward"
+    ):
         hp.prune_(model, mask, example=x, sites=sites)
 
 

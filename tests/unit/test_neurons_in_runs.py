@@ -1,6 +1,7 @@
 """Neurons in runs, on the command line, in stored files and in pictures: their words and sizes."""
 
 import copy
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -95,6 +96,12 @@ def test_a_run_cuts_neurons_to_a_speed_and_reports_them(tmp_path, monkeypatch):
     after = row[len(record.plan.mask.kept("model.layers.0.mlp"))]
     assert f"{1000 * row[-1]:.2f} → {1000 * after:.2f}" in html
     assert "48, head" not in html  # no map has a cell per neuron
+    # Prices decided, not the scores that the map shows.
+    (ladder,) = (one for one in record.scores.ladders if one.site == "model.layers.0.mlp")
+    price = ladder.at(len(record.plan.mask.kept("model.layers.0.mlp")))
+    assert f'data-label="Price" class="nowrap">{price:.2g}<' in html
+    for text in (html, markdown):
+        assert "The scores shown are those of surgeon" in text
     # The lines that repeat the run.
     assert "hp.find_sites(model, feed_forward=True)" in markdown
     measured = "model, batches, sites=sites, examples=256, ridge=0.3, temperature=2.0"
@@ -418,6 +425,10 @@ def test_a_run_with_neurons_is_compared_with_one_of_heads(tmp_path):
     before = int(table.total.cache[0].replace(",", ""))
     assert before == 2 * 2 * 16 * 4, "bytes: keys and values, layers, width, fp32"
     assert "KV cache, bytes per token" in render_markdown(both)
+    # Markdown ends a table by an empty line.
+    lines = render_markdown(both).splitlines()
+    for before, line in itertools.pairwise(lines):
+        assert not (before.startswith("|") and line and not line.startswith("|")), line
 
 
 def test_points_of_other_neurons_are_no_draws_of_one_model():
