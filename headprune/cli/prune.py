@@ -575,6 +575,12 @@ def _check_before_run(target: _Target, recipe: Recipe) -> None:
         return
     layouts = own_layouts(recipe.model)
     check_any_cut(model, target.format, "--format", recipe.select.feed_forward, layouts)
+    selector = recipe.select.selector
+    if target.format == "transformers" and selector != "uniform":
+        say(
+            f"{WARNING}--format transformers holds equally many heads and neurons in every layer;"
+            f" selector {selector} may keep others. Then give another --format: the run is kept."
+        )
     if target.format == "gguf" and not target.no_tokenizer:
         folder = companions.home_of(resolve_path(target.model, "--model"))
         gguf_tokenizer.check(folder, model.config.vocab_size)
