@@ -144,7 +144,8 @@ def _logits_of(output: Any, where: str) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else output
     place = f"the model's output for {where}"
     must = "logits [batch, classes] or [batch, tokens, ...]"
-    hint = "Take surgeon or fisher with a loss of your own (loss=), or a model with a head."
+    hint = "Give a loss of your own (loss=) to surgeon, fisher or Ladder(order='fluctuation'), or"
+    hint += " take a model with a head."
     if not isinstance(logits, Tensor):
         raise InvalidValue(place, must, f"a {type(output).__name__}", hint)
     if logits.ndim not in (2, 3) or not logits.is_floating_point():

@@ -55,7 +55,7 @@ from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.scoring._base import ScoringProblem
-from headprune.selection._api import beyond
+from headprune.selection._api import beyond, reads_prices
 from headprune.selection._base import Selector
 from headprune.selection._groups import divided
 from headprune.selection._task import check_possible
@@ -500,9 +500,7 @@ def _costs_of(recipe: Recipe, model: nn.Module, data: Data, sites: Sites) -> Cos
 def _warn_of_prices(journal: Journal, recipe: Recipe, sites: Sites) -> None:
     """Warn of a selector that does not read the prices which ``ladder`` measures."""
     selector = selector_of(recipe, sites)
-    inner = getattr(selector, "inner", None)
-    reads = selector.reads_prices or (inner and selection.registry.get(inner).reads_prices)
-    if recipe.score.scorer == "ladder" and not reads:
+    if recipe.score.scorer == "ladder" and not reads_prices(selector):
         note = "reads scores alone, and not the prices of levels that ladder measures"
         name = recipe.select.selector
         journal.warn([f"select.selector: {name} {note}; knapsack and repriced read them."])

@@ -122,9 +122,26 @@ def select(
         scorer=scores.scorer,
         scores=scores.digest,
         model=scores.model,
-        notes=(*_notes(task, scores, mask, budget), *_chosen_for(scores, budget, name)),
+        notes=(
+            *_notes(task, scores, mask, budget),
+            *_unread_prices(scores, chosen, name),
+            *_chosen_for(scores, budget, name),
+        ),
         policy=_policy(scores),
     )
+
+
+def reads_prices(selector: Selector) -> bool:
+    """Whether a selector, or the one that it calls, reads the prices of levels."""
+    inner = getattr(selector, "inner", None)
+    return selector.reads_prices or (inner is not None and registry.get(inner).reads_prices)
+
+
+def _unread_prices(scores: HeadScores, selector: Selector, name: str) -> tuple[str, ...]:
+    if scores.ladders is None or reads_prices(selector):
+        return ()
+    note = "reads the scores alone, and not their prices of levels"
+    return (f"{name} {note}; knapsack and repriced read them.",)
 
 
 def default_selector(scores: HeadScores, budget: Budget | Mapping[str, Budget]) -> str:

@@ -469,3 +469,7 @@ def test_the_command_selects_by_measured_prices_as_select_does(tmp_path):
     made = _decide(None, tmp_path / "scores.json", _Choice({"--keep-params": 0.7}, None, None))
     assert made == hp.select(scores, hp.Budget(keep_params=0.7))
     assert made.selector == "knapsack"
+    assert not any("prices of levels" in note for note in made.notes)
+    by_scores = hp.select(scores, hp.Budget(keep_params=0.7), "global_topk")
+    words = "global_topk reads the scores alone, and not their prices of levels"
+    assert any(note.startswith(words) for note in by_scores.notes)
