@@ -219,7 +219,7 @@ def _variants(model: nn.Module, b: BoundSite) -> dict[int, nn.Module]:
             continue
         if len(keep) < b.site.least:
             continue  # a layer that must keep a head
-        variants[len(keep)] = _cut_copy(model, [b], {b.site.name: keep}, b.module)
+        variants[len(keep)] = cut_copy(model, [b], {b.site.name: keep}, b.module)
     return variants
 
 
@@ -229,12 +229,12 @@ def _smallest(model: nn.Module, bound: Sequence[BoundSite]) -> nn.Module | None:
     if all(len(keep[b.site.name]) == len(b.site.heads) for b in bound):
         return None
     try:
-        return _cut_copy(model, bound, keep, model)
+        return cut_copy(model, bound, keep, model)
     except (RuntimeError, TypeError):  # a model that cannot be copied
         return None
 
 
-def _cut_copy(
+def cut_copy(
     model: nn.Module, bound: Sequence[BoundSite], keep: Mapping[str, Sequence[int]], part: nn.Module
 ) -> nn.Module:
     """Cut the model in place, copy it or a module of it, and undo the cut.
@@ -243,7 +243,7 @@ def _cut_copy(
         model: The model.
         bound: Sites that are cut.
         keep: The heads that are kept, by site.
-        part: What is copied.
+        part: What is copied: the model, or a module of it.
     """
     mask = HeadMask.from_keep(keep, {b.site.name: b.site.n_query_heads for b in bound})
     undo = cut_(model, bound, mask)

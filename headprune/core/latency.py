@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from headprune.core.codec import LATER, Value
 from headprune.core.errors import InvalidValue, UnknownName, check_count, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
 
+#: Among the metrics of a run's record: how many times as much a cut saves as the table measured.
+SAVINGS_FACTOR = "savings_factor"
 _ANEW = "Measure the model as it is now."
 # Models whose parameters differ by at most this fraction are about as fast.
 _SAME_SIZE = 0.01
@@ -85,6 +88,22 @@ class LatencyTable(Value):
                     # Attention without heads may take no time at all.
                     unit = "neurons" if row.neurons else "heads"
                     _check_seconds(f"LatencyTable row {row.site}, {n} {unit}", seconds, least=0.0)
+
+    def with_savings(self, factor: float) -> LatencyTable:
+        """The table by which every cut saves so many times as much; no entry falls below 0.
+
+        >>> table = LatencyTable(1.0, (SiteLatency("a", (0.1, 0.4)),), 8, 128, "CPU", "float32")
+        >>> table.with_savings(0.5).row("a")
+        (0.25, 0.4)
+        """
+        rows = []
+        for row in self.sites:
+            seconds: list[float | None] = []
+            for entry in row.seconds:
+                saved = None if entry is None else factor * (row.whole - entry)
+                seconds.append(None if saved is None else max(0.0, row.whole - saved))
+            rows.append(replace(row, seconds=tuple(seconds)))
+        return replace(self, sites=tuple(rows))
 
     def row(self, site: str) -> tuple[float | None, ...]:
         """Seconds by number of heads of one site.
@@ -192,6 +211,19 @@ def _cells(row: SiteLatency) -> Iterator[str]:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.4g} ms"
+
+
+def corrected(table: LatencyTable, metrics: Mapping[str, Any]) -> LatencyTable:
+    """The table that a run measured, as it scaled it to the speed of a cut model.
+
+    Args:
+        table: As it was measured.
+        metrics: Of the run's record.
+    """
+    factor = metrics.get(SAVINGS_FACTOR)
+    if isinstance(factor, float) and 0 < factor < math.inf:
+        return table.with_savings(factor)
+    return table
 
 
 def _check_seconds(where: str, value: float, least: float = 5e-324) -> None:

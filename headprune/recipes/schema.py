@@ -261,7 +261,7 @@ class LatencySection(Section):
     Args:
         batch_size: Examples per call.
         length: Tokens per example; by default those of a small batch of test rows.
-        seconds: Approximate time of the latency table, and of the comparison of the cut model.
+        seconds: Approximate time of the latency table, and of each comparison of a cut model.
     """
 
     batch_size: Positive = 32

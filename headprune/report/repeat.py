@@ -12,6 +12,7 @@ from typing import Any
 
 from headprune.core.codec import EMPTY
 from headprune.core.ladders import PRICE_SETTINGS
+from headprune.core.latency import SAVINGS_FACTOR
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.registry import camel_case
@@ -166,12 +167,12 @@ def _chosen(record: RunRecord, given: list[str]) -> list[str]:
     # A plan by hand has no budget to select by.
     if record.plan is not None and record.plan.wanted:
         prices = scores.settings if scores.ladders is not None else {}
-        lines += _selected(record.recipe, record.plan, scorer, given, prices)
+        lines += _selected(record, record.plan, scorer, given, prices)
     return lines
 
 
 def _selected(
-    recipe: Mapping[str, Any],
+    record: RunRecord,
     plan: PruningPlan,
     scorer: str,
     given: list[str],
@@ -180,18 +181,24 @@ def _selected(
     """Write the call of ``hp.select``, after the lines that its arguments need.
 
     Args:
-        recipe: Of the run.
+        record: Of the run.
         plan: The plan that was selected.
         scorer: Writes the scorer.
         given: Arguments that all calls have.
         prices: Settings of the scorer that priced levels; empty where none were priced.
     """
+    recipe = record.recipe
     section = _map(recipe, "select")
     rules = {rule: section[rule] for rule in ("must_keep", "must_remove") if section.get(rule)}
     lines, options = [], _keywords(rules)
     budget = _budget(plan)
     if "speedup=" in budget:
         lines.append(_latency_table(_map(section, "latency"), given))
+        factor = record.metrics.get(SAVINGS_FACTOR)
+        if factor is not None:
+            lines.append(
+                f"table = table.with_savings({_spelled(factor)})  # measured on a cut copy"
+            )
         options.append("latency=table")
     if plan.selector in ("local_search", "repriced") and prices and not section.get("recover"):
         known = {name: prices[name] for name in PRICE_SETTINGS if name in prices}

@@ -11,11 +11,13 @@ from torch import nn
 
 from headprune import scoring
 from headprune.bench.latency import compare_latency, shaped_batch
+from headprune.bench.latency_tables import cut_copy
 from headprune.choice.refitted import refitted_loss_of
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.ladders import PRICE_SETTINGS
-from headprune.core.latency import LatencyTable
+from headprune.core.latency import SAVINGS_FACTOR, LatencyTable
 from headprune.core.plan import Budget, PruningPlan
+from headprune.core.record import SpeedRow
 from headprune.core.scores import HeadScores
 from headprune.model.sites import bind
 from headprune.recipes.validate import configured
@@ -28,6 +30,13 @@ from headprune.selection._base import Selector
 from headprune.selection._task import check_possible
 from headprune.selection.global_topk import GlobalTopk
 from headprune.selection.knapsack import Knapsack
+
+#: A shorter measurement corrects no table, in seconds.
+_LEAST_SECONDS = 5.0
+#: A table is corrected where a cut's speed differs from the prediction by more than this fraction.
+_TOLERATED = 0.03
+#: Savings are scaled at most so many times up or down.
+_MOST_CORRECTED = 1.5
 
 
 def measure_table(subject: Subject) -> None:
@@ -49,6 +58,75 @@ def load_table(subject: Subject) -> None:
     assert subject.journal.folder is not None
     table = LatencyTable.load(subject.journal.folder / LATENCY)
     vars(subject)["latency"] = table  # fills the cached property, which would measure again
+
+
+def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPlan:
+    """Choose heads; where a cut copy is not as fast as predicted, choose once more.
+
+    Sites cut together may save more or less than the latency table adds up to. Then its savings are
+    scaled to the measurement, for the baselines as well, and the same budget is met by those.
+    """
+    plan = choose_heads(subject, scores)
+    factor = _savings_factor(subject, plan)
+    if factor is None:
+        return plan
+    table = subject.latency
+    assert table is not None
+    vars(subject)["latency"] = table.with_savings(factor)  # fills the cached property
+    try:
+        plan = choose_heads(subject, scores)
+    except InfeasibleBudget as error:
+        vars(subject)["latency"] = table
+        subject.journal.warn([f"The cut model may be slower than asked. {error}"])
+        return plan
+    # A run that goes on reads the factor from its record.
+    subject.journal.note(metrics={SAVINGS_FACTOR: factor})
+    return plan
+
+
+def _savings_factor(subject: Subject, plan: PruningPlan) -> float | None:
+    """How many times as much a plan saves as the latency table predicts.
+
+    None where that is about right, and where it is not measured: without a table, with little time
+    for it, and for a model that cannot be copied.
+    """
+    table = subject.latency
+    if table is None or subject.recipe.select.latency.seconds < _LEAST_SECONDS:
+        return None
+    # 1. Measure the plan.
+    bound = bind(subject.model, subject.sites)
+    keep = {b.site.name: plan.mask.kept(b.site.name) for b in bound}
+    try:
+        cut = cut_copy(subject.model, bound, keep, subject.model)
+    except (RuntimeError, TypeError):  # a model that cannot be copied
+        return None
+    row = _compared_speed(subject, table, cut)
+    # 2. Compare it with the prediction.
+    predicted = table.whole / table.predict(plan.mask)
+    is_near = abs(row.ratio / predicted - 1) <= _TOLERATED or row.low <= predicted <= row.high
+    if is_near or predicted <= 1:
+        return None
+    factor = (1 - 1 / row.ratio) / (1 - 1 / predicted)
+    factor = round(min(max(factor, 1 / _MOST_CORRECTED), _MOST_CORRECTED), 4)
+    subject.journal.tell(
+        f"The plan was predicted to be {predicted:.2f} times as fast and measured at"
+        f" {row.ratio:.2f} times: savings are scaled by {factor:.2f}, and the budget is met anew."
+    )
+    return factor
+
+
+def _compared_speed(subject: Subject, table: LatencyTable, cut: nn.Module) -> SpeedRow:
+    """Time a cut model beside the whole one, at the batch size and length of the table."""
+    rows = compare_latency(
+        subject.model,
+        cut,
+        partial(shaped_batch, subject.example),
+        [table.batch_size],
+        [table.length],
+        seconds=subject.recipe.select.latency.seconds,
+        seed=subject.recipe.seed,
+    )
+    return rows[0]
 
 
 def choose_heads(
@@ -127,15 +205,7 @@ def measure_speed(subject: Subject, pruned: nn.Module) -> None:
     # 1. Predict from the table, and measure at the batch size and length of the table.
     present = {bound.site.name: len(bound.site.heads) for bound in bind(pruned, subject.sites)}
     predicted = table.whole / table.predict(present)
-    row = compare_latency(
-        subject.model,
-        pruned,
-        partial(shaped_batch, subject.example),
-        [table.batch_size],
-        [table.length],
-        seconds=subject.recipe.select.latency.seconds,
-        seed=subject.recipe.seed,
-    )[0]
+    row = _compared_speed(subject, table, pruned)
 
     # 2. Note the figures.
     wanted = subject.recipe.select

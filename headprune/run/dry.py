@@ -248,7 +248,8 @@ def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
 
     # 5. Speed: as long as the recipe says.
     if recipe.select.timed:
-        seconds = 2 * recipe.select.latency.seconds
+        # The table, a copy cut by the plan, and the cut model.
+        seconds = 3 * recipe.select.latency.seconds
         yield StageEstimate("latency", seconds, "as long as the recipe says")
     if recipe.bench is not None:
         cells = len(recipe.bench.batch_sizes) * len(recipe.bench.lengths or [0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from headprune.core.agreement import Agreement
 from headprune.core.changed import ChangedAnswers
 from headprune.core.errors import InvalidValue
-from headprune.core.latency import LatencyTable
+from headprune.core.latency import LatencyTable, corrected
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.maps.pictures import AttentionPictures
@@ -35,7 +35,8 @@ def report_run(record: RunRecord, folder: Path, out: Path | None = None) -> tupl
     """
     inputs = inputs_in(record, folder)
     if (folder / LATENCY).is_file():
-        inputs = replace(inputs, latency=LatencyTable.load(folder / LATENCY))
+        table = LatencyTable.load(folder / LATENCY)
+        inputs = replace(inputs, latency=corrected(table, record.metrics))
     return write_report(record, out or folder, inputs)
 
 

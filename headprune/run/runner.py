@@ -15,6 +15,7 @@ from torch import nn
 from headprune.bench.quality import Quality
 from headprune.core.errors import InvalidValue, error_text
 from headprune.core.files import write_atomic
+from headprune.core.latency import corrected
 from headprune.core.locking import locked
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
@@ -22,7 +23,12 @@ from headprune.core.scores import HeadScores
 from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import load_recipe, recipe_yaml
 from headprune.run import stages
-from headprune.run.choosing import choose_heads, load_table, measure_speed, measure_table
+from headprune.run.choosing import (
+    choose_by_measured_speed,
+    load_table,
+    measure_speed,
+    measure_table,
+)
 from headprune.run.journal import (
     ANSWERS,
     ATTENTION,
@@ -132,7 +138,7 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
     journal.expect(_count_stages(recipe, random))
 
     # 6. Choose the heads to keep.
-    select, load_plan = partial(_select, subject, scores.chosen), partial(_plan_of, journal)
+    select, load_plan = partial(_select, subject, scores.chosen), partial(_load_plan, subject)
     plan = progress.once("select", select, load_plan)
     plan.save(folder / PLAN)
 
@@ -228,11 +234,19 @@ def _load_scores(subject: Subject, folder: Path) -> stages.RunScores:
 
 
 def _select(subject: Subject, scores: HeadScores) -> PruningPlan:
-    plan = choose_heads(subject, scores)
+    plan = choose_by_measured_speed(subject, scores)
     subject.journal.note(plan=plan)
     for line in (plan.title, *plan.notes):
         subject.journal.tell(line)
     return plan
+
+
+def _load_plan(subject: Subject) -> PruningPlan:
+    """Return the plan of an earlier run, and correct the latency table as that run did."""
+    if subject.recipe.select.timed:
+        assert subject.latency is not None
+        vars(subject)["latency"] = corrected(subject.latency, subject.journal.record.metrics)
+    return _plan_of(subject.journal)
 
 
 def _plan_of(journal: Journal) -> PruningPlan:

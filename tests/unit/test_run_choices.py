@@ -14,11 +14,11 @@ import torch
 import headprune as hp
 from headprune.bench.latency import compare_latency
 from headprune.core.errors import InfeasibleBudget
-from headprune.core.latency import LatencyTable
+from headprune.core.latency import SAVINGS_FACTOR, LatencyTable
 from headprune.recipes.schema import Recipe
 from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
 from headprune.report.repeat import python_lines
-from headprune.run import choosing, runner, subject
+from headprune.run import choosing, runner, stages, subject
 from tests.small_recipes import checked_recipe, quiet_run, write_rows
 from tests.steady_clock import steady_table
 
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_takes_the_table_that_was_measured(tmp_path, clocked,
 
     monkeypatch.setattr(choosing, "compare_latency", fast)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "choose_heads", Mock(side_effect=RuntimeError("power is gone")))
+        patch.setattr(choosing, "choose_heads", Mock(side_effect=RuntimeError("power is gone")))
         with pytest.raises(RuntimeError, match="power is gone"):
             runner.run_recipe(chosen, say=said.append)
     record = runner.run_recipe(chosen, say=said.append)
@@ -103,6 +103,55 @@ def test_a_run_that_goes_on_takes_the_table_that_was_measured(tmp_path, clocked,
     assert len(clocked) == 1
     assert record.plan.mask.n_kept == 5, "by the times of that table"
     assert not [w for w in record.warnings if "slower than" in w]
+
+
+def test_a_plan_that_is_slower_than_predicted_is_chosen_again(tmp_path, clocked, monkeypatch):
+    """By savings scaled to the measurement, also where another run goes on."""
+    said: list[str] = []
+    chosen = recipe(tmp_path, TIMED)
+
+    def slower(*args: Any, **kwargs: Any) -> Any:
+        rows = compare_latency(*args, **kwargs)
+        return [replace(row, ratio=1.25, low=1.24, high=1.26) for row in rows]
+
+    monkeypatch.setattr(choosing, "compare_latency", slower)
+    monkeypatch.setattr(choosing, "_LEAST_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "compare_plans", Mock(side_effect=RuntimeError("power is gone")))
+        with pytest.raises(RuntimeError, match="power is gone"):
+            runner.run_recipe(chosen, say=said.append)
+    words = (
+        "predicted to be 1.43 times as fast and measured at 1.25 times: savings are scaled by 0.67"
+    )
+    assert any(words in line for line in said)
+    record = runner.run_recipe(chosen, say=said.append)
+    assert "[select] was done before" in said
+    # A head saves two thirds of a tenth: five of eight go in place of three.
+    assert record.plan.mask.n_kept == 3
+    assert record.plan.budget == hp.Budget(speedup=1.4)
+    assert record.metrics[SAVINGS_FACTOR] == 0.6667
+    assert "table = table.with_savings(0.6667)" in python_lines(record)
+    assert record.metrics["speedup"]["predicted"] == pytest.approx(1.5, abs=1e-3)
+    stored = LatencyTable.load(tmp_path / "out" / "latency.json")
+    assert stored.predict(record.plan.mask) == pytest.approx(0.5), "as it was measured"
+
+
+def test_a_plan_stays_where_its_speed_was_predicted_or_cannot_be_met(
+    tmp_path, clocked, monkeypatch
+):
+    monkeypatch.setattr(choosing, "_LEAST_SECONDS", 0.0)
+    for ratio, asked, kept in ((1.4, 1.4, 5), (1.1, 2.4, 2)):
+
+        def measured(*args: Any, ratio: float = ratio, **kwargs: Any) -> Any:
+            rows = compare_latency(*args, **kwargs)
+            return [replace(row, ratio=ratio, low=ratio, high=ratio) for row in rows]
+
+        monkeypatch.setattr(choosing, "compare_latency", measured)
+        timed = {**TIMED, "speedup": asked, "settings": {"min_heads": 0}}
+        record = runner.run_recipe(recipe(tmp_path / str(asked), timed), say=lambda line: None)
+        assert record.plan.mask.n_kept == kept
+        is_slower = any("may be slower than asked" in line for line in record.warnings)
+        assert is_slower is (asked == 2.4)
 
 
 def test_a_speedup_that_cannot_be_is_refused_before_scores(tmp_path, clocked):
