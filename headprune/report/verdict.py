@@ -109,7 +109,7 @@ def verdict(record: RunRecord, folder: str | None = None) -> Verdict:
     removed = removed_words(record)
     if not removed:
         return Verdict(_ended(record, _without_plan(record, rows)))
-    clauses = [_cost(record, rows), _gain(record), _random(record, rows)]
+    clauses = [_cost(record, rows), _gain(record), _named(_random(record, rows), _units(record))]
     cost, gain, random = (clause.text for clause in clauses)
     details = _sentences([clause.detail for clause in clauses])
     text = f"Removing {removed} {_joined(cost, gain, random)}."
@@ -533,6 +533,14 @@ def _units(record: RunRecord) -> str:
     """What a run removes, in words."""
     has_neurons = record.scores is not None and record.scores.counts.neurons is not None
     return "heads and neurons" if has_neurons else "heads"
+
+
+def _named(clause: _Clause, units: str) -> _Clause:
+    """A clause about random heads, of a run that removes ``units``."""
+    words = f"random {units}"
+    return _Clause(
+        clause.text.replace("random heads", words), clause.detail.replace("random heads", words)
+    )
 
 
 def _rows_of_source(parts: Iterable[Any], source: Any) -> int:

@@ -32,6 +32,7 @@ from headprune.report.markdown import render_markdown
 from headprune.report.neurons import neuron_table
 from headprune.report.series import TradeoffPoint, series_of
 from headprune.report.tradeoff import sweep_view
+from headprune.report.verdict import verdict
 from headprune.run import subject, sweep
 from headprune.run.auto import scorer_of
 from headprune.selection._units import bundled
@@ -102,6 +103,7 @@ def test_a_run_cuts_neurons_to_a_speed_and_reports_them(tmp_path, monkeypatch):
     assert f'data-label="Price" class="nowrap">{price:.2g}<' in html
     for text in (html, markdown):
         assert "The scores shown are those of surgeon" in text
+    assert "random heads and neurons" in verdict(record).sentence
     # The lines that repeat the run.
     assert "hp.find_sites(model, feed_forward=True)" in markdown
     measured = "model, batches, sites=sites, examples=256, ridge=0.3, temperature=2.0"
