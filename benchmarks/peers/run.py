@@ -497,8 +497,11 @@ def compared(
                             ],
                             subject.labels(split),
                         )
-                except FileNotFoundError:
-                    if (name, kept, other, its) not in before:
+                except FileNotFoundError as error:
+                    known = (name, kept, other, its) in before
+                    what = "comparison stays" if known else "is not compared"
+                    print(f"{name} {kept} with {other} {its}: {what}, no {error.filename}")
+                    if not known:
                         continue
                     line = before[name, kept, other, its]
                 found.append(line)

@@ -380,9 +380,12 @@ def _check_runs(make: _Ready, site: AttentionSite, count: int) -> None:
     """
     try:
         make()()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # the user's code may raise anything
         must = f"one that runs with {count} of its {len(site.heads)} {_kind(site.is_feed_forward)}"
-        hint = "Its code may use the full number. Give `sites` without it."
+        hint = "Its code may use the full number. Leave it out: give latency_table `sites` without"
+        hint += " it, or find_sites a layout that cuts what it uses."
         raise UnsupportedModel(f"site {site.name}", must, reason_of(error), hint) from error
 
 

@@ -578,8 +578,9 @@ def _check_before_run(target: _Target, recipe: Recipe) -> None:
     selector = recipe.select.selector
     if target.format == "transformers" and selector != "uniform":
         say(
-            f"{WARNING}--format transformers holds equally many heads and neurons in every layer;"
-            f" selector {selector} may keep others. Then give another --format: the run is kept."
+            f"{WARNING}--format transformers needs equally many heads, and neurons, in all layers;"
+            f" selector {selector} may keep others, uniform does not. A cut that does not fit can"
+            " be saved by this command with another --format: its run is kept."
         )
     if target.format == "gguf" and not target.no_tokenizer:
         folder = companions.home_of(resolve_path(target.model, "--model"))

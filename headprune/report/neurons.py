@@ -9,7 +9,7 @@ from itertools import repeat
 from headprune.core.errors import UnknownName
 from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.core.ladders import SiteLadder
-from headprune.core.latency import LatencyTable
+from headprune.core.latency import SAVINGS_FACTOR, LatencyTable
 from headprune.core.record import RunRecord
 from headprune.report.formats import fixed
 from headprune.report.heatmap import short_names
@@ -78,9 +78,16 @@ def neuron_table(record: RunRecord, latency: LatencyTable | None = None) -> Neur
     total = _line("all layers", parts, length, _sum(times))
     timed_at = ""
     if times and latency is not None:
-        timed_at = f"batch {latency.batch_size} × {latency.length} tokens, {latency.device}"
+        timed_at = _timed_at(latency, record.metrics.get(SAVINGS_FACTOR))
     cached = any(cost.before.kv_bytes for cost in costs)
     return NeuronTable(tuple(lines), total, length, cached, pattern, timed_at)
+
+
+def _timed_at(latency: LatencyTable, factor: float | None) -> str:
+    words = f"batch {latency.batch_size} × {latency.length} tokens, {latency.device}"
+    if factor is not None:
+        words += f"; savings scaled by {factor} to the speed of a cut copy"
+    return words
 
 
 def _with_prices(

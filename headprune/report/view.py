@@ -199,6 +199,10 @@ def _heat_maps(record: RunRecord, inputs: ReportInputs) -> tuple[HeatMap, ...]:
     return tuple(maps)
 
 
+#: Selectors that read the prices of levels.
+_READ_PRICES = ("knapsack", "repriced")
+
+
 def _plan_words(record: RunRecord) -> str:
     """Say how many heads are kept and how they were chosen.
 
@@ -214,8 +218,10 @@ def _plan_words(record: RunRecord) -> str:
         how += f" to {plan.wanted}"
     words = f"{plan.mask.kept_counts.of(removed[1], ',')} are kept, chosen {how}."
     scores = record.scores
-    if scores is not None and scores.ladders is not None and "order" in scores.settings:
-        order = scores.settings["order"]
+    if scores is None or scores.ladders is None or plan.selector not in _READ_PRICES:
+        return words
+    order = scores.settings.get("order")
+    if order is not None:
         words += f" The scores shown are those of {order}, in whose order units of a layer go;"
         words += " measured prices decide how many."
     return words

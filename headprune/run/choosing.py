@@ -13,7 +13,7 @@ from headprune import scoring
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.bench.latency_tables import cut_copy
 from headprune.choice.refitted import refitted_loss_of
-from headprune.core.errors import InfeasibleBudget
+from headprune.core.errors import InfeasibleBudget, reason_of
 from headprune.core.ladders import PRICE_SETTINGS
 from headprune.core.latency import SAVINGS_FACTOR, LatencyTable
 from headprune.core.plan import Budget, PruningPlan
@@ -61,7 +61,7 @@ def load_table(subject: Subject) -> None:
 
 
 def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPlan:
-    """Choose heads; where a cut copy is not as fast as predicted, choose once more.
+    """Choose heads; where a cut copy is slower or faster than predicted, choose once more.
 
     Sites cut together may save more or less than the latency table adds up to. Then its savings are
     scaled to the measurement, for the baselines as well, and the same budget is met by those.
@@ -90,7 +90,7 @@ def _savings_factor(subject: Subject, plan: PruningPlan) -> float | None:
     None where that is about right, and where it is not measured: without a table, with little time
     for it, and for a model that cannot be copied.
     """
-    table = subject.latency
+    table, journal = subject.latency, subject.journal
     if table is None or subject.recipe.select.latency.seconds < _LEAST_SECONDS:
         return None
     # 1. Measure the plan.
@@ -98,17 +98,18 @@ def _savings_factor(subject: Subject, plan: PruningPlan) -> float | None:
     keep = {b.site.name: plan.mask.kept(b.site.name) for b in bound}
     try:
         cut = cut_copy(subject.model, bound, keep, subject.model)
-    except (RuntimeError, TypeError):  # a model that cannot be copied
+    except (RuntimeError, TypeError) as error:  # a model that cannot be copied
+        journal.tell(f"The plan's speed is not measured before the cut: {reason_of(error)}")
         return None
     row = _compared_speed(subject, table, cut)
     # 2. Compare it with the prediction.
-    predicted = table.whole / table.predict(plan.mask)
+    predicted = table.whole / max(table.predict(plan.mask), 1e-9)
     is_near = abs(row.ratio / predicted - 1) <= _TOLERATED or row.low <= predicted <= row.high
     if is_near or predicted <= 1:
         return None
     factor = (1 - 1 / row.ratio) / (1 - 1 / predicted)
     factor = round(min(max(factor, 1 / _MOST_CORRECTED), _MOST_CORRECTED), 4)
-    subject.journal.tell(
+    journal.tell(
         f"The plan was predicted to be {predicted:.2f} times as fast and measured at"
         f" {row.ratio:.2f} times: savings are scaled by {factor:.2f}, and the budget is met anew."
     )
@@ -204,7 +205,7 @@ def measure_speed(subject: Subject, pruned: nn.Module) -> None:
 
     # 1. Predict from the table, and measure at the batch size and length of the table.
     present = {bound.site.name: len(bound.site.heads) for bound in bind(pruned, subject.sites)}
-    predicted = table.whole / table.predict(present)
+    predicted = table.whole / max(table.predict(present), 1e-9)
     row = _compared_speed(subject, table, pruned)
 
     # 2. Note the figures.

@@ -429,7 +429,10 @@ def _repricing(subject: Subject, selector: Repriced, ladder: Ladder) -> StageEst
     n_plans = selector.most_plans(len(subject.sites))
     seconds = prepared + measured * n_plans / len(plans)
     timed = f"{len(plans)} were timed on {min(2, len(batches))} batches"
-    return StageEstimate("select", seconds, f"repriced, up to {n_plans} plans; {timed}")
+    basis = f"repriced, up to {n_plans} plans; {timed}"
+    if subject.recipe.select.timed:
+        basis += "; twice, if the speed of a cut copy is not the predicted one"
+    return StageEstimate("select", seconds, basis)
 
 
 def _neighbours(subject: Subject) -> list[HeadMask]:

@@ -120,6 +120,10 @@ class Progress:
             shutil.rmtree(self._work(stage), ignore_errors=True)  # of no more use
         return made
 
+    def add_output(self, stage: str, output: Any) -> None:
+        """Let later stages depend on what a stage returned, beside its files."""
+        self._outputs[stage] = digest([self._outputs.get(stage), output])
+
     def _remove_files(self, files: Sequence[str]) -> None:
         """Remove files that another recipe's stage left: this one may write fewer of them."""
         if self.folder is None:
@@ -171,7 +175,9 @@ def keys_of(
 
     # From here on every stage depends on the one before it.
     select = digest([score, outputs.get("score"), part["select"], outputs.get("latency")])
-    prune = digest([select, part["gradual"]])
+    # A speed is met by measurements, so a choice that is made again may be another one.
+    chosen = digest([select, outputs.get("select")])
+    prune = digest([chosen, part["gradual"]])
     before = digest([prune, outputs.get("prune")])
     # Times of one processor say nothing of another.
     timed_on = [hardware.get(name) for name in ("processor", "threads", "gpu")]
@@ -187,7 +193,7 @@ def keys_of(
         "attention": base,
         "score": score,
         "select": select,
-        "compare": select,
+        "compare": chosen,
         "prune": prune,
         **recoveries,
         "random": before,

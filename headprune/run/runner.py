@@ -15,7 +15,7 @@ from torch import nn
 from headprune.bench.quality import Quality
 from headprune.core.errors import InvalidValue, error_text
 from headprune.core.files import write_atomic
-from headprune.core.latency import corrected
+from headprune.core.latency import SAVINGS_FACTOR, corrected
 from headprune.core.locking import locked
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
@@ -141,6 +141,7 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
     select, load_plan = partial(_select, subject, scores.chosen), partial(_load_plan, subject)
     plan = progress.once("select", select, load_plan)
     plan.save(folder / PLAN)
+    progress.add_output("select", [plan.mask.digest, journal.record.metrics.get(SAVINGS_FACTOR)])
 
     # 7. Compare the plan with plans by magnitude and by random scores, at the same budget.
     compare = partial(stages.compare_plans, subject, scores, plan)

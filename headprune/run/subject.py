@@ -501,9 +501,9 @@ def _warn_of_prices(journal: Journal, recipe: Recipe, sites: Sites) -> None:
     """Warn of a selector that does not read the prices which ``ladder`` measures."""
     selector = selector_of(recipe, sites)
     if recipe.score.scorer == "ladder" and not reads_prices(selector):
-        note = "reads scores alone, and not the prices of levels that ladder measures"
+        note = "does not read the prices of levels that ladder measures"
         name = recipe.select.selector
-        journal.warn([f"select.selector: {name} {note}; knapsack and repriced read them."])
+        journal.warn([f"select.selector: {name} {note}; knapsack and repriced do."])
 
 
 def _warn_of_nothing(journal: Journal, wanted: SelectSection, sites: Sites) -> None:

@@ -140,8 +140,7 @@ def reads_prices(selector: Selector) -> bool:
 def _unread_prices(scores: HeadScores, selector: Selector, name: str) -> tuple[str, ...]:
     if scores.ladders is None or reads_prices(selector):
         return ()
-    note = "reads the scores alone, and not their prices of levels"
-    return (f"{name} {note}; knapsack and repriced read them.",)
+    return (f"{name} does not read the prices of levels; knapsack and repriced do.",)
 
 
 def default_selector(scores: HeadScores, budget: Budget | Mapping[str, Budget]) -> str:

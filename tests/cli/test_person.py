@@ -149,7 +149,7 @@ def test_a_format_that_can_hold_no_cut_is_refused_before_the_run(given, tmp_path
     # Neurons alone may be cut evenly, but not by every selector.
     both = command.replace("--keep 3", "--keep-params 0.9 --feed-forward --dry-run")
     for more, warned in (("", True), (" --selector uniform", False)):
-        assert ("repriced may keep others. Then give" in done(both + more).stderr) is warned
+        assert ("selector repriced may keep others, uniform" in done(both + more).stderr) is warned
 
 
 def test_quiet_shows_no_progress(given, tmp_path):

@@ -124,6 +124,17 @@ def test_times_of_another_machine_are_not_reused(tmp_path, changed):
     assert {stage for stage in before if before[stage] != after[stage]} == {"latency", "bench"}
 
 
+def test_stages_after_a_choice_depend_on_it(tmp_path):
+    """A speed is met by a clock: the same recipe may choose otherwise when it is started again."""
+
+    def keys(plan: str) -> dict[str, str]:
+        return keys_of(recipe(tmp_path), {"calibration": {}}, "start", {}, {"select": plan})
+
+    before, after = keys("one plan"), keys("another")
+    same = {stage for stage in before if before[stage] == after[stage]}
+    assert same == {"train", "latency", "base quality", "attention", "score", "select"}
+
+
 @pytest.mark.parametrize("scorer", ["taylor", "auto"])
 def test_scores_of_auto_depend_on_what_it_judges_by(tmp_path, scorer):
     """`auto` takes a scorer by the budget and by the recoveries that do not train."""
