@@ -201,7 +201,7 @@ def test_attention_that_runs_on_no_whole_examples_is_refused():
 
 def test_ggn_needs_logits_and_batches_that_the_model_takes(bert):
     del bert.batch["labels"]
-    words = r"batch 0: must be logits .*BaseModelOutput.*surgeon or fisher"
+    words = r"batch 0: must be logits .*BaseModelOutput.*surgeon, fisher or"
     with pytest.raises(InvalidValue, match=words):
         hp.score(bert.model.bert, [bert.batch], "ggn", progress=False)
     model, x = nn.Sequential(MultiHeadAttention(8, 2)), torch.randn(6, 5, 8)
