@@ -260,11 +260,12 @@ def _below(record: dict[str, Any]) -> list[str]:
     lines = []
     if found:
         lines += [f"Below {REACHED:g} of the predicted speed: {', '.join(found)}.", ""]
-    again = [f"{asked:g} ({reached:.2f})" for asked, reached in timed_again(record).items()]
-    if again and min(timed_again(record).values()) < REACHED:
+    again = timed_again(record)
+    if again and min(again.values()) < REACHED:
+        parts = [f"{asked:g} ({reached:.2f})" for asked, reached in again.items()]
         lines += [
             f"The first draw's cuts, timed anew at the table's own size, reached of what it predicts:"
-            f" {', '.join(again)}.",
+            f" {', '.join(parts)}.",
             "",
         ]
     return lines

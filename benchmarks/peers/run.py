@@ -485,26 +485,30 @@ def compared(
                     "reference_kept": its,
                 }
                 line["draws"] = len(seeds)
+                both = [((name, kept, a), (other, its, b)) for a, b in pairs]
                 try:
-                    for split in ("validation", "test"):
-                        line[split] = judging.difference(
-                            [
-                                tuple(
-                                    answered(args, subject, *one, split)
-                                    for one in ((name, kept, a), (other, its, b))
-                                )
-                                for a, b in pairs
-                            ],
-                            subject.labels(split),
-                        )
+                    found.append(line | differences(args, subject, both))
                 except FileNotFoundError as error:
-                    known = (name, kept, other, its) in before
-                    what = "comparison stays" if known else "is not compared"
+                    earlier = before.get((name, kept, other, its))
+                    what = "is not compared" if earlier is None else "comparison stays"
                     print(f"{name} {kept} with {other} {its}: {what}, no {error.filename}")
-                    if not known:
-                        continue
-                    line = before[name, kept, other, its]
-                found.append(line)
+                    if earlier is not None:
+                        found.append(earlier)
+    return found
+
+
+def differences(
+    args: argparse.Namespace, subject: Subject, pairs: Sequence[Sequence[tuple[Any, Any, int]]]
+) -> dict[str, Any]:
+    """The paired difference on each split, from pairs of rows by peer, budget and draw.
+
+    Raises:
+        FileNotFoundError: the logits of a row are gone.
+    """
+    found = {}
+    for split in ("validation", "test"):
+        answers = [tuple(answered(args, subject, *one, split) for one in pair) for pair in pairs]
+        found[split] = judging.difference(answers, subject.labels(split))
     return found
 
 

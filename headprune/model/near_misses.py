@@ -251,10 +251,11 @@ def _feed_forward_like(
 
 def _is_named_feed_forward(name: str, module: nn.Module) -> bool:
     """Whether it goes by such a name and has two layers; a list of modules is none."""
-    if isinstance(module, nn.ModuleList):
+    is_named = _FEED_FORWARD_NAME.fullmatch(name.rpartition(".")[2])
+    if not is_named or isinstance(module, nn.ModuleList):
         return False
     layers = [part for part in module.modules() if _features(part) != (0, 0)]
-    return len(layers) > 1 and bool(_FEED_FORWARD_NAME.fullmatch(name.rpartition(".")[2]))
+    return len(layers) > 1
 
 
 def _widens_and_narrows(module: nn.Module) -> bool:

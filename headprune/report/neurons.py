@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 
 from headprune.core.errors import UnknownName
@@ -72,9 +72,10 @@ def neuron_table(record: RunRecord, latency: LatencyTable | None = None) -> Neur
     pattern, labels = short_names([site.name for site in scores.sites])
     lines = []
     parts = list(zip(scores.sites, costs, strict=True))
-    for label, part, time in zip(labels, parts, times or repeat(None), strict=False):
-        lines.append(_line(label, [part], length, time))
-    lines = _with_prices(lines, scores.ladders, costs)
+    prices = _prices(scores.ladders, costs)
+    columns = zip(labels, parts, times or repeat(None), prices, strict=False)
+    for label, part, time, price in columns:
+        lines.append(_line(label, [part], length, time, price))
     total = _line("all layers", parts, length, _sum(times))
     timed_at = ""
     if times and latency is not None:
@@ -90,14 +91,11 @@ def _timed_at(latency: LatencyTable, factor: float | None) -> str:
     return words
 
 
-def _with_prices(
-    lines: Sequence[NeuronLine], ladders: Sequence[SiteLadder] | None, costs: Iterable[SiteCost]
-) -> list[NeuronLine]:
-    """The rows with the prices of their levels, where these were measured."""
-    priced = list(lines)
-    for place, (ladder, cost) in enumerate(zip(ladders or (), costs, strict=False)):
-        priced[place] = replace(lines[place], price=f"{ladder.at(cost.kept):.2g}")
-    return priced
+def _prices(ladders: Sequence[SiteLadder] | None, costs: Iterable[SiteCost]) -> Iterable[str]:
+    """What each site's level costs; empty words where no prices were measured."""
+    if ladders is None:
+        return repeat("")
+    return [f"{ladder.at(cost.kept):.2g}" for ladder, cost in zip(ladders, costs, strict=True)]
 
 
 def _times(
@@ -127,7 +125,11 @@ def _sum(times: Sequence[_Times]) -> _Times | None:
 
 
 def _line(
-    label: str, parts: Sequence[tuple[AttentionSite, SiteCost]], length: int, time: _Times | None
+    label: str,
+    parts: Sequence[tuple[AttentionSite, SiteCost]],
+    length: int,
+    time: _Times | None,
+    price: str = "",
 ) -> NeuronLine:
     """The row of one site, or of all together."""
     kept = HeadCounts.sum((cost.kept, site.is_feed_forward) for site, cost in parts)
@@ -140,4 +142,4 @@ def _line(
         shown = (fixed(1000 * time[0], 2), fixed(1000 * time[1], 2))
         bought = fixed(1000 * (time[0] - time[1]), 2)
     line = layer_line(label, "", total_cost(cost for _, cost in parts), length)
-    return NeuronLine(**vars(line), kept=words, time=shown, bought=bought, price="")
+    return NeuronLine(**vars(line), kept=words, time=shown, bought=bought, price=price)

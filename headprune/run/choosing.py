@@ -56,7 +56,11 @@ def measure_table(subject: Subject) -> None:
 def load_table(subject: Subject) -> None:
     """Load the latency table that an earlier run measured in this folder."""
     assert subject.journal.folder is not None
-    table = LatencyTable.load(subject.journal.folder / LATENCY)
+    use_table(subject, LatencyTable.load(subject.journal.folder / LATENCY))
+
+
+def use_table(subject: Subject, table: LatencyTable) -> None:
+    """Take this latency table from now on."""
     vars(subject)["latency"] = table  # fills the cached property, which would measure again
 
 
@@ -72,11 +76,11 @@ def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPla
         return plan
     table = subject.latency
     assert table is not None
-    vars(subject)["latency"] = table.with_savings(factor)  # fills the cached property
+    use_table(subject, table.with_savings(factor))
     try:
         plan = choose_heads(subject, scores)
     except InfeasibleBudget as error:
-        vars(subject)["latency"] = table
+        use_table(subject, table)
         subject.journal.warn([f"The cut model may be slower than asked. {error}"])
         return plan
     # A run that goes on reads the factor from its record.

@@ -28,6 +28,7 @@ from headprune.run.choosing import (
     load_table,
     measure_speed,
     measure_table,
+    use_table,
 )
 from headprune.run.journal import (
     ANSWERS,
@@ -246,7 +247,7 @@ def _load_plan(subject: Subject) -> PruningPlan:
     """Return the plan of an earlier run, and correct the latency table as that run did."""
     if subject.recipe.select.timed:
         assert subject.latency is not None
-        vars(subject)["latency"] = corrected(subject.latency, subject.journal.record.metrics)
+        use_table(subject, corrected(subject.latency, subject.journal.record.metrics))
     return _plan_of(subject.journal)
 
 

@@ -277,6 +277,8 @@ def _cheapest_neurons(inverse: Tensor, c: Tensor, count: int) -> tuple[Tensor, T
         place = prices.argmin(1, keepdim=True)  # [runs, 1]
         places.append(place)
         paid.append(prices.gather(1, place))
+        if n == count - 1:
+            break
         # 2. Its rows of both matrices after the earlier removals.
         at = place[:, 0]
         before, rows_before = taken[:, :n], rows[:, :n]
