@@ -40,6 +40,9 @@ _PROCESSORS = {
     "audio_classification": "AutoFeatureExtractor",
 }
 
+#: Tokens of a tokenizer without a vocabulary, besides its special ones, at most.
+_EMPTY_VOCABULARY = 2
+
 #: Errors that a configuration with wrong values raises in a model's constructor.
 _CONSTRUCTOR_ERRORS = (
     ValueError,
@@ -185,6 +188,13 @@ def _text_preparation(task: Task, path: str) -> Preparation:
         must = "a folder with a tokenizer that reads text"
         got = f"{path!r} ({type(error).__name__}: {error})"
         raise InvalidValue("model.path", must, got) from error
+    # Without the tokenizer's files, Transformers makes an empty one, to which all words are alike.
+    known = len(tokenizer) - len(set(tokenizer.all_special_ids))
+    if known <= _EMPTY_VOCABULARY:
+        must = "a folder with its tokenizer's files"
+        got = f"{path!r}, whose tokenizer knows no word"
+        hint = "Save the tokenizer that the model was trained with there: .save_pretrained(folder)."
+        raise InvalidValue("model.path", must, got, hint)
     # A decoder needs to know its first token, which the tokenizer does not say.
     start: int | None = 0
     if task == "translation":

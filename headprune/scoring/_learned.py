@@ -223,6 +223,8 @@ class _GateTraining:
         # Passes over the same data count its examples once.
         weights = self.weights.detach()
         notes = self.distribution.notes(weights, self.sizes, self.step)
+        if any(b.layout.is_feed_forward for b in self.problem.bound):
+            notes += ("Neurons count as heads here, one each.",)
         note = "No standard error: the gates were trained together, not averaged over examples."
         return Estimate(
             weights,

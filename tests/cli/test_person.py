@@ -3,6 +3,7 @@ plans explained, runs compared."""
 
 import dataclasses
 import random
+import shutil
 
 import pytest
 import torch
@@ -150,6 +151,19 @@ def test_a_format_that_can_hold_no_cut_is_refused_before_the_run(given, tmp_path
     both = command.replace("--keep 3", "--keep-params 0.9 --feed-forward --dry-run")
     for more, warned in (("", True), (" --selector uniform", False)):
         assert ("selector repriced may keep others, uniform" in done(both + more).stderr) is warned
+
+
+def test_a_model_without_its_tokenizer_is_refused_before_the_run(home, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(home / "classifier", folder)
+    for path in folder.iterdir():
+        if path.name not in {"config.json", "model.safetensors"}:
+            path.unlink()
+    said = refused(
+        f"prune --model {folder} --data {home / 'rows.csv'} --keep 0.5 --out {tmp_path}/s"
+    )
+    assert "model.path: must be a folder with its tokenizer's files" in said
+    assert "tokenizer knows no word" in said
 
 
 def test_quiet_shows_no_progress(given, tmp_path):

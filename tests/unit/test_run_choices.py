@@ -20,7 +20,7 @@ from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
 from headprune.report.repeat import python_lines
 from headprune.run import choosing, runner, stages, subject
 from tests.small_recipes import checked_recipe, quiet_run, write_rows
-from tests.steady_clock import steady_table
+from tests.steady_clock import steady_levels, steady_table
 
 CONFIG = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 CONFIG |= {"num_attention_heads": 4, "max_position_embeddings": 32}
@@ -152,6 +152,45 @@ def test_a_plan_stays_or_keeps_more_by_what_its_copy_measures(tmp_path, clocked,
         is_slower = any("may be slower than asked" in line for line in record.warnings)
         assert is_slower is (asked == 2.4)
         assert record.metrics.get(SAVINGS_FACTOR) == (1.25 if asked == 1.6 else None)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        {"speedup": 1.4, "feed_forward": True},
+        {"sites": {"causal": {"speedup": 1.4}}},
+    ],
+    ids=["neurons", "groups"],
+)
+def test_neurons_and_groups_of_sites_are_chosen_again_too(tmp_path, monkeypatch, select):
+    table = steady_levels if "feed_forward" in select else steady_table
+    monkeypatch.setattr(subject, "latency_table", table)
+    monkeypatch.setattr(choosing, "_LEAST_SECONDS", 0.0)
+    factor, kept = {}, {}
+    for ratio in (1.4, 1.25):
+
+        def measured(*args: Any, ratio: float = ratio, **kwargs: Any) -> Any:
+            rows = compare_latency(*args, **kwargs)
+            return [replace(row, ratio=ratio, low=ratio - 0.05, high=ratio + 0.05) for row in rows]
+
+        monkeypatch.setattr(choosing, "compare_latency", measured)
+        chosen = recipe(tmp_path / str(ratio), {"latency": TIMED["latency"], **select}, "taylor")
+        record = runner.run_recipe(chosen, say=lambda line: None)
+        factor[ratio] = record.metrics.get(SAVINGS_FACTOR)
+        kept[ratio] = record.plan.mask.n_kept
+    assert factor[1.4] is None
+    assert factor[1.25] < 1
+    assert kept[1.25] < kept[1.4]
+
+
+def test_a_model_that_cannot_be_copied_is_cut_by_the_table_alone(tmp_path, clocked, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(choosing, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(choosing, "cut_copy", Mock(side_effect=TypeError("cannot pickle a lock")))
+    record = runner.run_recipe(recipe(tmp_path, TIMED), say=said.append)
+    assert record.plan.mask.n_kept == 5
+    assert SAVINGS_FACTOR not in record.metrics
+    assert any("not measured before the cut: cannot pickle a lock" in line for line in said)
 
 
 def test_a_speedup_that_cannot_be_is_refused_before_scores(tmp_path, clocked):

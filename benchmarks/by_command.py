@@ -1,0 +1,144 @@
+"""What the README's command gives with its own defaults, run as its users run it.
+
+    python benchmarks/by_command.py --model path/to/model --data path/to/data --work runs/by-command
+
+The command is ``headprune prune --model M --data D --speedup S``: once for every speed and draw of
+calibration rows, each in a process of its own. Only the batch and the length that are timed are set,
+to those of ``tradeoff.py``. A run that is finished is not made again. The record has a row for each;
+the README's block is of ``headline.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headprune.core.plan import PruningPlan
+from headprune.core.record import QualityRow, RunRecord
+from headprune.run.surroundings import git_commit, hardware, versions
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
+from studies import RECORDS
+
+SPEEDUPS = (2.2, 3.6, 4.3)
+#: Of the README's tables.
+LENGTH = 128
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", default="sst2", help="names the record")
+    parser.add_argument("--model", type=Path, required=True, help="a fine-tuned model's folder")
+    parser.add_argument("--data", type=Path, required=True, help="as the command takes it")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--speedups", type=float, nargs="+", default=list(SPEEDUPS))
+    parser.add_argument("--seeds", type=int, default=3, help="draws of calibration rows")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of timed examples")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], help="as the command's"
+    )
+    parser.add_argument("--out", type=Path, help="default benchmarks/records/by-command-TASK.json")
+    found = parser.parse_args(argv)
+    found.out = found.out or RECORDS / f"by-command-{found.task}.json"
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Runs what is not finished, writes the record and returns its path."""
+    args = arguments(argv)
+    rows = []
+    for draw in range(args.seeds):
+        for asked in args.speedups:
+            out = args.work / f"{asked:g}-{draw}"
+            if not finished(out):
+                run(command(args, asked, draw, out))
+            rows.append({"asked": asked, "draw": draw, **row(out / "run")})
+            print({name: value for name, value in rows[-1].items() if name != "heads"}, flush=True)
+    record = {
+        "benchmark": "by-command",
+        "task": args.task,
+        "settings": settings(args.length) + args.settings,
+        "hardware": hardware(torch.device("cpu")),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "created": studies.now(),
+        "rows": rows,
+    }
+    studies.keep(record, args.out)
+    return Path(args.out)
+
+
+def settings(length: int) -> list[str]:
+    """What is not the command's default: which inputs are timed."""
+    return [
+        f"select.latency.length={length}",
+        f"bench.lengths=[{length}]",
+        "bench.batch_sizes=[32]",
+    ]
+
+
+def finished(out: Path) -> bool:
+    """Whether a run has ended well in this folder."""
+    path = out / "run" / "record.json"
+    return path.is_file() and RunRecord.load(path).status == "done"
+
+
+def command(args: argparse.Namespace, asked: float, draw: int, out: Path) -> list[str]:
+    """The command's arguments."""
+    words = ["prune", "--model", str(args.model), "--data", str(args.data)]
+    words += ["--speedup", f"{asked:g}", "--out", str(out)]
+    for setting in (f"seed={draw}", *settings(args.length), *args.settings):
+        words += ["--set", setting]
+    return words
+
+
+def run(words: Sequence[str]) -> None:
+    """The command, in a process of its own."""
+    subprocess.run([sys.executable, "-m", "headprune", *words], check=True)
+
+
+def row(folder: Path) -> dict[str, Any]:
+    """What a finished run says of itself."""
+    record = RunRecord.load(folder / "record.json")
+    mask = PruningPlan.load(folder / "plan.json").mask
+    on_test = {one.name: one for one in record.quality if one.split == "test"}
+    whole, cut, at_random = (
+        _of(on_test, name) for name in ("base", "recovered (lstsq)", "random, recovered (lstsq)")
+    )
+    speed = record.metrics["speedup"]
+    return {
+        "heads": [len(one.kept) for one in mask.rows if not one.neurons],
+        "neurons": [len(one.kept) for one in mask.rows if one.neurons],
+        "width": max(one.n_heads for one in mask.rows if one.neurons),
+        "whole": whole.value,
+        "test": cut.value,
+        "random": at_random.value,
+        "random_draws": at_random.draws,
+        "savings_factor": record.metrics.get("savings_factor"),
+        "predicted": speed["predicted"],
+        "ratio": speed["measured"],
+        "low": speed["low"],
+        "high": speed["high"],
+        "seconds": round(sum(record.timings.values()), 1),
+        "created": record.created,
+    }
+
+
+def _of(rows: dict[str, QualityRow], name: str) -> QualityRow:
+    """A row by its name; a run without it was not made by the command's defaults."""
+    if name not in rows:
+        raise ValueError(f"the run has no row {name!r}, only {sorted(rows)}")
+    return rows[name]
+
+
+if __name__ == "__main__":
+    main()
