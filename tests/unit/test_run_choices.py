@@ -15,7 +15,7 @@ import headprune as hp
 from headprune.bench.latency import compare_latency
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.latency import SAVINGS_FACTOR, LatencyTable
-from headprune.recipes.schema import Recipe
+from headprune.recipes.schema import BenchSection, Recipe
 from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
 from headprune.report.repeat import python_lines
 from headprune.run import choosing, runner, stages, subject
@@ -152,6 +152,14 @@ def test_a_plan_stays_or_keeps_more_by_what_its_copy_measures(tmp_path, clocked,
         is_slower = any("may be slower than asked" in line for line in record.warnings)
         assert is_slower is (asked == 2.4)
         assert record.metrics.get(SAVINGS_FACTOR) == (1.25 if asked == 1.6 else None)
+
+
+def test_the_size_of_a_budget_is_timed_once(tmp_path, clocked):
+    chosen = recipe(tmp_path, TIMED)
+    bench = BenchSection(batch_sizes=[1, 3], lengths=[5], seconds=0.01)
+    record = runner.run_recipe(chosen.model_copy(update={"bench": bench}), say=lambda line: None)
+    assert [(row.batch, row.length) for row in record.speed] == [(3, 5), (1, 5)]
+    assert round(record.speed[0].ratio, 4) == record.metrics["speedup"]["measured"]
 
 
 @pytest.mark.parametrize(
