@@ -3,9 +3,10 @@
     python benchmarks/by_command.py --model path/to/model --data path/to/data --work runs/by-command
 
 The command is ``headprune prune --model M --data D --speedup S``: once for every speed and draw of
-calibration rows, each in a process of its own. Only the batch and the length that are timed are set,
-to those of ``tradeoff.py``. A run that is finished is not made again. The record has a row for each;
-the README's block is of ``headline.py``.
+calibration rows, each in a process of its own. What is set beside: the batch and the length that are
+timed, to those of ``tradeoff.py``, and that no baselines are measured, which the result does not
+depend on. A run that is finished is not made again. The record has a row for each; the README's
+block is of ``headline.py``.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def settings(length: int) -> list[str]:
-    """What is not the command's default: which inputs are timed."""
-    return [
+    """What is not the command's default: which inputs are timed, and that baselines are not."""
+    timed = [
         f"select.latency.length={length}",
         f"bench.lengths=[{length}]",
         "bench.batch_sizes=[32]",
     ]
+    return [*timed, "score.random_draws=0", "score.magnitude=false"]
 
 
 def finished(out: Path) -> bool:
@@ -111,9 +113,7 @@ def row(folder: Path) -> dict[str, Any]:
     record = RunRecord.load(folder / "record.json")
     mask = PruningPlan.load(folder / "plan.json").mask
     on_test = {one.name: one for one in record.quality if one.split == "test"}
-    whole, cut, at_random = (
-        _of(on_test, name) for name in ("base", "recovered (lstsq)", "random, recovered (lstsq)")
-    )
+    whole, cut = (_of(on_test, name) for name in ("base", "recovered (lstsq)"))
     speed = record.metrics["speedup"]
     return {
         "heads": [len(one.kept) for one in mask.rows if not one.neurons],
@@ -121,8 +121,6 @@ def row(folder: Path) -> dict[str, Any]:
         "width": max(one.n_heads for one in mask.rows if one.neurons),
         "whole": whole.value,
         "test": cut.value,
-        "random": at_random.value,
-        "random_draws": at_random.draws,
         "savings_factor": record.metrics.get("savings_factor"),
         "predicted": speed["predicted"],
         "ratio": speed["measured"],

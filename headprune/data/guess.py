@@ -57,6 +57,10 @@ CALIBRATION = 256
 _REFIT_WORDS = 16_384
 #: Most rows to refit on.
 MOST_REFIT_ROWS = 1024
+#: The same where neurons are removed: what they wrote is predicted from several times as many
+#: inputs as that of heads.
+_REFIT_WORDS_WITH_NEURONS = 65_536
+MOST_REFIT_ROWS_WITH_NEURONS = 2048
 #: Rows whose words are counted.
 _READ = 200
 #: Letters that make a word where there are no blanks.
@@ -70,10 +74,13 @@ class Guess:
     Args:
         text: The recipe as commented YAML.
         why: The reasons, one per line.
+        rows_with_neurons: Train rows that a refit reads where neurons are removed; None where the
+            calibration rows are enough.
     """
 
     text: str
     why: tuple[str, ...]
+    rows_with_neurons: int | None = None
 
     def recipe(self, settings: Iterable[str] = ()) -> Recipe:
         """Return the checked recipe.
@@ -84,16 +91,23 @@ class Guess:
         settings = list(settings)
         given = override(parse_yaml(self.text, "the recipe"), settings)
         recipe = check_recipe(given, "the recipe")
-        # Whoever asks for more calibration rows wants no refit on fewer.
-        rows = recipe.data.calibration
         if any(setting.startswith("recover") for setting in settings):
             return recipe
+        # 1. Whoever asks for more calibration rows wants no refit on fewer.
+        rows = recipe.data.calibration
         steps = [
             step.model_copy(update={"examples": rows})
             if step.examples is not None and step.examples < rows
             else step
             for step in recipe.recover
         ]
+        # 2. Where neurons are removed, the refit reads more rows.
+        wanted = self.rows_with_neurons
+        if recipe.select.feed_forward and wanted is not None and wanted > rows:
+            more = {"rows": "train", "examples": wanted}
+            for place, step in enumerate(steps):
+                if step.method == "lstsq":
+                    steps[place] = step.model_copy(update=more)
         return recipe.model_copy(update={"recover": steps})
 
 
@@ -162,9 +176,14 @@ def guess(
     if chosen not in _WITHOUT_TOKENS:
         note = "longer examples are cut off"
         lines.append(_noted(f"max_length: {_max_length(config)}", note, 2))
-    refitted = _refit_rows(chosen, rows, choice.texts)
+    refitted = with_neurons = None
+    words = _words_per_row(chosen, rows, choice.texts)
+    if words is not None:
+        refitted = _refit_rows(_REFIT_WORDS, words, MOST_REFIT_ROWS)
+        most = MOST_REFIT_ROWS_WITH_NEURONS
+        with_neurons = _refit_rows(_REFIT_WORDS_WITH_NEURONS, words, most)
     recipe = _recipe_text(model, data, chosen, lines, why, has_head, keep, refitted)
-    return Guess(recipe, tuple(why))
+    return Guess(recipe, tuple(why), with_neurons)
 
 
 # ---------------------------------------------------------------- the task
@@ -260,12 +279,8 @@ def _is_missing(label: Any) -> bool:
     return label is None or (isinstance(label, (int, float)) and label < 0)
 
 
-def _refit_rows(task: Task, rows: Any, texts: Sequence[str]) -> int | None:
-    """Return how many train rows to refit on; None where the calibration rows are enough.
-
-    A feed-forward has a thousand inputs or more, and short texts have few tokens: 256 sentences
-    leave a refit short of them.
-    """
+def _words_per_row(task: Task, rows: Any, texts: Sequence[str]) -> float | None:
+    """Return how many words a train row has, about; None where a refit needs no other rows."""
     if task not in (*LABELLED_TEXT, "token_classification") or len(rows) <= CALIBRATION:
         return None
     some = rows.select(range(min(len(rows), _READ)))
@@ -274,10 +289,17 @@ def _refit_rows(task: Task, rows: Any, texts: Sequence[str]) -> int | None:
         # A name such as `meta.text` is that of a part of a column.
         if name in some.column_names:
             words += sum(map(_count_words, some[name]))
-    if not words:
-        return None
-    wanted = math.ceil(_REFIT_WORDS * len(some) / words)
-    return min(wanted, MOST_REFIT_ROWS) if wanted > CALIBRATION else None
+    return words / len(some) if words else None
+
+
+def _refit_rows(words: int, per_row: float, most: int) -> int | None:
+    """Return how many train rows to refit on; None where the calibration rows are enough.
+
+    A feed-forward has a thousand inputs or more, and short texts have few tokens: 256 sentences
+    leave a refit short of them.
+    """
+    wanted = math.ceil(words / per_row)
+    return min(wanted, most) if wanted > CALIBRATION else None
 
 
 def _count_words(text: Any) -> int:

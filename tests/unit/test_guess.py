@@ -181,16 +181,17 @@ def test_task_and_columns_follow_from_the_model_and_from_what_the_columns_hold(
 
 
 @pytest.mark.parametrize(
-    ("text", "rows"),
+    ("text", "rows", "with_neurons"),
     [
-        ("word " * 3, 1024),  # short: the most
-        ("word " * 32, 512),  # so many have 16,384 words
-        ("word " * 64, None),  # the 256 rows that are scored on have as many
-        ("字" * 500, None),  # no blanks
-        ({"body": "word"}, None),  # nothing to count
+        ("word " * 3, 1024, 2048),  # short: the most
+        ("word " * 32, 512, 2048),  # 512 of these have 16,384 words
+        ("word " * 64, None, 1024),  # the 256 rows that are scored on have as many
+        ("字" * 500, None, 790),  # no blanks
+        ("word " * 256, None, None),
+        ({"body": "word"}, None, None),  # nothing to count
     ],
 )
-def test_short_texts_are_refitted_on_more_rows(tmp_path, text, rows):
+def test_short_texts_are_refitted_on_more_rows(tmp_path, text, rows, with_neurons):
     name = "text" if isinstance(text, str) else "text.body"
     model = configured(tmp_path, TEXTS, num_labels=2)
     path = write_rows(tmp_path / "a.jsonl", ({"text": text, "label": i % 2} for i in range(300)))
@@ -202,6 +203,14 @@ def test_short_texts_are_refitted_on_more_rows(tmp_path, text, rows):
         more = ["data.calibration=2000"]
         assert found.recipe(more).recover[0].examples == 2000
         assert found.recipe([*more, "recover.0.examples=300"]).recover[0].examples == 300
+    neurons = ["select.feed_forward=true", "select.keep_heads=null", "select.keep_macs=0.5"]
+    (step,) = found.recipe(neurons).recover
+    assert (step.examples, step.rows) == (with_neurons, "train" if with_neurons else None)
+    if with_neurons is not None:
+        (step,) = found.recipe([*neurons, "data.calibration=3000"]).recover
+        assert step.examples == (3000 if rows else None)
+        (step,) = found.recipe([*neurons, "recover.0.examples=9"]).recover
+        assert step.examples == 9
     # So few rows are all scored on.
     write_rows(path, ({"text": text, "label": i % 2} for i in range(200)))
     (few,) = guess(str(model), str(path), text=name).recipe().recover
