@@ -30,8 +30,8 @@ from headprune.core.errors import InvalidValue, check_one_of
 
 Packing = Literal["sequential", "grouped"]
 UNITS: tuple[str, ...] = ("query", "gated_query", "key", "value", "context", "head", "kv_head")
-#: Most query heads of a module. A file with more is damaged, and would fill the memory.
-MOST_HEADS = 1 << 16
+#: Most query heads or neurons of a module. A file with more is damaged, and would fill the memory.
+MOST_HEADS = 1 << 18
 #: Units with one block per key/value head.
 _OF_KV = ("key", "value", "kv_head")
 

@@ -176,12 +176,10 @@ def guess(
     if chosen not in _WITHOUT_TOKENS:
         note = "longer examples are cut off"
         lines.append(_noted(f"max_length: {_max_length(config)}", note, 2))
-    refitted = with_neurons = None
     words = _words_per_row(chosen, rows, choice.texts)
-    if words is not None:
-        refitted = _refit_rows(_REFIT_WORDS, words, MOST_REFIT_ROWS)
-        most = MOST_REFIT_ROWS_WITH_NEURONS
-        with_neurons = _refit_rows(_REFIT_WORDS_WITH_NEURONS, words, most)
+    refitted = _refit_rows(_REFIT_WORDS, words, MOST_REFIT_ROWS)
+    most = MOST_REFIT_ROWS_WITH_NEURONS
+    with_neurons = _refit_rows(_REFIT_WORDS_WITH_NEURONS, words, most)
     recipe = _recipe_text(model, data, chosen, lines, why, has_head, keep, refitted)
     return Guess(recipe, tuple(why), with_neurons)
 
@@ -279,17 +277,17 @@ def _is_missing(label: Any) -> bool:
     return label is None or (isinstance(label, (int, float)) and label < 0)
 
 
-def _words_per_row(task: Task, rows: Any, texts: Sequence[str]) -> float | None:
-    """Return how many words a train row has, about; None where a refit needs no other rows."""
+def _words_per_row(task: Task, rows: Any, texts: Sequence[str]) -> float:
+    """Return how many words a train row has, about; infinity where a refit needs no other rows."""
     if task not in (*LABELLED_TEXT, "token_classification") or len(rows) <= CALIBRATION:
-        return None
+        return math.inf
     some = rows.select(range(min(len(rows), _READ)))
     words = 0
     for name in texts:
         # A name such as `meta.text` is that of a part of a column.
         if name in some.column_names:
             words += sum(map(_count_words, some[name]))
-    return words / len(some) if words else None
+    return words / len(some) if words else math.inf
 
 
 def _refit_rows(words: int, per_row: float, most: int) -> int | None:

@@ -385,7 +385,7 @@ def _from_error(attempt: Attempt) -> Finding | None:
     text = str(attempt.error)
     # 1. By its text: messages of model/cut.py and model/refusals.py, then of detect/prove.py.
     for pattern, name in (
-        ("shared with|cut in one way|a projection of its own|attention alone", "shared tensors"),
+        ("shared with|it is shared|a projection of its own|attention alone", "shared tensors"),
         ("no effect", "no effect on the example"),
         ("a unit to remove", "one head"),
     ):

@@ -32,6 +32,7 @@ from headprune.gating.context import multiplied, spread
 from headprune.gating.projections import Stand, output_gated
 from headprune.gating.rows import form, largest_row, over_rows, repeated_along, with_rows
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
+from headprune.model.contexts import first_input
 from headprune.model.exposed import exposed
 from headprune.model.losses import Loss, check_finite, shaped_losses
 from headprune.model.precision import full_precision
@@ -464,7 +465,7 @@ class _Pass:
                 gate = spread(gates[0], bound)
             if not bound.layout.gate:
                 return output_gated(original(*args, **kwargs), gate, bound, self.fill.get(site))
-            context = args[0]
+            context = first_input(args)
             given = multiplied(context, [gate])
             if site in self.fill:
                 given = given + multiplied(self._filled(site, context, copies), [1 - gate])

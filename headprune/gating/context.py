@@ -25,6 +25,7 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
 from headprune.core.mixin import remade
 from headprune.core.plan import PruningPlan
+from headprune.model.contexts import first_input
 from headprune.model.exposed import exposed
 from headprune.model.fingerprint import check_plan
 from headprune.model.refusals import check_unshared
@@ -240,6 +241,8 @@ def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
             heads = _by_example(heads, gate)
         elif gate.ndim > heads.ndim:
             heads, gate = _windows(heads, gate)
+        elif 2 < gate.ndim < heads.ndim:
+            gate = _over_axes(heads, gate)
         _check_rows(heads, gate)
         # A gradient of a gate is a long sum. Where one is needed, products and sum have at least
         # the precision of the gate.
@@ -290,6 +293,23 @@ def _windows(heads: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     return heads, gate
 
 
+def _over_axes(heads: Tensor, gate: Tensor) -> Tensor:
+    """Fit gates per example to tokens on several axes, as those of images.
+
+    Args:
+        heads: ``[examples, height, width, heads, width of a head]``.
+        gate: ``[examples, 1 or tokens, heads, 1]``.
+
+    Returns:
+        ``[examples, height, width, heads, 1]``, or 1 in place of height and width.
+    """
+    axes = heads.shape[1:-2]
+    if gate.shape[1] == 1:
+        axes = torch.Size([1] * len(axes))
+    # Others do not fit.
+    return gate.unflatten(1, axes) if gate.shape[1] == axes.numel() else gate
+
+
 def _check_rows(heads: Tensor, gate: Tensor) -> None:
     """Refuse gates for other rows: broadcasting could fit them to a wrong axis by chance."""
     rows = heads.shape[:-2]
@@ -307,8 +327,9 @@ def _check_rows(heads: Tensor, gate: Tensor) -> None:
 class _Gated(nn.Module):
     """Mixed into a projection's class: multiplies the heads in its input, then calls it."""
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(multiplied(x, getattr(self, GATES_ATTRIBUTE)), *args, **kwargs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        x = multiplied(first_input(inputs), getattr(self, GATES_ATTRIBUTE))
+        return super().__call__(x, *inputs[1:], **named)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Gates belong to the block: a copy or a pickle made inside must not carry them out of it.

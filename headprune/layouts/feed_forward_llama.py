@@ -8,13 +8,12 @@ from headprune.core.errors import UnsupportedModel
 from headprune.layouts._feed_forward import feed_forward
 
 
-def _width(module: Any) -> int:
+def _check(module: Any) -> None:
     """Refuse Gemma 3n's sparse layers: a threshold over all neurons decides which of them act."""
     sparsity = getattr(module, "activation_sparsity", 0.0)
     if sparsity > 0:
         must = "a feed-forward whose activation treats every neuron by itself"
         raise UnsupportedModel(type(module).__name__, must, f"activation_sparsity={sparsity}")
-    return 1
 
 
 LAYOUT = feed_forward(
@@ -22,5 +21,5 @@ LAYOUT = feed_forward(
     "down_proj",
     {"gate_proj": "head", "up_proj": "head"},
     optional=("gate_proj",),
-    head_dim=_width,
+    check=_check,
 )

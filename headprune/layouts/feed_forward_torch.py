@@ -6,7 +6,7 @@ from typing import Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.mixin import Mixin
-from headprune.layouts._feed_forward import feed_forward
+from headprune.layouts._feed_forward import check_neurons_alone, feed_forward
 
 
 class CallsItsLayers(Mixin):
@@ -34,45 +34,15 @@ class CallsItsLayers(Mixin):
         return torch._nested_tensor_from_mask(out, ~padding, mask_check=False)
 
 
-def _width(module: Any) -> int:
+def _check(module: Any) -> None:
     """Refuse layers that a cut would change, or where gates per example cannot be."""
     # Tokens come before the examples.
     attention = getattr(module, "self_attn", None)
     if not getattr(attention, "batch_first", False):
         must, got = "built with batch_first=True", "another layer"
         raise UnsupportedModel(type(module).__name__, must, got)
-    if not _treats_neurons_alone(module.activation, module.linear1.weight):
-        must = "a layer whose activation treats every neuron by itself"
-        raise UnsupportedModel(type(module).__name__, must, repr(module.activation))
-    return 1
-
-
-def _treats_neurons_alone(activation: Any, like: Any) -> bool:
-    """Whether an activation, which may be the user's own, gives some neurons the same alone.
-
-    Args:
-        activation: Called with the neurons on the last axis.
-        like: The weight to the neurons, [neurons, width].
-    """
-    import torch
-
-    if like.is_meta:
-        return True
-    # Values in no order, and a subset without a period whose mean is another one.
-    n = len(like)
-    places = torch.arange(n, device=like.device)
-    scattered = (places * 0.618) % 1
-    row = (5 * scattered - 2).to(like.dtype)
-    kept = places[(places * 0.414) % 1 + 0.5 * scattered < 0.75]
-    # Vectorised and scalar code round apart; types of 16 bits hide that.
-    error = (4 if like.dtype.itemsize == 2 else 64) * torch.finfo(like.dtype).eps
-    try:
-        with torch.no_grad():
-            whole, part = activation(row), activation(row[kept])
-            return whole.shape == row.shape and torch.allclose(whole[kept], part, error, error)
-    # Code that knows its number of neurons may raise anything.
-    except Exception:
-        return False
+    # It may be a function, which is no part of the module.
+    check_neurons_alone(type(module).__name__, module.activation, module.linear2)
 
 
 LAYOUT = feed_forward(
@@ -81,5 +51,5 @@ LAYOUT = feed_forward(
     {"linear1": "head"},
     untouched=("self_attn", "multihead_attn", "norm1", "norm2", "norm3"),
     exposed=CallsItsLayers,
-    head_dim=_width,
+    check=_check,
 )

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import Kind
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.model.exposed import exposed
@@ -68,7 +68,7 @@ def watched(
     """
 
     def before_projection(number: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        x = see(number, args[0])
+        x = see(number, first_input(args))
         return None if x is None else (x, *args[1:])
 
     def after_module(number: int, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
@@ -89,6 +89,19 @@ def watched(
                 handle = b.gate.register_forward_hook(partial(after_module, number))
             stack.callback(handle.remove)
         yield
+
+
+def first_input(inputs: Sequence[Any]) -> Any:
+    """The first input of a call of an output projection.
+
+    Raises:
+        UnsupportedModel: there is none, because the call gives it by name.
+    """
+    if not inputs:
+        must = "called with its input first, as in down(hidden)"
+        hint = "Change that call in the model's code."
+        raise UnsupportedModel("an output projection", must, "an input by name", hint)
+    return inputs[0]
 
 
 def counted(model: nn.Module, b: BoundSite, rows: Tensor, info: PaddingInfo) -> Tensor | None:
@@ -186,8 +199,9 @@ def rows_of(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
         if len(x) == batch_size(batch):  # [batch, width]: one token per example
             return x.unsqueeze(1)
         if b.layout.is_feed_forward and not len(x) % batch_size(batch):
-            # [batch * tokens, neurons], as OPT's
-            return x.reshape(batch_size(batch), -1, x.shape[1])
+            # [batch * tokens, neurons], as OPT's. Without neurons, no size can be inferred.
+            examples = batch_size(batch)
+            return x.reshape(examples, len(x) // examples, x.shape[1])
         return x.unsqueeze(0)  # [tokens, width]: one example
     if x.ndim == 3:
         # [tokens, batch, width] or [batch, tokens, width]

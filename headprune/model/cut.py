@@ -415,11 +415,13 @@ class _NewParameter:
 
     Args:
         how: Axis and kept rows of the cut.
+        where: The projection that it was cut in.
         value: The parameter.
         owners: Ids of the modules that hold it.
     """
 
     how: tuple[Any, ...]
+    where: str
     value: nn.Parameter
     owners: set[int] = field(default_factory=set)
 
@@ -459,10 +461,11 @@ def _new_parameter(
     if new is None:
         value = nn.Parameter(tensor, requires_grad=old.requires_grad)
         value.__dict__.update(old.__dict__)  # attributes that a user put on the parameter
-        new = by_old[id(old)] = _NewParameter(how, value)
+        new = by_old[id(old)] = _NewParameter(how, cut.where, value)
     elif new.how != how:
-        must, got = "cut in one way", "shared and cut in two ways"
-        raise UnsupportedModel(f"{cut.where}.{name}", must, got)
+        must = f"cut as {new.where} is, with which it is shared"
+        hint = "Untie them first: give one of the two a parameter of its own."
+        raise UnsupportedModel(f"{cut.where}.{name}", must, "a cut of other units", hint)
     new.owners.add(id(owner))
     return new.value
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import UnsupportedModel
+from headprune.core.slabs import HeadGeometry
 from headprune.model.building import fresh, is_known
 from headprune.model.sites import BoundSite
 
@@ -186,24 +187,38 @@ def _number_of_neurons(sites: list[BoundSite]) -> int:
 
 
 def _set_heads(section: Any, sites: list[BoundSite], with_width: bool) -> None:
+    if not any(map(_lost_heads, sites)):
+        return
+    # Only names whose value is the full model's count. All are read before any is set, because a
+    # configuration may have one value under two names.
+    values = {}
+    for names, count in ((_QUERY, "n_query_heads"), (_KEY_VALUE, "n_kv_heads")):
+        for name in names:
+            whole = getattr(section, name, None)
+            described = [
+                b
+                for b in sites
+                if getattr(b.site, count) == whole and _describes(name, b.site.name)
+            ]
+            if described:
+                values[name] = getattr(_geometry_of_all(described), count)
+    if with_width:
+        values["head_dim"] = sites[0].site.head_dim
+    for name, value in values.items():
+        setattr(section, name, value)
+
+
+def _lost_heads(b: BoundSite) -> bool:
+    geometry = b.site.geometry
+    whole = (b.site.n_query_heads, b.site.n_kv_heads)
+    return (geometry.n_query_heads, geometry.n_kv_heads) != whole
+
+
+def _geometry_of_all(sites: list[BoundSite]) -> HeadGeometry:
+    """The present heads of sites that all keep the same numbers."""
     counts = {(b.site.geometry.n_query_heads, b.site.geometry.n_kv_heads) for b in sites}
     if len(counts) > 1:
         each = ", ".join(str(len(b.site.heads)) for b in sites)
         must = "for the same number of heads in every layer"
         raise UnsupportedModel(_WHERE, must, f"layers with {each} heads")
-    # One pair of counts for all these sites.
-    ((n_query_heads, n_kv_heads),) = counts
-    site = sites[0].site
-    # Only names whose value is the full model's count. All are read before any is set, because a
-    # configuration may have one value under two names.
-    values = {}
-    for name in _QUERY:
-        if getattr(section, name, None) == site.n_query_heads:
-            values[name] = n_query_heads
-    for name in _KEY_VALUE:
-        if getattr(section, name, None) == site.n_kv_heads:
-            values[name] = n_kv_heads
-    if with_width:
-        values["head_dim"] = site.head_dim
-    for name, value in values.items():
-        setattr(section, name, value)
+    return sites[0].site.geometry

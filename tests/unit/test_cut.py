@@ -146,7 +146,7 @@ def prune_pair(model, keep):
     [
         ("other", "weight", "W_v.weight", r"one shared with \['other'\]"),
         ("other", "bias", "W_k.bias", r"one shared with \['other'\]"),
-        ("attention.W_o", "weight", "W_q.weight", "shared and cut in two ways"),
+        ("attention.W_o", "weight", "W_q.weight", "with which it is shared"),
         ("twin.W_q", "weight", "W_q.weight", r"one shared with \['twin.W_q'\]"),
         ("attention", "W_k", "W_q", "used in this place only"),
     ],
@@ -163,7 +163,7 @@ def test_what_is_shared_beyond_the_cut_is_refused_before_any_change(
 def test_two_sites_that_share_a_parameter_are_cut_alike_or_not_at_all():
     model = Pair()
     model.twin.W_q.weight = model.attention.W_q.weight
-    with unchanged(model), pytest.raises(UnsupportedModel, match="shared and cut in two ways"):
+    with unchanged(model), pytest.raises(UnsupportedModel, match="with which it is shared"):
         prune_pair(model, {"attention": [1], "twin": [0]})
     prune_pair(model, {"attention": [1], "twin": [1]})
     assert model.twin.W_q.weight is model.attention.W_q.weight

@@ -319,7 +319,7 @@ def test_every_property_is_seen():
             "no output projection",
             "no projection is given the heads' outputs",
         ),
-        (tied, "shared tensors", "1.attention.W_q.weight: must be cut in one way"),
+        (tied, "shared tensors", "1.attention.W_q.weight: must be cut as 0.attention.W_q is"),
         (
             lambda: nn.Sequential(Layer(Sized(4)), Layer(Sized(2))),
             "head counts kept elsewhere",
