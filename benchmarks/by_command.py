@@ -3,26 +3,26 @@
     python benchmarks/by_command.py --model path/to/model --data path/to/data --work runs/by-command
 
 The command is ``headprune prune --model M --data D --speedup S``: once for every speed and draw of
-calibration rows, each in a process of its own. What is set beside: the batch and the length that are
-timed, to those of ``tradeoff.py``, and that no baselines are measured, which the result does not
-depend on. A run that is finished is not made again. The record has a row for each; the README's
-block is of ``headline.py``.
+calibration rows, each in a process of its own. Two things are set: the timed batch and length are
+those of ``tradeoff.py``, and baselines are left out, on which the result does not depend. A run that
+is finished is not made again. The record has a row for each; ``headline.py`` writes the README's
+block.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow, RunRecord
-from headprune.run.surroundings import git_commit, hardware, versions
+from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
@@ -56,26 +56,48 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> Path:
     """Runs what is not finished, writes the record and returns its path."""
     args = arguments(argv)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for draw in range(args.seeds):
         for asked in args.speedups:
-            out = args.work / f"{asked:g}-{draw}"
+            out = folder_of(args, asked, draw)
             if not finished(out):
                 run(command(args, asked, draw, out))
-            rows.append({"asked": asked, "draw": draw, **row(out / "run")})
+            record = RunRecord.load(out / "run" / "record.json")
+            rows.append({"asked": asked, "draw": draw, **row(record, out / "run")})
             print({name: value for name, value in rows[-1].items() if name != "heads"}, flush=True)
+            keep(args, record, rows)
+    return Path(args.out)
+
+
+def keep(args: argparse.Namespace, last: RunRecord, rows: list[dict[str, Any]]) -> None:
+    """Writes the record, with what all runs have in common."""
+    (refit,) = last.recipe["recover"]
     record = {
         "benchmark": "by-command",
         "task": args.task,
         "settings": settings(args.length) + args.settings,
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
+        "calibration": last.recipe["data"]["calibration"],
+        "refit_rows": refit["examples"] or last.recipe["data"]["calibration"],
+        "batch": last.metrics["speedup"]["batch_size"],
+        "length": last.metrics["speedup"]["length"],
+        "hardware": dict(last.hardware),
+        "versions": dict(last.versions),
         "git_commit": git_commit(),
         "created": studies.now(),
         "rows": rows,
     }
+    if args.out.is_file() and len(rows) > 1:
+        before = json.loads(args.out.read_text())["hardware"]
+        if before != record["hardware"]:
+            raise SystemExit(f"Runs of two machines: {before}, {record['hardware']}.")
     studies.keep(record, args.out)
-    return Path(args.out)
+
+
+def folder_of(args: argparse.Namespace, asked: float, draw: int) -> Path:
+    """The folder of a run; another model, other data or settings have another one."""
+    words = json.dumps(command(args, asked, draw, Path()))
+    digest = hashlib.sha256(words.encode()).hexdigest()[:8]
+    return Path(args.work) / f"{asked:g}-{draw}-{digest}"
 
 
 def settings(length: int) -> list[str]:
@@ -108,9 +130,8 @@ def run(words: Sequence[str]) -> None:
     subprocess.run([sys.executable, "-m", "headprune", *words], check=True)
 
 
-def row(folder: Path) -> dict[str, Any]:
+def row(record: RunRecord, folder: Path) -> dict[str, Any]:
     """What a finished run says of itself."""
-    record = RunRecord.load(folder / "record.json")
     mask = PruningPlan.load(folder / "plan.json").mask
     on_test = {one.name: one for one in record.quality if one.split == "test"}
     whole, cut = (_of(on_test, name) for name in ("base", "recovered (lstsq)"))
@@ -126,7 +147,6 @@ def row(folder: Path) -> dict[str, Any]:
         "ratio": speed["measured"],
         "low": speed["low"],
         "high": speed["high"],
-        "seconds": round(sum(record.timings.values()), 1),
         "created": record.created,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,11 +57,13 @@ CALIBRATION = 256
 #: Words that a refit is to read, by rows of train where the calibration rows have fewer.
 _REFIT_WORDS = 16_384
 #: Most rows to refit on.
-MOST_REFIT_ROWS = 1024
-#: The same where neurons are removed: what they wrote is predicted from several times as many
-#: inputs as that of heads.
+_MOST_REFIT_ROWS = 1024
+#: The same where neurons are removed: the refit of a feed-forward has several times as many inputs
+#: as that of an attention.
 _REFIT_WORDS_WITH_NEURONS = 65_536
-MOST_REFIT_ROWS_WITH_NEURONS = 2048
+_MOST_REFIT_ROWS_WITH_NEURONS = 2048
+#: Settings by which a user decides what a refit reads.
+_SETS_REFIT_ROWS = re.compile(r"recover(\.\d+)?(\.(rows|examples))?")
 #: Rows whose words are counted.
 _READ = 200
 #: Letters that make a word where there are no blanks.
@@ -91,7 +94,8 @@ class Guess:
         settings = list(settings)
         given = override(parse_yaml(self.text, "the recipe"), settings)
         recipe = check_recipe(given, "the recipe")
-        if any(setting.startswith("recover") for setting in settings):
+        names = [setting.partition("=")[0].strip() for setting in settings]
+        if any(_SETS_REFIT_ROWS.fullmatch(name) for name in names):
             return recipe
         # 1. Whoever asks for more calibration rows wants no refit on fewer.
         rows = recipe.data.calibration
@@ -176,10 +180,10 @@ def guess(
     if chosen not in _WITHOUT_TOKENS:
         note = "longer examples are cut off"
         lines.append(_noted(f"max_length: {_max_length(config)}", note, 2))
-    words = _words_per_row(chosen, rows, choice.texts)
-    refitted = _refit_rows(_REFIT_WORDS, words, MOST_REFIT_ROWS)
-    most = MOST_REFIT_ROWS_WITH_NEURONS
-    with_neurons = _refit_rows(_REFIT_WORDS_WITH_NEURONS, words, most)
+    per_row = _words_per_row(chosen, rows, choice.texts)
+    refitted = _refit_rows(_REFIT_WORDS, per_row, _MOST_REFIT_ROWS)
+    most = _MOST_REFIT_ROWS_WITH_NEURONS
+    with_neurons = _refit_rows(_REFIT_WORDS_WITH_NEURONS, per_row, most)
     recipe = _recipe_text(model, data, chosen, lines, why, has_head, keep, refitted)
     return Guess(recipe, tuple(why), with_neurons)
 

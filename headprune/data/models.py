@@ -40,7 +40,7 @@ _PROCESSORS = {
     "audio_classification": "AutoFeatureExtractor",
 }
 
-#: Tokens of a tokenizer without a vocabulary, besides its special ones, at most.
+#: Transformers' tokenizers without a vocabulary have at most so many tokens that are not special.
 _EMPTY_VOCABULARY = 2
 
 #: Errors that a configuration with wrong values raises in a model's constructor.

@@ -465,7 +465,7 @@ class _Pass:
                 gate = spread(gates[0], bound)
             if not bound.layout.gate:
                 return output_gated(original(*args, **kwargs), gate, bound, self.fill.get(site))
-            context = first_input(args)
+            context = first_input(args, bound.site.name)
             given = multiplied(context, [gate])
             if site in self.fill:
                 given = given + multiplied(self._filled(site, context, copies), [1 - gate])

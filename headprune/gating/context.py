@@ -328,7 +328,7 @@ class _Gated(nn.Module):
     """Mixed into a projection's class: multiplies the heads in its input, then calls it."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        x = multiplied(first_input(inputs), getattr(self, GATES_ATTRIBUTE))
+        x = multiplied(first_input(inputs, "a gated model"), getattr(self, GATES_ATTRIBUTE))
         return super().__call__(x, *inputs[1:], **named)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

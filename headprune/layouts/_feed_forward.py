@@ -76,59 +76,81 @@ class NeuronWidth:
         from headprune.attention.linear import base_of  # loads torch
 
         down = base_of(module.get_submodule(self.down))
+        n_neurons = getattr(down, "in_features", getattr(down, "nx", 0))
         for activation in self._activations(module):
-            check_neurons_alone(type(module).__name__, activation, down)
+            check_neurons_alone(type(module).__name__, activation, n_neurons)
         return 1
 
     def _activations(self, module: Any) -> Iterator[Any]:
-        """Modules without parts and parameters: activations, dropout and the like."""
-        beside = tuple(f"{path}." for path in self.others)
+        """Parts without parameters: activations, and what consists of them."""
+        paths_apart = tuple(f"{path}." for path in self.others)
         for path, part in module.named_modules():
-            has_more = [*part.children(), *part.parameters(), *part.buffers()]
-            if path and not has_more and not f"{path}.".startswith(beside):
+            has_weights = [*part.parameters(), *part.buffers()]
+            if path and not has_weights and not f"{path}.".startswith(paths_apart):
                 yield part
 
 
-def check_neurons_alone(where: str, activation: Any, down: Any) -> None:
-    """Refuse an activation, which may be the user's own, that does not give some neurons the same.
+def check_neurons_alone(where: str, activation: Any, n_neurons: int, device: str = "cpu") -> None:
+    """Refuse an activation that does not give some neurons alone what it gives them among all.
+
+    What cannot run on a row of neurons, or returns something else, is no activation: it passes.
 
     Args:
         where: For the error.
-        activation: Called with the neurons on the last axis.
-        down: The projection that reads the neurons.
+        activation: A module or a function, perhaps the user's own; a copy of it is run.
+        n_neurons: Neurons that it is called with, on the last axis.
+        device: Where its parameters are, if it has any.
 
     Raises:
         UnsupportedModel: their values depend on other neurons.
     """
     import torch
 
-    weight = getattr(down, "weight", None)
-    n = getattr(down, "in_features", getattr(down, "nx", 0))
-    if not n or not isinstance(weight, torch.Tensor) or weight.is_meta:
-        return
-    kind = weight.dtype if weight.is_floating_point() else torch.float32
-    # Values in no order, and a subset without a period whose mean is another one.
-    places = torch.arange(n, device=weight.device)
-    scattered = (places * 0.618) % 1
-    row = (5 * scattered - 2).to(kind)
-    kept = places[(places * 0.414) % 1 + 0.5 * scattered < 0.75]
-    # Vectorised and scalar code round apart; types of 16 bits hide that.
-    error = (4 if kind.itemsize == 2 else 64) * torch.finfo(kind).eps
     run = activation
-    if isinstance(activation, torch.nn.Module):
-        activation = copy.copy(activation)
-        activation.training = False  # no dropout
-        run = activation.forward  # no hooks
+    try:
+        row, kept = _probe(n_neurons, device)
+        if isinstance(activation, torch.nn.Module):
+            activation = _without_hooks(activation)
+            run = activation.forward
+            row = row.to(next((p.dtype for p in activation.parameters()), row.dtype))
+        with torch.no_grad():
+            whole = run(row.clone())  # it may work in place
+    # Code that is not meant for this may raise anything.
+    except Exception:
+        return
+    if type(whole) is not torch.Tensor or whole.shape != row.shape:
+        return
+    # Vectorised and scalar code round apart.
+    error = (4 if row.dtype.itemsize == 2 else 64) * torch.finfo(row.dtype).eps
     try:
         with torch.no_grad():
-            whole, part = run(row), run(row[kept])
-            alone = whole.shape == row.shape and torch.allclose(whole[kept], part, error, error)
-    # Code that knows its number of neurons may raise anything.
+            alone = torch.allclose(whole[kept], run(row[kept]), error, error)
+    # A part of the neurons alone is too few for it.
     except Exception:
         alone = False
     if not alone:
         must = "a feed-forward whose activation treats every neuron by itself"
         raise UnsupportedModel(where, must, repr(activation))
+
+
+def _probe(n_neurons: int, device: str) -> tuple[Any, Any]:
+    """Values of neurons in no order, and the places of some whose mean is another one."""
+    import torch
+
+    places = torch.arange(n_neurons, dtype=torch.float32, device=device)
+    scattered = (places * 0.618) % 1
+    # Without a period in common with the values.
+    is_kept = (places * 0.414) % 1 + 0.5 * scattered < 0.75
+    return 5 * scattered - 2, is_kept.nonzero().flatten()
+
+
+def _without_hooks(activation: Any) -> Any:
+    """A copy in evaluation mode that runs no hooks, which may be the user's."""
+    activation = copy.deepcopy(activation).eval()
+    for part in activation.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return activation
 
 
 @dataclass(frozen=True)

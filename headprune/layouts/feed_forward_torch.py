@@ -42,7 +42,9 @@ def _check(module: Any) -> None:
         must, got = "built with batch_first=True", "another layer"
         raise UnsupportedModel(type(module).__name__, must, got)
     # It may be a function, which is no part of the module.
-    check_neurons_alone(type(module).__name__, module.activation, module.linear2)
+    down = module.linear2
+    device = "cpu" if down.weight.is_meta else str(down.weight.device)
+    check_neurons_alone(type(module).__name__, module.activation, down.in_features, device)
 
 
 LAYOUT = feed_forward(

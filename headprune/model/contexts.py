@@ -68,7 +68,7 @@ def watched(
     """
 
     def before_projection(number: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        x = see(number, first_input(args))
+        x = see(number, first_input(args, bound[number].site.name))
         return None if x is None else (x, *args[1:])
 
     def after_module(number: int, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
@@ -91,16 +91,16 @@ def watched(
         yield
 
 
-def first_input(inputs: Sequence[Any]) -> Any:
-    """The first input of a call of an output projection.
+def first_input(inputs: Sequence[Any], where: str) -> Any:
+    """The first input of a call of an output projection; ``where`` is for the error.
 
     Raises:
         UnsupportedModel: there is none, because the call gives it by name.
     """
     if not inputs:
-        must = "called with its input first, as in down(hidden)"
+        must = "code that gives the output projection its input first, as in down(hidden)"
         hint = "Change that call in the model's code."
-        raise UnsupportedModel("an output projection", must, "an input by name", hint)
+        raise UnsupportedModel(where, must, "an input by name", hint)
     return inputs[0]
 
 

@@ -465,7 +465,9 @@ def _new_parameter(
     elif new.how != how:
         must = f"cut as {new.where} is, with which it is shared"
         hint = "Untie them first: give one of the two a parameter of its own."
-        raise UnsupportedModel(f"{cut.where}.{name}", must, "a cut of other units", hint)
+        raise UnsupportedModel(
+            f"{cut.where}.{name}", must, "a cut of other rows, or of another axis", hint
+        )
     new.owners.add(id(owner))
     return new.value
 

@@ -34,7 +34,7 @@ def test_runs_are_made_once_and_their_rows_say_what_was_kept(tmp_path, monkeypat
     assert [call[call.index("--speedup") + 1] for call in calls] == ["1.3", "1.6"]
     assert set(found["settings"]) == {*QUICK, *study.settings(6)}
     for row in found["rows"]:
-        folder = tmp_path / "runs" / f"{row['asked']:g}-0"
+        (folder,) = (tmp_path / "runs").glob(f"{row['asked']:g}-0-*")
         record = hp.RunRecord.load(folder / "run" / "record.json")
         sizes = {one.name: one.pruned for one in record.size}
         assert (sum(row["heads"]), sum(row["neurons"])) == (sizes["heads"], sizes["neurons"])
@@ -42,5 +42,8 @@ def test_runs_are_made_once_and_their_rows_say_what_was_kept(tmp_path, monkeypat
         assert row["ratio"] == record.metrics["speedup"]["measured"]
         tested = {one.name: one.value for one in record.quality if one.split == "test"}
         assert row["test"] == tested["recovered (lstsq)"]
+    assert (found["calibration"], found["batch"], found["length"]) == (12, 32, 6)
     study.main(given)
     assert len(calls) == 2, "a finished run is not made again"
+    study.main([*given, "--set=score.batch_size=16"])
+    assert len(calls) == 4, "one by other settings is"

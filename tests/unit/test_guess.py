@@ -209,8 +209,13 @@ def test_short_texts_are_refitted_on_more_rows(tmp_path, text, rows, with_neuron
     if with_neurons is not None:
         (step,) = found.recipe([*neurons, "data.calibration=3000"]).recover
         assert step.examples == (3000 if rows else None)
-        (step,) = found.recipe([*neurons, "recover.0.examples=9"]).recover
-        assert step.examples == 9
+        for setting, examples in (
+            ("recover.0.examples=9", 9),
+            ("recover.0.settings.ridge=0.1", with_neurons),  # says nothing of rows
+            ("recover.0.rows=calibration", rows),
+        ):
+            (step,) = found.recipe([*neurons, setting]).recover
+            assert step.examples == examples, setting
     # So few rows are all scored on.
     write_rows(path, ({"text": text, "label": i % 2} for i in range(200)))
     (few,) = guess(str(model), str(path), text=name).recipe().recover

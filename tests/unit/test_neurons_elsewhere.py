@@ -111,6 +111,36 @@ def test_a_librarys_activation_over_neurons_is_refused(activation):
     assert not calls, "a user's hooks do not run"
 
 
+def test_what_is_no_mixing_activation_is_no_reason_to_refuse():
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": WIDTH}
+    model = made(BertModel, BertConfig, **sizes, num_hidden_layers=1, num_attention_heads=4)
+    layer = model.encoder.layer[0]
+    for part in (
+        nn.SiLU(inplace=True),
+        nn.Sequential(nn.GELU(), nn.Dropout(0.5)).train(),
+        nn.AvgPool1d(3),  # reads no neurons: it does not run on a row of them
+        nn.Flatten(),
+        nn.GLU(-1),
+    ):
+        layer.beside = part
+        assert len(feed_forwards(model)) == 1, part
+    for part in (nn.Sequential(nn.Dropout(0.5), nn.Softmax(-1)), Doubled()):
+        layer.beside = part
+        with pytest.raises(UnsupportedModel, match="treats every neuron by itself"):
+            hp.find_sites(model, feed_forward=True)
+
+
+class Doubled(nn.Module):
+    """An activation with a part, whose own code mixes neurons."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(x - x.mean(-1, keepdim=True))
+
+
 class Named(nn.Module):
     """A feed-forward that gives its projection the input by name."""
 
@@ -125,7 +155,9 @@ class Named(nn.Module):
 def test_a_projection_whose_input_is_given_by_name_is_named():
     model, x = nn.Sequential(hp.MultiHeadAttention(8, 2), Named()).eval(), torch.randn(2, 3, 8)
     sites = hp.find_sites(model, feed_forward=True)
-    words = r"must be called with its input first, as in down\(hidden\), got an input by name"
+    words = (
+        r"gives the output projection its input first, as in down\(hidden\), got an input by name"
+    )
     with pytest.raises(UnsupportedModel, match=words):
         hp.prune_(model, keeping(model, [range(8)]), example=x, sites=sites)
     with pytest.raises(UnsupportedModel, match=words):

@@ -154,11 +154,14 @@ def test_a_plan_stays_or_keeps_more_by_what_its_copy_measures(tmp_path, clocked,
         assert record.metrics.get(SAVINGS_FACTOR) == (1.25 if asked == 1.6 else None)
 
 
-def test_the_size_of_a_budget_is_timed_once(tmp_path, clocked):
+def test_the_size_of_a_budget_is_timed_once(tmp_path, clocked, monkeypatch):
+    timed = Mock(side_effect=compare_latency)
+    monkeypatch.setattr(stages, "compare_latency", timed)
     chosen = recipe(tmp_path, TIMED)
     bench = BenchSection(batch_sizes=[1, 3], lengths=[5], seconds=0.01)
     record = runner.run_recipe(chosen.model_copy(update={"bench": bench}), say=lambda line: None)
     assert [(row.batch, row.length) for row in record.speed] == [(3, 5), (1, 5)]
+    assert [call.args[3:5] for call in timed.call_args_list] == [([1], [5])]
     assert round(record.speed[0].ratio, 4) == record.metrics["speedup"]["measured"]
 
 
