@@ -2,7 +2,8 @@
 
 Everything is read from records. Quality is of ``pipelines-sst2.json``, speed and the interval of
 the loss of ``tradeoff-sst2-cpu.json``: the same weights, plans and test rows. What heads and
-neurons give under one budget is of ``one-budget-sst2.json``.
+neurons give by the command's own defaults is of ``by-command-sst2.json``, and what training adds of
+``one-budget-sst2.json``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,9 @@ import tradeoff_page
 from pages import interval, of, ratio, table, threads
 from scipy.stats import ttest_ind
 
-from headprune.data.guess import CALIBRATION, MOST_REFIT_ROWS
-
 PICTURE = "headline.svg"
-#: Speeds asked for that the README's table has.
-SHOWN = {one_budget.BOTH: (2.2, 3.6, 4.3), one_budget.TRAINED: (2.2,)}
+#: Speed asked for of the trained cut that the README's table has.
+TRAINED_AT = 2.2
 CHOSEN = "surgeon/lstsq+ff"
 #: What is shown, and in which words.
 WAYS = {
@@ -64,12 +63,12 @@ def draw(records: Path, docs: Path) -> Path:
             marker=mark,
             capsize=3,
         )
-    by_speed = list(one_budget.by_speed(one_budget_of(records), one_budget.BOTH).values())
+    with_neurons = by_speed(by_command(records))
     panel.errorbar(
-        [statistics.fmean(row["ratio"] for row in rows) for rows in by_speed],
-        [statistics.fmean(row["test"] for row in rows) for rows in by_speed],
-        [studies.deviation([row["test"] for row in rows]) for rows in by_speed],
-        label="heads and neurons, chosen by headprune",
+        [statistics.fmean(row["ratio"] for row in rows) for rows in with_neurons],
+        [statistics.fmean(row["test"] for row in rows) for rows in with_neurons],
+        [studies.deviation([row["test"] for row in rows]) for rows in with_neurons],
+        label="heads and neurons, headprune prune --speedup",
         marker="^",
         capsize=3,
     )
@@ -104,10 +103,13 @@ def readme(records: Path) -> str:
                     points(*loss(row, chosen)),
                 ]
             )
-    with_neurons = one_budget_of(records)
+    command = by_command(records)
+    with_neurons = by_speed(command)
+    trained = trained_of(records)
     one = next(iter(speeds.values()))
     third = n_heads // 3
     draws = len(next(iter(cells[CHOSEN].values())))
+    _check_alike(command, with_neurons, one, draws)
     lines = [
         f"On film reviews (SST-2), a BERT-style encoder (MiniLM) is {_fast_and_good(with_neurons)}."
         " Heads and feed-forward neurons are removed under [one budget](docs/one-budget.md)"
@@ -120,70 +122,74 @@ def readme(records: Path) -> str:
         "",
         *table(
             ["kept", "times as fast", "accuracy", "change in points"],
-            [*rows, *rows_with_neurons(with_neurons)],
+            [*rows, *map(_with_neurons, with_neurons), _with_neurons(trained, ", trained")],
         ),
         "",
-        f"Scores and refits use {quality['calibration']} sentences; refits"
-        f" with neurons {with_neurons['refit_rows']:,} (the command's defaults: {CALIBRATION};"
-        f" {MOST_REFIT_ROWS:,}). Means of {draws} draws"
-        f"{_of_trained(with_neurons)}, ± standard deviations; brackets: 95 % intervals. Speed: batch"
-        f" {one['batch']} × {one['length']} tokens, CPU, {threads(one['hardware'])}.",
+        f"With neurons: `prune --speedup`, {command['calibration']} sentences for scores (trained:"
+        f" {quality['calibration']}), {command['refit_rows']:,} for refits. Heads alone:"
+        f" {quality['calibration']}. Means of {draws} draws (trained: {len(trained)}) ± standard"
+        f" deviations, [95 % intervals]. Speed: batch {one['batch']} × {one['length']} tokens, CPU,"
+        f" {threads(one['hardware'])}.",
     ]
     return "\n".join(lines)
 
 
-def _fast_and_good(record: dict[str, Any]) -> str:
-    """Speeds and accuracies of cuts of heads and neurons, in words."""
-    whole = statistics.fmean(one["test"] for one in record["whole"].values())
+def _fast_and_good(with_neurons: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Speeds and accuracies of the first two cuts of heads and neurons, in words."""
+    whole = statistics.fmean(row["whole"] for row in with_neurons[0])
     words = []
-    for of_speed in _shown(record, one_budget.BOTH)[:2]:
-        speed = statistics.fmean(row["ratio"] for row in of_speed)
-        test = statistics.fmean(row["test"] for row in of_speed)
+    for rows in with_neurons[:2]:
+        speed = statistics.fmean(row["ratio"] for row in rows)
+        test = statistics.fmean(row["test"] for row in rows)
         words.append(f"{speed:.1f} times as fast with {test:.3f}")
     text = ", ".join(words).replace(" with ", " with an accuracy of ", 1)
     return f"{text} (whole: {whole:.3f})"
 
 
-def one_budget_of(records: Path) -> dict[str, Any]:
-    """The record of heads and neurons under one budget."""
-    found: dict[str, Any] = json.loads((records / "one-budget-sst2.json").read_text())
+def by_command(records: Path) -> dict[str, Any]:
+    """The record of runs of the README's command."""
+    found: dict[str, Any] = json.loads((records / "by-command-sst2.json").read_text())
     return found
 
 
-def rows_with_neurons(record: dict[str, Any]) -> list[list[str]]:
-    """Rows of the README's table: heads and neurons under one budget."""
-    rows = []
-    for way, more in ((one_budget.BOTH, ""), (one_budget.TRAINED, ", trained")):
-        rows += [_with_neurons(record, of_speed, more) for of_speed in _shown(record, way)]
-    return rows
+def by_speed(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """All draws at each speed that was asked for, the slowest first."""
+    asked = sorted({row["asked"] for row in record["rows"]})
+    return [[row for row in record["rows"] if row["asked"] == speed] for speed in asked]
 
 
-def _with_neurons(
-    record: dict[str, Any], of_speed: Sequence[dict[str, Any]], more: str
-) -> list[str]:
-    """A row of the README's table, of all draws at one speed."""
+def _check_alike(
+    command: dict[str, Any],
+    with_neurons: Sequence[Sequence[dict[str, Any]]],
+    one: dict[str, Any],
+    draws: int,
+) -> None:
+    """Refuse records whose draws, sizes or threads are not those that the README states for all."""
+    here, there = ([x["batch"], x["length"], threads(x["hardware"])] for x in (command, one))
+    if here != there or {len(rows) for rows in with_neurons} != {draws}:
+        raise ValueError("the records are of different draws, sizes or threads")
+
+
+def trained_of(records: Path) -> list[dict[str, Any]]:
+    """The draws of a trained cut of heads and neurons."""
+    record = json.loads((records / "one-budget-sst2.json").read_text())
     whole = statistics.fmean(one["test"] for one in record["whole"].values())
-    heads = statistics.fmean(sum(row["heads"]) for row in of_speed)
-    neurons = statistics.fmean(map(_share, of_speed))
-    tests = [row["test"] for row in of_speed]
+    rows = one_budget.by_speed(record, one_budget.TRAINED)[TRAINED_AT]
+    return [{**row, "whole": whole} for row in rows]
+
+
+def _with_neurons(rows: Sequence[dict[str, Any]], more: str = "") -> list[str]:
+    """A row of the README's table, of all draws at one speed."""
+    heads = statistics.fmean(sum(row["heads"]) for row in rows)
+    neurons = statistics.fmean(map(_share, rows))
+    tests = [row["test"] for row in rows]
+    change = statistics.fmean(row["test"] - row["whole"] for row in rows)
     return [
         f"{heads:.0f} heads, {neurons:.0%} of neurons{more}",
-        studies.spread([row["ratio"] for row in of_speed], 2),
+        studies.spread([row["ratio"] for row in rows], 2),
         studies.spread(tests),
-        f"{100 * (statistics.fmean(tests) - whole):+.1f}",
+        f"{100 * change:+.1f}",
     ]
-
-
-def _shown(record: dict[str, Any], way: str) -> list[list[dict[str, Any]]]:
-    """The draws at each speed of a way that the README shows."""
-    by_speed = one_budget.by_speed(record, way)
-    return [by_speed[asked] for asked in SHOWN[way] if asked in by_speed]
-
-
-def _of_trained(record: dict[str, Any]) -> str:
-    """How many draws the rows of trained models have."""
-    (draws,) = {len(rows) for rows in _shown(record, one_budget.TRAINED)}
-    return f" (trained: {draws})"
 
 
 def _share(row: dict[str, Any]) -> float:
