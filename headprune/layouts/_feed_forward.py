@@ -82,11 +82,15 @@ class NeuronWidth:
         return 1
 
     def _activations(self, module: Any) -> Iterator[Any]:
-        """Parts without parameters: activations, and what consists of them."""
+        """Parts without parameters, but for dropout: activations, and what consists of them."""
+        from torch.nn import Dropout, Identity
+
         paths_apart = tuple(f"{path}." for path in self.others)
         for path, part in module.named_modules():
+            if not path or f"{path}.".startswith(paths_apart):
+                continue
             has_weights = [*part.parameters(), *part.buffers()]
-            if path and not has_weights and not f"{path}.".startswith(paths_apart):
+            if not has_weights and type(part) not in (Dropout, Identity):
                 yield part
 
 
@@ -124,7 +128,8 @@ def check_neurons_alone(where: str, activation: Any, n_neurons: int, device: str
     error = (4 if row.dtype.itemsize == 2 else 64) * torch.finfo(row.dtype).eps
     try:
         with torch.no_grad():
-            alone = torch.allclose(whole[kept], run(row[kept]), error, error)
+            part = run(row[kept])
+            alone = torch.allclose(whole[kept], part, error, error, equal_nan=True)
     # A part of the neurons alone is too few for it.
     except Exception:
         alone = False

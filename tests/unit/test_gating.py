@@ -123,9 +123,13 @@ class Frames(nn.Module):
 
 
 def test_a_gate_an_example_is_not_stretched_over_another_axis():
-    """Two videos and two frames: a row of gates would fit the frames by chance."""
+    """Two videos and two frames: rows of gates would fit the frames by chance."""
     model, x, gate = Frames().eval(), x_of(2, 2, 5, 8), torch.rand(2, 4, dtype=F64)
-    with hp.gated(model, {"inner": gate}), pytest.raises(InvalidValue, match="2 x 2 x 5 rows"):
+    with hp.gated(model, {"inner": gate}):
+        found = model(x)
+    assert_close(found, model(x * gate.repeat_interleave(2, 1)[:, None, None]), **CLOSE)
+    three = torch.rand(3, 4, dtype=F64)
+    with hp.gated(model, {"inner": three}), pytest.raises(InvalidValue, match="2 x 2 x 5 rows"):
         model(x)
     with hp.gated(model, {"inner": gate[0]}):  # one gate a head needs to know no axis
         found = model(x)

@@ -226,7 +226,7 @@ def test_sparse_layers_of_gemma_3n_are_passed_over():
     from headprune.layouts import feed_forward_llama
 
     layer = nn.Module()
-    layer.activation_sparsity = 0.95
+    layer.down_proj, layer.activation_sparsity = nn.Linear(8, 4), 0.95
     with pytest.raises(UnsupportedModel, match=r"got activation_sparsity=0\.95"):
         feed_forward_llama.LAYOUT.head_dim(layer)
     layer.activation_sparsity = 0.0
