@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headprune.core.latency import SAVINGS_FACTOR
 from headprune.core.plan import PruningPlan
-from headprune.core.record import QualityRow, RunRecord
-from headprune.run.surroundings import git_commit
+from headprune.core.record import RunRecord
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
+from one_budget_page import BOTH
 from studies import RECORDS
 
 SPEEDUPS = (2.2, 3.6, 4.3)
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
             if not finished(out):
                 run(command(args, asked, draw, out))
             record = RunRecord.load(out / "run" / "record.json")
-            rows.append({"asked": asked, "draw": draw, **row(record, out / "run")})
+            rows.append({"asked": asked, "draw": draw, "way": BOTH, **row(record, out / "run")})
             print({name: value for name, value in rows[-1].items() if name != "heads"}, flush=True)
             keep(args, record, rows)
     return Path(args.out)
@@ -73,7 +74,7 @@ def keep(args: argparse.Namespace, last: RunRecord, rows: list[dict[str, Any]]) 
     """Writes the record, with what all runs have in common."""
     (refit,) = last.recipe["recover"]
     record = {
-        "benchmark": "by-command",
+        **studies.header("by-command"),
         "task": args.task,
         "settings": settings(args.length) + args.settings,
         "calibration": last.recipe["data"]["calibration"],
@@ -82,8 +83,6 @@ def keep(args: argparse.Namespace, last: RunRecord, rows: list[dict[str, Any]]) 
         "length": last.metrics["speedup"]["length"],
         "hardware": dict(last.hardware),
         "versions": dict(last.versions),
-        "git_commit": git_commit(),
-        "created": studies.now(),
         "rows": rows,
     }
     if args.out.is_file() and len(rows) > 1:
@@ -134,28 +133,20 @@ def row(record: RunRecord, folder: Path) -> dict[str, Any]:
     """What a finished run says of itself."""
     mask = PruningPlan.load(folder / "plan.json").mask
     on_test = {one.name: one for one in record.quality if one.split == "test"}
-    whole, cut = (_of(on_test, name) for name in ("base", "recovered (lstsq)"))
     speed = record.metrics["speedup"]
     return {
         "heads": [len(one.kept) for one in mask.rows if not one.neurons],
         "neurons": [len(one.kept) for one in mask.rows if one.neurons],
         "width": max(one.n_heads for one in mask.rows if one.neurons),
-        "whole": whole.value,
-        "test": cut.value,
-        "savings_factor": record.metrics.get("savings_factor"),
+        "whole": on_test["base"].value,
+        "test": on_test["recovered (lstsq)"].value,
+        "savings_factor": record.metrics.get(SAVINGS_FACTOR),
         "predicted": speed["predicted"],
         "ratio": speed["measured"],
         "low": speed["low"],
         "high": speed["high"],
         "created": record.created,
     }
-
-
-def _of(rows: dict[str, QualityRow], name: str) -> QualityRow:
-    """A row by its name; a run without it was not made by the command's defaults."""
-    if name not in rows:
-        raise ValueError(f"the run has no row {name!r}, only {sorted(rows)}")
-    return rows[name]
 
 
 if __name__ == "__main__":

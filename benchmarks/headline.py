@@ -63,7 +63,7 @@ def draw(records: Path, docs: Path) -> Path:
             marker=mark,
             capsize=3,
         )
-    with_neurons = by_speed(by_command(records))
+    with_neurons = draws_by_speed(by_command(records))
     panel.errorbar(
         [statistics.fmean(row["ratio"] for row in rows) for rows in with_neurons],
         [statistics.fmean(row["test"] for row in rows) for rows in with_neurons],
@@ -104,7 +104,7 @@ def readme(records: Path) -> str:
                 ]
             )
     command = by_command(records)
-    with_neurons = by_speed(command)
+    with_neurons = draws_by_speed(command)
     trained = trained_of(records)
     one = next(iter(speeds.values()))
     third = n_heads // 3
@@ -152,10 +152,9 @@ def by_command(records: Path) -> dict[str, Any]:
     return found
 
 
-def by_speed(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def draws_by_speed(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """All draws at each speed that was asked for, the slowest first."""
-    asked = sorted({row["asked"] for row in record["rows"]})
-    return [[row for row in record["rows"] if row["asked"] == speed] for speed in asked]
+    return list(one_budget.by_speed(record, one_budget.BOTH).values())
 
 
 def _check_alike(

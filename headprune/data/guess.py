@@ -32,7 +32,7 @@ from headprune.data.tidy import complete_rows
 from headprune.model.classes import class_name_of
 from headprune.recipes.reading import override, parse_yaml
 from headprune.recipes.references import REFERENCE
-from headprune.recipes.schema import DataSection, Recipe, Task
+from headprune.recipes.schema import DataSection, Recipe, RecoverStep, Task
 from headprune.recipes.validate import check_recipe
 
 #: The task of a model by the end of its class's name; other classes have no head for a task.
@@ -97,22 +97,26 @@ class Guess:
         names = [setting.partition("=")[0].strip() for setting in settings]
         if any(_SETS_REFIT_ROWS.fullmatch(name) for name in names):
             return recipe
-        # 1. Whoever asks for more calibration rows wants no refit on fewer.
+        with_neurons = self.rows_with_neurons if recipe.select.feed_forward else None
         rows = recipe.data.calibration
-        steps = [
-            step.model_copy(update={"examples": rows})
-            if step.examples is not None and step.examples < rows
-            else step
-            for step in recipe.recover
-        ]
-        # 2. Where neurons are removed, the refit reads more rows.
-        wanted = self.rows_with_neurons
-        if recipe.select.feed_forward and wanted is not None and wanted > rows:
-            more = {"rows": "train", "examples": wanted}
-            for place, step in enumerate(steps):
-                if step.method == "lstsq":
-                    steps[place] = step.model_copy(update=more)
+        steps = [_on_enough_rows(step, rows, with_neurons) for step in recipe.recover]
         return recipe.model_copy(update={"recover": steps})
+
+
+def _on_enough_rows(step: RecoverStep, calibration: int, with_neurons: int | None) -> RecoverStep:
+    """Return a guessed step of recovery with the rows that it is to read.
+
+    Args:
+        step: The step.
+        calibration: Rows that heads are scored on. Whoever asks for more of them wants no refit on
+            fewer.
+        with_neurons: Train rows that a refit reads at least; None where no neurons are removed.
+    """
+    if step.method == "lstsq" and with_neurons is not None and with_neurons > calibration:
+        return step.model_copy(update={"rows": "train", "examples": with_neurons})
+    if step.examples is not None and step.examples < calibration:
+        return step.model_copy(update={"examples": calibration})
+    return step
 
 
 def guess(

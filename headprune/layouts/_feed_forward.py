@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from headprune.core.errors import UnsupportedModel
@@ -89,8 +90,8 @@ class NeuronWidth:
         for path, part in module.named_modules():
             if not path or f"{path}.".startswith(paths_apart):
                 continue
-            has_weights = [*part.parameters(), *part.buffers()]
-            if not has_weights and type(part) not in (Dropout, Identity):
+            weight = next(chain(part.parameters(), part.buffers()), None)
+            if weight is None and type(part) not in (Dropout, Identity):
                 yield part
 
 

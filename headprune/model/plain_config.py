@@ -152,10 +152,7 @@ def _set_neurons(section: Any, sites: list[BoundSite]) -> None:
     # All are read before any is set, because a configuration may have one value under two names.
     values = {}
     for name in _NEURONS:
-        full = getattr(section, name, None)
-        described = [
-            b for b in sites if b.site.n_query_heads == full and _describes(name, b.site.name)
-        ]
+        described = _described_by(section, name, sites, "n_query_heads")
         if described:
             values[name] = _number_of_neurons(described)
     # GPT-2's is None where it is four times the width.
@@ -163,6 +160,12 @@ def _set_neurons(section: Any, sites: list[BoundSite]) -> None:
         values["n_inner"] = _number_of_neurons(sites)
     for name, value in values.items():
         setattr(section, name, value)
+
+
+def _described_by(section: Any, name: str, sites: list[BoundSite], count: str) -> list[BoundSite]:
+    """The sites that a setting is of: its value is their ``count`` before the cut."""
+    whole = getattr(section, name, None)
+    return [b for b in sites if getattr(b.site, count) == whole and _describes(name, b.site.name)]
 
 
 def _describes(name: str, site: str) -> bool:
@@ -194,12 +197,7 @@ def _set_heads(section: Any, sites: list[BoundSite], with_width: bool) -> None:
     values = {}
     for names, count in ((_QUERY, "n_query_heads"), (_KEY_VALUE, "n_kv_heads")):
         for name in names:
-            whole = getattr(section, name, None)
-            described = [
-                b
-                for b in sites
-                if getattr(b.site, count) == whole and _describes(name, b.site.name)
-            ]
+            described = _described_by(section, name, sites, count)
             if described:
                 values[name] = getattr(_geometry_of_all(described), count)
     if with_width:
