@@ -128,7 +128,7 @@ def readme(records: Path) -> str:
         f"With neurons: `prune --speedup`, {command['calibration']} sentences for scores (trained:"
         f" {quality['calibration']}), {command['refit_rows']:,} for refits. Heads alone:"
         f" {quality['calibration']}. Means of {draws} draws (trained: {len(trained)}) ± standard"
-        f" deviations, [95 % intervals]. Speed: batch {one['batch']} × {one['length']} tokens, CPU,"
+        f" deviations, [95 % intervals]. Times: batch {one['batch']} × {one['length']} tokens, CPU,"
         f" {threads(one['hardware'])}.",
     ]
     return "\n".join(lines)

@@ -381,7 +381,7 @@ class Scored:
     def _plans(self, auto: Known, subject: Subject) -> Iterator[tuple[str, hp.PruningPlan]]:
         """Every candidate's plan under the name that it has in the choice, and those of two random
         draws."""
-        for (name, settings), scores in zip(auto.asked, self.scores, strict=True):
+        for (name, settings), scores in zip(auto.candidate_keys, self.scores, strict=True):
             for alone in (False, True):
                 plan = auto.plan(scores, alone)
                 if plan is not None:
@@ -502,7 +502,7 @@ def taken(row: dict[str, Any], record: dict[str, Any]) -> str:
     others = max(1, len(cells) - 1 + (RANDOM in row["cells"]))
     quantile = student.ppf(1 - 0.05 / (2 * others), record["calibration"] - 1)
     errors = {name: (cell["high"] - cell["low"]) / 2 / quantile for name, cell in cells.items()}
-    preferred = [candidate_name(*named, False) for named in hp.scoring.Auto().asked]
+    preferred = [candidate_name(*key, False) for key in hp.scoring.Auto().candidate_keys]
     for name in itertools.chain.from_iterable((name, f"{name}, by kind") for name in preferred):
         if name not in cells:
             continue

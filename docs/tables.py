@@ -436,12 +436,12 @@ def architecture() -> str:
                 rooms.setdefault(room, set()).add(_room(other))
             if not own and other != "headprune" and other not in sys.stdlib_module_names:
                 outside.setdefault(room, set()).add(other)
-    # A room stands above all that it imports.
+    # A package stands above all that it imports.
     below = {
         room: _below(room, rooms)
         for room in {_room(m) for m in graph.modules if m.startswith("headprune.")}
     }
-    lines = ["| room | imports | other packages |", "| --- | --- | --- |"]
+    lines = ["| package | imports | other packages |", "| --- | --- | --- |"]
     for room in sorted(below, key=lambda name: (-len(below[name]), name)):
         cells = [", ".join(sorted(found.get(room, ()))) for found in (rooms, outside)]
         lines.append(f"| `{room}` | {' | '.join(cells)} |")
@@ -465,7 +465,7 @@ def _room(module: str) -> str:
 
 
 def _below(room: str, rooms: Mapping[str, set[str]]) -> set[str]:
-    """All that a room imports, directly or not."""
+    """All that a package imports, directly or not."""
     found: set[str] = set()
     left = [room]
     while left:

@@ -53,10 +53,10 @@ def test_every_method_says_when_to_take_it(registry: Registry) -> None:
     assert lacking == [], "a line `When: ...` in the docstring"
 
 
-def test_the_rooms_of_the_architecture_are_those_of_the_code() -> None:
+def test_the_packages_of_the_architecture_are_those_of_the_code() -> None:
     text = (DOCS / "architecture.md").read_text()
     rooms = {path.parent.name for path in (ROOT / "headprune").glob("*/__init__.py")}
-    described, _, imports = text.partition("## Rooms")[2].partition("Imports go down only")
+    described, _, imports = text.partition("## Packages")[2].partition("Imports go down only")
     assert set(re.findall(r"^\| `(\w+)/` \|", described, re.MULTILINE)) == rooms
     listed = re.findall(r"^\| `(\w+)` \| ([\w, ]*) \| ([\w, ]*) \|$", imports, re.MULTILINE)
     start = "__main__"  # the command line, for `python -m headprune`

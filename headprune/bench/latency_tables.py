@@ -1,4 +1,4 @@
-"""Latency tables: seconds of each attention at every number of heads, measured on cut copies."""
+"""Latency tables: seconds of each attention and feed-forward at each size, from cut copies."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ _BUSY = 0.25
 # Fractions of the time for calls of the whole model, and of models with all sites cut.
 _MODEL_SHARE = 0.25
 _TOGETHER_SHARE = 0.25
-# Sites save at most so many times more or less in the model than alone; what is measured beyond
-# that is noise.
-_MOST = 2.0
+# A site saves in the model at most this many times more, or less, than alone; a larger measured
+# factor is noise.
+_MAX_FACTOR = 2.0
+# Copies that are timed beside the model: cut of heads, of neurons, of both.
+_N_COPIES = 3
 
 #: Seconds by number of heads; None where the site cannot have that number.
 SecondsByHeads: TypeAlias = "Sequence[float | None]"
@@ -71,18 +73,20 @@ def latency_table(
     smooth: bool = True,
     progress: bool = False,
 ) -> LatencyTable:
-    """Measure the seconds of each attention at every number of heads that it can be cut to.
+    """Measure the seconds of each attention and feed-forward at the sizes that it can be cut to.
 
-    Modules and their cut copies are timed alone, in turn, on recorded inputs; an entry is the
-    median. Then a copy of the model with the fewest heads is timed beside the whole one, and
-    entries are scaled to what it saves; likewise for neurons. Memory: a cut copy of the model.
+    Modules and their cut copies are timed alone, in turn, on recorded inputs; entries are
+    medians. Attention is timed at every number of heads, a feed-forward at about twelve widths,
+    less its time without neurons. Then copies of the model with the fewest heads, neurons and both
+    are timed beside the whole one, and entries are scaled to what they save. Memory: a cut copy of
+    the model.
 
     Args:
-        model: A model. If compiled, it runs uncompiled here.
+        model: The model; runs uncompiled.
         batch: Its input; with ``batch_size`` or ``length`` a mapping for ``shaped_batch``.
-        batch_size: Examples per call; default those of the batch.
-        length: Tokens per example; default those of the batch.
-        sites: Default ``find_sites``; they have the policies of shared key/value heads.
+        batch_size: Examples per call; default the batch's.
+        length: Tokens per example; default the batch's.
+        sites: Default ``find_sites(model)``: attention alone.
         seconds: About the total time; each measurement has at least 5 rounds.
         smooth: Make rows non-decreasing. False keeps real steps of kernels.
         progress: Show a progress bar.
@@ -126,7 +130,8 @@ def latency_table(
     table = []
     for name, of_site in calls.items():
         of_calls = [rows[key] for key, _ in of_site]
-        neurons = of_site[0][1].bound.site.is_feed_forward
+        _, first_call = of_site[0]
+        neurons = first_call.bound.site.is_feed_forward
         table.append(SiteLatency(name, _sum(of_calls), neurons))
 
     # 3. Scale to the whole model. Alone, modules find their weights in a processor's cache more
@@ -135,10 +140,10 @@ def latency_table(
     alone = math.fsum(row.whole for row in table)
     factors = {}
     for kind, fraction in savings.items():
-        of_kind = [row for row in table if _kind(row.neurons) == kind]
+        of_kind = [row for row in table if _noun(row.neurons) == kind]
         factors[kind] = _factor(of_kind, fraction * whole)
     for place, row in enumerate(table):
-        factor = factors.get(_kind(row.neurons), 1.0)
+        factor = factors.get(_noun(row.neurons), 1.0)
         table[place] = replace(row, seconds=_scaled(row.seconds, factor))
     table = _fitted(table, whole)
     return LatencyTable(
@@ -146,7 +151,7 @@ def latency_table(
         sites=tuple(table),
         batch_size=rows_in(inputs),
         length=length or max(tokens_of(one) for one in kinds.values()),
-        device=_in_words(device),
+        device=_device_name(device),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         notes=(*_notes(measured, rows, alone, whole, factors), *_busy(clock.whole)),
         n_parameters=count_parameters(unwrap(model)),
@@ -165,7 +170,7 @@ def _shaped(model: nn.Module, batch: Any, size: int | None, length: int | None) 
     if size is None and length is None:
         return batch
     if not isinstance(batch, Mapping):
-        must = "a mapping, to be given another size"
+        must = "a mapping, because batch_size or length is given"
         raise InvalidValue("latency_table(batch=)", must, type(batch).__name__)
     # `shaped_batch` drops the labels, of which a decoder's input may have to be made.
     ids = decoder_ids(model, batch)
@@ -290,7 +295,7 @@ class _Clock:
         for count, median in zip(variants, np.median(times, axis=0).tolist(), strict=True):
             row[count] = median
         if recorded_call.bound.site.is_feed_forward:
-            return _above_none(row)
+            return _time_of_neurons(row)
         return row
 
     def time_savings(
@@ -299,7 +304,7 @@ class _Clock:
         """Time copies with all heads, all neurons and both cut to the fewest, beside the model.
 
         Returns:
-            By ``_kind`` the fraction of the model's time that it saves, at least 0. A kind is
+            By ``_noun`` the fraction of the model's time that it saves, at least 0. A kind is
             missing where that is not known: it cannot be cut, or the model cannot be copied.
         """
         saved: dict[str, float] = {}
@@ -307,7 +312,7 @@ class _Clock:
             of_kind = [b for b in bound if b.site.is_feed_forward is neurons]
             part = self._saved(model, of_kind, inputs)
             if part is not None:
-                saved[_kind(neurons)] = part
+                saved[_noun(neurons)] = part
         if len(saved) < 2:
             return saved
         # Together they may save more or less than one after the other.
@@ -317,6 +322,7 @@ class _Clock:
         total = sum(saved.values())
         if not total:
             return saved
+        # Split what both save in the ratio of what each saves alone.
         return {kind: part * both / total for kind, part in saved.items()}
 
     def _saved(self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any) -> float | None:
@@ -326,7 +332,8 @@ class _Clock:
         if small is None:
             return None
         ready = [_always(partial(call, one, inputs)) for one in (model, small)]
-        times = self._rounds(ready, self.seconds * _TOGETHER_SHARE / 3)  # [rounds, 2]
+        seconds = self.seconds * _TOGETHER_SHARE / _N_COPIES
+        times = self._rounds(ready, seconds)  # [rounds, 2]
         return max(0.0, float(np.median(1 - times[:, 1] / times[:, 0])))
 
     def _rounds(self, ready: Sequence[_Ready], seconds: float) -> NDArray[np.float64]:
@@ -383,19 +390,21 @@ def _check_runs(make: _Ready, site: AttentionSite, count: int) -> None:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the user's code may raise anything
-        must = f"one that runs with {count} of its {len(site.heads)} {_kind(site.is_feed_forward)}"
-        hint = "Its code may use the full number. Leave it out: give latency_table `sites` without"
-        hint += " it, or find_sites a layout that cuts what it uses."
+        must = f"one that runs with {count} of its {len(site.heads)} {_noun(site.is_feed_forward)}"
+        hint = (
+            "Its code may rely on the number of heads or neurons of the uncut module. Give"
+            " latency_table `sites` without it, or find_sites a layout that cuts that, too."
+        )
         raise UnsupportedModel(f"site {site.name}", must, reason_of(error), hint) from error
 
 
-def _kind(neurons: bool) -> str:
-    """What is cut at a site, in words."""
+def _noun(neurons: bool) -> str:
+    """What a site is made of: heads or neurons."""
     return "neurons" if neurons else "heads"
 
 
 def _factor(rows: Sequence[SiteLatency], saved: float) -> float:
-    """How many times more sites save in the model than alone, from 1 / _MOST to _MOST.
+    """How many times more sites save in the model than alone, within ``_MAX_FACTOR``.
 
     Args:
         rows: Of the sites, measured alone.
@@ -403,12 +412,13 @@ def _factor(rows: Sequence[SiteLatency], saved: float) -> float:
     """
     alone = 0.0
     for row in rows:
+        # Not entry 0: the copy of `_smallest` keeps at least one.
         entries = [seconds for seconds in row.seconds[1:] if seconds is not None]
         if entries:
             alone += entries[-1] - entries[0]
     if alone <= 0:
         return 1.0
-    return min(max(saved / alone, 1 / _MOST), _MOST)
+    return min(max(saved / alone, 1 / _MAX_FACTOR), _MAX_FACTOR)
 
 
 def _fitted(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
@@ -440,8 +450,8 @@ def _scaled_to(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
     return [replace(row, seconds=_scaled(row.seconds, scale)) for row in table]
 
 
-def _above_none(row: SecondsByHeads) -> SecondsByHeads:
-    """Subtract the time without neurons: the module may be a whole layer, with its attention."""
+def _time_of_neurons(row: SecondsByHeads) -> SecondsByHeads:
+    """Subtract the entry without neurons: the module may be a whole layer with its attention."""
     without = row[0] or 0.0
     return [None if seconds is None else max(0.0, seconds - without) for seconds in row]
 
@@ -499,7 +509,7 @@ def _notes(
         )
     for kind, factor in factors.items():
         if abs(factor - 1) > _WORTH_SAYING:
-            at_least = "at least " if factor in (1 / _MOST, _MOST) else ""
+            at_least = "at least " if factor in (1 / _MAX_FACTOR, _MAX_FACTOR) else ""
             compared = f"{at_least}{abs(factor - 1):.0%} {'more' if factor > 1 else 'less'}"
             yield f"In the model, {kind} save {compared} than alone; their times are scaled to it."
     if alone > whole:
@@ -518,7 +528,7 @@ def _busy(whole: Sequence[float]) -> Iterator[str]:
         )
 
 
-def _in_words(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     # The name is part of the table, because its numbers hold for this device only.
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -60,7 +60,7 @@ def recorded(
         if not of_site:
             must = "run by the batch that latency is measured on"
             hint = "Give a batch that uses it, or leave it out of sites=."
-            raise UnsupportedModel(name, must, "an attention that is not", hint)
+            raise UnsupportedModel(name, must, "one that does not run", hint)
     return calls
 
 

@@ -45,11 +45,11 @@ def check_any_cut(
     describe = _DESCRIBE.get(format)
     if describe is None:
         return
-    reason = _reason(describe, model, layouts)
+    reason = _reason(describe, model, layouts, neurons)
     if format != "gguf" and not neurons:
         # A configuration may hold some counts only.
         while _cut_one_unit_(model, layouts):
-            reason = _reason(describe, model, layouts)
+            reason = _reason(describe, model, layouts, neurons)
             if reason is None:
                 return
     if reason is not None:
@@ -61,9 +61,11 @@ def _reason(
     describe: Callable[[Any, list[BoundSite]], Any],
     model: nn.Module,
     layouts: Sequence[AttentionLayout],
+    neurons: bool,
 ) -> UnsupportedModel | None:
+    bound = bind(model, find_sites(model, layouts, feed_forward=neurons))
     try:
-        describe(model, bind(model, find_sites(model, layouts)))
+        describe(model, bound)
     except UnsupportedModel as error:
         return error
     return None

@@ -351,7 +351,7 @@ def _equal(first: Stored, second: Stored) -> bool:
 
 
 def _kind_of(tensor: Tensor | Stored) -> str:
-    """Type and shape of a tensor, in words."""
+    """Type and shape of a tensor, as text."""
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
 
 

@@ -1,8 +1,8 @@
-"""Which scorer to trust on this model, data and budget: each candidate's plan is cut, refitted and
-judged.
+"""Scorers that need selection, cuts and refits: `auto` and `ladder`.
 
-`auto` is a scorer like any other (``hp.score(model, batches, "auto")``, ``score.scorer: auto`` in a
-recipe). It stands above the rooms that it puts together: scores, selection, the cut and the refit.
+`auto` tries several scorers and judges each one's plan on held-out rows. `ladder` measures what
+each number of kept heads or neurons costs at one site. `refitted_loss_of` measures whole plans.
+Both scorers are like any other: ``hp.score(model, batches, "auto")``, ``score.scorer: auto``.
 """
 
 from headprune.core.lazy import lazy

@@ -30,7 +30,7 @@ class RefitRefused(Exception):
 
 
 class Folds:
-    """The rows of a problem, dealt to folds, whatever the batches.
+    """The rows of a problem, divided into folds, whatever the batches.
 
     Each block of ``count`` consecutive rows is dealt in a random order, one row to each fold. So
     folds have rows of like length where the data is sorted by it, and rows that alternate by class
@@ -51,21 +51,23 @@ class Folds:
         self.rows: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * count
         self.batches: list[list[Any]] = [[] for _ in range(count)]
         first = 0  # the number of the batch's first row
-        dealt = fold_numbers(count)
+        folds_of_rows = fold_numbers(count)
         for _, batch in problem.passes("rows of folds"):
             size = batch_size(batch)
-            given = to_device(problem.given, torch.device("cpu"))
-            of_rows = torch.tensor(list(islice(dealt, size)))
+            on_cpu = to_device(problem.given, torch.device("cpu"))
+            fold_of_row = torch.tensor(list(islice(folds_of_rows, size)))
             for fold in range(count):
-                places = (of_rows == fold).nonzero().flatten()
+                places = (fold_of_row == fold).nonzero().flatten()
                 if len(places):
-                    self.batches[fold].append(some_examples(given, places))
+                    self.batches[fold].append(some_examples(on_cpu, places))
                     self.rows[fold] = torch.cat([self.rows[fold], first + places])
             first += size
         self.size = first
         if self.size < least * count:
             must = f"with at least {least * count} examples for {count} folds"
-            hint = "Give more examples, or name a scorer that holds none out: taylor, for example."
+            hint = (
+                "Give more examples, or name a scorer that holds out no rows: taylor, for example."
+            )
             raise InvalidValue("batches", must, self.size, hint)
 
     def others(self, fold: int) -> list[Any]:
@@ -104,8 +106,9 @@ def held_out_losses(
         RefitRefused: in every process, where a refit was refused in one of them.
     """
 
-    def of_one(number: int, asked: tuple[int, HeadMask]) -> Tensor:
-        return losses_of_fold(problem, folds, *asked, refit)
+    def of_one(number: int, item: tuple[int, HeadMask]) -> Tensor:
+        fold, mask = item
+        return losses_of_fold(problem, folds, fold, mask, refit)
 
     # A call that resumes does not refit again what it had judged.
     of_fold = problem.cached(of_one)

@@ -25,8 +25,10 @@ from headprune.recovery._playback import Playback
 from headprune.scoring._activations import run
 from headprune.scoring._base import ScoringProblem
 
-#: Rows are dealt to two parts; the rises are measured on the second one.
-_PARTS, _MEASURED = 2, 1
+#: Rows are divided into two parts: predictions are fitted on both, rises are measured on the
+#: second.
+_N_PARTS = 2
+_MEASURED_PART = 1
 #: Divides outputs before they are compared.
 TEMPERATURE = 2.0
 #: Bytes that the outputs of layers before the changed site may take; as many for the outputs of
@@ -77,22 +79,22 @@ class Prediction:
         return x.index_copy(-1, self.removed, predicted)
 
 
-def dealt(problem: ScoringProblem) -> Folds:
-    """The rows of a problem, dealt to the parts that `Meter` takes."""
-    return Folds(problem, _PARTS, least=0)
+def two_parts(problem: ScoringProblem) -> Folds:
+    """The rows of a problem, divided into the parts that `Meter` takes."""
+    return Folds(problem, _N_PARTS, least=0)
 
 
 class Meter:
     """Measures how far predicted contexts move the model's outputs, by example.
 
-    Predictions are fitted on all rows. Layers before the first site that differs from the present
-    change are not run again: what they returned is kept. At first nothing is changed. Where the
-    whole model's logits would take more than a gigabyte, outputs are compared at fewer positions of
-    each example, spread evenly.
+    A change is a prediction for each site that is cut. ``start_from`` sets the present one, at
+    first none. Layers before the first site where another change differs from it do not run again:
+    their outputs are kept. Where the whole model's logits would take more than a gigabyte, outputs
+    are compared at fewer positions of each example, spread evenly.
 
     Args:
         problem: With model, sites and loss.
-        folds: Its rows, see `dealt`.
+        folds: Its rows, see `two_parts`.
         examples: The most rows that rises are measured on.
         ridge: Of the predictions, as ``Lstsq.ridge``.
         temperature: See `divergence`.
@@ -115,13 +117,13 @@ class Meter:
         self._own_loss = not is_default(problem.loss)
         device = device_of(problem.model)
         # A single row leaves the second part empty: it is fitted and measured.
-        measured = _spread(folds.batches[_MEASURED] or folds.batches[0], examples)
+        measured = _spread(folds.batches[_MEASURED_PART] or folds.batches[0], examples)
         self._batches = [to_device(batch, device) for batch in measured]
         self._examples = sum(map(batch_size, measured))
-        self._whole = list(map(self._measured, self._batches))
+        self._whole_outputs = list(map(self._outputs, self._batches))
         layers = [block.module for block in blocks_around(problem.model, problem.bound)]
         self._playback = Playback(layers, [b.gate for b in problem.bound], _ROOM)
-        self._playback.learn(partial(self._measured, self._batches[0]))
+        self._playback.learn(partial(self._outputs, self._batches[0]))
         self._verify_playback()
 
     def _verify_playback(self) -> None:
@@ -129,13 +131,15 @@ class Meter:
         last = len(self.bound) - 1
         for _ in range(2):  # the first pass keeps outputs, the second one uses them
             with self._playback.before("0", last):
-                played = self._measured(self._batches[0])
-        if not _same(self._whole[0], played):
+                played = self._outputs(self._batches[0])
+        if not _same(self._whole_outputs[0], played):
             self._playback.forget()
 
     def prediction(self, number: int, heads: Sequence[int]) -> Prediction:
-        """The prediction of a site that keeps some heads; the present change's own where it keeps
-        the same."""
+        """Predict a site that keeps these heads.
+
+        Where the present change keeps the same, its own object: see ``_first_difference``.
+        """
         present = self._present.get(number)
         if present is not None and present.heads == tuple(heads):
             return present
@@ -165,27 +169,30 @@ class Meter:
         rises = []
         for place, batch in enumerate(self._batches):
             with self._playback.before(str(place), first), watched(watched_sites, see):
-                changed = self._measured(batch)
-            of_batch = self._rises(self._whole[place], changed)
+                changed = self._outputs(batch)
+            of_batch = self._rises(self._whole_outputs[place], changed)
             rises.append(of_batch.to(wide(of_batch)))
         return torch.cat(rises)
 
     def _first_difference(self, predictions: Mapping[int, Prediction]) -> int:
         """The first site that differs from the present change; the last one where none does."""
         for number in range(len(self.bound)):
+            # By identity: ``prediction`` returns the present object where a site keeps the same.
             if predictions.get(number) is not self._present.get(number):
                 return number
         return len(self.bound) - 1
 
-    def _measured(self, batch: Any) -> Distributions | Tensor:
+    def _outputs(self, batch: Any) -> Distributions | Tensor:
         """The model's distributions for a batch; with a loss of the user's, its losses."""
         problem = self.problem
         if self._own_loss:
             return shaped_losses(problem.loss, problem.model, batch, 0)
         found = distributions(problem.model, batch, "a batch", shifted=shift_of(problem.loss))
-        classes = found.logits.shape[-1]
-        of_position = self._examples * classes * found.logits.element_size()
-        return found.thinned(max(1, _ROOM // max(1, of_position)))
+        n_classes = found.logits.shape[-1]
+        # One position of every measured example.
+        position_bytes = self._examples * n_classes * found.logits.element_size()
+        most_positions = _ROOM // max(1, position_bytes)
+        return found.thinned(max(1, most_positions))
 
     def _rises(self, whole: Any, changed: Any) -> Tensor:
         """``[examples]``: how much more the changed model loses."""

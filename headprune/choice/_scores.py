@@ -20,4 +20,5 @@ def as_scores(problem: ScoringProblem, name: str, estimate: Estimate) -> HeadSco
         model=ModelFingerprint("", ""),
         costs=problem.costs,
         ladders=estimate.ladders,
+        bundling=estimate.bundling,
     )

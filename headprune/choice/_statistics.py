@@ -13,11 +13,11 @@ from headprune.core.codec import EMPTY, FrozenDict
 
 Floats = NDArray[np.float64]
 #: A candidate: its scorer, settings, and whether each kind of attention meets the budget by itself.
-Asked = tuple[str, FrozenDict, bool]
+JudgedKey = tuple[str, FrozenDict, bool]
 
 
 def ranked(
-    asked: Sequence[Asked],
+    keys: Sequence[JudgedKey],
     losses: Floats,
     same: Sequence[int],
     folds: int | None,
@@ -33,7 +33,7 @@ def ranked(
     comparisons as there are other candidates (Bonferroni).
 
     Args:
-        asked: Scorer, its settings and whether by kind, per candidate, the preferred one first.
+        keys: Scorer, its settings and whether by kind, per candidate, the preferred one first.
         losses: ``[candidates, rows]``.
         same: Per candidate the first one with the same plan, itself where there is none.
         folds: Parts that the rows were dealt to; None where nothing was refitted, so that no rows
@@ -51,13 +51,13 @@ def ranked(
     means = losses.mean(1)
     chosen = _chosen(losses, folds, is_text)
     # Any of the others may be the best one.
-    comparisons = max(1, len(asked) - 1)
+    comparisons = max(1, len(keys) - 1)
 
     candidates = []
-    for i, (scorer, settings, by_kind) in enumerate(asked):
+    for i, (scorer, settings, by_kind) in enumerate(keys):
         difference = losses[i] - losses[chosen]  # [rows]
         low, high = interval(difference, folds, confidence, comparisons)
-        other = candidate_name(*asked[same[i]]) if same[i] != i else ""
+        other = candidate_name(*keys[same[i]]) if same[i] != i else ""
         candidates.append(
             Candidate(
                 scorer=scorer,

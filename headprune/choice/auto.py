@@ -16,7 +16,7 @@ from headprune import recovery, scoring
 from headprune.attention.sharded import check_whole
 from headprune.choice._held_out import Folds, Refit, RefitRefused, held_out_losses, whole_losses
 from headprune.choice._scores import as_scores
-from headprune.choice._statistics import Asked, interval, ranked
+from headprune.choice._statistics import JudgedKey, interval, ranked
 from headprune.core.bars import announce
 from headprune.core.choice import RANDOM, Choice, Refitting, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
@@ -36,7 +36,7 @@ from headprune.selection._groups import by_kind
 
 _T = TypeVar("_T")
 #: Name and settings of a candidate.
-Named = tuple[str, FrozenDict]
+CandidateKey = tuple[str, FrozenDict]
 #: The candidates, unless others are requested: cheap, each the best on some of the tasks of
 #: docs/regret.md, and those with the least regret there first.
 DEFAULT = (
@@ -55,7 +55,7 @@ WITH_NEURONS = (
     "fluctuation",
 )
 #: Settings of `lstsq`, unless others are given.
-_REFITTED = {"feed_forward": True}
+_LSTSQ_SETTINGS = {"feed_forward": True}
 #: Where the seeds of random draws begin, away from those of anything else.
 _FIRST_DRAW = 2000
 
@@ -100,12 +100,12 @@ class Auto(Scorer):
         refit_settings = self.refit_settings
         if not isinstance(refit_settings, (Mapping, type(None))):
             raise InvalidValue("Auto.refit_settings", "a mapping", repr(refit_settings))
-        # A copy of another `auto` has what that one filled in.
-        if self.refit is None and refit_settings and refit_settings != _REFITTED:
+        # A copy of an `auto` (``dataclasses.replace``) passes on the default that was filled in.
+        if self.refit is None and refit_settings and refit_settings != _LSTSQ_SETTINGS:
             must = "left out where refit is None"
             raise InvalidValue("Auto.refit_settings", must, repr(refit_settings))
         if refit_settings is None:
-            refit_settings = _REFITTED if self.refit == "lstsq" else {}
+            refit_settings = _LSTSQ_SETTINGS if self.refit == "lstsq" else {}
         object.__setattr__(self, "refit_settings", FrozenDict(refit_settings))
         Budget(keep_heads=self.keep)  # refuses what is no budget
         self._check_candidates()
@@ -117,18 +117,18 @@ class Auto(Scorer):
             self._check_refit(recovery.registry.get(self.refit))
 
     @property
-    def asked(self) -> list[Named]:
+    def candidate_keys(self) -> list[CandidateKey]:
         """Name and settings of every candidate.
 
         Raises:
             InvalidValue: a mapping that is not of one name to its settings.
         """
-        return list(map(_named, self.candidates))
+        return list(map(_key, self.candidates))
 
     @property
     def scorers(self) -> list[Scorer]:
         """Every candidate, configured."""
-        return list(starmap(_configured, self.asked))
+        return list(starmap(_configured, self.candidate_keys))
 
     def most_plans(self, sites: Iterable[AttentionSite], n_candidates: int) -> int:
         """The largest number of plans to judge; candidates that keep the same heads share one."""
@@ -138,7 +138,7 @@ class Auto(Scorer):
         return n_candidates * plans_per_candidate + self.random_draws
 
     def judging(self, sites: Iterable[AttentionSite], n_candidates: int) -> str:
-        """How many plans are judged, and how, in words."""
+        """How many plans are judged, and how, as text."""
         done = f"cut and refitted by {self.refit_name}" if self.refit_name else "cut"
         return f"up to {self.most_plans(sites, n_candidates)} plans, each {done} {self.folds} times"
 
@@ -157,7 +157,7 @@ class Auto(Scorer):
 
     def _check_candidates(self) -> None:
         """Refuse scorers that cannot be candidates, and settings that they do not have."""
-        for name, settings in self.asked:
+        for name, settings in self.candidate_keys:
             if name in ("auto", RANDOM) or not scoring.registry.get(name).needs_data:
                 must = "scorers that read data, auto not among them"
                 hint = "random is judged anyway: see random_draws."
@@ -165,8 +165,10 @@ class Auto(Scorer):
             _configured(name, settings)
         if not self.candidates:
             raise InvalidValue("Auto.candidates", "one scorer at least", "none")
-        if len(set(self.asked)) < len(self.asked):
-            names = ", ".join(starmap(candidate_name, ((*named, False) for named in self.asked)))
+        if len(set(self.candidate_keys)) < len(self.candidate_keys):
+            names = ", ".join(
+                starmap(candidate_name, ((*key, False) for key in self.candidate_keys))
+            )
             raise InvalidValue("Auto.candidates", "different scorers", names)
 
     def _check_refit(self, method: type[Recovery]) -> None:
@@ -210,7 +212,7 @@ class Auto(Scorer):
         if losses_are_coupled(problem):
             # Rows of a fold would have other losses than rows of a whole batch.
             refuse_coupled(problem, "auto")
-        asked, plans = self._plans(problem, candidates, estimates)
+        keys, plans = self._plans(problem, candidates, estimates)
         # Before the copies: a model may keep what it computed last, and a tensor with a graph
         # cannot be copied.
         whole = float(whole_losses(problem, folds).mean())
@@ -221,14 +223,14 @@ class Auto(Scorer):
         _check_equal_plans(problem, distinct)
         of_distinct, refit, notes = self._losses(problem, folds, distinct)
         losses = of_distinct[_first_places(masks, distinct)]  # [plans, rows]
-        finite, note = _finite(asked, losses)
+        finite, note = _finite(keys, losses)
         is_text = is_default(problem.loss) and predicts_text(problem.model, folds.batches[0][0])
 
         # 3. Take a candidate.
-        asked, masks, losses = _at(asked, finite), _at(masks, finite), losses[finite]
-        n_scorers = sum(scorer != RANDOM for scorer, _, _ in asked)  # the draws come last
+        keys, masks, losses = _at(keys, finite), _at(masks, finite), losses[finite]
+        n_scorers = sum(scorer != RANDOM for scorer, _, _ in keys)  # the draws come last
         table, chosen = ranked(
-            asked[:n_scorers],
+            keys[:n_scorers],
             losses[:n_scorers].numpy(),
             _first_places(masks, masks)[:n_scorers],
             self.folds if refit else None,
@@ -240,7 +242,7 @@ class Auto(Scorer):
         # 4. Compare its plan with the same plan without a refit.
         refitting = None
         if refit and not self.stands_in:
-            names = list(starmap(candidate_name, asked))
+            names = list(starmap(candidate_name, keys))
             at = names.index(chosen)
             refitting = self._refitting(problem, folds, masks[at], losses[at])
         choice = Choice(
@@ -298,7 +300,7 @@ class Auto(Scorer):
 
     @property
     def refit_name(self) -> str:
-        """The recovery of cut models, in words; empty where there is none."""
+        """Name of the recovery of cut models; empty where there is none."""
         return self.refit or ""
 
     @property
@@ -313,17 +315,23 @@ class Auto(Scorer):
         method: Recovery = recovery.registry.configured(self.refit, settings, "Auto.refit_settings")
         return method
 
-    def _usable(self, problem: ScoringProblem) -> list[Named]:
+    def _usable(self, problem: ScoringProblem) -> list[CandidateKey]:
         """The candidates that can score with the problem's loss.
 
         With the user's own loss, default candidates that call the model themselves are left out:
         the loss may take batches that the model does not take.
         """
         if self.candidates != DEFAULT or is_default(problem.loss):
-            return self.asked
-        return [(name, settings) for name, settings in self.asked if "curvature" not in settings]
+            return self.candidate_keys
+        return [
+            (name, settings)
+            for name, settings in self.candidate_keys
+            if "curvature" not in settings
+        ]
 
-    def _estimates(self, problem: ScoringProblem, candidates: Sequence[Named]) -> list[Estimate]:
+    def _estimates(
+        self, problem: ScoringProblem, candidates: Sequence[CandidateKey]
+    ) -> list[Estimate]:
         """Every candidate's estimate; candidates share their passes."""
         scorers = list(starmap(_configured, candidates))
         # Scorers that are registered here gather what they read in one pass.
@@ -331,16 +339,19 @@ class Auto(Scorer):
         return [scorer.estimate(problem) for scorer in scorers]
 
     def _plans(
-        self, problem: ScoringProblem, candidates: Sequence[Named], estimates: Sequence[Estimate]
-    ) -> tuple[list[Asked], list[PruningPlan]]:
+        self,
+        problem: ScoringProblem,
+        candidates: Sequence[CandidateKey],
+        estimates: Sequence[Estimate],
+    ) -> tuple[list[JudgedKey], list[PruningPlan]]:
         """Every candidate with its plan, and after them every random draw with its plan."""
-        asked: list[Asked] = []
+        keys: list[JudgedKey] = []
         plans: list[PruningPlan] = []
 
-        def add(named: Named, estimate: Estimate, alone: bool) -> None:
-            plan = self.plan(as_scores(problem, named[0], estimate), alone)
+        def add(key: CandidateKey, estimate: Estimate, alone: bool) -> None:
+            plan = self.plan(as_scores(problem, key[0], estimate), alone)
             if plan is not None:
-                asked.append((*named, alone))
+                keys.append((*key, alone))
                 plans.append(plan)
 
         for named, estimate in zip(candidates, estimates, strict=True):
@@ -350,7 +361,7 @@ class Auto(Scorer):
             seed = self.seed + _FIRST_DRAW + number
             draw = _configured(RANDOM, {"seed": seed})
             add((RANDOM, EMPTY), draw.estimate(problem), alone=False)
-        return asked, plans
+        return keys, plans
 
     def _losses(
         self, problem: ScoringProblem, folds: Folds, masks: Sequence[HeadMask]
@@ -401,7 +412,7 @@ def _frozen(candidates: Any) -> tuple[str | FrozenDict, ...]:
     return tuple(frozen)
 
 
-def _named(candidate: str | Mapping[str, Mapping[str, Any]]) -> Named:
+def _key(candidate: str | Mapping[str, Mapping[str, Any]]) -> CandidateKey:
     """Name and settings of a candidate, as the user gave it."""
     if isinstance(candidate, str):
         return candidate, EMPTY
@@ -423,7 +434,8 @@ def _check_equal_plans(problem: ScoringProblem, masks: Sequence[HeadMask]) -> No
         "the plans of auto",
         "the same in every process",
         repr([mask.rows for mask in masks]),
-        "With a budget of speed, each process measures its own: name a scorer for that.",
+        "With a budget of speed, each process measures a latency table of its own, so plans may"
+        " differ: name a scorer in place of auto.",
     )
 
 
@@ -442,7 +454,7 @@ def _configured(name: str, settings: Mapping[str, Any]) -> Scorer:
     return scorer
 
 
-def _finite(asked: Sequence[Asked], losses: torch.Tensor) -> tuple[list[int], tuple[str, ...]]:
+def _finite(keys: Sequence[JudgedKey], losses: torch.Tensor) -> tuple[list[int], tuple[str, ...]]:
     """Find the plans whose cut models have finite losses ``[plans, rows]``.
 
     Returns:
@@ -457,9 +469,9 @@ def _finite(asked: Sequence[Asked], losses: torch.Tensor) -> tuple[list[int], tu
     for place, is_finite in enumerate(losses.isfinite().all(1).tolist()):
         if is_finite:
             finite.append(place)
-            any_scorer |= asked[place][0] != RANDOM
+            any_scorer |= keys[place][0] != RANDOM
         else:
-            others.append(candidate_name(*asked[place]))
+            others.append(candidate_name(*keys[place]))
     if not any_scorer:
         must, got = "finite for one candidate at least", "NaN or infinite"
         hint = "Look for NaN or infinite values in the batches; try a larger budget, or float32."

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from headprune import scoring
-from headprune.choice._meter import TEMPERATURE, Meter, dealt
+from headprune.choice._meter import TEMPERATURE, Meter, two_parts
 from headprune.choice._scores import as_scores
 from headprune.core.bars import bar
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.errors import InvalidValue, check_count
+from headprune.core.errors import InvalidValue, UnsupportedModel, check_count
 from headprune.core.heads import AttentionSite
 from headprune.core.ladders import SiteLadder
 from headprune.model.transfers import in_main_memory
@@ -31,26 +31,26 @@ _FEW = 32
 class Ladder(Scorer):
     """The rise of ``KL(whole model || model)`` with one site alone at each level, refitted.
 
-    A level is a number of heads or of neurons (about twelve widths) that a site keeps,
-    the best ones by another scorer. What removed units would have written is predicted from the
+    A level is a number of heads or neurons (about twelve widths) that a site keeps, the best ones
+    by another scorer. What removed units would have written is predicted from the
     kept ones by least squares over all rows; rises are measured on half of them. With your own
     loss, the rise is of that. Values are the other scorer's; ``scores.ladders`` holds the rises.
 
-    Train rows saturate the softmax: outputs are divided by a temperature (Hinton et al. 2015,
-    section 2).
+    A softmax saturated on training rows hides changes: outputs are divided by a temperature (Hinton
+    et al. 2015, section 2).
 
     Source: ZipLM (Kurtic et al. 2023, section 3.2) prices levels by a layer's own error.
 
     When: heads and neurons share one budget, above all ``Budget(speedup=)``.
-    Cost: the other scorer's, a pass, and for each level a pass from its site on, over ``examples``
-    rows. Memory: ``width ** 2`` numbers per site. Of outputs beyond a gigabyte fewer
-    positions are compared.
+    Cost: the other scorer's, a pass, and per level a pass over ``examples`` rows that begins at its
+    site. Memory: ``width ** 2`` numbers per site. Where logits exceed a gigabyte, fewer positions
+    are compared.
 
     Args:
         order: The registered scorer that ranks the units of a site.
         order_settings: Its settings.
         examples: The most rows that rises are measured on.
-        ridge: Ridge of the prediction, a number.
+        ridge: As ``Lstsq.ridge``, but never None.
         temperature: Divides the outputs; 1 compares the model's own distributions.
     """
 
@@ -63,15 +63,16 @@ class Ladder(Scorer):
     def __post_init__(self) -> None:
         object.__setattr__(self, "order_settings", FrozenDict(self.order_settings))
         if self.order in ("auto", "ladder"):
-            raise InvalidValue("Ladder.order", "a scorer of single units", repr(self.order))
+            must = "the name of a scorer other than auto and ladder"
+            raise InvalidValue("Ladder.order", must, repr(self.order))
         check_count("Ladder.examples", self.examples)
         if not self.ridge > 0:
             raise InvalidValue("Ladder.ridge", "a number > 0", self.ridge)
         if not 0 < self.temperature < math.inf:
             raise InvalidValue("Ladder.temperature", "a number > 0", self.temperature)
-        self._ranks()  # refuses unknown names and settings
+        self._ranker()  # refuses unknown names and settings
 
-    def _ranks(self) -> Scorer:
+    def _ranker(self) -> Scorer:
         """The scorer that ranks the units."""
         settings = self.order_settings
         scorer: Scorer = scoring.registry.configured(self.order, settings, "Ladder.order_settings")
@@ -84,20 +85,26 @@ class Ladder(Scorer):
     @property
     def scores_neurons(self) -> bool:
         """Whether the scorer that ranks the units does."""
-        return self._ranks().scores_neurons
+        return self._ranker().scores_neurons
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         """Rank the units of every site, and measure the rise at each of its levels.
 
         Raises:
             InvalidValue: outputs that are no logits, or what the other scorer refuses.
+            UnsupportedModel: an attention without an output projection.
         """
+        for b in problem.bound:
+            if not b.layout.gate:
+                must = "one with an output projection, which makes up for removed heads"
+                hint = "Name another scorer: taylor, for example."
+                raise UnsupportedModel(b.site.name, must, "one without", hint)
         problem.keep()
-        folds = dealt(problem)
+        folds = two_parts(problem)
         # 1. Rank the units.
-        ranks = self._ranks()
-        problem.scorers = (*problem.scorers, ranks)
-        estimate = ranks.estimate(problem)
+        ranker = self._ranker()
+        problem.scorers = (*problem.scorers, ranker)
+        estimate = ranker.estimate(problem)
         sites = _with_levels(problem, estimate)
 
         # 2. Measure the rises; processes share the sites.
@@ -175,7 +182,8 @@ def _check_finite(site: AttentionSite, kept: Sequence[int], rises: Sequence[floa
     """
     for count, rise in zip(kept, rises, strict=True):
         if not math.isfinite(rise):
-            where = f"the rise of the loss with {count} of {len(site.heads)} units of {site.name}"
+            noun = "neurons" if site.is_feed_forward else "heads"
+            where = f"the rise of the loss with {count} of {len(site.heads)} {noun} of {site.name}"
             hint = "The model overflows there: score it in float32, or with smaller inputs."
             raise InvalidValue(where, "finite", rise, hint)
 

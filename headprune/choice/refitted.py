@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headprune.choice._meter import TEMPERATURE, Meter, Prediction, dealt
+from headprune.choice._meter import TEMPERATURE, Meter, Prediction, two_parts
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.model.losses import Loss, default_loss
@@ -64,7 +64,7 @@ def refitted_loss_of(
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     problem.keep()
     with undisturbed(model), problem.explained(), torch.no_grad():
-        meter = Meter(problem, dealt(problem), examples, ridge, temperature)
+        meter = Meter(problem, two_parts(problem), examples, ridge, temperature)
 
     def predictions_of(mask: HeadMask) -> dict[int, Prediction]:
         found = {}

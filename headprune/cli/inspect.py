@@ -133,7 +133,7 @@ def _layouts(model: nn.Module, bound: Sequence[BoundSite]) -> dict[str, dict[str
 
 
 def _layout(bound: BoundSite) -> dict[str, Any]:
-    """What a cut of this layout's sites changes, in words."""
+    """What a cut of this layout's sites changes, as text."""
     from headprune.model.describe import gate_words, patch_words, slab_words
 
     return {

@@ -116,7 +116,7 @@ class Agreement(Value):
         raise UnknownName(where, "two of the compared names", wrong, hint)
 
     def label(self, pair: Pair) -> str:
-        """A pair in words."""
+        """A pair as text."""
         return f"{self.names[pair.first]} - {self.names[pair.second]}"
 
     @property

@@ -33,7 +33,7 @@ def bar(
 
     Args:
         items: What the loop goes through; None for a bar that is moved by ``update``.
-        what: What the loop does, in words.
+        what: What the loop does.
         show: Show a bar; None shows it on a terminal only. Lines in a log do not depend on it.
         total: How far ``update`` can move it, without items.
     """

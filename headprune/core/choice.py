@@ -107,7 +107,7 @@ class Choice:
     Args:
         candidates: From the lowest loss to the highest; the draws of ``random`` as one, their mean.
         chosen: ``name`` of the chosen one.
-        budget: The budget that all of them meet, in words.
+        budget: The budget that all of them meet, as text.
         refit: Recovery that was applied to each cut model before its loss; empty for none.
         n_examples: Held-out rows.
         whole: Mean loss of the uncut model on the same rows.
@@ -247,7 +247,7 @@ class Choice:
 
     @property
     def refitted(self) -> str:
-        """How each cut model was refitted, in words; empty where it was not."""
+        """How each cut model was refitted, as text; empty where it was not."""
         if not self.refit:
             return ""
         if not self.n_refitted:
@@ -256,7 +256,7 @@ class Choice:
 
     @property
     def _rows(self) -> str:
-        """The rows of the losses, in words."""
+        """The rows of the losses, as text."""
         if self.n_refitted:
             return "the other rows, in turn"
         return f"{self.n_examples:,} held-out rows"

@@ -113,7 +113,7 @@ def _neuron_cells(
     bar_levels: Sequence[float],
     kept: Collection[int] | None,
 ) -> tuple[tuple[Cell, ...], str]:
-    """The bar of a feed-forward, and its numbers in words."""
+    """The bar of a feed-forward, and its numbers as text."""
     n_present = len(site.heads)
     n_kept = n_present if kept is None else len(kept)
     # Neurons are removed from the worst up, so the first parts are the kept ones.

@@ -65,14 +65,14 @@ class HeadId(Value):
 
 @dataclass(frozen=True)
 class AttentionSite(Value):
-    """A located attention module: what can be scored, gated and cut there.
+    """A located attention module or feed-forward: what can be scored, gated and cut there.
 
     Args:
         name: The module's qualified name.
         layout: Name of the layout that matched.
         kind: ``self`` (bidirectional), ``causal`` (may hold a KV cache) or ``cross``;
             ``feed_forward`` where heads are neurons.
-        n_query_heads: Query heads of the uncut module.
+        n_query_heads: Query heads of the uncut module; its neurons for a feed-forward.
         n_kv_heads: Key/value heads of the uncut module.
         head_dim: Width of a query or key head.
         value_dim: Width of a value head.
@@ -81,7 +81,8 @@ class AttentionSite(Value):
         policy: Which heads can be removed together.
         grouping: Which query heads share a key/value head.
         key_dim: Width of a key's block where it is not ``head_dim``.
-        bundles: Units in place of those of the policy; a selector keeps groups balanced with them.
+        bundles: Units in place of those of the policy, made for a selector: balanced heads, or
+            neurons by rank.
         least: How many heads must be kept: 1 where the module cannot run without any. Sites that
             differ only in it are equal.
     """
@@ -127,6 +128,13 @@ class AttentionSite(Value):
     def is_feed_forward(self) -> bool:
         """Whether its heads are the neurons of a feed-forward."""
         return self.kind == "feed_forward"
+
+    @property
+    def present_heads(self) -> str:
+        """What a named head must be one of, for errors."""
+        if self.is_feed_forward:
+            return f"one of the {len(self.heads):,} neurons that are present"
+        return f"one of the present heads {list(self.heads)}"
 
     @cached_property
     def geometry(self) -> HeadGeometry:
@@ -200,8 +208,8 @@ class AttentionSite(Value):
         present = frozenset(self.heads)
         for head in kept:
             if head not in present:
-                must = f"one of the present heads {list(self.heads)}"
-                raise UnknownName(f"head {head} of {self.name}", must, head)
+                noun = "neuron" if self.is_feed_forward else "head"
+                raise UnknownName(f"{noun} {head} of {self.name}", self.present_heads, head)
 
         if self.group_size == 1:  # no heads share anything
             return kept
@@ -223,7 +231,7 @@ class AttentionSite(Value):
         return kept
 
     def words(self, heads: Sequence[int]) -> str:
-        """Some of its heads in words: by index, and of neurons their number."""
+        """Some of its heads as text: by index, and of neurons their number."""
         if self.is_feed_forward:
             return f"{len(heads):,} neuron{'' if len(heads) == 1 else 's'} of {self.name}"
         return f"{self.name}{list(heads)}"
@@ -314,7 +322,7 @@ class HeadCounts:
         return cls.sum((len(site.heads), site.is_feed_forward) for site in sites)
 
     def of(self, whole: HeadCounts, separator: Literal["", ","] = "") -> str:
-        """These as a part of others, in words; ``separator`` is that of thousands of heads."""
+        """These as a part of others, as text; ``separator`` is that of thousands of heads."""
         words = f"{self.heads:{separator}} of {whole.heads:{separator}} heads"
         if whole.neurons is None:
             return words

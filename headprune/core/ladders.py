@@ -1,4 +1,4 @@
-"""SiteLadder: what the loss rises by when one site keeps fewer units."""
+"""SiteLadder: what the loss rises by when one site keeps fewer heads or neurons."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 
 from headprune.core.errors import InvalidValue
 
-#: Settings of ``ladder`` with which the losses of whole plans are measured, too.
+#: Settings of ``ladder`` that ``refitted_loss_of`` shares, so that levels and whole plans are
+#: measured alike.
 PRICE_SETTINGS = ("examples", "ridge", "temperature")
 
 
 @dataclass(frozen=True)
 class SiteLadder:
-    """The measured price of every level of one site: how many heads or neurons it keeps.
+    """What the loss rises by, the price, at each level of one site: a number of kept units.
 
     Args:
         site: The site's name.
         kept: Heads or neurons kept at each level, from the fewest to all that are present.
-        rises: Per level, how much the loss rises when this site alone keeps so many, the best
-            ones, and the rest of the site makes up for the others. The last one is 0.
+        rises: Per level, how much the loss rises when this site alone keeps so many, its best ones,
+            and they are refitted. The last one is 0.
 
     >>> ladder = SiteLadder("layer", (0, 64, 128), (0.5, 0.1, 0.0))
     >>> ladder.at(64), ladder.at(96)

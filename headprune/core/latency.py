@@ -1,4 +1,4 @@
-"""LatencyTable: the time of a model, and of each site's attention at every number of heads."""
+"""LatencyTable: the time of a model, and of each site by its number of heads or neurons."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _SAME_SIZE = 0.01
 
 @dataclass(frozen=True)
 class SiteLatency:
-    """Time of one site's attention or feed-forward.
+    """Time of one site: an attention, or the neurons of a feed-forward.
 
     Args:
         site: The site's name.
-        seconds: ``seconds[n]`` with n heads; None where it cannot have n heads.
-        neurons: Whether its heads are neurons.
+        seconds: ``seconds[n]`` with n heads or neurons; None where n was not measured. Of neurons,
+            it is the time beyond the same module without any.
+        neurons: Whether ``seconds`` counts neurons.
     """
 
     site: str
@@ -47,10 +48,10 @@ class LatencyTable(Value):
 
     Args:
         whole: Seconds per call of the uncut model.
-        sites: For every site, the seconds of its attention with 0, 1, ... all present heads.
+        sites: For every site, its seconds by the number of kept heads or neurons.
         batch_size: Examples per call.
         length: Tokens per example.
-        device: The device in words.
+        device: The device's name.
         dtype: The number format of the model's weights.
         notes: Messages for the user.
         n_parameters: Of the model; None where they were not counted.
@@ -90,7 +91,7 @@ class LatencyTable(Value):
                     _check_seconds(f"LatencyTable row {row.site}, {n} {unit}", seconds, least=0.0)
 
     def with_savings(self, factor: float) -> LatencyTable:
-        """The table by which every cut saves so many times as much; no entry falls below 0.
+        """A table in which every cut saves ``factor`` times as much time; no entry falls below 0.
 
         >>> table = LatencyTable(1.0, (SiteLatency("a", (0.1, 0.4)),), 8, 128, "CPU", "float32")
         >>> table.with_savings(0.5).row("a")
@@ -100,8 +101,11 @@ class LatencyTable(Value):
         for row in self.sites:
             seconds: list[float | None] = []
             for entry in row.seconds:
-                saved = None if entry is None else factor * (row.whole - entry)
-                seconds.append(None if saved is None else max(0.0, row.whole - saved))
+                if entry is None:
+                    seconds.append(None)
+                    continue
+                saved = factor * (row.whole - entry)
+                seconds.append(max(0.0, row.whole - saved))
             rows.append(replace(row, seconds=tuple(seconds)))
         return replace(self, sites=tuple(rows))
 
@@ -187,6 +191,10 @@ class LatencyTable(Value):
             total -= row.whole - after
         return total
 
+    def speedup(self, kept: HeadMask | Mapping[str, int]) -> float:
+        """How many times as fast as the whole model a cut is predicted to be; see ``predict``."""
+        return self.whole / max(self.predict(kept), 1e-9)  # it may predict no time at all
+
     def __str__(self) -> str:
         parts = f"{_ms(sum(row.whole for row in self.sites if not row.neurons))} in attention"
         if any(row.neurons for row in self.sites):
@@ -214,7 +222,7 @@ def _ms(seconds: float) -> str:
 
 
 def corrected(table: LatencyTable, metrics: Mapping[str, Any]) -> LatencyTable:
-    """The table that a run measured, as it scaled it to the speed of a cut model.
+    """The table by which a run chose: its savings scaled, where the run scaled them.
 
     Args:
         table: As it was measured.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 #: Levels above the one without neurons.
 LEVELS = 12
-#: Widths are multiples of the largest of these, good for matrix kernels, that gives ``LEVELS``.
+#: Widths are multiples of one of these: 64 and 8 suit matrix kernels. It is the largest with which
+#: a feed-forward has room for ``LEVELS`` widths.
 _MULTIPLES = (64, 8, 1)
 
 
@@ -19,6 +20,6 @@ def level_widths(n_neurons: int) -> tuple[int, ...]:
     multiple = next(m for m in _MULTIPLES if n_neurons >= LEVELS * m or m == 1)
     widths = {0, n_neurons}
     for level in range(1, LEVELS):
-        share = level * n_neurons / LEVELS
-        widths.add(min(n_neurons, round(share / multiple) * multiple))
+        width = level * n_neurons / LEVELS
+        widths.add(min(n_neurons, round(width / multiple) * multiple))
     return tuple(sorted(widths))

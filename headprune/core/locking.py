@@ -22,7 +22,7 @@ def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
 
     Args:
         folder: The folder.
-        what: The work that is done there, in words.
+        what: The work that is done there.
         hint: What to try where another process holds the lock.
 
     Raises:

@@ -14,7 +14,7 @@ from headprune.core.grids import mask_rows
 from headprune.core.heads import POLICIES, AttentionSite, HeadMask, Policy, places
 from headprune.core.scores import ModelFingerprint
 
-#: The kinds of budget, and what each one counts in words.
+#: The kinds of budget, and what each one counts.
 _COUNTED = {
     "keep_heads": "heads",
     "keep_params": "parameters",
@@ -266,7 +266,7 @@ class PruningPlan(Value):
 
     @property
     def wanted(self) -> str:
-        """The budget or budgets in words; empty for a plan written by hand."""
+        """The budget or budgets as text; empty for a plan written by hand."""
         if self.budget:
             return str(self.budget)
         return ", ".join(map(str, self.budgets))

@@ -242,7 +242,7 @@ class Curvature(StoredMatrix):
 
     @staticmethod
     def too_large(units: int) -> str:
-        """Why a matrix of so many units is not kept, in words; empty where it is."""
+        """Why a matrix of so many units is not kept; empty where it is."""
         if 8 * units**2 <= LIMIT:
             return ""
         return f"The curvature of {units} units is left out: above {LIMIT / 2**20:g} MiB."

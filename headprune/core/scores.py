@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from headprune.core.choice import Choice
 from headprune.core.codec import LATER, FrozenDict, Value
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Cost", "CostTable", "HeadScores", "ModelFingerprint", "ScoredUnit"]
 
 _T = TypeVar("_T")
+
+#: How the score of a bundle of neurons follows from theirs: scores that add up, as rises of the
+#: loss do; a mean over channels, as of z-scores or ranks; a norm over channels.
+Bundling: TypeAlias = Literal["sum", "mean", "norm"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class HeadScores(Value):
         choice: How ``auto`` chose the scorer; None where the user did.
         ladders: For every site, the measured price of keeping fewer units; None where the scorer
             measures none.
+        bundling: How the score of several neurons follows from theirs.
     """
 
     # The numbers.
@@ -88,6 +93,7 @@ class HeadScores(Value):
     curvature: Curvature | None = None
     choice: Choice | None = field(default=None, metadata=LATER)
     ladders: tuple[SiteLadder, ...] | None = field(default=None, metadata=LATER)
+    bundling: Bundling = field(default="sum", metadata=LATER)
 
     def __post_init__(self) -> None:
         self._check_shapes()

@@ -43,7 +43,7 @@ class Setting:
 
     Args:
         values: The value of every grid key.
-        method: All of them but the budget, in words.
+        method: All of them but the budget, as text.
         budget: The budget, in words; empty where the grid has none.
         rows: Its rows of the table, one per draw.
         validation, test: Drops against the base.

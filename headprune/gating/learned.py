@@ -276,6 +276,7 @@ class LearnedGates(nn.Module):
             seed=self.seed,
             costs=costs,
             notes=notes,
+            bundling="mean",
         )
 
     def _check_trained(self) -> None:

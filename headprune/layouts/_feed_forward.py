@@ -17,6 +17,9 @@ from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.core.mixin import Mixin, mix_in
 
+#: What a feed-forward must be, for errors.
+ELEMENTWISE = "a feed-forward whose activation treats every neuron by itself"
+
 
 def feed_forward(
     name: str,
@@ -79,7 +82,7 @@ class NeuronWidth:
         down = base_of(module.get_submodule(self.down))
         n_neurons = getattr(down, "in_features", getattr(down, "nx", 0))
         for activation in self._activations(module):
-            check_neurons_alone(type(module).__name__, activation, n_neurons)
+            check_elementwise(type(module).__name__, activation, n_neurons)
         return 1
 
     def _activations(self, module: Any) -> Iterator[Any]:
@@ -95,10 +98,11 @@ class NeuronWidth:
                 yield part
 
 
-def check_neurons_alone(where: str, activation: Any, n_neurons: int, device: str = "cpu") -> None:
-    """Refuse an activation that does not give some neurons alone what it gives them among all.
+def check_elementwise(where: str, activation: Any, n_neurons: int, device: str = "cpu") -> None:
+    """Refuse an activation whose output for a neuron depends on other neurons.
 
-    What cannot run on a row of neurons, or returns something else, is no activation: it passes.
+    It is run on a row of neurons and on some of them. What cannot run on a row, or returns
+    something of another shape, is no activation, and passes.
 
     Args:
         where: For the error.
@@ -107,7 +111,7 @@ def check_neurons_alone(where: str, activation: Any, n_neurons: int, device: str
         device: Where its parameters are, if it has any.
 
     Raises:
-        UnsupportedModel: their values depend on other neurons.
+        UnsupportedModel: outputs depend on other neurons.
     """
     import torch
 
@@ -117,7 +121,9 @@ def check_neurons_alone(where: str, activation: Any, n_neurons: int, device: str
         if isinstance(activation, torch.nn.Module):
             activation = _without_hooks(activation)
             run = activation.forward
-            row = row.to(next((p.dtype for p in activation.parameters()), row.dtype))
+            # A learned activation runs in the type of its parameters.
+            dtype = next((p.dtype for p in activation.parameters()), row.dtype)
+            row = row.to(dtype)
         with torch.no_grad():
             whole = run(row.clone())  # it may work in place
     # Code that is not meant for this may raise anything.
@@ -125,8 +131,9 @@ def check_neurons_alone(where: str, activation: Any, n_neurons: int, device: str
         return
     if type(whole) is not torch.Tensor or whole.shape != row.shape:
         return
-    # Vectorised and scalar code round apart.
-    error = (4 if row.dtype.itemsize == 2 else 64) * torch.finfo(row.dtype).eps
+    # Vectorised and scalar kernels round differently: a few steps of the type are allowed.
+    n_steps = 4 if row.dtype.itemsize == 2 else 64
+    error = n_steps * torch.finfo(row.dtype).eps
     try:
         with torch.no_grad():
             part = run(row[kept])
@@ -135,17 +142,21 @@ def check_neurons_alone(where: str, activation: Any, n_neurons: int, device: str
     except Exception:
         alone = False
     if not alone:
-        must = "a feed-forward whose activation treats every neuron by itself"
-        raise UnsupportedModel(where, must, repr(activation))
+        raise UnsupportedModel(where, ELEMENTWISE, repr(activation))
 
 
 def _probe(n_neurons: int, device: str) -> tuple[Any, Any]:
-    """Values of neurons in no order, and the places of some whose mean is another one."""
+    """A row of test values, and the places of the neurons that are also run alone.
+
+    Small values are chosen more often, so their mean differs from that of the row: an activation
+    that normalises over neurons shows.
+    """
     import torch
 
     places = torch.arange(n_neurons, dtype=torch.float32, device=device)
+    # Fractional parts of multiples: scattered over [0, 1), the same in every call.
     scattered = (places * 0.618) % 1
-    # Without a period in common with the values.
+    # Multiples of another number, so that the choice does not follow the values alone.
     is_kept = (places * 0.414) % 1 + 0.5 * scattered < 0.75
     return 5 * scattered - 2, is_kept.nonzero().flatten()
 

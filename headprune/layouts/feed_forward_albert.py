@@ -6,7 +6,7 @@ from headprune.layouts._feed_forward import feed_forward
 
 LAYOUT = feed_forward(
     "feed_forward_albert",
-    "ffn_output",
-    {"ffn": "head"},
+    down="ffn_output",
+    up={"ffn": "head"},
     untouched=("attention", "full_layer_layer_norm"),
 )

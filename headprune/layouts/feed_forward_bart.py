@@ -6,8 +6,8 @@ from headprune.layouts._feed_forward import feed_forward
 
 LAYOUT = feed_forward(
     "feed_forward_bart",
-    "fc2",
-    {"fc1": "head"},
+    down="fc2",
+    up={"fc1": "head"},
     untouched=(
         "self_attn",
         "self_attn_layer_norm",

@@ -6,8 +6,8 @@ from headprune.layouts._feed_forward import feed_forward
 
 LAYOUT = feed_forward(
     "feed_forward_bert",
-    "output.dense",
-    {"intermediate.dense": "head"},
+    down="output.dense",
+    up={"intermediate.dense": "head"},
     untouched=(
         "attention",
         "crossattention",

@@ -6,7 +6,7 @@ from headprune.layouts._feed_forward import feed_forward
 
 LAYOUT = feed_forward(
     "feed_forward_bloom",
-    "dense_4h_to_h",
-    {"dense_h_to_4h": "head"},
+    down="dense_4h_to_h",
+    up={"dense_h_to_4h": "head"},
     absent=("slow_but_exact",),  # then BLOOM's code never calls the projection down
 )

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from headprune.layouts._feed_forward import feed_forward
 
-LAYOUT = feed_forward("feed_forward_gpt2", "c_proj", {"c_fc": "head"})
+LAYOUT = feed_forward("feed_forward_gpt2", down="c_proj", up={"c_fc": "head"})

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from headprune.layouts._feed_forward import feed_forward
 
-LAYOUT = feed_forward("feed_forward_modernbert", "Wo", {"Wi": ("head", "head")})
+LAYOUT = feed_forward("feed_forward_modernbert", down="Wo", up={"Wi": ("head", "head")})

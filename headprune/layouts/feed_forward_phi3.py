@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from headprune.layouts._feed_forward import feed_forward
 
-LAYOUT = feed_forward("feed_forward_phi3", "down_proj", {"gate_up_proj": ("head", "head")})
+LAYOUT = feed_forward("feed_forward_phi3", down="down_proj", up={"gate_up_proj": ("head", "head")})

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from headprune.layouts._feed_forward import feed_forward
 
-LAYOUT = feed_forward("feed_forward_t5", "wo", {"wi": "head"})
+LAYOUT = feed_forward("feed_forward_t5", down="wo", up={"wi": "head"})

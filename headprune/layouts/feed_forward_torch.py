@@ -6,7 +6,7 @@ from typing import Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.mixin import Mixin
-from headprune.layouts._feed_forward import check_neurons_alone, feed_forward
+from headprune.layouts._feed_forward import check_elementwise, feed_forward
 
 
 class CallsItsLayers(Mixin):
@@ -35,22 +35,22 @@ class CallsItsLayers(Mixin):
 
 
 def _check(module: Any) -> None:
-    """Refuse layers that a cut would change, or where gates per example cannot be."""
-    # Tokens come before the examples.
+    """Refuse layers that run tokens first, and activations that are not elementwise."""
+    # Gates are per example, and multiply along the first axis.
     attention = getattr(module, "self_attn", None)
     if not getattr(attention, "batch_first", False):
-        must, got = "built with batch_first=True", "another layer"
+        must, got = "built with batch_first=True", "one without it"
         raise UnsupportedModel(type(module).__name__, must, got)
-    # It may be a function, which is no part of the module.
+    # `NeuronWidth` checks modules alone, and this activation may be a plain function.
     down = module.linear2
     device = "cpu" if down.weight.is_meta else str(down.weight.device)
-    check_neurons_alone(type(module).__name__, module.activation, down.in_features, device)
+    check_elementwise(type(module).__name__, module.activation, down.in_features, device)
 
 
 LAYOUT = feed_forward(
     "feed_forward_torch",
-    "linear2",
-    {"linear1": "head"},
+    down="linear2",
+    up={"linear1": "head"},
     untouched=("self_attn", "multihead_attn", "norm1", "norm2", "norm3"),
     exposed=CallsItsLayers,
     check=_check,

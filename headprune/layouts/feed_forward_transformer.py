@@ -6,7 +6,7 @@ from headprune.layouts._feed_forward import feed_forward
 
 LAYOUT = feed_forward(
     "feed_forward_transformer",
-    "3",
-    {"0": "head"},
+    down="3",
+    up={"0": "head"},
     requires=("is_feed_forward",),
 )

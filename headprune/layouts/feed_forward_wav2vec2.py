@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from headprune.layouts._feed_forward import feed_forward
 
-LAYOUT = feed_forward("feed_forward_wav2vec2", "output_dense", {"intermediate_dense": "head"})
+LAYOUT = feed_forward(
+    "feed_forward_wav2vec2", down="output_dense", up={"intermediate_dense": "head"}
+)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from headprune.layouts._feed_forward import feed_forward
 
-LAYOUT = feed_forward("feed_forward_x_transformers", "ff.2", {"ff.0.0": "head"})
+LAYOUT = feed_forward("feed_forward_x_transformers", down="ff.2", up={"ff.0.0": "head"})

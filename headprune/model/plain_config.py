@@ -86,7 +86,7 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
 
 
 def differing_shapes(built: nn.Module | None, model: nn.Module) -> list[str]:
-    """Tensors of a new model that differ from the cut model's, in words."""
+    """Tensors of a new model that differ from the cut model's, as text."""
     assert built is not None
     theirs = {name: list(t.shape) for name, t in weights_of(built).items()}
     own = {name: list(t.shape) for name, t in weights_of(model).items()}

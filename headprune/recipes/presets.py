@@ -58,8 +58,8 @@ _KWON = Preset(
     source=(
         "Kwon et al. 2022, A Fast Post-Training Pruning Framework for Transformers: squared"
         " gradients of mini-batches of 32, the diagonal first, then rearranged inside each"
-        " layer, then factors for heads whose intercept is fitted and dropped. Heads only; they"
-        " prune feed-forward filters as well."
+        " layer, then factors for heads whose intercept is fitted and dropped. For heads; with"
+        " feed-forwards, which they prune as well, name `knapsack` as the selector."
     ),
     score=_method("scorer", "fisher", {"block": 32}),
     select=_method("selector", "quadratic", {"search": "kwon", "min_heads": 0}),
@@ -69,8 +69,8 @@ _FLAP = Preset(
     name="flap2024",
     source=(
         "An et al. 2024, Fluctuation-based Adaptive Structured Pruning: fluctuation,"
-        " standardised within layers, ranked over the whole model, the mean of removed heads folded"
-        " into biases. Heads only."
+        " standardised within layers, ranked over the whole model, the mean of removed heads (and"
+        " neurons) folded into biases."
     ),
     score=_method("scorer", "fluctuation", {}),
     select=_method("selector", "global_topk", {"min_heads": 0}),

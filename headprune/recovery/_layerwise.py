@@ -139,7 +139,7 @@ class LayerwiseRecovery(Recovery):
     ridge: float | None
     #: Whether tokens are weighted by how strongly the teacher's output depends on them.
     sensitive: bool = False
-    #: Whether it also refits feed-forwards.
+    #: Whether it also refits feed-forwards that lost no neurons.
     feed_forward: bool = False
     #: The type to add up in.
     precision: Precision = "float64"
@@ -171,7 +171,7 @@ class LayerwiseRecovery(Recovery):
         return normal.xe
 
     def recover_(self, job: Job) -> Outcome:
-        """Refit the projections from the first one on that lost heads.
+        """Refit the projections from the first site on that lost heads or neurons.
 
         Raises:
             PlanMismatch: the teacher is not what the model was cut from.
@@ -184,13 +184,13 @@ class LayerwiseRecovery(Recovery):
         model, teacher, run = job.model, job.teacher, job.loss or call
         assert teacher is not None
         pairs = paired(model, teacher, job.sites)
-        attention = sites_as_targets(pairs)
-        if not any(target.removed for target in attention):
-            note = "Nothing to refit: the model lacks no head of its teacher's."
+        of_sites = sites_as_targets(pairs)
+        if not any(target.removed for target in of_sites):
+            note = "Nothing to refit: the model lacks no head or neuron of its teacher's."
             return Outcome((), 0, {"heads": 0}, (note,))
         with Replaced(model, job.undo, self.adds_biases) as replaced:
             # 1. Find the projections. Only a bias shows that one without columns runs.
-            replaced.open_(modules_of(without_columns(attention)))
+            replaced.open_(modules_of(without_columns(of_sites)))
             with quiet(model, teacher, pairs):
                 chosen = find_targets(model, teacher, pairs, first(batches), run, self.feed_forward)
             replaced.open_(modules_of(chosen.targets))
@@ -376,7 +376,7 @@ def _token_weights(
 
 def _weights(sensitivity: Tensor, mean: Tensor) -> Tensor:
     """Return weights of mean 1, ``[tokens]``; all 1 if the output depends on no token."""
-    # Slopes hold nearby only, so even a token without slopes has the weight SHARE.
+    # A slope describes small changes only, so a token with slope 0 still has the weight SHARE.
     relative = sensitivity / torch.where(mean > 0, mean, torch.ones_like(mean))
     return torch.where(mean > 0, SHARE + (1 - SHARE) * relative, torch.ones_like(sensitivity))
 

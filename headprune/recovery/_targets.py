@@ -42,8 +42,8 @@ class Target:
         module: The model's projection.
         teacher_module: The teacher's.
         kind: Kind of its queries, which determines their padding.
-        bound: The attention site; None for a feed-forward.
-        removed: Heads that the teacher has and the model lacks.
+        bound: The site, an attention or a feed-forward; None for a feed-forward that is no site.
+        removed: Heads or neurons that the teacher has and the model lacks.
         summed: Whether both models add its output to activations. If not, the outputs themselves
             are compared.
         tokens_first: Whether a feed-forward's states have the tokens before the examples.
@@ -178,7 +178,7 @@ class TargetList:
 
 
 def sites_as_targets(pairs: Iterable[SitePair]) -> list[Target]:
-    """Return every output projection of attention, each once."""
+    """Return the output projection of every site, attention or feed-forward, each once."""
     # By identity of the module: several sites may share one projection.
     targets: dict[int, Target] = {}
     for ours, theirs in pairs:
@@ -225,24 +225,24 @@ def find_targets(
     feed_forward: bool = False,
     refit: bool = True,
 ) -> TargetList:
-    """Find the projections from the first one on that lost heads, by one pass of each model.
+    """Find the projections from the first one on that was cut, by one pass of each model.
 
     Args:
         model: The model.
         teacher: Its teacher.
-        pairs: Sites of both; one of the model's has lost heads.
+        pairs: Sites of both; one of the model's is cut.
         batch: The batch of the passes.
         run: Runs a model on a batch.
-        feed_forward: Whether to include the output projections of feed-forwards.
+        feed_forward: Whether to include feed-forwards that are no sites, which lost no neurons.
         refit: Whether they are to be changed, not only compared.
 
     Raises:
         UnsupportedModel: a projection that is no plain linear layer, that shares its parameters
-            with another module, or that lost heads and does not run.
+            with another module, or that was cut and does not run.
     """
-    # 1. Candidates: output projections of attention and, if wanted, all other linear layers.
-    attention = sites_as_targets(pairs)
-    candidates = list(attention)
+    # 1. Candidates: output projections of the sites and, if wanted, all other linear layers.
+    of_sites = sites_as_targets(pairs)
+    candidates = list(of_sites)
     narrower: list[str] = []
     if feed_forward:
         linear, narrower = _linear_layers(model, teacher, pairs)
@@ -251,7 +251,7 @@ def find_targets(
     # 2. One pass of each model shows which of them run, in which order, and what is added.
     model_calls = _calls_of(model, modules_of(candidates), batch, run)
     teacher_calls = _calls_of(teacher, teacher_modules_of(candidates), batch, run)
-    _check_reached(model, attention, model_calls, teacher_calls)
+    _check_reached(model, of_sites, model_calls, teacher_calls)
     running: list[Target] = []
     widths: list[set[int]] = []  # of the outputs
     for number, calls in model_calls.items():
@@ -260,7 +260,7 @@ def find_targets(
             running.append(replace(candidates[number], summed=all(c.added for c in both)))
             widths.append({c.output.shape[-1] for c in both})
 
-    # 3. Choose those from the first attention on that lost heads.
+    # 3. Choose those from the first site on that was cut.
     chosen, unchanged = _chosen(model, running, widths)
     if refit:
         _check_own(model, teacher, chosen)
@@ -347,7 +347,7 @@ def _check_reached(
     model_calls: CallsByNumber,
     teacher_calls: CallsByNumber,
 ) -> None:
-    """Refuse a projection that lost heads and does not run as often as the teacher's."""
+    """Refuse a projection that was cut and does not run as often as the teacher's."""
     for number, target in enumerate(targets):
         ours = len(model_calls.get(number, ()))
         theirs = len(teacher_calls.get(number, ()))
@@ -440,8 +440,8 @@ def _notes(
     alone = _without_feed_forward(targets) if feed_forward else []
     if narrower:
         notes.append(
-            f"Not refitted, because neurons were removed there and the sites lack them:"
-            f" {_listed(narrower)}. Give sites=hp.find_sites(model, feed_forward=True)."
+            f"Not refitted: {_listed(narrower)}. Neurons were removed there, but `sites` does not"
+            " name them. Give sites=hp.find_sites(model, feed_forward=True)."
         )
     elif alone:
         must = "no plain linear layer that is added to the stream was found there"

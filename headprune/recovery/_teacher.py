@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headprune.core.bars import bar
 from headprune.core.errors import HeadPruneError, InvalidValue, PlanMismatch, UnsupportedModel
-from headprune.core.heads import AttentionSite
+from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.model.batches import EMPTY
 from headprune.model.contexts import ContextSums, not_finite, only_padding, reading
 from headprune.model.fingerprint import fingerprint
@@ -45,7 +45,10 @@ def paired(
     for our, their in pairs:
         lacking = sorted(set(our.site.heads) - set(their.site.heads))
         if lacking:
-            got = f"one without heads {lacking} of {our.site.name}"
+            which = f"heads {lacking}"
+            if our.site.is_feed_forward:
+                which = f"{len(lacking):,} neurons"
+            got = f"one without {which} of {our.site.name}"
             raise PlanMismatch("teacher", _MUST, got, "Are teacher and model swapped?")
     return pairs
 
@@ -55,8 +58,8 @@ def _structure(model: nn.Module, bound: Sequence[BoundSite]) -> str:
 
 
 def _described(model: nn.Module, bound: Sequence[BoundSite]) -> str:
-    n_heads = sum(b.site.n_query_heads for b in bound)
-    return f"{type(model).__name__} with {n_heads} heads at {len(bound)} sites"
+    counts = HeadCounts.sum((b.site.n_query_heads, b.site.is_feed_forward) for b in bound)
+    return f"{type(model).__name__} with {counts} at {len(bound)} sites"
 
 
 def mean_contexts(

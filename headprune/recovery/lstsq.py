@@ -23,7 +23,7 @@ from headprune.recovery._targets import Target
 PRIORS = ("current", "zero")
 TOKEN_WEIGHTS = ("equal", "output")
 
-# Which projections: those of attention from the first one on that lost heads, and, if wanted, those
+# Which projections: those of the sites from the first one on that was cut, and, if wanted, those
 # of feed-forwards that are linear layers. Those without a bias get one. Padding does not count.
 #
 # How a fit works: the sums are centred and streamed. They are solved by Cholesky, or in

@@ -58,9 +58,9 @@ class MeanFold(Recovery):
     compensation of FLAP (An et al. 2024).
 
     A projection without a bias gets one, an ordinary parameter named ``bias``. Each projection
-    remembers which heads it holds, also in our checkpoints, and a head is folded once. So cut,
-    fold, cut, fold works with one teacher. Heads that `Lstsq` and `HeadRescale` made up for count
-    as folded, too. Heads removed after those are folded with the teacher's weights: there,
+    remembers which heads its bias stands for, also in our checkpoints, and a head is folded once.
+    So cut, fold, cut, fold works with one teacher. Heads that `Lstsq` and `HeadRescale` made up for
+    count as folded, too. Heads removed after those are folded with the teacher's weights: there,
     `Lstsq` once more is the better choice.
 
     Cost: a pass of the teacher, and two of model and teacher for the report.

@@ -447,7 +447,7 @@ def _plan_differences(compared: Sequence[Compared]) -> list[str]:
 
 
 def _neurons_kept(mask: HeadMask) -> str:
-    """How many neurons a plan keeps, in words."""
+    """How many neurons a plan keeps, as text."""
     if mask.counts.neurons is None:
         return "all neurons"
     return f"{mask.kept_counts.neurons:,} of {mask.counts.neurons:,} neurons"

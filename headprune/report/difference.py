@@ -27,7 +27,7 @@ class PlanDifference(Value):
         n_heads: Heads that both cover.
         both_keep, both_remove: Heads on which they agree.
         only_first, only_second: Heads that one keeps and the other removes.
-        neurons: Of every feed-forward, what each plan keeps, in words.
+        neurons: Of every feed-forward, what each plan keeps, as text.
     """
 
     names: tuple[str, str]

@@ -72,7 +72,7 @@ class Fate:
 
 @dataclass(frozen=True)
 class Explanation(Value):
-    """A plan in words, for `explain`.
+    """A plan as text, for `explain`.
 
     Args:
         title: The plan's title.
@@ -84,7 +84,7 @@ class Explanation(Value):
         same: Share of resamples in which the lowest units are exactly the same; None without
             per-example numbers.
         notes: Notes of the selector and the scorer.
-        neurons: What every feed-forward keeps, in words; its neurons are not among the units.
+        neurons: What every feed-forward keeps, as text; its neurons are not among the units.
     """
 
     title: str

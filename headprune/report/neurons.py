@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from headprune.core.errors import UnknownName
 from headprune.core.heads import AttentionSite, HeadCounts
@@ -30,7 +29,7 @@ class NeuronLine(LayerLine):
 
     kept: str  # such as `512 of 3,072 neurons`
     time: tuple[str, str]  # milliseconds per call; empty without a latency table
-    bought: str  # milliseconds that the cut saves there, by the latency table
+    saved: str  # milliseconds that the cut saves there, by the latency table
     price: str  # how much the loss rises by this alone; empty without ladders
 
 
@@ -73,8 +72,8 @@ def neuron_table(record: RunRecord, latency: LatencyTable | None = None) -> Neur
     lines = []
     parts = list(zip(scores.sites, costs, strict=True))
     prices = _prices(scores.ladders, costs)
-    columns = zip(labels, parts, times or repeat(None), prices, strict=False)
-    for label, part, time, price in columns:
+    of_times: Sequence[_Times | None] = times or [None] * len(costs)
+    for label, part, time, price in zip(labels, parts, of_times, prices, strict=True):
         lines.append(_line(label, [part], length, time, price))
     total = _line("all layers", parts, length, _sum(times))
     timed_at = ""
@@ -91,10 +90,10 @@ def _timed_at(latency: LatencyTable, factor: float | None) -> str:
     return words
 
 
-def _prices(ladders: Sequence[SiteLadder] | None, costs: Iterable[SiteCost]) -> Iterable[str]:
-    """What each site's level costs; empty words where no prices were measured."""
+def _prices(ladders: Sequence[SiteLadder] | None, costs: Sequence[SiteCost]) -> list[str]:
+    """What each site's level costs; empty where no prices were measured."""
     if ladders is None:
-        return repeat("")
+        return [""] * len(costs)
     return [f"{ladder.at(cost.kept):.2g}" for ladder, cost in zip(ladders, costs, strict=True)]
 
 
@@ -137,9 +136,9 @@ def _line(
     words = kept.of(whole)
     if all(site.is_feed_forward for site, _ in parts):
         words = f"{kept.neurons:,} of {whole.neurons:,} neurons"
-    shown, bought = ("", ""), ""
+    shown, saved = ("", ""), ""
     if time is not None:
         shown = (fixed(1000 * time[0], 2), fixed(1000 * time[1], 2))
-        bought = fixed(1000 * (time[0] - time[1]), 2)
+        saved = fixed(1000 * (time[0] - time[1]), 2)
     line = layer_line(label, "", total_cost(cost for _, cost in parts), length)
-    return NeuronLine(**vars(line), kept=words, time=shown, bought=bought, price=price)
+    return NeuronLine(**vars(line), kept=words, time=shown, saved=saved, price=price)

@@ -316,7 +316,7 @@ def _remarks(
 
 
 def _noise(gain: float, drawn: QualityRow, found: Comparison | None) -> str:
-    """What may explain a difference from random heads, in words; empty where nothing does."""
+    """What may explain a difference from random heads, as text; empty where nothing does."""
     if found is not None:
         return "which chance can explain" if found.low <= 0 <= found.high else ""
     if drawn.spread is not None and abs(gain) <= 2 * drawn.spread:

@@ -530,7 +530,7 @@ def _against_cost(record: RunRecord, rows: Mapping[Role, QualityRow], tied: bool
 
 
 def _units(record: RunRecord) -> str:
-    """What a run removes, in words."""
+    """What a run removes, as text."""
     has_neurons = record.scores is not None and record.scores.counts.neurons is not None
     return "heads and neurons" if has_neurons else "heads"
 

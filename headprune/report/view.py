@@ -53,7 +53,7 @@ class SizeLine:
 
 @dataclass(frozen=True)
 class ProofLine:
-    """A proof in words."""
+    """A proof as text."""
 
     what: str
     passed: bool

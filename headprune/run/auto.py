@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -55,9 +56,9 @@ class AutoOfRun(Auto):
     def selected(self, scores: HeadScores, groups: Mapping[str, Budget] | None) -> PruningPlan:
         return choose_heads(self._run, scores, baseline=True, budget=groups)
 
-    # The recoveries of the recipe that do not train; `lstsq` if all of them train.
     @property
     def refit_name(self) -> str:
+        """The recipe's recoveries that do not train, or ``lstsq`` in place of those that do."""
         return " + ".join(step.method for step in judged_after(self._run.recipe))
 
     def refit_(self, problem: ScoringProblem, small: nn.Module, batches: list[Any]) -> None:
@@ -81,7 +82,8 @@ class AutoOfRun(Auto):
 
     @property
     def stands_in(self) -> bool:
-        return judged_after(self._run.recipe) == [STAND_IN] != self._run.recipe.recover
+        judged = judged_after(self._run.recipe)
+        return judged == [STAND_IN] and judged != self._run.recipe.recover
 
     def judge_once(self, batches: list[Any]) -> None:
         """Cut half of the heads, refit, and judge one fold, so that it can be timed.
@@ -110,12 +112,12 @@ def half_of_heads(subject: Subject) -> HeadMask:
     """Keep a random half of the heads, or all of them if layers have one head; half the neurons."""
     batch = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)[:1]
     scores = score(subject.model, batch, "random", sites=subject.sites, progress=False)
-    # Every layer keeps at least one head.
-    try:
-        mask = select(scores, Budget(keep_heads=0.5)).mask
-    except InfeasibleBudget:
-        mask = select(scores, Budget(keep_heads=1.0)).mask
+    mask = HeadMask.full(subject.sites)
     # A budget of heads counts no neurons.
+    if not all(site.is_feed_forward for site in subject.sites):
+        # Every layer keeps at least one head.
+        with suppress(InfeasibleBudget):
+            mask = select(scores, Budget(keep_heads=0.5)).mask
     rows = []
     for site, row in zip(subject.sites, mask.rows, strict=True):
         if site.is_feed_forward:

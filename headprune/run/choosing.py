@@ -37,6 +37,8 @@ _LEAST_SECONDS = 5.0
 _TOLERATED = 0.03
 #: Savings are scaled at most so many times up or down.
 _MOST_CORRECTED = 1.5
+#: Cut copies that are timed at most before the cut.
+_MOST_COPIES = 3
 
 
 def measure_table(subject: Subject) -> None:
@@ -65,30 +67,48 @@ def use_table(subject: Subject, table: LatencyTable) -> None:
 
 
 def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPlan:
-    """Choose heads; where a cut copy is slower or faster than predicted, choose once more.
+    """Choose heads; as long as a cut copy is slower or faster than predicted, choose again.
 
     Sites cut together may save more or less than the latency table adds up to. Then its savings are
     scaled to the measurement, for the baselines as well, and the same budget is met by those.
     """
+    measured = subject.latency
     plan = choose_heads(subject, scores)
-    factor = _savings_factor(subject, plan)
-    if factor is None:
-        return plan
-    table = subject.latency
-    assert table is not None
-    use_table(subject, table.with_savings(factor))
-    try:
-        plan = choose_heads(subject, scores)
-    except InfeasibleBudget as error:
-        use_table(subject, table)
-        subject.journal.warn([f"The cut model may be slower than asked. {error}"])
-        return plan
-    # A run that goes on reads the factor from its record.
-    subject.journal.note(metrics={SAVINGS_FACTOR: factor})
+    factor = 1.0
+    for _ in range(_MOST_COPIES):
+        correction = _correction(subject, plan)
+        if correction is None:
+            break
+        table = subject.latency
+        assert measured is not None
+        assert table is not None
+        scaled = _within(factor * correction)
+        # From the table as it was measured: scaled entries are cut off at 0.
+        use_table(subject, measured.with_savings(scaled))
+        text = f"The latency table's savings are scaled by {scaled:.2f}"
+        subject.journal.tell(f"{text}, and the choice is made again.")
+        before = plan
+        try:
+            plan = choose_heads(subject, scores)
+        except InfeasibleBudget as error:
+            use_table(subject, table)
+            subject.journal.warn([f"The cut model may be slower than asked. {error}"])
+            break
+        factor = scaled
+        if plan.mask == before.mask:
+            break
+    if factor != 1.0:
+        # A run that goes on reads the factor from its record.
+        subject.journal.note(metrics={SAVINGS_FACTOR: factor})
     return plan
 
 
-def _savings_factor(subject: Subject, plan: PruningPlan) -> float | None:
+def _within(factor: float) -> float:
+    """The factor, or the nearest one by which savings may be scaled."""
+    return round(min(max(factor, 1 / _MOST_CORRECTED), _MOST_CORRECTED), 4)
+
+
+def _correction(subject: Subject, plan: PruningPlan) -> float | None:
     """How many times as much a plan saves as the latency table predicts.
 
     None where that is about right, and where it is not measured: without a table, with little time
@@ -107,17 +127,17 @@ def _savings_factor(subject: Subject, plan: PruningPlan) -> float | None:
         return None
     row = _compared_speed(subject, table, cut)
     # 2. Compare it with the prediction.
-    predicted = table.whole / max(table.predict(plan.mask), 1e-9)
+    predicted = table.speedup(plan.mask)
     is_near = abs(row.ratio / predicted - 1) <= _TOLERATED or row.low <= predicted <= row.high
     if is_near or predicted <= 1:
         return None
-    factor = (1 - 1 / row.ratio) / (1 - 1 / predicted)
-    factor = round(min(max(factor, 1 / _MOST_CORRECTED), _MOST_CORRECTED), 4)
     journal.tell(
-        f"The plan was predicted to be {predicted:.2f} times as fast and measured at"
-        f" {row.ratio:.2f} times: savings are scaled by {factor:.2f}, and the budget is met anew."
+        f"The plan was predicted to be {predicted:.2f} times as fast, and was measured to be"
+        f" {row.ratio:.2f} times as fast."
     )
-    return factor
+    # Fractions of the whole model's time that the cut saves.
+    saved, predicted_saving = 1 - 1 / row.ratio, 1 - 1 / predicted
+    return saved / predicted_saving
 
 
 def _compared_speed(subject: Subject, table: LatencyTable, cut: nn.Module) -> SpeedRow:
@@ -209,7 +229,7 @@ def measure_speed(subject: Subject, pruned: nn.Module) -> None:
 
     # 1. Predict from the table, and measure at the batch size and length of the table.
     present = {bound.site.name: len(bound.site.heads) for bound in bind(pruned, subject.sites)}
-    predicted = table.whole / max(table.predict(present), 1e-9)
+    predicted = table.speedup(present)
     row = _compared_speed(subject, table, pruned)
 
     # 2. Note the figures.

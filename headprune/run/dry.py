@@ -57,7 +57,7 @@ class DryRun(Value):
         parameters: Parameters of the whole model.
         rows: Number of rows by purpose.
         sites: The attention modules from which heads can be removed.
-        budget: What to keep, in words.
+        budget: What to keep, as text.
         stages: Estimates from one or two batches of each kind.
         memory: Bytes by what they are for.
     """
@@ -143,7 +143,7 @@ def dry_run(
 
 
 def _budget_words(wanted: SelectSection) -> str:
-    """The budget, or the budget of every group of sites, in words."""
+    """The budget, or the budget of every group of sites, as text."""
     if not wanted.sites:
         return str(wanted.budget)
     return ", ".join(f"{name}: {budget}" for name, budget in wanted.budgets.items())

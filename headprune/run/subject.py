@@ -433,7 +433,7 @@ def selector_of(recipe: Recipe, sites: Sequence[AttentionSite]) -> Selector:
     wanted = recipe.select
     selector: Selector = configured(selection.registry, wanted.selector, wanted.settings)
     # `auto` measures whole plans, and some of its candidates measure prices.
-    priced = recipe.score.scorer in ("ladder", "auto")
+    priced = recipe.score.scorer in ("ladder", "auto") and reads_prices(selector)
     return selector.with_minimum(sites, wanted.budgets or wanted.budget, priced)
 
 

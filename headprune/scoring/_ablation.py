@@ -45,7 +45,7 @@ def differences(
 
     Args:
         problem: The problem.
-        what: What the pass is for, in words.
+        what: What the pass is for.
         settings: ``[settings, heads]``, the gates of all sites.
         base: ``[heads]``, the gates to compare with.
         replay: How the passes are run.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headprune.attention.linear import effective_weight
 from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.scores import Bundling
 from headprune.model.contexts import not_finite, only_padding, reading
 from headprune.model.losses import Loss, inputs_of
 from headprune.model.offloaded import fetched
@@ -244,6 +245,8 @@ class ActivationScorer(Scorer):
     of examples."""
 
     reads_loss: ClassVar[bool] = False
+    #: How the score of several neurons follows from theirs.
+    bundling: ClassVar[Bundling] = "sum"
 
     @property
     @abstractmethod
@@ -275,7 +278,8 @@ class ActivationScorer(Scorer):
                 raise self.refused(statistic)
         row = "example" if n_examples == 1 else "block of examples"
         estimate = averaged(torch.cat(parts, 1), n_examples, row=row)
-        return replace(estimate, notes=(*estimate.notes, *self.notes(statistics)))
+        notes = (*estimate.notes, *self.notes(statistics))
+        return replace(estimate, notes=notes, bundling=self.bundling)
 
 
 def jackknife(values_of: Callable[[Tensor], Tensor], like: Tensor, sizes: Iterable[int]) -> Tensor:

@@ -150,6 +150,7 @@ def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) 
         values=by_site(ranks.tolist(), sizes),
         standard_errors=None if errors is None else by_site(errors.tolist(), sizes),
         scorer="rank_average",
+        bundling="mean",
         settings=FrozenDict({"of": settings}),
         n_examples=min((s.n_examples for s in scores if s.n_examples), default=0),
         model=first.model,

@@ -280,6 +280,7 @@ def _result(
         curvature=curvature,
         choice=e.choice,
         ladders=e.ladders,
+        bundling=e.bundling,
     )
 
 

@@ -29,7 +29,7 @@ from headprune.scoring._maps import (
     visible,
 )
 
-#: Of every example its tokens, in words.
+#: Of every example its tokens, as text.
 Words: TypeAlias = tuple[tuple[str, ...], ...]
 
 

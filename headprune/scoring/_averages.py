@@ -31,7 +31,7 @@ def averaged(
         rows: The rows, or their summary.
         n_examples: Default: one per row.
         seed: Of what was drawn.
-        row: What a row is, in words.
+        row: What a row is.
     """
     if isinstance(rows, SummarizedRows):
         samples, count = rows.samples, rows.count

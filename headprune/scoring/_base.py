@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headprune.core.choice import Choice
 from headprune.core.codec import FrozenDict
 from headprune.core.ladders import SiteLadder
-from headprune.core.scores import CostTable
+from headprune.core.scores import Bundling, CostTable
 from headprune.model.batches import Batches
 from headprune.model.costs import measure_costs
 from headprune.model.judging import judged
@@ -57,6 +57,7 @@ class Estimate:
             name.
         ladders: For every site, the measured price of keeping fewer units; None where the scorer
             measures none.
+        bundling: How the score of several neurons follows from theirs.
     """
 
     values: Tensor
@@ -68,6 +69,7 @@ class Estimate:
     curvature: Tensor | None = None
     choice: Choice | None = None
     ladders: tuple[SiteLadder, ...] | None = None
+    bundling: Bundling = "sum"
 
 
 class Scorer(ABC):
@@ -212,7 +214,7 @@ class ScoringProblem:
         ``pieces`` are faster.
 
         Args:
-            what: What the pass is for, in words; shown at the progress bar.
+            what: What the pass is for; shown at the progress bar.
             into: What the batches are ``added`` to, if they are used for nothing else.
 
         Raises:
@@ -237,7 +239,7 @@ class ScoringProblem:
         is a ``StatefulRows``.
 
         Args:
-            what: What the pass is for, in words.
+            what: What the pass is for.
             of_batch: From the number of a batch and the batch to its rows.
         """
         return self._passes.rows(what, of_batch)
@@ -258,7 +260,7 @@ class ScoringProblem:
         The pieces are the same for any number of processes, which exchange their rows after each.
 
         Args:
-            what: What the pass is for, in words.
+            what: What the pass is for.
             of_batch: From the number of a batch and the batch to its rows.
             width: Numbers per row.
             keep: False where ``of_batch`` computes more than the rows.

@@ -231,4 +231,5 @@ class _GateTraining:
             n_examples=min(self.n_read, self.problem.examples),
             seed=self.settings.seed,
             notes=(*notes, note),
+            bundling="mean",
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from headprune.core.errors import check_one_of
+from headprune.core.scores import Bundling
 from headprune.scoring._activations import ActivationScorer, Gathers, Magnitudes, of_units
 
 
@@ -31,6 +33,9 @@ class ActivationNorm(ActivationScorer):
     Args:
         of: ``channels`` (the paper) or ``output``.
     """
+
+    #: A head's score is a norm over its channels, too.
+    bundling: ClassVar[Bundling] = "norm"
 
     of: str = "channels"
 

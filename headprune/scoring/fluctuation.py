@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from headprune.core.errors import check_one_of
+from headprune.core.scores import Bundling
 from headprune.model.transfers import in_main_memory
 from headprune.scoring._activations import (
     ActivationScorer,
@@ -39,6 +41,9 @@ class Fluctuation(ActivationScorer):
     Args:
         normalize: ``zscore`` (the paper), or ``none``.
     """
+
+    #: A head's score is a mean over its channels, too.
+    bundling: ClassVar[Bundling] = "mean"
 
     normalize: str = "zscore"
 

@@ -93,8 +93,9 @@ def _neuron_sizes(bound: BoundSite) -> Tensor:
         weight = effective_weight(lookup(bound.module, slab.path)).detach().double()
         if slab.axis == "in":  # one column per neuron
             weight = weight.T
-        # A fused projection has several rows per neuron: [parts, neurons, in].
-        size = size * weight.unflatten(0, (-1, n_neurons)).square().sum((0, 2)).sqrt()
+        # A fused projection has several rows per neuron: [parts, neurons, in]. As with projections
+        # of their own, their norms are multiplied.
+        size = size * weight.unflatten(0, (-1, n_neurons)).norm(dim=2).prod(0)
     return size
 
 

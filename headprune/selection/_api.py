@@ -23,7 +23,7 @@ from headprune.selection._required import Heads
 from headprune.selection._task import SelectionTask
 from headprune.selection.global_topk import GlobalTopk
 
-_BY_LEVELS = "Neurons are kept or removed by level: with the named ones, all others of their level."
+_BY_LEVELS = "Neurons are kept or removed by level: a named neuron takes its whole bundle with it."
 _NOT_BY_KIND = (
     "auto chose one budget per kind of attention. This budget cannot be met kind by kind, so it"
     " holds for all kinds together."
@@ -97,7 +97,8 @@ def select(
     timed = _timed(budget)
     selector = selector or default_selector(scores, budget)
     name, chosen = registry.resolve(selector, Selector, "select(selector=)")
-    chosen = chosen.with_minimum(scores.sites, budget, scores.ladders is not None)
+    priced = scores.ladders is not None and reads_prices(chosen)
+    chosen = chosen.with_minimum(scores.sites, budget, priced)
     _check_given(chosen, name, loss=loss, rescore=rescore)
     _check_latency(latency, timed)
     # 2. Choose the units to keep.
@@ -237,7 +238,7 @@ def _check_given(selector: Selector, name: str, **given: object) -> None:
         where = f"select({argument}=)"
         if argument in selector.needs and value is None:
             hint = "A recipe supplies it by itself."
-            raise InvalidValue(where, f"given, because selector {name!r} asks it", "none", hint)
+            raise InvalidValue(where, f"given, because selector {name!r} needs it", "none", hint)
         if argument not in selector.needs and value is not None:
             raise InvalidValue(
                 where, f"left out: selector {name!r} does not use it", type(value).__name__
@@ -340,15 +341,15 @@ def _notes(
         if positions:
             named = ", ".join(words_of(task.scores, position) for position in sorted(positions))
             notes.append(f"{verb} on request: {named}.")
-            if any(_is_level(task.scores.sites[site], unit) for site, unit in positions):
+            if any(_is_neuron_bundle(task.scores.sites[site], unit) for site, unit in positions):
                 notes.append(_BY_LEVELS)
     if task.latency is not None:
         notes.append(_predicted(task.latency, mask))
     return (*notes, *task.notes, *coverage_notes(scores.notes))
 
 
-def _is_level(site: AttentionSite, unit: int) -> bool:
-    """Whether a unit is a level of several neurons."""
+def _is_neuron_bundle(site: AttentionSite, unit: int) -> bool:
+    """Whether a unit is a bundle of several neurons."""
     return site.is_feed_forward and len(site.units[unit]) > 1
 
 
@@ -390,9 +391,8 @@ def beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:
 def _predicted(table: LatencyTable, mask: HeadMask) -> str:
     """The latency that a table predicts for a mask."""
     after = table.predict(mask)
-    factor = table.whole / max(after, 1e-9)  # a table may predict no time at all
     return (
         f"Predicted: {1000 * after:.4g} ms in place of {1000 * table.whole:.4g} ms,"
-        f" {factor:.3f} times as fast, at batch {table.batch_size} of {table.length} tokens"
-        f" ({table.dtype}, {table.device})."
+        f" {table.speedup(mask):.3f} times as fast, at batch {table.batch_size} of {table.length}"
+        f" tokens ({table.dtype}, {table.device})."
     )

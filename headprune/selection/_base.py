@@ -15,8 +15,8 @@ from headprune.core.heads import AttentionSite, HeadMask, SiteKeep
 from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores
 
-#: Budgets that heads and neurons share; the others do not count neurons.
-WEIGH_NEURONS = ("keep_params", "keep_macs", "speedup")
+#: Kinds of budget that count neurons as well as heads.
+COUNT_NEURONS = ("keep_params", "keep_macs", "speedup")
 
 #: One prune unit: indices of its site in ``HeadScores.sites`` and of itself in ``site.units``.
 Position = tuple[int, int]
@@ -37,15 +37,15 @@ class Problem:
     Args:
         scores: The scored units.
         budget: The user's budget.
-        costs: Per site, the cost of each of its units; zeros where `steps` are given.
+        costs: Per site, the cost of each of its units; zeros where `costs_by_count` is given.
         fixed: The cost of the part of the model that no selector can remove.
         limit: The most that the kept units may cost, without `fixed`; it may be negative.
-        steps: Per site, its cost with 0, 1, 2... heads, where costs of units do not add up
-            (latency); None at a number of heads that it cannot have.
+        costs_by_count: Per site, its cost with 0, 1, 2... heads, where costs of units do not add
+            up (latency); None at a number of heads that it cannot have.
         must_keep: Units that every answer keeps.
         must_remove: Units that every answer removes.
         min_heads: The fewest heads of a site, unless it may keep fewer; 1 if it cannot run without.
-        multiple_of: A site keeps a multiple of this, or all that are present.
+        multiple_of: An attention keeps a multiple of this, or all that are present.
         loss: Measures masks, for selectors that need it.
         rescore: Scores the heads of a mask anew, for selectors that need it.
         kept_elsewhere: Kept heads of the whole model, where this problem is about some sites only.
@@ -57,7 +57,7 @@ class Problem:
     costs: tuple[tuple[int, ...], ...]
     fixed: int
     limit: int
-    steps: tuple[tuple[int | None, ...], ...] | None = None
+    costs_by_count: tuple[tuple[int | None, ...], ...] | None = None
     must_keep: frozenset[Position] = frozenset()
     must_remove: frozenset[Position] = frozenset()
     min_heads: int = 1
@@ -81,7 +81,7 @@ class Problem:
         return not self.broken(keep)
 
     def broken(self, keep: Iterable[Position]) -> str:
-        """The first rule that an answer breaks, in words; empty where it is lawful."""
+        """The first rule that an answer breaks, as text; empty where it is lawful."""
         must_keep = self.by_site(self.must_keep)
         must_remove = self.by_site(self.must_remove)
         for place, units in enumerate(self.by_site(keep)):
@@ -119,9 +119,9 @@ class Problem:
 
     def site_cost(self, site: int, units: Iterable[int]) -> int:
         """The cost of one site with these units."""
-        if self.steps is None:
+        if self.costs_by_count is None:
             return sum(self.costs[site][u] for u in units)
-        cost = self.steps[site][self.heads(site, units)]
+        cost = self.costs_by_count[site][self.heads(site, units)]
         if cost is None:
             # A number of heads that the site cannot have never fits, whatever the budget.
             return max(self.whole, self.limit) + 1
@@ -136,9 +136,8 @@ class Problem:
         """Per site, one lawful set of units for each number of heads, fewest heads first.
 
         Units that must be kept come first, then the others in the order of ``ranking``. Where the
-        units of a site hold equally many heads, a state holds the first units of the ranking, so
-        each state is a part of the next. So it is for levels of neurons, which have an order of
-        their own.
+        units of a site have equally many heads, each state is a part of the next. So it is for
+        neurons, whose units keep their own order.
         """
         ranked: list[list[int]] = [[] for _ in self.costs]
         for site, unit in ranking:
@@ -150,18 +149,20 @@ class Problem:
         present = self.heads(site, ranked)
         most = max(reached)
         least = max(min(self.min_heads, most), self.scores.sites[site].least)
+        # Levels of neurons are multiples by themselves.
+        multiple = 1 if self.scores.sites[site].is_feed_forward else self.multiple_of
         states = {}
         for count in sorted(reached):
-            whole = count % self.multiple_of == 0 or count == present
-            whole = whole and count % self._steps_of_gpus[site] == 0
+            is_multiple = count % multiple == 0 or count == present
+            fits_gpus = count % self._multiples_of_gpus[site] == 0
             # A latency table may lack a number of heads that the layout cannot have.
-            possible = self.steps is None or self.steps[site][count] is not None
-            if count >= least and whole and possible:
+            possible = self.costs_by_count is None or self.costs_by_count[site][count] is not None
+            if count >= least and is_multiple and fits_gpus and possible:
                 states[count] = reached[count]
         return states
 
     @cached_property
-    def _steps_of_gpus(self) -> tuple[int, ...]:
+    def _multiples_of_gpus(self) -> tuple[int, ...]:
         """Per site, what its number of heads must divide by to be shared by the budget's GPUs."""
         gpus = self.budget.tensor_parallel or 1
         return tuple(step_of_gpus(site, gpus) for site in self.scores.sites)
@@ -172,9 +173,9 @@ class Problem:
         reached = {self.heads(site, forced): forced}
         settled = self.must_keep | self.must_remove
         free = [unit for unit in ranked if (site, unit) not in settled]
-        if self.has_levels(site):
-            # The best neurons come first. Levels may differ in size, and without a better one a
-            # level would keep worse neurons in place of better ones.
+        if self.has_neuron_bundles(site):
+            # The best neurons come first. Bundles may differ in size, and a set without a better
+            # bundle would keep worse neurons in place of better ones.
             units = forced
             for unit in sorted(free):
                 units = (*units, unit)
@@ -188,8 +189,8 @@ class Problem:
                     reached[count + size] = (*units, unit)
         return reached
 
-    def has_levels(self, site: int) -> bool:
-        """Whether the units of a site are levels of neurons, the best neurons first."""
+    def has_neuron_bundles(self, site: int) -> bool:
+        """Whether the units of a site are bundles of neurons, the best neurons first."""
         one = self.scores.sites[site]
         return one.is_feed_forward and one.bundles is not None
 
@@ -209,10 +210,10 @@ class Problem:
     @property
     def whole(self) -> int:
         """The cost of the model as it is now; fractions in a budget are fractions of this."""
-        if self.steps is None:
+        if self.costs_by_count is None:
             return self.fixed + sum(map(sum, self.costs))
         total = self.fixed
-        for site, row in zip(self.scores.sites, self.steps, strict=True):
+        for site, row in zip(self.scores.sites, self.costs_by_count, strict=True):
             total += row[len(site.heads)] or 0
         return total
 
@@ -282,8 +283,8 @@ class Selector(abc.ABC):
             docs/pipelines.md has what that risks. By default 1, or 0 where one budget weighs heads
             against neurons at measured prices (``ladder``), so that whole sub-layers may go.
             Selectors that read no prices take 1.
-        multiple_of: Every site keeps a multiple of this many heads, or all it has, or none where
-            ``min_heads`` is 0.
+        multiple_of: Every attention keeps a multiple of this many heads, or all it has, or none
+            where ``min_heads`` is 0. Neurons have levels of their own.
     """
 
     #: Its inputs besides the scores' values: ``loss`` or ``rescore`` (arguments of `hp.select`), or
@@ -317,13 +318,12 @@ class Selector(abc.ABC):
         Args:
             sites: Those to select from.
             budget: For all of them, or by group.
-            priced: Whether prices of levels were measured. Without them, or where the selector does
-                not read them, a sum of scores would say what a whole sub-layer is worth.
+            priced: Whether it reads measured prices of levels. Without them, only sums of scores
+                could empty a layer. They do not measure that, so every layer keeps one.
         """
         if self.min_heads is not None:
             return self
-        weighs = isinstance(budget, Budget) and budget.kind in WEIGH_NEURONS
-        priced = priced and self.reads_prices
+        weighs = isinstance(budget, Budget) and budget.kind in COUNT_NEURONS
         least = 0 if priced and weighs and any(site.is_feed_forward for site in sites) else 1
         return dataclasses.replace(self, min_heads=least)
 

@@ -116,7 +116,7 @@ def _nanoseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * _NANO)
 
 
-def check_leaves_a_head(problem: Problem) -> None:
+def check_keeps_a_head(problem: Problem) -> None:
     """Refuse a budget under which no head at all could be kept.
 
     Nothing is refused where all heads must be removed, where a rule asks for heads anyway, or for a
@@ -144,9 +144,9 @@ def check_leaves_a_head(problem: Problem) -> None:
             return  # by this latency table the site is faster with heads, so it keeps them
         least += lowest
         extra.extend(cost - lowest for count, cost in costs.items() if count)
-    # 2. Whether the budget holds it.
+    # 2. Whether the budget allows it.
     if extra and problem.limit < least + min(extra):
-        raise infeasible(problem, least + min(extra), "Beyond that, nothing is kept. ")
+        raise infeasible(problem, least + min(extra), "Beyond that, no head or neuron is kept. ")
 
 
 def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
@@ -195,7 +195,7 @@ def _rules(problem: Problem) -> str:
     if needy:
         text += f", {needy} of which cannot run without a head"
     if problem.fixed:
-        text += " beside the parts that have no heads"
+        text += ", with the parts that cannot be removed"
     return text
 
 
@@ -213,7 +213,7 @@ def minimum(problem: Problem, ranking: Sequence[Position]) -> frozenset[Position
         InfeasibleBudget: they cost more than the budget allows, or it allows no head at all; names
             the nearest budget.
     """
-    check_leaves_a_head(problem)
+    check_keeps_a_head(problem)
     rows: list[tuple[int, ...]] = []
     for site, states in enumerate(problem.states(ranking)):
         # States come with the fewest heads first, so of equal costs `min` takes the fewest.

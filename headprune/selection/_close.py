@@ -48,7 +48,7 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
 def _note(
     problem: Problem, close: Sequence[Position], keep: frozenset[Position], have_errors: bool
 ) -> str:
-    """The note in words.
+    """The note as text.
 
     Args:
         problem: With the units.

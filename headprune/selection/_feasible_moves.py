@@ -67,8 +67,8 @@ class FeasibleMoves:
         for place, counts in enumerate(problem.counts):
             for count in counts:
                 self._lawful[place, count] = True
-                if problem.steps is not None:
-                    self._step[place, count] = problem.steps[place][count] or 0
+                if problem.costs_by_count is not None:
+                    self._step[place, count] = problem.costs_by_count[place][count] or 0
 
     def costs(self, removed: Flags) -> Counts:
         """The cost of every site."""

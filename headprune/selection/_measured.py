@@ -25,7 +25,7 @@ def check_margin(where: str, margin: object) -> None:
         raise InvalidValue(where, "a number of standard errors >= 0", repr(margin))
 
 
-def fall(losses: Floats, margin: float) -> NDArray[np.bool_]:
+def are_lower(losses: Floats, margin: float) -> NDArray[np.bool_]:
     """Which plans lose less than the first one, ``[plans - 1]``.
 
     Args:

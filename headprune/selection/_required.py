@@ -35,7 +35,7 @@ def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> fr
         there = f"{where}[{name!r}]"
         for head in indices(listed, there, site.n_query_heads):
             if head not in site.heads:
-                raise UnknownName(there, f"one of the present heads {list(site.heads)}", head)
+                raise UnknownName(there, site.present_heads, head)
             ids.add(HeadId(name, head))
     return frozenset(ids)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,12 +14,14 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadId
 from headprune.core.levels import LEVELS, level_widths
 from headprune.core.samples import if_there
-from headprune.core.scores import Cost, HeadScores
+from headprune.core.scores import Bundling, Cost, HeadScores
 
 _T = TypeVar("_T")
 
 #: Per bundle of one site, the indices of the units that it is made of.
 _Members = list[list[int]]
+#: Numbers by site and bundle.
+_Rows = tuple[tuple[float, ...], ...]
 
 
 def bundled(
@@ -28,22 +32,22 @@ def bundled(
 ) -> HeadScores:
     """Bundle units that are kept or removed together.
 
-    At feed-forwards, neurons are bundled by rank into levels (``level_widths``): a selector decides
-    on a dozen units, not on thousands.
+    At feed-forwards, neurons are bundled by rank: with the first n bundles a site is at its n-th
+    level (``level_widths``). So a selector decides on a dozen units, not on thousands.
 
     At sites of the policy ``balanced``, one head of every group is bundled into one unit. Heads are
     bundled by rank within their group: the best of every group, then the second best, and so on.
     So whatever number of bundles a selector keeps, every group keeps as many heads.
 
-    A bundle's score and cost are the sums of its members'; its curvature is that of its members
-    together.
+    A bundle's score and cost are the sums of its members'; of neurons, the score is what
+    ``scores.bundling`` says. Its curvature is that of its members together.
 
     Args:
         scores: Of single heads at such sites.
         must_keep: Heads that rank first in their group, so that those of several groups share
             bundles.
         must_remove: Heads that rank last in their group.
-        like: Sites with bundles that replace new ones by rank.
+        like: Sites whose bundles are used again, for scores that were measured anew.
 
     Raises:
         InvalidValue: groups of unlike size, which ``balanced`` cannot keep as they are.
@@ -63,9 +67,7 @@ def bundled(
         sites.append(new)
         members.append(_members(site, new))
     # 2. Scores, standard errors (of independent heads) and costs of every bundle.
-    errors = scores.standard_errors
-    if errors is not None:
-        errors = _combined(errors, members, _root_of_squares)
+    new_values, errors = _scores_of_bundles(scores, members)
     costs = scores.costs
     if costs is not None:
         costs = replace(costs, units=_combined(costs.units, members, Cost.sum))
@@ -77,7 +79,7 @@ def bundled(
     return replace(
         scores,
         sites=tuple(sites),
-        values=_combined(scores.values, members, sum),
+        values=new_values,
         standard_errors=errors,
         costs=costs,
         samples=None,  # samples are of single heads
@@ -128,10 +130,49 @@ def _combined(
     return tuple(combined)
 
 
-def _root_of_squares(errors: list[float]) -> float:
-    """The standard error of a sum of independent values."""
-    total: float = sum(error**2 for error in errors) ** 0.5
-    return total
+def _scores_of_bundles(
+    scores: HeadScores, members: Sequence[_Members]
+) -> tuple[_Rows, _Rows | None]:
+    """The score of every bundle of every site and, where units have one, its standard error."""
+    value_rows: list[tuple[float, ...]] = []
+    error_rows: list[tuple[float, ...]] = []
+    for place, (site, bundles) in enumerate(zip(scores.sites, members, strict=True)):
+        bundling = scores.bundling if site.is_feed_forward else "sum"
+        own_values = scores.values[place]
+        own_errors = (0.0,) * len(own_values)
+        if scores.standard_errors is not None:
+            own_errors = scores.standard_errors[place]
+        values: list[float] = []
+        errors: list[float] = []
+        for bundle in bundles:
+            score = _bundle_score(
+                [own_values[unit] for unit in bundle],
+                [own_errors[unit] for unit in bundle],
+                bundling,
+            )
+            values.append(score[0])
+            errors.append(score[1])
+        value_rows.append(tuple(values))
+        error_rows.append(tuple(errors))
+    if scores.standard_errors is None:
+        return tuple(value_rows), None
+    return tuple(value_rows), tuple(error_rows)
+
+
+def _bundle_score(
+    values: Sequence[float], errors: Sequence[float], bundling: Bundling
+) -> tuple[float, float]:
+    """The score of a bundle and its standard error, to first order, from independent units'."""
+    total = sum(values)
+    error = sum(map(operator.mul, errors, errors)) ** 0.5
+    if bundling == "mean":
+        return total / len(values), error / len(values)
+    if bundling == "norm":
+        norm = math.hypot(*values)
+        if norm:
+            error = math.hypot(*map(operator.mul, values, errors)) / norm
+        return norm, error
+    return total, error
 
 
 def _flat(members: Sequence[_Members], rows: Sequence[Sequence[float]]) -> _Members:
@@ -152,12 +193,7 @@ def _bundles(
     must_keep: frozenset[HeadId],
     must_remove: frozenset[HeadId],
 ) -> tuple[tuple[int, ...], ...]:
-    """Heads of equal rank within their groups, or levels of neurons; best first."""
-    if len(set(map(len, site.groups))) > 1:
-        hint = "Find the sites with policy='free' or 'group'."
-        raise InvalidValue(
-            f"{site.name} with policy 'balanced'", "of groups of one size", site.groups, hint
-        )
+    """Heads of equal rank within their groups, or neurons of neighbouring ranks; best first."""
     value = {unit[0]: score for unit, score in zip(site.units, values, strict=True)}
 
     def rank(head: int) -> tuple[bool, bool, float, int]:
@@ -166,9 +202,20 @@ def _bundles(
         return name not in must_keep, name in must_remove, -value[head], head
 
     if site.is_feed_forward:
-        neurons = sorted(site.heads, key=rank)
-        widths = pairwise(level_widths(len(neurons)))
-        return tuple(tuple(sorted(neurons[start:stop])) for start, stop in widths)
+        return _neuron_bundles(sorted(site.heads, key=rank))
+    if len(set(map(len, site.groups))) > 1:
+        hint = "Find the sites with policy='free' or 'group'."
+        raise InvalidValue(
+            f"{site.name} with policy 'balanced'", "of groups of one size", site.groups, hint
+        )
     # One row per group; the columns are the bundles.
     ranked = [sorted(group, key=rank) for group in site.groups]
     return tuple(tuple(sorted(heads)) for heads in zip(*ranked, strict=True))
+
+
+def _neuron_bundles(neurons: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Bundle neurons that are sorted by rank; each bundle leads from one level to the next."""
+    bundles = []
+    for start, stop in pairwise(level_widths(len(neurons))):
+        bundles.append(tuple(sorted(neurons[start:stop])))
+    return tuple(bundles)

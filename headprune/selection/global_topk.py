@@ -97,7 +97,7 @@ def _blocks(
                 kept = set(state)
                 # By comparable scores; of equals by the scores themselves, then by place.
                 key = (-_mean(levels[site], block), -_mean(problem.scores.values[site], block))
-                if problem.has_levels(site):
+                if problem.has_neuron_bundles(site):
                     # A level of more neurons sums to more, and still comes after better ones.
                     key = before = max(before, key)
                 blocks.append((*key, site, min(block), block))

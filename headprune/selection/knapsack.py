@@ -1,4 +1,4 @@
-"""Keep the heads of the highest total score that a budget can hold, exactly."""
+"""Keep the heads of the highest total score, or the levels of the lowest price, exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from headprune.core.ladders import SiteLadder
 from headprune.core.scores import HeadScores
 from headprune.selection._base import Position, Problem, Selector, positions_of
-from headprune.selection._budget import best_first, check_leaves_a_head, infeasible
+from headprune.selection._budget import best_first, check_keeps_a_head, infeasible
 from headprune.selection._choice import Option, best_choice, undominated
 from headprune.selection._units import in_rank
 
@@ -23,19 +23,19 @@ _VALUE_BITS, _DEFICIT_BITS = 52, 40
 
 @dataclass(frozen=True)
 class Knapsack(Selector):
-    """Keep the heads of the highest total score that the budget can hold, exactly.
+    """Keep the heads of the highest total score that the budget allows, exactly.
 
-    A multiple-choice knapsack: the classes are the sites, the options are how many heads a site
-    keeps, the best ones. A site's cost may be any function of that number, so this is the selector
-    for measured latency (``Budget(speedup=)``), where a single head has no cost of its own (ZipLM
-    does the same for the speed of layers: Kurtic, Frantar, Alistarh 2023, section 3.2). Where units
-    of one site differ in cost, its options are all sets of units that no other set beats.
+    A multiple-choice knapsack: the classes are the sites, the options are how many heads or neurons
+    a site keeps, the best ones. A site's cost may be any function of that number, as measured
+    latency is (``Budget(speedup=)``), where a single head has no cost of its own (so does ZipLM:
+    Kurtic, Frantar, Alistarh 2023, section 3.2). Where units of one site differ in cost, its
+    options are all sets of units that no other set beats.
 
-    A sum of scores is the cost of removal only as far as heads do not depend on each other. A
-    negative score counts as zero: such a head never replaces another, but is kept where there is
-    room. Of equal scores the choice with more heads wins, then that with less negative scores, then
-    the cheaper one, then that with more heads at earlier sites. Scores are exact to 2^-52 of their
-    sum.
+    With measured prices of levels (``scores.ladders``) the sum of prices is lowest, and scores only
+    rank the units of a site. Without them, sums of scores decide. A negative score counts as zero:
+    such a head never replaces another, but is kept where there is room. Of equal scores the choice
+    with more heads wins, then that with less negative scores, then the cheaper one, then that with
+    more heads at earlier sites. Scores are exact to 2^-52 of their sum.
 
     When: heads cost differently, or the budget is one of speed, where it is the default.
     Cost: no pass over data; below a second for a thousand heads.
@@ -44,7 +44,7 @@ class Knapsack(Selector):
     reads_prices: ClassVar[bool] = True
 
     def keep(self, problem: Problem) -> frozenset[Position]:
-        check_leaves_a_head(problem)
+        check_keeps_a_head(problem)
         ladders = problem.scores.ladders
         if ladders is None:
             sets_of = partial(_possible_sets, problem, _worth(problem.scores))
@@ -139,7 +139,7 @@ def _possible_sets(
     settled = problem.must_keep | problem.must_remove
     free = [unit for unit in range(len(problem.costs[site])) if (site, unit) not in settled]
     alike = {(problem.costs[site][unit], problem.heads(site, [unit])) for unit in free}
-    if len(alike) < 2 or problem.has_levels(site):
+    if len(alike) < 2 or problem.has_neuron_bundles(site):
         # Of each number of heads, the best ones.
         candidates = list(states.values())
     else:

@@ -13,7 +13,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import check_count
 from headprune.selection._base import Position, Problem, Selector
 from headprune.selection._inner import frozen, inner_selector
-from headprune.selection._measured import Floats, check_margin, fall, measured_losses
+from headprune.selection._measured import Floats, are_lower, check_margin, measured_losses
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LocalSearch(Selector):
         Args:
             losses: ``[1 + swaps, examples]``, the present plan first.
         """
-        lower = fall(losses, self.margin)
+        lower = are_lower(losses, self.margin)
         if not lower.any():
             return None
         means = (losses[1:] - losses[0]).mean(1)

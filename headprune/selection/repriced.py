@@ -12,13 +12,14 @@ import numpy as np
 from headprune.core.errors import check_count
 from headprune.selection._base import Position, Problem, positions_of
 from headprune.selection._choice import Option, best_choice
-from headprune.selection._measured import check_margin, fall, measured_losses
+from headprune.selection._measured import are_lower, check_margin, measured_losses
 from headprune.selection.knapsack import Knapsack, ranking
 
 #: Bits of the whole numbers that gains are rounded to.
 _BITS = 40
-#: Where a step fails, changes must gain more than these shares of its mean gain per site.
-_THRESHOLDS = (0.5, 1.0, 2.0)
+#: Where the best plan is not better, the choice is made again: each change is charged so many
+#: times the mean gain of the best plan's changes, so that fewer sites change.
+_CHARGES = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Repriced(Knapsack):
     Prices of levels are measured with one site cut at a time, and do not say what a level costs
     where the other sites are cut, too. Each round measures the present plan with one site at a
     nearby level, and the knapsack chooses among these levels. The new plan is taken if its measured
-    loss is lower by ``margin`` standard errors; if not, only sites that gain more may change.
+    loss is lower by ``margin`` standard errors; if not, plans that change fewer sites are measured.
 
     The plan's notes give the loss before and after on the rows that decided.
 
@@ -57,24 +58,26 @@ class Repriced(Knapsack):
         """How many plans are measured at most, for so many sites."""
         near = 2 * self.reach * n_sites
         # Of each round: the present plan, nearby levels, the best ones, and those of fewer changes.
-        return self.rounds * (2 + near + len(_THRESHOLDS))
+        return self.rounds * (2 + near + len(_CHARGES))
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         chosen = super().keep(problem)
         levels = _Levels(problem, chosen)
         present = levels.present
         n_measured = 0
-        first = now = math.nan
+        first: float | None = None  # the loss of the knapsack's plan
+        now = 0.0
         for _ in range(self.rounds):
             # 1. Measure the present plan, and it with one site at a nearby level.
-            steps = list(levels.steps(present, self.reach))
-            plans = [levels.plan(_moved(present, *step)) for step in steps]
+            moves = list(levels.moves(present, self.reach))
+            plans = [levels.plan(_moved(present, *move)) for move in moves]
             losses = measured_losses(problem, [levels.plan(present), *plans])
             n_measured += len(losses)
             means = losses.mean(1)
             now = float(means[0])
-            first = now if math.isnan(first) else first
-            gains = dict(zip(steps, (means[0] - means[1:]).tolist(), strict=True))
+            if first is None:
+                first = now
+            gains = dict(zip(moves, (means[0] - means[1:]).tolist(), strict=True))
             # 2. Take the best plan of these levels, if it is measured to be better.
             better = None
             for candidate in _candidates(problem, levels, present, gains):
@@ -84,7 +87,9 @@ class Repriced(Knapsack):
                     continue
                 (its_losses,) = measured_losses(problem, [plan])
                 n_measured += 1
-                if fall(np.stack([losses[0], its_losses]), self.margin)[0]:
+                pair = np.stack([losses[0], its_losses])  # [present and new plan, examples]
+                (is_lower,) = are_lower(pair, self.margin)
+                if is_lower:
                     better, now = candidate, float(its_losses.mean())
                     break
             if better is None:
@@ -117,16 +122,16 @@ class _Levels:
         #: Level of each site in the plan that was given.
         self.present = tuple(present)
 
-    def steps(self, present: Sequence[int], reach: int) -> Iterator[tuple[int, int]]:
+    def moves(self, present: Sequence[int], reach: int) -> Iterator[tuple[int, int]]:
         """Pairs of a site and a level near its present one."""
         for site, level in enumerate(present):
             for other in range(level - reach, level + reach + 1):
                 if other != level and 0 <= other < len(self.units[site]):
                     yield site, other
 
-    def plan(self, present: Sequence[int]) -> frozenset[Position]:
+    def plan(self, chosen: Sequence[int]) -> frozenset[Position]:
         """The units of a level at each site."""
-        return positions_of(self.units[site][level] for site, level in enumerate(present))
+        return positions_of(self.units[site][level] for site, level in enumerate(chosen))
 
 
 def _moved(present: Sequence[int], site: int, level: int) -> tuple[int, ...]:
@@ -149,10 +154,10 @@ def _candidates(
         return
     yield best
 
-    # 2. Only changes that gain more than a share of the mean.
+    # 2. Charge every change, so that fewer sites change.
     seen = {present, best}
-    for threshold in _THRESHOLDS:
-        found = _best(problem, levels, present, gains, threshold * mean_gain)
+    for charge in _CHARGES:
+        found = _best(problem, levels, present, gains, charge * mean_gain)
         if found not in seen:
             seen.add(found)
             yield found
@@ -163,20 +168,23 @@ def _best(
     levels: _Levels,
     present: tuple[int, ...],
     gains: dict[tuple[int, int], float],
-    threshold: float,
+    charge: float,
 ) -> tuple[int, ...]:
-    """The levels whose gains, less a threshold per change, sum to the most within the budget."""
-    scale = math.frexp(sum(map(abs, gains.values())) + len(present) * threshold)[1]
+    """The levels with the highest sum of gains, less a charge per change, within the budget."""
+    # The exponent of a bound on the sum of all values, which then has at most `_BITS` bits.
+    bound = sum(map(abs, gains.values())) + len(present) * charge
+    scale = math.frexp(bound)[1]
     classes, choices = [], []
     for site, level in enumerate(present):
         of_site = [level, *(other for place, other in gains if place == site)]
-        values = [0.0, *(gains[site, other] - threshold for other in of_site[1:])]
+        values = [0.0, *(gains[site, other] - charge for other in of_site[1:])]
         options = []
         for other, value in zip(of_site, values, strict=True):
             units = levels.units[site][other]
-            # A constant per site decides nothing, and makes no value negative.
+            # Less the site's lowest value: that changes no comparison and keeps values >= 0.
             whole = round(math.ldexp(value - min(values), _BITS - scale))
-            options.append(Option(problem.site_cost(site, units), whole, -abs(other - level)))
+            distance = abs(other - level)  # of equal plans, the nearer one
+            options.append(Option(problem.site_cost(site, units), whole, second=-distance))
         classes.append(options)
         choices.append(of_site)
     chosen = best_choice(classes, problem.limit)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from headprune.selection._base import WEIGH_NEURONS, Position, Problem, Selector, positions_of
+from headprune.selection._base import COUNT_NEURONS, Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, infeasible
 
 #: The lawful units of one site by their number of heads, as `Problem.states` gives them.
@@ -35,7 +35,7 @@ class Uniform(Selector):
         sites = problem.scores.sites
         sizes = [len(site.units) for site in sites]
         # Where the budget counts heads alone, all neurons stay.
-        counts_neurons = problem.budget.kind in WEIGH_NEURONS
+        counts_neurons = problem.budget.kind in COUNT_NEURONS
         shared = [counts_neurons or not site.is_feed_forward for site in sites]
         # An answer without any head counts only where there is no other.
         some_have_heads = any(any(states.values()) for states in rows)

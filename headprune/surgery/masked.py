@@ -184,7 +184,7 @@ def _copied(value: Any) -> Any:
 
 
 def _variants(b: BoundSite, given: _ModuleCall) -> Iterator[tuple[str, _ModuleCall]]:
-    """The same call under other masks, and the change in words."""
+    """The same call under other masks, and the change as text."""
     for name, value in given.named().items():
         if "mask" not in name and "len" not in name:
             continue

@@ -73,7 +73,7 @@ class PruneReport:
         return sum(len(heads) for _, heads in self.removed)
 
     def _counts(self) -> str:
-        """Heads, and neurons where feed-forwards are among the sites, in words."""
+        """Heads, and neurons where feed-forwards are among the sites, as text."""
         now = HeadCounts.present(self.sites)
         if now.neurons is None:
             return f"removed {self.n_removed} heads"

@@ -41,7 +41,7 @@ class SettingVerdict:
     """The test of one setting.
 
     Args:
-        setting: The setting, in words.
+        setting: The setting, as text.
         size: Size of its largest model.
         bound: Upper bound of its worst draw's drop on validation rows; None if not tested.
         passed: The bound is at most the allowed drop.
@@ -65,7 +65,7 @@ class Pick(Value):
         by: What is to be small.
         metric: Metric of the sweep.
         run: Digest of the picked run; None if no setting passed.
-        setting: The picked combination and draw, in words.
+        setting: The picked combination and draw, as text.
         plan: The picked plan.
         size: Size of its model, by ``by``.
         validation: Its drop on validation rows, with a 95 % interval.

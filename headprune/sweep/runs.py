@@ -102,7 +102,7 @@ class PlannedRun:
 
     @property
     def what(self) -> str:
-        """The grid's values and the draw, in words."""
+        """The grid's values and the draw, as text."""
         return words({**self.values, "seed": self.draw})
 
     def path(self, sweep: Path) -> Path:

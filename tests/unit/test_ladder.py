@@ -16,7 +16,7 @@ from transformers import (
 import headprune as hp
 from headprune.choice import _meter
 from headprune.choice._held_out import fold_numbers
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.ladders import SiteLadder
 from headprune.model.distributions import Distributions
 
@@ -123,9 +123,9 @@ def test_the_memory_for_the_whole_models_logits_is_bounded(monkeypatch):
     room = 6 * 500 * 4 * 10  # ten positions of six examples
     monkeypatch.setattr(_meter, "_ROOM", room)
     thin = hp.score(model, batches, "ladder", progress=False)
-    positions = [[whole.logits.shape[1] for whole in meter._whole] for meter in meters]
+    positions = [[whole.logits.shape[1] for whole in meter._whole_outputs] for meter in meters]
     assert positions == [[29, 19, 24], [10, 10, 10]]
-    assert sum(whole.logits.nbytes for whole in meters[1]._whole) == room
+    assert sum(whole.logits.nbytes for whole in meters[1]._whole_outputs) == room
     rises = zip(full.ladders[0].rises, thin.ladders[0].rises, strict=True)
     assert all(a == pytest.approx(b, rel=0.5) for a, b in rises)
     assert full.ladders != thin.ladders
@@ -204,6 +204,12 @@ def test_kinds_may_have_budgets_of_their_own(scores):
     neurons = {site.name for site in scores.sites if site.is_feed_forward}
     assert sum(n for site, n in kept.items() if site not in neurons) == 4
     assert 0 < sum(n for site, n in kept.items() if site in neurons) <= 48
+
+
+def test_attention_without_an_output_projection_has_no_price():
+    model, batch = hp.layouts.registry.get("head_list_bare").tiny(0)
+    with pytest.raises(UnsupportedModel, match="one with an output projection"):
+        hp.score(model, [batch], "ladder", progress=False)
 
 
 def test_what_is_refused():

@@ -341,7 +341,7 @@ def test_a_copy_that_does_not_run_is_refused(monkeypatch):
 
     monkeypatch.setattr(hp.MultiHeadAttention, "forward", with_a_head)
     model, batch = nn.Sequential(hp.MultiHeadAttention(8, 2)), torch.randn(2, 3, 8)
-    must = r"site 0: must be one that runs with 0 of its 2 heads, got index 2 .* Leave it out"
+    must = r"site 0: must be one that runs with 0 of its 2 heads, got index 2 .* without it"
     with pytest.raises(UnsupportedModel, match=must):
         latency_table(model, batch, seconds=0)
 

@@ -22,10 +22,15 @@ from transformers import (
     FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
 )
 
 import headprune as hp
 from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
+from headprune.checkpoints.any_cut import check_any_cut
 from headprune.choice._meter import divergence
 from headprune.choice.ladder import _check_finite
 from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed
@@ -69,6 +74,7 @@ def test_feed_forwards_are_cut_and_saved_where_attention_fits_no_layout(tmp_path
         hp.find_sites(model)
     sites = hp.find_sites(model, feed_forward=True)
     assert [site.is_feed_forward for site in sites] == [True, True]
+    check_any_cut(model, "transformers", "a format", neurons=True)
     scores = hp.score(model, [batch], "wanda", sites=sites, progress=False)
     plan = hp.select(scores, hp.Budget(keep_params=0.8))
 
@@ -427,7 +433,7 @@ def test_a_level_that_overflows_has_no_price():
     # Padded ends of answers are -inf in both.
     ends = replace(whole, logits=torch.tensor([[[1.0, -math.inf]], [[0.0, -math.inf]]]))
     assert divergence(ends, ends, 1.0).tolist() == [0.0, 0.0]
-    with pytest.raises(InvalidValue, match=r"with 0 of 2 units of a: must be finite, got nan"):
+    with pytest.raises(InvalidValue, match=r"with 0 of 2 heads of a: must be finite, got nan"):
         _check_finite(site("a", 2), (0, 1, 2), (math.nan, 0.2, 0.0))
 
 
@@ -504,6 +510,48 @@ def test_estimates_cut_half_of_the_neurons_too(tmp_path):
     subject = run_of(tmp_path, {})
     kept = [len(row.kept) for row in half_of_heads(subject).rows]
     assert kept == [2, 24, 2, 24]
+
+
+def test_estimates_keep_the_neurons_of_models_whose_attention_fits_no_layout(tmp_path):
+    rows = ([token % 17 for token in range(n, n + 8)] for n in range(40))
+    wanted = llama_with_neurons(tmp_path, {"keep_params": 0.8}, rows)
+    model = wanted.model.model_copy(update={"class_name": "PersimmonForCausalLM"})
+    subject = quietly_prepared(wanted.model_copy(update={"model": model}))
+    assert [len(row.kept) for row in half_of_heads(subject).rows] == [24, 24]
+
+
+def test_a_search_around_a_knapsack_may_take_whole_sublayers_too():
+    budget = hp.Budget(keep_params=0.5)
+    selector = hp.selection.LocalSearch(inner="knapsack")
+    plan = hp.select(two_layers(), budget, selector, loss=lambda masks: np.zeros((len(masks), 4)))
+    assert plan.settings["min_heads"] == 0
+    assert plan.mask == hp.select(two_layers(), budget, "knapsack").mask
+
+
+def test_multiples_of_heads_are_no_multiples_of_neurons():
+    selector = hp.selection.Knapsack(multiple_of=7)
+    kept = hp.select(two_layers(), hp.Budget(keep_params=0.9), selector).mask
+    # Of 24 units, 21: all heads or none of a layer, and any number of neurons.
+    assert [len(row.kept) for row in kept.rows] == [4, 8, 4, 5]
+
+
+def test_magnitude_does_not_depend_on_how_a_gate_is_packed():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 20}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    torch.manual_seed(0)
+    apart = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    fused = Phi3ForCausalLM(Phi3Config(**sizes)).eval()
+    mlp = apart.model.layers[0].mlp
+    with torch.no_grad():
+        packed = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        fused.model.layers[0].mlp.gate_up_proj.weight.copy_(packed)
+        fused.model.layers[0].mlp.down_proj.weight.copy_(mlp.down_proj.weight)
+    rows = []
+    for model in (apart, fused):
+        sites = hp.find_sites(model, feed_forward=True)
+        scores = hp.score(model, None, "magnitude", sites=sites)
+        rows.append(scores.values[-1])
+    assert rows[0] == pytest.approx(rows[1])
 
 
 def test_fisher_of_neurons_is_the_mean_square_of_their_slopes():

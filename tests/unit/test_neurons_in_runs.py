@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import matplotlib as mpl
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -208,6 +209,50 @@ def test_random_levels_count_like_random_heads(bert):
         assert len(row) == (12 if one.is_feed_forward else 4)
         assert min(row) >= 0
         assert max(row) <= 1
+
+
+def _bundled(bert, batch, scorer):
+    """By feed-forward, the scores of its neurons, and those of their bundles with standard errors."""
+    sites = hp.find_sites(bert, feed_forward=True)
+    scores = hp.score(bert, [batch], scorer, sites=sites, progress=False)
+    bundles = bundled(scores)
+    for place, one in enumerate(bundles.sites):
+        if one.is_feed_forward:
+            values = np.array(scores.values[place])
+            errors = np.array(scores.standard_errors[place])
+            for unit, members in enumerate(one.units):
+                at = list(members)
+                found = bundles.values[place][unit], bundles.standard_errors[place][unit]
+                yield values[at], errors[at], found
+
+
+@pytest.mark.parametrize("scorer", ["fluctuation", "activation_norm", "taylor"])
+def test_bundles_of_neurons_are_scored_as_heads_are_from_their_channels(bert, batch, scorer):
+    for values, errors, (value, error) in _bundled(bert, batch, scorer):
+        if scorer == "fluctuation":  # a head's z-score is the mean of its channels'
+            assert value == pytest.approx(values.mean())
+            assert error == pytest.approx(np.linalg.norm(errors) / len(values))
+        elif scorer == "activation_norm":  # a head's norm is that over its channels
+            assert value == pytest.approx(np.linalg.norm(values))
+            assert error == pytest.approx(np.linalg.norm(values * errors) / value)
+        else:
+            assert value == pytest.approx(values.sum())
+            assert error == pytest.approx(np.linalg.norm(errors))
+
+
+def test_scores_that_do_not_add_up_say_so_in_their_file_and_others_keep_their_bytes(
+    bert, batch, tmp_path
+):
+    sites = hp.find_sites(bert, feed_forward=True)
+    scored = hp.score(bert, [batch], ["fluctuation", "taylor"], sites=sites, progress=False)
+    paths = []
+    for scores in scored:
+        paths.append(scores.save(tmp_path / f"{scores.scorer}.json"))
+        assert hp.HeadScores.load(paths[-1]).bundling == scores.bundling
+    assert '"bundling": "mean"' in paths[0].read_text()
+    assert "bundling" not in paths[1].read_text()
+    average = hp.scoring.rank_average(scored)
+    assert average.bundling == "mean"
 
 
 @pytest.mark.parametrize(

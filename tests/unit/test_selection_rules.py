@@ -285,7 +285,7 @@ def test_where_fewer_heads_are_slower_the_least_are_not_the_cheapest() -> None:
     for first, nearest in ((2.5, "1.6"), (0.0, "2.285714")):
         table = table_of(8.0, a=(first, 3.0, 3.5, 4.0), b=(1.0, 2.5, 3.0))
         with pytest.raises(
-            InfeasibleBudget, match=f"at most {nearest}.* Beyond that, nothing is kept"
+            InfeasibleBudget, match=f"at most {nearest}.* Beyond that, no head or neuron is kept"
         ):
             hp.select(scores, Budget(speedup=3.9), GlobalTopk(min_heads=0), latency=table)
 
