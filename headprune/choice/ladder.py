@@ -182,8 +182,8 @@ def _check_finite(site: AttentionSite, kept: Sequence[int], rises: Sequence[floa
     """
     for count, rise in zip(kept, rises, strict=True):
         if not math.isfinite(rise):
-            noun = "neurons" if site.is_feed_forward else "heads"
-            where = f"the rise of the loss with {count} of {len(site.heads)} {noun} of {site.name}"
+            of_all = f"{count} of {len(site.heads)} {site.noun}s of {site.name}"
+            where = f"the rise of the loss with {of_all}"
             hint = "The model overflows there: score it in float32, or with smaller inputs."
             raise InvalidValue(where, "finite", rise, hint)
 

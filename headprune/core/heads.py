@@ -130,6 +130,11 @@ class AttentionSite(Value):
         return self.kind == "feed_forward"
 
     @property
+    def noun(self) -> str:
+        """What one of its heads is called: ``head`` or ``neuron``."""
+        return "neuron" if self.is_feed_forward else "head"
+
+    @property
     def present_heads(self) -> str:
         """What a named head must be one of, for errors."""
         if self.is_feed_forward:
@@ -208,8 +213,7 @@ class AttentionSite(Value):
         present = frozenset(self.heads)
         for head in kept:
             if head not in present:
-                noun = "neuron" if self.is_feed_forward else "head"
-                raise UnknownName(f"{noun} {head} of {self.name}", self.present_heads, head)
+                raise UnknownName(f"{self.noun} {head} of {self.name}", self.present_heads, head)
 
         if self.group_size == 1:  # no heads share anything
             return kept

@@ -144,9 +144,8 @@ class LatencyTable(Value):
                 raise InvalidValue("LatencyTable", must, "a table of heads alone", hint)
             n_heads = len(self.row(site.name)) - 1
             if n_heads != len(site.heads):
-                unit = "neurons" if site.is_feed_forward else "heads"
-                must = f"measured with the {len(site.heads)} {unit} of {site.name}"
-                got = f"a row for {n_heads} {unit}"
+                must = f"measured with the {len(site.heads)} {site.noun}s of {site.name}"
+                got = f"a row for {n_heads} {site.noun}s"
                 raise InvalidValue("LatencyTable", must, got, _ANEW)
         # fsum: the check must not fail by the rounding of many small numbers.
         in_sites = math.fsum(row.whole for row in self.sites)

@@ -110,11 +110,11 @@ class AutoOfRun(Auto):
 
 def half_of_heads(subject: Subject) -> HeadMask:
     """Keep a random half of the heads, or all of them if layers have one head; half the neurons."""
-    batch = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)[:1]
-    scores = score(subject.model, batch, "random", sites=subject.sites, progress=False)
     mask = HeadMask.full(subject.sites)
     # A budget of heads counts no neurons.
     if not all(site.is_feed_forward for site in subject.sites):
+        batch = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)[:1]
+        scores = score(subject.model, batch, "random", sites=subject.sites, progress=False)
         # Every layer keeps at least one head.
         with suppress(InfeasibleBudget):
             mask = select(scores, Budget(keep_heads=0.5)).mask

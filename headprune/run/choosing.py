@@ -72,21 +72,21 @@ def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPla
     Sites cut together may save more or less than the latency table adds up to. Then its savings are
     scaled to the measurement, for the baselines as well, and the same budget is met by those.
     """
-    measured = subject.latency
     plan = choose_heads(subject, scores)
-    factor = 1.0
+    measured = subject.latency
+    if measured is None or subject.recipe.select.latency.seconds < _LEAST_SECONDS:
+        return plan
+    table, factor = measured, 1.0  # those by which the plan was chosen
     for _ in range(_MOST_COPIES):
-        correction = _correction(subject, plan)
+        correction = _correction(subject, table, plan)
         if correction is None:
             break
-        table = subject.latency
-        assert measured is not None
-        assert table is not None
         scaled = _within(factor * correction)
-        # From the table as it was measured: scaled entries are cut off at 0.
-        use_table(subject, measured.with_savings(scaled))
         text = f"The latency table's savings are scaled by {scaled:.2f}"
         subject.journal.tell(f"{text}, and the choice is made again.")
+        # From the table as it was measured: scaled entries are cut off at 0.
+        corrected = measured.with_savings(scaled)
+        use_table(subject, corrected)
         before = plan
         try:
             plan = choose_heads(subject, scores)
@@ -94,7 +94,7 @@ def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPla
             use_table(subject, table)
             subject.journal.warn([f"The cut model may be slower than asked. {error}"])
             break
-        factor = scaled
+        table, factor = corrected, scaled
         if plan.mask == before.mask:
             break
     if factor != 1.0:
@@ -108,15 +108,12 @@ def _within(factor: float) -> float:
     return round(min(max(factor, 1 / _MOST_CORRECTED), _MOST_CORRECTED), 4)
 
 
-def _correction(subject: Subject, plan: PruningPlan) -> float | None:
+def _correction(subject: Subject, table: LatencyTable, plan: PruningPlan) -> float | None:
     """How many times as much a plan saves as the latency table predicts.
 
-    None where that is about right, and where it is not measured: without a table, with little time
-    for it, and for a model that cannot be copied.
+    None where that is about right, and for a model that cannot be copied.
     """
-    table, journal = subject.latency, subject.journal
-    if table is None or subject.recipe.select.latency.seconds < _LEAST_SECONDS:
-        return None
+    journal = subject.journal
     # 1. Measure the plan.
     bound = bind(subject.model, subject.sites)
     keep = {b.site.name: plan.mask.kept(b.site.name) for b in bound}

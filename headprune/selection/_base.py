@@ -96,8 +96,7 @@ class Problem:
             if count not in self.counts[place]:
                 plural = "" if count == 1 else "s"
                 allowed = _alternatives(self.counts[place])
-                noun = "neuron" if site.is_feed_forward else "head"
-                return f"{count} {noun}{plural} at {site.name}, which may have {allowed}"
+                return f"{count} {site.noun}{plural} at {site.name}, which may have {allowed}"
         return ""
 
     def by_site(self, keep: Iterable[Position]) -> list[set[int]]:

@@ -149,8 +149,7 @@ def _no_lawful_count(problem: Problem, place: int) -> InvalidValue:
     if problem.budget.tensor_parallel:
         must += f" and tensor_parallel={problem.budget.tensor_parallel}"
     lawful = "only 0" if problem.counts[place] else "no number"
-    noun = "neurons" if site.is_feed_forward else "heads"
-    got = f"{least} to {most} {noun}, and {lawful} among them keeps these rules"
+    got = f"{least} to {most} {site.noun}s, and {lawful} among them keeps these rules"
     hint = "Change must_keep, must_remove or these settings"
     hint += "; the latency table may lack the number." if problem.costs_by_count else "."
     return InvalidValue(f"the kept heads of {site.name}", must, got, hint)
