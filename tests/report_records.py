@@ -9,7 +9,9 @@ from html.parser import HTMLParser
 import numpy as np
 
 from headprune.core.codec import FrozenDict
-from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.heads import AttentionSite, HeadMask, SiteKeep
+from headprune.core.ladders import SiteLadder
+from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
@@ -101,6 +103,32 @@ def costed(record):
     )
     table = CostTable(Cost(10**6, 0, 10**5, 10**3, 4096), units, 128)
     return replace(record, scores=replace(record.scores, costs=table))
+
+
+def with_neurons(n_layers=6, n_neurons=1536):
+    """A record of one budget for heads and neurons, and its latency table."""
+    sites, costs, rows, ladders, keep = [], [], [], [], []
+    for layer in range(n_layers):
+        name = f"bert.encoder.layer.{layer}"
+        for site_name, layout, kind, n_units, width, macs in (
+            (f"{name}.attention", "bert", "self", 12, 32, 49_248),
+            (name, "feed_forward_bert", "feed_forward", n_neurons, 1, 769),
+        ):
+            shape = (n_units, n_units, width, width, tuple(range(n_units)))
+            site = AttentionSite(site_name, layout, kind, *shape)
+            sites.append(site)
+            costs.append((Cost(macs, 0, macs - 1, 64, 0),) * n_units)
+            seconds = tuple(0.04262 * count / n_units for count in range(n_units + 1))
+            rows.append(SiteLatency(site_name, seconds, neurons=site.is_feed_forward))
+            kept = n_units // 6
+            ladders.append(SiteLadder(site_name, (kept, n_units), (0.00072, 0.0)))
+            keep.append(SiteKeep.of(site, range(kept)))
+    table = LatencyTable(0.6, tuple(rows), 32, 128, "cpu, 2 threads", "float32")
+    whole = CostTable(Cost(22_713_986, 0, 10**7, 10**3, 0), tuple(costs), 128)
+    scores = replace(scores_of(sites, errors=False), costs=whole, ladders=tuple(ladders))
+    chosen = ("knapsack", FrozenDict(), "ladder", scores.digest)
+    plan = PruningPlan(HeadMask(tuple(keep)), Budget(speedup=3.6), *chosen)
+    return replace(record_of(), scores=scores, plan=plan), table
 
 
 def maps_of(record, n_examples=3, length=6, image=None, words=True):

@@ -10,7 +10,7 @@ from headprune.core.heads import AttentionSite, HeadCounts
 from headprune.core.ladders import SiteLadder
 from headprune.core.latency import SAVINGS_FACTOR, LatencyTable
 from headprune.core.record import RunRecord
-from headprune.report.formats import fixed
+from headprune.report.formats import milliseconds
 from headprune.report.heatmap import short_names
 from headprune.report.layers import (
     LayerLine,
@@ -30,7 +30,7 @@ class NeuronLine(LayerLine):
     kept: str  # such as `512 of 3,072 neurons`
     time: tuple[str, str]  # milliseconds per call; empty without a latency table
     saved: str  # milliseconds that the cut saves there, by the latency table
-    price: str  # how much the loss rises by this alone; empty without ladders
+    price: str  # how far this cut alone moves the outputs; empty without ladders
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _line(
         words = f"{kept.neurons:,} of {whole.neurons:,} neurons"
     shown, saved = ("", ""), ""
     if time is not None:
-        shown = (fixed(1000 * time[0], 2), fixed(1000 * time[1], 2))
-        saved = fixed(1000 * (time[0] - time[1]), 2)
+        shown = (milliseconds(time[0]), milliseconds(time[1]))
+        saved = milliseconds(time[0] - time[1])
     line = layer_line(label, "", total_cost(cost for _, cost in parts), length)
     return NeuronLine(**vars(line), kept=words, time=shown, saved=saved, price=price)

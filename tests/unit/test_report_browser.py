@@ -16,7 +16,15 @@ from headprune.report.html import render_comparison_html, render_sweep_html
 from headprune.report.inputs import SweepInputs
 from headprune.scoring._agreement import agreement
 from tests.browser import CHROMIUM, REQUIRED, Browser
-from tests.report_records import NASTY, costed, maps_of, plan_of, record_of, sweep_table
+from tests.report_records import (
+    NASTY,
+    costed,
+    maps_of,
+    plan_of,
+    record_of,
+    sweep_table,
+    with_neurons,
+)
 
 #: What ``.ci/run`` fetches from npm.
 AXE = Path(
@@ -75,7 +83,18 @@ def compared():
     return render_comparison_html(both, inputs.agreement)
 
 
-PAGES = {"page": lambda: render_html(*full()), "comparison": compared, "sweep": swept}
+def of_neurons():
+    """The page of a run with heads and neurons under one budget."""
+    record, table = with_neurons()
+    return render_html(record, ReportInputs(latency=table))
+
+
+PAGES = {
+    "page": lambda: render_html(*full()),
+    "comparison": compared,
+    "sweep": swept,
+    "neurons": of_neurons,
+}
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +149,31 @@ def test_a_page_opens_without_a_console_message_and_fits(browser, pages, name, w
     assert browser.run(SIDEWAYS) == []
     wanted = "rgb(15, 21, 23)" if dark else "rgb(245, 248, 247)"
     assert browser.run("getComputedStyle(document.body).backgroundColor") == wanted
+
+
+#: Captions that reach beyond the part of the page in which their table scrolls.
+CUT_OFF = """[...document.querySelectorAll(".scroll caption")].filter(e =>
+    e.getBoundingClientRect().right > e.closest(".scroll").getBoundingClientRect().right + 1
+).map(e => e.textContent)"""
+
+#: Tables that are wider than what they scroll in.
+SCROLLED = """[...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth)
+    .map(e => e.getAttribute("aria-label"))"""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_captions_wrap_at_the_card(browser, pages, name):
+    for width in (700, 1000, 1200):
+        browser.open(pages[name], width)
+        assert browser.run(CUT_OFF) == []
+
+
+def test_layers_with_prices_and_times_fit_a_laptop(browser, pages):
+    browser.open(pages["neurons"], 1200)
+    assert browser.run("document.querySelector('#layers + .scroll thead').textContent").endswith(
+        "MillisecondsSaved (ms)Price"
+    )
+    assert browser.run(SCROLLED) == []
 
 
 @pytest.mark.parametrize(
