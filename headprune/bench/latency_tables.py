@@ -58,8 +58,8 @@ _MAX_FACTOR = 2.0
 # Copies that are timed beside the model: cut of heads, of neurons, of both.
 _N_COPIES = 3
 
-#: Seconds by number of heads; None where the site cannot have that number.
-SecondsByHeads: TypeAlias = "Sequence[float | None]"
+#: Seconds by number of heads or neurons; None where it was not measured.
+SecondsByCount: TypeAlias = "Sequence[float | None]"
 
 
 def latency_table(
@@ -114,7 +114,7 @@ def latency_table(
         calls = recorded(model, bound, inputs)
         kinds = _kinds(calls)
         clock = _Clock(device, seconds, len(kinds))
-        measured: dict[Any, SecondsByHeads] = {}
+        measured: dict[Any, SecondsByCount] = {}
         for key, one in bar(kinds.items(), "latency table", progress):
             # The whole model before, between and after the modules, so that drift affects both.
             clock.time_whole(lambda: call(model, inputs))
@@ -282,7 +282,7 @@ class _Clock:
         times = self._rounds([_always(run)], self.seconds * _MODEL_SHARE / (self.n_kinds + 1))
         self.whole += times[:, 0].tolist()
 
-    def time_site(self, model: nn.Module, recorded_call: RecordedCall) -> SecondsByHeads:
+    def time_site(self, model: nn.Module, recorded_call: RecordedCall) -> SecondsByCount:
         """Return the median seconds by number of heads."""
         variants = _variants(model, recorded_call.bound)
         seconds = self.seconds * (1 - _MODEL_SHARE - _TOGETHER_SHARE) / self.n_kinds
@@ -450,13 +450,13 @@ def _scaled_to(table: Sequence[SiteLatency], whole: float) -> list[SiteLatency]:
     return [replace(row, seconds=_scaled(row.seconds, scale)) for row in table]
 
 
-def _time_of_neurons(row: SecondsByHeads) -> SecondsByHeads:
+def _time_of_neurons(row: SecondsByCount) -> SecondsByCount:
     """Subtract the entry without neurons: the module may be a whole layer with its attention."""
     without = row[0] or 0.0
     return [None if seconds is None else max(0.0, seconds - without) for seconds in row]
 
 
-def _smoothed(row: SecondsByHeads) -> SecondsByHeads:
+def _smoothed(row: SecondsByCount) -> SecondsByCount:
     """Return the nearest non-decreasing row in least squares."""
     # Fewer heads are less work, so where a row falls it is mostly noise. A selector looks for the
     # best entries and would find every one that is too low by chance.
@@ -468,7 +468,7 @@ def _smoothed(row: SecondsByHeads) -> SecondsByHeads:
     return smoothed
 
 
-def _sum(rows: Sequence[SecondsByHeads]) -> tuple[float | None, ...]:
+def _sum(rows: Sequence[SecondsByCount]) -> tuple[float | None, ...]:
     """Add up the rows of several calls of one module."""
     sums: list[float | None] = []
     for entries in zip(*rows, strict=True):
@@ -477,13 +477,13 @@ def _sum(rows: Sequence[SecondsByHeads]) -> tuple[float | None, ...]:
     return tuple(sums)
 
 
-def _scaled(row: SecondsByHeads, factor: float) -> tuple[float | None, ...]:
+def _scaled(row: SecondsByCount, factor: float) -> tuple[float | None, ...]:
     return tuple(None if seconds is None else seconds * factor for seconds in row)
 
 
 def _notes(
-    raw: Mapping[Any, SecondsByHeads],
-    rows: Mapping[Any, SecondsByHeads],
+    raw: Mapping[Any, SecondsByCount],
+    rows: Mapping[Any, SecondsByCount],
     alone: float,
     whole: float,
     factors: Mapping[str, float],

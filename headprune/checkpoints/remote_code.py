@@ -201,7 +201,8 @@ def config_of_cut(model: Any, description: dict[str, Any], bound: list[BoundSite
 def reason_against_vllm(model: Any, bound: list[BoundSite]) -> str | None:
     """Why vLLM cannot serve a cut decoder, and the way out; else None."""
     decoder = _decoder_layers(model, bound)
-    is_cut = any(len(b.site.heads) < b.site.n_query_heads for b in bound)
+    attention = [b.site for b in bound if not b.site.is_feed_forward]
+    is_cut = any(len(site.heads) < site.n_query_heads for site in attention)
     if not decoder and is_cut and is_causal_lm(model):
         reason = f"config.json cannot state the heads of each layer of a {type(model).__name__}"
         return f"{reason}: where format 'transformers' holds an even cut, vLLM serves that"

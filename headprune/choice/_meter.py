@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.choice._held_out import Folds
-from headprune.model.contexts import reading, watched, wide
+from headprune.model.contexts import not_reached, reading, watched, wide
 from headprune.model.distributions import Distributions, distributions
 from headprune.model.losses import shaped_losses
 from headprune.model.own_loss import is_default, shift_of
@@ -26,7 +26,7 @@ from headprune.scoring._activations import run
 from headprune.scoring._base import ScoringProblem
 
 #: Rows are divided into two parts: predictions are fitted on both, rises are measured on the
-#: second.
+#: second. Rises of rows that were held out gave worse cuts (docs/decisions/046).
 _N_PARTS = 2
 _MEASURED_PART = 1
 #: Divides outputs before they are compared.
@@ -98,6 +98,9 @@ class Meter:
         examples: The most rows that rises are measured on.
         ridge: Of the predictions, as ``Lstsq.ridge``.
         temperature: See `divergence`.
+
+    Raises:
+        UnsupportedModel: a site with heads that no batch reaches.
     """
 
     def __init__(
@@ -113,6 +116,9 @@ class Meter:
         self.bound = problem.bound
         #: By the number of a site, the sums of its contexts; a site without heads has none.
         self.sums = _context_sums(problem, folds)
+        for number, b in enumerate(self.bound):
+            if b.site.heads and number not in self.sums:
+                raise not_reached(b.site.name)
         self._present: Mapping[int, Prediction] = {}
         self._own_loss = not is_default(problem.loss)
         device = device_of(problem.model)

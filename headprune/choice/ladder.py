@@ -103,6 +103,7 @@ class Ladder(Scorer):
         folds = two_parts(problem)
         # 1. Rank the units.
         ranker = self._ranker()
+        # Scorers that read the same share a pass.
         problem.scorers = (*problem.scorers, ranker)
         estimate = ranker.estimate(problem)
         sites = _with_levels(problem, estimate)
@@ -128,8 +129,10 @@ class Ladder(Scorer):
             rises = measured[str(number)].tolist()
             _check_finite(site, kept, rises)
             ladders.append(SiteLadder(site.name, kept, _monotone(rises)))
-        notes = (*estimate.notes, *_few_rows(estimate.n_examples))
-        return replace(estimate, ladders=tuple(ladders), notes=notes)
+        # A scorer that reads only weights has seen no example.
+        notes = (*estimate.notes, *_few_rows(folds.size))
+        n_examples = max(estimate.n_examples, folds.size)
+        return replace(estimate, ladders=tuple(ladders), notes=notes, n_examples=n_examples)
 
 
 def _few_rows(n_examples: int) -> list[str]:

@@ -64,6 +64,7 @@ def refitted_loss_of(
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     problem.keep()
     with undisturbed(model), problem.explained(), torch.no_grad():
+        problem.judge()
         meter = Meter(problem, two_parts(problem), examples, ridge, temperature)
 
     def predictions_of(mask: HeadMask) -> dict[int, Prediction]:
@@ -82,7 +83,7 @@ def refitted_loss_of(
         with undisturbed(model), problem.explained(), torch.no_grad():
             for place, mask in enumerate(masks):
                 predictions = predictions_of(mask)
-                if not place:
+                if place == 0:  # the others are near it
                     meter.start_from(predictions)
                 rows.append(meter.rises(predictions))
         found: NDArray[np.float64] = torch.stack(rows).double().cpu().numpy()

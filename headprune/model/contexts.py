@@ -168,6 +168,12 @@ class ContextSums:
         self.of_site[site] = total
 
 
+def not_reached(name: str) -> UnsupportedModel:
+    """The error of a site, by its name, that did not run."""
+    must, got = "a module that runs when the model does", "one that no batch reached"
+    return UnsupportedModel(name, must, got, "Leave this site out with sites=.")
+
+
 def only_padding(name: str) -> InvalidValue:
     """The error of batches in which a site, by its name, reads nothing but padding."""
     return InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")

@@ -491,7 +491,7 @@ def _check_shared(model: nn.Module, by_old: dict[int, _NewParameter]) -> None:
         if others - new.owners:
             hint = "Untie it first: give one of the two a parameter of its own."
             raise UnsupportedModel(
-                "a parameter of the attention", "its own", f"one shared with {beyond}", hint
+                "a parameter that is cut", "its own", f"one shared with {beyond}", hint
             )
 
 

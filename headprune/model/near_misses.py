@@ -23,6 +23,8 @@ _LISTED = 8
 _KIND = re.compile(r"attention|attn|MHS?A(?![a-z])")
 #: Why the experts of a mixture are no sites.
 _EXPERTS = "an expert of a mixture runs on some tokens only, which no gate fits"
+#: Names of experts, of what is inside of one, and of all together.
+_EXPERT = re.compile(r"(^|\.)experts(\.|$)|expert[^.]*\.\d")
 #: Why a feed-forward that a layout matches is no site.
 TOKENS_FIRST = "the attention beside it has no batch_first=True, so no gate per example fits"
 #: Class names of feed-forwards.
@@ -219,7 +221,7 @@ def unmatched_feed_forwards(
     found = [*_unmatched(model, _feed_forward_like(model, layouts), names, taken, layouts)]
     # One line for all experts of a layer.
     for name, module in model.named_modules():
-        if is_expert(name) and name.endswith("experts"):
+        if is_expert(name) and not is_expert(name.rpartition(".")[0]):
             found.append((name, type(module).__name__, _EXPERTS))
     return _grouped(found, is_feed_forward=True)
 
@@ -322,8 +324,12 @@ def _grouped(found: Iterable[tuple[str, str, str]], is_feed_forward: bool) -> tu
 
 
 def is_expert(name: str) -> bool:
-    """Whether a module, by its name, is an expert of a mixture, or all of them."""
-    return "experts" in name.split(".")
+    """Whether a module, by its name, is an expert of a mixture, part of one, or all of them.
+
+    >>> is_expert("mlp.experts.3.up_proj"), is_expert("moe.expert_list.3"), is_expert("expert")
+    (True, True, False)
+    """
+    return bool(_EXPERT.search(name))
 
 
 def no_feed_forwards_error(

@@ -97,6 +97,7 @@ def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPla
         table, factor = corrected, scaled
         if plan.mask == before.mask:
             break
+    # The last choice is not timed here; `measure_speed` warns if the cut model is too slow.
     if factor != 1.0:
         # A run that goes on reads the factor from its record.
         subject.journal.note(metrics={SAVINGS_FACTOR: factor})
@@ -138,11 +139,18 @@ def _correction(subject: Subject, table: LatencyTable, plan: PruningPlan) -> flo
 
 
 def _compared_speed(subject: Subject, table: LatencyTable, cut: nn.Module) -> SpeedRow:
-    """Time a cut model beside the whole one, at the batch size and length of the table."""
+    """Time a cut model beside the whole one, on inputs of the table's shapes."""
+    # Without a length, an encoder and its decoder have lengths of their own; the table names the
+    # longer one.
+    length = subject.recipe.select.latency.length
+
+    def inputs(batch: int, _: int) -> dict[str, Any]:
+        return shaped_batch(subject.example, batch, length)
+
     rows = compare_latency(
         subject.model,
         cut,
-        partial(shaped_batch, subject.example),
+        inputs,
         [table.batch_size],
         [table.length],
         seconds=subject.recipe.select.latency.seconds,

@@ -248,9 +248,9 @@ def _stages(subject: Subject, step: _TrainingStep) -> Iterable[StageEstimate]:
 
     # 5. Speed: as long as the recipe says.
     if recipe.select.timed:
-        # The table, a copy cut by the plan, and the cut model.
-        seconds = 3 * recipe.select.latency.seconds
-        yield StageEstimate("latency", seconds, "as long as the recipe says")
+        seconds = recipe.select.latency.seconds
+        basis = f"the table, a cut copy and the cut model, {seconds:g} s each"
+        yield StageEstimate("latency", 3 * seconds, basis)
     if recipe.bench is not None:
         cells = len(recipe.bench.batch_sizes) * len(recipe.bench.lengths or [0])
         if recipe.bench.new_tokens is not None:  # prefill and decode are timed as well
@@ -431,7 +431,7 @@ def _repricing(subject: Subject, selector: Repriced, ladder: Ladder) -> StageEst
     timed = f"{len(plans)} were timed on {min(2, len(batches))} batches"
     basis = f"repriced, up to {n_plans} plans; {timed}"
     if subject.recipe.select.timed:
-        basis += "; twice, if the speed of a cut copy is not the predicted one"
+        basis += "; again, up to 3 times, if the speed of a cut copy is not the predicted one"
     return StageEstimate("select", seconds, basis)
 
 

@@ -362,8 +362,11 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> Ju
     # 2. Note every stage, and measure the last one.
     rows = []
     for stage in report.stages:
-        kept = stage.plan.mask.kept_counts.heads
-        rows.append({"kept": kept, **stage.training.metrics})
+        kept = stage.plan.mask.kept_counts
+        row: dict[str, Any] = {"kept": kept.heads}
+        if kept.neurons is not None:
+            row["kept_neurons"] = kept.neurons
+        rows.append({**row, **stage.training.metrics})
     proofs = tuple(stage.proof for stage in report.stages if stage.proof)
     journal.note(plan=report.plan, proofs=proofs, metrics={"gradual": tuple(rows)})
     for line in str(report).split("\n"):

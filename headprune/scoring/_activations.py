@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention.linear import effective_weight
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.errors import InvalidValue
 from headprune.core.scores import Bundling
-from headprune.model.contexts import not_finite, only_padding, reading
+from headprune.model.contexts import not_finite, not_reached, only_padding, reading
 from headprune.model.losses import Loss, inputs_of
 from headprune.model.offloaded import fetched
 from headprune.model.own_loss import is_default
@@ -491,9 +491,7 @@ def _check_reached(statistics: Iterable[Statistic]) -> None:
     """Refuse sites that did not run, or that read nothing but padding."""
     for statistic in statistics:
         if not statistic.runs:
-            must, got = "a module that runs when the model does", "one that no batch reached"
-            hint = "Leave this site out with sites=."
-            raise UnsupportedModel(statistic.bound.site.name, must, got, hint)
+            raise not_reached(statistic.bound.site.name)
     # Of all sites in one copy.
     reached = in_main_memory(statistic.count.any() for statistic in statistics)
     for statistic, has_tokens in zip(statistics, reached, strict=True):

@@ -30,7 +30,6 @@ _NOT_BY_KIND = (
 )
 #: A kind of attention gets a note where it keeps at most this part of its share of the heads.
 _UNEVEN = 0.5
-_NOTHING = "Nothing is removed: the budget allows every head that is present."
 
 
 def select(
@@ -332,7 +331,7 @@ def _notes(
     if mask.n_kept < present:
         notes.extend(cache_notes(scores.sites, mask))
     else:
-        notes.append(_NOTHING + beyond(budget, HeadCounts.present(scores.sites).heads))
+        notes.append(_nothing_removed(scores.sites, budget))
     notes.extend(_emptied_notes(scores.sites, mask))
     # Where kinds have budgets, or `auto` compared both ways, the split is deliberate.
     if isinstance(budget, Budget) and scores.choice is None and scores.scorer != "random":
@@ -378,6 +377,14 @@ def _uneven_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> Iterator[st
             " of attention may not compare. The scorer auto compares this with a budget for each"
             " kind."
         )
+
+
+def _nothing_removed(sites: Sequence[AttentionSite], budget: Budget | Mapping[str, Budget]) -> str:
+    """The note of a plan that keeps everything."""
+    counts = HeadCounts.present(sites)
+    units = "head" if counts.neurons is None else "head and neuron"
+    note = f"Nothing is removed: the budget allows every {units} that is present."
+    return note + beyond(budget, counts.heads)
 
 
 def beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:

@@ -18,6 +18,8 @@ from headprune.selection._budget import best_first, check_keeps_a_head, infeasib
 from headprune.selection._choice import Option, best_choice, undominated
 from headprune.selection._units import in_rank
 
+#: Scores become whole numbers, which add up exactly. All of them sum to less than 2^52; negative
+#: ones, which only break ties, sum to less than 2^40, the second value of one head.
 _VALUE_BITS, _DEFICIT_BITS = 52, 40
 
 

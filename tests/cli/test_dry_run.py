@@ -127,7 +127,10 @@ def test_learned_gates_count_by_their_steps_and_latency_is_taken_at_its_word():
     stages = dried(*ALONE, *SPEED, "score.scorer=hard_concrete", gates)
     assert list(stages) == ["score", "quality", "latency"]
     latency = stages["latency"]
-    assert (latency.seconds, latency.basis) == (21, "as long as the recipe says")
+    assert (latency.seconds, latency.basis) == (
+        21,
+        "the table, a cut copy and the cut model, 7 s each",
+    )
     assert stages["score"].basis == "12 steps of 16 rows"
 
 

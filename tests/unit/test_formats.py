@@ -126,6 +126,15 @@ def test_a_decoder_that_vllm_cannot_serve_when_it_is_cut(tmp_path):
         hp.save_pretrained(model, tmp_path / "gpt2", format="remote-code")
 
 
+def test_a_decoder_without_some_neurons_is_not_said_to_lack_heads(tmp_path, recwarn):
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=20)).eval()
+    sites = hp.find_sites(model, feed_forward=True)
+    kept = {site.name: site.heads[:8] for site in sites if site.is_feed_forward}
+    hp.prune_(model, hp.HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites}))
+    hp.save_pretrained(model, tmp_path, format="remote-code")
+    assert not [one for one in recwarn if "vLLM" in str(one.message)]
+
+
 def test_vllm_reads_the_width_of_heads(tmp_path):
     # A configuration without a width divides the model's by the heads, which are fewer now.
     model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL)).eval()

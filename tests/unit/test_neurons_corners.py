@@ -437,6 +437,41 @@ def test_a_level_that_overflows_has_no_price():
         _check_finite(site("a", 2), (0, 1, 2), (math.nan, 0.2, 0.0))
 
 
+class WithUnused(nn.Module):
+    """Attention that runs, and one that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = hp.MultiHeadAttention(8, 2), hp.MultiHeadAttention(8, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def squares(model, batch):
+    return model(batch).square().mean((1, 2))
+
+
+def test_a_site_that_no_batch_reaches_has_no_price():
+    ladder = hp.scoring.Ladder(order="magnitude")
+    batches = [torch.randn(4, 5, 8)]
+    words = r"unused: must be a module that runs .* sites="
+    with pytest.raises(UnsupportedModel, match=words):
+        hp.score(WithUnused(), batches, ladder, loss=squares, progress=False)
+    with pytest.raises(UnsupportedModel, match=words):
+        hp.scoring.refitted_loss_of(WithUnused(), batches, loss=squares)
+
+
+@pytest.mark.parametrize(("rows", "are_few"), [(8, True), (40, False)])
+def test_prices_count_their_rows_where_the_order_needs_none(rows, are_few):
+    model = nn.Sequential(hp.MultiHeadAttention(8, 2))
+    ladder = hp.scoring.Ladder(order="magnitude")
+    batches = [torch.randn(rows, 5, 8)]
+    scores = hp.score(model, batches, ladder, loss=squares, progress=False)
+    assert scores.n_examples == rows
+    assert any(f"few rows ({rows})" in note for note in scores.notes) is are_few
+
+
 def test_new_scores_of_a_cut_are_moved_to_the_units_of_the_whole_model():
     model, batch = bert(), texts()
     sites = hp.find_sites(model, feed_forward=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ import torch
 import headprune as hp
 from headprune.bench.latency import compare_latency
 from headprune.core.errors import InfeasibleBudget
-from headprune.core.latency import SAVINGS_FACTOR, LatencyTable
+from headprune.core.latency import SAVINGS_FACTOR, LatencyTable, SiteLatency
 from headprune.recipes.schema import BenchSection, Recipe
 from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
 from headprune.report.repeat import python_lines
@@ -118,6 +119,27 @@ def test_a_run_that_goes_on_takes_the_table_that_was_measured(tmp_path, clocked,
     assert len(clocked) == 1
     assert record.plan.mask.n_kept == 5, "by the times of that table"
     assert not [w for w in record.warnings if "slower than" in w]
+
+
+def test_a_cut_copy_is_timed_on_the_inputs_of_the_table(monkeypatch):
+    """An encoder's and its decoder's tokens keep their numbers, as in the table."""
+    seen: list[Any] = []
+
+    def compared(whole: Any, cut: Any, make: Any, batches: Any, lengths: Any, **_: Any) -> Any:
+        seen.append(make(batches[0], lengths[0]))
+        return [None]
+
+    monkeypatch.setattr(choosing, "compare_latency", compared)
+    example = {"input_ids": torch.ones(2, 7).long(), "decoder_input_ids": torch.ones(2, 3).long()}
+    timed = SimpleNamespace(length=None, seconds=0.0)
+    wanted = SimpleNamespace(select=SimpleNamespace(latency=timed), seed=0)
+    one = SimpleNamespace(model=None, example=example, recipe=wanted)
+    table = LatencyTable(1.0, (SiteLatency("a", (0.1, 0.2)),), 4, 7, "cpu", "float32")
+    choosing._compared_speed(one, table, None)
+    timed.length = 5
+    choosing._compared_speed(one, table, None)
+    shapes = [[tuple(tensor.shape) for tensor in inputs.values()] for inputs in seen]
+    assert shapes == [[(4, 7), (4, 3)], [(4, 5), (4, 5)]]
 
 
 def test_a_plan_that_is_slower_than_predicted_is_chosen_again(tmp_path, clocked, monkeypatch):

@@ -244,6 +244,27 @@ def test_experts_of_a_mixture_are_named_beside_the_feed_forwards_that_are_sites(
     assert "propose_layouts" not in said
 
 
+def test_experts_in_a_list_of_another_name_are_no_sites():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = FeedForward()
+            self.expert_list = nn.ModuleList(FeedForward() for _ in range(3))
+
+    class FeedForward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.fc2(self.fc1(x).relu())
+
+    sites = hp.find_sites(nn.Sequential(Block()), feed_forward=True)
+    assert [site.name for site in sites] == ["0.mlp"]
+    (group,) = sites.not_taken
+    assert group.modules == tuple(f"0.expert_list.{number}" for number in range(3))
+
+
 def test_a_model_that_is_taken_whole_has_no_note():
     model = nn.Sequential(hp.MultiHeadAttention(8, 2), hp.MultiHeadAttention(8, 2))
     sites = hp.find_sites(model)
