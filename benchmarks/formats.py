@@ -30,7 +30,7 @@ from headprune.layouts import registry
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- formats: begin -->", "<!-- formats: end -->"
 HEADER = (
-    "| family | uniform plan: `transformers` | uneven plan: `remote-code` | layer without heads:"
+    "| family (heads cut) | uniform plan: `transformers` | uneven plan: `remote-code` | layer without heads:"
     " `remote-code` |"
 )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import empty_layers
 import numpy as np
 import studies
 from in_int8 import ATTENTION_AS_ONE
@@ -46,7 +47,7 @@ def draw(records: Path, docs: Path) -> Path:
     """Writes the page from every record with a speed; one that was only judged has none yet."""
     there = studies.records_in(records, "one-budget")
     found = [record for record in there if any("ratio" in row for row in record["rows"])]
-    return publish(docs / PAGE, lead(found), page(found))
+    return publish(docs / PAGE, lead(found), page(found, empty_layers.sentence(records)))
 
 
 def shape_of(row: Mapping[str, Any]) -> str:
@@ -56,23 +57,55 @@ def shape_of(row: Mapping[str, Any]) -> str:
 
 def lead(records: Sequence[dict[str, Any]]) -> str:
     """What was found, and for whom."""
+    reached = _reached(records)
     return (
         "For those who need a speed, and do not mind whether heads or feed-forward neurons pay for"
         " it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
         " of all, and what training adds. A cut is chosen for one batch size and length: single short"
-        " texts gain less, as the tables of other sizes show. Small models with short inputs (digits)"
-        " gain least: there a smaller architecture is about as good. On the small Llama (stories),"
-        " cuts of heads alone are as good up to 1.5x."
+        " texts gain less, as the tables of other sizes show. Measured speeds are"
+        f" {min(reached):.2f} to {max(reached):.2f} of the predicted ones. Small models with short"
+        " inputs (digits) gain least: a smaller architecture is about as good. The small Llama"
+        f" (stories) cannot be made much faster untrained: {_rises(records)}; heads alone are as good"
+        " up to 1.5x."
     )
+
+
+def _reached(records: Sequence[dict[str, Any]]) -> list[float]:
+    """Measured speeds of cuts of heads and neurons, as parts of the predicted ones."""
+    found = []
+    for record in of_today(records):
+        found += map(_reached_by, by_speed(record, BOTH).values())
+        found += timed_again(record).values()
+    return found
+
+
+def _reached_by(rows: Sequence[dict[str, Any]]) -> float:
+    """The measured speed of a cut's draws over the predicted one."""
+    return _mean_ratio(rows) / statistics.fmean(row["predicted"] for row in rows)
+
+
+def _rises(records: Sequence[dict[str, Any]]) -> str:
+    """By how much the language model's perplexity rises at its lower speeds, in words."""
+    parts = []
+    for record in of_today(records):
+        if record["task"] == "stories":
+            for rows in list(by_speed(record, BOTH).values())[:3]:
+                whole = statistics.fmean(record["whole"][str(row["tuned"])]["test"] for row in rows)
+                rise = statistics.fmean(row["test"] for row in rows) / whole - 1
+                parts.append(f"{rise:.0%} at {_mean_ratio(rows):.2f}x")
+    return f"its perplexity rises by {', '.join(parts)}"
+
+
+def of_today(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of the refit that is the default; those of the mistaken one are of other cuts."""
+    return [record for record in records if record["refit"] == REFIT]
 
 
 def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
     """A line per task, from the records with the most draws."""
     of_task: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        # Records of the mistaken refit are of other cuts.
-        if record["refit"] == REFIT:
-            of_task.setdefault(record["task"], []).append(record)
+    for record in of_today(records):
+        of_task.setdefault(record["task"], []).append(record)
     head = ["task", "whole", "within a point", "fastest", "draws", "trained, beside a smaller one"]
     lines = [[_short(task), *_summary(of_one)] for task, of_one in of_task.items()]
     return [
@@ -82,8 +115,9 @@ def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
         " the whole model's, nothing trained; *fastest*: of all that was tried. Both give"
         " speed and quality, on the machine with the most draws of calibration rows. *Trained*:"
         " points of the trained cut above a trained smaller architecture that is at most"
-        f" {LIKE - 1:.0%} faster, over all machines; one draw each where the tables below say so."
-        " Records of an earlier refit, named below, do not count here.",
+        f" {LIKE - 1:.0%} faster, over all machines, and the least of these speeds; one draw each"
+        " where the tables below say so. Records of an earlier refit, named below, do not count"
+        " here. The README's cuts, with fewer calibration rows, are others.",
         "",
         *table(head, lines),
         "",
@@ -128,14 +162,14 @@ def _fastest(record: dict[str, Any], metric: str) -> tuple[str, str]:
 
 def _trained(records: Sequence[dict[str, Any]]) -> str:
     """The least and the most points that training is above a smaller architecture, in words."""
-    points_of = []
+    fair = []
     for record in records:
-        found = _differences(record, TRAINED, SMALLER)
-        points_of += [one.points for one in found if one.is_fair]
-    if not points_of:
+        fair += [one for one in _differences(record, TRAINED, SMALLER) if one.is_fair]
+    if not fair:
         return "not tried"
+    points_of = [one.points for one in fair]
     low, high = (round(end, 1) + 0.0 for end in (min(points_of), max(points_of)))  # no -0.0
-    return f"{low:+.1f} to {high:+.1f}"
+    return f"{low:+.1f} to {high:+.1f}, from {min(one.speed for one in fair):.2f}x"
 
 
 def _short(task: str) -> str:
@@ -174,8 +208,8 @@ def _mean_ratio(rows: Sequence[dict[str, Any]]) -> float:
     return statistics.fmean(row["ratio"] for row in rows)
 
 
-def page(records: Sequence[dict[str, Any]]) -> str:
-    """docs/one-budget.md."""
+def page(records: Sequence[dict[str, Any]], of_empty: str) -> str:
+    """docs/one-budget.md, with the sentence about empty layers."""
     lines = [
         "# One budget: heads and neurons for a speed",
         "",
@@ -186,10 +220,10 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         " `lstsq` with feed-forwards. Speeds are medians of interleaved rounds beside the whole"
         " model, mean over draws of calibration rows. [Other tools](peers.md) are compared at equal"
         " multiply-adds; the smaller architecture there has as many of them, the one here is about as"
-        " fast.",
+        " fast. Heads alone are chosen by `ladder` here, those of the README by `surgeon`.",
         "",
     ]
-    lines += _in_short(records)
+    lines += [*_in_short(records), *([of_empty, ""] if of_empty else [])]
     for record in records:
         lines += _task_lines(record)
     return "\n".join([*lines, *studies.no_gpu(r["hardware"] for r in records)]) + "\n"
@@ -256,7 +290,7 @@ def _below(record: dict[str, Any]) -> list[str]:
     found = []
     for way in (BOTH, HEADS):
         for asked, rows in by_speed(record, way).items():
-            reached = _mean_ratio(rows) / statistics.fmean(row["predicted"] for row in rows)
+            reached = _reached_by(rows)
             if reached < REACHED:
                 found.append(f"{way} at {asked:g} ({reached:.2f})")
     lines = []

@@ -277,10 +277,14 @@ import copy
 sites = hp.find_sites(model, feed_forward=True)
 prices = hp.score(model, batches, "ladder", sites=sites)
 refitted = hp.scoring.refitted_loss_of(model, batches, sites=sites)
-plan = hp.select(prices, hp.Budget(keep_macs=0.8), "repriced", loss=refitted)  # or speedup=, latency=
+plan = hp.select(prices, hp.Budget(keep_macs=0.8), "repriced", loss=refitted)
 smaller = copy.deepcopy(model)
 hp.prune_(smaller, plan, sites=sites, example=batch)
 hp.recover_(smaller, batches, "lstsq", teacher=model)
+
+# For a speed:
+table = hp.bench.latency_table(model, batch, sites=sites, batch_size=32, length=128)
+plan = hp.select(prices, hp.Budget(speedup=1.5), "repriced", loss=refitted, latency=table)
 ```
 
 ## Speed

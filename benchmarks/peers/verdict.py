@@ -270,11 +270,13 @@ def _same_share(one: Comparison) -> str:
     if PEERS[one.line["peer"]].program == "smaller":
         return (
             "it has fewer layers, and each costs time beside its multiply-adds. What would change"
-            " it: a budget of measured time (`Budget(speedup=)`), which may take whole sub-layers"
+            " it: perhaps a budget of measured time (`Budget(speedup=)`); docs/one-budget.md has"
+            " smaller architectures that are about as fast"
         )
     return (
         "equal multiply-adds take different times in different layers and widths. What would"
-        " change it: a budget of measured time (`Budget(speedup=)`), as docs/one-budget.md has"
+        " change it: perhaps a budget of measured time (`Budget(speedup=)`), not tried beside this"
+        " peer"
     )
 
 
