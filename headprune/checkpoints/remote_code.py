@@ -201,14 +201,16 @@ def config_of_cut(model: Any, description: dict[str, Any], bound: list[BoundSite
 def reason_against_vllm(model: Any, bound: list[BoundSite]) -> str | None:
     """Why vLLM cannot serve a cut decoder, and the way out; else None."""
     decoder = _decoder_layers(model, bound)
+    if not decoder and not is_causal_lm(model):
+        return None
     attention = [b.site for b in bound if not b.site.is_feed_forward]
-    is_cut = any(len(site.heads) < site.n_query_heads for site in attention)
-    if not decoder and is_cut and is_causal_lm(model):
+    if not decoder and any(len(site.heads) < site.n_query_heads for site in attention):
         reason = f"config.json cannot state the heads of each layer of a {type(model).__name__}"
         return f"{reason}: where format 'transformers' holds an even cut, vLLM serves that"
-    for b in decoder.values():
+    for b in bound:
+        # It runs neither attention without heads nor a feed-forward without neurons.
         if not b.site.heads:
-            return f"{b.site.name} has no heads: select with min_heads=1"
+            return f"{b.site.name} has no {b.site.noun}s: select with min_heads=1"
     return None
 
 

@@ -135,6 +135,17 @@ def test_a_decoder_without_some_neurons_is_not_said_to_lack_heads(tmp_path, recw
     assert not [one for one in recwarn if "vLLM" in str(one.message)]
 
 
+def test_a_decoder_with_a_layer_without_neurons_is_nothing_for_vllm(tmp_path):
+    model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL)).eval()
+    sites = hp.find_sites(model, feed_forward=True)
+    kept = {site.name: site.heads for site in sites}
+    kept["model.layers.0.mlp"] = ()
+    hp.prune_(model, hp.HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites}))
+    words = r"vLLM .*layers\.0\.mlp has no neurons: select with min_heads=1"
+    with pytest.warns(UserWarning, match=words):
+        hp.save_pretrained(model, tmp_path, format="remote-code")
+
+
 def test_vllm_reads_the_width_of_heads(tmp_path):
     # A configuration without a width divides the model's by the heads, which are fewer now.
     model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL)).eval()
