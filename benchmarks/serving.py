@@ -3,6 +3,7 @@
     python benchmarks/serving.py --work FOLDER
     python benchmarks/serving.py --work FOLDER --data path/to/stories260k     # real weights, too
     python benchmarks/serving.py --work FOLDER --only vllm
+    python benchmarks/serving.py --work FOLDER --cuts budget    # other rows are kept
 
 Small models are cut in several ways and saved. Each engine, in a virtual environment in ``--work``,
 decodes 32 tokens greedily for each of three prompts; tokens and log-probabilities of all steps are
@@ -71,8 +72,9 @@ _TARGETS = (
     ("headprune", "f32", ("torch.export", "onnxruntime", "openvino")),
     ("headprune", "int8", ("onnxruntime-int8", "torchao-int8")),
 )
-#: ``plain`` is an even cut in the format ``transformers``.
-CUTS = ("plain", "even", "uneven", "lstsq", "neurons", "empty")
+#: ``plain`` is an even cut in the format ``transformers``; ``budget`` has all that ``--speedup``
+#: writes: uneven heads and neurons, and the biases of a refit of both.
+CUTS = ("plain", "even", "uneven", "lstsq", "neurons", "budget", "empty", "no-neurons")
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -131,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     parser.add_argument("--work", type=Path, required=True, help="environments and folders")
     parser.add_argument("--data", type=Path, help="folder of a pretrained Llama")
     parser.add_argument("--only", choices=ENGINES, help="one engine")
+    parser.add_argument("--cuts", choices=CUTS, nargs="+", default=CUTS, help="these alone")
     parser.add_argument("--out", type=Path, default=RECORDS / "serving.json")
     args = parser.parse_args(argv)
     record = {"benchmark": "serving", "rows": [], "engines": {}, "families": []}
@@ -147,14 +150,16 @@ def main(argv: Sequence[str] | None = None) -> Path:
     engines = [args.only] if args.only else list(ENGINES)
     pythons = {engine: environment(args.work, ENGINES[engine]) for engine in engines}
     folder = args.work / "models"
-    cases = list(saved_cases(folder, models(args.data), CUTS, engines, args.data))
+    cases = list(saved_cases(folder, models(args.data), args.cuts, engines, args.data))
     for engine, python in pythons.items():
         rows = answered(python, engine, [case for case in cases if engine in case["engines"]])
-        others = [row for row in record["rows"] if row["engine"] != engine]
+        others = [
+            row for row in record["rows"] if row["engine"] != engine or row["cut"] not in args.cuts
+        ]
         record["rows"] = [*others, *rows]
         record["engines"][engine] = about(python, engine)
         keep(record, args.out)
-    if "vllm" in pythons:
+    if "vllm" in pythons and set(args.cuts) == set(CUTS):
         others = saved_cases(folder, families(), ("plain", "even", "uneven"), ["vllm"])
         record["families"] = answered(pythons["vllm"], "vllm", list(others))
         keep(record, args.out)
@@ -230,16 +235,19 @@ def cut(model: Any, kind: str) -> Any:
         units = groups[place % len(groups)]
         kept[site.name] = [head for unit in units for head in site.units[unit]]
     hp.prune_(model, HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites}))
-    if kind == "neurons":
+    if kind in ("neurons", "budget", "no-neurons"):
         wanted = hp.find_sites(model, feed_forward=True)
         kept = {site.name: list(site.heads) for site in wanted}
         for place, site in enumerate(s for s in wanted if s.is_feed_forward):
             kept[site.name] = list(site.heads)[: len(site.heads) - 8 * (place + 1)]
+            if kind == "no-neurons" and place == 1:
+                kept[site.name] = []
         hp.prune_(model, HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in wanted}))
-    if kind == "lstsq":
+    if kind in ("lstsq", "budget"):
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, model.config.vocab_size, (16, 24), generator=generator)
-        hp.recover_(model, [{"input_ids": ids}], "lstsq", teacher=whole)
+        refit = hp.recovery.Lstsq(feed_forward=kind == "budget")
+        hp.recover_(model, [{"input_ids": ids}], refit, teacher=whole)
     return model.eval()
 
 
@@ -426,9 +434,11 @@ _COLUMNS = {
     "plain": "even, `--format transformers`",
     "even": "even",
     "uneven": "uneven",
-    "lstsq": "uneven, refitted (biases)",
-    "neurons": "uneven, neurons cut",
-    "empty": "a layer without heads",
+    "lstsq": "refitted (biases)",
+    "neurons": "neurons cut",
+    "budget": "both",
+    "empty": "layer without heads",
+    "no-neurons": "layer without neurons",
 }
 #: The largest difference of log-probabilities that counts as equal, in 32-bit floats.
 TOLERANCE = 1e-4
@@ -449,7 +459,7 @@ def matrix(records: Path) -> str:
         cells = [_cell(_rows(record, engine, kind)) for kind in CUTS]
         quantised = _rows(record, _EIGHT_BITS.get(engine, engine), "uneven", eight_bits=True)
         rows.append([title, *cells, *_quantised(quantised)])
-    head = ["engine", *_COLUMNS.values(), "uneven, 8 bits", "equal tokens"]
+    head = ["engine", *_COLUMNS.values(), "8 bits", "equal tokens"]
     models = list(dict.fromkeys(row["model"] for row in record["rows"]))
     n_random = sum(name.endswith(", random") for name in models)
     about = (
