@@ -30,7 +30,7 @@ LAYERS, EMPTY = 6, 4
 WIDTH = 384
 TEXTS = {"vocab_size": 1000, "hidden_size": WIDTH, "num_attention_heads": 12}
 SIZES = {
-    "BERT": {**TEXTS, "intermediate_size": 4 * WIDTH},
+    "Bert": {**TEXTS, "intermediate_size": 4 * WIDTH},
     "Llama": {**TEXTS, "intermediate_size": 1024, "num_key_value_heads": 4},
     "ViT": {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_attention_heads": 6},
 }

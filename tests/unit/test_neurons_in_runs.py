@@ -29,6 +29,7 @@ from headprune.report import Compared
 from headprune.report.comparison import comparison_view
 from headprune.report.difference import plan_difference
 from headprune.report.explanation import explain
+from headprune.report.formats import milliseconds
 from headprune.report.markdown import render_markdown
 from headprune.report.neurons import neuron_table
 from headprune.report.series import TradeoffPoint, series_of
@@ -96,7 +97,7 @@ def test_a_run_cuts_neurons_to_a_speed_and_reports_them(tmp_path, monkeypatch):
         assert kept.of(whole, ",") in text
     row = table.row("model.layers.0.mlp")
     after = row[len(record.plan.mask.kept("model.layers.0.mlp"))]
-    assert f"{1000 * row[-1]:.2f} → {1000 * after:.2f}" in html
+    assert f"{milliseconds(row[-1])} → {milliseconds(after)}" in html
     assert "48, head" not in html  # no map has a cell per neuron
     # Prices decided, not the scores that the map shows.
     (ladder,) = (one for one in record.scores.ladders if one.site == "model.layers.0.mlp")
