@@ -13,7 +13,7 @@ import argparse
 import copy
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ WIDTH = 384
 TEXTS = {"vocab_size": 1000, "hidden_size": WIDTH, "num_attention_heads": 12}
 SIZES = {
     "Bert": {**TEXTS, "intermediate_size": 4 * WIDTH},
-    "Llama": {**TEXTS, "intermediate_size": 1024, "num_key_value_heads": 4},
+    "Llama": {**TEXTS, "intermediate_size": 1024, "num_key_value_heads": 4, "use_cache": False},
     "ViT": {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_attention_heads": 6},
 }
 
@@ -74,8 +74,7 @@ def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
 def model_of(family: str, n_layers: int) -> Any:
     """A model with random weights."""
     config = getattr(hf, f"{family}Config")(**SIZES[family], num_hidden_layers=n_layers)
-    model: Callable[[Any], Any] = getattr(hf, f"{family}Model")
-    return model(config).eval()
+    return getattr(hf, f"{family}Model")(config).eval()
 
 
 def emptied(model: nn.Module) -> nn.Module:
@@ -94,9 +93,7 @@ def inputs_of(family: str, args: argparse.Namespace) -> dict[str, Any]:
     """A batch of random tokens, or of random pictures of 197 patches."""
     if family == "ViT":
         return {"pixel_values": torch.randn(args.batch, 3, 224, 224)}
-    ids = torch.randint(TEXTS["vocab_size"], (args.batch, args.length))
-    more = {"use_cache": False} if family == "Llama" else {}
-    return {"input_ids": ids, **more}
+    return {"input_ids": torch.randint(TEXTS["vocab_size"], (args.batch, args.length))}
 
 
 def sentence(records: Path) -> str:

@@ -64,9 +64,7 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
         " of all, and what training adds. A cut is chosen for one batch size and length: single short"
         " texts gain less, as the tables of other sizes show. Measured speeds are"
         f" {min(reached):.2f} to {max(reached):.2f} of the predicted ones. Small models with short"
-        " inputs (digits) gain least: a smaller architecture is about as good. The small Llama"
-        f" (stories) cannot be made much faster untrained: {_rises(records)}; heads alone are as good"
-        " up to 1.5x."
+        f" inputs (digits) gain least: a smaller architecture is about as good.{_of_llama(records)}"
     )
 
 
@@ -84,16 +82,20 @@ def _reached_by(rows: Sequence[dict[str, Any]]) -> float:
     return _mean_ratio(rows) / statistics.fmean(row["predicted"] for row in rows)
 
 
-def _rises(records: Sequence[dict[str, Any]]) -> str:
-    """By how much the language model's perplexity rises at its lower speeds, in words."""
-    parts = []
+def _of_llama(records: Sequence[dict[str, Any]]) -> str:
+    """By how much the language model's perplexity rises; empty without its record."""
+    rises = []
     for record in of_today(records):
         if record["task"] == "stories":
-            for rows in list(by_speed(record, BOTH).values())[:3]:
-                whole = statistics.fmean(record["whole"][str(row["tuned"])]["test"] for row in rows)
-                rise = statistics.fmean(row["test"] for row in rows) / whole - 1
-                parts.append(f"{rise:.0%} at {_mean_ratio(rows):.2f}x")
-    return f"its perplexity rises by {', '.join(parts)}"
+            for rows in by_speed(record, BOTH).values():
+                rise = _mean_test(rows) / _mean_whole(record, rows) - 1
+                rises.append(f"{rise:.0%} at {_mean_ratio(rows):.2f}x")
+    if not rises:
+        return ""
+    return (
+        " The small Llama (stories) cannot be made much faster untrained: its perplexity rises by"
+        f" {', '.join(rises)}; heads alone are as good up to 1.5x."
+    )
 
 
 def of_today(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -145,11 +147,11 @@ def _most_draws(record: dict[str, Any]) -> tuple[int, int]:
 def _fastest(record: dict[str, Any], metric: str) -> tuple[str, str]:
     """The fastest cut within a point of the whole model, and the fastest of all, of most draws."""
     draws, _ = _most_draws(record)
-    cuts = []
-    for rows in by_speed(record, BOTH).values():
-        if len(rows) == draws:
-            whole = statistics.fmean(record["whole"][str(row["tuned"])]["test"] for row in rows)
-            cuts.append((_mean_ratio(rows), statistics.fmean(row["test"] for row in rows), whole))
+    cuts = [
+        (_mean_ratio(rows), _mean_test(rows), _mean_whole(record, rows))
+        for rows in by_speed(record, BOTH).values()
+        if len(rows) == draws
+    ]
 
     def cell(cut: tuple[float, float, float]) -> str:
         return f"{cut[0]:.2f}x, {cut[1]:.3f}"
@@ -206,6 +208,15 @@ def by_speed(record: dict[str, Any], way: str) -> dict[float, list[dict[str, Any
 
 def _mean_ratio(rows: Sequence[dict[str, Any]]) -> float:
     return statistics.fmean(row["ratio"] for row in rows)
+
+
+def _mean_test(rows: Sequence[dict[str, Any]]) -> float:
+    return statistics.fmean(row["test"] for row in rows)
+
+
+def _mean_whole(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float:
+    """The quality of the whole models from which these cuts were made."""
+    return statistics.fmean(record["whole"][str(row["tuned"])]["test"] for row in rows)
 
 
 def page(records: Sequence[dict[str, Any]], of_empty: str) -> str:

@@ -105,27 +105,38 @@ def costed(record):
     return replace(record, scores=replace(record.scores, costs=table))
 
 
-def with_neurons(n_layers=6, n_neurons=1536):
-    """A record of one budget for heads and neurons, and its latency table."""
-    sites, costs, rows, ladders, keep = [], [], [], [], []
+def of_bert_base(n_layers=12, n_neurons=3072):
+    """Made-up scores of BERT-base, or of a model like it, with all of its neurons."""
+    draw = random.Random(0)
+    sites, values, costs = [], [], []
     for layer in range(n_layers):
         name = f"bert.encoder.layer.{layer}"
-        for site_name, layout, kind, n_units, width, macs in (
-            (f"{name}.attention", "bert", "self", 12, 32, 49_248),
-            (name, "feed_forward_bert", "feed_forward", n_neurons, 1, 769),
-        ):
-            shape = (n_units, n_units, width, width, tuple(range(n_units)))
-            site = AttentionSite(site_name, layout, kind, *shape)
-            sites.append(site)
-            costs.append((Cost(macs, 0, macs - 1, 64, 0),) * n_units)
-            seconds = tuple(0.04262 * count / n_units for count in range(n_units + 1))
-            rows.append(SiteLatency(site_name, seconds, neurons=site.is_feed_forward))
-            kept = n_units // 6
-            ladders.append(SiteLadder(site_name, (kept, n_units), (0.00072, 0.0)))
-            keep.append(SiteKeep.of(site, range(kept)))
+        heads, neurons = tuple(range(12)), tuple(range(n_neurons))
+        attention = AttentionSite(f"{name}.attention", "bert", "self", 12, 12, 64, 64, heads)
+        sites.append(attention)
+        values.append(tuple(draw.random() for _ in heads))
+        costs.append((Cost(196_800, 0, 196_608, 128, 0),) * 12)
+        of_layer = ("feed_forward_bert", "feed_forward", n_neurons, n_neurons, 1, 1, neurons)
+        sites.append(AttentionSite(name, *of_layer))
+        values.append(tuple(draw.random() / 100 for _ in neurons))
+        costs.append((Cost(1537, 0, 1536, 0, 0),) * n_neurons)
+    total = CostTable(Cost(109_000_000, 0, 85_000_000, 20_000, 0), tuple(costs), 128)
+    by = ("made up", FrozenDict(), 1, ModelFingerprint("s", "w"))
+    return HeadScores(tuple(sites), tuple(values), None, *by, costs=total)
+
+
+def with_neurons():
+    """A record of one budget for heads and neurons, and its latency table."""
+    scores = of_bert_base(n_layers=6, n_neurons=1536)
+    rows, ladders, keep = [], [], []
+    for site in scores.sites:
+        present = len(site.heads)
+        seconds = tuple(0.04262 * count / present for count in range(present + 1))
+        rows.append(SiteLatency(site.name, seconds, neurons=site.is_feed_forward))
+        ladders.append(SiteLadder(site.name, (present // 6, present), (0.00072, 0.0)))
+        keep.append(SiteKeep.of(site, range(present // 6)))
     table = LatencyTable(0.6, tuple(rows), 32, 128, "cpu, 2 threads", "float32")
-    whole = CostTable(Cost(22_713_986, 0, 10**7, 10**3, 0), tuple(costs), 128)
-    scores = replace(scores_of(sites, errors=False), costs=whole, ladders=tuple(ladders))
+    scores = replace(scores, ladders=tuple(ladders))
     chosen = ("knapsack", FrozenDict(), "ladder", scores.digest)
     plan = PruningPlan(HeadMask(tuple(keep)), Budget(speedup=3.6), *chosen)
     return replace(record_of(), scores=scores, plan=plan), table

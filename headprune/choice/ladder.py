@@ -129,10 +129,9 @@ class Ladder(Scorer):
             rises = measured[str(number)].tolist()
             _check_finite(site, kept, rises)
             ladders.append(SiteLadder(site.name, kept, _monotone(rises)))
-        # A scorer that reads only weights has seen no example.
         notes = (*estimate.notes, *_few_rows(folds.size))
-        n_examples = max(estimate.n_examples, folds.size)
-        return replace(estimate, ladders=tuple(ladders), notes=notes, n_examples=n_examples)
+        # Of the prices: a scorer that ranks by weights alone has seen no example.
+        return replace(estimate, ladders=tuple(ladders), notes=notes, n_examples=folds.size)
 
 
 def _few_rows(n_examples: int) -> list[str]:

@@ -168,10 +168,10 @@ class ContextSums:
         self.of_site[site] = total
 
 
-def not_reached(name: str) -> UnsupportedModel:
+def not_reached(name: str, hint: str = "Leave this site out with sites=.") -> UnsupportedModel:
     """The error of a site, by its name, that did not run."""
     must, got = "a module that runs when the model does", "one that no batch reached"
-    return UnsupportedModel(name, must, got, "Leave this site out with sites=.")
+    return UnsupportedModel(name, must, got, hint)
 
 
 def only_padding(name: str) -> InvalidValue:

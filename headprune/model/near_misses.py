@@ -24,7 +24,7 @@ _KIND = re.compile(r"attention|attn|MHS?A(?![a-z])")
 #: Why the experts of a mixture are no sites.
 _EXPERTS = "an expert of a mixture runs on some tokens only, which no gate fits"
 #: Names of experts, of what is inside of one, and of all together.
-_EXPERT = re.compile(r"(^|\.)experts(\.|$)|expert[^.]*\.\d")
+_EXPERT_NAME = re.compile(r"(^|\.)experts(\.|$)|expert[^.]*\.\d")
 #: Why a feed-forward that a layout matches is no site.
 TOKENS_FIRST = "the attention beside it has no batch_first=True, so no gate per example fits"
 #: Class names of feed-forwards.
@@ -329,7 +329,7 @@ def is_expert(name: str) -> bool:
     >>> is_expert("mlp.experts.3.up_proj"), is_expert("moe.expert_list.3"), is_expert("expert")
     (True, True, False)
     """
-    return bool(_EXPERT.search(name))
+    return bool(_EXPERT_NAME.search(name))
 
 
 def no_feed_forwards_error(

@@ -38,7 +38,7 @@ _TOLERATED = 0.03
 #: Savings are scaled at most so many times up or down.
 _MOST_CORRECTED = 1.5
 #: Cut copies that are timed at most before the cut.
-_MOST_COPIES = 3
+MOST_COPIES = 3
 
 
 def measure_table(subject: Subject) -> None:
@@ -77,7 +77,7 @@ def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPla
     if measured is None or subject.recipe.select.latency.seconds < _LEAST_SECONDS:
         return plan
     table, factor = measured, 1.0  # those by which the plan was chosen
-    for _ in range(_MOST_COPIES):
+    for _ in range(MOST_COPIES):
         correction = _correction(subject, table, plan)
         if correction is None:
             break

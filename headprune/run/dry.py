@@ -25,6 +25,7 @@ from headprune.model.sites import Sites, bind
 from headprune.recipes.schema import Recipe, RecoverStep, SelectSection
 from headprune.recipes.validate import configured
 from headprune.run.auto import AutoOfRun, half_of_heads, scorer_of
+from headprune.run.choosing import MOST_COPIES
 from headprune.run.journal import Journal, to_stderr
 from headprune.run.recovering import recover_once
 from headprune.run.runner import resolved
@@ -431,7 +432,8 @@ def _repricing(subject: Subject, selector: Repriced, ladder: Ladder) -> StageEst
     timed = f"{len(plans)} were timed on {min(2, len(batches))} batches"
     basis = f"repriced, up to {n_plans} plans; {timed}"
     if subject.recipe.select.timed:
-        basis += "; again, up to 3 times, if the speed of a cut copy is not the predicted one"
+        basis += f"; again, up to {MOST_COPIES} times, if"
+        basis += " the speed of a cut copy is not the predicted one"
     return StageEstimate("select", seconds, basis)
 
 

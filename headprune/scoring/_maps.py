@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headprune.attention.multi_head import MultiHeadAttention
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import not_finite
+from headprune.model.contexts import not_finite, not_reached
 from headprune.model.double import Doubled
 from headprune.model.padding import PaddingInfo, inputs_of, key_mask, query_mask
 from headprune.model.running import batch_size, device_of, tensors
@@ -430,8 +430,7 @@ class MapScorer(Scorer):
 def checked_runs(b: BoundSite, runs: list[Tensor]) -> list[Tensor]:
     """The maps of a site, at least one."""
     if not runs:
-        must = "a module that runs when the model does"
-        raise UnsupportedModel(b.site.name, must, "one that no batch reached", _HINT)
+        raise not_reached(b.site.name, _HINT)
     return runs
 
 

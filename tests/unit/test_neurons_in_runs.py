@@ -17,12 +17,10 @@ import headprune as hp
 from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.choice.auto import WITH_NEURONS
 from headprune.cli.prune import _as_settings, _Choice, _decide
-from headprune.core.codec import EMPTY
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, places
 from headprune.core.ladders import SiteLadder
 from headprune.core.latency import LatencyTable
-from headprune.core.scores import Cost, CostTable, ModelFingerprint
 from headprune.model.running import call
 from headprune.recipes.validate import RecipeError
 from headprune.report import Compared
@@ -40,6 +38,7 @@ from headprune.run.auto import scorer_of
 from headprune.selection._units import bundled
 from headprune.sweep.pick import pick
 from tests.command_line import refused
+from tests.report_records import of_bert_base
 from tests.selection_problems import make, site
 from tests.small_recipes import llama_with_neurons, quiet_run, quietly_prepared
 from tests.steady_clock import steady_levels
@@ -276,26 +275,6 @@ def test_speedup_cuts_neurons_unless_told_not_to(amounts, feed_forward, neurons)
 def test_options_of_a_run_need_data(option, tmp_path):
     line = f"prune --model m --plan plan.json --out {tmp_path / 'out'} {option}"
     assert "left out without --data" in refused(line)
-
-
-def of_bert_base(n_layers=12):
-    """Made-up scores of BERT-base with all of its neurons."""
-    draw = random.Random(0)
-    sites, values, costs = [], [], []
-    for layer in range(n_layers):
-        name = f"bert.encoder.layer.{layer}"
-        heads, neurons = tuple(range(12)), tuple(range(3072))
-        attention = AttentionSite(f"{name}.attention", "bert", "self", 12, 12, 64, 64, heads)
-        sites.append(attention)
-        values.append(tuple(draw.random() for _ in heads))
-        costs.append((Cost(196_800, 0, 196_608, 128, 0),) * 12)
-        layout = "feed_forward_bert"
-        sites.append(AttentionSite(name, layout, "feed_forward", 3072, 3072, 1, 1, neurons))
-        values.append(tuple(draw.random() / 100 for _ in neurons))
-        costs.append((Cost(1537, 0, 1536, 0, 0),) * 3072)
-    total = CostTable(Cost(109_000_000, 0, 85_000_000, 20_000, 0), tuple(costs), 128)
-    model = ModelFingerprint("s", "w")
-    return hp.HeadScores(tuple(sites), tuple(values), None, "made up", EMPTY, 1, model, costs=total)
 
 
 @pytest.fixture(scope="module")
