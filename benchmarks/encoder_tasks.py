@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,9 @@ class Task:
     output: Any = None
     grades: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def score(self, batches: list[Any], scorer: Any) -> hp.HeadScores:
+    def score(
+        self, batches: list[Any], scorer: Any, sites: Sequence[hp.AttentionSite] | None = None
+    ) -> hp.HeadScores:
         """Scores of the model, a scorer by name or configured, by the loss; ``surgeon``'s by the
         output."""
         loss = (
@@ -66,7 +68,9 @@ class Task:
             if scorer == "surgeon" or isinstance(scorer, hp.scoring.Surgeon)
             else self.loss
         )
-        found: hp.HeadScores = hp.score(self.model, batches, scorer, loss=loss, progress=False)
+        found: hp.HeadScores = hp.score(
+            self.model, batches, scorer, loss=loss, sites=sites, progress=False
+        )
         return found
 
     def recover_(self, small: nn.Module, batches: list[Any], method: Any) -> None:

@@ -4,13 +4,15 @@ look.
     python benchmarks/pipelines.py --task sst2 --data path/to/sst2 --work runs/pipelines
     python benchmarks/pipelines.py --task trec --data path/to/trec --work runs/pipelines
     python benchmarks/pipelines.py --task stsb --data path/to/stsb --work runs/pipelines
+    python benchmarks/pipelines.py --task sst2 ... --shares 0.6 0.42 0.25    # heads and neurons
     python benchmarks/pipelines.py --figure        # docs/pipelines.md and .svg, from the records
 
 SST-2 and TREC are fine-tuned first; STS-B takes the sentence encoder as it is, and its quality is
 Spearman's correlation of cosines with the grades. Every seed is another draw of calibration rows
 out of the training rows; scores, searches and least squares see those alone. Nothing is trained
 after the cut. Validation rows are there to choose a pipeline by, test rows only to report; the
-record has both.
+record has both. With ``--shares``, heads and neurons share one budget of multiply-adds, in a record
+of its own.
 
 A row of the record is one pipeline with one draw and one budget, written as soon as it is there,
 and a run that is started again goes on after the last one. What each row answered for every example
@@ -48,12 +50,20 @@ PAGE, PICTURE = "pipelines.md", "pipelines.svg"
 #: What the authors' pipelines are compared with: the defaults of ``score``, ``select`` and
 #: ``recover_``, and what the docs advise where few heads may stay.
 REFERENCES = ("taylor/lstsq", "taylor-min0/lstsq+ff", "surgeon-min0/lstsq+ff")
+REFERENCE_OF_SHARES = ("ladder/lstsq+ff",)
 #: What a page begins with.
 IN_SHORT = {
     "surgeon/lstsq+ff": "`surgeon` and a refit",
     "random-min0/lstsq+ff": "random heads and the same refit",
     "random/none": "random heads alone",
 }
+#: The same of heads and neurons, and the share of the multiply-adds that they keep there.
+IN_SHORT_OF_SHARES = {
+    "ladder/lstsq+ff": "`ladder`",
+    "surgeon/lstsq+ff": "`surgeon`",
+    "random/lstsq+ff": "random",
+}
+OF_LEAD = 0.42
 #: What any choice of heads has to beat: with the refit, and without.
 RANDOM = ("random-min0/lstsq+ff", "random/none")
 #: What the figure shows.
@@ -71,12 +81,11 @@ SEARCHED, MEASURED = 4, 160
 DRAWS = 2000
 
 
-def recoveries() -> dict[str, list[Any]]:
-    """What is done after the cut, by a short name."""
+def recoveries(ridge: float | None = 0.3) -> dict[str, list[Any]]:
+    """What is done after the cut, by a short name. All records of heads have this ridge."""
 
     def lstsq(**settings: Any) -> Any:
-        # The ridge of all rows of the records.
-        return hp.recovery.Lstsq(precision="float32", ridge=0.3, **settings)
+        return hp.recovery.Lstsq(precision="float32", ridge=ridge, **settings)
 
     return {
         "none": [],
@@ -121,12 +130,28 @@ PIPELINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "iterative-refit": ("taylor", "iterative-refit", ("lstsq+ff",)),
     **{name: (name, name, (name,)) for name in PRESETS},
 }
+#: The same for heads and neurons under one budget.
+OF_SHARES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "ladder": ("ladder", "repriced", ("none", "lstsq+ff")),
+    "ladder-once": ("ladder", "knapsack", ("lstsq+ff",)),
+    "surgeon": ("surgeon", "global_topk", ("none", "lstsq+ff")),
+    "surgeon-knapsack": ("surgeon", "knapsack", ("lstsq+ff",)),
+    "fisher": ("fisher", "global_topk", ("lstsq+ff",)),
+    "fisher-knapsack": ("fisher", "knapsack", ("lstsq+ff",)),
+    "obs": ("obs", "global_topk", ("lstsq+ff",)),
+    "fluctuation": ("fluctuation", "global_topk", ("lstsq+ff",)),
+    "taylor": ("taylor", "global_topk", ("lstsq+ff",)),
+    "wanda": ("wanda", "global_topk", ("lstsq+ff",)),
+    "magnitude": ("magnitude", "global_topk", ("lstsq+ff",)),
+    "random": ("random", "global_topk", ("none", "lstsq+ff")),
+}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "pipelines", TITLES, [36, 24, 14, 8])
+    parser.add_argument("--pipelines", nargs="+", choices=sorted({*PIPELINES, *OF_SHARES}))
     parser.add_argument(
-        "--pipelines", nargs="+", choices=sorted(PIPELINES), default=list(PIPELINES)
+        "--shares", type=float, nargs="+", help="of the multiply-adds, for heads and neurons"
     )
     parser.add_argument(
         "--recoveries", nargs="+", choices=sorted(recoveries()), default=sorted(recoveries())
@@ -137,13 +162,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--judged", type=int, help="judge by the first so many rows only, to try the script"
     )
-    parser.add_argument(
-        "--references", nargs="+", default=REFERENCES, help="what is compared with --against"
-    )
-    parser.add_argument(
-        "--against", nargs="+", default=[f"{name}/{name}" for name in PRESETS], help="the others"
-    )
-    return studies.parsed(parser, argv)
+    parser.add_argument("--references", nargs="+", help="what is compared with --against")
+    parser.add_argument("--against", nargs="+", help="the others")
+    args = studies.parsed(parser, argv)
+    args.budgets = args.shares or args.budgets
+    args.offered = OF_SHARES if args.shares else PIPELINES
+    args.pipelines = args.pipelines or list(args.offered)
+    if unknown := set(args.pipelines) - args.offered.keys():
+        parser.error(f"--pipelines: {', '.join(sorted(unknown))} is not for this kind of budget")
+    presets = [f"{name}/{name}" for name in PRESETS]
+    refitted = [f"{name}/lstsq+ff" for name in OF_SHARES if name != "ladder"]
+    args.references = args.references or (REFERENCE_OF_SHARES if args.shares else REFERENCES)
+    args.against = args.against or (refitted if args.shares else presets)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -154,11 +185,12 @@ def main(argv: Sequence[str] | None = None) -> Path:
     task = encoder_task(
         args.task, args.data, args.model, args.work, args.calibration, args.epochs, args.judged
     )
-    out: Path = args.out or RECORDS / f"pipelines-{args.task}.json"
+    suffix = "-shares" if args.shares else ""
+    out: Path = args.out or RECORDS / f"pipelines-{args.task}{suffix}.json"
     record = begin(args, task, out)
     store = (
         args.work
-        / f"answers-{args.task}-{record['weights'][:12]}-{args.calibration}-{record['judged']['test']}"
+        / f"answers-{args.task}{suffix}-{record['weights'][:12]}-{args.calibration}-{record['judged']['test']}"
     )
     for seed in range(args.seeds):
         batches = task.calibration(seed)
@@ -194,9 +226,10 @@ def rows(
     """What is missing of one draw, with its answers; a cut model is judged after every recovery of
     its pipeline."""
     have = {(title(r), r["kept"]) for r in done if r["seed"] == seed}
+    sites = hp.find_sites(task.model, feed_forward=bool(args.shares))
     scored: dict[str, hp.HeadScores] = {}
     for name in args.pipelines:
-        by, selector, after = PIPELINES[name]
+        by, selector, after = args.offered[name]
         for kept in args.budgets:
             missing = [
                 r for r in after if r in args.recoveries and (f"{name}/{r}", kept) not in have
@@ -207,18 +240,24 @@ def rows(
                 # The authors' mini-batches are drawn: of sentences of like length they would be
                 # something else.
                 seen = task.calibration(seed, by_length=False) if by in PRESETS else batches
-                scored[by] = task.score(seen, scorer(by, seed))
+                scored[by] = task.score(seen, scorer(by, seed), sites)
             start = perf_counter()
-            plan = select(task, scored[by], kept, selector, batches)
+            if args.shares:
+                plan = select_of_both(task, scored[by], kept, selector, batches, sites)
+            else:
+                plan = select(task, scored[by], kept, selector, batches)
             choosing = perf_counter() - start
-            heads = {row.site: list(row.kept) for row in plan.mask.rows}
+            units = {row.site: list(row.kept) for row in plan.mask.rows}
+            heads = {site.name: units[site.name] for site in sites if not site.is_feed_forward}
+            neurons = {site.name: len(units[site.name]) for site in sites if site.is_feed_forward}
             for recovery in missing:
                 row = {"pipeline": name, "recovery": recovery, "kept": kept, "seed": seed}
                 same = next(
                     (
                         r
                         for r in done
-                        if (r["recovery"], r["seed"], r["heads"]) == (recovery, seed, heads)
+                        if not neurons  # a row has their numbers alone
+                        and (r["recovery"], r["seed"], r["heads"]) == (recovery, seed, heads)
                     ),
                     None,
                 )
@@ -229,7 +268,8 @@ def rows(
                         yield {**same, **row, "as": title(same), "created": now()}, dict(file)
                     continue
                 start = perf_counter()
-                model = recovered(task, plan, recovery, batches)
+                steps = recoveries(None)[recovery] if args.shares else recoveries()[recovery]
+                model = recovered(task, plan, steps, batches, sites)
                 seconds = {
                     "select": round(choosing, 2),
                     "recover": round(perf_counter() - start, 2),
@@ -237,6 +277,8 @@ def rows(
                 answers = {split: task.answers(model, split) for split in task.judged}
                 row |= {split: round(task.quality(a, split), 5) for split, a in answers.items()}
                 row |= {"seconds": seconds, "heads": heads, **studies.stamp()}
+                if neurons:
+                    row["neurons"] = neurons
                 yield row, answers
 
 
@@ -271,11 +313,34 @@ def select(
     return hp.select(scores, budget, selector, **more)
 
 
-def recovered(task: Task, plan: hp.PruningPlan, recovery: str, batches: list[Any]) -> nn.Module:
+def select_of_both(
+    task: Task,
+    scores: hp.HeadScores,
+    share: float,
+    selector: str,
+    batches: list[Any],
+    sites: list[hp.AttentionSite],
+) -> hp.PruningPlan:
+    """The plan for heads and neurons that keep a share of the multiply-adds."""
+    more = {}
+    if selector == "repriced":
+        more["loss"] = hp.scoring.refitted_loss_of(
+            task.model, batches, loss=task.loss, sites=sites, progress=False
+        )
+    return hp.select(scores, hp.Budget(keep_macs=share), selector, **more)
+
+
+def recovered(
+    task: Task,
+    plan: hp.PruningPlan,
+    steps: list[Any],
+    batches: list[Any],
+    sites: list[hp.AttentionSite],
+) -> nn.Module:
     """A copy that is cut and recovered."""
     model = copy.deepcopy(task.model)
-    hp.prune_(model, plan)
-    for method in recoveries()[recovery]:
+    hp.prune_(model, plan, sites=sites)
+    for method in steps:
         task.recover_(model, batches, method)
     return model
 
@@ -295,6 +360,7 @@ def begin(args: argparse.Namespace, task: Task, out: Path) -> dict[str, Any]:
         "weights": studies.weights_of(task.model),
         "calibration": args.calibration,
         "heads": sum(len(site.heads) for site in hp.find_sites(task.model)),
+        **({"of": "multiply-adds"} if args.shares else {}),
         "judged": {split: len(found) for split, found in answers.items()},
         "base": {split: round(task.quality(found, split), 5) for split, found in answers.items()},
     }
@@ -380,32 +446,47 @@ def interval(
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page with the tables and the figure, from every record there is."""
     found = studies.records_in(records, "pipelines")
-    picture(found, docs / PICTURE)
+    of_heads = [record for record in found if not of_shares(record)]
+    if of_heads:
+        picture(of_heads, docs / PICTURE)
     return publish(docs / PAGE, lead(found), page(found))
 
 
+def of_shares(record: dict[str, Any]) -> bool:
+    """Whether heads and neurons share one budget."""
+    return "of" in record
+
+
 def lead(records: list[dict[str, Any]]) -> str:
-    """What was found, and for whom: a third of the heads, on test rows."""
-    words = []
-    for record in records:
-        kept, found = record["heads"] // 3, cells(record, "test")
-        shown = [
-            f"{title} {spread(found[name][kept])}"
-            for name, title in IN_SHORT.items()
-            if kept in found.get(name, {})
-        ]
-        task = TITLES[record["task"]]
-        words.append(f"{task} {record['base']['test']:.3f} with all heads: {', '.join(shown)}.")
-    return (
-        "For those who name scorer, selector and recovery themselves. A third of the heads is kept,"
-        f" nothing is trained after the cut. {' '.join(words)}"
-    )
+    """What was found, and for whom: on test rows."""
+    words = ["For those who name scorer, selector and recovery themselves; nothing is trained."]
+    heads, both = ([r for r in records if of_shares(r) is of] for of in (False, True))
+    if heads:
+        words += ["A third of the heads kept:"]
+        words += [in_short(record, IN_SHORT, record["heads"] // 3) for record in heads]
+    if both:
+        words += [f"Heads and neurons, {OF_LEAD:.0%} of the multiply-adds kept, all refitted:"]
+        words += [in_short(record, IN_SHORT_OF_SHARES, OF_LEAD) for record in both]
+    return " ".join(words)
+
+
+def in_short(record: dict[str, Any], titles: dict[str, str], kept: float) -> str:
+    """A sentence about one budget."""
+    found = cells(record, "test")
+    shown = [
+        f"{title} {spread(found[name][kept])}"
+        for name, title in titles.items()
+        if kept in found.get(name, {})
+    ]
+    whole = f"{TITLES[record['task']]} {record['base']['test']:.3f} whole"
+    return ", ".join([whole, *shown]) + "."
 
 
 def cells(record: dict[str, Any], split: str) -> dict[str, dict[int, list[float]]]:
     """The metric by pipeline and budget, one number a draw; in the order of the pipelines."""
     table: dict[str, dict[int, list[float]]] = {}
-    names = [f"{name}/{r}" for name, (_, _, after) in PIPELINES.items() for r in after]
+    offered = OF_SHARES if of_shares(record) else PIPELINES
+    names = [f"{name}/{r}" for name, (_, _, after) in offered.items() for r in after]
     for row in sorted(record["rows"], key=lambda row: (names.index(title(row)), row["seed"])):
         table.setdefault(title(row), {}).setdefault(row["kept"], []).append(row[split])
     return table
@@ -413,7 +494,8 @@ def cells(record: dict[str, Any], split: str) -> dict[str, dict[int, list[float]
 
 def page(records: list[dict[str, Any]]) -> str:
     """Markdown; every number is computed from the records."""
-    ran = {row["pipeline"] for record in records for row in record["rows"]}
+    heads, both = ([r for r in records if of_shares(r) is of] for of in (False, True))
+    ran = {row["pipeline"] for record in heads for row in record["rows"]}
     lines = [
         "# Scorer, selector and recovery together",
         "",
@@ -468,41 +550,71 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
         f"![quality by pipeline and heads kept]({PICTURE})",
     ]
-    for record in records:
-        budgets = sorted({row["kept"] for row in record["rows"]}, reverse=True)
-        for split, count in record["judged"].items():
-            lines += [
-                "",
-                f"## {TITLES[record['task']]}: {count} {split} rows",
-                "",
-                (
-                    f"All {record['heads']} heads: {record['base'][split]:.3f}."
-                    f" {record['calibration']} calibration rows."
-                ),
-                "",
-                "| pipeline | " + " | ".join(f"{kept} kept" for kept in budgets) + " |",
-                "| --- |" + " ---: |" * len(budgets),
-            ]
-            for name, by_budget in cells(record, split).items():
-                values = " | ".join(
-                    spread(by_budget[kept]) if kept in by_budget else "-" for kept in budgets
-                )
-                lines.append(f"| {name} | {values} |")
-        lines += differences(record)
+    for record in heads:
+        lines += tables(record, TITLES[record["task"]], f"All {record['heads']} heads")
+    if both:
+        lines += about_shares()
+    for record in both:
+        title = f"Heads and neurons, {TITLES[record['task']]}"
+        lines += tables(record, title, "The whole model")
     return "\n".join(lines) + "\n"
 
 
+def about_shares() -> list[str]:
+    """How heads and neurons were chosen together."""
+    return [
+        "",
+        "## Heads and neurons together",
+        "",
+        "Heads and neurons share one budget of multiply-adds. `lstsq+ff` refits all projections on"
+        " the calibration rows, each with a ridge by held-out error. Compare scorers by rows with"
+        " that refit. `taylor`, `wanda` and `magnitude` add up amounts that do not cancel, so many"
+        " neurons outweigh a head: they keep neurons and remove heads.",
+        "",
+        *(
+            f"- `{name}`: scorer `{by}`, selector `{how}`"
+            for name, (by, how, _) in OF_SHARES.items()
+        ),
+    ]
+
+
+def tables(record: dict[str, Any], title: str, whole: str) -> list[str]:
+    """The tables of one record, one per split."""
+    lines = []
+    budgets = sorted({row["kept"] for row in record["rows"]}, reverse=True)
+    columns = [f"{amount(record, kept)} kept" for kept in budgets]
+    for split, count in record["judged"].items():
+        lines += [
+            "",
+            f"## {title}: {count} {split} rows",
+            "",
+            f"{whole}: {record['base'][split]:.3f}. {record['calibration']} calibration rows.",
+            "",
+            "| pipeline | " + " | ".join(columns) + " |",
+            "| --- |" + " ---: |" * len(budgets),
+        ]
+        for name, by_budget in cells(record, split).items():
+            values = " | ".join(
+                spread(by_budget[kept]) if kept in by_budget else "-" for kept in budgets
+            )
+            lines.append(f"| {name} | {values} |")
+    return lines + differences(record)
+
+
+def amount(record: dict[str, Any], kept: float) -> str:
+    """A budget as words have it."""
+    return f"{kept:.0%}" if of_shares(record) else f"{kept}"
+
+
 def differences(record: dict[str, Any]) -> list[str]:
-    """The authors' pipelines against ours."""
+    """The authors' pipelines against ours; of heads and neurons, the others against `ladder`."""
     some = record.get("compared", [])
     lines = []
+    what = "Each against `ladder`" if of_shares(record) else "The authors' pipelines against ours"
     if some:
         lines = [
             "",
-            (
-                "The authors' pipelines against ours: mean over the same draws, with the 95 %"
-                " interval of a paired"
-            ),
+            f"{what}: mean over the same draws, with the 95 % interval of a paired",
             (
                 "bootstrap over examples. It says nothing about other draws of calibration rows;"
                 " the spread above does."
@@ -517,8 +629,8 @@ def differences(record: dict[str, Any]) -> list[str]:
             for w in (line["validation"], line["test"])
         ]
         lines.append(
-            f"| {line['pipeline']} - {line['reference']} | {line['kept']} | {words[0]} |"
-            f" {words[1]} |"
+            f"| {line['pipeline']} - {line['reference']} | {amount(record, line['kept'])} |"
+            f" {words[0]} | {words[1]} |"
         )
     return lines
 

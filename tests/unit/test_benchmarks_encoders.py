@@ -80,6 +80,25 @@ def test_a_run_of_pipelines_goes_on_and_compares(pipelines, tmp_path):
     assert cells in page_of(pipelines, tmp_path, pipelines.PAGE)
 
 
+@pytest.mark.parametrize("task", ["trec", "stsb"])
+def test_heads_and_neurons_share_a_budget_of_multiply_adds(pipelines, tmp_path, task):
+    study = f"{encoder_study(tmp_path, task)} --calibration 24 --seeds 1 --shares 0.6"
+    few = f"{study} --out {tmp_path / f'pipelines-{task}-shares.json'}"
+    record = record_of(pipelines, f"{few} --pipelines ladder surgeon-knapsack random")
+    rows = {pipelines.title(row): row for row in record["rows"]}
+    assert len(rows) == 2 + 1 + 2
+    of_all = sum(len(heads) for heads in rows["random/none"]["heads"].values())
+    assert 0 < of_all < record["heads"] == 8
+    neurons = [row["neurons"] for row in rows.values()]
+    assert all(any(count < 64 for count in found.values()) for found in neurons)
+    assert rows["ladder/none"]["neurons"] == rows["ladder/lstsq+ff"]["neurons"]
+    assert [line["reference"] for line in record["compared"]] == ["ladder/lstsq+ff"] * 2
+    page = page_of(pipelines, tmp_path, pipelines.PAGE)
+    assert f"| ladder/none | {rows['ladder/none']['test']:.3f} |" in page
+    with pytest.raises(SystemExit):
+        pipelines.arguments(shlex.split(f"{few} --pipelines iterative"))
+
+
 def test_an_interval_is_the_paired_one(pipelines):
     base = (np.random.default_rng(1).random(400) < 0.8).astype(np.float32)
     other = base.copy()
