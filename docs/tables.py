@@ -234,7 +234,7 @@ def selectors() -> str:
 
 Which heads are kept under a budget: `hp.select(scores, hp.Budget(keep_heads=0.5))`, with a selector by name or configured:
 `hp.select(scores, budget, hp.selection.Quadratic(min_heads=2))`. All are deterministic, and none ever exceeds a budget.
-Of equal scores the later site, then the later head, goes first. Selectors that go by scores alone name close calls in
+Of equal scores, the later site's head, then the later head, is removed first. Selectors that go by scores alone name close calls in
 the plan's notes: heads on either side of the cut that could change places and differ by no more than standard errors.
 
 | selector | what it does | when | goes by | cost | settings |
@@ -243,7 +243,7 @@ the plan's notes: heads on either side of the cut that could change places and d
 
 Every selector also takes `min_heads` (heads or neurons that a layer keeps at least; 1, or 0 where
 one budget weighs heads against neurons at measured prices: whole sub-layers may go) and `multiple_of` (a layer keeps a multiple
-of so many heads, or all it has, for hardware that is faster at such widths; 1). With `min_heads=0` a layer may lose its
+of so many heads, or all it has, for hardware that is faster at such widths; 1; neurons have levels of their own). With `min_heads=0` a layer may lose its
 attention altogether and adds only a bias, which the plan's notes say; where a module cannot run that way
 (see `headprune inspect`) it keeps a head all the same. No plan removes every head and neuron. What that gains and risks
 where few heads are kept is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
@@ -252,9 +252,9 @@ where few heads are kept is in [pipelines.md](pipelines.md). Sources and details
 
 A `Budget` is one of `keep_heads` (a count or a fraction), `keep_params`, `keep_macs` (at a `length` of tokens),
 `keep_kv` (all fractions of the whole model's) and `speedup`. A mapping gives groups of sites budgets of their own, by
-kind of attention (an encoder's is `self`, a decoder's `causal`, between them `cross`) or by a pattern over names. Their
-fractions are of what the heads of the group cost, a speed-up is one of the group's attention alone, and sites that are
-not named keep all heads. `must_keep` and `must_remove` name heads by site, in original indices:
+kind (an encoder's attention is `self`, a decoder's `causal`, between them `cross`; `feed_forward`) or by a pattern over
+names. Their fractions are of what the group's units cost, a speed-up is one of the group alone, and sites that are not
+named keep all. `must_keep` and `must_remove` name heads by site, in original indices:
 
 ```python
 plan = hp.select(
@@ -289,7 +289,7 @@ plan = hp.select(prices, hp.Budget(speedup=1.5), "repriced", loss=refitted, late
 
 ## Speed
 
-A latency table has what each layer takes with fewer heads, measured on this device at the given batch size and length.
+A latency table has how long each layer takes with fewer heads or neurons, measured on this device at the given batch size and length.
 The plan's notes have the predicted speed; measure that of the cut model. A recipe with `select.speedup` does all of it.
 
 ```python

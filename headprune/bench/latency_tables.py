@@ -139,11 +139,11 @@ def latency_table(
     whole = statistics.median(clock.whole)
     alone = math.fsum(row.whole for row in table)
     factors = {}
-    for kind, fraction in savings.items():
-        of_kind = [row for row in table if _noun(row.neurons) == kind]
-        factors[kind] = _factor(of_kind, fraction * whole)
+    for noun, fraction in savings.items():
+        of_kind = [row for row in table if row.noun == noun]
+        factors[noun] = _factor(of_kind, fraction * whole)
     for place, row in enumerate(table):
-        factor = factors.get(_noun(row.neurons), 1.0)
+        factor = factors.get(row.noun, 1.0)
         table[place] = replace(row, seconds=_scaled(row.seconds, factor))
     table = _fitted(table, whole)
     return LatencyTable(
@@ -187,7 +187,7 @@ def _shaped(model: nn.Module, batch: Any, size: int | None, length: int | None) 
 def _keeps(site: AttentionSite) -> list[tuple[int, ...]]:
     """Return one choice of kept heads for every number of heads that the policy allows.
 
-    Of neurons, only numbers that a selector chooses from.
+    Of neurons, only the numbers that a selector chooses from.
     """
     if site.is_feed_forward:
         return [site.heads[:count] for count in level_widths(len(site.heads))]
@@ -215,7 +215,7 @@ def _allowed(site: AttentionSite, keep: Sequence[int]) -> bool:
 
 
 def _variants(model: nn.Module, b: BoundSite) -> dict[int, nn.Module]:
-    """Return the module with every number of heads that it can have: copies that are really cut."""
+    """Return the module with every number of heads or neurons that it can have, as cut copies."""
     # Together about (n + 1) / 2 times the weights of the module of n heads.
     variants: dict[int, nn.Module] = {}
     for keep in _keeps(b.site):
@@ -283,7 +283,7 @@ class _Clock:
         self.whole += times[:, 0].tolist()
 
     def time_site(self, model: nn.Module, recorded_call: RecordedCall) -> SecondsByCount:
-        """Return the median seconds by number of heads."""
+        """Return the median seconds by number of heads or neurons."""
         variants = _variants(model, recorded_call.bound)
         seconds = self.seconds * (1 - _MODEL_SHARE - _TOGETHER_SHARE) / self.n_kinds
         ready = [partial(_ready, module, recorded_call) for module in variants.values()]
@@ -304,15 +304,16 @@ class _Clock:
         """Time copies with all heads, all neurons and both cut to the fewest, beside the model.
 
         Returns:
-            By ``_noun`` the fraction of the model's time that it saves, at least 0. A kind is
-            missing where that is not known: it cannot be cut, or the model cannot be copied.
+            By ``AttentionSite.noun`` the fraction of the model's time that a cut saves, at least 0.
+            A kind is missing where that is not known: it cannot be cut, or the model cannot be
+            copied.
         """
         saved: dict[str, float] = {}
-        for neurons in (False, True):
-            of_kind = [b for b in bound if b.site.is_feed_forward is neurons]
+        for noun in ("head", "neuron"):
+            of_kind = [b for b in bound if b.site.noun == noun]
             part = self._saved(model, of_kind, inputs)
             if part is not None:
-                saved[_noun(neurons)] = part
+                saved[noun] = part
         if len(saved) < 2:
             return saved
         # Together they may save more or less than one after the other.
@@ -323,7 +324,7 @@ class _Clock:
         if not total:
             return saved
         # Split what both save in the ratio of what each saves alone.
-        return {kind: part * both / total for kind, part in saved.items()}
+        return {noun: part * both / total for noun, part in saved.items()}
 
     def _saved(self, model: nn.Module, bound: Sequence[BoundSite], inputs: Any) -> float | None:
         """The fraction of the model's time that a copy saves with the fewest heads at these
@@ -390,17 +391,12 @@ def _check_runs(make: _Ready, site: AttentionSite, count: int) -> None:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the user's code may raise anything
-        must = f"one that runs with {count} of its {len(site.heads)} {_noun(site.is_feed_forward)}"
+        must = f"one that runs with {count} of its {len(site.heads)} {site.noun}s"
         hint = (
             "Its code may rely on the number of heads or neurons of the uncut module. Give"
             " latency_table `sites` without it, or find_sites a layout that cuts that, too."
         )
         raise UnsupportedModel(f"site {site.name}", must, reason_of(error), hint) from error
-
-
-def _noun(neurons: bool) -> str:
-    """What a site is made of: heads or neurons."""
-    return "neurons" if neurons else "heads"
 
 
 def _factor(rows: Sequence[SiteLatency], saved: float) -> float:
@@ -495,7 +491,7 @@ def _notes(
         rows: Smoothed rows.
         alone: Seconds of all sites, timed alone.
         whole: Seconds of the model.
-        factors: What rows were scaled by, by kind.
+        factors: What rows were scaled by, by ``SiteLatency.noun``.
     """
     moved = 0.0  # the largest relative change by smoothing
     for key, row in raw.items():
@@ -507,11 +503,11 @@ def _notes(
             f"Rows were made non-decreasing, which moved an entry by up to {100 * moved:.0f} %: a"
             " longer measurement is more precise."
         )
-    for kind, factor in factors.items():
+    for noun, factor in factors.items():
         if abs(factor - 1) > _WORTH_SAYING:
             at_least = "at least " if factor in (1 / _MAX_FACTOR, _MAX_FACTOR) else ""
             compared = f"{at_least}{abs(factor - 1):.0%} {'more' if factor > 1 else 'less'}"
-            yield f"In the model, {kind} save {compared} than alone; their times are scaled to it."
+            yield f"In the model, {noun}s save {compared} than alone; their times are scaled to it."
     if alone > whole:
         more = f"{100 * (alone / whole - 1):.0f} %"
         yield f"The layers alone took {more} longer than the model; their times are scaled to it."

@@ -1,4 +1,4 @@
-"""Recorded inputs of every attention module in one pass, so that modules can run again alone."""
+"""Recorded inputs of every site's module in one pass, so that modules can run again alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of an attention module in a pass of the model, with copies of its arguments."""
+    """One call of a site's module in a pass of the model, with copies of its arguments."""
 
     bound: BoundSite
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ def recorded(
     it.
 
     Raises:
-        UnsupportedModel: an attention that this batch does not run.
+        UnsupportedModel: a site that this batch does not run.
     """
     calls: dict[str, list[tuple[Any, RecordedCall]]] = {b.site.name: [] for b in bound}
     firsts: dict[Any, RecordedCall] = {}  # by kind

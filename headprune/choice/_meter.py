@@ -3,7 +3,8 @@ removed units would have written is predicted from the kept ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.choice._held_out import Folds
+from headprune.core.errors import InvalidValue, UnsupportedModel, check_count
 from headprune.model.contexts import not_reached, reading, watched, wide
 from headprune.model.distributions import Distributions, distributions
 from headprune.model.losses import shaped_losses
@@ -79,6 +81,24 @@ class Prediction:
         return x.index_copy(-1, self.removed, predicted)
 
 
+def check_settings(where: str, examples: int, ridge: float, temperature: float) -> None:
+    """Refuse settings of `Meter` that are out of range; ``where`` has them."""
+    check_count(f"{where}.examples", examples)
+    if ridge is None or not ridge > 0:
+        raise InvalidValue(f"{where}.ridge", "a number > 0", ridge)
+    if not 0 < temperature < math.inf:
+        raise InvalidValue(f"{where}.temperature", "a number > 0", temperature)
+
+
+def check_projections(bound: Iterable[BoundSite]) -> None:
+    """Refuse an attention without an output projection: nothing makes up for its removed heads."""
+    for b in bound:
+        if not b.layout.gate:
+            must = "one with an output projection, which makes up for removed heads"
+            hint = "Name another scorer: taylor, for example."
+            raise UnsupportedModel(b.site.name, must, "one without", hint)
+
+
 def two_parts(problem: ScoringProblem) -> Folds:
     """The rows of a problem, divided into the parts that `Meter` takes."""
     return Folds(problem, _N_PARTS, least=0)
@@ -126,10 +146,10 @@ class Meter:
         measured = _spread(folds.batches[_MEASURED_PART] or folds.batches[0], examples)
         self._batches = [to_device(batch, device) for batch in measured]
         self._examples = sum(map(batch_size, measured))
-        self._whole_outputs = list(map(self._outputs, self._batches))
+        self._whole_outputs = [self._outputs(place) for place in range(len(self._batches))]
         layers = [block.module for block in blocks_around(problem.model, problem.bound)]
         self._playback = Playback(layers, [b.gate for b in problem.bound], _ROOM)
-        self._playback.learn(partial(self._outputs, self._batches[0]))
+        self._playback.learn(partial(self._outputs, 0))
         self._verify_playback()
 
     def _verify_playback(self) -> None:
@@ -137,7 +157,7 @@ class Meter:
         last = len(self.bound) - 1
         for _ in range(2):  # the first pass keeps outputs, the second one uses them
             with self._playback.before("0", last):
-                played = self._outputs(self._batches[0])
+                played = self._outputs(0)
         if not _same(self._whole_outputs[0], played):
             self._playback.forget()
 
@@ -173,9 +193,9 @@ class Meter:
 
         first = self._first_difference(predictions)
         rises = []
-        for place, batch in enumerate(self._batches):
+        for place in range(len(self._batches)):
             with self._playback.before(str(place), first), watched(watched_sites, see):
-                changed = self._outputs(batch)
+                changed = self._outputs(place)
             of_batch = self._rises(self._whole_outputs[place], changed)
             rises.append(of_batch.to(wide(of_batch)))
         return torch.cat(rises)
@@ -188,12 +208,13 @@ class Meter:
                 return number
         return len(self.bound) - 1
 
-    def _outputs(self, batch: Any) -> Distributions | Tensor:
-        """The model's distributions for a batch; with a loss of the user's, its losses."""
-        problem = self.problem
+    def _outputs(self, place: int) -> Distributions | Tensor:
+        """The model's distributions for a measured batch; with a loss of the user's, its losses."""
+        problem, batch = self.problem, self._batches[place]
         if self._own_loss:
-            return shaped_losses(problem.loss, problem.model, batch, 0)
-        found = distributions(problem.model, batch, "a batch", shifted=shift_of(problem.loss))
+            return shaped_losses(problem.loss, problem.model, batch, place)
+        where = f"batch {place} of the measured rows"
+        found = distributions(problem.model, batch, where, shifted=shift_of(problem.loss))
         n_classes = found.logits.shape[-1]
         # One position of every measured example.
         position_bytes = self._examples * n_classes * found.logits.element_size()

@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from headprune import scoring
-from headprune.choice._meter import TEMPERATURE, Meter, two_parts
+from headprune.choice._meter import (
+    TEMPERATURE,
+    Meter,
+    check_projections,
+    check_settings,
+    two_parts,
+)
 from headprune.choice._scores import as_scores
 from headprune.core.bars import bar
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.errors import InvalidValue, UnsupportedModel, check_count
+from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.core.ladders import SiteLadder
 from headprune.model.transfers import in_main_memory
@@ -31,10 +37,10 @@ _FEW = 32
 class Ladder(Scorer):
     """The rise of ``KL(whole model || model)`` with one site alone at each level, refitted.
 
-    A level is a number of heads or neurons (about twelve widths) that a site keeps, the best ones
-    by another scorer. What removed units would have written is predicted from the
-    kept ones by least squares over all rows; rises are measured on half of them. With your own
-    loss, the rise is of that. Values are the other scorer's; ``scores.ladders`` holds the rises.
+    A level is a number of heads, or one of about twelve of neurons, that a site keeps, the best by
+    another scorer. What removed units would write is predicted from the kept ones by least
+    squares over all rows; rises are measured on half. With your own loss, the rise is of
+    that. Values are the other scorer's; ``scores.ladders`` holds the rises.
 
     A softmax saturated on training rows hides changes: outputs are divided by a temperature (Hinton
     et al. 2015, section 2).
@@ -65,14 +71,10 @@ class Ladder(Scorer):
         if self.order in ("auto", "ladder"):
             must = "the name of a scorer other than auto and ladder"
             raise InvalidValue("Ladder.order", must, repr(self.order))
-        check_count("Ladder.examples", self.examples)
-        if not self.ridge > 0:
-            raise InvalidValue("Ladder.ridge", "a number > 0", self.ridge)
-        if not 0 < self.temperature < math.inf:
-            raise InvalidValue("Ladder.temperature", "a number > 0", self.temperature)
-        self._ranker()  # refuses unknown names and settings
+        check_settings("Ladder", self.examples, self.ridge, self.temperature)
+        self.ranker()  # refuses unknown names and settings
 
-    def _ranker(self) -> Scorer:
+    def ranker(self) -> Scorer:
         """The scorer that ranks the units."""
         settings = self.order_settings
         scorer: Scorer = scoring.registry.configured(self.order, settings, "Ladder.order_settings")
@@ -85,7 +87,7 @@ class Ladder(Scorer):
     @property
     def scores_neurons(self) -> bool:
         """Whether the scorer that ranks the units does."""
-        return self._ranker().scores_neurons
+        return self.ranker().scores_neurons
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
         """Rank the units of every site, and measure the rise at each of its levels.
@@ -94,15 +96,11 @@ class Ladder(Scorer):
             InvalidValue: outputs that are no logits, or what the other scorer refuses.
             UnsupportedModel: an attention without an output projection.
         """
-        for b in problem.bound:
-            if not b.layout.gate:
-                must = "one with an output projection, which makes up for removed heads"
-                hint = "Name another scorer: taylor, for example."
-                raise UnsupportedModel(b.site.name, must, "one without", hint)
+        check_projections(problem.bound)
         problem.keep()
         folds = two_parts(problem)
         # 1. Rank the units.
-        ranker = self._ranker()
+        ranker = self.ranker()
         # Scorers that read the same share a pass.
         problem.scorers = (*problem.scorers, ranker)
         estimate = ranker.estimate(problem)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headprune.choice._meter import TEMPERATURE, Meter, Prediction, two_parts
+from headprune.choice._meter import (
+    TEMPERATURE,
+    Meter,
+    Prediction,
+    check_projections,
+    check_settings,
+    two_parts,
+)
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.model.losses import Loss, default_loss
@@ -52,6 +59,11 @@ def refitted_loss_of(
     Returns:
         From masks to ``[masks, examples]``.
 
+    Raises:
+        InvalidValue: a setting out of range, or outputs that are no logits.
+        UnsupportedModel: an attention without an output projection, or a site that no batch
+            reaches.
+
     >>> from headprune import MultiHeadAttention
     >>> model = nn.Sequential(MultiHeadAttention(8, 2))
     >>> rows = [torch.randn(4, 5, 8)]
@@ -59,8 +71,10 @@ def refitted_loss_of(
     >>> rise([HeadMask.from_keep({"0": kept}, {"0": 2}) for kept in ([1], [0, 1])]).shape
     (2, 2)
     """
+    check_settings("refitted_loss_of", examples, ridge, temperature)
     model = unwrap(model)
     bound = bind(model, sites)
+    check_projections(bound)
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     problem.keep()
     with undisturbed(model), problem.explained(), torch.no_grad():

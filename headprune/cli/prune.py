@@ -121,8 +121,8 @@ def prune(
         int | None,
         typer.Option(
             help=(
-                "With --scores or --data: fewest heads per layer; default 1, or 0 where one budget "
-                "has heads and neurons."
+                "With --scores or --data: fewest heads, or neurons, per layer; default 1, or 0 "
+                "where one budget has both."
             )
         ),
     ] = None,
@@ -130,8 +130,8 @@ def prune(
         int | None,
         typer.Option(
             help=(
-                "With --scores or --data: GPUs that will share each layer. The kept key/value "
-                "heads divide by it."
+                "With --scores or --data: GPUs that will share each layer. The numbers of kept "
+                "key/value heads, and of kept neurons, are multiples of it."
             )
         ),
     ] = None,

@@ -34,17 +34,22 @@ class SiteLatency:
     neurons: bool = field(default=False, metadata=LATER)
 
     @property
+    def noun(self) -> str:
+        """What its units are called: ``head`` or ``neuron``."""
+        return "neuron" if self.neurons else "head"
+
+    @property
     def whole(self) -> float:
-        """Seconds with all heads that are present."""
+        """Seconds with all units that are present."""
         return self.seconds[-1] or 0.0
 
 
 @dataclass(frozen=True)
 class LatencyTable(Value):
-    """Latency of a model by the heads of its sites, on one device, at one batch size and length.
+    """Latency of a model by the heads and neurons of its sites, on one device and input shape.
 
     The predicted time of a pruned model is the whole model's time, less the time that the removed
-    heads take: ``whole - sum over sites of (seconds[present] - seconds[kept])``.
+    heads and neurons take: ``whole - sum over sites of (seconds[present] - seconds[kept])``.
 
     Args:
         whole: Seconds per call of the uncut model.
@@ -82,13 +87,13 @@ class LatencyTable(Value):
             raise InvalidValue("LatencyTable.sites", "one row per site, at least one", names)
         for row in self.sites:
             if not row.seconds or row.seconds[-1] is None:
-                must = "measured with all heads that are present"
+                must = f"measured with all {row.noun}s that are present"
                 raise InvalidValue(f"LatencyTable row {row.site}", must, row.seconds)
             for n, seconds in enumerate(row.seconds):
                 if seconds is not None:
                     # Attention without heads may take no time at all.
-                    unit = "neurons" if row.neurons else "heads"
-                    _check_seconds(f"LatencyTable row {row.site}, {n} {unit}", seconds, least=0.0)
+                    where = f"LatencyTable row {row.site}, {n} {row.noun}s"
+                    _check_seconds(where, seconds, least=0.0)
 
     def with_savings(self, factor: float) -> LatencyTable:
         """A table in which every cut saves ``factor`` times as much time; no entry falls below 0.
@@ -110,7 +115,7 @@ class LatencyTable(Value):
         return replace(self, sites=tuple(rows))
 
     def row(self, site: str) -> tuple[float | None, ...]:
-        """Seconds by number of heads of one site.
+        """Seconds of one site by its number of heads or neurons.
 
         Raises:
             UnknownName: no such site.
@@ -170,7 +175,7 @@ class LatencyTable(Value):
         """Predict the seconds per call of the model with some heads kept.
 
         Args:
-            kept: The kept heads, or how many per site; sites that it lacks keep all.
+            kept: The kept heads and neurons, or how many per site; sites that it lacks keep all.
 
         Raises:
             UnknownName: a site that was not measured.
@@ -185,7 +190,7 @@ class LatencyTable(Value):
             after = row.seconds[count] if 0 <= count < len(row.seconds) else None
             if after is None:
                 known = [n for n, seconds in enumerate(row.seconds) if seconds is not None]
-                must = f"asked for one of {known} {'neurons' if row.neurons else 'heads'}"
+                must = f"asked for one of {known} {row.noun}s"
                 raise InvalidValue(f"LatencyTable row {site}", must, count)
             total -= row.whole - after
         return total
@@ -208,12 +213,11 @@ class LatencyTable(Value):
 
 def _cells(row: SiteLatency) -> Iterator[str]:
     """The time of every measured number of units, from all of them down to none."""
-    noun = "neuron" if row.neurons else "head"
     for count in reversed(range(len(row.seconds))):
         seconds = row.seconds[count]
         if seconds is not None:
             plural = "" if count == 1 else "s"
-            yield f"{count:,} {noun}{plural} {_ms(seconds)}"
+            yield f"{count:,} {row.noun}{plural} {_ms(seconds)}"
 
 
 def _ms(seconds: float) -> str:

@@ -185,8 +185,8 @@ class SiteBudget(Value):
     """A budget of some sites; its fractions are of the cost of the heads of those sites.
 
     Args:
-        sites: A kind of attention (``self``, ``causal``, ``cross``), a site's name, or a pattern
-            over names.
+        sites: A kind (``self``, ``causal``, ``cross``, ``feed_forward``), a site's name, or a
+            pattern over names.
         budget: How much may be kept there.
 
     >>> print(SiteBudget("*decoder*", Budget(keep_heads=0.5)))

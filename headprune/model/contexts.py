@@ -116,10 +116,14 @@ def counted(model: nn.Module, b: BoundSite, rows: Tensor, info: PaddingInfo) -> 
 
 
 def kind_of_queries(b: BoundSite) -> Kind:
-    """The kind of the attention around a feed-forward, whose tokens it reads; else its own."""
+    """The kind of attention by which the padding of a site's tokens is found.
+
+    It is the site's own. A feed-forward has that of a decoder, ``causal``, inside a part of that
+    name, else ``self``.
+    """
     if not b.layout.is_feed_forward:
         return b.site.kind
-    # Only an encoder-decoder has both, in parts of these names.
+    # The two differ in an encoder-decoder alone, whose parts have these names.
     return "causal" if "decoder" in b.site.name.split(".") else "self"
 
 

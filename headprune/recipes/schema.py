@@ -310,7 +310,7 @@ class SelectSection(BudgetSection):
         policy: Which heads may be removed where several query heads share a key/value head (see
             ``headprune.find_sites``).
         feed_forward: Also choose among the neurons of feed-forwards, under the same budget.
-        sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites'
+        sites: Budgets by kind (self, causal, cross, feed_forward) or by a pattern over the sites'
             names. Each group meets its own budget; sites in no group keep every head.
     """
 

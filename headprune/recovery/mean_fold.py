@@ -1,5 +1,5 @@
-"""Folds the mean output of the removed heads into the output projection's bias; needs no
-training."""
+"""Folds the mean output of the removed heads and neurons into the output projection's bias; needs
+no training."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class _Fold:
 
 @dataclass(frozen=True)
 class MeanFold(Recovery):
-    """Folds the mean output of the removed heads into the output projection's bias.
+    """Folds the mean output of the removed heads and neurons into the output projection's bias.
 
+    A neuron counts as a head of width 1.
     ``b_o += W_O[:, removed] · mean(ctx[removed])`` with the teacher's weights and the mean of the
     teacher's head outputs over all tokens that are no padding (``attention_mask``). The result
     equals the teacher with its removed heads fixed to their mean: a mean ablation. It is the bias

@@ -198,6 +198,7 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
         highest_removed=max((unit.value for unit in removed), default=-math.inf),
         lowest_kept=min((unit.value for unit in kept), default=math.inf),
         kept_per_site=kept_per_site,
+        by_prices=scores.ladders is not None,
     )
     shares, same = _chances(scores, len(removed))
     kept_keys = set(map(_key, kept))
@@ -246,7 +247,7 @@ def _neurons(plan: PruningPlan, scores: HeadScores) -> tuple[str, ...]:
                 means.append(f"{fate} ones score {fmean(of_fate):.3g} on average")
         n_kept = len(kept.intersection(site.heads))
         if scores.ladders is not None:
-            means.append(f"this alone raises the loss by {scores.ladders[number].at(n_kept):.2g}")
+            means.append(f"the measured price of this is {scores.ladders[number].at(n_kept):.2g}")
         count = f"{n_kept:,} of {len(site.heads):,} neurons kept"
         lines.append("; ".join([f"{site.name}: {count}", *means]))
     return tuple(lines)
@@ -258,11 +259,19 @@ def _key(unit: ScoredUnit) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Borders:
-    """Where a plan divides the scores; units on the wrong side of a border need a reason."""
+    """Where a plan divides the scores; units on the wrong side of a border need a reason.
+
+    Args:
+        highest_removed: The highest score of a removed unit.
+        lowest_kept: The lowest score of a kept unit.
+        kept_per_site: Kept units by number of the site.
+        by_prices: Whether levels of sites have measured prices.
+    """
 
     highest_removed: float
     lowest_kept: float
     kept_per_site: Counter[int]
+    by_prices: bool
 
     def reason(self, unit: ScoredUnit, kept: bool) -> str:
         """Say why a unit is kept or removed; empty where its score explains it."""
@@ -273,6 +282,8 @@ class _Borders:
             return ""
         if self.kept_per_site[unit.site] == 1:
             return "the only one kept in its layer"
+        if self.by_prices:
+            return "measured prices, not scores, decide how many each layer keeps"
         return "other units save more when removed, or a rule of the selector keeps it"
 
 

@@ -238,7 +238,7 @@ def _ended(record: RunRecord, text: str) -> str:
 def _without_plan(record: RunRecord, rows: Mapping[Role, QualityRow]) -> str:
     parts = []
     if record.scores is not None:
-        parts.append(f"{record.scores.n_heads:,} heads scored, none removed")
+        parts.append(f"{record.scores.counts} scored, none removed")
     if "base" in rows:
         base = rows["base"]
         parts.append(f"{base.metric} {fixed(base.value, 3)} before the cut")

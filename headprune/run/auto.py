@@ -111,7 +111,7 @@ class AutoOfRun(Auto):
 def half_of_heads(subject: Subject) -> HeadMask:
     """Keep a random half of the heads, or all of them if layers have one head; half the neurons."""
     mask = HeadMask.full(subject.sites)
-    # A budget of heads counts no neurons.
+    # A budget of heads needs an attention.
     if not all(site.is_feed_forward for site in subject.sites):
         batch = subject.data.of_like_length("calibration", subject.recipe.score.batch_size)[:1]
         scores = score(subject.model, batch, "random", sites=subject.sites, progress=False)

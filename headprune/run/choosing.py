@@ -31,7 +31,7 @@ from headprune.selection._task import check_possible
 from headprune.selection.global_topk import GlobalTopk
 from headprune.selection.knapsack import Knapsack
 
-#: A shorter measurement corrects no table, in seconds.
+#: Seconds of measurement below which the latency table is not corrected.
 _LEAST_SECONDS = 5.0
 #: A table is corrected where a cut's speed differs from the prediction by more than this fraction.
 _TOLERATED = 0.03
@@ -82,6 +82,8 @@ def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPla
         if correction is None:
             break
         scaled = _within(factor * correction)
+        if scaled == factor:  # the same table gives the same plan
+            break
         text = f"The latency table's savings are scaled by {scaled:.2f}"
         subject.journal.tell(f"{text}, and the choice is made again.")
         # From the table as it was measured: scaled entries are cut off at 0.
@@ -167,15 +169,15 @@ def choose_heads(
 ) -> PruningPlan:
     """Make a plan from scores, by the recipe's selector and budget.
 
-    Of scores without measured prices, whose sums do not say what a whole sub-layer is worth, layers
-    keep a head each where the budget allows.
+    Sums of scores do not say what a whole sub-layer is worth. So without measured prices each layer
+    keeps a head or a neuron, where the budget allows.
 
     Args:
         subject: The run's model, data and recipe.
         scores: Scores of any scorer.
-        baseline: Whether the scores are a baseline's. A selector that uses more than scores would
-            make up for bad ones, so ``knapsack`` replaces ``repriced``, and ``global_topk``
-            replaces any other such selector.
+        baseline: Whether the scores are a baseline's, or those of a candidate of ``auto``. A
+            selector that uses more than scores would make up for bad ones, so ``knapsack``
+            replaces ``repriced``, and ``global_topk`` replaces any other such selector.
         budget: Budgets by site pattern, in place of the recipe's.
     """
     wanted = subject.recipe.select
@@ -210,7 +212,7 @@ def _callables(subject: Subject, selector: Selector, scores: HeadScores) -> Mapp
     recover = recoverer(subject, subject.recipe.select.recover)
     options: dict[str, Any] = {"sites": subject.sites, "progress": False}
     if "loss" in selector.needs and scores.ladders is not None and recover is None:
-        # The settings by which the levels were priced.
+        # The settings by which the levels were priced; where `auto` chose, those of its choice.
         settings = scores.settings
         options |= {name: settings[name] for name in PRICE_SETTINGS if name in settings}
         return {"loss": refitted_loss_of(subject.model, batches, **options)}

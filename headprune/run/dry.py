@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune import recovery, selection
+from headprune.bench.latency import synchronize
 from headprune.choice.ladder import Ladder
 from headprune.choice.refitted import refitted_loss_of
 from headprune.core.codec import FrozenDict, Value
@@ -35,6 +36,7 @@ from headprune.scoring._api import score
 from headprune.scoring._base import Scorer
 from headprune.scoring._constant import ConstantWork
 from headprune.scoring._learned import LearnedScorer
+from headprune.selection._inner import CALLABLES
 from headprune.selection.repriced import Repriced
 
 
@@ -57,7 +59,7 @@ class DryRun(Value):
         device: Where it would run.
         parameters: Parameters of the whole model.
         rows: Number of rows by purpose.
-        sites: The attention modules from which heads can be removed.
+        sites: The attention modules and feed-forwards that can be cut.
         budget: What to keep, as text.
         stages: Estimates from one or two batches of each kind.
         memory: Bytes by what they are for.
@@ -192,8 +194,11 @@ class _TrainingStep:
         self.kept_bytes = 0
         with undisturbed(subject.model, frozen=False):
             self._run(subject.model, batch)  # the first pass is slower, so it is not timed
+            device = device_of(subject.model)
+            synchronize(device)
             start = perf_counter()
             self._run(subject.model, batch)
+            synchronize(device)
             self.seconds = perf_counter() - start
 
     def _run(self, model: nn.Module, batch: Any) -> None:
@@ -269,7 +274,7 @@ def _choosing(subject: Subject) -> Iterable[StageEstimate]:
     scorer = scorer_of(subject)
     if isinstance(selector, Repriced) and isinstance(scorer, Ladder) and predicts_refits:
         yield _repricing(subject, selector, scorer)
-    elif selector.needs:
+    elif selector.needs & CALLABLES:
         basis = f"{wanted.selector} measures smaller models while it chooses"
         yield StageEstimate("select", None, basis)
 
@@ -311,7 +316,7 @@ def _recovery_estimate(subject: Subject, step: _TrainingStep, wanted: RecoverSte
 
 
 def _timed_recovery(subject: Subject, wanted: RecoverStep, purpose: str, rows: int) -> float:
-    """Seconds of a recovery on this many rows, for a copy with half of the heads."""
+    """Seconds of a recovery on this many rows, for a copy with half of the heads and neurons."""
     drawn = subject.data.some(purpose, wanted.examples).examples[purpose]
     examples = {**subject.data.examples, purpose: drawn[:rows]}
     small = replace(subject, data=replace(subject.data, examples=examples))
@@ -363,6 +368,8 @@ def _one_scorer(subject: Subject, step: _TrainingStep, scorer: Scorer) -> tuple[
         constant, basis = _constant_work(subject, scorer)
         passes = scorer.only_passes()
 
+    if isinstance(scorer, Ladder):
+        basis = f"; at most, for prices are measured on {scorer.examples:,} rows"
     batches = _typical_first(subject)
     first = _timed(subject, passes, batches[:1], subject.sites)
     per_batch = 0.0
@@ -438,7 +445,7 @@ def _repricing(subject: Subject, selector: Repriced, ladder: Ladder) -> StageEst
 
 
 def _neighbours(subject: Subject) -> list[HeadMask]:
-    """A mask of half of the heads, and one per site that keeps that site whole."""
+    """A mask of half of the heads and neurons, and one per site that keeps that site whole."""
     rows, whole = half_of_heads(subject).rows, HeadMask.full(subject.sites).rows
     places = range(len(rows))
     near = [HeadMask((*rows[:i], whole[i], *rows[i + 1 :])) for i in places]
@@ -552,6 +559,19 @@ def _evaluations(subject: Subject) -> StageEstimate:
     return StageEstimate("quality", seconds, basis)
 
 
+def _matrix_bytes(scorer: Scorer, sites: Sites) -> int:
+    """Bytes of the matrices that a scorer keeps of every site."""
+    count = 0
+    if isinstance(scorer, Ladder):
+        count, scorer = 1, scorer.ranker()
+    if isinstance(scorer, ConstantWork):
+        neurons = any(site.is_feed_forward for site in sites)
+        one_block = neurons and scorer.one_block_with_neurons
+        count += scorer.matrices * (1 if one_block else scorer.blocks)
+    widths = [len(site.heads) * site.value_dim for site in sites]
+    return 8 * count * sum(width**2 for width in widths)
+
+
 def _memory(subject: Subject, step: _TrainingStep) -> dict[str, int]:
     """Bytes needed at once, in training or while the cut copy exists."""
     recipe = subject.recipe
@@ -562,6 +582,11 @@ def _memory(subject: Subject, step: _TrainingStep) -> dict[str, int]:
         if parameter.requires_grad:
             trained += n_bytes
     memory = {"weights of the whole model and of its cut copy": 2 * weights}
+    scorer = scorer_of(subject)
+    candidates = scorer.scorers if isinstance(scorer, AutoOfRun) else [scorer]
+    matrices = max(_matrix_bytes(one, subject.sites) for one in candidates)
+    if matrices:
+        memory["matrices of the scorer, width x width per site"] = matrices
 
     trains = recipe.train is not None or recipe.gradual is not None
     for wanted in recipe.recover:

@@ -113,7 +113,7 @@ def _run_stages(recipe: Recipe, journal: Journal, folder: Path, launch: Launch |
     subject = prepare_subject(recipe, journal, progress=progress)
     subject = replace(subject, launch=launch)
 
-    # 2. Time every layer with every number of heads, if a budget is one of speed.
+    # 2. Time every layer at the sizes that it can be cut to, if a budget is one of speed.
     if recipe.select.timed:
         measure, load = partial(measure_table, subject), partial(load_table, subject)
         progress.once("latency", measure, load, (LATENCY,))

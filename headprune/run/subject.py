@@ -97,7 +97,8 @@ class Subject:
 
     @cached_property
     def sites(self) -> Sites:
-        """The attention modules, with the recipe's policy for shared key/value heads."""
+        """The attention modules and, if asked for, feed-forwards, with the recipe's policy for
+        shared key/value heads."""
         return _find_sites(self.model, self.recipe)
 
     def whole(self) -> nn.Module | None:

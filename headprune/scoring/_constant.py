@@ -16,6 +16,8 @@ class ConstantWork(Scorer):
 
     #: Blocks of examples.
     blocks: int
+    #: Matrices of ``width ** 2`` fp64 numbers that it keeps per site and block.
+    matrices: ClassVar[int] = 1
     #: Whether all examples are one block where feed-forwards are scored.
     one_block_with_neurons: ClassVar[bool] = False
 

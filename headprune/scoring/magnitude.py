@@ -13,8 +13,8 @@ from headprune.attention.linear import effective_weight
 from headprune.attention.sharded import whole
 from headprune.core.layout import HeadSlab
 from headprune.core.slabs import HeadGeometry, rows_of, used_groups
+from headprune.model.contexts import wide
 from headprune.model.offloaded import fetched
-from headprune.model.running import device_of
 from headprune.model.sites import BoundSite, lookup
 from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._activations import has_unit_per_channel
@@ -52,7 +52,7 @@ def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
     groups = used_groups(site.geometry, positions)
     # Whether the values have a slab of their own.
     has_values = any("value" in slab.units for slab in bound.slabs)
-    size = torch.ones((), dtype=torch.float64)
+    size = torch.ones(())
     for slab in bound.slabs:
         target = lookup(bound.module, slab.path)
         if not isinstance(target, nn.ModuleList):
@@ -80,7 +80,8 @@ def _norms(
         if kind in slab.units:
             rows = rows_of(geometry, slab.units, slab.packing, kind, heads)
             index = sent(rows, weight.device, torch.long)
-            yield weight.detach().index_select(dimension, index).double().norm()
+            of_unit = weight.detach().index_select(dimension, index)
+            yield of_unit.to(wide(weight)).norm()
 
 
 def _neuron_sizes(bound: BoundSite) -> Tensor:
@@ -88,9 +89,10 @@ def _neuron_sizes(bound: BoundSite) -> Tensor:
     n_neurons = len(bound.site.heads)
     if not n_neurons:
         return torch.empty(0, dtype=torch.float64)
-    size = torch.ones(n_neurons, dtype=torch.float64, device=device_of(bound.module))
+    size = torch.ones(())
     for slab in bound.slabs:
-        weight = effective_weight(lookup(bound.module, slab.path)).detach().double()
+        weight = effective_weight(lookup(bound.module, slab.path)).detach()
+        weight = weight.to(wide(weight))
         if slab.axis == "in":  # one column per neuron
             weight = weight.T
         # A fused projection has several rows per neuron: [parts, neurons, in]. As with projections
@@ -104,6 +106,6 @@ def _norm_of_modules(modules: nn.ModuleList, heads: list[int]) -> Tensor:
     weights = []
     for head in heads:
         parameters = modules[head].parameters()
-        weights += [whole(p.detach()).double().flatten() for p in parameters]
+        weights += [whole(p.detach()).to(wide(p)).flatten() for p in parameters]
     norm: Tensor = torch.cat(weights).norm()
     return norm

@@ -44,7 +44,10 @@ CURVATURES = ("output", "logits", "loss")
 #: read off.
 _APART = 1e-9
 #: Why there is no standard error where feed-forwards are scored.
-_ONE_BLOCK = "With feed-forwards, all examples are one block."
+_ONE_BLOCK = (
+    "No standard errors where feed-forwards are scored: matrices of several blocks of examples"
+    " would be too large."
+)
 #: By site number and run: a tensor, or None where there is none.
 _PerRun: TypeAlias = list[list[Tensor | None]]
 
@@ -71,7 +74,8 @@ class Surgeon(ConstantWork):
         ridge: Added to A's diagonal, as a share of its mean.
         draws: Backward passes: groups of classes (None: 4; a price is then 4 % off), or labels per
             token (None: 1).
-        blocks: Of examples, for the jackknife's standard error; 1 gives none.
+        blocks: Of examples, for the jackknife's standard error; 1 gives none. Where feed-forwards
+            are scored, it is 1.
         seed: See ``Ggn``.
     """
 
@@ -86,6 +90,7 @@ class Surgeon(ConstantWork):
     #   raised to the one before it.
     # - Where leaving out a block changes the order of removal, the standard error is a rough one.
 
+    matrices: ClassVar[int] = 2
     one_block_with_neurons: ClassVar[bool] = True
 
     curvature: Literal["output", "logits", "loss"] | None = None

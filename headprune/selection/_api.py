@@ -209,7 +209,7 @@ def _of_another_budget(
         if asked.kind == "keep_heads" and choice.budget in _same_heads(scores, asked):
             return ()
     else:
-        if choice.by_kind and set(asked) == {site.kind for site in scores.sites}:
+        if choice.by_kind and set(asked) == set(heads_by_kind(scores.sites)):
             return ()  # `_in_every_kind` made these budgets of the one that `auto` chose for
         wanted = ", ".join(str(SiteBudget(key, budget)) for key, budget in asked.items())
     if choice.budget == wanted:

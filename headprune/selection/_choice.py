@@ -157,10 +157,10 @@ def _hopeful(states: _Options, rest: list[_Corners], room: int) -> NDArray[np.bo
         room: The most that a state may cost.
     """
     costs, values = _relaxed(rest)
-    left = room - states.cost
+    remaining = room - states.cost
     # The best corner that fits is a real choice; the line to the next corner is a bound.
-    known = states.value + values[np.searchsorted(costs, left, side="right") - 1]
-    bound = states.value + np.interp(left * _WIDER, costs, values)
+    known = states.value + values[np.searchsorted(costs, remaining, side="right") - 1]
+    bound = states.value + np.interp(remaining * _WIDER, costs, values)
     hopeful: NDArray[np.bool_] = bound + _SLACK >= known.max(initial=0)
     return hopeful
 

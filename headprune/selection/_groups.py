@@ -30,8 +30,8 @@ def divided(
     for key, budget in budgets.items():
         if not isinstance(key, str) or not isinstance(budget, Budget):
             must = (
-                "a mapping from a kind (self, causal, cross) or a pattern over sites' names to a"
-                " Budget"
+                "a mapping from a kind (self, causal, cross, feed_forward) or a pattern over sites'"
+                " names to a Budget"
             )
             raise InvalidValue(WHERE, must, f"{key!r}: {budget!r}")
         group = SiteBudget(key, budget)

@@ -96,7 +96,7 @@ class Repriced(Knapsack):
                 break
             present = better
         problem.notes.append(
-            f"Measured loss above the whole model's: {first:.4g} by prices of single sites,"
+            f"Measured rise above the whole model: {first:.4g} by prices of single sites,"
             f" {now:.4g} after pricing again; {n_measured} plans measured."
         )
         return levels.plan(present)

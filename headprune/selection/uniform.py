@@ -34,7 +34,7 @@ class Uniform(Selector):
         rows = problem.states(best_first(problem.scores))
         sites = problem.scores.sites
         sizes = [len(site.units) for site in sites]
-        # Where the budget counts heads alone, all neurons stay.
+        # Where the budget counts heads alone, all neurons are kept.
         counts_neurons = problem.budget.kind in COUNT_NEURONS
         shared = [counts_neurons or not site.is_feed_forward for site in sites]
         # An answer without any head counts only where there is no other.

@@ -132,6 +132,8 @@ def test_a_plan_says_which_budget_auto_chose_for():
     both = {"self": half, "causal": half}
     given = "self: keep 50 % of the heads, causal: keep 50 % of the heads"
     assert notes_of_another_budget(given, both) == []
+    # `auto` made these of one budget of heads; it counts no neurons.
+    assert notes_of_another_budget("keep 50 % of the heads", both, by_kind=True) == []
 
 
 def test_a_loss_far_above_the_lowest_is_not_taken():

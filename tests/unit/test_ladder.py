@@ -210,6 +210,8 @@ def test_attention_without_an_output_projection_has_no_price():
     model, batch = hp.layouts.registry.get("head_list_bare").tiny(0)
     with pytest.raises(UnsupportedModel, match="one with an output projection"):
         hp.score(model, [batch], "ladder", progress=False)
+    with pytest.raises(UnsupportedModel, match="one with an output projection"):
+        hp.scoring.refitted_loss_of(model, [batch], progress=False)
 
 
 def test_what_is_refused():
@@ -217,6 +219,10 @@ def test_what_is_refused():
     for settings in (*wrong, {"order_settings": {"nope": 1}}):
         with pytest.raises(InvalidValue):
             hp.scoring.registry.get("ladder")(**settings)
+    for settings in (*wrong[1:], {"examples": 0}, {"ridge": None}):
+        (name,) = settings
+        with pytest.raises(InvalidValue, match=rf"refitted_loss_of\.{name}"):
+            hp.scoring.refitted_loss_of(_model(), _batches(), progress=False, **settings)
     ladders = [((), ()), ((2, 1), (0.0, 0.0)), ((0, 1), (0.0,)), ((0,), (math.nan,))]
     for kept, rises in ladders:
         with pytest.raises(InvalidValue):

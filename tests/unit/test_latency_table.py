@@ -195,8 +195,8 @@ def test_heads_and_neurons_share_what_they_save_together(monkeypatch):
     seconds = iter([8.0, 6.0, 5.5, 8.0])
     monkeypatch.setattr(clock, "_rounds", lambda *_: np.array([[10.0, next(seconds)]] * 5))
     saved = clock.time_savings(model, bind(model, sites), batch)
-    assert saved == pytest.approx({"heads": 0.15, "neurons": 0.3}), "0.2 and 0.4, with 0.45"
-    assert clock.time_savings(model, bind(model), batch) == pytest.approx({"heads": 0.2})
+    assert saved == pytest.approx({"head": 0.15, "neuron": 0.3}), "0.2 and 0.4, with 0.45"
+    assert clock.time_savings(model, bind(model), batch) == pytest.approx({"head": 0.2})
     assert hp.find_sites(model, feed_forward=True) == sites, "the cuts are undone"
 
 

@@ -181,6 +181,17 @@ def test_a_plan_stays_or_keeps_more_by_what_its_copy_measures(tmp_path, clocked,
         assert record.metrics.get(SAVINGS_FACTOR) == (1.25 if asked == 1.6 else None)
 
 
+def test_savings_that_are_scaled_no_further_are_not_chosen_by_again(tmp_path, clocked, monkeypatch):
+    monkeypatch.setattr(choosing, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(choosing, "_MOST_CORRECTED", 1.1)
+    monkeypatch.setattr(choosing, "compare_latency", saving(0.5))
+    said: list[str] = []
+    timed = {**TIMED, "settings": {"min_heads": 0}}
+    record = runner.run_recipe(recipe(tmp_path / "limit", timed), say=said.append)
+    assert record.metrics[SAVINGS_FACTOR] == 0.9091
+    assert len([line for line in said if "savings are scaled" in line]) == 1
+
+
 def test_a_second_copy_corrects_the_choice_again(tmp_path, clocked, monkeypatch):
     monkeypatch.setattr(choosing, "_LEAST_SECONDS", 0.0)
     # Three heads save nine tenths of what was predicted, all others a tenth.
