@@ -31,6 +31,8 @@ TIMES = {TRAINED: 1, TRAINED + LONGER: 2}
 TIMES_OF_SMALLER = {SMALLER: 2, SMALLER + LONGER: 3}
 #: A model that is at most so many times as fast as another one is of like speed.
 LIKE = 1.15
+#: Draws of calibration rows that are enough for a mean: more do not count more.
+ENOUGH = 3
 #: Of the predicted speed, what a measured one should reach.
 REACHED = 0.95
 #: The default of `Lstsq`.
@@ -138,8 +140,8 @@ def _summary(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _most_draws(record: dict[str, Any]) -> tuple[int, int]:
-    """How many draws a record has at most, and at how many speeds it has them."""
-    counts = list(map(len, by_speed(record, BOTH).values()))
+    """How many draws a record has at most, up to `ENOUGH`, and at how many speeds it has them."""
+    counts = [min(len(rows), ENOUGH) for rows in by_speed(record, BOTH).values()]
     most = max(counts, default=0)
     return most, counts.count(most)
 
@@ -150,7 +152,7 @@ def _fastest(record: dict[str, Any], metric: str) -> tuple[str, str]:
     cuts = [
         (_mean_ratio(rows), _mean_test(rows), _mean_whole(record, rows))
         for rows in by_speed(record, BOTH).values()
-        if len(rows) == draws
+        if len(rows) >= draws
     ]
 
     def cell(cut: tuple[float, float, float]) -> str:

@@ -39,8 +39,8 @@ def sizes(
     bound_after = bind(pruned, sites)
     costs = measure_costs(original, bound_before, batch, loss)
     before = costs.total
-    after = measure_costs(pruned, bound_after, batch, loss).total
     length = costs.length
+    after = measure_costs(pruned, bound_after, batch, loss, length).total
     counts_before = HeadCounts.present(b.site for b in bound_before)
     counts_after = HeadCounts.present(b.site for b in bound_after)
     rows = [_row("heads", counts_before.heads, counts_after.heads)]

@@ -18,9 +18,10 @@ from headprune.choice._meter import (
 )
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
+from headprune.model.fingerprint import check_plan
 from headprune.model.losses import Loss, default_loss
 from headprune.model.running import undisturbed
-from headprune.model.sites import bind, unwrap
+from headprune.model.sites import bind, sites_of, unwrap
 from headprune.scoring._base import ScoringProblem
 
 if TYPE_CHECKING:
@@ -41,28 +42,27 @@ def refitted_loss_of(
 ) -> Callable[[Sequence[HeadMask]], NDArray[np.float64]]:
     """Measure how far masks move the model once it is refitted, for ``hp.select(loss=)``.
 
-    Nothing is cut: what removed heads and neurons would have written is predicted from the kept
-    ones of their site by least squares over all rows, and the rise of ``KL(whole model || model)``
-    is measured on at most half of them. Of one call, the first mask is the one that the others are
-    near: layers before the first difference are not run again.
+    Nothing is cut: what removed heads and neurons would write is predicted from the kept ones of
+    their site by least squares over all rows; the rise of ``KL(whole model || model)`` is measured
+    on at most half of them. Of one call, the first mask is the one that the others are near: layers
+    before the first difference do not run again.
 
     Args:
-        model: The model; not changed. It must not change while the callable is used.
+        model: It must not change while the callable is used.
         batches: Batches; labels are not needed.
         loss: Per-example loss whose rise is measured in place of KL.
         sites: Default ``find_sites(model)``.
         examples: The most rows that rises are measured on.
-        ridge: Of the prediction, as ``Lstsq.ridge``.
-        temperature: That outputs are divided by, as ``Ladder.temperature``.
-        progress: Show a progress bar; None shows it on a terminal.
+        ridge: As ``Ladder.ridge``.
+        temperature: As ``Ladder.temperature``.
+        progress: Show a bar; None shows it on a terminal.
 
     Returns:
         From masks to ``[masks, examples]``.
 
     Raises:
-        InvalidValue: a setting out of range, or outputs that are no logits.
-        UnsupportedModel: an attention without an output projection, or a site that no batch
-            reaches.
+        InvalidValue: a setting out of range, or outputs without logits.
+        UnsupportedModel: a site without an output projection, or that no batch reaches.
 
     >>> from headprune import MultiHeadAttention
     >>> model = nn.Sequential(MultiHeadAttention(8, 2))
@@ -75,6 +75,7 @@ def refitted_loss_of(
     model = unwrap(model)
     bound = bind(model, sites)
     check_projections(bound)
+    located = sites_of(bound)
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     problem.keep()
     with undisturbed(model), problem.explained(), torch.no_grad():
@@ -93,6 +94,8 @@ def refitted_loss_of(
     def rise(masks: Sequence[HeadMask]) -> NDArray[np.float64]:
         if not masks:
             raise InvalidValue("masks", "at least one", "none")
+        for mask in masks:
+            check_plan(model, located, mask)
         rows = []
         with undisturbed(model), problem.explained(), torch.no_grad():
             for place, mask in enumerate(masks):

@@ -135,13 +135,18 @@ class _Recorder:
             for module in model.modules():
                 if isinstance(module, nn.Linear) or is_conv1d(module):
                     stack.callback(module.register_forward_hook(self._count_linear).remove)
+                elif type(module).__name__.endswith("Router"):
+                    stack.callback(module.register_forward_pre_hook(self._count_router).remove)
+                elif _weights_of_experts(module):
+                    handle = module.register_forward_hook(self._count_experts, with_kwargs=True)
+                    stack.callback(handle.remove)
                 elif isinstance(module, _ConvNd):
                     stack.callback(module.register_forward_hook(self._count_convolution).remove)
             yield
 
-    def counts(self) -> _PassCounts:
-        """What was counted; the longest site, or else the longest layer, gives the length."""
-        length = max(self._lengths, default=0)
+    def counts(self, length: int | None) -> _PassCounts:
+        """What was counted, at a length: by default that of the longest site, or else layer."""
+        length = length or max(self._lengths, default=0)
         if not length:
             length = max(map(max, self.rows.values()), default=1)
         return _PassCounts(length, self.rows, self.keys, self.pairs)
@@ -159,6 +164,27 @@ class _Recorder:
             n_rows //= self.n_examples
         self.macs_per_row[id(module)] = weight.numel()
         self.rows.setdefault(id(module), []).append(n_rows)
+
+    def _count_router(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Count a router that is a linear layer by another name."""
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and args:
+            self.macs_per_row[id(module)] = weight.numel()
+            n_rows = args[0].numel() // weight.shape[1] // self.n_examples
+            self.rows.setdefault(id(module), []).append(n_rows)
+
+    def _count_experts(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Count the experts that were chosen for each token, by the call's table of numbers."""
+        for value in (*args, *kwargs.values()):
+            # [tokens, experts per token]
+            if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point():
+                weights = _weights_of_experts(module)
+                self.macs_per_row[id(module)] = sum(w[0].numel() for w in weights)
+                n_rows = value.numel() // self.n_examples
+                self.rows.setdefault(id(module), []).append(n_rows)
+                return
 
     def _count_convolution(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         weight: Any = module.weight
@@ -198,19 +224,31 @@ class _Recorder:
             self._keys_in_call[name] = key.numel() // key.shape[-1] // self.n_examples
 
 
+def _weights_of_experts(module: nn.Module) -> list[Tensor]:
+    """The weights ``[experts, out, in]`` of a mixture's experts; empty for any other module."""
+    if not type(module).__name__.endswith("Experts"):
+        return []
+    return [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
+
+
 def _value_weights(site: BoundSite) -> list[Any]:
     """The projections, or plain tensors, that make a site's values."""
     return [lookup(site.module, slab.path) for slab in site.slabs if "value" in slab.units]
 
 
 def measure_costs(
-    model: nn.Module, bound: list[BoundSite], batch: Any, loss: Loss | None = None
+    model: nn.Module,
+    bound: list[BoundSite],
+    batch: Any,
+    loss: Loss | None = None,
+    length: int | None = None,
 ) -> CostTable:
     """Run the model once on a batch and count, from the shapes, what it costs.
 
-    Multiply-adds are those of linear layers (also Transformers' Conv1D), convolutions, and the two
-    products inside each located attention: ``heads * (head_dim + value_dim)`` per pair of tokens,
-    causal ones counted whole. Element-wise work, norms and embeddings count nothing. What runs on a
+    Multiply-adds are those of linear layers (also Transformers' Conv1D), convolutions, the routers
+    of experts and the experts chosen for each token, and the two products inside each located
+    attention: ``heads * (head_dim + value_dim)`` per pair of tokens, causal ones counted whole.
+    Element-wise work, norms and embeddings count nothing. What runs on a
     multiple of the sequence length counts per token, on a multiple of its square per pair of
     tokens, and all else per example: windows of an image, the shorter of two inputs.
 
@@ -219,6 +257,7 @@ def measure_costs(
         bound: The sites whose units are costed; the totals are the whole model's.
         batch: Any batch that the model takes; its longest site gives the length.
         loss: How the model is called, where a batch is not simply its arguments.
+        length: Tokens of an example, where it is known: of a cut model, the uncut one's.
 
     Returns:
         The whole model's cost and the cost of each unit of ``bound``.
@@ -233,7 +272,7 @@ def measure_costs(
     inner = unwrap(model)
     with recorder.attached(inner, sites), undisturbed(model), torch.no_grad(), exposed(sites):
         run(inner, batch)
-    counts = recorder.counts()
+    counts = recorder.counts(length)
 
     # 2. Multiply-adds of the whole model: convolutions, linear layers, products of the heads.
     macs = _Count(recorder.convolution_macs)

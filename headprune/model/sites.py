@@ -292,7 +292,8 @@ def _located(
         neurons = [layout for layout in own if layout.is_feed_forward]
     if neurons:
         found = _matched(model, neurons, policy)
-        if feed_forward and not found:
+        # A layout of the user's own may be for a model of feed-forwards alone.
+        if not found and (feed_forward or not bound):
             raise no_feed_forwards_error(model, neurons)
         bound = _in_model_order(model, [*bound, *found])
     if not bound:

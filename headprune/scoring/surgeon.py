@@ -72,10 +72,9 @@ class Surgeon(ConstantWork):
         curvature: Slopes of the predictions (``output``), of all classes alike (``logits``), or of
             the ``loss``. None: ``loss`` where you give one, else ``output``.
         ridge: Added to A's diagonal, as a share of its mean.
-        draws: Backward passes: groups of classes (None: 4; a price is then 4 % off), or labels per
+        draws: Backward passes: groups of classes (None: 4; a price is 4 % off), or labels per
             token (None: 1).
-        blocks: Of examples, for the jackknife's standard error; 1 gives none. Where feed-forwards
-            are scored, it is 1.
+        blocks: For the jackknife's standard error; 1, as for neurons, gives none.
         seed: See ``Ggn``.
     """
 

@@ -230,6 +230,19 @@ def test_a_model_compiled_in_place_is_costed_as_it_is():
     torch._dynamo.reset()
 
 
+def test_a_cut_model_is_counted_at_the_uncut_ones_length():
+    """Without attention in the encoder, only the decoder's shorter input has a length."""
+    subject = family_subject("bart", "bart")
+    encoder = [site for site in subject.sites if site.kind == "self"]
+    small = copy.deepcopy(subject.model)
+    hp.prune_(small, subject.without({site.name: site.heads for site in encoder}))
+    batch = {name: values[:1] for name, values in subject.batch.items()}
+    batch["decoder_input_ids"] = batch["input_ids"][:, :2]
+    rows = hp.bench.sizes(subject.model, small, batch)
+    (macs,) = [row for row in rows if row.name.startswith("MACs")]
+    assert (macs.original, macs.pruned) == (counted(subject.model, batch), counted(small, batch))
+
+
 # --- every registered family
 
 #: Multiply-adds of one example that are neither a linear layer's, a convolution's nor an
@@ -239,9 +252,6 @@ ELSEWHERE = {"clip": 12, "siglip": 16}
 #: Families of whose multiply-adds PyTorch counts more than we do, and what those are; no head takes
 #: part in them.
 UNCOUNTED = {
-    "mixtral": "experts are tensors, not linear layers",
-    "gpt_oss": "experts are tensors, not linear layers",
-    "olmoe": "experts are tensors, not linear layers",
     "qwen3_next": "experts, and layers of linear attention",
 }
 

@@ -16,7 +16,7 @@ from transformers import (
 import headprune as hp
 from headprune.choice import _meter
 from headprune.choice._held_out import fold_numbers
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.errors import InvalidValue, PlanMismatch, UnsupportedModel
 from headprune.core.ladders import SiteLadder
 from headprune.model.distributions import Distributions
 
@@ -212,6 +212,15 @@ def test_attention_without_an_output_projection_has_no_price():
         hp.score(model, [batch], "ladder", progress=False)
     with pytest.raises(UnsupportedModel, match="one with an output projection"):
         hp.scoring.refitted_loss_of(model, [batch], progress=False)
+
+
+def test_a_mask_of_neurons_needs_their_sites():
+    """Without them, every neuron would be free."""
+    model = _model()
+    rise = hp.scoring.refitted_loss_of(model, _batches(), progress=False)
+    sites = hp.find_sites(model, feed_forward=True)
+    with pytest.raises(PlanMismatch, match="pass the same sites="):
+        rise([hp.HeadMask.full(sites)])
 
 
 def test_what_is_refused():

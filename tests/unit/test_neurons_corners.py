@@ -64,6 +64,18 @@ def texts():
 # ---------------------------------------------------------------- feed-forwards alone
 
 
+def test_an_own_layout_of_feed_forwards_that_fits_nothing_says_why():
+    """Also where nothing but the layout says that feed-forwards are meant."""
+    slabs = (hp.HeadSlab("fc1", "out", "head"), hp.HeadSlab("fc2", "in", "context"))
+    layout = hp.AttentionLayout("own", gate="fc2", slabs=slabs, head_dim=1, kind="feed_forward")
+    # A parameter that the layout does not name.
+    model = nn.Sequential(Scaled())
+    model[0].more = nn.Parameter(torch.rand(WIDTH))
+    for settings in ({}, {"feed_forward": True}):
+        with pytest.raises(UnsupportedModel, match=r"nearest layout 'own': its parameter 'more'"):
+            hp.find_sites(model, layouts=[layout], **settings)
+
+
 def test_feed_forwards_are_cut_and_saved_where_attention_fits_no_layout(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": WIDTH, "pad_token_id": 1}
@@ -286,6 +298,23 @@ def test_budgets_that_count_no_neurons_leave_a_head_in_every_layer():
     assert hp.select(heads, hp.Budget(keep_params=0.9)).settings["min_heads"] == 1
     by_kind = {"causal": hp.Budget(keep_heads=0.5), "feed_forward": hp.Budget(keep_params=0.5)}
     assert hp.select(scores, by_kind).settings["min_heads"] == 1
+
+
+@pytest.mark.parametrize("selector", ["knapsack", "repriced", "local_search", "uniform"])
+def test_all_neurons_are_kept_where_the_budget_counts_heads(selector):
+    """Even where the measured loss falls without some."""
+
+    def loss(masks):
+        return np.array([[mask.n_kept] for mask in masks]) + np.arange(4) * 1e-3
+
+    measures = selector in ("repriced", "local_search")
+    plan = hp.select(
+        two_layers(), hp.Budget(keep_heads=0.5), selector, loss=loss if measures else None
+    )
+    assert [len(plan.mask.kept(name)) for name in "fg"] == [8, 8]
+    assert sum(len(plan.mask.kept(name)) for name in "ab") <= 4
+    without_some = hp.select(two_layers(), hp.Budget(keep_heads=0.5), must_remove={"f": [0, 3]})
+    assert [len(without_some.mask.kept(name)) for name in "fg"] == [6, 8]
 
 
 def test_uniform_keeps_all_neurons_where_the_budget_counts_heads():
