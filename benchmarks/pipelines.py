@@ -568,8 +568,9 @@ def about_shares() -> list[str]:
         "",
         "Heads and neurons share one budget of multiply-adds. `lstsq+ff` refits all projections on"
         " the calibration rows, each with a ridge by held-out error. Compare scorers by rows with"
-        " that refit. `taylor`, `wanda` and `magnitude` add up amounts that do not cancel, so many"
-        " neurons outweigh a head: they keep neurons and remove heads.",
+        " that refit. Not every score means the same for a head and a bundle of neurons: the last"
+        " column shows what each keeps (first draw). Rows with a deviation are means of three draws,"
+        " others are one draw.",
         "",
         *(
             f"- `{name}`: scorer `{by}`, selector `{how}`"
@@ -583,6 +584,8 @@ def tables(record: dict[str, Any], title: str, whole: str) -> list[str]:
     lines = []
     budgets = sorted({row["kept"] for row in record["rows"]}, reverse=True)
     columns = [f"{amount(record, kept)} kept" for kept in budgets]
+    if of_shares(record):
+        columns.append(f"heads and neurons at {OF_LEAD:.0%}")
     for split, count in record["judged"].items():
         lines += [
             "",
@@ -591,14 +594,23 @@ def tables(record: dict[str, Any], title: str, whole: str) -> list[str]:
             f"{whole}: {record['base'][split]:.3f}. {record['calibration']} calibration rows.",
             "",
             "| pipeline | " + " | ".join(columns) + " |",
-            "| --- |" + " ---: |" * len(budgets),
+            "| --- |" + " ---: |" * len(columns),
         ]
         for name, by_budget in cells(record, split).items():
-            values = " | ".join(
-                spread(by_budget[kept]) if kept in by_budget else "-" for kept in budgets
-            )
-            lines.append(f"| {name} | {values} |")
+            values = [spread(by_budget[kept]) if kept in by_budget else "-" for kept in budgets]
+            if of_shares(record):
+                values.append(units_kept(record, name))
+            lines.append(f"| {name} | {' | '.join(values)} |")
     return lines + differences(record)
+
+
+def units_kept(record: dict[str, Any], name: str) -> str:
+    """How many heads and neurons a pipeline keeps in its first draw."""
+    for row in record["rows"]:
+        if (title(row), row["kept"]) == (name, OF_LEAD):
+            heads = sum(map(len, row["heads"].values()))
+            return f"{heads}, {sum(row['neurons'].values()):,}"
+    return "-"
 
 
 def amount(record: dict[str, Any], kept: float) -> str:
