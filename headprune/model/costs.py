@@ -167,10 +167,10 @@ class _Recorder:
 
     def _count_router(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Count a router that is a linear layer by another name."""
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and args:
+        weight, x = getattr(module, "weight", None), args[0] if args else None
+        if isinstance(weight, Tensor) and weight.ndim == 2 and isinstance(x, Tensor):
             self.macs_per_row[id(module)] = weight.numel()
-            n_rows = args[0].numel() // weight.shape[1] // self.n_examples
+            n_rows = x.numel() // weight.shape[1] // self.n_examples
             self.rows.setdefault(id(module), []).append(n_rows)
 
     def _count_experts(

@@ -101,9 +101,10 @@ class SelectionTask:
         return problem
 
     def _neurons_outside(self, budget: Budget) -> frozenset[Position]:
-        """The neurons that a budget of heads or of their cache leaves in place.
+        """The neurons that must be kept, because a budget of heads or of their cache is for no
+        neurons.
 
-        Where GPUs cannot share all of them evenly, some have to go.
+        Where GPUs cannot share all of them evenly, some may be removed.
         """
         if budget.kind in COUNT_NEURONS:
             return frozenset()

@@ -255,6 +255,9 @@ UNCOUNTED = {
     "qwen3_next": "experts, and layers of linear attention",
 }
 
+#: Mixtures whose experts are tensors, and no linear layers.
+EXPERTS = ("mixtral", "gpt_oss", "olmoe")
+
 #: Attention that adds keys of its own, which its caller does not give; their products are not
 #: counted.
 OWN_KEYS = ("torch.nn.MultiheadAttention", "x_transformers.Decoder")
@@ -264,7 +267,7 @@ THREE = ("annotated transformer", "d2l", "labml")
 
 
 #: One family of every layout, and those that count otherwise.
-OTHERWISE = (*ELSEWHERE, *UNCOUNTED, *OWN_KEYS)
+OTHERWISE = (*ELSEWHERE, *UNCOUNTED, *EXPERTS, *OWN_KEYS)
 FIRST = {layout: (layout, family) for layout, family in reversed(FAMILIES) if family not in THREE}
 COUNTED = [pair for pair in FAMILIES if pair in FIRST.values() or pair[1] in OTHERWISE]
 
