@@ -269,7 +269,8 @@ plan = hp.select(
 Neurons of feed-forwards compete with heads where the sites hold both. A selector decides on about twelve levels per
 feed-forward, made of its neurons by rank; the latency table measures those levels. `ladder` measures what each level
 costs in quality, and `repriced` measures again near the plan; `headprune prune --speedup 2` does all of this.
-`keep_heads` counts heads alone.
+Scores of `surgeon` and `fisher` are cheaper; those of `taylor`, `wanda` and `magnitude` do not compare heads with neurons
+([measured](pipelines.md)). `keep_heads` counts heads alone.
 
 ```python
 import copy

@@ -55,7 +55,7 @@ from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.scoring._base import ScoringProblem
-from headprune.selection._api import beyond, reads_prices
+from headprune.selection._api import apart, beyond, reads_prices
 from headprune.selection._base import Selector
 from headprune.selection._groups import divided
 from headprune.selection._task import check_possible
@@ -499,8 +499,11 @@ def _costs_of(recipe: Recipe, model: nn.Module, data: Data, sites: Sites) -> Cos
 
 
 def _warn_of_prices(journal: Journal, recipe: Recipe, sites: Sites) -> None:
-    """Warn of a selector that does not read the prices which ``ladder`` measures."""
+    """Warn of a selector that does not read the prices which ``ladder`` measures, and of scores
+    that do not compare heads with neurons."""
     selector = selector_of(recipe, sites)
+    budget = recipe.select.budgets or recipe.select.budget
+    journal.warn(apart(recipe.score.scorer, sites, budget, selector))
     if recipe.score.scorer == "ladder" and not reads_prices(selector):
         note = "does not read the prices of levels that ladder measures"
         name = recipe.select.selector

@@ -45,8 +45,7 @@ CURVATURES = ("output", "logits", "loss")
 _APART = 1e-9
 #: Why there is no standard error where feed-forwards are scored.
 _ONE_BLOCK = (
-    "No standard errors where feed-forwards are scored: matrices of several blocks of examples"
-    " would be too large."
+    "With feed-forwards, all examples are one block: matrices of several would be too large."
 )
 #: By site number and run: a tensor, or None where there is none.
 _PerRun: TypeAlias = list[list[Tensor | None]]

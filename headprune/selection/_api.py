@@ -15,7 +15,15 @@ from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan, SiteBudget, allowance, share_hint
 from headprune.core.scores import HeadScores
 from headprune.selection import registry
-from headprune.selection._base import Loss, Position, Problem, Rescore, Selector, words_of
+from headprune.selection._base import (
+    COUNT_NEURONS,
+    Loss,
+    Position,
+    Problem,
+    Rescore,
+    Selector,
+    words_of,
+)
 from headprune.selection._close import close_calls
 from headprune.selection._groups import WHERE, by_kind, divided, heads_by_kind
 from headprune.selection._policies import cache_notes
@@ -28,6 +36,9 @@ _NOT_BY_KIND = (
     "auto chose one budget per kind of attention. This budget cannot be met kind by kind, so it"
     " holds for all kinds together."
 )
+#: Scorers that add up sizes of neurons, where those of a head may cancel. Measured in
+#: docs/pipelines.md.
+_HEADS_APART = ("magnitude", "taylor", "wanda")
 #: A kind of attention gets a note where it keeps at most this part of its share of the heads.
 _UNEVEN = 0.5
 
@@ -125,6 +136,7 @@ def select(
         notes=(
             *_notes(task, scores, mask, budget),
             *_unread_prices(scores, chosen, name),
+            *apart(scores.scorer, scores.sites, budget, chosen),
             *_chosen_for(scores, budget, name),
         ),
         policy=_policy(scores),
@@ -135,6 +147,23 @@ def reads_prices(selector: Selector) -> bool:
     """Whether a selector, or the one that it calls, reads the prices of levels."""
     inner = getattr(selector, "inner", None)
     return selector.reads_prices or (inner is not None and registry.get(inner).reads_prices)
+
+
+def apart(
+    scorer: str,
+    sites: Iterable[AttentionSite],
+    budget: Budget | Mapping[str, Budget],
+    selector: Selector,
+) -> tuple[str, ...]:
+    """A note where heads and neurons compete by scores that do not compare them."""
+    kinds = {site.is_feed_forward for site in sites}
+    compete = isinstance(budget, Budget) and budget.kind in COUNT_NEURONS and len(kinds) == 2
+    if not compete or not selector.across or scorer not in _HEADS_APART:
+        return ()
+    return (
+        f"{scorer} does not compare heads with neurons: under one budget it kept too few heads and"
+        " did worse than random (docs/pipelines.md). Take surgeon, fisher or ladder.",
+    )
 
 
 def _unread_prices(scores: HeadScores, selector: Selector, name: str) -> tuple[str, ...]:

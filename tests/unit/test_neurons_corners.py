@@ -247,6 +247,26 @@ def test_without_reading_prices_every_layer_keeps_a_head(selector):
     assert all(row.kept for row in plan.mask.rows)
 
 
+@pytest.mark.parametrize(
+    ("scorer", "budget", "selector", "is_named"),
+    [
+        ("taylor", hp.Budget(keep_params=0.5), "global_topk", True),
+        ("magnitude", hp.Budget(keep_params=0.5), "knapsack", True),
+        ("surgeon", hp.Budget(keep_params=0.5), "global_topk", False),
+        ("taylor", hp.Budget(keep_params=0.5), "uniform", False),
+        ("taylor", hp.Budget(keep_heads=0.5), "global_topk", False),
+        ("taylor", {"feed_forward": hp.Budget(keep_params=0.5)}, "global_topk", False),
+    ],
+)
+def test_scores_that_do_not_compare_heads_with_neurons_are_named(
+    scorer, budget, selector, is_named
+):
+    scores = replace(two_layers(), ladders=None, scorer=scorer)
+    notes = hp.select(scores, budget, selector).notes
+    words = f"{scorer} does not compare heads with neurons"
+    assert any(words in note for note in notes) is is_named
+
+
 def test_gpus_that_no_number_of_heads_suits_empty_no_layer():
     with pytest.raises(InvalidValue, match="tensor_parallel=8, got 0 to 4 heads, and only 0 among"):
         hp.select(two_layers(), hp.Budget(keep_params=0.9, tensor_parallel=8))
