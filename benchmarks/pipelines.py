@@ -465,7 +465,10 @@ def lead(records: list[dict[str, Any]]) -> str:
         words += ["A third of the heads kept:"]
         words += [in_short(record, IN_SHORT, record["heads"] // 3) for record in heads]
     if both:
-        words += [f"Heads and neurons, {OF_LEAD:.0%} of the multiply-adds kept, all refitted:"]
+        seeds = {row["seed"] for record in both for row in record["rows"]}
+        draws = "one draw" if len(seeds) == 1 else "up to three draws"
+        kept = f"{OF_LEAD:.0%} of the multiply-adds kept"
+        words += [f"Heads and neurons, {kept}, all refitted, {draws}:"]
         words += [in_short(record, IN_SHORT_OF_SHARES, OF_LEAD) for record in both]
     return " ".join(words)
 

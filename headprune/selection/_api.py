@@ -161,8 +161,8 @@ def apart(
     if not compete or not selector.across or scorer not in _HEADS_APART:
         return ()
     return (
-        f"{scorer} does not compare heads with neurons: under one budget it kept too few heads and"
-        " did worse than random (docs/pipelines.md). Take surgeon, fisher or ladder.",
+        f"{scorer} does not compare heads with neurons: under one budget it keeps too few heads,"
+        " and on SST-2 it did worse than random (docs/pipelines.md). Take surgeon or ladder.",
     )
 
 
