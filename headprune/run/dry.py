@@ -368,7 +368,8 @@ def _one_scorer(subject: Subject, step: _TrainingStep, scorer: Scorer) -> tuple[
         constant, basis = _constant_work(subject, scorer)
         passes = scorer.only_passes()
 
-    if isinstance(scorer, Ladder):
+    n_rows = len(subject.data.examples["calibration"])
+    if isinstance(scorer, Ladder) and n_rows > 2 * scorer.examples:  # it measures half of them
         basis = f"; at most, for prices are measured on {scorer.examples:,} rows"
     batches = _typical_first(subject)
     first = _timed(subject, passes, batches[:1], subject.sites)

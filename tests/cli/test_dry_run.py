@@ -122,6 +122,20 @@ def test_what_it_leaves_out_is_counted_for_all_sites_and_blocks(monkeypatch):
     assert "; 30 min of it after the passes" in stage.basis
 
 
+def test_the_matrices_of_a_scorer_count_in_memory_and_prices_say_that_they_cost_less():
+    budget = ["select.keep_heads=null", "select.keep_macs=0.5", "select.feed_forward=true"]
+    wanted = [*ALONE, *budget, "score.scorer=ladder"]
+    few = [*wanted, "score.settings={examples: 24}"]
+    found = dry_run("digits-vit", few, say=lambda line: None)
+    widths = [len(site.heads) * site.value_dim for site in found.sites]
+    # Two of its order by `surgeon`, and the ladder's own.
+    matrices = found.memory["matrices of the scorer, width x width per site"]
+    assert matrices == 8 * 3 * sum(width**2 for width in widths)
+    (stage,) = [stage for stage in found.stages if stage.stage == "score"]
+    assert stage.basis.endswith("; at most, for prices are measured on 24 rows")
+    assert "at most" not in dried(*wanted)["score"].basis
+
+
 def test_learned_gates_count_by_their_steps_and_latency_is_taken_at_its_word():
     gates = "score.settings={steps: 12, warmup: 1, block: 16}"
     stages = dried(*ALONE, *SPEED, "score.scorer=hard_concrete", gates)
