@@ -446,7 +446,7 @@ def interval(
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page with the tables and the figure, from every record there is."""
     found = studies.records_in(records, "pipelines")
-    of_heads = [record for record in found if not of_shares(record)]
+    of_heads, _ = divided(found)
     if of_heads:
         picture(of_heads, docs / PICTURE)
     return publish(docs / PAGE, lead(found), page(found))
@@ -457,10 +457,16 @@ def of_shares(record: dict[str, Any]) -> bool:
     return "of" in record
 
 
+def divided(records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Records of heads, and those of heads and neurons."""
+    heads = [record for record in records if not of_shares(record)]
+    return heads, [record for record in records if of_shares(record)]
+
+
 def lead(records: list[dict[str, Any]]) -> str:
     """What was found, and for whom: on test rows."""
     words = ["For those who name scorer, selector and recovery themselves; nothing is trained."]
-    heads, both = ([r for r in records if of_shares(r) is of] for of in (False, True))
+    heads, both = divided(records)
     if heads:
         words += ["A third of the heads kept:"]
         words += [in_short(record, IN_SHORT, record["heads"] // 3) for record in heads]
@@ -497,7 +503,7 @@ def cells(record: dict[str, Any], split: str) -> dict[str, dict[int, list[float]
 
 def page(records: list[dict[str, Any]]) -> str:
     """Markdown; every number is computed from the records."""
-    heads, both = ([r for r in records if of_shares(r) is of] for of in (False, True))
+    heads, both = divided(records)
     ran = {row["pipeline"] for record in heads for row in record["rows"]}
     lines = [
         "# Scorer, selector and recovery together",

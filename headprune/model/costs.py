@@ -162,16 +162,18 @@ class _Recorder:
         n_rows = output.numel() // output.shape[-1]
         if not once:
             n_rows //= self.n_examples
-        self.macs_per_row[id(module)] = weight.numel()
+        self._add(module, weight.numel(), n_rows)
+
+    def _add(self, module: nn.Module, macs_per_row: int, n_rows: int) -> None:
+        """Add a call of a layer with so many rows per example."""
+        self.macs_per_row[id(module)] = macs_per_row
         self.rows.setdefault(id(module), []).append(n_rows)
 
     def _count_router(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Count a router that is a linear layer by another name."""
         weight, x = getattr(module, "weight", None), args[0] if args else None
         if isinstance(weight, Tensor) and weight.ndim == 2 and isinstance(x, Tensor):
-            self.macs_per_row[id(module)] = weight.numel()
-            n_rows = x.numel() // weight.shape[1] // self.n_examples
-            self.rows.setdefault(id(module), []).append(n_rows)
+            self._add(module, weight.numel(), x.numel() // weight.shape[1] // self.n_examples)
 
     def _count_experts(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -181,9 +183,8 @@ class _Recorder:
             # [tokens, experts per token]
             if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point():
                 weights = _weights_of_experts(module)
-                self.macs_per_row[id(module)] = sum(w[0].numel() for w in weights)
-                n_rows = value.numel() // self.n_examples
-                self.rows.setdefault(id(module), []).append(n_rows)
+                macs_per_row = sum(weight[0].numel() for weight in weights)
+                self._add(module, macs_per_row, value.numel() // self.n_examples)
                 return
 
     def _count_convolution(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

@@ -148,8 +148,9 @@ class Problem:
         present = self.heads(site, ranked)
         most = max(reached)
         least = max(min(self.min_heads, most), self.scores.sites[site].least)
+        is_feed_forward = self.scores.sites[site].is_feed_forward
         # Levels of neurons are multiples by themselves.
-        multiple = 1 if self.scores.sites[site].is_feed_forward else self.multiple_of
+        multiple = 1 if is_feed_forward else self.multiple_of
         states = {}
         for count in sorted(reached):
             is_multiple = count % multiple == 0 or count == present
@@ -158,6 +159,10 @@ class Problem:
             possible = self.costs_by_count is None or self.costs_by_count[site][count] is not None
             if count >= least and is_multiple and fits_gpus and possible:
                 states[count] = reached[count]
+        if is_feed_forward and self.budget.kind not in COUNT_NEURONS and states:
+            # A budget of heads or of their cache is for no neurons.
+            fullest = max(states)
+            return {fullest: states[fullest]}
         return states
 
     @cached_property

@@ -12,15 +12,7 @@ from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.core.units import CostTable
-from headprune.selection._base import (
-    COUNT_NEURONS,
-    Loss,
-    Position,
-    Problem,
-    Rescore,
-    Selector,
-    mask_of,
-)
+from headprune.selection._base import Loss, Position, Problem, Rescore, Selector, mask_of
 from headprune.selection._budget import best_first, minimum, pose
 from headprune.selection._groups import divided, part
 from headprune.selection._required import Heads, as_units, named
@@ -85,7 +77,7 @@ class SelectionTask:
         latency = self.latency if budget.kind == "speedup" else None
         problem = replace(
             pose(self.scores, budget, latency),
-            must_keep=self.must_keep | self._neurons_outside(budget),
+            must_keep=self.must_keep,
             must_remove=self.must_remove,
             min_heads=1 if selector.min_heads is None else selector.min_heads,
             multiple_of=selector.multiple_of,
@@ -99,22 +91,6 @@ class SelectionTask:
             if not counts or emptied:
                 raise _no_lawful_count(problem, place)
         return problem
-
-    def _neurons_outside(self, budget: Budget) -> frozenset[Position]:
-        """The neurons that must be kept, because a budget of heads or of their cache is for no
-        neurons.
-
-        Where GPUs cannot share all of them evenly, some may be removed.
-        """
-        if budget.kind in COUNT_NEURONS:
-            return frozenset()
-        kept: set[Position] = set()
-        for place, site in enumerate(self.scores.sites):
-            units = {(place, unit) for unit in range(len(site.units))} - self.must_remove
-            count = sum(len(site.units[unit]) for _, unit in units)
-            if site.is_feed_forward and count % (budget.tensor_parallel or 1) == 0:
-                kept |= units
-        return frozenset(kept)
 
     def problem_of_sites(
         self, budget: Budget, places: Sequence[int], selector: Selector, keep: Iterable[Position]

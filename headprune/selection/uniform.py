@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from headprune.selection._base import COUNT_NEURONS, Position, Problem, Selector, positions_of
+from headprune.selection._base import Position, Problem, Selector, positions_of
 from headprune.selection._budget import best_first, infeasible
 
 #: The lawful units of one site by their number of heads, as `Problem.states` gives them.
@@ -34,16 +34,13 @@ class Uniform(Selector):
         rows = problem.states(best_first(problem.scores))
         sites = problem.scores.sites
         sizes = [len(site.units) for site in sites]
-        # Where the budget counts heads alone, all neurons are kept.
-        counts_neurons = problem.budget.kind in COUNT_NEURONS
-        shared = [counts_neurons or not site.is_feed_forward for site in sites]
         # An answer without any head counts only where there is no other.
         some_have_heads = any(any(states.values()) for states in rows)
         may_be_empty = problem.kept_elsewhere is not None or not some_have_heads
         best: frozenset[Position] | None = None
         costs = []
         for share in _shares(sizes):
-            keep = _with_share(rows, sizes, shared, share)
+            keep = _with_share(rows, sizes, share)
             if not keep and not may_be_empty:
                 continue
             cost = problem.cost(keep)
@@ -65,12 +62,12 @@ def _shares(sizes: list[int]) -> list[Fraction]:
 
 
 def _with_share(
-    rows: tuple[_States, ...], sizes: list[int], shared: list[bool], share: Fraction
+    rows: tuple[_States, ...], sizes: list[int], share: Fraction
 ) -> frozenset[Position]:
-    """The kept units when every site, but those that do not take part, keeps this share."""
+    """The kept units when every site keeps this share."""
     kept = []
-    for states, size, takes_part in zip(rows, sizes, shared, strict=True):
-        kept.append(_at_most(states, int(share * size) if takes_part else size))
+    for states, size in zip(rows, sizes, strict=True):
+        kept.append(_at_most(states, int(share * size)))
     return positions_of(kept)
 
 

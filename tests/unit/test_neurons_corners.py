@@ -337,6 +337,15 @@ def test_all_neurons_are_kept_where_the_budget_counts_heads(selector):
     assert [len(without_some.mask.kept(name)) for name in "fg"] == [6, 8]
 
 
+@pytest.mark.parametrize("selector", ["global_topk", "knapsack", "uniform"])
+def test_gpus_get_as_many_neurons_as_they_can_share_where_the_budget_counts_heads(selector):
+    sites = [site("a", 4), site("f", 9, kind="feed_forward")]
+    scores = make(sites, [[1.0, 2.0, 3.0, 4.0], [float(n) for n in range(9)]])
+    plan = hp.select(scores, hp.Budget(keep_heads=0.5, tensor_parallel=2), selector)
+    assert plan.mask.kept("a") == (2, 3)
+    assert plan.mask.kept("f") == tuple(range(1, 9))
+
+
 def test_uniform_keeps_all_neurons_where_the_budget_counts_heads():
     plan = hp.select(two_layers(), hp.Budget(keep_heads=0.5), "uniform")
     assert [len(plan.mask.kept(name)) for name in "afbg"] == [2, 8, 2, 8]
