@@ -190,7 +190,8 @@ def _keeps(site: AttentionSite) -> list[tuple[int, ...]]:
     Of neurons, only the numbers that a selector chooses from.
     """
     if site.is_feed_forward:
-        return [site.heads[:count] for count in level_widths(len(site.heads))]
+        counts = level_widths(len(site.heads), site.n_query_heads)
+        return [site.heads[:count] for count in counts]
     # Whole groups one after another; or single heads spread over all groups. A choice that empties
     # groups is somewhat faster than the table says.
     order: list[int] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,7 @@ def check_any_cut(
     where: str,
     neurons: bool,
     layouts: Sequence[AttentionLayout] = (),
+    biased: Collection[str] = (),
 ) -> None:
     """Refuse a format that cannot hold any cut with equally many heads in each layer.
 
@@ -38,6 +40,7 @@ def check_any_cut(
         neurons: Whether the cut may remove neurons alone. Then, as for ``gguf``, it is enough that
             the format holds the whole model.
         layouts: The user's own layouts.
+        biased: What gets biases by a recovery after the cut: ``attention``, ``feed_forward``.
 
     Raises:
         UnsupportedModel: it cannot; the message has the reason.
@@ -45,6 +48,24 @@ def check_any_cut(
     describe = _DESCRIBE.get(format)
     if describe is None:
         return
+    with_biases = copy.deepcopy(model) if biased else None
+    _check(describe, model, format, where, neurons, layouts)
+    if with_biases is not None:
+        _add_biases_(with_biases, layouts, biased)
+        hint = "A recovery without biases needs none: --set recover.0.settings.intercept=false."
+        _check(describe, with_biases, format, where, neurons, layouts, hint)
+
+
+def _check(
+    describe: Callable[[Any, list[BoundSite]], Any],
+    model: nn.Module,
+    format: str,
+    where: str,
+    neurons: bool,
+    layouts: Sequence[AttentionLayout],
+    hint: str = "",
+) -> None:
+    """Refuse a format as ``check_any_cut`` does, for a model with the biases that it has."""
     reason = _reason(describe, model, layouts, neurons)
     if format != "gguf" and not neurons:
         # A configuration may hold some counts only.
@@ -54,7 +75,7 @@ def check_any_cut(
                 return
     if reason is not None:
         got = f"{format!r}, which is {reason.must}; this one has {reason.got}"
-        raise UnsupportedModel(where, "one that can hold a cut of this model", got)
+        raise UnsupportedModel(where, "one that can hold a cut of this model", got, hint)
 
 
 def _reason(
@@ -69,6 +90,20 @@ def _reason(
     except UnsupportedModel as error:
         return error
     return None
+
+
+def _add_biases_(
+    model: nn.Module, layouts: Sequence[AttentionLayout], biased: Collection[str]
+) -> None:
+    """Give the output projections of attention or feed-forwards the biases that they lack."""
+    for b in bind(model, find_sites(model, layouts, feed_forward="feed_forward" in biased)):
+        kind = "feed_forward" if b.layout.is_feed_forward else "attention"
+        if kind not in biased or not b.layout.gate:
+            continue
+        projection = b.gate
+        if isinstance(projection, nn.Linear) and projection.bias is None:
+            weight = projection.weight
+            projection.bias = nn.Parameter(weight.new_zeros(weight.shape[0]))
 
 
 def _cut_one_unit_(model: nn.Module, layouts: Sequence[AttentionLayout]) -> bool:

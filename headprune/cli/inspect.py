@@ -259,8 +259,10 @@ def _print(facts: dict[str, Any]) -> None:
         echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
         for line in (*layout["cut"], *layout["patched"]):
             echo(f"  {line}")
-        unit = "neurons" if "feed_forward" in layout["without_heads"] else "heads"
-        echo(f"  all {unit} of a layer may be removed: {_empty_words(layout['without_heads'])}")
+        answers = layout["without_heads"]
+        if answers:  # none where a cut has emptied all layers of this layout
+            unit = "neurons" if "feed_forward" in answers else "heads"
+            echo(f"  all {unit} of a layer may be removed: {_empty_words(answers)}")
 
     # 4. What is not recognised.
     _say_not_taken(list(map(_of_data, facts["not_taken"])))

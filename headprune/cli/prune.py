@@ -570,6 +570,7 @@ def _check_before_run(target: _Target, recipe: Recipe) -> None:
     from headprune.checkpoints.any_cut import check_any_cut
     from headprune.data.imported import own_layouts
     from headprune.data.models import model_without_weights, resolve_path
+    from headprune.run import recovering
 
     if target.format in ("auto", "headprune"):
         return
@@ -577,7 +578,9 @@ def _check_before_run(target: _Target, recipe: Recipe) -> None:
     if model is None:
         return
     layouts = own_layouts(recipe.model)
-    check_any_cut(model, target.format, "--format", recipe.select.feed_forward, layouts)
+    neurons = recipe.select.feed_forward
+    biased = recovering.biased(recipe)
+    check_any_cut(model, target.format, "--format", neurons, layouts, biased)
     selector = recipe.select.selector
     if target.format == "transformers" and selector != "uniform":
         say(

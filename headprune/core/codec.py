@@ -83,7 +83,10 @@ LATER = {"later": True}
 #: Metadata of a field of rows of dataclasses: of equal neighbours in a long row one is written,
 #: with their number under this key.
 RUNS = {"runs": "times"}
-#: Rows with more items than this have their equal neighbours written once; heads are fewer.
+#: Metadata of a field of numbers of which most are missing: a long one is written as an object with
+#: its length and the numbers that it has, by their places.
+SPARSE = {"sparse": True}
+#: Rows with more items than this are written shorter; heads are fewer.
 _LONG = 256
 #: The most items of such a row.
 _MOST_ITEMS = 1 << 16
@@ -254,8 +257,35 @@ def _encode_fields(value: Any) -> dict[str, Any]:
         items = _encode(hints[field.name], inner)
         if "runs" in field.metadata:
             items = [_in_runs(row, field.metadata["runs"]) for row in items]
+        if "sparse" in field.metadata:
+            items = _sparse(items)
         encoded[field.name] = items
     return encoded
+
+
+def _sparse(row: list[Any]) -> Any:
+    """Write what a long row has, by its places."""
+    if len(row) <= _LONG:
+        return row
+    found = {str(place): item for place, item in enumerate(row) if item is not None}
+    return {"length": len(row), "found": found}
+
+
+def _out_of_sparse(row: Any, where: str) -> Any:
+    """Undo ``_sparse``; a row that was written in full is unchanged."""
+    if not isinstance(row, Mapping):
+        return row  # refused with the types if it is no list
+    length, found = row.get("length"), row.get("found")
+    must = f"a row, or its length up to {_MOST_ITEMS:,} and what it has by place"
+    if type(length) is not int or not 0 <= length <= _MOST_ITEMS or not isinstance(found, Mapping):
+        raise InvalidValue(where, must, repr(row))
+    places = {str(place): place for place in range(length)}
+    items: list[Any] = [None] * length
+    for place, item in found.items():
+        if place not in places:
+            raise InvalidValue(where, must, f"place {place!r} of {length:,}")
+        items[places[place]] = item
+    return items
 
 
 def _in_runs(row: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
@@ -336,9 +366,8 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
     values = {}
     for key, value in data.items():
         place = f"{where}.{key}"
-        if "runs" in metadata[key]:
-            value = _out_of_runs(value, metadata[key]["runs"], place)
-        values[key] = _decode(hints[key], value, place)
+        full = _in_full(value, metadata[key], place)
+        values[key] = _decode(hints[key], full, place)
     try:
         return cls(**values)
     except HeadPruneError:
@@ -347,6 +376,15 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
         # Values of the right types may still confuse a constructor.
         got = f"one that makes no sense: {type(error).__name__}: {error}"
         raise InvalidValue(where, f"a sound {cls.__name__}", got) from error
+
+
+def _in_full(value: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    """The items of a long row that was written shorter; any other value as it is."""
+    if "runs" in metadata:
+        return _out_of_runs(value, metadata["runs"], where)
+    if "sparse" in metadata:
+        return _out_of_sparse(value, where)
+    return value
 
 
 def _check_keys(cls: Any, data: Any, where: str) -> None:

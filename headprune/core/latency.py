@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headprune.core.codec import LATER, Value
+from headprune.core.codec import LATER, SPARSE, Value
 from headprune.core.errors import InvalidValue, UnknownName, check_count, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
 
@@ -30,7 +30,7 @@ class SiteLatency:
     """
 
     site: str
-    seconds: tuple[float | None, ...]
+    seconds: tuple[float | None, ...] = field(metadata=SPARSE)
     neurons: bool = field(default=False, metadata=LATER)
 
     @property

@@ -9,15 +9,23 @@ LEVELS = 12
 _MULTIPLES = (64, 8, 1)
 
 
-def level_widths(n_neurons: int) -> tuple[int, ...]:
+def level_widths(n_neurons: int, n_uncut: int | None = None) -> tuple[int, ...]:
     """Return the numbers of neurons that may be kept, from none to all.
+
+    Args:
+        n_neurons: Neurons that are present.
+        n_uncut: Neurons before any cut, by default as many. A second cut keeps to the multiple of
+            the first.
 
     >>> level_widths(1536)
     (0, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536)
+    >>> level_widths(320, 1536)
+    (0, 64, 128, 192, 256, 320)
     >>> level_widths(100)
     (0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 100)
     """
-    multiple = next(m for m in _MULTIPLES if n_neurons >= LEVELS * m or m == 1)
+    size = n_uncut or n_neurons
+    multiple = next(m for m in _MULTIPLES if size >= LEVELS * m or m == 1)
     widths = {0, n_neurons}
     for level in range(1, LEVELS):
         width = level * n_neurons / LEVELS

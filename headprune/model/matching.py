@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
@@ -161,7 +162,8 @@ def geometry(layout: AttentionLayout, module: nn.Module) -> HeadGeometry:
         if state is not None and len(state.heads) == n_query:
             uncut = _sharing(layout, state.n_query_heads, state.n_kv_heads)
             used = sorted({uncut[h] for h in state.heads})
-            return tuple(used.index(uncut[h]) for h in state.heads)
+            # A search by halves: there may be thousands of neurons.
+            return tuple(bisect_left(used, uncut[h]) for h in state.heads)
         return None if layout.grouping == "contiguous" else _sharing(layout, n_query, n_kv)
 
     return infer_geometry(sizes, head_dim, value_dim, key_dim, share)

@@ -138,6 +138,11 @@ class Recovery(abc.ABC):
         """Whether it reads the unpruned original. If not, ``recover_`` refuses ``teacher=``."""
 
     @property
+    def adds_biases(self) -> bool:
+        """Whether projections without a bias may get one, which not every format can hold."""
+        return False
+
+    @property
     def needs_validation(self) -> bool:
         """Whether it judges its work by other examples.
 

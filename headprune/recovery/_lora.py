@@ -27,6 +27,7 @@ from headprune.recovery._blocks import blocks_of
 
 #: The setting, in error texts.
 _TARGETS = "Finetune.lora_targets"
+_EMPTY = "one without inputs or outputs"
 #: Name of the adapters inside PEFT.
 _NAME = "recovery"
 
@@ -184,23 +185,31 @@ def _named(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
         UnknownName: a target that names no module.
         UnsupportedModel: a module that cannot have an adapter.
     """
-    modules = [name for name, _ in model.named_modules() if name]
     names: dict[str, None] = {}
     for target in targets:
-        matches = [name for name in modules if f".{name}".endswith(f".{target}")]
-        if not matches:
-            usable = [name for name in modules if _reason_against(model, name) is None]
-            endings = {name.rpartition(".")[2] for name in usable}
-            hint = did_you_mean(target, endings)
-            must = f"names of projections of {type(model).__name__}"
-            raise UnknownName(_TARGETS, must, repr(target), hint)
-        for name in matches:
+        matches = _matches(model, target)
+        # A cut may have emptied some of them.
+        filled = [name for name in matches if _reason_against(model, name) != _EMPTY]
+        for name in filled or matches:
             reason = _reason_against(model, name)
             if reason is not None:
                 must = "a projection that an adapter can be put around"
                 raise UnsupportedModel(f"{_TARGETS}: {name}", must, reason)
             names[name] = None
     return tuple(names)
+
+
+def _matches(model: nn.Module, target: str) -> list[str]:
+    """Return the modules with this name or name ending."""
+    modules = [name for name, _ in model.named_modules() if name]
+    matches = [name for name in modules if f".{name}".endswith(f".{target}")]
+    if not matches:
+        usable = [name for name in modules if _reason_against(model, name) is None]
+        endings = {name.rpartition(".")[2] for name in usable}
+        hint = did_you_mean(target, endings)
+        must = f"names of projections of {type(model).__name__}"
+        raise UnknownName(_TARGETS, must, repr(target), hint)
+    return matches
 
 
 def _reason_against(model: nn.Module, name: str) -> str | None:
@@ -216,5 +225,5 @@ def _reason_against(model: nn.Module, name: str) -> str | None:
     except HeadPruneError as error:
         return str(error.got)
     if not n_in or not n_out:
-        return "one without inputs or outputs"
+        return _EMPTY
     return None

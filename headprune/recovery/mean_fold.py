@@ -80,6 +80,10 @@ class MeanFold(Recovery):
     def needs_teacher(self) -> bool:
         return True
 
+    @property
+    def adds_biases(self) -> bool:
+        return True
+
     def recover_(self, job: Job) -> Outcome:
         """Add the mean outputs of the removed heads to the biases.
 

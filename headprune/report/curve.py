@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headprune.core.metrics import LOWER, RATIO, is_one_of
 from headprune.report.formats import fixed, significant
-from headprune.report.series import Series, TradeoffPoint, series_of
+from headprune.report.series import Series, TradeoffPoint, differ_in_heads_alone, series_of
 
 #: Size of the drawing, and the margins around its axes.
 WIDTH, HEIGHT = 720, 340
@@ -111,9 +111,13 @@ class _AxisScale:
 
 
 def curve(points: Iterable[TradeoffPoint], split: str) -> Curve | None:
-    """Draw the first metric's points; None unless methods keep two numbers of heads or more."""
+    """Draw the first metric's points.
+
+    None unless methods keep two numbers of heads or more, and as many neurons.
+    """
     points = _first_metric(points)
-    if len({point.kept for point in points if point.method != "base"}) < 2:
+    n_sizes = len({point.kept for point in points if point.method != "base"})
+    if n_sizes < 2 or not differ_in_heads_alone(points):
         return None
     metric = points[0].metric
     series = series_of(points)

@@ -76,7 +76,7 @@ class Explanation(Value):
 
     Args:
         title: The plan's title.
-        scorer: The scorer's name.
+        scorer: Name of the scorer whose values the units have.
         units: Every prune unit, least important first.
         share: Share of all importance that the removed units hold; None where scores are negative.
         saved: (name, removed, of the whole model) per kind of cost; empty where no costs were
@@ -220,7 +220,7 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
     # 3. Sum up what is removed.
     return Explanation(
         title=plan.title,
-        scorer=scores.scorer,
+        scorer=_orderer(scores),
         units=tuple(fates),
         share=_share(ranked, removed),
         saved=_saved(whole, plan),
@@ -229,6 +229,13 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
         notes=tuple(dict.fromkeys((*_choice_note(scores), *plan.notes, *scores.notes))),
         neurons=neurons,
     )
+
+
+def _orderer(scores: HeadScores) -> str:
+    """The scorer whose values the scores are: with measured prices, that of the order."""
+    if scores.ladders is None:
+        return scores.scorer
+    return str(scores.settings.get("order", scores.scorer))
 
 
 def _neurons(plan: PruningPlan, scores: HeadScores) -> tuple[str, ...]:

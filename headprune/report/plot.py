@@ -34,6 +34,7 @@ from headprune.report.series import (
     Series,
     TradeoffPoint,
     comparable,
+    differ_in_heads_alone,
     points_of_sweep,
     series_of,
 )
@@ -179,8 +180,8 @@ def tradeoff(
         ax: Where to draw.
 
     Raises:
-        InvalidValue: nothing measured on those rows, several metrics, or runs of several tasks,
-            models or data.
+        InvalidValue: nothing measured on those rows, several metrics, runs of several tasks,
+            models or data, or models that keep other numbers of neurons.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -468,6 +469,10 @@ def _one_group(
             f"several: {names}",
             "Draw them one by one, each with its axes: ax=.",
         )
+    if not differ_in_heads_alone(points):
+        must = "of models that keep as many neurons, because the axis is heads"
+        hint = "Compare runs by `headprune report RUN RUN`, settings by the sweep's tradeoff.png."
+        raise InvalidValue("plot.tradeoff(records)", must, "other numbers of neurons", hint)
     return points, metrics.pop()
 
 

@@ -61,6 +61,12 @@ class QualityGroup:
     chart_label: str  # axis of the bar chart
     rows: tuple[QualityLine, ...]
     remarks: tuple[str, ...]  # sentences below the table
+    neurons: bool  # whether feed-forwards may be cut
+
+    @property
+    def kept_header(self) -> str:
+        """The heading of the column with what each row keeps."""
+        return "Kept" if self.neurons else "Heads kept"
 
     @property
     def title(self) -> str:
@@ -143,6 +149,7 @@ def _group(record: RunRecord, rows: Sequence[tuple[Role, QualityRow]]) -> Qualit
         chart_label=label,
         rows=lines,
         remarks=tuple(_remarks(record, rows, base)),
+        neurons=_counts_neurons(rows),
     )
 
 
@@ -193,8 +200,9 @@ def _line(record: RunRecord, row: QualityRow, role: Role, base: QualityRow | Non
 
 def _kept(row: QualityRow) -> str:
     """Heads that are kept, and neurons where feed-forwards may be cut."""
-    words = f"{row.kept_heads:,}"
-    return words if row.kept_neurons is None else f"{words} and {row.kept_neurons:,} neurons"
+    if row.kept_neurons is None:
+        return f"{row.kept_heads:,}"
+    return f"{row.kept_heads:,} heads and {row.kept_neurons:,} neurons"
 
 
 def _note(row: QualityRow, role: Role) -> str:
@@ -306,13 +314,16 @@ def _remarks(
     budgets = sorted({(row.kept_heads, _kept(row)) for _, row in rows if row is not base})
     if len(budgets) > 1:
         kept = ", ".join(words for _, words in budgets)
-        remarks.append(
-            f"The rows do not all keep the same number of heads ({kept}); compare with care."
-        )
+        units = "heads and neurons" if _counts_neurons(rows) else "heads"
+        remarks.append(f"The rows do not all keep as many {units} ({kept}); compare with care.")
     if base is not None and metric.lower() == "accuracy" and base.n_examples > 0:
         n = base.n_examples
         remarks.append(f"With {n:,} examples one example is {fixed(100 / n, 2)} points.")
     return remarks
+
+
+def _counts_neurons(rows: Sequence[tuple[Role, QualityRow]]) -> bool:
+    return any(row.kept_neurons is not None for _, row in rows)
 
 
 def _noise(gain: float, drawn: QualityRow, found: Comparison | None) -> str:

@@ -124,18 +124,19 @@ def points_of_sweep(table: SweepTable, split: str) -> list[TradeoffPoint]:
     return points
 
 
-def series_of(points: Iterable[TradeoffPoint]) -> list[Series]:
-    """Sort points by method and heads kept; several of one size become their mean and spread.
+def differ_in_heads_alone(points: Iterable[TradeoffPoint]) -> bool:
+    """Whether all models keep as many neurons, so that heads are a measure of their size."""
+    return len({point.neurons for point in points}) < 2
 
-    Models that keep as many heads and other numbers of neurons are not of one size.
-    """
-    methods: dict[str, dict[tuple[int, int], list[TradeoffPoint]]] = {}
+
+def series_of(points: Iterable[TradeoffPoint]) -> list[Series]:
+    """Sort points by method and heads kept; several of one size become their mean and spread."""
+    methods: dict[str, dict[int, list[TradeoffPoint]]] = {}
     for point in points:
-        size = (point.kept, point.neurons or 0)
-        methods.setdefault(point.method, {}).setdefault(size, []).append(point)
+        methods.setdefault(point.method, {}).setdefault(point.kept, []).append(point)
     lines = []
     for method, sizes in methods.items():
-        means = tuple(_mean(size[0], sizes[size]) for size in sorted(sizes))
+        means = tuple(_mean(kept, sizes[kept]) for kept in sorted(sizes))
         lines.append(Series(method, means))
     return lines
 

@@ -114,7 +114,7 @@ def _within(factor: float) -> float:
 def _correction(subject: Subject, table: LatencyTable, plan: PruningPlan) -> float | None:
     """How many times as much a plan saves as the latency table predicts.
 
-    None where that is about right, and for a model that cannot be copied.
+    None where that is about right and as fast as was asked, and for a model that cannot be copied.
     """
     journal = subject.journal
     # 1. Measure the plan.
@@ -128,8 +128,7 @@ def _correction(subject: Subject, table: LatencyTable, plan: PruningPlan) -> flo
     row = _compared_speed(subject, table, cut)
     # 2. Compare it with the prediction.
     predicted = table.speedup(plan.mask)
-    is_near = abs(row.ratio / predicted - 1) <= _TOLERATED or row.low <= predicted <= row.high
-    if is_near or predicted <= 1:
+    if predicted <= 1 or _is_right(row, predicted, _asked(subject)):
         return None
     journal.tell(
         f"The plan was predicted to be {predicted:.2f} times as fast, and was measured to be"
@@ -138,6 +137,18 @@ def _correction(subject: Subject, table: LatencyTable, plan: PruningPlan) -> flo
     # Fractions of the whole model's time that the cut saves.
     saved, predicted_saving = 1 - 1 / row.ratio, 1 - 1 / predicted
     return saved / predicted_saving
+
+
+def _is_right(row: SpeedRow, predicted: float, asked: float | None) -> bool:
+    """Whether a measured speed is about the predicted one, and may be as fast as was asked."""
+    is_near = abs(row.ratio / predicted - 1) <= _TOLERATED or row.low <= predicted <= row.high
+    return is_near and (asked is None or row.high >= asked)
+
+
+def _asked(subject: Subject) -> float | None:
+    """The speed that the whole model's budget asks for; None for other budgets."""
+    wanted = subject.recipe.select
+    return wanted.budget.amount if wanted.speedup is not None else None
 
 
 def _compared_speed(subject: Subject, table: LatencyTable, cut: nn.Module) -> SpeedRow:
@@ -240,8 +251,7 @@ def measure_speed(subject: Subject, pruned: nn.Module) -> None:
     row = _compared_speed(subject, table, pruned)
 
     # 2. Note the figures.
-    wanted = subject.recipe.select
-    asked = wanted.budget.amount if wanted.speedup is not None else None
+    asked = _asked(subject)
     facts = {
         "asked": asked,
         "predicted": round(predicted, 4),

@@ -10,7 +10,7 @@ from torch import nn
 
 from headprune import recovery
 from headprune.core.registry import Registry
-from headprune.recipes.schema import RecoverStep
+from headprune.recipes.schema import Recipe, RecoverStep
 from headprune.recipes.validate import configured
 from headprune.recovery._api import recover_
 from headprune.recovery._base import Recovery, RecoveryReport
@@ -53,6 +53,19 @@ def recover_once(
         leave_checkpoint=folder is not None,
     )
     return method, purpose, report
+
+
+def biased(recipe: Recipe) -> frozenset[str]:
+    """What may get new biases by a recipe's recoveries: ``attention``, ``feed_forward``."""
+    kinds: set[str] = set()
+    for step in recipe.recover:
+        method: Recovery = configured(recovery.registry, step.method, step.settings)
+        if not method.adds_biases:
+            continue
+        kinds.add("attention")
+        if recipe.select.feed_forward or getattr(method, "feed_forward", False):
+            kinds.add("feed_forward")
+    return frozenset(kinds)
 
 
 def recoverer(

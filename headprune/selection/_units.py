@@ -202,7 +202,7 @@ def _bundles(
         return name not in must_keep, name in must_remove, -value[head], head
 
     if site.is_feed_forward:
-        return _neuron_bundles(sorted(site.heads, key=rank))
+        return _neuron_bundles(sorted(site.heads, key=rank), site.n_query_heads)
     if len(set(map(len, site.groups))) > 1:
         hint = "Find the sites with policy='free' or 'group'."
         raise InvalidValue(
@@ -213,9 +213,9 @@ def _bundles(
     return tuple(tuple(sorted(heads)) for heads in zip(*ranked, strict=True))
 
 
-def _neuron_bundles(neurons: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _neuron_bundles(neurons: Sequence[int], n_uncut: int) -> tuple[tuple[int, ...], ...]:
     """Bundle neurons that are sorted by rank; each bundle leads from one level to the next."""
     bundles = []
-    for start, stop in pairwise(level_widths(len(neurons))):
+    for start, stop in pairwise(level_widths(len(neurons), n_uncut)):
         bundles.append(tuple(sorted(neurons[start:stop])))
     return tuple(bundles)

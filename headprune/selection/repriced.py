@@ -95,8 +95,9 @@ class Repriced(Knapsack):
             if better is None:
                 break
             present = better
+        chosen_by = "scores" if problem.scores.ladders is None else "prices of single sites"
         problem.notes.append(
-            f"Measured rise above the whole model: {first:.4g} by prices of single sites,"
+            f"Measured rise above the whole model: {first:.4g} by {chosen_by},"
             f" {now:.4g} after pricing again; {n_measured} plans measured."
         )
         return levels.plan(present)

@@ -128,7 +128,7 @@ def lay_out(recipe: str | Path | Recipe, settings: Iterable[str], grid: Grid) ->
     """
     # 1. Read the recipe and the grid; errors are collected.
     problems: list[InvalidValue] = []
-    raw = _read_recipe(recipe, list(settings))
+    raw = _without_default_selector(_read_recipe(recipe, list(settings)))
     if raw.get("gradual") is not None:
         must = "left out of a sweep, which cuts at once"
         problems.append(InvalidValue("gradual", must, "a section"))
@@ -180,6 +180,21 @@ def _read_recipe(recipe: str | Path | Recipe, settings: list[str]) -> Mapping[st
         raise InvalidValue("settings", must, settings)
     # Default budgets and the like would conflict with those of the grid.
     return recipe.model_dump(exclude_unset=True)
+
+
+def _without_default_selector(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The recipe without a selector that follows from its scorer, as other scorers have others.
+
+    A recipe that a run wrote names its selector. One with settings is the user's choice.
+    """
+    select = section_in(raw, "select")
+    scorer = section_in(raw, "score").get("scorer", DEFAULT_SCORER)
+    if "selector" not in select or select.get("settings"):
+        return raw
+    if select["selector"] != default_selector(dict(select), scorer):
+        return raw
+    without = {key: value for key, value in select.items() if key != "selector"}
+    return {**raw, "select": without}
 
 
 def _check_untimed(recipe: Recipe) -> None:

@@ -35,6 +35,34 @@ def test_a_table_survives_json_and_predicts():
         TABLE.predict({"c": 0})
 
 
+def test_a_table_of_many_neurons_is_small_and_older_files_are_read():
+    seconds = (0.0, *[None] * 4095, 0.1, *[None] * 4095, 0.3)
+    table = replace(TABLE, sites=(SiteLatency("f", seconds, neurons=True),))
+    assert len(table.to_json()) < 1000
+    assert LatencyTable.from_json(table.to_json()) == table
+    data = table.to_dict()
+    assert data["sites"][0]["seconds"]["found"] == {"0": 0.0, "4096": 0.1, "8192": 0.3}
+    data["sites"][0]["seconds"] = list(seconds)
+    assert LatencyTable.from_dict(data) == table
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ({"length": 3}, "must be a row, or its length"),
+        ({"length": 10**9, "found": {}}, "must be a row, or its length up to 65,536"),
+        ({"length": 2, "found": {"2": 0.1}}, "got place '2' of 2"),
+        ({"length": 2, "found": {"1": "x"}}, r"seconds\[1\]: must be of type float"),
+        (3, "must be a JSON list"),
+    ],
+)
+def test_a_wrong_row_of_a_stored_table_is_refused(seconds, words):
+    data = TABLE.to_dict()
+    data["sites"][0]["seconds"] = seconds
+    with pytest.raises(InvalidValue, match=words):
+        LatencyTable.from_dict(data)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

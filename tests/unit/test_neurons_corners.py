@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 import headprune as hp
@@ -39,6 +41,7 @@ from headprune.model.running import call
 from headprune.recovery._blocks import blocks_of
 from headprune.run.auto import AutoOfRun, half_of_heads
 from headprune.run.choosing import choose_heads
+from headprune.run.recovering import biased
 from headprune.scoring._distributions import Distributions
 from tests.selection_problems import make, site
 from tests.small_recipes import llama_with_neurons, quiet_run, quietly_prepared
@@ -115,6 +118,26 @@ class Centred(nn.Module):
     def forward(self, x):
         x = self.act(self.fc1(x))
         return self.fc2(x - x.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("format", ["transformers", "gguf"])
+def test_a_format_without_the_biases_of_a_recovery_is_refused_before_the_run(format, tmp_path):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": WIDTH, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+    for neurons in (False, True):
+        check_any_cut(model, format, "a format", neurons)
+        both = ("attention", "feed_forward")
+        with pytest.raises(UnsupportedModel, match=r"bias.*recover\.0\.settings\.intercept=false"):
+            check_any_cut(copy.deepcopy(model), format, "a format", neurons, biased=both)
+    # What a recipe's recoveries do.
+    for feed_forward in (False, True):
+        for settings, kinds in (({}, {"attention"}), ({"intercept": False}, set())):
+            step = {"method": "lstsq", "settings": settings}
+            select = {"keep_params": 0.9, "feed_forward": feed_forward}
+            recipe = llama_with_neurons(tmp_path, select, [[1, 2]], recover=[step])
+            neurons = {"feed_forward"} if feed_forward and kinds else set()
+            assert biased(recipe) == kinds | neurons
 
 
 def test_own_code_that_treats_neurons_together_is_named():

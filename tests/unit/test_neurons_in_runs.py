@@ -17,6 +17,7 @@ import headprune as hp
 from headprune.checkpoints.streaming import prune_checkpoint
 from headprune.choice.auto import WITH_NEURONS
 from headprune.cli.prune import _as_settings, _Choice, _decide
+from headprune.core.codec import FrozenDict
 from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite, places
 from headprune.core.ladders import SiteLadder
@@ -25,12 +26,13 @@ from headprune.model.running import call
 from headprune.recipes.validate import RecipeError
 from headprune.report import Compared
 from headprune.report.comparison import comparison_view
+from headprune.report.curve import curve
 from headprune.report.difference import plan_difference
 from headprune.report.explanation import explain
 from headprune.report.formats import milliseconds
 from headprune.report.markdown import render_markdown
 from headprune.report.neurons import neuron_table
-from headprune.report.series import TradeoffPoint, series_of
+from headprune.report.series import TradeoffPoint
 from headprune.report.tradeoff import sweep_view
 from headprune.report.verdict import verdict
 from headprune.run import subject, sweep
@@ -458,13 +460,17 @@ def test_a_run_with_neurons_is_compared_with_one_of_heads(tmp_path):
         assert not (before.startswith("|") and line and not line.startswith("|")), line
 
 
-def test_points_of_other_neurons_are_no_draws_of_one_model():
-    points = [
-        TradeoffPoint("accuracy", "m", 8, value, 0.0, neurons=neurons)
-        for value, neurons in ((0.70, 20), (0.95, 80), (0.93, 80))
-    ]
-    (line,) = series_of(points)
-    assert [(kept, round(mean, 2)) for kept, mean, _ in line.points] == [(8, 0.70), (8, 0.94)]
+def test_no_curve_over_heads_compares_models_with_other_neurons():
+    def points(*neurons):
+        values = zip((8, 4, 4), (0.95, 0.90, 0.92), neurons, strict=True)
+        return [TradeoffPoint("accuracy", "m", n, value, 0.0, neurons=m) for n, value, m in values]
+
+    drawn = curve(points(80, 80, 80), "test")
+    assert (
+        drawn.title
+        == "accuracy on test rows against heads kept; m: 4 heads 0.91 ± 0.0141, 8 heads 0.95"
+    )
+    assert curve(points(80, 20, 20), "test") is None
 
 
 def test_a_run_that_goes_on_scores_neurons_that_were_not_scored(tmp_path):
@@ -497,6 +503,8 @@ def test_the_command_selects_by_measured_prices_as_select_does(tmp_path):
     assert made == hp.select(scores, hp.Budget(keep_params=0.7))
     assert made.selector == "knapsack"
     assert not any("prices of levels" in note for note in made.notes)
+    ordered = replace(scores, scorer="ladder", settings=FrozenDict({"order": "taylor"}))
+    assert explain(made, ordered).scorer == "taylor", "the values are those of the order"
     by_scores = hp.select(scores, hp.Budget(keep_params=0.7), "global_topk")
     words = "global_topk does not read the prices of levels"
     assert any(note.startswith(words) for note in by_scores.notes)

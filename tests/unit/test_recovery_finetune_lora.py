@@ -147,6 +147,10 @@ def test_flags_of_frozen_weights_do_not_change_and_layers_without_heads_are_pass
     assert picture(model) == looks
     assert not any("layer.1.attention" in n for n in report.changed)
     assert any("layer.1.output" in n for n in report.changed)
+    report = hp.recover_(model, [batch], lora(lora_targets=("query",)))
+    assert [name.split(".")[3] for name in report.changed] == ["0", "2"]
+    with pytest.raises(UnsupportedModel, match="one without inputs or outputs"):
+        hp.recover_(model, [batch], lora(lora_targets=("layer.1.attention.self.query",)))
 
 
 def test_after_an_error_the_weights_are_as_they_were():

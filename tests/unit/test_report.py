@@ -138,7 +138,7 @@ def test_a_comparison_with_random_heads_is_not_claimed_within_the_spread(record,
     assert "taylor is 5.66 points of accuracy better than removing as many heads" in markdown
     assert "draws: neither is shown to be better." in told(value=0.965)
     assert "2.96 points of accuracy worse" in told(value=0.999, spread=0.01)
-    assert "do not all keep the same number of heads (16, 20)" in told(kept_heads=20)
+    assert "do not all keep as many heads (16, 20)" in told(kept_heads=20)
 
 
 def test_without_a_base_row_there_are_no_differences(record):

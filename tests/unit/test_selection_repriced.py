@@ -58,7 +58,7 @@ def test_the_loss_falls_and_the_budget_is_kept(seed: int) -> None:
         return
     assert means[1] < means[0]
     (note,) = [note for note in after.notes if "pricing again" in note]
-    assert f"{means[0]:.4g} by prices of single sites, {means[1]:.4g} after" in note
+    assert f"{means[0]:.4g} by scores, {means[1]:.4g} after" in note
 
 
 def test_it_finds_what_prices_of_single_sites_miss() -> None:

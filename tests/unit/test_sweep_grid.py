@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headprune.core.errors import InvalidValue
-from headprune.recipes.validate import RecipeError, check_recipe, load_recipe
+from headprune.recipes.validate import RecipeError, check_recipe, load_recipe, recipe_yaml
 from headprune.sweep.grid import lay_out
 
 RAW: dict[str, Any] = {
@@ -41,6 +41,24 @@ def test_every_combination_once_in_order():
         recipe = point.recipe
         assert (recipe.seed, recipe.score.scorer, recipe.select.keep_heads) == (3, scorer, keep)
         assert [step.method for step in recipe.recover] == ([] if recover == "none" else [recover])
+
+
+@pytest.mark.parametrize("feed_forward", [False, True])
+def test_a_selector_that_follows_from_the_scorer_changes_with_it(feed_forward, tmp_path):
+    """Also where a run wrote the recipe, with its defaults."""
+    select = {"keep_macs": 0.5, "feed_forward": feed_forward}
+    raw = {**RAW, "score": {"scorer": "ladder"}, "select": select}
+    written = tmp_path / "recipe.yaml"
+    written.write_text(recipe_yaml(check_recipe(raw)))
+    plain = "knapsack" if feed_forward else "global_topk"
+    for recipe in (check_recipe(raw), written):
+        found = lay_out(recipe, (), ["scorer=ladder,surgeon,random"]).points
+        selectors = [point.recipe.select.selector for point in found]
+        assert selectors == ["repriced", plain, plain]
+    # A selector that the user chose stays.
+    raw["select"] = {**select, "selector": "local_search"}
+    (point,) = lay_out(check_recipe(raw), (), ["scorer=surgeon"]).points
+    assert point.recipe.select.selector == "local_search"
 
 
 def test_a_mapping_and_paths_say_the_same():
