@@ -52,7 +52,10 @@ def check_any_cut(
     _check(describe, model, format, where, neurons, layouts)
     if with_biases is not None:
         _add_biases_(with_biases, layouts, biased)
-        hint = "A recovery without biases needs none: --set recover.0.settings.intercept=false."
+        hint = (
+            "A recovery without biases needs none, such as lstsq with"
+            " --set recover.0.settings.intercept=false."
+        )
         _check(describe, with_biases, format, where, neurons, layouts, hint)
 
 
