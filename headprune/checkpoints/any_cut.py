@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from headprune.checkpoints import gguf_file, remote_code
+from headprune.checkpoints.described import add_biases_
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import without
 from headprune.core.layout import AttentionLayout
@@ -51,7 +52,7 @@ def check_any_cut(
     with_biases = copy.deepcopy(model) if biased else None
     _check(describe, model, format, where, neurons, layouts)
     if with_biases is not None:
-        _add_biases_(with_biases, layouts, biased)
+        add_biases_(with_biases, _biases(with_biases, layouts, biased))
         hint = (
             "A recovery without biases needs none, such as lstsq with"
             " --set recover.0.settings.intercept=false."
@@ -95,18 +96,14 @@ def _reason(
     return None
 
 
-def _add_biases_(
+def _biases(
     model: nn.Module, layouts: Sequence[AttentionLayout], biased: Collection[str]
-) -> None:
-    """Give the output projections of attention or feed-forwards the biases that they lack."""
+) -> Iterator[str]:
+    """Names of the biases of the output projections of attention or feed-forwards."""
     for b in bind(model, find_sites(model, layouts, feed_forward="feed_forward" in biased)):
         kind = "feed_forward" if b.layout.is_feed_forward else "attention"
-        if kind not in biased or not b.layout.gate:
-            continue
-        projection = b.gate
-        if isinstance(projection, nn.Linear) and projection.bias is None:
-            weight = projection.weight
-            projection.bias = nn.Parameter(weight.new_zeros(weight.shape[0]))
+        if kind in biased and b.layout.gate:
+            yield f"{b.site.name}.{b.layout.gate}.bias".lstrip(".")
 
 
 def _cut_one_unit_(model: nn.Module, layouts: Sequence[AttentionLayout]) -> bool:

@@ -92,7 +92,7 @@ def opened(
     def cut_as_recorded_(model: nn.Module) -> None:
         bound = _bound(folder, model, record.mask, layouts, sites)
         cut_(model, bound, record.mask)
-        _add_biases_(model, record.biases if plan is None else _biases_in(folder, model))
+        add_biases_(model, record.biases if plan is None else _biases_in(folder, model))
         set_dtypes_(model, record)  # Transformers reads each tensor in the type that is there
 
     what = f"all weights of a {kind.__name__} with the heads that were kept"
@@ -192,8 +192,8 @@ def _biases_in(folder: Path, model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name.removesuffix('weight')}bias" for name, _ in found)
 
 
-def _add_biases_(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Give projections the biases that recovery added."""
+def add_biases_(model: nn.Module, names: Iterable[str]) -> None:
+    """Give projections biases that recovery adds; their numbers are not set."""
     modules = dict(model.named_modules())
     for name in names:
         owner: Any = modules.get(name.rpartition(".")[0])

@@ -266,10 +266,10 @@ def _site(b: BoundSite, full: nn.Module) -> dict[str, Any]:
                 must = "for modules with attributes that JSON holds"
                 raise UnsupportedModel(_WHERE, must, f"{name}.{where}")
             attributes[where] = value
-    # Which neurons are kept is in the record: there are thousands.
-    kept = (
-        {"n_neurons": len(b.site.heads)} if b.site.is_feed_forward else {"heads": [*b.site.heads]}
-    )
+    kept: dict[str, Any] = {"heads": list(b.site.heads)}
+    if b.site.is_feed_forward:
+        # Which ones is in the record: there are thousands.
+        kept = {"n_neurons": len(b.site.heads)}
     return {
         **kept,
         "of": b.site.n_query_heads,

@@ -150,11 +150,6 @@ class LayerwiseRecovery(Recovery):
     def needs_teacher(self) -> bool:
         return True
 
-    @property
-    @abc.abstractmethod
-    def adds_biases(self) -> bool:
-        """Whether it changes biases, and adds them where there are none."""
-
     @abc.abstractmethod
     def change(self, target: Target, normal: Normal, ridge: float) -> WeightChange:
         """Solve for the change of a projection."""

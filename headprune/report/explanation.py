@@ -220,7 +220,7 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
     # 3. Sum up what is removed.
     return Explanation(
         title=plan.title,
-        scorer=_scorer_of_values(scores),
+        scorer=scorer_of_values(scores),
         units=tuple(fates),
         share=_share(ranked, removed),
         saved=_saved(whole, plan),
@@ -231,7 +231,7 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
     )
 
 
-def _scorer_of_values(scores: HeadScores) -> str:
+def scorer_of_values(scores: HeadScores) -> str:
     """The scorer whose values the scores are: with measured prices, that of the order."""
     if scores.ladders is None:
         return scores.scorer

@@ -15,6 +15,7 @@ from headprune.core.record import ClassRow, Proof, RunRecord, SizeRow, SpeedRow
 from headprune.report.attention import AttentionView, attention_view
 from headprune.report.choice import ChoiceTable, choice_table
 from headprune.report.decoding import DecodingLine, decoding_lines
+from headprune.report.explanation import scorer_of_values
 from headprune.report.formats import count, fixed, flat, signed, significant
 from headprune.report.heatmap import HeatMap, heat_map
 from headprune.report.inputs import NOTHING, ReportInputs
@@ -220,9 +221,9 @@ def _plan_words(record: RunRecord) -> str:
     scores = record.scores
     if scores is None or scores.ladders is None or plan.selector not in _READ_PRICES:
         return words
-    order = scores.settings.get("order")
-    if order is not None:
-        words += f" The scores shown are those of {order}, in whose order units of a layer go;"
+    orderer = scorer_of_values(scores)
+    if orderer != scores.scorer:
+        words += f" The scores shown are those of {orderer}, in whose order units of a layer go;"
         words += " measured prices decide how many."
     return words
 
