@@ -66,7 +66,8 @@ def lead(records: list[Record]) -> str:
     return (
         "For those who ask how much faster a model gets without some of its heads, and at what"
         f" price. A third of an encoder's heads kept, nothing trained. {' '.join(words)} Small"
-        " batches and short inputs gain less: the tables have every batch and length."
+        " batches and short inputs gain less: the tables have every batch and length. Cuts that"
+        " also remove neurons gain more: [one budget](one-budget.md)."
     )
 
 
