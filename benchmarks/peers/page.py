@@ -192,13 +192,15 @@ def sessions(record: dict[str, Any]) -> list[str]:
     for place, shape in enumerate(verdict.shapes(record)):
         took = [row["speed"][place]["base_ms"] for row in timed]
         ranges.append(f"{_ms(min(took))} to {_ms(max(took))} ms at {shape}")
-    draws: dict[int, list[str]] = {}
+    draws: dict[int, list[float]] = {}
     for kept in sorted({row["kept"] for row in record["rows"] if row["kept"]}, reverse=True):
         most = len(
             {row["seed"] for row in record["rows"] if row["kept"] == kept and "error" not in row}
         )
-        draws.setdefault(most, []).append(budget(kept))
-    counts = "; ".join(f"{most} with {' and '.join(kept)}" for most, kept in draws.items())
+        draws.setdefault(most, []).append(kept)
+    counts = "; ".join(
+        f"{most} with {verdict.budgets_in_words(kept)}" for most, kept in draws.items()
+    )
     fewer = "; 1 for what trains or does not depend on them" if max(draws, default=1) > 1 else ""
     return [
         "",
@@ -258,7 +260,7 @@ def gaps(record: dict[str, Any], kept: float | None, here: set[str]) -> list[str
     ]
     lacking = [name for name in able if name not in (*even, *here)]
     lines = (
-        [f"- No row here have those that keep as many heads in every layer: {'; '.join(even)}."]
+        [f"- Those that keep as many heads in every layer have no row here: {'; '.join(even)}."]
         if even
         else []
     )
@@ -304,6 +306,7 @@ def _rest(rows: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[str]:
 def others(record: dict[str, Any]) -> list[str]:
     """How models are saved, why some do not come back, and notes of the peers."""
     lines: dict[str, None] = {}
+    budgets: dict[tuple[str, str], dict[float | None, None]] = {}
     for row in record["rows"]:
         back = row.get("loads_back", {})
         if back and PEERS[row["peer"]].environment != OWN:
@@ -314,7 +317,12 @@ def others(record: dict[str, Any]) -> list[str]:
             why = back.get("error") or f"says something else, by {back['difference']:.2g}"
             lines[f"- **{row['peer']}** does not load back: {why}"] = None
         for note in (*row.get("notes", ()), *_disturbed(record, row)):
-            lines[f"- **{row['peer']}**, {budget(row['kept'])}: {note}."] = None
+            budgets.setdefault((row["peer"], note), {})[row["kept"]] = None
+    # A note that is the same for several budgets is one line.
+    for (peer, note), kept in budgets.items():
+        cut = [one for one in kept if one is not None]
+        where = verdict.budgets_in_words(cut) if cut else budget(None)
+        lines[f"- **{peer}**, {where}: {note}."] = None
     return ["", *lines] if lines else []
 
 

@@ -150,7 +150,7 @@ PEERS = {
         Peer(
             TRAINED,
             "ours",
-            "that, then trained as the base model was, with its logits: twice in all",
+            "the cut of *headprune*, then trained as the base model was, with its logits: twice in all",
             tasks=ENCODERS,
             settings={**_TAYLOR, "distill": 1.0},
             shares=True,

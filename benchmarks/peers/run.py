@@ -467,7 +467,8 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Every peer against what it is compared with: paired differences, draw by draw.
 
-    A line of ``before`` stays where its logits are gone: the record came from another machine.
+    A line of ``before`` stays where its logits are gone, as the record came from another machine,
+    if it is of as many draws.
     """
     found = []
     by = {key(row): row for row in rows if "error" not in row}
@@ -490,9 +491,10 @@ def compared(
                     found.append(line | differences(args, subject, both))
                 except FileNotFoundError as error:
                     earlier = before.get((name, kept, other, its))
-                    what = "is not compared" if earlier is None else "comparison stays"
+                    stays = earlier is not None and earlier["draws"] == line["draws"]
+                    what = "comparison stays" if stays else "is not compared"
                     print(f"{name} {kept} with {other} {its}: {what}, no {error.filename}")
-                    if earlier is not None:
+                    if earlier is not None and stays:
                         found.append(earlier)
     return found
 

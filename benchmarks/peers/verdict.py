@@ -34,8 +34,10 @@ class Comparison:
     @property
     def accurate(self) -> str:
         """Whose model is better beyond noise; the difference is theirs minus ours."""
-        points = self.line["test"]
-        return THEIRS if points["low"] > 0 else OURS if points["high"] < 0 else ""
+        low, high = self.line["test"]["low"], self.line["test"]["high"]
+        # The record rounds: -0.0 was below 0.
+        below = math.copysign(1, high) < 0
+        return THEIRS if low > 0 else OURS if below else ""
 
     @property
     def outcome(self) -> str:
@@ -83,17 +85,16 @@ def with_noise_of_all(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 def noise(record: dict[str, Any]) -> list[float]:
     """By shape, the largest share by which the speeds of models differ that should be equally fast.
 
-    That is the base model beside its copy, and, of one environment, models with as many heads. One
-    with a layer that lost its last head is left out: no attention runs there, which is no noise.
-    Where other records show more of it, theirs (`with_noise_of_all`).
+    That is the base model beside its copy, and models of one environment and size (`_size`). Where
+    other records show more of it, theirs (`with_noise_of_all`).
     """
-    alike: dict[tuple[str, float | None], list[list[float]]] = {}
+    alike: dict[tuple[str, Any], list[list[float]]] = {}
     for row in timed(record).values():
         ratios = [cell["ratio"] for cell in row["speed"]]
         if row["peer"] == "unpruned":
             alike["unpruned", None] = [ratios, [1.0] * len(ratios)]
-        elif (heads := _heads(row)) is not None:
-            alike.setdefault((row["environment"], heads), []).append(ratios)
+        elif (size := _size(row)) is not None:
+            alike.setdefault((row["environment"], size), []).append(ratios)
     found = list(record.get("noise", [0.0] * len(record["shapes"])))
     for group in alike.values():
         for place, some in enumerate(zip(*group, strict=True)):
@@ -101,10 +102,27 @@ def noise(record: dict[str, Any]) -> list[float]:
     return found
 
 
+def _size(row: dict[str, Any]) -> Any:
+    """What is the same for models that should be equally fast; None where it is not known.
+
+    Where neurons are cut as well, that is the heads and neurons of each layer, or the share that a
+    smaller architecture has; else the number of heads.
+    """
+    kept = row["kept"]
+    if kept is None or not is_share(kept):
+        return _heads(row)
+    if PEERS[row["peer"]].program == "smaller":
+        return "smaller", kept
+    return (tuple(row["heads"]), tuple(row["neurons"])) if "neurons" in row else None
+
+
 def _heads(row: dict[str, Any]) -> int | None:
     """Heads counted in the weights; None where they cannot be, a layer has none, or neurons are cut
-    as well."""
-    if row["kept"] is not None and row["kept"] < 1:
+    as well.
+
+    A layer that lost its last head runs no attention, so its model is faster than others.
+    """
+    if row["kept"] is not None and is_share(row["kept"]):
         return None
     if "heads" in row:
         return sum(row["heads"]) if all(row["heads"]) else None
@@ -157,8 +175,8 @@ def text(record: dict[str, Any]) -> list[str]:
             " of these shapes, two models differ that should be"
         ),
         (
-            "equally fast (pruned ones of one environment with as many heads and no empty layer;"
-            " the base"
+            "equally fast (pruned ones of one environment with as many heads and no empty layer, or"
+            " with the same heads and neurons in each layer; the base"
         ),
         f"model and its copy), {limits}. *Won*: ours is better in",
         (

@@ -36,6 +36,13 @@ def recorded(rows, *lines):
     return {"rows": rows, "compared": list(lines), **about}
 
 
+def test_an_end_that_rounds_to_zero_keeps_its_side(verdict):
+    rows = [timed("headprune", 24, 1.2, 1.2), timed("onnxsim", 24, 1.2, 1.2)]
+    (below,) = verdict.comparisons(recorded(rows, paired("onnxsim", 24, -0.01, -0.0)))
+    (at,) = verdict.comparisons(recorded(rows, paired("onnxsim", 24, -0.01, 0.0)))
+    assert (below.outcome, at.outcome) == ("won", "tied")
+
+
 MORE, SAME, LESS = (0.01, 0.03), (-0.01, 0.02), (-0.03, -0.01)
 
 
@@ -73,6 +80,21 @@ def test_the_noise_is_what_models_of_as_many_heads_differ_by(verdict):
     # Of a share of the multiply-adds, as many heads are no sign of an equal speed.
     share = timed("flap2024", 0.4, 2.0, 2.0, heads=[12, 12])
     assert verdict.noise(recorded([*rows, share])) == verdict.noise(recorded(rows))
+    # Those with the same heads and neurons in each layer are, and smaller models of one share.
+    same = {"heads": [12, 0], "neurons": [64, 8]}
+    alike = [
+        timed(f"headprune{end}", 0.4, r, 1.2, **same) for end, r in (("", 1.2), (", trained", 1.5))
+    ]
+    assert verdict.noise(recorded(alike)) == pytest.approx([0.25, 0])
+    small = [
+        {**timed(f"smaller architecture{end}", 0.4, r, 1.2), "environment": "headprune"}
+        for end, r in (("", 1.2), (", distilled", 1.5))
+    ]
+    assert verdict.noise(recorded(small)) == pytest.approx([0.25, 0])
+    other = timed("ziplm2023", 0.4, 2.0, 2.0, heads=[12, 0], neurons=[64, 16])
+    assert verdict.noise(recorded([*alike, {**other, "environment": "headprune"}])) == (
+        verdict.noise(recorded(alike))
+    )
     # Another record of these shapes, in which no models should be equally fast.
     shares, other = verdict.with_noise_of_all([recorded([share]), recorded(rows)])
     assert verdict.noise(shares) == verdict.noise(other) == verdict.noise(recorded(rows))

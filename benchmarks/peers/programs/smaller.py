@@ -49,7 +49,8 @@ def cut(job: Job) -> Cut:
     start = perf_counter()
     said = training.train_(small, job, base, job.settings["distill"], job.settings.get("times", 1))
     seconds["train"] = perf_counter() - start
-    notes = [f"{layers} layers with feed-forwards of {inner}", *said]
+    counted = "1 layer" if layers == 1 else f"{layers} layers"
+    notes = [f"{counted} with feed-forwards of {inner}", *said]
     return Cut(running(base), running(small.eval()), saving(small), seconds, notes=notes)
 
 
