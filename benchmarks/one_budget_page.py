@@ -14,12 +14,13 @@ import empty_layers
 import numpy as np
 import studies
 from in_int8 import ATTENTION_AS_ONE
+from one_budget_picture import picture
 from pages import interval, machine, publish, ran_on, table
 from regret import TITLES, points
 
 from headprune.core.paired import Answers, drop_of_means
 
-PAGE = "one-budget.md"
+PAGE, PICTURE = "one-budget.md", "one-budget.svg"
 BOTH, HEADS = "heads and neurons", "heads alone"
 INT8 = "heads and neurons, then INT8"
 TRAINED = "heads and neurons, then trained"
@@ -49,7 +50,18 @@ def draw(records: Path, docs: Path) -> Path:
     """Writes the page from every record with a speed; one that was only judged has none yet."""
     there = studies.records_in(records, "one-budget")
     found = [record for record in there if any("ratio" in row for row in record["rows"])]
-    return publish(docs / PAGE, lead(found), page(found, empty_layers.sentence(records)))
+    in_panels = {
+        _short(task): sorted(of_one, key=_most_draws, reverse=True)
+        for task, of_one in by_task(found).items()
+    }
+    picture(in_panels, (BOTH, HEADS, TRAINED, SMALLER), by_speed, docs / PICTURE)
+    others = [
+        record
+        for path in sorted(records.glob("peers-*.json"))
+        if (record := json.loads(path.read_text()))["device_used"] == "cpu"
+    ]
+    of_empty = empty_layers.sentence(records)
+    return publish(docs / PAGE, lead(found), page(found, of_empty, others))
 
 
 def shape_of(row: Mapping[str, Any]) -> str:
@@ -64,10 +76,21 @@ def lead(records: Sequence[dict[str, Any]]) -> str:
         "For those who need a speed, and do not mind whether heads or feed-forward neurons pay for"
         " it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
         " of all, and what training adds. A cut is chosen for one batch size and length: single short"
-        " texts gain less, as the tables of other sizes show. Measured speeds are"
-        f" {min(reached):.2f} to {max(reached):.2f} of the predicted ones. Small models with short"
-        f" inputs (digits) gain least: a smaller architecture is about as good.{_of_llama(records)}"
+        " texts gain less. Measured speeds are"
+        f" {min(reached):.2f} to {max(reached):.2f} of the predicted ones.{_least(records)} On digits"
+        f" a smaller architecture is about as good.{_of_llama(records)}"
     )
+
+
+def _least(records: Sequence[dict[str, Any]]) -> str:
+    """Which tasks are less than twice as fast within a point of the whole model, in words."""
+    slow = []
+    for task, of_one in by_task(records).items():
+        record = max(of_one, key=_most_draws)
+        near = _within_a_point(record)
+        if _metric(record) != "perplexity" and (not near or max(near)[0] < 2):
+            slow.append(_short(task))
+    return f" Less than twice as fast within a point: {', '.join(slow)}." if slow else ""
 
 
 def _reached(records: Sequence[dict[str, Any]]) -> list[float]:
@@ -107,36 +130,53 @@ def of_today(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
     """A line per task, from the records with the most draws."""
-    of_task: dict[str, list[dict[str, Any]]] = {}
-    for record in of_today(records):
-        of_task.setdefault(record["task"], []).append(record)
     head = ["task", "whole", "within a point", "fastest", "draws", "trained, beside a smaller one"]
-    lines = [[_short(task), *_summary(of_one)] for task, of_one in of_task.items()]
+    lines = [[_short(task), *_summary(of_one)] for task, of_one in by_task(records).items()]
     return [
         "## In short",
         "",
         "*Within a point*: the fastest cut whose mean test quality is at most a point (0.01) below"
         " the whole model's, nothing trained; *fastest*: of all that was tried. Both give"
         " speed and quality, on the machine with the most draws of calibration rows. *Trained*:"
-        " points of the trained cut above a trained smaller architecture that is at most"
-        f" {LIKE - 1:.0%} faster, over all machines, and the least of these speeds; one draw each"
-        " where the tables below say so. Records of an earlier refit, named below, do not count"
-        " here. The README's cuts, with fewer calibration rows, are others.",
+        " by how many points the trained cut is better than a trained smaller architecture that is"
+        f" at most {LIKE - 1:.0%} faster (the least and the most over all speeds and machines), and"
+        " the speed of the slowest of these cuts. Some are of one draw, as the tables below say, and"
+        " a smaller architecture of another shape may be better: the tables name those of other"
+        " records. Records of an earlier refit do not count here. The README's cuts, with fewer"
+        " calibration rows, are others.",
         "",
         *table(head, lines),
         "",
+        f"![quality against speed, by task]({PICTURE})",
+        "",
+        "Each curve is of one machine, of those that have it the one with the most draws. Bars are"
+        " standard deviations over draws. Perplexities above 8 are not drawn.",
+        "",
     ]
+
+
+def by_task(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Records of the present refit, by their task."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in of_today(records):
+        found.setdefault(record["task"], []).append(record)
+    return found
 
 
 def _summary(records: Sequence[dict[str, Any]]) -> list[str]:
     """The cells of a task, from its records."""
     record = max(records, key=_most_draws)
-    wholes = record["whole"]
-    metric = next(iter(wholes.values()))["metric"]
+    wholes, metric = record["whole"], _metric(record)
     whole = statistics.fmean(one["test"] for one in wholes.values())
     named = "" if metric == "accuracy" else f" ({metric})"
     draws, _ = _most_draws(record)
-    return [f"{whole:.3f}{named}", *_fastest(record, metric), str(draws), _trained(records)]
+    return [f"{whole:.3f}{named}", *_fastest(record), str(draws), _trained(records)]
+
+
+def _metric(record: dict[str, Any]) -> str:
+    """What quality is measured by."""
+    metric: str = next(iter(record["whole"].values()))["metric"]
+    return metric
 
 
 def _most_draws(record: dict[str, Any]) -> tuple[int, int]:
@@ -146,22 +186,32 @@ def _most_draws(record: dict[str, Any]) -> tuple[int, int]:
     return most, counts.count(most)
 
 
-def _fastest(record: dict[str, Any], metric: str) -> tuple[str, str]:
+def _fastest(record: dict[str, Any]) -> tuple[str, str]:
     """The fastest cut within a point of the whole model, and the fastest of all, of most draws."""
-    draws, _ = _most_draws(record)
-    cuts = [
-        (_mean_ratio(rows), _mean_test(rows), _mean_whole(record, rows))
-        for rows in by_speed(record, BOTH).values()
-        if len(rows) >= draws
-    ]
 
     def cell(cut: tuple[float, float, float]) -> str:
         return f"{cut[0]:.2f}x, {cut[1]:.3f}"
 
-    if metric == "perplexity":  # has no points
-        return "-", cell(max(cuts))
-    near = [cut for cut in cuts if cut[2] - cut[1] <= 0.01]
-    return cell(max(near)) if near else "none", cell(max(cuts))
+    fastest = cell(max(_cuts(record)))
+    if _metric(record) == "perplexity":  # has no points
+        return "-", fastest
+    near = _within_a_point(record)
+    return cell(max(near)) if near else "none", fastest
+
+
+def _within_a_point(record: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """Of `_cuts`, those that lose at most a point."""
+    return [cut for cut in _cuts(record) if cut[2] - cut[1] <= 0.01]
+
+
+def _cuts(record: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """Speed, quality and the whole model's quality of each cut that has the most draws."""
+    draws, _ = _most_draws(record)
+    return [
+        (_mean_ratio(rows), _mean_test(rows), _mean_whole(record, rows))
+        for rows in by_speed(record, BOTH).values()
+        if len(rows) >= draws
+    ]
 
 
 def _trained(records: Sequence[dict[str, Any]]) -> str:
@@ -221,8 +271,16 @@ def _mean_whole(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float
     return statistics.fmean(record["whole"][str(row["tuned"])]["test"] for row in rows)
 
 
-def page(records: Sequence[dict[str, Any]], of_empty: str) -> str:
-    """docs/one-budget.md, with the sentence about empty layers."""
+def page(
+    records: Sequence[dict[str, Any]], of_empty: str, of_peers: Sequence[dict[str, Any]]
+) -> str:
+    """docs/one-budget.md.
+
+    Args:
+        records: Of this study.
+        of_empty: The sentence about empty layers.
+        of_peers: Records of docs/peers.md, which has smaller architectures of other shapes.
+    """
     lines = [
         "# One budget: heads and neurons for a speed",
         "",
@@ -239,6 +297,7 @@ def page(records: Sequence[dict[str, Any]], of_empty: str) -> str:
     lines += [*_in_short(records), *([of_empty, ""] if of_empty else [])]
     for record in records:
         lines += _task_lines(record)
+        lines += _others_smaller(record, of_peers)
     return "\n".join([*lines, *studies.no_gpu(r["hardware"] for r in records)]) + "\n"
 
 
@@ -247,7 +306,7 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     for way in (BOTH, HEADS, INT8, *TIMES, *TIMES_OF_SMALLER):
         for asked, rows in by_speed(record, way).items():
             cells.append([way, f"{asked:g}", *_cells(record, rows)])
-    metric = next(iter(record["whole"].values()))["metric"]
+    metric = _metric(record)
     wholes = ", ".join(f"{whole['test']:.4f}" for whole in record["whole"].values())
     length = record["rows"][0]["length"]
     more = ""
@@ -269,7 +328,7 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     where = machine(record)
     if "timed" in record:
         where = f"on {ran_on(record['timed']['hardware'])}. Chosen, trained and judged on: {where}"
-    change = "better by, %" if metric == "perplexity" else "points"
+    change = "higher by, %" if metric == "perplexity" else "points"
     head = ["what is cut", "asked", "predicted", "measured", metric, change, "draws"]
     return [
         f"## {_title(record)}",
@@ -366,7 +425,7 @@ def _other_shapes(record: dict[str, Any]) -> list[str]:
     return [
         "The first draw's cuts of heads and neurons at other batch sizes and lengths, in float32, on"
         f" {ran_on(there['hardware'])}. They were timed anew, and intervals are over rounds; from"
-        " process to process, and after other sizes in one, a speed may differ by a tenth or two:",
+        " process to process, and after other sizes in one, a speed may differ by 10 to 20 %:",
         "",
         *table(head, lines),
         "",
@@ -381,7 +440,7 @@ def _against_smaller(record: dict[str, Any]) -> list[str]:
         for one in _differences(record, trained, smaller):
             over = "rows" if one.n_draws == 1 else f"rows and {one.n_draws} draws"
             lines.append(
-                f"- Asked {one.asked:g}{longer}: {interval(one.points, one.low, one.high)} points"
+                f"- Asked {one.asked:g}{longer}: {_points(one)} points"
                 f" (interval over {over}); the cut model {one.speed:.2f}x, the smaller architecture"
                 f" {one.speed_of_smaller:.2f}x as fast."
             )
@@ -392,6 +451,34 @@ def _against_smaller(record: dict[str, Any]) -> list[str]:
         " better than the smaller architecture:"
     )
     return [head, "", *lines, ""]
+
+
+def _others_smaller(record: dict[str, Any], of_peers: Sequence[dict[str, Any]]) -> list[str]:
+    """Smaller architectures of docs/peers.md, timed on such a processor: of other shapes, as they
+    have the multiply-adds of other cuts."""
+    if not by_speed(record, SMALLER):
+        return []
+    timed_on = record.get("timed", record)["hardware"]["processor"]
+    found: dict[str, list[str]] = {}
+    for other in of_peers:
+        if (other["task"], other["hardware"]["processor"]) != (record["task"], timed_on):
+            continue
+        for row in other["rows"]:
+            if row["peer"].startswith("smaller architecture") and "speed" in row:
+                cell = next(one for one in row["speed"] if one["batch"] == record["batch"])
+                words = f"{cell['ratio']:.2f}x, {row['test']:.3f}"
+                way = "distilled" if row["peer"].endswith("distilled") else "trained on labels"
+                found.setdefault(way, []).append(words)
+    if not found:
+        return []
+    listed = [f"{way}: {'; '.join(sorted(cells))}" for way, cells in sorted(found.items())]
+    return [
+        "Smaller architectures of other shapes, with as many multiply-adds as the cuts of"
+        " [other tools](peers.md) (speed, accuracy):",
+        "",
+        *(f"- {line}." for line in listed),
+        "",
+    ]
 
 
 @dataclass(frozen=True)
@@ -410,6 +497,11 @@ class Difference:
     def is_fair(self) -> bool:
         """Whether the smaller architecture is not much faster."""
         return self.speed_of_smaller <= LIKE * self.speed
+
+
+def _points(one: Difference) -> str:
+    """The difference with its interval, and no -0.00."""
+    return interval(*(round(end, 2) + 0.0 for end in (one.points, one.low, one.high)))
 
 
 def _differences(record: dict[str, Any], trained: str, of_smaller: str) -> list[Difference]:
@@ -442,16 +534,17 @@ def _answers(row: dict[str, Any], n: int) -> Answers:
 
 def _cells(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
     """A line of the table, after the way and the speed that was asked for."""
-    lost = []
+    changes = []
     for row in rows:
         whole = record["whole"][str(row["tuned"])]
-        lost.append(points(whole["metric"], whole["test"])(row["test"]))
+        better = points(whole["metric"], whole["test"])(row["test"])
+        changes.append(-better if whole["metric"] == "perplexity" else better)
     first = rows[0]
     return [
         _predicted(rows),
         _measured(rows),
         studies.spread([row["test"] for row in rows], 4),
-        f"{statistics.fmean(lost):+.2f}",
+        f"{statistics.fmean(changes):+.2f}",
         str(len(rows)),
         " ".join(map(str, first["heads"])),
         " ".join(map(str, first["neurons"])),

@@ -471,12 +471,16 @@ def lead(records: list[dict[str, Any]]) -> str:
         words += ["A third of the heads kept:"]
         words += [in_short(record, IN_SHORT, record["heads"] // 3) for record in heads]
     if both:
-        seeds = {row["seed"] for record in both for row in record["rows"]}
-        draws = "one draw" if len(seeds) == 1 else "up to three draws"
+        draws = {1: "one draw", 2: "up to two draws"}.get(_draws(both), "up to three draws")
         kept = f"{OF_LEAD:.0%} of the multiply-adds kept"
         words += [f"Heads and neurons, {kept}, all refitted, {draws}:"]
         words += [in_short(record, IN_SHORT_OF_SHARES, OF_LEAD) for record in both]
     return " ".join(words)
+
+
+def _draws(records: list[dict[str, Any]]) -> int:
+    """How many draws of calibration rows the records have in all."""
+    return len({row["seed"] for record in records for row in record["rows"]})
 
 
 def in_short(record: dict[str, Any], titles: dict[str, str], kept: float) -> str:
@@ -562,15 +566,20 @@ def page(records: list[dict[str, Any]]) -> str:
     for record in heads:
         lines += tables(record, TITLES[record["task"]], f"All {record['heads']} heads")
     if both:
-        lines += about_shares()
+        lines += about_shares(both)
     for record in both:
         title = f"Heads and neurons, {TITLES[record['task']]}"
         lines += tables(record, title, "The whole model")
     return "\n".join(lines) + "\n"
 
 
-def about_shares() -> list[str]:
+def about_shares(records: list[dict[str, Any]]) -> list[str]:
     """How heads and neurons were chosen together."""
+    draws = (
+        "All rows are of one draw."
+        if _draws(records) == 1
+        else "Rows with a deviation are means of several draws, others are of one."
+    )
     return [
         "",
         "## Heads and neurons together",
@@ -578,8 +587,7 @@ def about_shares() -> list[str]:
         "Heads and neurons share one budget of multiply-adds. `lstsq+ff` refits all projections on"
         " the calibration rows, each with a ridge by held-out error. Compare scorers by rows with"
         " that refit. Not every score means the same for a head and a bundle of neurons: the last"
-        " column shows what each keeps (first draw). Rows with a deviation are means of three draws,"
-        " others are one draw.",
+        f" column shows what each keeps (first draw). {draws}",
         "",
         *(
             f"- `{name}`: scorer `{by}`, selector `{how}`"
@@ -633,12 +641,16 @@ def differences(record: dict[str, Any]) -> list[str]:
     lines = []
     what = "Each against `ladder`" if of_shares(record) else "The authors' pipelines against ours"
     if some:
+        several = _draws([record]) > 1
         lines = [
             "",
-            f"{what}: mean over the same draws, with the 95 % interval of a paired",
             (
-                "bootstrap over examples. It says nothing about other draws of calibration rows;"
-                " the spread above does."
+                f"{what}{': mean over the same draws,' if several else ', in one draw,'} with the"
+                " 95 % interval of a paired"
+            ),
+            (
+                "bootstrap over examples. It says nothing about other draws of calibration rows"
+                f"{'; the spread above does' if several else ''}."
             ),
             "",
             "| difference | kept | validation | test |",

@@ -89,7 +89,12 @@ def summary(aim: float, rows: list[Row]) -> list[str]:
         )
         said.setdefault(word, []).append(name)
         if word == "missed" and "uncut" in row and against(aim, row["uncut"]) == word:
-            early.append(f"{name} misses it uncut, too: {ratio(row['uncut'])}.")
+            beyond = [1e3 * row[key]["extra_seconds"]["mean"] for key in ("uncut", "speed")]
+            early.append(
+                f"{name} misses it uncut, too: {ratio(row['uncut'])}; the cut's own share is"
+                f" {ratio(row['share'])}. A call takes {beyond[0]:.2f} ms more than the native"
+                f" model's before the cut, {beyond[1]:.2f} ms after it."
+            )
     lines = [
         f"{word.capitalize()}: {'; '.join(said[word])}."
         for word in ("missed", "open")
