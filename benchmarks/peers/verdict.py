@@ -293,8 +293,8 @@ def _same_share(one: Comparison) -> str:
         )
     return (
         "equal multiply-adds take different times in different layers and widths. What would"
-        " change it: perhaps a budget of measured time (`Budget(speedup=)`), not tried beside this"
-        " peer"
+        " change it: perhaps a budget of measured time (`Budget(speedup=)`); docs/one-budget.md has"
+        " such cuts, not beside this peer"
     )
 
 
