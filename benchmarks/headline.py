@@ -20,6 +20,7 @@ import one_budget_page as one_budget
 import pipelines
 import studies
 import tradeoff_page
+from one_budget_picture import curve
 from pages import interval, of, ratio, table, threads
 from scipy.stats import ttest_ind
 
@@ -63,11 +64,9 @@ def draw(records: Path, docs: Path) -> Path:
             marker=mark,
             capsize=3,
         )
-    with_neurons = draws_by_speed(by_command(records))
-    panel.errorbar(
-        [statistics.fmean(row["ratio"] for row in rows) for rows in with_neurons],
-        [statistics.fmean(row["test"] for row in rows) for rows in with_neurons],
-        [studies.deviation([row["test"] for row in rows]) for rows in with_neurons],
+    curve(
+        panel,
+        draws_by_speed(by_command(records)),
         label="heads and neurons, headprune prune --speedup",
         marker="^",
         capsize=3,

@@ -14,8 +14,8 @@ import empty_layers
 import numpy as np
 import studies
 from in_int8 import ATTENTION_AS_ONE
-from one_budget_picture import picture
-from pages import interval, machine, publish, ran_on, table
+from one_budget_picture import HIGHEST, picture
+from pages import interval, machine, publish, ran_on, read, table
 from regret import TITLES, points
 
 from headprune.core.paired import Answers, drop_of_means
@@ -55,11 +55,7 @@ def draw(records: Path, docs: Path) -> Path:
         for task, of_one in by_task(found).items()
     }
     picture(in_panels, (BOTH, HEADS, TRAINED, SMALLER), by_speed, docs / PICTURE)
-    others = [
-        record
-        for path in sorted(records.glob("peers-*.json"))
-        if (record := json.loads(path.read_text()))["device_used"] == "cpu"
-    ]
+    others = [record for record in read(records, "peers-*.json") if record["device_used"] == "cpu"]
     of_empty = empty_layers.sentence(records)
     return publish(docs / PAGE, lead(found), page(found, of_empty, others))
 
@@ -150,7 +146,7 @@ def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
         f"![quality against speed, by task]({PICTURE})",
         "",
         "Each curve is of one machine, of those that have it the one with the most draws. Bars are"
-        " standard deviations over draws. Perplexities above 8 are not drawn.",
+        f" standard deviations over draws. Perplexities above {HIGHEST} are not drawn.",
         "",
     ]
 

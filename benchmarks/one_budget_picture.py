@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,24 +66,25 @@ def _curves(
     )
     for number, way in enumerate(ways):
         found = next((rows for record in records if (rows := by_speed(record, way))), {})
-        points = sorted(
-            (statistics.fmean(row["ratio"] for row in rows), [row["test"] for row in rows])
-            for rows in found.values()
-        )
-        if points:
-            panel.errorbar(
-                [speed for speed, _ in points],
-                [statistics.fmean(tests) for _, tests in points],
-                [studies.deviation(tests) for _, tests in points],
-                label=way,
-                color=f"C{number}",
-                marker="osd^"[number % 4],
-                markersize=4,
-                linewidth=1.2,
-                capsize=2,
-            )
+        if found:
+            look = {"color": f"C{number}", "marker": "osd^"[number % 4]}
+            curve(panel, found.values(), label=way, markersize=4, linewidth=1.2, capsize=2, **look)
     if whole["metric"] == "perplexity":
         panel.set_ylim(top=HIGHEST)
     panel.set_xlabel("times as fast", fontsize=9)
     panel.set_ylabel(whole["metric"], fontsize=9)
     panel.grid(alpha=0.3)
+
+
+def curve(panel: Axes, cuts: Iterable[Sequence[dict[str, Any]]], **look: Any) -> None:
+    """Draw mean quality against mean speed, a point for the draws of each cut."""
+    points = sorted(
+        (statistics.fmean(row["ratio"] for row in rows), [row["test"] for row in rows])
+        for rows in cuts
+    )
+    panel.errorbar(
+        [speed for speed, _ in points],
+        [statistics.fmean(tests) for _, tests in points],
+        [studies.deviation(tests) for _, tests in points],
+        **look,
+    )
