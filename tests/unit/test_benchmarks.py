@@ -38,11 +38,11 @@ def test_a_record_of_other_weights_keeps_its_place(studies, tmp_path):
 
 def test_native_speed_is_judged_by_its_interval():
     others = benchmark("tradeoff_others")
-    extra = {"mean": 1e-3, "low": 9e-4, "high": 1.1e-3}
 
-    def timed(low, high):
+    def timed(low, high, late=1e-3):
         each = [{"ratio": low}, {"ratio": high}]
         found = {"ratio": (low + high) / 2, "low": low, "high": high}
+        extra = {"mean": late, "low": late - 1e-4, "high": late + 1e-4}
         return {**found, "processes": each, "extra_seconds": extra}
 
     def row(subject, batch, low, high):
@@ -51,17 +51,21 @@ def test_native_speed_is_judged_by_its_interval():
 
     share = {"ratio": 0.97, "low": 0.969, "high": 0.971}
     rows = [
-        {**row("bert", 1, 0.80, 0.84), "uncut": timed(0.84, 0.86), "share": share},
+        {**row("bert", 1, 0.80, 0.84), "uncut": timed(0.84, 0.86, 2e-3), "share": share},
         {**row("bert", 8, 0.90, 0.96), "uncut": timed(0.95, 1.05), "share": share},
         {**row("bert", 32, 0.95, 1.01), "uncut": timed(0.95, 1.05), "share": share},
         row("vit", 1, 0.97, 1.01),
         row("llama, free", 1, 0.5, 0.6),
     ]
-    words = [others.cells(0.97, row)[6] for row in rows]
+    cells = [others.cells(0.97, row) for row in rows]
+    assert cells[0][-2:] == ["1.00 [0.90, 1.10]", "2.00 [1.90, 2.10]"]
+    words = [row[6] for row in cells]
     assert words == ["missed", "missed", "open", "reached", ""]
     assert others.summary(0.97, rows) == [
         "Missed: bert 1 x 32 (float32); bert 8 x 32 (float32). Open: bert 32 x 32 (float32)."
-        " bert 1 x 32 (float32) misses it uncut, too: 0.85 [0.84, 0.86]."
+        " bert 1 x 32 (float32) misses it uncut, too: 0.85 [0.84, 0.86]; the cut's own share is"
+        " 0.97 [0.97, 0.97]. A call takes 2.00 ms more than the native model's before the cut,"
+        " 1.00 ms after it."
     ]
     assert others.summary(0.97, rows[3:]) == ["All reach 0.97."]
 
