@@ -23,7 +23,7 @@ import numpy as np
 
 from headprune.core.errors import HeadPruneError
 from headprune.core.heads import HeadMask
-from headprune.core.latency import LatencyTable, SiteLatency
+from headprune.core.latency import BUSY, LatencyTable, SiteLatency
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.samples import Curvature
 from headprune.core.scores import Cost, HeadScores
@@ -314,6 +314,11 @@ def refusals() -> Iterator[tuple[str, Case]]:
             "latency": replace(TABLE, sites=(SiteLatency("a", (0.9,) * 5),)),
         },
         "too fast": {"scores": ALONE, "budget": Budget(speedup=9), "latency": TABLE},
+        "too fast by a busy machine's table": {
+            "scores": ALONE,
+            "budget": Budget(speedup=9),
+            "latency": replace(TABLE, notes=("The rows were scaled.", f"{BUSY}: by 40%.")),
+        },
         "too fast without a minimum": {
             "scores": ALONE,
             "budget": Budget(speedup=9),

@@ -30,7 +30,7 @@ from headprune.bench.recording import RecordedCall, fresh, recorded, tokens_of
 from headprune.core.bars import bar
 from headprune.core.errors import InvalidValue, UnsupportedModel, reason_of
 from headprune.core.heads import AttentionSite, HeadMask
-from headprune.core.latency import LatencyTable, SiteLatency
+from headprune.core.latency import BUSY, LatencyTable, SiteLatency
 from headprune.core.levels import level_widths
 from headprune.model.cut import cut_
 from headprune.model.losses import decoder_ids
@@ -520,7 +520,7 @@ def _busy(whole: Sequence[float]) -> Iterator[str]:
     spread = (high - low) / middle
     if spread > _BUSY:
         yield (
-            f"The machine was busy: half of the times of the whole model spread over {spread:.0%}."
+            f"{BUSY}: half of the times of the whole model spread over {spread:.0%}."
             " Measure again when it is idle, or for longer."
         )
 

@@ -469,13 +469,16 @@ def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningP
 
 def _one_budget(amounts: Mapping[str, str | float], source: str) -> tuple[str, str | float]:
     """Return the option and the amount of the only budget."""
-    if len(amounts) != 1:
+    if len(amounts) > 1:
+        option, *_ = amounts
+        raise InvalidValue(option, "the only budget", " and ".join(amounts), "Give one of them.")
+    if not amounts:
         others = "--keep-params, --keep-macs, --keep-kv"
         if source == "--data":
             others += ", --speedup"
         must = f"given with {source}, or one of {others}"
         hint = "For example --keep 0.5, or --keep 36."
-        raise InvalidValue("--keep", must, " and ".join(amounts) or "nothing", hint)
+        raise InvalidValue("--keep", must, "nothing", hint)
     return next(iter(amounts.items()))
 
 

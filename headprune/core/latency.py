@@ -13,6 +13,8 @@ from headprune.core.heads import AttentionSite, HeadMask
 
 #: Among the metrics of a run's record: how many times as much a cut saves as the table measured.
 SAVINGS_FACTOR = "savings_factor"
+#: Begins the note of a table whose times of the whole model differ much.
+BUSY = "The machine was busy"
 _ANEW = "Measure the model as it is now."
 # Models whose parameters differ by at most this fraction are about as fast.
 _SAME_SIZE = 0.01

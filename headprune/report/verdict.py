@@ -88,6 +88,11 @@ class _Difference:
         return "below" if self.high < 0 else "unclear"
 
     @property
+    def is_visible(self) -> bool:
+        """Whether it is a loss that does not round to 0: one that a reader sees."""
+        return self.sign == "above" and not _is_zero(_scaled(self.metric, self.high)[0])
+
+    @property
     def reversed(self) -> _Difference:
         """How much better the first model is."""
         return _Difference(self.metric, -self.drop, -self.high, -self.low)
@@ -307,6 +312,8 @@ def _change(cost: _Difference) -> str:
 
 def _amount(difference: _Difference) -> str:
     number, unit = _scaled(difference.metric, abs(difference.drop))
+    if difference.drop != 0 and _is_zero(number):
+        number = f"less than {number[:-1]}1"
     return f"{number}{unit}"
 
 
@@ -317,6 +324,11 @@ def _interval(difference: _Difference) -> str:
     ends = (difference.low, difference.high)
     low, high = (_scaled(difference.metric, end)[0] for end in ends)
     return f"95 % interval {low} to {high}"
+
+
+def _is_zero(number: str) -> bool:
+    """Whether a number is written as 0, 0.00 and the like."""
+    return not number.strip("0.")
 
 
 def _scaled(metric: str, amount: float) -> tuple[str, str]:
@@ -503,7 +515,7 @@ def _next(
         return "run it again to get an interval for the cost", ""
     if cost is None:
         return "measure it on rows with labels before you use it", ""
-    if cost.sign == "above":
+    if cost.is_visible:
         return _against_cost(record, rows, random_is_as_good(record, rows)), ""
     half = (cost.high - cost.low) / 2
     if is_one_of(cost.metric, POINTS) and half > _POINT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -182,14 +182,17 @@ def compare_plans(subject: Subject, scores: RunScores, plan: PruningPlan) -> Qua
 
     # 2. Magnitude, on test rows.
     if scores.magnitude is not None:
-        quality, row = _baseline(subject, scores.magnitude)
+        magnitude = choose_heads(subject, scores.magnitude, baseline=True)
+        quality, row = _judged_baseline(subject, magnitude, "magnitude")
         journal.note(
             quality=(row,), comparisons=compared(row.name, "base", "test", [base], [quality])
         )
         journal.tell(f"magnitude: test {row.metric} {row.value:.4f}")
 
     # 3. Random heads, several draws, on test rows.
-    draws = [_baseline(subject, random) for random in scores.random]
+    plans = _random_plans(subject, scores.random)
+    journal.warn(_fewer_draws(len(scores.random), len(plans)))
+    draws = [_judged_baseline(subject, plan, "random") for plan in plans]
     if draws:
         row = _mean([row for _, row in draws])
         values = tuple(row.value for _, row in draws)
@@ -226,8 +229,7 @@ def compare_refitted(subject: Subject, scores: RunScores, final: Quality) -> Non
     journal = subject.journal
     name = _recovered_name(subject.recipe.recover)
     draws = []
-    for random in scores.random[:REFITTED_DRAWS]:
-        plan = choose_heads(subject, random, baseline=True)
+    for plan in _random_plans(subject, scores.random[:REFITTED_DRAWS]):
         small = copy.deepcopy(subject.model)
         cut_(small, bind(small, subject.sites), plan.mask)
         try:
@@ -251,12 +253,30 @@ def compare_refitted(subject: Subject, scores: RunScores, final: Quality) -> Non
     journal.tell(f"{row.name}: test {row.metric} {row.value:.4f} ({row.draws} draws)")
 
 
-def _baseline(subject: Subject, scores: HeadScores) -> tuple[Quality, QualityRow]:
+def _random_plans(subject: Subject, draws: Sequence[HeadScores]) -> list[PruningPlan]:
+    """The plans of random draws; only one where all of them keep the same.
+
+    In a very small model a budget can be so narrow that no draw changes what is kept.
+    """
+    plans = [choose_heads(subject, random, baseline=True) for random in draws]
+    are_alike = len({plan.mask for plan in plans}) == 1
+    return plans[:1] if are_alike else plans
+
+
+def _fewer_draws(drawn: int, counted: int) -> Iterator[str]:
+    """Say that all random draws keep the same, where they do."""
+    if counted < drawn:
+        yield (
+            f"All {drawn} random draws keep the same heads and neurons under this budget, so they"
+            " count as one."
+        )
+
+
+def _judged_baseline(subject: Subject, plan: PruningPlan, name: str) -> tuple[Quality, QualityRow]:
     """Evaluate test rows with gates in place of the cut that a baseline would make."""
-    plan = choose_heads(subject, scores, baseline=True)
     with gated(subject.model, plan, subject.sites):
         quality = subject.judge(subject.model, "test")
-    return quality, quality_row(quality, scores.scorer, plan.mask.kept_counts, "test")
+    return quality, quality_row(quality, name, plan.mask.kept_counts, "test")
 
 
 def _mean(rows: list[QualityRow]) -> QualityRow:

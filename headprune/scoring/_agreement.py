@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations, zip_longest
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -80,7 +80,7 @@ def agreement(
     if len(labels) != len(scores):
         raise InvalidValue("agreement(names=)", f"one name per score, {len(scores)}", len(labels))
 
-    # 1. Compare every pair, as it was measured and in every resample.
+    # Compare every pair, as it was measured and in every resample.
     resamples, notes = _resamples(scores, labels, draws, seed)
     flat = list(map(_flat, scores))
     pairs = []
@@ -92,13 +92,21 @@ def agreement(
             drawn = _compare(_or(resamples[a], flat[a]), _or(resamples[b], flat[b]), k)
         pairs.append(Pair(a, b, *_measures(values, drawn, confidence)))
 
-    # 2. Note what weakens the comparison.
-    if len({s.model.weights for s in scores}) > 1:
-        notes.append("the scores are of models with other weights")
-    for name, values_of in zip(labels, flat, strict=True):
-        if len(set(values_of.tolist())) < 2:
-            notes.append(f"all scores of {name} are equal: they have no order")
+    notes.extend(_weaknesses(labels, scores, flat))
     return Agreement(labels, k, n_units, confidence, tuple(pairs), tuple(notes))
+
+
+def _weaknesses(
+    labels: Sequence[str], scores: Sequence[HeadScores], flat: Sequence[Floats]
+) -> Iterator[str]:
+    """What weakens the comparison, as notes."""
+    if len({s.model.weights for s in scores}) > 1:
+        yield "the scores are of models with other weights"
+    for name, compared, values in zip(labels, scores, flat, strict=True):
+        if len(set(values.tolist())) < 2:
+            yield f"all scores of {name} are equal: they have no order"
+        if compared.ladders is not None:
+            yield f"of {name} the order of units is compared, not the prices of levels"
 
 
 def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) -> HeadScores:

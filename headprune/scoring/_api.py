@@ -24,6 +24,7 @@ from headprune.model.fingerprint import fingerprint, weights_digest
 from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
 from headprune.model.processes import Processes, Workers
+from headprune.model.refusals import check_unshared
 from headprune.model.running import device_of, nested_tensors, packing, undisturbed
 from headprune.model.sites import BoundSite, Sites, bind, not_taken, sites_of, unwrap
 from headprune.scoring import registry
@@ -123,6 +124,7 @@ def score(
     _check_has_heads(located)
     _check_neurons(named, located)
     check_in_memory(model, _LOAD, known=True)
+    check_unshared(model, ((b, b.layout.gate) for b in bound if b.site.heads))
     mark = fingerprint(model, located)
     not_covered = not_taken(model, list(located) if sites is None else sites)
     # Found before `undisturbed`, which turns packing off.

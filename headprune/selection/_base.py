@@ -41,15 +41,16 @@ class Problem:
         fixed: The cost of the part of the model that no selector can remove.
         limit: The most that the kept units may cost, without `fixed`; it may be negative.
         costs_by_count: Per site, its cost with 0, 1, 2... heads, where costs of units do not add
-            up (latency); None at a number of heads that it cannot have.
+            up (latency); None at a number that it cannot have.
         must_keep: Units that every answer keeps.
         must_remove: Units that every answer removes.
         min_heads: The fewest heads of a site, unless it may keep fewer; 1 if it cannot run without.
         multiple_of: An attention keeps a multiple of this, or all that are present.
         loss: Measures masks, for selectors that need it.
-        rescore: Scores the heads of a mask anew, for selectors that need it.
+        rescore: Scores the heads of a mask anew, likewise.
         kept_elsewhere: Kept heads of the whole model, where this problem is about some sites only.
         notes: What a selector adds to the plan's notes.
+        caveat: Why costs may be wrong, or empty.
     """
 
     scores: HeadScores
@@ -67,6 +68,7 @@ class Problem:
     rescore: Rescore | None = None
     kept_elsewhere: HeadMask | None = None
     notes: list[str] = field(default_factory=list, compare=False)
+    caveat: str = ""
 
     def cost(self, keep: Iterable[Position]) -> int:
         """The cost of these units together."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite
-from headprune.core.latency import LatencyTable
+from headprune.core.latency import BUSY, LatencyTable
 from headprune.core.plan import Budget, allowance
 from headprune.core.scores import Cost, HeadScores
 from headprune.selection._base import Position, Problem, positions_of
@@ -79,7 +79,7 @@ def _nothing_to_keep(budget: Budget) -> InvalidValue:
     """The error of a budget over something that the model has none of."""
     lacks, hint = "no such cost", ""
     if budget.kind == "keep_heads":
-        lacks = "no attention heads"
+        lacks = "no attention heads at the sites of the budget"
     if budget.kind == "keep_kv":
         lacks = "no KV cache that shrinks with its heads"
         hint = "Budget by keep_heads, keep_params or keep_macs."
@@ -109,7 +109,12 @@ def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> 
     # No unit has a cost of its own here: `steps` has the costs.
     costs = tuple((0,) * len(site.units) for site in scores.sites)
     limit = allowance(1 / budget.amount, whole) - fixed
-    return Problem(scores, budget, costs, fixed, limit, tuple(steps))
+    return Problem(scores, budget, costs, fixed, limit, tuple(steps), caveat=_caveat(latency))
+
+
+def _caveat(latency: LatencyTable) -> str:
+    """Why the table's times may be wrong; empty where it says nothing of it."""
+    return next((note for note in latency.notes if note.startswith(BUSY)), "")
 
 
 def _nanoseconds(seconds: float | None) -> int | None:
@@ -168,7 +173,8 @@ def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
         if speedup > 1:
             hint += f"Ask for less{lower}"
         else:
-            hint += "By this table no cut makes the model faster."
+            hint += "By this table no cut that is allowed makes the model faster."
+        hint += _doubt(problem)
         return InfeasibleBudget(where, f"at most {speedup}", budget.amount, hint)
     nearest: int | float = needed
     if isinstance(budget.amount, float):
@@ -176,6 +182,11 @@ def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
     return InfeasibleBudget(
         where, f"at least {nearest}", budget.amount, f"{hint}Raise the budget{lower}"
     )
+
+
+def _doubt(problem: Problem) -> str:
+    """What an error about the limit adds where costs may be wrong."""
+    return f" This limit may be wrong: {problem.caveat}" if problem.caveat else ""
 
 
 def _rules(problem: Problem) -> str:

@@ -251,7 +251,10 @@ GIVEN = "prune --model ./none --out x"
         (f"{GIVEN} --data a", "--keep: must be given with --data"),
         (f"{GIVEN} --scores s.json", "--keep: must be given"),
         (f"{GIVEN} --scores s.json --keep half", "a count of heads"),
-        (f"{GIVEN} --scores s.json --keep 1 --keep-macs 0.9", "got --keep and --keep-macs"),
+        (
+            f"{GIVEN} --scores s.json --keep 1 --keep-macs 0.9",
+            "must be the only budget, got --keep and --keep-macs",
+        ),
         (f"{GIVEN} --plan p.json --keep 1", "left out with --plan"),
         (f"{GIVEN} --plan p.json --min-heads 1", "left out with --plan"),
         (f"{GIVEN} --plan p.json --task regression", "left out without --data"),

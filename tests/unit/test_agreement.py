@@ -14,6 +14,7 @@ from headprune.core.agreement import Agreement
 from headprune.core.codec import EMPTY
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
 from headprune.core.heads import AttentionSite
+from headprune.core.ladders import SiteLadder
 from headprune.core.samples import Samples
 from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.report import draw_agreement
@@ -107,6 +108,13 @@ def test_equal_scores_have_no_order():
     other = replace(found.pairs[0], spearman=replace(found.pairs[0].spearman, value=0.0))
     assert found.pairs[0] != other
     assert found.pairs[0].spearman != math.nan
+
+
+def test_prices_of_levels_are_not_compared():
+    ladders = tuple(SiteLadder(site.name, (0, 6), (1.0, 0.0)) for site in SITES)
+    priced = fixed(np.arange(12), "ladder", ladders=ladders)
+    (note,) = hp.agreement(priced, fixed(np.arange(12), "surgeon", n_examples=0)).notes
+    assert note == "of ladder the order of units is compared, not the prices of levels"
 
 
 def test_the_picture_is_written_in_known_formats(tmp_path):

@@ -74,6 +74,17 @@ def test_an_output_that_two_layers_share_is_refused_with_its_counts():
     refused(model, None, mask, "used in this place only", "bert.encoder.layer.0.attention")
 
 
+@pytest.mark.parametrize("scorer", ["surgeon", "magnitude"])
+def test_a_shared_feed_forward_is_refused_before_it_is_scored(scorer):
+    model, batch = tiny("bert")
+    first, second, *_ = model.bert.encoder.layer
+    second.intermediate, second.output = first.intermediate, first.output
+    sites = hp.find_sites(model, feed_forward=True)
+    with pytest.raises(UnsupportedModel, match="used in this place only"):
+        hp.score(model, [batch], scorer, sites=sites)
+    hp.score(model, [batch], scorer)  # its attentions are not shared
+
+
 def test_a_module_that_holds_a_cut_tensor_counts_too():
     class Table(nn.Module):
         def __init__(self):

@@ -92,6 +92,19 @@ def test_what_a_finished_run_records(finished):
     assert record.hardware["device"] == "cpu"
 
 
+def test_random_draws_that_keep_the_same_count_as_one(bert, tmp_path):
+    kept = {f"bert.encoder.layer.{layer}.attention": [0, 1] for layer in range(2)}
+    select = {"keep_heads": 0.5, "must_keep": kept}
+    chosen = recipe(bert, tmp_path, select=select, recover=RECOVER[:1], report=False)
+    record = quiet_run(chosen)
+    drawn = [row for row in record.quality if row.name.startswith("random")]
+    assert [(row.name, row.draws) for row in drawn] == [
+        ("random", 1),
+        ("random, recovered (mean_fold)", 1),
+    ]
+    assert any("All 2 random draws keep the same heads" in text for text in record.warnings)
+
+
 def test_every_row_is_compared_with_the_uncut_model_on_the_same_rows(finished):
     chosen, record = finished
     for row in record.quality:

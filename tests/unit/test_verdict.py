@@ -73,6 +73,7 @@ PERPLEXITY = built(final(0.031, 0.02, 0.04, "perplexity"), quality=quality("perp
 LOSS = built(final(-0.1, -0.2, -0.01, "loss"), quality=quality("loss", 0.5, 0.4))
 
 
+TINY = built(final(8e-6, 2e-6, 2e-5, "perplexity"), quality=quality("perplexity", 20, 20.00016))
 NOT_COMPARED = "has accuracy 0.974, without a comparison"
 
 
@@ -85,6 +86,7 @@ NOT_COMPARED = "has accuracy 0.974, without a comparison"
         (built(final(0, 0, 0)), "changed no result", "Accuracy 0.976 before, 0.974 after"),
         (record_of(), "cost 0.23 points of accuracy", "; the record has no interval."),
         (PERPLEXITY, "raised perplexity by 3.10 %", "95 % interval 2.00 to 4.00"),
+        (TINY, "raised perplexity by less than 0.01 %", "95 % interval 0.00 to 0.00"),
         (LOSS, "lowered loss by 0.1000", "95 % interval 0.0100 to 0.2000"),
         (built(quality=quality("wonder", 0.5, 0.4)), "changed wonder", "Wonder 0.500 before"),
         (built(quality=record_of().quality[1:]), NOT_COMPARED, ""),
@@ -255,6 +257,7 @@ SLOWER = built(speed=(timed(1.01, 0.9, 1.1),))
         (SLOWER, "keep 8 heads, or time longer inputs and larger batches"),
         (built(WIDE), f"measure on about 3,500 test rows; {UNSURE}"),
         (built(WORSE), "keep more heads"),
+        (TINY, "keep 8 heads"),
         (built(WORSE, TIES), "keep more heads, or score on more calibration rows"),
         (UNRECOVERED, "recover it (`recover: lstsq` needs no training), or keep more heads"),
         (built(WORSE, quality=UNTRAINED), "train it (`recover: finetune`), or keep more heads"),
