@@ -470,7 +470,7 @@ def _decide(plan: Path | None, scores: Path | None, chosen: _Choice) -> PruningP
 def _one_budget(amounts: Mapping[str, str | float], source: str) -> tuple[str, str | float]:
     """Return the option and the amount of the only budget."""
     if len(amounts) > 1:
-        option, *_ = amounts
+        option = next(iter(amounts))
         raise InvalidValue(option, "the only budget", " and ".join(amounts), "Give one of them.")
     if not amounts:
         others = "--keep-params, --keep-macs, --keep-kv"

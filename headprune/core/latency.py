@@ -201,6 +201,11 @@ class LatencyTable(Value):
         """How many times as fast as the whole model a cut is predicted to be; see ``predict``."""
         return self.whole / max(self.predict(kept), 1e-9)  # it may predict no time at all
 
+    @property
+    def caveat(self) -> str:
+        """Why the times may be wrong; empty where the table says nothing of it."""
+        return next((note for note in self.notes if note.startswith(BUSY)), "")
+
     def __str__(self) -> str:
         parts = f"{_ms(sum(row.whole for row in self.sites if not row.neurons))} in attention"
         if any(row.neurons for row in self.sites):

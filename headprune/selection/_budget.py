@@ -7,7 +7,7 @@ from functools import partial
 
 from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.heads import AttentionSite
-from headprune.core.latency import BUSY, LatencyTable
+from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, allowance
 from headprune.core.scores import Cost, HeadScores
 from headprune.selection._base import Position, Problem, positions_of
@@ -109,12 +109,7 @@ def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> 
     # No unit has a cost of its own here: `steps` has the costs.
     costs = tuple((0,) * len(site.units) for site in scores.sites)
     limit = allowance(1 / budget.amount, whole) - fixed
-    return Problem(scores, budget, costs, fixed, limit, tuple(steps), caveat=_caveat(latency))
-
-
-def _caveat(latency: LatencyTable) -> str:
-    """Why the table's times may be wrong; empty where it says nothing of it."""
-    return next((note for note in latency.notes if note.startswith(BUSY)), "")
+    return Problem(scores, budget, costs, fixed, limit, tuple(steps), caveat=latency.caveat)
 
 
 def _nanoseconds(seconds: float | None) -> int | None:
