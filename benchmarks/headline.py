@@ -124,8 +124,8 @@ def readme(records: Path) -> str:
             [*rows, *map(_with_neurons, with_neurons), _with_neurons(trained, ", trained")],
         ),
         "",
-        f"With neurons: `prune --speedup`, {command['calibration']} sentences for scores (trained:"
-        f" {quality['calibration']}), {command['refit_rows']:,} for refits. Heads alone:"
+        f"With neurons (`prune --speedup`): {command['calibration']} sentences for scores"
+        f" (trained: {quality['calibration']}), {command['refit_rows']:,} for refits. Heads alone:"
         f" {quality['calibration']}. Means of {draws} draws (trained: {len(trained)}) ± standard"
         f" deviations, [95 % intervals]. Times: batch {one['batch']} × {one['length']} tokens, CPU,"
         f" {threads(one['hardware'])}.",
@@ -264,7 +264,7 @@ def limits(records: Path) -> str:
     times = "docs/tradeoff.md#float32-sdpa-attention-eager-mode"
     cut, refitted, after = (_best(llama, way) for way in ("cut", "lstsq+ff", "trained"))
     lines = [
-        "- **Heads alone must make your model several times smaller or faster.** Attention is only a"
+        "- **You want it several times smaller or faster by heads alone.** Attention is only a"
         f" part. In another run, [MiniLM]({page}) is {alone:.2f} times as fast with {third} of"
         f" {peers['heads']} heads, {int8:.2f} with INT8 (ONNX Runtime), {both:.2f} with"
         " both.",

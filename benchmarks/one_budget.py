@@ -3,17 +3,18 @@
     python benchmarks/one_budget.py --task sst2 --data path/to/data --work runs/regret
     python benchmarks/one_budget.py --figure        # docs/one-budget.md, from the records
 
-Tasks, folders and trained models are those of ``regret.py``. For every draw of calibration rows the
-levels of all sites are priced (scorer ``ladder``); then, for every speed that is asked for,
-selector ``repriced`` chooses by a measured latency table, the model is cut and refitted by
-``lstsq`` on ``--refit-rows`` train rows, without their labels: once among heads and neurons, once
-among heads alone. Test rows are only reported. The cut model is timed beside the whole one in
-interleaved rounds, in ``--dtype``; all else is fp32. With ``--int8`` the cut of heads and neurons,
-and the whole model, are also judged and timed in ONNX Runtime with dynamic INT8. Nothing is trained
-after the cut, but for ``--train``: then the refitted cut is trained for as many epochs as the base
-model was, with that one's logits. Beside it stands a smaller architecture (``fewer_layers.py``) of
-about the same speed, trained for twice as many. Both are also trained for one such time more. A row of the record is one model, draw, speed and
-way; a run that is started again goes on after the last one.
+Tasks, folders and trained models are those of ``regret.py``. For every draw of calibration rows,
+scorer ``ladder`` prices the levels of all sites. For every speed that is asked for, selector
+``repriced`` then chooses by a measured latency table; the model is cut and refitted by ``lstsq`` on
+``--refit-rows`` train rows, without their labels. This is done for heads and neurons, and for heads
+alone. Test rows are only reported.
+
+The cut model is timed beside the whole one in interleaved rounds, in ``--dtype``; all else is fp32.
+``--int8`` also judges and times both in ONNX Runtime with dynamic INT8. ``--train`` also trains the
+refitted cut on the base model's logits, for the base model's number of epochs and for twice as
+many. Beside it is a smaller architecture (``fewer_layers.py``) of about the same speed, trained for
+two and for three times as many. A row of the record is one model, draw, speed and kind of cut or
+training. A run that was stopped goes on after the last row.
 
 A GPU can choose, train and judge what a CPU shall run fast, in three steps::
 

@@ -86,7 +86,7 @@ def _least(records: Sequence[dict[str, Any]]) -> str:
         near = _within_a_point(record)
         if _metric(record) != "perplexity" and (not near or max(near)[0] < 2):
             slow.append(_short(task))
-    return f" Less than twice as fast within a point: {', '.join(slow)}." if slow else ""
+    return f" Not twice as fast at a loss of at most a point: {', '.join(slow)}." if slow else ""
 
 
 def _reached(records: Sequence[dict[str, Any]]) -> list[float]:

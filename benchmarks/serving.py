@@ -463,9 +463,9 @@ def matrix(records: Path) -> str:
     models = list(dict.fromkeys(row["model"] for row in record["rows"]))
     n_random = sum(name.endswith(", random") for name in models)
     about = (
-        f"How many of {len(models)} small decoders ({n_random} untrained, one pretrained Llama) give"
-        f" headprune's {record['steps']} greedy tokens for 3 prompts, and log-probabilities within"
-        f" {TOLERANCE:g} (32-bit floats, CPU). *Even*: equally many heads per layer. Where no format"
+        f"Of {len(models)} small decoders ({n_random} untrained, one pretrained Llama), how many give"
+        f" headprune's {record['steps']} greedy tokens for 3 prompts, with log-probabilities at"
+        f" most {TOLERANCE:g} apart (fp32, CPU). *Even*: equally many heads per layer. Where no format"
         " is named: `remote-code`, GGUF or an export."
     )
     return "\n".join([about, "", *table(head, rows, len(head))])

@@ -152,14 +152,19 @@ anything changes, and the message names one of these properties:
 {rows}
 
 Registered [layouts](layouts.md) correct some of them (norms over the whole projection, head counts of a shared
-configuration, `torch.nn.MultiheadAttention`). `prune_` also refuses: a layer without heads where its code
-or its cache needs one; quantised, sharded or adapted projections; weights that accelerate fetches for a module around
-theirs; adapters around a whole attention, and prefixes that PEFT makes for all heads; tensors that are shared with
-something that is not cut, and projections that sit in two places (`gated` refuses these too); part of a group of query
-heads that share a key/value head, unless the policy allows it (x-transformers finds a key/value head by a query head's
-place, so there only whole groups can be removed, policy `group`); a module whose `forward` someone replaced, where a cut has to
-replace it too (accelerate's hooks are allowed); a cut inside a `gated` block; and, given an example, every
-result that is not the gated model's.
+configuration, `torch.nn.MultiheadAttention`).
+
+`prune_` also refuses:
+
+- a layer without heads, where its code or its cache needs one;
+- quantised or sharded projections, and adapters other than plain LoRA;
+- weights that a hook of an outer module fetches (accelerate), adapters around a whole attention, and PEFT's prefixes;
+- tensors shared with something that is not cut, and projections that sit in two places (`gated` refuses these too);
+- part of a group of query heads that share a key/value head, unless the policy allows it (x-transformers: only `group`);
+- a module whose `forward` someone replaced, where a cut has to replace it too (accelerate's hooks are allowed);
+- a cut inside a `gated` block;
+- with an example: any result that differs from the gated model's.
+
 `select` refuses `keep_kv` where no head shrinks the cache: latents that all heads share (DeepSeek), or no cache at all.
 """
 
@@ -241,12 +246,12 @@ the plan's notes: heads on either side of the cut that could change places and d
 | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
 
-Every selector also takes `min_heads` (heads or neurons that a layer keeps at least; 1, or 0 where
-one budget weighs heads against neurons at measured prices: whole sub-layers may go) and `multiple_of` (a layer keeps a multiple
-of so many heads, or all it has, for hardware that is faster at such widths; 1; neurons have levels of their own). With `min_heads=0` a layer may lose its
-attention altogether and adds only a bias, which the plan's notes say; where a module cannot run that way
-(see `headprune inspect`) it keeps a head all the same. No plan removes every head and neuron. What that gains and risks
-where few heads are kept is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
+Every selector also takes `min_heads`, the fewest heads or neurons of a layer: 1, or 0 where `ladder` prices both under
+one budget, so that whole sub-layers may go. With `multiple_of` (default 1) an attention keeps a multiple of that many
+heads, or all it has, for hardware that is faster at such widths; neurons have levels of their own. With `min_heads=0` a
+layer may lose its attention and adds only a bias; the plan's notes say so. A module that cannot run that way
+(`headprune inspect` says which) keeps a head. No plan removes every head and neuron. [Pipelines](pipelines.md) shows what
+that gains and risks where few heads are kept. Sources and details: `help(hp.selection.Quadratic)`.
 
 ## Budgets
 
@@ -427,29 +432,29 @@ def architecture() -> str:
     import grimp
 
     graph = grimp.build_graph("headprune", include_external_packages=True, cache_dir=None)
-    rooms: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     outside: dict[str, set[str]] = {}
     for module in graph.modules:
-        room = _room(module)
+        package = _package(module)
         for other in (
             graph.find_modules_directly_imported_by(module)
             if module.startswith("headprune.")
             else ()
         ):
             own = other.startswith("headprune.")
-            if own and _room(other) != room:
-                rooms.setdefault(room, set()).add(_room(other))
+            if own and _package(other) != package:
+                imported.setdefault(package, set()).add(_package(other))
             if not own and other != "headprune" and other not in sys.stdlib_module_names:
-                outside.setdefault(room, set()).add(other)
+                outside.setdefault(package, set()).add(other)
     # A package stands above all that it imports.
     below = {
-        room: _below(room, rooms)
-        for room in {_room(m) for m in graph.modules if m.startswith("headprune.")}
+        package: _below(package, imported)
+        for package in {_package(m) for m in graph.modules if m.startswith("headprune.")}
     }
     lines = ["| package | imports | other packages |", "| --- | --- | --- |"]
-    for room in sorted(below, key=lambda name: (-len(below[name]), name)):
-        cells = [", ".join(sorted(found.get(room, ()))) for found in (rooms, outside)]
-        lines.append(f"| `{room}` | {' | '.join(cells)} |")
+    for package in sorted(below, key=lambda name: (-len(below[name]), name)):
+        cells = [", ".join(sorted(found.get(package, ()))) for found in (imported, outside)]
+        lines.append(f"| `{package}` | {' | '.join(cells)} |")
     text = (HERE / "architecture.md").read_text(encoding="utf-8")
     text = IMPORTS.sub(lambda found: f"{found[1]}{chr(10).join(lines)}{found[2]}", text)
     return DECISIONS.sub(lambda found: f"{found[1]}{decisions()}{found[2]}", text)
@@ -464,19 +469,19 @@ def decisions() -> str:
     return "\n".join(lines)
 
 
-def _room(module: str) -> str:
+def _package(module: str) -> str:
     """``core`` of ``headprune.core.plan``."""
     return module.split(".")[1] if "." in module else module
 
 
-def _below(room: str, rooms: Mapping[str, set[str]]) -> set[str]:
+def _below(package: str, imported: Mapping[str, set[str]]) -> set[str]:
     """All that a package imports, directly or not."""
     found: set[str] = set()
-    left = [room]
-    while left:
-        more = rooms.get(left.pop(), set()) - found
+    unvisited = [package]
+    while unvisited:
+        more = imported.get(unvisited.pop(), set()) - found
         found |= more
-        left += more
+        unvisited += more
     return found
 
 

@@ -1,11 +1,11 @@
 """headprune finds which attention heads a trained transformer does not need and removes them.
 
-The main path; each step gives a value that can be saved, printed and loaded::
+The main path; sites, scores and plans can be printed, saved and loaded::
 
     sites = hp.find_sites(model)
     scores = hp.score(model, batches, "taylor")
     plan = hp.select(scores, hp.Budget(keep_heads=0.5))
-    hp.prune_(model, plan)
+    hp.prune_(model, plan, example=batches[0])  # compares the cut with the gated model
     hp.save_pretrained(model, "small/")
 
 Importing this package imports neither torch nor transformers; every name loads when it is first
@@ -49,7 +49,7 @@ _HOME = {
     "score": "headprune.scoring._api",
     "select": "headprune.selection._api",
 }
-_ROOMS = (
+_PACKAGES = (
     "attention",
     "bench",
     "checkpoints",
@@ -70,7 +70,9 @@ _ROOMS = (
     "surgery",
     "sweep",
 )
-_MODULES = {room: f"headprune.{room}" for room in _ROOMS} | {"plot": "headprune.report.plot"}
+_MODULES = {package: f"headprune.{package}" for package in _PACKAGES} | {
+    "plot": "headprune.report.plot"
+}
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 __getattr__, __dir__ = lazy(__name__, _HOME, _MODULES)

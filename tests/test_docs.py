@@ -55,13 +55,13 @@ def test_every_method_says_when_to_take_it(registry: Registry) -> None:
 
 def test_the_packages_of_the_architecture_are_those_of_the_code() -> None:
     text = (DOCS / "architecture.md").read_text()
-    rooms = {path.parent.name for path in (ROOT / "headprune").glob("*/__init__.py")}
+    packages = {path.parent.name for path in (ROOT / "headprune").glob("*/__init__.py")}
     described, _, imports = text.partition("## Packages")[2].partition("Imports go down only")
-    assert set(re.findall(r"^\| `(\w+)/` \|", described, re.MULTILINE)) == rooms
+    assert set(re.findall(r"^\| `(\w+)/` \|", described, re.MULTILINE)) == packages
     listed = re.findall(r"^\| `(\w+)` \| ([\w, ]*) \| ([\w, ]*) \|$", imports, re.MULTILINE)
     start = "__main__"  # the command line, for `python -m headprune`
-    assert {room for room, _, _ in listed} == {*rooms, start}
-    without_torch = {room for room, _, packages in listed if "torch" not in packages.split(", ")}
+    assert {package for package, _, _ in listed} == {*packages, start}
+    without_torch = {package for package, _, other in listed if "torch" not in other.split(", ")}
     assert without_torch == {"core", "maps", "recipes", "selection", "report", start}
 
 

@@ -47,7 +47,7 @@ def test_every_page_is_in_the_nav_once() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    values = set(hp.__all__) - {"__version__", *hp._ROOMS}
+    values = set(hp.__all__) - {"__version__", *hp._PACKAGES}
     assert {name for name in listed("api.md") if "." not in name} == values
     methods = set()
     for registry in (scoring.registry, selection.registry, recovery.registry):
@@ -60,12 +60,12 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_every_name_that_pages_and_notebooks_use_is_in_the_reference() -> None:
     known = {*listed("api.md"), *listed("api-methods.md")}
     known = {name.rpartition(".")[2] for name in known} | OF_THE_HOUSE
-    rooms, seen = "|".join(hp._ROOMS), set()
+    packages, seen = "|".join(hp._PACKAGES), set()
     for_users = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
     for path in (*for_users, *(ROOT / "notebooks").glob("*.ipynb")):
         text = path.read_text()
-        used = re.findall(rf"\bhp\.(?:{rooms})\.(\w+)", text)
-        for names in re.findall(rf"\bfrom headprune\.(?:{rooms})[\w.]* import ([\w, ]+)", text):
+        used = re.findall(rf"\bhp\.(?:{packages})\.(\w+)", text)
+        for names in re.findall(rf"\bfrom headprune\.(?:{packages})[\w.]* import ([\w, ]+)", text):
             used += re.split(r",\s*", names)
         assert set(used) <= known, path.name
         seen |= set(used)

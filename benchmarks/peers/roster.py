@@ -10,7 +10,7 @@ from typing import Any
 #: The environment that the runner itself runs in.
 OWN = "headprune"
 REFERENCE = "headprune"
-#: Trained after its cut: what others are held to that have trained as often.
+#: Trained after its cut: compared with peers that had as much training.
 TRAINED = "headprune, trained"
 TITLES = {
     "sst2": "MiniLM on SST-2",
@@ -109,9 +109,8 @@ class Peer:
 _REFIT = "`lstsq` with the feed-forward"
 #: Of a share of the multiply-adds.
 _BOTH = {"scorer": "ladder", "selector": "repriced", "ridge": None}
-_SURGEON, _TAYLOR = (
-    {"scorer": name, "selector": "global_topk", "of_share": _BOTH} for name in ("surgeon", "taylor")
-)
+_SURGEON = {"scorer": "surgeon", "selector": "global_topk", "of_share": _BOTH}
+_TAYLOR = {"scorer": "taylor", "selector": "global_topk", "of_share": _BOTH}
 _WHOLE = "it removes nothing. What would change it: removing less, or training after the cut"
 _INT8 = (
     "it multiplies in 8 bits in every linear layer{}. What would change it: both together, see"

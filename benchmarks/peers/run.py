@@ -142,9 +142,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         args.out or RECORDS / f"peers-{args.task}{'-cuda' if args.device == 'cuda' else ''}.json"
     )
     record = begin(args, subject, out)
-    compare(
-        args, subject, record, out
-    )  # an earlier call may have been killed between a row and this
+    # An earlier call may have been killed between a row and its comparison.
+    compare(args, subject, record, out)
     for peer, kept, seed in wanted(args, subject.layers):
         name = (peer.name, kept, seed)
         done = next((row for row in record["rows"] if key(row) == name), None)

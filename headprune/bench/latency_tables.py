@@ -77,22 +77,24 @@ def latency_table(
 
     Modules and their cut copies are timed alone, in turn, on recorded inputs; entries are
     medians. Attention is timed at every number of heads, a feed-forward at about twelve widths,
-    less its time without neurons. Then copies of the model with the fewest heads, neurons and both
-    are timed beside the whole one, and entries are scaled to what they save. Memory: a cut copy of
-    the model.
+    less its time without neurons. Then cut copies of the model are timed beside it, and
+    savings are scaled to agree with theirs. Memory: a cut copy of the model.
 
     Args:
         model: The model; runs uncompiled.
-        batch: Its input; with ``batch_size`` or ``length`` a mapping for ``shaped_batch``.
+        batch: Its input; a mapping where ``batch_size`` or ``length`` is given.
         batch_size: Examples per call; default the batch's.
-        length: Tokens per example; default the batch's.
+        length: Tokens of each; default the batch's.
         sites: Default ``find_sites(model)``: attention alone.
-        seconds: About the total time; each measurement has at least 5 rounds.
+        seconds: About the total; each measurement has at least 5 rounds.
         smooth: Make rows non-decreasing. False keeps real steps of kernels.
         progress: Show a progress bar.
 
+    Returns:
+        Seconds per call, by site and number of kept heads or neurons.
+
     Raises:
-        UnsupportedModel: a site that the batch does not run, or that does not run when it is cut.
+        UnsupportedModel: a site that the batch does not run, or that cannot run cut.
         InvalidValue: a wrong batch, length or time.
 
     >>> from headprune import MultiHeadAttention

@@ -105,12 +105,12 @@ def two_parts(problem: ScoringProblem) -> Folds:
 
 
 class Meter:
-    """Measures how far predicted contexts move the model's outputs, by example.
+    """Measures, by example, how far a cut and refitted model's outputs are from the whole model's.
 
-    A change is a prediction for each site that is cut. ``start_from`` sets the present one, at
-    first none. Layers before the first site where another change differs from it do not run again:
-    their outputs are kept. Where the whole model's logits would take more than a gigabyte, outputs
-    are compared at fewer positions of each example, spread evenly.
+    A *change* maps numbers of cut sites to their predictions. ``start_from(change)`` makes one the
+    reference; another change runs only the layers from the first site where the two differ. Where
+    the whole model's logits would take more than a gigabyte, outputs are compared at fewer
+    positions of each example, spread evenly.
 
     Args:
         problem: With model, sites and loss.
@@ -183,7 +183,8 @@ class Meter:
             predictions: By the number of a site, what its removed contexts are replaced by.
 
         Returns:
-            ``[examples]``: how much more the changed model loses.
+            ``[examples]``: the divergence (nats times ``temperature ** 2``), or the rise of your
+            own loss.
         """
         watched_sites = [self.bound[number] for number in predictions]
         in_order = list(predictions.values())

@@ -38,8 +38,8 @@ def ranked(
         same: Per candidate the first one with the same plan, itself where there is none.
         folds: Parts that the rows were dealt to; None where nothing was refitted, so that no rows
             share a fit.
-        confidence: Of the margin: that no candidate is better than the chosen one by more than its
-            interval says.
+        confidence: Level of all intervals together: that no candidate is better than the chosen
+            one by more than its interval says.
         draws: Losses ``[rows]`` of each plan of random heads. They are one candidate; see
             ``_random``.
         is_text: Whether losses are those of a text's tokens, so that perplexities are compared.

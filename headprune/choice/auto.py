@@ -80,9 +80,9 @@ class Auto(Scorer):
         refit: A recovery that does not train, or None.
         refit_settings: Its settings; None is ``feed_forward=True`` for ``lstsq``, else the
             defaults.
-        folds: Parts that the rows are dealt to.
+        folds: Parts of the rows.
         random_draws: Random plans to compare with.
-        confidence: Of the margin.
+        confidence: Level of all intervals together.
         seed: Of the random plans.
     """
 
@@ -164,7 +164,7 @@ class Auto(Scorer):
                 raise InvalidValue("Auto.candidates", must, repr(name), hint)
             _configured(name, settings)
         if not self.candidates:
-            raise InvalidValue("Auto.candidates", "one scorer at least", "none")
+            raise InvalidValue("Auto.candidates", "at least one scorer", "none")
         if len(set(self.candidate_keys)) < len(self.candidate_keys):
             names = ", ".join(
                 starmap(candidate_name, ((*key, False) for key in self.candidate_keys))
@@ -199,7 +199,7 @@ class Auto(Scorer):
         """
         must = "one whose weights are whole in this process, to be copied and cut"
         check_whole(problem.model, must)
-        problem.keep()
+        problem.keep_batches()
         folds = Folds(problem, self.folds)
 
         # 1. Score with every candidate, and select heads by each one's scores.
@@ -473,13 +473,14 @@ def _finite(keys: Sequence[JudgedKey], losses: torch.Tensor) -> tuple[list[int],
         else:
             others.append(candidate_name(*keys[place]))
     if not any_scorer:
-        must, got = "finite for one candidate at least", "NaN or infinite"
+        must, got = "finite for at least one candidate", "NaN or infinite"
         hint = "Look for NaN or infinite values in the batches; try a larger budget, or float32."
         raise InvalidValue("losses of cut models", must, got, hint)
     if not others:
         return finite, ()
     names = ", ".join(others)
-    return finite, (f"Not judged, for losses of the cut model are NaN or infinite: {names}.",)
+    note = f"Not judged, because the cut model's losses are NaN or infinite: {names}."
+    return finite, (note,)
 
 
 def _at(items: Sequence[_T], places: Sequence[int]) -> list[_T]:

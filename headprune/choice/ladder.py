@@ -35,15 +35,15 @@ _FEW = 32
 
 @dataclass(frozen=True)
 class Ladder(Scorer):
-    """The rise of ``KL(whole model || model)`` with one site alone at each level, refitted.
+    """``KL(whole model || model)`` in nats, one site alone cut to each of its levels and refitted.
 
-    A level is a number of heads, or one of about twelve of neurons, that a site keeps, the best by
-    another scorer. What removed units would write is predicted from the kept ones by least
-    squares over all rows; rises are measured on half. With your own loss, the rise is of
-    that. Values are the other scorer's; ``scores.ladders`` holds the rises.
+    A level is how many heads or neurons a site keeps: any number of heads, or one of about twelve
+    widths; the best by ``order``. Least squares over all rows predicts what removed units would
+    write; prices are measured on half. Your own loss replaces KL. Values are those of ``order``;
+    ``scores.ladders`` has the prices.
 
-    A softmax saturated on training rows hides changes: outputs are divided by a temperature (Hinton
-    et al. 2015, section 2).
+    A softmax saturated on training rows hides changes: outputs are divided by a temperature, KL is
+    multiplied by its square (Hinton et al. 2015, section 2).
 
     Source: ZipLM (Kurtic et al. 2023, section 3.2) prices levels by a layer's own error.
 
@@ -97,7 +97,7 @@ class Ladder(Scorer):
             UnsupportedModel: an attention without an output projection.
         """
         check_projections(problem.bound)
-        problem.keep()
+        problem.keep_batches()
         folds = two_parts(problem)
         # 1. Rank the units.
         ranker = self.ranker()

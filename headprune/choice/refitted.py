@@ -77,9 +77,9 @@ def refitted_loss_of(
     check_projections(bound)
     located = sites_of(bound)
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
-    problem.keep()
+    problem.keep_batches()
     with undisturbed(model), problem.explained(), torch.no_grad():
-        problem.judge()
+        problem.choose_loss()
         meter = Meter(problem, two_parts(problem), examples, ridge, temperature)
 
     def predictions_of(mask: HeadMask) -> dict[int, Prediction]:

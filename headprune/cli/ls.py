@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headprune.cli._shared import AsJson, Debug, echo, emit, guarded
 
-#: The registries, by title and by the room that has them.
+#: The registries, by title and by the package that has them.
 _REGISTRIES = {
     "layouts": "layouts",
     "scorers": "scoring",
@@ -20,9 +20,9 @@ def ls(as_json: AsJson = False, debug: Debug = False) -> None:
     """List recipes, presets, layouts, scorers, selectors and recoveries."""
     with guarded(debug):
         listed = {"recipes": _recipes(), "presets": _presets()}
-        for title, room in _REGISTRIES.items():
+        for title, package in _REGISTRIES.items():
             # Summaries are read from source files: importing them all would take seconds.
-            registry = importlib.import_module(f"headprune.{room}").registry
+            registry = importlib.import_module(f"headprune.{package}").registry
             listed[title] = {name: registry.summary(name) for name in registry.names()}
         if as_json:
             emit(listed)

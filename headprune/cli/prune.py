@@ -122,7 +122,7 @@ def prune(
         typer.Option(
             help=(
                 "With --scores or --data: fewest heads, or neurons, per layer; default 1, or 0 "
-                "where one budget has both."
+                "where measured prices (ladder) weigh heads against neurons."
             )
         ),
     ] = None,
@@ -375,11 +375,11 @@ def _check_source(sources: Mapping[str, object], with_data: Mapping[str, object]
     if len(given) != 1:
         must = f"given one of {', '.join(sources)}"
         got = " and ".join(given) or "none"
-        raise InvalidValue("prune", must, got)
+        raise InvalidValue("prune", must, got, "For example: --data rows.csv --keep 0.5.")
     # 2. Options that only a run on data has.
     for option, value in with_data.items():
         if value and given != ["--data"]:
-            raise InvalidValue(option, "left out without --data", value)
+            raise InvalidValue(option, "given with --data only", value)
 
 
 def _check_model(model: str, merge: bool, max_shard_size: str) -> None:
@@ -397,7 +397,7 @@ def _check_model(model: str, merge: bool, max_shard_size: str) -> None:
         hint += "Both can be cut side by side in Python, see docs/checkpoints.md."
         raise InvalidValue("--model", must, got, hint)
     if merge and not is_adapter(Path(folder)):
-        must = "left out for a model without a folder of adapters"
+        must = "given with a folder of PEFT adapters only"
         raise InvalidValue("--merge-adapters", must, folder)
     weights.check_shard_size(max_shard_size, "--max-shard-size")
     quiet_libraries()

@@ -111,7 +111,7 @@ class Choice:
         refit: Recovery that was applied to each cut model before its loss; empty for none.
         n_examples: Held-out rows.
         whole: Mean loss of the uncut model on the same rows.
-        confidence: Of the margin.
+        confidence: Confidence level of all intervals together.
         notes: Messages for the user.
         refitting: Effect of the refit; None where there was none.
         is_text: Whether losses are those of a text's tokens, so that tables show perplexities.

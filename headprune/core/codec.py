@@ -195,8 +195,8 @@ class Value:
         version = data.get("version")
         if version != cls.SCHEMA_VERSION:
             hint = (
-                "It was written by another version of headprune; use that one, or make the file"
-                " anew."
+                "Another version of headprune wrote it. Read it with that version, or write the"
+                " file again."
             )
             raise InvalidValue(f"{where}.version", str(cls.SCHEMA_VERSION), repr(version), hint)
         fields = {k: v for k, v in data.items() if k not in ("headprune", "version")}
@@ -374,8 +374,8 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         # Values of the right types may still confuse a constructor.
-        got = f"one that makes no sense: {type(error).__name__}: {error}"
-        raise InvalidValue(where, f"a sound {cls.__name__}", got) from error
+        got = f"values that do not fit together: {type(error).__name__}: {error}"
+        raise InvalidValue(where, f"a valid {cls.__name__}", got) from error
 
 
 def _in_full(value: Any, metadata: Mapping[str, Any], where: str) -> Any:

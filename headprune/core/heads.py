@@ -489,6 +489,7 @@ class HeadMask(Value):
 
     @property
     def n_kept(self) -> int:
+        """Kept heads and neurons together; `kept_counts` tells them apart."""
         return sum(len(row.kept) for row in self.rows)
 
     @property
@@ -503,6 +504,7 @@ class HeadMask(Value):
 
     @property
     def n_heads(self) -> int:
+        """Heads and neurons of the uncut sites together; `counts` tells them apart."""
         return sum(row.n_heads for row in self.rows)
 
     def __contains__(self, head: object) -> bool:

@@ -20,8 +20,9 @@ class SiteLadder:
     Args:
         site: The site's name.
         kept: Heads or neurons kept at each level, from the fewest to all that are present.
-        rises: Per level, how much the loss rises when this site alone keeps so many, its best ones,
-            and they are refitted. The last one is 0.
+        rises: Per level, the mean over examples of what the model loses when this site alone keeps
+            so many, its best ones, refitted: `temperature² · KL(whole model || model)` in nats, of
+            a regression the squared difference, or the rise of a loss of your own. The last is 0.
 
     >>> ladder = SiteLadder("layer", (0, 64, 128), (0.5, 0.1, 0.0))
     >>> ladder.at(64), ladder.at(96)

@@ -157,9 +157,9 @@ class LatencyTable(Value):
         # fsum: the check must not fail by the rounding of many small numbers.
         in_sites = math.fsum(row.whole for row in self.sites)
         if in_sites > self.whole * (1 + 1e-6):  # beyond rounding
-            must = "of a model that takes at least as long as its sites together"
+            must = "one whose sites together take no longer than the whole model"
             got = f"{_ms(in_sites)} in the sites, {_ms(self.whole)} in the model"
-            raise InvalidValue("LatencyTable", must, got)
+            raise InvalidValue("LatencyTable", must, got, _ANEW)
         # A deeper model may have all of these sites. Another output layer hardly changes the speed.
         if self.n_parameters is None or n_parameters is None:
             return
@@ -192,7 +192,7 @@ class LatencyTable(Value):
             after = row.seconds[count] if 0 <= count < len(row.seconds) else None
             if after is None:
                 known = [n for n, seconds in enumerate(row.seconds) if seconds is not None]
-                must = f"asked for one of {known} {row.noun}s"
+                must = f"a measured number of {row.noun}s, one of {known}"
                 raise InvalidValue(f"LatencyTable row {site}", must, count)
             total -= row.whole - after
         return total

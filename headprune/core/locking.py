@@ -35,9 +35,9 @@ def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
         raise InvalidValue(str(folder), "a folder", "a file", "Give another one.")
     path = folder / LOCK
     if path.is_symlink():  # some versions of filelock would empty its target
-        raise InvalidValue(str(path), "a file", "a link to another place", "Take it away.")
+        raise InvalidValue(str(path), "a file", "a link to another place", "Remove it.")
     if path.exists() and not path.is_file():
-        raise InvalidValue(str(path), "a file", "something else", "Take it away.")
+        raise InvalidValue(str(path), "a file", "something else", "Remove it.")
     with ExitStack() as stack:
         # Only errors of taking the lock are translated, not those of the work under it.
         with write_errors(folder):

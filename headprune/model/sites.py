@@ -41,7 +41,7 @@ from headprune.model.near_misses import (
 )
 from headprune.model.transfers import in_main_memory
 
-# Other rooms import all of these from here, wherever they are defined.
+# Other packages import all of these from here, wherever they are defined.
 __all__ = [
     "BoundSite",
     "Sites",

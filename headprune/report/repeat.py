@@ -257,11 +257,11 @@ def _recoveries(
     return lines
 
 
-def _configured(room: str, name: str, settings: Mapping[str, Any]) -> str:
+def _configured(package: str, name: str, settings: Mapping[str, Any]) -> str:
     """Write a method with its settings as Python; what is not a plain name stays a string."""
     if not all(map(_is_name, (name, camel_case(name), *settings))):
         return repr(name)
-    return f"hp.{room}.{camel_case(name)}({', '.join(_keywords(settings))})"
+    return f"hp.{package}.{camel_case(name)}({', '.join(_keywords(settings))})"
 
 
 def _is_name(word: str) -> bool:

@@ -20,7 +20,7 @@ class SpeedLine:
     pruned: tuple[str, str]  # median and 90th percentile, ms
     ratio: str  # original over pruned: above 1 is faster
     interval: str  # 95 %
-    verdict: str  # such as `1.12× faster`
+    verdict: str  # such as `1.12× as fast`
     tone: str  # good, bad or plain
     rounds: str  # of timing both models in turn
 
@@ -58,9 +58,9 @@ def verdict(row: SpeedRow) -> tuple[str, str]:
     if not all(map(math.isfinite, (row.ratio, row.low, row.high))) or row.ratio <= 0:
         return "no usable timing", "plain"
     if row.low > 1:
-        return f"{times(row.ratio)} faster", "good"
+        return f"{times(row.ratio)} as fast", "good"
     if row.high < 1:
-        return f"{times(1 / row.ratio)} slower", "bad"
+        return f"slower ({times(row.ratio)} as fast)", "bad"
     return "no measurable difference in speed", "plain"
 
 

@@ -99,7 +99,7 @@ class AutoOfRun(Auto):
         with undisturbed(subject.model) as model:
             bound = bind(model, subject.sites)
             problem = ScoringProblem(model, bound, batches, default_loss, progress=False)
-            problem.judge()  # losses of the uncut model, which others are compared with
+            problem.choose_loss()  # losses of the uncut model, which others are compared with
             folds = Folds(problem, self.folds)
             try:
                 refit = partial(self.refit_, problem) if self.refit_name else None

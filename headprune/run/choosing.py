@@ -67,10 +67,10 @@ def use_table(subject: Subject, table: LatencyTable) -> None:
 
 
 def choose_by_measured_speed(subject: Subject, scores: HeadScores) -> PruningPlan:
-    """Choose heads; as long as a cut copy is slower or faster than predicted, choose again.
+    """Choose heads, time a cut copy, and choose again while its speed differs from the prediction.
 
-    Sites cut together may save more or less than the latency table adds up to. Then its savings are
-    scaled to the measurement, for the baselines as well, and the same budget is met by those.
+    Sites cut together may save more or less than the latency table adds up to. Then all savings in
+    the table are scaled by measured over predicted savings. Baselines use the scaled table, too.
     """
     plan = choose_heads(subject, scores)
     measured = subject.latency
@@ -114,7 +114,8 @@ def _within(factor: float) -> float:
 def _correction(subject: Subject, table: LatencyTable, plan: PruningPlan) -> float | None:
     """How many times as much a plan saves as the latency table predicts.
 
-    None where that is about right and as fast as was asked, and for a model that cannot be copied.
+    None where the prediction is about right and the plan fast enough, or where the model cannot be
+    copied.
     """
     journal = subject.journal
     # 1. Measure the plan.

@@ -45,7 +45,7 @@ from headprune.scoring._base import Scorer
 from headprune.scoring._callables import loss_of, rescorer
 from headprune.selection._api import select
 from headprune.selection._base import Selector
-from headprune.selection._budget import pose
+from headprune.selection._budget import problem_of
 from headprune.surgery.prune import prune_
 
 #: The checkpoint's name.
@@ -260,7 +260,7 @@ class _GradualPruning:
 
     def _first_scores(self, scores: HeadScores, callables: dict[str, Any]) -> None:
         """Take from the first scores what the model costs, and refuse an impossible budget."""
-        self.original_cost = pose(scores, self.budget).whole
+        self.original_cost = problem_of(scores, self.budget).whole
         self.budget = _fixed_length(scores, self.budget)
         # Nothing has changed yet. A selector that measures losses or scores again is not asked
         # twice, because that takes long: it may refuse the budget at a later stage.
@@ -401,7 +401,7 @@ def _cost(scores: HeadScores, budget: Budget) -> int:
     """What the model costs now, in the budget's unit; 0 without a KV cache to shrink."""
     if budget.kind == "keep_kv" and not _has_cache(scores):
         return 0
-    return pose(scores, budget).whole
+    return problem_of(scores, budget).whole
 
 
 def _has_cache(scores: HeadScores) -> bool:

@@ -55,9 +55,9 @@ from headprune.run.launched import Launch
 from headprune.run.progress import Progress
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.scoring._base import ScoringProblem
-from headprune.selection._api import apart, beyond, reads_prices
+from headprune.selection._api import count_hint, incomparable, reads_prices
 from headprune.selection._base import Selector
-from headprune.selection._groups import divided
+from headprune.selection._groups import sites_by_budget
 from headprune.selection._task import check_possible
 
 #: Rows per batch of every evaluation.
@@ -442,7 +442,7 @@ def _check_select(recipe: Recipe, model: nn.Module, data: Data, sites: Sites) ->
     """Refuse budgets and heads of sites that the model lacks, and budgets that cannot be met."""
     wanted = recipe.select
     if wanted.sites:
-        divided(sites, wanted.budgets)
+        sites_by_budget(sites, wanted.budgets)
     selector = selector_of(recipe, sites)
     _check_curvature(recipe, selector, sites)
     budgets: Budget | dict[str, Budget]
@@ -494,7 +494,7 @@ def _costs_of(recipe: Recipe, model: nn.Module, data: Data, sites: Sites) -> Cos
         return None
     batches = data.of_like_length("calibration", recipe.score.batch_size)[:1]
     problem = ScoringProblem(model, bind(model, sites), batches, default_loss, progress=False)
-    problem.measure()
+    problem.measure_costs()
     return problem.costs
 
 
@@ -503,7 +503,7 @@ def _warn_of_prices(journal: Journal, recipe: Recipe, sites: Sites) -> None:
     that do not compare heads with neurons."""
     selector = selector_of(recipe, sites)
     budget = recipe.select.budgets or recipe.select.budget
-    journal.warn(apart(recipe.score.scorer, sites, budget, selector))
+    journal.warn(incomparable(recipe.score.scorer, sites, budget, selector))
     if recipe.score.scorer == "ladder" and not reads_prices(selector):
         note = "does not read the prices of levels that ladder measures"
         name = recipe.select.selector
@@ -517,7 +517,7 @@ def _warn_of_nothing(journal: Journal, wanted: SelectSection, sites: Sites) -> N
     present = HeadCounts.present(sites).heads
     if allowance(wanted.keep_heads, present) >= present:
         note = f"the budget allows all {present} heads: nothing will be removed."
-        journal.warn([f"select.keep_heads: {note}{beyond(wanted.budget, present)}"])
+        journal.warn([f"select.keep_heads: {note}{count_hint(wanted.budget, present)}"])
 
 
 def _check_length(recipe: Recipe, model: nn.Module, data: Data) -> None:

@@ -194,7 +194,8 @@ def _check_arguments(batches: Any, until: Any, processes: Any) -> None:
 
 def _check_has_heads(sites: Sites) -> None:
     if not any(site.heads for site in sites):
-        raise UnsupportedModel("the model", "one with a head", "no head at any site")
+        hint = "Earlier cuts removed every head; load the uncut model."
+        raise UnsupportedModel("the model", "one with a head", "no head at any site", hint)
 
 
 def _check_neurons(named: Sequence[tuple[str, Scorer]], sites: Sites) -> None:
@@ -211,10 +212,10 @@ def _run_first_batch(problem: ScoringProblem, until: Stable | None) -> None:
     with_data = [s for s in problem.scorers if s.needs_data]
     # With until=, all scorers read a batch before the next one comes.
     if until is None and len(with_data) > 1:
-        problem.keep()
+        problem.keep_batches()
     with problem.explained():
-        problem.measure()
-        problem.judge(any(s.reads_loss for s in with_data))
+        problem.measure_costs()
+        problem.choose_loss(any(s.reads_loss for s in with_data))
 
 
 def _estimates(

@@ -42,8 +42,8 @@ class Estimate:
     Args:
         values: ``[units]``, higher is more important.
         standard_errors: ``[units]``, or None where the scorer has none.
-        n_examples: Examples that it rests on.
-        seed: Of what was drawn, None where nothing was.
+        n_examples: Number of examples read.
+        seed: Seed of the random draws; None without any.
         samples: ``[rows, units]``, fp64 on the CPU: independent numbers whose mean has the sampling
             error of the values. Where the formula is a mean over examples: one row per example in
             data order, whose mean is the values. Else one row per block of examples (jackknife
@@ -57,7 +57,7 @@ class Estimate:
             name.
         ladders: For every site, the measured price of keeping fewer units; None where the scorer
             measures none.
-        bundling: How the score of several neurons follows from theirs.
+        bundling: How scores of neurons in one bundle combine: ``sum``, ``mean`` or ``norm``.
     """
 
     values: Tensor
@@ -112,12 +112,12 @@ class ScoringProblem:
         batches: The data; None where no scorer needs any.
         loss: Per-example loss.
         progress: Show a bar; None shows it on a terminal only.
-        costs: What the model costs; see ``measure``.
+        costs: What the model costs; see ``measure_costs``.
         scorers: All scorers of the call: those that read the same gather it in one pass.
         shared: What scorers compute once for all of them.
-        before: Batches of the user's that came before these, which are numbered after them.
+        before: Number of batches read before these; errors count on from it.
         workers: The processes that share the batches.
-        cache: What batches gave, for a call that is cut off.
+        cache: Stored results of batches, from which a call that was stopped resumes.
         notes: What the user should know about the loss and the model.
     """
 
@@ -285,7 +285,7 @@ class ScoringProblem:
 
     # The first batch, before any pass.
 
-    def judge(self, asked: bool = True) -> None:
+    def choose_loss(self, asked: bool = True) -> None:
         """Choose the model's own loss where the default one is asked for, by the first batch.
 
         Args:
@@ -299,7 +299,7 @@ class ScoringProblem:
         judgement = judged(self.model, self.loss, on_device, asked)
         self.loss, self.notes = judgement.loss, judgement.notes
 
-    def measure(self) -> None:
+    def measure_costs(self) -> None:
         """Measure what the model costs, on the first example.
 
         Where the model takes no single example the first batch is measured.
@@ -339,7 +339,7 @@ class ScoringProblem:
             # A mistake shows again, where the losses are needed.
             return []
 
-    def keep(self) -> None:
+    def keep_batches(self) -> None:
         """Make the data of an iterator readable more than once."""
         if self._batches is not None:
             self._batches.keep()

@@ -77,8 +77,8 @@ def loss_of(
     model = unwrap(model)
     bound = bind(model, sites)
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
-    problem.keep()
-    problem.judge()
+    problem.keep_batches()
+    problem.choose_loss()
     # What the first call finds about the model serves all later ones.
     replay = Replay(max_bytes)
     whole: Tensor | None = None  # [examples], losses with all heads

@@ -34,7 +34,7 @@ def mean_contexts(problem: ScoringProblem) -> dict[int, Tensor]:
     Raises:
         InvalidValue: batches of nothing but padding.
     """
-    problem.keep()  # the scorer reads the data again
+    problem.keep_batches()  # the scorer reads the data again
     what, sums = "mean outputs of heads", ContextSums()
 
     def read_own() -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ def gate_gradients(
     bound = bind(model, sites)
     problem = ScoringProblem(model, bound, batches, loss, progress=False)
     with undisturbed(model), problem.explained():
-        problem.judge()
+        problem.choose_loss()
         return unit_gradients(problem)
 
 

@@ -63,7 +63,7 @@ class LearnedScorer(Scorer):
     @torch.inference_mode(False)
     @torch.enable_grad()
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        problem.keep()
+        problem.keep_batches()
         training = _GateTraining(self, problem)
         while training.step < self.steps or training.into.behind:
             training.run_pass()

@@ -62,7 +62,7 @@ def mask_losses(
 
     problem = ScoringProblem(model, bound, batches, loss or default_loss, progress)
     with undisturbed(model), problem.explained():
-        problem.judge()
+        problem.choose_loss()
         settings = mask_rows(model, masks, bound)  # [masks, heads]
         start = torch.ones_like(settings[0])
         if base is not None:

@@ -211,7 +211,7 @@ def ggn_matrix(
     total = torch.zeros(sum(sizes), sum(sizes), dtype=torch.float64)
     problem = ScoringProblem(model, bound, batches, default_loss, progress=False)
     with undisturbed(model), problem.explained():
-        problem.judge()
+        problem.choose_loss()
         for number, batch in problem.passes("ggn"):
             rows, _ = scorer.rows(problem, number, batch)
             total = sent(total, rows.device) + _outer(rows)

@@ -76,7 +76,7 @@ class LeaveOneOut(Scorer):
         """The outputs that replace those of removed heads."""
         if self.replacement == "zero":
             return nothing
-        problem.keep()  # they take a pass of their own
+        problem.keep_batches()  # they take a pass of their own
         if self.replacement == "mean":
             return means(problem)
         return other_contexts(problem, self.pool, self.seed)

@@ -57,7 +57,7 @@ class Shapley(Scorer):
         byte_count("Shapley.max_bytes", self.max_bytes)
 
     def estimate(self, problem: ScoringProblem) -> Estimate:
-        problem.keep()
+        problem.keep_batches()
         rows = unit_rows(problem)  # [units, heads], 1 at the unit's heads
         replay = Replay(self.max_bytes)
         every, none = rows.new_ones(rows.shape[1]), rows.new_zeros(rows.shape[1])

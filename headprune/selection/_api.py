@@ -25,7 +25,7 @@ from headprune.selection._base import (
     words_of,
 )
 from headprune.selection._close import close_calls
-from headprune.selection._groups import WHERE, by_kind, divided, heads_by_kind
+from headprune.selection._groups import WHERE, by_kind, heads_by_kind, sites_by_budget
 from headprune.selection._policies import cache_notes
 from headprune.selection._required import Heads
 from headprune.selection._task import SelectionTask
@@ -36,9 +36,9 @@ _NOT_BY_KIND = (
     "auto chose one budget per kind of attention. This budget cannot be met kind by kind, so it"
     " holds for all kinds together."
 )
-#: Scorers that add up sizes of neurons, where those of a head may cancel. Measured in
-#: docs/pipelines.md.
-_HEADS_APART = ("magnitude", "taylor", "wanda")
+#: Scorers whose scores of neurons are too large beside those of heads: parts of a neuron's score
+#: cannot cancel, those of a head's can. Measured in docs/pipelines.md.
+_INCOMPARABLE = ("magnitude", "taylor", "wanda")
 #: A kind of attention gets a note where it keeps at most this part of its share of the heads.
 _UNEVEN = 0.5
 
@@ -64,7 +64,7 @@ def select(
             (``"*decoder*"``); other sites keep every head.
         selector: Its name, or a configured one. Default ``global_topk``; ``knapsack``
             for speed and ladders.
-        must_keep: Original indices by site's name.
+        must_keep: Heads, original indices, by site.
         must_remove: The same.
         loss: The rise of each example's loss, ``[masks, examples]``, the same in every call.
         rescore: For selectors in steps: scores of a mask's heads alone.
@@ -104,7 +104,7 @@ def select(
             latency=latency,
         )
         return _in_every_kind(scores, budget, again)
-    timed = _timed(budget)
+    timed = _asks_for_speed(budget)
     selector = selector or default_selector(scores, budget)
     name, chosen = registry.resolve(selector, Selector, "select(selector=)")
     priced = scores.ladders is not None and reads_prices(chosen)
@@ -121,7 +121,8 @@ def select(
         keep, groups = _kept_by_group(task, budget, chosen, name)
     if not keep and task.positions - task.must_remove:
         hint = "Raise the budget, or let every layer keep one: min_heads=1."
-        raise InvalidValue(f"what selector {name!r} keeps", "a head at least", "none", hint)
+        must = "at least one head or neuron"
+        raise InvalidValue(f"what selector {name!r} keeps", must, "none", hint)
     # 3. Write the plan.
     mask = task.mask(keep)
     return PruningPlan(
@@ -136,7 +137,7 @@ def select(
         notes=(
             *_notes(task, scores, mask, budget),
             *_unread_prices(scores, chosen, name),
-            *apart(scores.scorer, scores.sites, budget, chosen),
+            *incomparable(scores.scorer, scores.sites, budget, chosen),
             *_chosen_for(scores, budget, name),
         ),
         policy=_policy(scores),
@@ -149,7 +150,7 @@ def reads_prices(selector: Selector) -> bool:
     return selector.reads_prices or (inner is not None and registry.get(inner).reads_prices)
 
 
-def apart(
+def incomparable(
     scorer: str,
     sites: Iterable[AttentionSite],
     budget: Budget | Mapping[str, Budget],
@@ -158,7 +159,7 @@ def apart(
     """A note where heads and neurons compete by scores that do not compare them."""
     kinds = {site.is_feed_forward for site in sites}
     compete = isinstance(budget, Budget) and budget.kind in COUNT_NEURONS and len(kinds) == 2
-    if not compete or not selector.across or scorer not in _HEADS_APART:
+    if not compete or not selector.across or scorer not in _INCOMPARABLE:
         return ()
     return (
         f"{scorer} does not compare heads with neurons: under one budget it keeps too few heads,"
@@ -176,7 +177,7 @@ def default_selector(scores: HeadScores, budget: Budget | Mapping[str, Budget]) 
     """The selector of a call that names none."""
     # The cost in time depends on how many heads the site keeps, and so do measured prices; knapsack
     # is exact for both.
-    if _timed(budget) or scores.ladders is not None:
+    if _asks_for_speed(budget) or scores.ladders is not None:
         return "knapsack"
     return "global_topk"
 
@@ -275,10 +276,10 @@ def _check_given(selector: Selector, name: str, **given: object) -> None:
             raise InvalidValue(where, "callable", type(value).__name__)
 
 
-def _timed(budget: Budget | Mapping[str, Budget]) -> bool:
+def _asks_for_speed(budget: Budget | Mapping[str, Budget]) -> bool:
     """Whether a budget is one of speed."""
     budgets = [budget] if isinstance(budget, Budget) else budget.values()
-    # Values of a mapping that are no budgets are refused later, by `divided`.
+    # Values of a mapping that are no budgets are refused later, by `sites_by_budget`.
     return any(isinstance(one, Budget) and one.kind == "speedup" for one in budgets)
 
 
@@ -313,7 +314,7 @@ def _kept_by_group(
     task: SelectionTask, budgets: Mapping[str, Budget], selector: Selector, name: str
 ) -> tuple[frozenset[Position], tuple[SiteBudget, ...]]:
     """The kept units where groups of sites have budgets of their own, and these groups."""
-    groups = divided(task.scores.sites, budgets)
+    groups = sites_by_budget(task.scores.sites, budgets)
     budgeted = chain.from_iterable(places for _, places in groups)
     keep = task.positions
     # Sites without a budget keep every head that the rules allow.
@@ -413,10 +414,10 @@ def _nothing_removed(sites: Sequence[AttentionSite], budget: Budget | Mapping[st
     counts = HeadCounts.present(sites)
     units = "head" if counts.neurons is None else "head and neuron"
     note = f"Nothing is removed: the budget allows every {units} that is present."
-    return note + beyond(budget, counts.heads)
+    return note + count_hint(budget, counts.heads)
 
 
-def beyond(budget: Budget | Mapping[str, Budget], present: int) -> str:
+def count_hint(budget: Budget | Mapping[str, Budget], present: int) -> str:
     """What to write in place of a count above the heads that are present, if it is one."""
     count = budget.keep_heads if isinstance(budget, Budget) else None
     if not isinstance(count, int) or count <= present:

@@ -162,7 +162,7 @@ class Problem:
             if count >= least and is_multiple and fits_gpus and possible:
                 states[count] = reached[count]
         if is_feed_forward and self.budget.kind not in COUNT_NEURONS and states:
-            # A budget of heads or of their cache is for no neurons.
+            # A budget of heads or of their cache does not count neurons: all are kept.
             fullest = max(states)
             return {fullest: states[fullest]}
         return states

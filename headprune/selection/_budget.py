@@ -17,7 +17,7 @@ _NANO = 10**9  # nanoseconds per second: latencies become whole numbers
 _MILLION = 10**6  # the nearest budgets are named with six decimals
 
 
-def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None) -> Problem:
+def problem_of(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None) -> Problem:
     """The budget in whole numbers.
 
     Raises:
@@ -27,13 +27,13 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
     """
     check_cache_budget(scores.sites, budget)
     if budget.kind == "speedup":
-        return _timed(scores, budget, latency)
+        return _speed_problem(scores, budget, latency)
     if budget.kind == "keep_heads":
         costs = tuple(map(_head_counts, scores.sites))
         total = sum(map(sum, costs))
     else:
         costs, total = _prices(scores, budget)
-    # All the heads of sites without any are none: feed-forwards meet that budget.
+    # Feed-forwards keep all of their 0 heads, so keep_heads=1.0 is met there.
     asks_for_all = isinstance(budget.keep_heads, float) and budget.keep_heads == 1
     if total == 0 and not asks_for_all:
         raise _nothing_to_keep(budget)
@@ -80,15 +80,16 @@ def _nothing_to_keep(budget: Budget) -> InvalidValue:
     lacks, hint = "no such cost", ""
     if budget.kind == "keep_heads":
         lacks = "no attention heads at the sites of the budget"
+        hint = "For feed-forwards use keep_params, keep_macs or speedup."
     if budget.kind == "keep_kv":
         lacks = "no KV cache that shrinks with its heads"
         hint = "Budget by keep_heads, keep_params or keep_macs."
     return InvalidValue(
-        f"Budget.{budget.kind}", "over what the model has", f"a model with {lacks}", hint
+        f"Budget.{budget.kind}", "of something that the model has", f"a model with {lacks}", hint
     )
 
 
-def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> Problem:
+def _speed_problem(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> Problem:
     """A budget of time, in nanoseconds: a site's cost depends on how many heads it keeps."""
     if latency is None:
         hint = (
@@ -146,7 +147,8 @@ def check_keeps_a_head(problem: Problem) -> None:
         extra.extend(cost - lowest for count, cost in costs.items() if count)
     # 2. Whether the budget allows it.
     if extra and problem.limit < least + min(extra):
-        raise infeasible(problem, least + min(extra), "Beyond that, no head or neuron is kept. ")
+        tighter = "With a tighter budget no head or neuron is kept. "
+        raise infeasible(problem, least + min(extra), tighter)
 
 
 def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:

@@ -14,14 +14,14 @@ from headprune.core.scores import Cost, HeadScores
 WHERE = "select(budget=)"
 
 
-def divided(
+def sites_by_budget(
     sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]
 ) -> list[tuple[SiteBudget, tuple[int, ...]]]:
     """Every budget with the indices of its sites.
 
     Raises:
         InvalidValue: not a mapping from strings to budgets, an empty one, or two keys for one site.
-        UnknownName: a key that is for no site.
+        UnknownName: a key that matches no site.
     """
     if not budgets:
         raise InvalidValue(WHERE, "a Budget, or a mapping of at least one", "an empty mapping")
@@ -40,27 +40,25 @@ def divided(
             raise _no_such_sites(sites, key)
         for place in places:
             if place in key_of:
-                must = f"for sites that {key_of[place]!r} leaves out"
+                must = f"for other sites than those of {key_of[place]!r}"
+                got = f"{sites[place].name}, which both keys name"
                 hint = "Give every site at most one budget."
-                raise InvalidValue(f"{WHERE}[{key!r}]", must, sites[place].name, hint)
+                raise InvalidValue(f"{WHERE}[{key!r}]", must, got, hint)
             key_of[place] = key
         groups.append((group, places))
     return groups
 
 
 def _no_such_sites(sites: Sequence[AttentionSite], key: str) -> UnknownName:
-    """The error of a key that is for no site."""
+    """The error of a key that matches no site."""
     present = sorted({site.kind for site in sites})
     names = [site.name for site in sites]
     hint = did_you_mean(key, [*KINDS, *names])
     # A hint that is no guess would list every site of the model.
     if key in ("encoder", "decoder") or not hint.startswith("Did"):
-        hint = (
-            "An encoder attends to itself by 'self', a decoder by 'causal', and to the"
-            " encoder by 'cross'."
-        )
+        hint = "Kinds: 'self' (encoder), 'causal' (decoder), 'cross' (decoder to encoder)."
     must = f"a kind ({', '.join(present)}) or a pattern over sites' names, such as {names[0]!r}"
-    return UnknownName(f"{WHERE}[{key!r}]", must, "one that is for no site", hint)
+    return UnknownName(f"{WHERE}[{key!r}]", must, "a key that matches no site", hint)
 
 
 def heads_by_kind(sites: Iterable[AttentionSite], mask: HeadMask | None = None) -> dict[str, int]:
@@ -99,7 +97,7 @@ def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget]
     return {kind: replace(budget, keep_heads=count) for kind, count in counts.items()}
 
 
-def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
+def scores_of_sites(scores: HeadScores, places: Iterable[int]) -> HeadScores:
     """The scores of some sites, as if nothing else had a cost."""
     # Samples are of the whole model.
     found = replace(scores, samples=None).of_places(tuple(places))

@@ -55,19 +55,19 @@ def cache_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[str, ..
     if single:
         cache = _CacheUse.of(single, mask)
         notes.append(
-            "MQA: the one key/value head of a layer is kept while one of its query heads is,"
-            f" {cache.read} of {cache.present}; a cache of them {cache.change}."
+            "MQA: a layer keeps its only key/value head if it keeps any query head:"
+            f" {cache.read} of {cache.present} layers do. Their cache {cache.change}."
         )
     for policy, there in grouped.items():
         if there:
             cache = _CacheUse.of(there, mask)
             notes.append(
-                f"{policy}: {cache.read} of {cache.present} shared key/value heads kept, those that"
-                f" a kept head reads; a cache that holds each of them once {cache.change}."
+                f"{policy}: {cache.read} of {cache.present} shared key/value heads are still read"
+                f" and kept. A cache that stores each once {cache.change}."
             )
             if cache.uneven:
                 notes[-1] += (
-                    " Where groups are of unlike size, every step repeats keys and values for each"
+                    " Groups now differ in size, so every step repeats keys and values for each"
                     " query head."
                 )
     return tuple(notes)

@@ -2,7 +2,7 @@
 
 Starts are plans of simple rules. Each is lowered as long as one of these moves does it:
 
-- the best subset of a site, the rest of the model held (all subsets where it has at most 12 units);
+- the best subset of a site, the other sites fixed (all subsets where it has at most 12 units);
 - a unit that is removed, restored, or exchanged with another one anywhere in the model;
 - a knapsack over all sites, around the plan so far.
 

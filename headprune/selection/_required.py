@@ -13,7 +13,7 @@ from headprune.selection._base import Position, members_of
 Heads = Mapping[str, Iterable[int]]
 
 
-def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> frozenset[HeadId]:
+def head_ids(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> frozenset[HeadId]:
     """The heads of a mapping from names of sites to original indices.
 
     Raises:
@@ -30,7 +30,7 @@ def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> fr
         if name not in by_name:
             # A typing error would silently protect nothing.
             hint = did_you_mean(str(name), by_name)
-            raise UnknownName(where, "by names of scored sites", repr(name), hint)
+            raise UnknownName(where, "a mapping from names of scored sites", repr(name), hint)
         site = by_name[name]
         there = f"{where}[{name!r}]"
         for head in indices(listed, there, site.n_query_heads):

@@ -13,9 +13,9 @@ from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.core.units import CostTable
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector, mask_of
-from headprune.selection._budget import best_first, minimum, pose
-from headprune.selection._groups import divided, part
-from headprune.selection._required import Heads, as_units, named
+from headprune.selection._budget import best_first, minimum, problem_of
+from headprune.selection._groups import scores_of_sites, sites_by_budget
+from headprune.selection._required import Heads, as_units, head_ids
 from headprune.selection._units import bundled
 
 
@@ -49,8 +49,8 @@ class SelectionTask:
             InvalidValue: heads that must be both kept and removed, or a latency table that is not
                 for these sites.
         """
-        keep = named(scores.sites, must_keep, "select(must_keep=)")
-        remove = named(scores.sites, must_remove, "select(must_remove=)")
+        keep = head_ids(scores.sites, must_keep, "select(must_keep=)")
+        remove = head_ids(scores.sites, must_remove, "select(must_remove=)")
         if latency is not None:
             # Here the costs are the whole model's; those of a part are its sites' alone.
             size = None if scores.costs is None else scores.costs.total.params
@@ -76,7 +76,7 @@ class SelectionTask:
         """
         latency = self.latency if budget.kind == "speedup" else None
         problem = replace(
-            pose(self.scores, budget, latency),
+            problem_of(self.scores, budget, latency),
             must_keep=self.must_keep,
             must_remove=self.must_remove,
             min_heads=1 if selector.min_heads is None else selector.min_heads,
@@ -109,7 +109,7 @@ class SelectionTask:
         if latency is not None:
             latency = latency.alone(self.scores.sites[place].name for place in places)
         task = SelectionTask(
-            scores=part(self.scores, places),
+            scores=scores_of_sites(self.scores, places),
             must_keep=_renumbered(self.must_keep, numbers),
             must_remove=_renumbered(self.must_remove, numbers),
             loss=self.loss,
@@ -194,7 +194,7 @@ def check_possible(
         problem = task.problem(budgets, selector)
         minimum(problem, best_first(problem.scores))
     elif isinstance(budgets, Mapping):
-        for group, places in divided(sites, budgets):
+        for group, places in sites_by_budget(sites, budgets):
             if group.budget.kind in known:
                 problem = task.problem_of_sites(group.budget, places, selector, task.positions)
                 minimum(problem, best_first(problem.scores))
@@ -220,6 +220,6 @@ def _of_places(rescore: Rescore, places: Sequence[int]) -> Callable[[HeadMask], 
     """``rescore`` with the scores of some sites alone."""
 
     def rescored(mask: HeadMask) -> HeadScores:
-        return part(rescore(mask), places)
+        return scores_of_sites(rescore(mask), places)
 
     return rescored

@@ -26,10 +26,10 @@ _CHARGES = (0.5, 1.0, 2.0)
 class Repriced(Knapsack):
     """Price levels again around the plan, as long as the measured loss falls.
 
-    Prices of levels are measured with one site cut at a time, and do not say what a level costs
-    where the other sites are cut, too. Each round measures the present plan with one site at a
-    nearby level, and the knapsack chooses among these levels. The new plan is taken if its measured
-    loss is lower by ``margin`` standard errors; if not, plans that change fewer sites are measured.
+    A ladder's prices are measured with one site cut at a time; with other sites cut, they differ.
+    Each round measures the present plan with one site at a nearby level, and the knapsack chooses
+    among these levels. The new plan is taken if its measured loss is lower by ``margin`` standard
+    errors; if not, plans that change fewer sites are measured.
 
     The plan's notes give the loss before and after on the rows that decided.
 

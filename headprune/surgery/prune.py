@@ -43,7 +43,7 @@ from headprune.surgery.parameters import (
     successions,
     watch_optimizers,
 )
-from headprune.surgery.verify import compare, sample_outputs
+from headprune.surgery.verify import SIZE_NOT_CUT, compare, sample_outputs
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class PruneReport:
 
     @property
     def n_removed(self) -> int:
+        """Removed heads and neurons together."""
         return sum(len(heads) for _, heads in self.removed)
 
     def _counts(self) -> str:
@@ -241,14 +242,14 @@ def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
     """
     for b, code in own.items():
         must = (
-            f"a batch that the model takes, for layout {b.layout.name!r} was not proven on code of"
-            " your own"
+            "a batch, because this cut runs code of your own, on which layout"
+            f" {b.layout.name!r} was not proven"
         )
         hint = (
             "Pass example=batch: the cut model is compared with the gated one on it, and under"
             " other masks. A layout that your own package registers needs none (CONTRIBUTING.md)."
         )
-        raise InvalidValue("prune_(example=)", must, f"None, and {code}", hint)
+        raise InvalidValue("prune_(example=)", must, f"None, with {code}", hint)
 
 
 def _prove(
@@ -266,8 +267,8 @@ def _prove(
     # The same example ran before the cut. Code that counts heads itself may raise anything.
     except Exception as error:
         must = "able to run, as the gated one is"
-        hint = "The model is unchanged. Its code has a size that its layout does not cut."
-        raise VerificationFailed("the pruned model", must, error_text(error), hint) from error
+        got = error_text(error)
+        raise VerificationFailed("the pruned model", must, got, SIZE_NOT_CUT) from error
     difference = compare(expected, found)
     if not difference.holds:
         must = f"equal to the gated one up to {difference.tolerance:.1e}"

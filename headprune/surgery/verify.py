@@ -20,6 +20,12 @@ from headprune.model.running import call, device_of, outputs, to_device, undistu
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _OTHER_DTYPES = 1e-5
 
+#: The hint where a cut model's code cannot run, or differs for a reason that is not rounding.
+SIZE_NOT_CUT = (
+    "The model is unchanged. Its code uses a size or a number of heads that the layout does not"
+    " cut. Leave this site out, or describe it with a layout of your own (docs/custom-models.md)."
+)
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -44,7 +50,7 @@ class Difference:
 def sample_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     """Every floating-point output of the model in evaluation mode.
 
-    Without TF32, for which ``TOLERANCE`` leaves no room.
+    Without TF32, which rounds more than ``TOLERANCE`` allows.
 
     Raises:
         InvalidValue: the model returns no floating-point tensor to compare, or nothing finite in

@@ -243,7 +243,7 @@ def test_a_candidate_whose_losses_are_not_finite_is_not_taken(model, rows, held_
     choice = choice_of(model, rows, keep=0.6)
     assert "taylor" not in {c.scorer for c in choice.candidates}
     assert "NaN or infinite: taylor" in choice.notes[0]
-    with pytest.raises(InvalidValue, match="must be finite for one candidate at least"):
+    with pytest.raises(InvalidValue, match="must be finite for at least one candidate"):
         score(model, rows, candidates=("taylor",))
 
 
@@ -267,7 +267,7 @@ WRONG = [
     ({"candidates": ("auto",)}, "auto not among them"),
     ({"candidates": ("random",)}, "random is judged anyway"),
     ({"candidates": ("magnitude",)}, "scorers that read data"),
-    ({"candidates": ()}, "one scorer at least"),
+    ({"candidates": ()}, "at least one scorer"),
     ({"candidates": ({"taylor": {"reduce": "all"}},)}, "one of example"),
     ({"candidates": ({"taylor": {"reduced": "token"}},)}, "settings of taylor, got 'reduced'"),
     ({"candidates": ({"taylor": {}, "obs": {}},)}, "mappings of one name to its settings"),

@@ -17,7 +17,7 @@ from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
 from headprune.model.double import Doubled
 from headprune.scoring import Fisher, fisher_matrix, ggn_matrix
-from headprune.selection._groups import part
+from headprune.selection._groups import scores_of_sites
 from headprune.selection._units import bundled
 from tests.laws.support import labelled_subject, subject_of
 from tests.scoring_help import score, split, wide_loss
@@ -142,7 +142,7 @@ def test_what_is_no_curvature_is_refused():
 
 def test_some_sites_have_their_rows_and_columns():
     scores, own = scores_of(bent()), np.ix_([0, 1, 2, 5, 6], [0, 1, 2, 5, 6])
-    for some in (scores.of("self"), part(scores, [0, 2])):
+    for some in (scores.of("self"), scores_of_sites(scores, [0, 2])):
         assert_allclose(some.curvature.matrix, bent()[own], **EXACT)
 
 

@@ -29,7 +29,9 @@ def test_a_table_survives_json_and_predicts():
     mask = HeadMask.from_keep({"a": [1], "b": []}, {"a": 2, "b": 3})
     assert TABLE.predict(mask) == pytest.approx(1.0 - 0.2 - 0.5)
     assert TABLE.alone(["b"]).whole == 0.5
-    with pytest.raises(InvalidValue, match=r"row a: must be asked for one of \[1, 2\] heads"):
+    with pytest.raises(
+        InvalidValue, match=r"row a: must be a measured number of heads, one of \[1, 2\]"
+    ):
         TABLE.predict({"a": 0})
     with pytest.raises(UnknownName, match="measured at this site, got 'c'"):
         TABLE.predict({"c": 0})

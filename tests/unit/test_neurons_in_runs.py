@@ -276,7 +276,7 @@ def test_speedup_cuts_neurons_unless_told_not_to(amounts, feed_forward, neurons)
 @pytest.mark.parametrize("option", ["--speedup 2", "--no-feed-forward"])
 def test_options_of_a_run_need_data(option, tmp_path):
     line = f"prune --model m --plan plan.json --out {tmp_path / 'out'} {option}"
-    assert "left out without --data" in refused(line)
+    assert "given with --data only" in refused(line)
 
 
 @pytest.fixture(scope="module")

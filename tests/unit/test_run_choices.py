@@ -288,7 +288,7 @@ def test_heads_that_cannot_be_are_refused_before_training(tmp_path):
         (
             (
                 {"must_keep": {"model.layers.9": [0]}},
-                r"must_keep: must be by names of scored sites",
+                r"must_keep: must be a mapping from names of scored sites",
             ),
             ({"must_remove": {FIRST: [4]}}, r"select\.must_remove\['model.*\[0, 1, 2, 3\], got 4"),
             (clash, "about different heads"),

@@ -16,7 +16,7 @@ from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import Cost
 from headprune.selection import Selector
 from headprune.selection._api import select
-from headprune.selection._budget import pose
+from headprune.selection._budget import problem_of
 from headprune.selection.global_topk import GlobalTopk
 from headprune.selection.uniform import Uniform
 from tests.selection_problems import KINDS, SELECTORS, configured, fitted, make, random_scores, site
@@ -201,7 +201,7 @@ def test_global_topk_is_removal_and_adding_back_at_unlike_prices(kind):
             continue
         plan = select(scores, budget, GlobalTopk(min_heads=min_heads))
         assert plan.mask == expected.mask
-        keep, problem = kept_positions(scores, plan), pose(scores, budget)
+        keep, problem = kept_positions(scores, plan), problem_of(scores, budget)
         ranked = [(u.site, u.unit) for u in scores.ranked()]
         removed = [p for p in ranked if p not in keep]
         assert not any(problem.fits({*keep, p}) for p in removed), "one more could be kept"
@@ -215,7 +215,7 @@ def test_uniform_is_the_largest_share_that_fits(kind):
         scores, min_heads = random_scores(seed, dear=seed % 2 == 1), seed % 3
         budget = Budget(**{kind: random.Random(seed).uniform(0.3, 1.0)})
         sizes = [len(s.units) for s in scores.sites]
-        grid, problem, best = math.lcm(*sizes), pose(scores, budget), None
+        grid, problem, best = math.lcm(*sizes), problem_of(scores, budget), None
         for step in range(grid + 1):
             keep = set()
             for s, here in enumerate(scores.sites):

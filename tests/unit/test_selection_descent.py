@@ -14,7 +14,7 @@ import headprune as hp
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
 from headprune.selection import Problem, _feasible_moves
-from headprune.selection._budget import pose
+from headprune.selection._budget import problem_of
 from headprune.selection._quadratic_search import QuadraticSearch
 from tests.selection_problems import make, site, unit_cost
 
@@ -34,7 +34,7 @@ def search_of(
     values = np.split(np.diag(matrix) / 2, np.cumsum(sizes)[:-1])
     scores: HeadScores = replace(make(sites, values, costs), curvature=Curvature.of(matrix))
     budget = hp.Budget(keep_params=keep_heads / n) if dear else hp.Budget(keep_heads=keep_heads)
-    return QuadraticSearch(replace(pose(scores, budget, None), **rules), matrix)
+    return QuadraticSearch(replace(problem_of(scores, budget, None), **rules), matrix)
 
 
 def objective(search: QuadraticSearch, removed: Units) -> float:

@@ -14,7 +14,7 @@ from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
 from headprune.selection import GlobalTopk, Problem, Quadratic, _feasible_moves
 from headprune.selection._api import select
-from headprune.selection._budget import pose
+from headprune.selection._budget import problem_of
 from tests.selection_problems import CURRENCIES, asked, make, random_table, site, unit_cost
 
 SHAPES = [(4, 4, 4), (3, 3, 3, 3), (6, 6), (2,) * 6]
@@ -40,9 +40,9 @@ def objective(scores: HeadScores, keep: Any) -> float:
     return float((1 - m) @ scores.curvature.matrix @ (1 - m) / 2)
 
 
-def problem_of(scores: HeadScores, budget: Any, selector: Any, **changes: Any) -> Problem:
+def problem_for(scores: HeadScores, budget: Any, selector: Any, **changes: Any) -> Problem:
     rules = {"min_heads": selector.min_heads, "multiple_of": selector.multiple_of}
-    return replace(pose(scores, budget, changes.pop("latency", None)), **rules, **changes)
+    return replace(problem_of(scores, budget, changes.pop("latency", None)), **rules, **changes)
 
 
 def best_of_all(scores: HeadScores, problem: Problem) -> float | None:
@@ -89,7 +89,7 @@ def test_it_finds_the_best_choice_nearly_always(rank: int, share: float, worst: 
         scores, min_heads = curved(seed, SHAPES[seed % 4], rank), (seed // 4) % 2
         budget = hp.Budget(keep_heads=(0.5, 0.7)[seed // 8 % 2])
         selector = Quadratic(min_heads=min_heads)
-        problem = problem_of(scores, budget, selector)
+        problem = problem_for(scores, budget, selector)
         best = best_of_all(scores, problem)
         assert best is not None
         ratios.append(objective(scores, selector.keep(problem)) / best)
@@ -113,7 +113,7 @@ def test_every_currency_and_rule_against_all_choices(kind: str) -> None:
         table = {"latency": random_table(scores, seed, noise=seed % 2)} if kind == "speedup" else {}
         selector = Quadratic(min_heads=seed % 3, multiple_of=1 + (seed % 4 == 3))
         budget = asked(kind, (0.75, 0.85)[seed % 2])
-        problem = problem_of(scores, budget, selector, **table, **(TOLD if seed % 5 else {}))
+        problem = problem_for(scores, budget, selector, **table, **(TOLD if seed % 5 else {}))
         best = best_of_all(scores, problem)
         try:
             keep = selector.keep(problem)
@@ -137,7 +137,7 @@ def test_it_is_never_worse_than_greedy() -> None:
         scores = curved(seed, shape, rank, dear=seed % 2 == 1)
         selector = Quadratic(min_heads=seed % 4)
         budget = hp.Budget(keep_macs=(0.65, 0.8)[seed // 6], length=10)
-        problem = problem_of(scores, budget, selector)
+        problem = problem_for(scores, budget, selector)
         first = GlobalTopk(min_heads=selector.min_heads).keep(problem)
         bounds, other = [first], kwon(scores, first)
         if problem.fits(other) and problem.lawful(other):
@@ -151,7 +151,7 @@ def test_kwons_search_is_theirs_and_nothing_more() -> None:
     for seed in range(12):
         scores = curved(seed, (6, 6, 6), 40)
         selector = Quadratic(search="kwon", min_heads=0)
-        problem = problem_of(scores, hp.Budget(keep_heads=9), selector)
+        problem = problem_for(scores, hp.Budget(keep_heads=9), selector)
         theirs = selector.keep(problem)
         assert theirs == kwon(scores, GlobalTopk(min_heads=0).keep(problem))
         ours = Quadratic(min_heads=0).keep(problem)
@@ -212,7 +212,7 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
         table = random_table(scores, seed, noise=1.0) if kind == "speedup" else None
         selector = Quadratic(min_heads=seed % 3, multiple_of=1 + (seed % 3 == 2))
         rules = {"latency": table, **(TOLD if seed % 2 else {})}
-        problem = problem_of(scores, asked(kind, 0.8), selector, **rules)
+        problem = problem_for(scores, asked(kind, 0.8), selector, **rules)
         assert scores.curvature is not None
         moves = _feasible_moves.FeasibleMoves(problem)
         removed = np.random.default_rng(seed).uniform(size=len(moves.positions)) < 0.4

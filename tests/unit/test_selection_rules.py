@@ -19,8 +19,8 @@ from headprune.core.samples import Samples
 from headprune.core.scores import Cost, HeadScores
 from headprune.selection import GlobalTopk, Knapsack, Problem, Selector
 from headprune.selection._base import Position
-from headprune.selection._budget import best_first, minimum, pose
-from headprune.selection._groups import part
+from headprune.selection._budget import best_first, minimum, problem_of
+from headprune.selection._groups import scores_of_sites
 from headprune.selection._units import bundled
 from tests.selection_problems import (
     CURRENCIES,
@@ -229,7 +229,7 @@ def test_a_table_must_be_longer_than_its_attention_and_of_every_site() -> None:
     table = table_of(2.0, a=(0.1, 0.3, 0.5, 0.7, 0.9))
     fast: Any = Budget(speedup=1.1)
     for budget in (fast, {"a": fast}):
-        with pytest.raises(InvalidValue, match="as long as its sites together, got 900 ms"):
+        with pytest.raises(InvalidValue, match="take no longer than the whole model, got 900 ms"):
             hp.select(scores, budget, latency=replace(table, whole=0.8))
         with pytest.raises(UnknownName, match="measured at this site, got 'b'"):
             hp.select(two, budget, latency=table)
@@ -280,12 +280,13 @@ def test_where_fewer_heads_are_slower_the_least_are_not_the_cheapest() -> None:
     another."""
     scores = make([site("a", 3), site("b", 2)], [[1, 2, 3], [1, 2]])
     table = table_of(8.0, a=(2.0, 3.0, 1.0, 4.0), b=(1.0, 2.0, 3.0))
-    problem = replace(pose(scores, Budget(speedup=8 / 3), table), min_heads=0)
+    problem = replace(problem_of(scores, Budget(speedup=8 / 3), table), min_heads=0)
     assert minimum(problem, best_first(scores)) == {(0, 1), (0, 2)}
     for first, nearest in ((2.5, "1.6"), (0.0, "2.285714")):
         table = table_of(8.0, a=(first, 3.0, 3.5, 4.0), b=(1.0, 2.5, 3.0))
         with pytest.raises(
-            InfeasibleBudget, match=f"at most {nearest}.* Beyond that, no head or neuron is kept"
+            InfeasibleBudget,
+            match=f"at most {nearest}.* With a tighter budget no head or neuron is kept",
         ):
             hp.select(scores, Budget(speedup=3.9), GlobalTopk(min_heads=0), latency=table)
 
@@ -301,7 +302,7 @@ def test_heads_are_bundled_by_rank_first_what_must_be_kept_and_last_what_must_be
 def test_scores_of_a_part_say_what_those_of_all_did() -> None:
     whole = make([site("a", 2), site("b", 3)], [[1, 2], [3, 4, 5]])
     whole = replace(whole, notes=("noted",), samples=Samples.of([[1.0, 2, 3, 4, 5]] * 2))
-    found = part(whole, [1])
+    found = scores_of_sites(whole, [1])
     assert (found.sites, found.values) == (whole.sites[1:], ((3, 4, 5),))
     assert (found.notes, found.samples) == (("noted",), None)
     assert found.costs is not None
