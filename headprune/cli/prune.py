@@ -410,7 +410,7 @@ def _check_push(push: str | None, private: bool) -> None:
     if push is not None:
         check_access(push, "--push")
     elif private:
-        raise InvalidValue("--private", "left out without --push", "given")
+        raise InvalidValue("--private", "given with --push only", "given")
 
 
 # ------------------------------------------------------------------------------- choice of heads

@@ -257,7 +257,7 @@ GIVEN = "prune --model ./none --out x"
         ),
         (f"{GIVEN} --plan p.json --keep 1", "left out with --plan"),
         (f"{GIVEN} --plan p.json --min-heads 1", "left out with --plan"),
-        (f"{GIVEN} --plan p.json --task regression", "left out without --data"),
+        (f"{GIVEN} --plan p.json --task regression", "given with --data only"),
         ("bench ./a ./b", "ORIGINAL: must be an existing folder"),
         ("bench . . --device gpu", "auto, cpu or cuda"),
     ],

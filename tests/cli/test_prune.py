@@ -130,7 +130,7 @@ def test_adapters_are_merged_on_request_only(adapted, tmp_path):
     assert "--model: must be a whole model, or given with --merge-adapters" in message
     assert not (tmp_path / "out").exists()
     message = refused(prune(tmp_path, "--merge-adapters"))
-    assert "--merge-adapters: must be left out for a model without a folder of adapters" in message
+    assert "--merge-adapters: must be given with a folder of PEFT adapters only" in message
     done(prune(tmp_path, "--merge-adapters", model="adapters"))
     hp.prune_(merged, mask)
     ids = {"input_ids": torch.arange(3, 15).reshape(2, 6)}

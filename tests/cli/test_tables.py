@@ -88,7 +88,7 @@ def test_a_dry_run_writes_nothing(given):
     assert result.stdout.rstrip().endswith("nothing was trained, cut or written")
     assert not Path("model-pruned").exists()
     message = refused("prune --model model --plan plan.json --dry-run")
-    assert "--dry-run: must be left out without --data" in message
+    assert "--dry-run: must be given with --data only" in message
     message = refused(f"prune {given} --keep 0.5 --dry-run --streaming")
     assert "--streaming: must be given with --plan or --scores" in message
 

@@ -188,7 +188,7 @@ def test_what_the_hub_would_refuse_is_refused_before_any_work(hub, tmp_path):
             hp.push_to_hub(model, name)
     prune = f"prune --model {tmp_path} --plan {tmp_path}/plan.json --out {tmp_path}/out"
     model.save_pretrained(tmp_path)
-    assert "--private: must be left out without --push" in refused(f"{prune} --private")
+    assert "--private: must be given with --push only" in refused(f"{prune} --private")
     assert "--push: must be a repository, owner/name" in refused(f"{prune} --push small")
     hub.user = None
     with pytest.raises(NotWritten, match=r"Token is required. Log in: hf auth login"):
