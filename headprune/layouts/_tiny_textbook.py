@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 
 class D2l(nn.Module):
@@ -164,6 +164,36 @@ class Processor:
         return out / scale
 
 
+class GeluUp(nn.Module):
+    """First part of diffusers' feed-forward: a projection and its activation, perhaps gated."""
+
+    def __init__(self, dim: int, neurons: int, gated: bool) -> None:
+        super().__init__()
+        self.gated = gated
+        self.proj = nn.Linear(dim, 2 * neurons if gated else neurons)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up: Tensor = self.proj(x)
+        if not self.gated:
+            return gelu(up)
+        values, gates = up.chunk(2, dim=-1)
+        return values * gelu(gates)
+
+
+class FeedForward(nn.Module):
+    """Feed-forward in the form of diffusers': a list of modules that run in turn."""
+
+    def __init__(self, dim: int, neurons: int, gated: bool) -> None:
+        super().__init__()
+        parts = [GeluUp(dim, neurons, gated), nn.Dropout(0.0), nn.Linear(neurons, dim)]
+        self.net = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.net:
+            x = part(x)
+        return x
+
+
 class Head(nn.Module):
     """One causal head."""
 
@@ -206,7 +236,7 @@ class Projected(SideBySide):
 
 
 class TinyTextbook(nn.Module):
-    """Three layers of 16 features and 4 heads.
+    """Three layers of 16 features and 4 heads; diffusers' also has two feed-forwards.
 
     The last example pads three tokens, if the attention takes a mask.
     """
@@ -216,6 +246,8 @@ class TinyTextbook(nn.Module):
         self.embedding = nn.Linear(16, 16)
         self.attentions = nn.ModuleList(kind(16, 4) for _ in range(3))
         self.head = nn.Linear(16, 3)
+        kinds = (False, True) if kind is Processed else ()
+        self.feed_forwards = nn.ModuleList(FeedForward(16, 24, gated) for gated in kinds)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)  # [batch, length, 16]
@@ -233,6 +265,8 @@ class TinyTextbook(nn.Module):
                 x = x + out.transpose(0, 1)
             else:
                 x = x + attention(x)
+        for feed_forward in self.feed_forwards:
+            x = x + feed_forward(x)
         logits: Tensor = self.head(x)
         return logits
 

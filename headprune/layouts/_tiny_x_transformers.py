@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Options with parameters that have a row or an entry per head.
+#: Options with parameters that have a row or an entry per head; the decoder's feed-forwards have
+#: gates.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "Encoder": {
         "attn_qk_norm": True,
         "attn_qk_norm_dim_scale": True,
         "attn_gate_value_heads": True,
     },
-    "Decoder": {"attn_num_mem_kv": 2, "attn_head_scale": True},
+    "Decoder": {"attn_num_mem_kv": 2, "attn_head_scale": True, "ff_glu": True},
 }
 
 

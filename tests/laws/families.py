@@ -34,6 +34,7 @@ ONE_EACH = [
     ("bart", "gptj"),
     ("bart", "wav2vec2"),
     ("bert", "bert"),
+    ("diffusers", "diffusers-style"),
     ("distilbert", "distilbert"),
     ("gpt2", "gpt2"),
     ("gpt_neox", "gpt_neox"),
@@ -45,6 +46,7 @@ ONE_EACH = [
     ("t5", "mt5"),
     ("torch_multi_head", "torch.nn.TransformerEncoder"),
     ("x_transformers", "x_transformers.Encoder"),
+    ("x_transformers", "x_transformers.Decoder"),
 ]
 
 

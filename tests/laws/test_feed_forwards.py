@@ -28,7 +28,6 @@ from tests.laws.support import CLOSE, EXACT, Subject, ragged
 WITHOUT = {
     "annotated transformer",
     "d2l",
-    "diffusers-style",
     "labml",
     "list of heads",
     "list of heads without output",

@@ -80,6 +80,17 @@ def test_attention_of_diffusers(processors, processor, options):
     assert small[0].heads == ragged(sites).n_kept
 
 
+@pytest.mark.parametrize("activation", ["gelu", "geglu", "swiglu", "geglu-approximate"])
+def test_feed_forwards_of_diffusers(activation):
+    attention = pytest.importorskip("diffusers.models.attention")
+    block = attention.FeedForward(16, mult=2, activation_fn=activation)
+    model = shaken(nn.ModuleList([block]), norms=False).double().eval()
+    x = torch.randn(2, 5, 16).double()
+    sites = hp.find_sites(model, feed_forward=True)
+    assert [len(site.heads) for site in sites] == [32]
+    cut_as_gated(model, lambda model: model[0](x), sites=sites)
+
+
 @pytest.mark.parametrize(
     "options", [{"added_kv_proj_dim": 8}, {"qk_norm": "layer_norm_across_heads", "kv_heads": 4}]
 )
