@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ TIMES = {TRAINED: 1, TRAINED + LONGER: 2}
 TIMES_OF_SMALLER = {SMALLER: 2, SMALLER + LONGER: 3}
 #: A model that is at most so many times as fast as another one is of like speed.
 LIKE = 1.15
+#: A model with at least this part of another one's speed counts as equally fast.
+AS_FAST = 0.98
 #: Draws of calibration rows that are enough for a mean: more do not count more.
 ENOUGH = 3
 #: Of the predicted speed, what a measured one should reach.
@@ -56,8 +58,23 @@ def draw(records: Path, docs: Path) -> Path:
     }
     picture(in_panels, (BOTH, HEADS, TRAINED, SMALLER), by_speed, docs / PICTURE)
     others = [record for record in read(records, "peers-*.json") if record["device_used"] == "cpu"]
-    of_empty = empty_layers.sentence(records)
-    return publish(docs / PAGE, lead(found), page(found, of_empty, others))
+    beside = [empty_layers.sentence(records), _beside_native(records)]
+    return publish(docs / PAGE, lead(found, others), page(found, beside, others))
+
+
+def _beside_native(records: Path) -> str:
+    """How fast cut models are beside models that were built small; empty without a record."""
+    path = records / "native-neurons-cpu.json"
+    if not path.is_file():
+        return ""
+    rows = json.loads(path.read_text())["rows"]
+    slowest = min(rows, key=lambda row: row["speed"]["ratio"])
+    ratios = [row["speed"]["ratio"] for row in rows]
+    return (
+        f"Cut models have {min(ratios):.2f} to {max(ratios):.2f} of the speed of models that were"
+        " [built small](tradeoff.md#beside-a-model-that-was-built-small), the least at"
+        f" {slowest['batch']} x {slowest['tokens']} tokens ({slowest['subject'].split(',')[0]})."
+    )
 
 
 def shape_of(row: Mapping[str, Any]) -> str:
@@ -65,16 +82,17 @@ def shape_of(row: Mapping[str, Any]) -> str:
     return json.dumps([row["way"] == INT8, row["heads"], row["neurons"]])
 
 
-def lead(records: Sequence[dict[str, Any]]) -> str:
+def lead(records: Sequence[dict[str, Any]], of_peers: Sequence[dict[str, Any]]) -> str:
     """What was found, and for whom."""
     reached = _reached(records)
+    ahead = list(dict.fromkeys(task for task, _ in _ahead(records, of_peers)))
+    trained = f" A trained smaller architecture is better at some speed: {', '.join(ahead)}."
     return (
-        "For those who need a speed, and do not mind whether heads or feed-forward neurons pay for"
-        " it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
+        "For those who need a speed, whether heads or feed-forward neurons pay for it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
         " of all, and what training adds. A cut is chosen for one batch size and length: single short"
         " texts gain less. Measured speeds are"
-        f" {min(reached):.2f} to {max(reached):.2f} of the predicted ones.{_least(records)} On digits"
-        f" a smaller architecture is about as good.{_of_llama(records)}"
+        f" {min(reached):.2f} to {max(reached):.2f} of the predicted ones.{_least(records)}"
+        f"{trained if ahead else ''}{_of_llama(records)}"
     )
 
 
@@ -124,8 +142,9 @@ def of_today(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in records if record["refit"] == REFIT]
 
 
-def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
+def _in_short(records: Sequence[dict[str, Any]], of_peers: Sequence[dict[str, Any]]) -> list[str]:
     """A line per task, from the records with the most draws."""
+    ahead = "; ".join(f"{task} {words}" for task, words in _ahead(records, of_peers))
     head = ["task", "whole", "within a point", "fastest", "draws", "trained, beside a smaller one"]
     lines = [[_short(task), *_summary(of_one)] for task, of_one in by_task(records).items()]
     return [
@@ -136,13 +155,17 @@ def _in_short(records: Sequence[dict[str, Any]]) -> list[str]:
         " speed and quality, on the machine with the most draws of calibration rows. *Trained*:"
         " by how many points the trained cut is better than a trained smaller architecture that is"
         f" at most {LIKE - 1:.0%} faster (the least and the most over all speeds and machines), and"
-        " the speed of the slowest of these cuts. Some are of one draw, as the tables below say, and"
-        " a smaller architecture of another shape may be better: the tables name those of other"
-        " records. Records of an earlier refit do not count here. The README's cuts, with fewer"
+        " the speed of the slowest of these cuts. Some are of one draw, as the tables below say."
+        " Records of an earlier refit do not count here. The README's cuts, with fewer"
         " calibration rows, are others.",
         "",
         *table(head, lines),
         "",
+        *(
+            [f"A smaller architecture of another shape is as fast and better here: {ahead}.", ""]
+            if ahead
+            else []
+        ),
         f"![quality against speed, by task]({PICTURE})",
         "",
         "Each curve is of one machine, of those that have it the one with the most draws. Bars are"
@@ -268,13 +291,13 @@ def _mean_whole(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float
 
 
 def page(
-    records: Sequence[dict[str, Any]], of_empty: str, of_peers: Sequence[dict[str, Any]]
+    records: Sequence[dict[str, Any]], beside: Sequence[str], of_peers: Sequence[dict[str, Any]]
 ) -> str:
     """docs/one-budget.md.
 
     Args:
         records: Of this study.
-        of_empty: The sentence about empty layers.
+        beside: Sentences of other studies; empty ones have no record.
         of_peers: Records of docs/peers.md, which has smaller architectures of other shapes.
     """
     lines = [
@@ -290,7 +313,10 @@ def page(
         " fast. Heads alone are chosen by `ladder` here, those of the README by `surgeon`.",
         "",
     ]
-    lines += [*_in_short(records), *([of_empty, ""] if of_empty else [])]
+    lines += [
+        *_in_short(records, of_peers),
+        *([" ".join(filter(None, beside)), ""] if any(beside) else []),
+    ]
     for record in records:
         lines += _task_lines(record)
         lines += _others_smaller(record, of_peers)
@@ -454,17 +480,9 @@ def _others_smaller(record: dict[str, Any], of_peers: Sequence[dict[str, Any]]) 
     have the multiply-adds of other cuts."""
     if not by_speed(record, SMALLER):
         return []
-    timed_on = record.get("timed", record)["hardware"]["processor"]
     found: dict[str, list[str]] = {}
-    for other in of_peers:
-        if (other["task"], other["hardware"]["processor"]) != (record["task"], timed_on):
-            continue
-        for row in other["rows"]:
-            if row["peer"].startswith("smaller architecture") and "speed" in row:
-                cell = next(one for one in row["speed"] if one["batch"] == record["batch"])
-                words = f"{cell['ratio']:.2f}x, {row['test']:.3f}"
-                way = "distilled" if row["peer"].endswith("distilled") else "trained on labels"
-                found.setdefault(way, []).append(words)
+    for one in _smaller_of_peers(record, of_peers):
+        found.setdefault(one.way, []).append(f"{one.speed:.2f}x, {one.test:.3f}")
     if not found:
         return []
     listed = [f"{way}: {'; '.join(sorted(cells))}" for way, cells in sorted(found.items())]
@@ -475,6 +493,58 @@ def _others_smaller(record: dict[str, Any], of_peers: Sequence[dict[str, Any]]) 
         *(f"- {line}." for line in listed),
         "",
     ]
+
+
+@dataclass(frozen=True)
+class _Smaller:
+    """A smaller architecture of docs/peers.md.
+
+    Args:
+        way: How it was trained, in words.
+        speed: How many times as fast as the whole model.
+        test: Its quality.
+    """
+
+    way: str
+    speed: float
+    test: float
+
+
+def _smaller_of_peers(
+    record: dict[str, Any], of_peers: Sequence[dict[str, Any]]
+) -> Iterator[_Smaller]:
+    """Smaller architectures of docs/peers.md for a record's task, timed on its processor."""
+    timed_on = record.get("timed", record)["hardware"]["processor"]
+    for other in of_peers:
+        if (other["task"], other["hardware"]["processor"]) != (record["task"], timed_on):
+            continue
+        for row in other["rows"]:
+            if row["peer"].startswith("smaller architecture") and "speed" in row:
+                cell = next(one for one in row["speed"] if one["batch"] == record["batch"])
+                way = "distilled" if row["peer"].endswith("distilled") else "trained on labels"
+                yield _Smaller(way, cell["ratio"], row["test"])
+
+
+def _ahead(
+    records: Sequence[dict[str, Any]], of_peers: Sequence[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    """By task, where a smaller architecture of another shape is better than a trained cut, and as fast."""
+    found = []
+    for record in of_today(records):
+        for rows in by_speed(record, TRAINED).values():
+            ours, test = _mean_ratio(rows), _mean_test(rows)
+            better = [
+                one
+                for one in _smaller_of_peers(record, of_peers)
+                if one.speed >= AS_FAST * ours and one.test > test
+            ]
+            if better:
+                best = max(better, key=lambda one: one.test)
+                words = (
+                    f"{best.speed:.2f}x, {best.test:.3f} (the trained cut: {ours:.2f}x, {test:.3f})"
+                )
+                found.append((_short(record["task"]), words))
+    return found
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ be removed where query heads share a key/value head. *No heads kept* says whethe
 
 With `hp.find_sites(model, feed_forward=True)` the neurons of a feed-forward are found too. Each is one row of the
 projections up and one column of the projection down, whose input is gated. A feed-forward may lose all its neurons.
+Experts of a mixture are refused: an expert runs on some tokens only.
 
 | layout | up | down | |
 | --- | --- | --- | --- |
@@ -283,14 +284,14 @@ import copy
 sites = hp.find_sites(model, feed_forward=True)
 prices = hp.score(model, batches, "ladder", sites=sites)
 refitted = hp.scoring.refitted_loss_of(model, batches, sites=sites)
-plan = hp.select(prices, hp.Budget(keep_macs=0.8), "repriced", loss=refitted)
+plan = hp.select(prices, hp.Budget(keep_macs=0.8), loss=refitted)  # by the selector repriced
 smaller = copy.deepcopy(model)
 hp.prune_(smaller, plan, sites=sites, example=batch)
 hp.recover_(smaller, batches, "lstsq", teacher=model)
 
 # For a speed:
 table = hp.bench.latency_table(model, batch, sites=sites, batch_size=32, length=128)
-plan = hp.select(prices, hp.Budget(speedup=1.5), "repriced", loss=refitted, latency=table)
+plan = hp.select(prices, hp.Budget(speedup=1.5), loss=refitted, latency=table)
 ```
 
 ## Speed

@@ -54,17 +54,17 @@ def select(
     rescore: Rescore | None = None,
     latency: LatencyTable | None = None,
 ) -> PruningPlan:
-    """Choose the heads to keep: the most important ones that the budget allows.
+    """Choose the heads to keep: the most important that the budget allows.
 
-    It may keep less. Of equal scores, the later head is removed first.
+    Of equal scores, the later head is removed first.
 
     Args:
         scores: With costs, unless the budget counts heads.
         budget: An upper bound. Or budgets by kind of attention or by pattern over sites' names
             (``"*decoder*"``); other sites keep every head.
         selector: Its name, or a configured one. Default ``global_topk``; ``knapsack``
-            for speed and ladders.
-        must_keep: Heads, original indices, by site.
+            for speed and ladders; ``repriced`` for ladders with a loss.
+        must_keep: Original indices by site.
         must_remove: The same.
         loss: The rise of each example's loss, ``[masks, examples]``, the same in every call.
         rescore: For selectors in steps: scores of a mask's heads alone.
@@ -105,7 +105,7 @@ def select(
         )
         return _in_every_kind(scores, budget, again)
     timed = _asks_for_speed(budget)
-    selector = selector or default_selector(scores, budget)
+    selector = selector or default_selector(scores, budget, loss)
     name, chosen = registry.resolve(selector, Selector, "select(selector=)")
     priced = scores.ladders is not None and reads_prices(chosen)
     chosen = chosen.with_minimum(scores.sites, budget, priced)
@@ -173,8 +173,12 @@ def _unread_prices(scores: HeadScores, selector: Selector, name: str) -> tuple[s
     return (f"{name} does not read the prices of levels; knapsack and repriced do.",)
 
 
-def default_selector(scores: HeadScores, budget: Budget | Mapping[str, Budget]) -> str:
+def default_selector(
+    scores: HeadScores, budget: Budget | Mapping[str, Budget], loss: Loss | None = None
+) -> str:
     """The selector of a call that names none."""
+    if scores.ladders is not None and loss is not None:
+        return "repriced"  # measures what the sites cost together
     # The cost in time depends on how many heads the site keeps, and so do measured prices; knapsack
     # is exact for both.
     if _asks_for_speed(budget) or scores.ladders is not None:

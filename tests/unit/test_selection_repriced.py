@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import headprune as hp
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadMask
+from headprune.core.ladders import SiteLadder
 from headprune.core.scores import HeadScores
 from headprune.selection import Repriced
 from tests.selection_problems import make, site
@@ -100,3 +102,12 @@ def test_a_gain_within_noise_is_not_taken() -> None:
 def test_settings_that_it_refuses(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue):
         Repriced(**settings)
+
+
+def test_prices_and_a_loss_choose_it_by_default() -> None:
+    sites = [site("a", 2), site("b", 2)]
+    prices = tuple(SiteLadder(s.name, (0, 1, 2), (0.5, 0.1, 0.0)) for s in sites)
+    scores = replace(make(sites, [[0.4, 0.1]] * 2), ladders=prices)
+    loss = Together(scores, 0, tie=0.0)
+    assert hp.select(scores, hp.Budget(keep_heads=2), loss=loss).selector == "repriced"
+    assert hp.select(scores, hp.Budget(keep_heads=2)).selector == "knapsack"
