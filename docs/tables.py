@@ -257,7 +257,8 @@ that gains and risks where few heads are kept. Sources and details: `help(hp.sel
 ## Budgets
 
 A `Budget` is one of `keep_heads` (a count or a fraction), `keep_params`, `keep_macs` (at a `length` of tokens),
-`keep_kv` (all fractions of the whole model's) and `speedup`. A mapping gives groups of sites budgets of their own, by
+`keep_kv` (all fractions of the whole model's; `keep_kv` does not count the cache of cross-attention, and sliding windows
+count like full layers) and `speedup`. A mapping gives groups of sites budgets of their own, by
 kind (an encoder's attention is `self`, a decoder's `causal`, between them `cross`; `feed_forward`) or by a pattern over
 names. Their fractions are of what the group's units cost, a speed-up is one of the group alone, and sites that are not
 named keep all. `must_keep` and `must_remove` name heads by site, in original indices:

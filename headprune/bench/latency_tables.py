@@ -510,10 +510,10 @@ def _notes(
         if abs(factor - 1) > _WORTH_SAYING:
             at_least = "at least " if factor in (1 / _MAX_FACTOR, _MAX_FACTOR) else ""
             compared = f"{at_least}{abs(factor - 1):.0%} {'more' if factor > 1 else 'less'}"
-            yield f"In the model, {noun}s save {compared} than alone; their times are scaled to it."
+            yield f"In the model, cut {noun}s save {compared} than alone; times are scaled to it."
     if alone > whole:
         more = f"{100 * (alone / whole - 1):.0f} %"
-        yield f"The layers alone took {more} longer than the model; their times are scaled to it."
+        yield f"Timed alone, layers took {more} longer than the model; times are scaled to it."
 
 
 def _busy(whole: Sequence[float]) -> Iterator[str]:
@@ -522,7 +522,7 @@ def _busy(whole: Sequence[float]) -> Iterator[str]:
     spread = (high - low) / middle
     if spread > _BUSY:
         yield (
-            f"{BUSY}: half of the times of the whole model spread over {spread:.0%}."
+            f"{BUSY}: the middle half of the model's times spans {spread:.0%} of the median."
             " Measure again when it is idle, or for longer."
         )
 

@@ -78,7 +78,7 @@ def _check(
             if reason is None:
                 return
     if reason is not None:
-        got = f"{format!r}, which is {reason.must}; this one has {reason.got}"
+        got = f"{format!r}, which is {reason.must} (this model: {reason.got})"
         raise UnsupportedModel(where, "one that can hold a cut of this model", got, hint)
 
 

@@ -151,7 +151,7 @@ def check_settings(where: str, settings: Mapping[str, Any], hint: str = "") -> N
             for key in keys:
                 if _KERNELS.search(key):
                     must = "the name of an implementation that is installed"
-                    why = "Kernels of the hub are code that would be run."
+                    why = "headprune runs no kernels from the hub."
                     raise CheckpointError(f"{where}: {key}", must, repr(value), why)
         most = _most(keys[-1])
         if type(value) is int and abs(value) > most and not _is_free(keys):
@@ -235,8 +235,8 @@ def check_weights(kind: Any, folder: Path, config: Any = None) -> None:
     for pattern in _WEIGHTS:
         n_bytes += sum(file.stat().st_size for file in folder.glob(pattern))
     if n_parameters > _DENSEST * n_bytes + _LACKING:
-        must = f"one of the {n_bytes:,} bytes of weights beside it"
-        raise CheckpointError(str(path), must, f"one of a model of {n_parameters:,} parameters")
+        must = f"of a model that fits the {n_bytes:,} bytes of weights beside it"
+        raise CheckpointError(str(path), must, f"that of one with {n_parameters:,} parameters")
 
 
 def read_object(path: Path, must: str) -> dict[str, Any]:

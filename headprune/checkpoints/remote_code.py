@@ -84,8 +84,8 @@ def description_of_cut(model: nn.Module, bound: list[BoundSite]) -> dict[str, An
     whole = {n: t.shape for n, t in weights_of(built).items()}
     for tensor in {**own, **whole}:
         if own.get(tensor) != whole.get(tensor) and tensor not in described:
-            must = "for tensors that the class has, cut inside of attentions"
-            raise UnsupportedModel(_WHERE, must, tensor)
+            must = "for cuts in attentions, with all other tensors as the class makes them"
+            raise UnsupportedModel(_WHERE, must, f"a new or cut tensor {tensor}")
     return description
 
 
@@ -257,7 +257,7 @@ def _site(b: BoundSite, full: nn.Module) -> dict[str, Any]:
         if module not in own:
             continue
         if path not in full_modules:
-            raise UnsupportedModel(_WHERE, "for modules that the class has", f"{name}.{path}")
+            raise UnsupportedModel(_WHERE, "for modules of the class", f"a new one, {name}.{path}")
         if _in_front(module):
             in_front[path] = type(module).headprune_mixins[0].__name__
         for attribute, value in _changed(module, full_modules[path]).items():

@@ -286,8 +286,8 @@ def _renamed(model: Any, stored: dict[str, Stored], folder: Path) -> dict[str, S
     renamed = {}
     for old, (new, is_converted) in names_in_model(model, stored).items():
         if is_converted:
-            must = "a folder whose tensors are those of the model"
-            got = f"{old!r}, one of several that make {new!r}"
+            must = "a folder whose tensors are those of the model in memory"
+            got = f"{old!r}, which Transformers merges or splits into {new!r}"
             raise UnsupportedModel(str(folder), must, got, _WHOLE)
         renamed[new] = stored[old]
     return renamed

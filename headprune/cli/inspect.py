@@ -47,7 +47,7 @@ def inspect(
         # A model without any site is refused, after a list of what looks like attention.
         opened = open_model(model)
         try:
-            find_sites(opened)
+            find_sites(opened, feed_forward=feed_forward)
         except UnsupportedModel:
             _say_not_taken(not_taken(opened, []))
             raise
@@ -84,7 +84,7 @@ def _inspect(model: nn.Module, policy: Policy, feed_forward: bool = False) -> di
         "sites": rows,
         "totals": totals,
         "cache": _cache_words(bound),
-        "tensor_parallel": _tensor_parallel(model),
+        "tensor_parallel": _tensor_parallel(model) if counts.heads else [],
         "layouts": _layouts(model, bound),
         "not_taken": list(map(_as_data, sites.not_taken)),
     }

@@ -92,7 +92,8 @@ class Budget(Value):
         keep_heads: A count of heads (int), or a fraction of the heads that are present (float).
         keep_params: Fraction of the whole model's parameters.
         keep_macs: Fraction of the whole model's multiply-adds for one example of ``length`` tokens.
-        keep_kv: Fraction of the KV cache's bytes per token.
+        keep_kv: Fraction of the KV cache's bytes per token, of self-attention; sliding windows
+            count like full layers.
         speedup: How many times as fast the pruned model must be, above 1, by a `LatencyTable`
             measured before.
         length: Tokens per example, for ``keep_macs``; by default the length of the scored examples.

@@ -311,6 +311,9 @@ class HeadScores(Value):
         return stability(self, self.ranked(), k, confidence, draws, seed)
 
     def _unit_of(self, head: HeadId) -> ScoredUnit:
+        if not isinstance(head, HeadId):
+            must = "a HeadId: the site's name and the head's original index"
+            raise InvalidValue("head", must, repr(head))
         for unit in self.units():
             if unit.name == head.site and head.head in unit.heads:
                 return unit

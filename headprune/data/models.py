@@ -366,8 +366,12 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
         must = f"trained for {recipe.task}"
         if labels:
             must = f"a model trained for {recipe.task} with {len(labels)} labels"
-        got = f"{path!r}, which lacks {', '.join(untrained[:3])}"
-        raise InvalidValue("model.path", must, got, "Add a train section, or give another model.")
+        got, hint = f"{path!r}, which lacks {', '.join(untrained[:3])}", ""
+        if mismatched:
+            got = f"{path!r}, whose {', '.join(sorted(mismatched)[:3])} have other sizes"
+            hint = "Do the data have the labels that the model was trained on? "
+        hint += "Add a train section, or give another model."
+        raise InvalidValue("model.path", must, got, hint)
     note = f"{path} has no weights for this task's {', '.join(untrained)};"
     return Loaded(model, (f"{note} they were newly initialised, then trained",))
 

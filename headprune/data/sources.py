@@ -182,7 +182,8 @@ def _joined_text(rows: Any, column: str, role: str, section: DataSection) -> str
     texts = list(rows[column])
     if not all(isinstance(text, str) for text in texts):
         must = "rows of text, to be cut into blocks"
-        raise InvalidValue(f"data: {role}", must, "rows of something else")
+        other = next(text for text in texts if not isinstance(text, str))
+        raise InvalidValue(f"data: {role}", must, f"a {type(other).__name__} in {column!r}")
     return "".join(texts)
 
 

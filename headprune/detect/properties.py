@@ -386,8 +386,8 @@ def _from_error(attempt: Attempt) -> Finding | None:
     # 1. By its text: messages of model/cut.py and model/refusals.py, then of detect/prove.py.
     for pattern, name in (
         ("shared with|it is shared|a projection of its own|attention alone", "shared tensors"),
-        ("no effect", "no effect on the example"),
-        ("a unit to remove", "one head"),
+        ("all its gates at zero", "no effect on the example"),
+        ("two units or more", "one head"),
     ):
         if re.search(pattern, text):
             return name, text
@@ -395,7 +395,7 @@ def _from_error(attempt: Attempt) -> Finding | None:
     if isinstance(attempt.error, UnsupportedModel):
         return "projections that are no matrices", text
     # 3. Gates that fit the wrong axis, or none.
-    if re.search("^gates|gates of example|a gate per example", text):
+    if re.search("^gates|a gate of zero for example", text):
         return "heads not side by side", text
     return None
 

@@ -218,7 +218,7 @@ def prove(scratch: Scratch, sites: Sites) -> float:
             the gated model.
     """
     if all(len(s.units) < 2 for s in sites):
-        must = "some with a unit to remove and one to keep"
+        must = "with two units or more at one of them"
         raise VerificationFailed("the sites", must, "one unit each")
     # 1. Gates act on the heads of their site and on their example.
     _check_effects(scratch, sites)
@@ -315,9 +315,9 @@ def _check_effects(scratch: Scratch, sites: Sites) -> None:
         gates = {site.name: torch.zeros(len(site.heads), dtype=torch.float64)}
         with gated(scratch.model, gates, sites):
             if largest_difference(scratch.run(), scratch.full) == 0:
-                where = f"the gates of {site.name}"
-                must = "one whose heads change the example's outputs"
-                raise VerificationFailed(where, must, "no effect of gates of zero")
+                must = "a module whose heads change the example's outputs"
+                got = "the same outputs with all its gates at zero"
+                raise VerificationFailed(site.name, must, got)
 
 
 def _check_examples(scratch: Scratch, sites: Sites) -> None:
@@ -333,9 +333,9 @@ def _check_examples(scratch: Scratch, sites: Sites) -> None:
             changed = _changed_examples(scratch.run(), scratch.full, n)
         # Outputs that combine examples, such as a loss, are no evidence against it.
         if changed and [chosen] not in changed:
-            must = f"the gates of example {chosen} only"
-            got = f"changes in examples {changed[0]}"
-            raise VerificationFailed("a gate per example", must, got)
+            where = f"a gate of zero for example {chosen}"
+            must = "without effect on other examples"
+            raise VerificationFailed(where, must, f"changes in examples {changed[0]}")
 
 
 def _check_independence(scratch: Scratch) -> None:

@@ -196,8 +196,8 @@ class CandidateLosses:
             since = f" from batch {passes.number} on" if passes.number else ""
             why = str(error) or type(error).__name__
             note = (
-                f"Every setting of the gates took a whole pass{since}, because passes could not be"
-                f" played back: {why}"
+                f"Each setting of the gates took a whole pass{since}: recorded outputs could not be"
+                f" reused ({why})"
             )
             self.notes = tuple(dict.fromkeys((*self.notes, note)))
             return None

@@ -30,6 +30,11 @@ def register(layout: AttentionLayout) -> None:
     registry.add(layout.name, layout)
 
 
+def is_registered(layout: AttentionLayout) -> bool:
+    """Whether a layout, or its copy, is in the registry: this library's or a package's."""
+    return layout.name in registry and registry.get(layout.name) == layout
+
+
 def is_builtin(layout: AttentionLayout) -> bool:
     """Whether a layout is one of this library's files."""
     return registry.is_builtin(layout.name) and registry.get(layout.name) is layout

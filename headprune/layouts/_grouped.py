@@ -92,7 +92,8 @@ def _check_repeatable(module: Any, sizes: tuple[int, ...]) -> None:
         return
     must = f"cut to groups of one size, because {why}"
     name = original_class(module).__name__
-    raise UnsupportedModel(name, must, f"groups of {list(sizes)} query heads")
+    hint = "Cut under the policy group or balanced."
+    raise UnsupportedModel(name, must, f"groups of {list(sizes)} query heads", hint)
 
 
 def without_heads(gate: str) -> Callable[[Any], None]:

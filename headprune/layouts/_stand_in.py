@@ -48,7 +48,7 @@ def _bare(module: nn.Module, children: Mapping[str, nn.Module | None]) -> Any:
         return nn.Dropout(0.0)
     if has_own_forward(module):
         raise UnsupportedModel(
-            type(module).__name__, "run by its class's forward", "another forward"
+            type(module).__name__, "one with its class's own forward", "a replaced forward"
         )
     # 1. An empty module of the same class; ``__init__`` of the class may need unknown arguments.
     kind: Any = original_class(module)
@@ -78,7 +78,8 @@ def on_cpu(module: nn.Module) -> Any:
         UnsupportedModel: a replaced ``forward``, or a lazy parameter that has no shape yet.
     """
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
-        raise UnsupportedModel(type(module).__name__, "run once", "parameters without a shape")
+        must = "run once before, because it has lazy parameters"
+        raise UnsupportedModel(type(module).__name__, must, "parameters without a shape")
     copy = _bare(module, dict.fromkeys(module._modules))
     for name, child in module._modules.items():
         copy._modules[name] = None if child is None else on_cpu(child)

@@ -75,7 +75,7 @@ def _check_nested(
     """Refuse cross-attention and masks for nested tensors, as PyTorch does."""
     one_input = query is key and key is value
     if not one_input or any(mask is not None for mask in attention_masks):
-        raise RuntimeError("A nested tensor attends to itself and without masks.")
+        raise RuntimeError("Nested tensors allow only self-attention without masks.")
 
 
 def _attend_nested(

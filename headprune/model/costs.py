@@ -151,10 +151,12 @@ class _Recorder:
             length = max(map(max, self.rows.values()), default=1)
         return _PassCounts(length, self.rows, self.keys, self.pairs)
 
-    def _count_linear(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def _count_linear(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         weight: Any = module.weight
         if not weight.numel():
             return
+        if isinstance(output, tuple):  # a router that also returns what it chose (Llama 4)
+            output = output[0]
         # Tables of positions pass once for all examples (DeBERTa, Swin v2): not divided among them.
         once = output.shape[0] == 1 and (
             output.ndim > 3 or (output.ndim == 3 and output.shape[1] != self.n_examples)

@@ -13,6 +13,7 @@ from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState, Width
 from headprune.core.mixin import has_own_forward, original_class
 from headprune.core.slabs import HeadGeometry, infer_geometry
+from headprune.layouts import is_registered
 from headprune.layouts._code import is_of_library, own_methods
 
 _MISSING = object()
@@ -52,7 +53,12 @@ def matched_geometry(layout: AttentionLayout, module: nn.Module) -> HeadGeometry
         now = geometry(layout, module)
     except HeadPruneError as error:
         return str(error)
-    return _wrong_code(layout, module) or _wrong_parameters(layout, module, now) or now
+    return (
+        _wrong_code(layout, module)
+        or _wrong_parameters(layout, module, now)
+        or _wrong_counts(layout, module, now)
+        or now
+    )
 
 
 def _wrong_parts(layout: AttentionLayout, module: nn.Module) -> str | None:
@@ -72,7 +78,7 @@ def _wrong_parts(layout: AttentionLayout, module: nn.Module) -> str | None:
         if part is not None and part is not False:  # a flag that is off counts as absent
             return f"it has {path!r}"
     if layout.exposed is not None and has_own_forward(module):
-        return "its forward is replaced, which would hide ours, which calls the output projection"
+        return "its forward is replaced, so headprune's, which calls the projection, never runs"
     return None
 
 
@@ -97,6 +103,25 @@ def _wrong_parameters(layout: AttentionLayout, module: nn.Module, now: HeadGeome
             return (
                 f"{name!r} has shape {list(parameter.shape)}, not one head's width,"
                 f" [{now.head_dim}]: cutting is not exact"
+            )
+    return None
+
+
+def _wrong_counts(layout: AttentionLayout, module: nn.Module, now: HeadGeometry) -> str | None:
+    """Why a module's own counts contradict a layout; None where they agree.
+
+    Registered layouts may correct counts that a configuration shares. One that was found in another
+    model may have the wrong width of a head.
+    """
+    if is_registered(layout) or hasattr(module, STATE_ATTRIBUTE):
+        return None
+    found = {"n_query_heads": now.n_query_heads, "n_kv_heads": now.n_kv_heads}
+    for path, count in layout.counts:
+        value = lookup(module, path)
+        if type(value) is int and count in found and value != found[count]:
+            return (
+                f"its {path!r} is {value}, but heads of width {now.head_dim} would be"
+                f" {found[count]}: is the layout's head_dim that of another model?"
             )
     return None
 

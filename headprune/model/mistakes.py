@@ -149,8 +149,8 @@ def _wrong_labels(model: nn.Module, batch: Any, where: str, text: str) -> Invali
         return InvalidValue(place, must, got, hint)
     if _OTHER_SHAPE.search(text) and isinstance(labels, Tensor):
         must = (
-            "torch.int64, one for each that is classified, or floats of the logits' shape for"
-            " several labels"
+            "torch.int64, one per classified example or token, or floats of the logits' shape for"
+            " multi-label tasks"
         )
         return InvalidValue(place, must, f"{labels.dtype} of shape {list(labels.shape)}", hint)
     return None
@@ -193,7 +193,7 @@ def _beyond_positions(model: nn.Module, batch: Any, where: str, text: str) -> In
             tables.append(name)
     if not tables or not any(x.ndim > 1 and x.shape[1] == length for x in _inputs(batch)):
         return None
-    must = f"at most {limit} long, for {tables[0]}"
+    must = f"at most {limit} tokens long, the length of {tables[0]}"
     return InvalidValue(where, must, length, "Make the inputs shorter.")
 
 

@@ -156,7 +156,7 @@ class Workers:
         own = {"value": _encoded(value)}
         for rank, part in enumerate(self.exchanged(lambda: own)):
             if _decoded(part["value"]) != value:
-                got = f"others in process {rank} than in process {self.rank}"
+                got = f"different ones in processes {rank} and {self.rank}"
                 raise InvalidValue(where, must, got, hint)
 
     def _gathered(self, parts: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
@@ -222,5 +222,5 @@ def translated_errors(timeout: float, what: str, hint: str = _HINT) -> Iterator[
         # The first sentence, without the transport's marks in brackets.
         text = re.sub(r"^(\[\S*\]\s*)+", "", str(error).strip())
         sentence = text.partition("\n")[0].partition(". ")[0]
-        must = f"there, with an answer within {timeout:g} s"
+        must = f"answered within {timeout:g} s"
         raise ProcessFailed(what, must, f"none ({sentence})", hint) from error

@@ -147,7 +147,7 @@ def not_taken(
         own += sites.layouts.values()
     sites = list(sites)
     model = unwrap(model)
-    names = [site.name for site in sites]
+    names = [site.name for site in sites if not site.is_feed_forward]
     found = near_misses.unmatched_attention(model, names, _with_registered(own))
     if any(site.is_feed_forward for site in sites):
         neurons = _with_registered(own, feed_forward=True)
@@ -436,7 +436,7 @@ def _bound(
         policy = "balanced"  # the one group is the whole layer
     elif policy not in layout.policies:
         allowed = ", ".join(layout.policies)
-        must = f"found with a policy that layout {layout.name!r} allows: {allowed}"
+        must = f"cut by a policy of layout {layout.name!r} ({allowed})"
         raise UnsupportedModel(where, must, repr(policy))
     site = AttentionSite(
         name=name,

@@ -88,7 +88,7 @@ class RecoveryReport(Value):
         n_examples: Number of examples: with repeats for training, else of one pass.
         seconds: Duration.
         metrics: The method's own numbers. Of training: ``steps`` and the final mean ``loss``.
-            Without training: ``heads``, the number of heads that were made up for, and
+            Without training: ``heads``, the number of heads compensated for, and
             ``errors`` ``before`` and ``after`` by output projection, from the first cut on:
             ``sum |T - S|² / sum |A - mean A|²`` over tokens. T and S are the teacher's and the
             model's stream after it, A is what the teacher's projection writes. ``error_before``

@@ -161,7 +161,7 @@ class Keeper:
             state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
             theirs = dict(state["identity"])
         except _UNREADABLE as error:
-            must = "a checkpoint that a training left there"
+            must = "a checkpoint that a training wrote"
             got = f"{type(error).__name__} on reading it"
             raise CheckpointError(str(self.path), must, got, _HINT) from error
         names = sorted(theirs.keys() | self.own.keys())

@@ -258,7 +258,8 @@ def answer(teacher: nn.Module, calls: Calls) -> Any:
         InvalidValue: the loss did not call the model.
     """
     if not calls:
-        raise InvalidValue(_WHERE, "used with a loss that calls model(...)", "one that did not")
+        hint = "In your loss=, call the model that it is given."
+        raise InvalidValue(_WHERE, "used with a loss that calls it", "one that did not", hint)
     args, kwargs, _ = calls[-1]
     device = device_of(teacher)
     with torch.no_grad():

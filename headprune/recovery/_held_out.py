@@ -146,7 +146,7 @@ def notes(
         enough = math.ceil(2 * n_fitted * examples / max(n_tokens, 1))
         lines.append(
             f"Few examples for {len(few)} of {len(tokens)} projections: {name} fits {n_fitted}"
-            f" numbers per output channel to {n_tokens} tokens. {enough} examples in place of"
-            f" {examples} would be two tokens per number."
+            f" numbers per output channel to {n_tokens} tokens. Use about {enough} examples, not"
+            f" {examples}, for two tokens per number."
         )
     return lines

@@ -166,10 +166,10 @@ def _default(model: nn.Module, sites: Iterable[AttentionSite] | None) -> tuple[s
             names.append(name)
     if not names:
         must, hint = (
-            "given, or a model with projections in its layers",
-            "Train the weights themselves.",
+            "given: no layer with attention has a projection that can have an adapter",
+            "Name projections, or leave lora_rank out to train the weights themselves.",
         )
-        raise UnsupportedModel(_TARGETS, must, "none there", hint)
+        raise UnsupportedModel(_TARGETS, must, "none", hint)
     return tuple(names)
 
 

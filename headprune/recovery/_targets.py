@@ -352,8 +352,8 @@ def _check_reached(
         ours = len(model_calls.get(number, ()))
         theirs = len(teacher_calls.get(number, ()))
         if target.removed and (not ours or ours != theirs):
-            must = f"a module that runs when {type(model).__name__} does, as often as the teacher's"
-            got = f"{ours} runs in a pass, the teacher's {theirs}"
+            must = f"run in a pass of {type(model).__name__}, as often as the teacher's"
+            got = f"{ours} runs, and {theirs} of the teacher's"
             raise UnsupportedModel(target.name, must, got)
 
 
@@ -394,9 +394,9 @@ def check_own_parameters(
             if id(parameter) in map(id, module._parameters.values()):
                 owners.append(owner)
         if len(owners) > 1:
-            must = f"the {name} of one projection"
+            must = "used by one projection only"
             hint = f"Give each of them a {name} of its own first."
-            raise UnsupportedModel(f"{target.name}.{name}", must, f"shared by {owners}", hint)
+            raise UnsupportedModel(f"{target.name}.{name}", must, f"one used by {owners}", hint)
 
 
 def check_apart(
@@ -411,9 +411,9 @@ def check_apart(
     for target in targets:
         own = [id(target.module._parameters.get(name)) for name in names]
         if not teacher_parameters.isdisjoint(own):
-            must = f"without the parameters of the model's {target.name}"
+            must = f"a model with its own parameters at {target.name}"
             hint = "Keep a teacher of its own before you cut: teacher = copy.deepcopy(model)."
-            raise InvalidValue("teacher", must, "one with them", hint)
+            raise InvalidValue("teacher", must, "one that shares them", hint)
 
 
 def _notes(
@@ -444,8 +444,8 @@ def _notes(
             " name them. Give sites=hp.find_sites(model, feed_forward=True)."
         )
     elif alone:
-        must = "no plain linear layer that is added to the stream was found there"
-        notes.append(f"No feed-forward refitted after {_listed(alone)}: {must}.")
+        why = "no plain linear layer that is added to the stream was found there"
+        notes.append(f"No feed-forward refitted after {_listed(alone)}: {why}.")
     if unchanged:
         notes.append(f"Not refitted: {_listed(unchanged)}.")
     return tuple(notes)

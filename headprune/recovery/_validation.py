@@ -106,7 +106,7 @@ def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) 
     finally:
         set_random_states(before)
     if not losses:
-        must, hint = "batches that can be read several times", "list(batches), for example"
+        must, hint = "at least one batch, at every reading", "Pass list(batches), for example."
         raise InvalidValue("validation", must, "none", hint)
     # The mean over examples, not over batches, which may differ in size.
     total = sum(float(of_batch.double().sum()) for of_batch in losses)

@@ -96,7 +96,7 @@ class Finetune(TrainingSettings):
         trainable = any(p.requires_grad for p in job.model.parameters())
         if not trainable and self.lora_rank is None:
             must = "one with a parameter that requires a gradient"
-            raise InvalidValue("model", must, "none", "All are frozen.")
+            raise InvalidValue("model", must, "none", "Unfreeze some, or set lora_rank.")
         # Imported here because the Trainer takes seconds to import, and settings do without.
         from headprune.recovery._training import train_
 

@@ -254,7 +254,7 @@ def _neurons(plan: PruningPlan, scores: HeadScores) -> tuple[str, ...]:
                 means.append(f"{fate} ones score {fmean(of_fate):.3g} on average")
         n_kept = len(kept.intersection(site.heads))
         if scores.ladders is not None:
-            means.append(f"the measured price of this is {scores.ladders[number].at(n_kept):.2g}")
+            means.append(f"measured price {scores.ladders[number].at(n_kept):.2g}")
         count = f"{n_kept:,} of {len(site.heads):,} neurons kept"
         lines.append("; ".join([f"{site.name}: {count}", *means]))
     return tuple(lines)

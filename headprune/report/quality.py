@@ -348,7 +348,7 @@ def _against_random(
             f"{chosen.name} and random removal keep different numbers of heads; they are not"
             " compared."
         )
-    others = "as many random heads" if alike else "random removal by the same budget"
+    others = "removing as many heads at random" if alike else "random removal by the same budget"
     if is_one_of(metric, POINTS):
         gain = chosen.value - drawn.value
         amount = f"{fixed(100 * abs(gain), 2)} points of {metric}"
@@ -362,5 +362,4 @@ def _against_random(
             " to be better."
         )
     word = "better" if gain > 0 else "worse"
-    way = "removing as many heads at random" if alike else others
-    return f"Before recovery, {chosen.name} is {amount} {word} than {way}."
+    return f"Before recovery, {chosen.name} is {amount} {word} than {others}."

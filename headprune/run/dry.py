@@ -312,7 +312,7 @@ def _recovery_estimate(subject: Subject, step: _TrainingStep, wanted: RecoverSte
         more = max(_timed_recovery(subject, wanted, purpose, twice) - once, 0.0)
         seconds += more * (n_rows - few) / (twice - few)
         timed += f" and {twice:,}"
-    return StageEstimate(name, seconds, f"on {n_rows:,} rows, {timed} of which were timed")
+    return StageEstimate(name, seconds, f"on {n_rows:,} rows; timed on {timed}")
 
 
 def _timed_recovery(subject: Subject, wanted: RecoverStep, purpose: str, rows: int) -> float:
@@ -347,7 +347,7 @@ def _scoring_basis(subject: Subject) -> str:
     if n_batches >= 3:
         text += ", 2 of which were timed"
     if wanted.until:
-        text += ", at most"
+        text += "; fewer if it stops early"
     return text
 
 
@@ -495,14 +495,13 @@ def _constant_work(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
     in_one = scorer.blocks == 1 or (has_neurons and scorer.one_block_with_neurons)
     runs = 1 if in_one else scorer.blocks + 1
     parts = runs * sum(map(len, kinds))
-    part = f"one of {parts} equal parts was timed (the largest site, without a standard error)"
+    part = f"1 of {parts} equal parts (the largest site, without a standard error)"
     if len(kinds) == 2:
         part = (
-            f"two of {parts} parts were timed (the largest attention and feed-forward, without"
-            " standard errors)"
+            f"2 of {parts} parts (the largest attention and feed-forward, without standard errors)"
         )
     seconds *= runs
-    return seconds, f"; {duration(seconds)} of it after the passes, of which {part}"
+    return seconds, f"; {duration(seconds)} of it after the passes, estimated from {part}"
 
 
 def _kinds(sites: Sites) -> list[list[AttentionSite]]:

@@ -469,7 +469,7 @@ def _check_curvature(recipe: Recipe, selector: Selector, sites: Sites) -> None:
     too_large = Curvature.too_large(sum(len(site.units) for site in sites))
     if too_large:
         hint = f"{too_large} Take another selector, or score heads alone."
-        must = "one that reads scores alone, of so many units"
+        must = "one that reads scores alone, for so many units"
         raise InvalidValue("select.selector", must, name, hint)
     scorer = recipe.score.scorer
     has_neurons = any(site.is_feed_forward for site in sites)
@@ -505,7 +505,7 @@ def _warn_of_prices(journal: Journal, recipe: Recipe, sites: Sites) -> None:
     budget = recipe.select.budgets or recipe.select.budget
     journal.warn(incomparable(recipe.score.scorer, sites, budget, selector))
     if recipe.score.scorer == "ladder" and not reads_prices(selector):
-        note = "does not read the prices of levels that ladder measures"
+        note = "does not read the prices that the scorer ladder measures"
         name = recipe.select.selector
         journal.warn([f"select.selector: {name} {note}; knapsack and repriced do."])
 

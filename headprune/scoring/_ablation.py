@@ -138,19 +138,19 @@ def byte_count(where: str, value: int) -> None:
 
 
 def nothing(batch: Any) -> Mapping[int, Stand]:
-    """Let closed gates let nothing through."""
+    """Replace closed heads' outputs by zeros."""
     return {}
 
 
 def means(problem: ScoringProblem) -> Fill:
-    """Let closed gates let through the head's mean output over all tokens of the data that are no
-    padding."""
+    """Replace closed heads' outputs by their means over all tokens that are no padding, per site
+    ``[heads * width]``."""
     fill: dict[int, Stand] = dict(mean_contexts(problem))
     return lambda batch: fill
 
 
 def other_contexts(problem: ScoringProblem, pool: int, seed: int) -> Fill:
-    """Let closed gates let through the head's output on another example, drawn from a pool.
+    """Replace closed heads' outputs by those on another example, drawn from a pool.
 
     Both draws depend on the content of examples, not on their places in the data. Token t takes
     token t of the other example, from its beginning again where it ends. Padding is not counted in
@@ -163,7 +163,7 @@ def other_contexts(problem: ScoringProblem, pool: int, seed: int) -> Fill:
     """
     for b in problem.bound:
         if b.layout.windows or b.layout.batch_axis or not b.layout.gate:
-            must = "'zero' or 'mean' where examples are no rows of the output projection's input"
+            must = "'zero' or 'mean' where the projection's input has no row per example"
             got = f"'resample' for {b.site.name} ({b.layout.name})"
             raise InvalidValue("LeaveOneOut.replacement", must, got)
     pools = _pools(problem, pool, seed)

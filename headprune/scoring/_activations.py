@@ -40,7 +40,7 @@ Gathers: TypeAlias = tuple[Any, ...]
 
 
 class Statistic(ABC):
-    """What is gathered at one site: ``count`` ``[blocks]`` and sums that belong to it.
+    """Sums at one site, by block of examples; ``count`` ``[blocks]`` is their divisor.
 
     Args:
         bound: The site.
@@ -450,7 +450,7 @@ def _gather(
 
     def read_own() -> dict[str, Tensor]:
         nonlocal examples
-        into = problem.added(**{str(i): statistic for i, statistic in enumerate(every)})
+        into = problem.resumable(**{str(i): statistic for i, statistic in enumerate(every)})
         with reading(problem.model, bound, take) as begin:
             for _, before, batch in problem.share("activations", into):
                 examples = range(before, before + batch_size(batch))

@@ -210,9 +210,9 @@ def _check_comparable(scores: Sequence[HeadScores], where: str) -> None:
         if other is not None:
             name, units = other
             scorers = f"{first.scorer} and {s.scorer}"
-            got = f"{name} with {len(units)} units in one of {scorers} alone"
+            got = f"{name} with {len(units)} units in only one of {scorers}"
             must = "given scores of the same sites and units"
-            raise PlanMismatch(where, must, got, "See HeadScores.of(pattern).")
+            raise PlanMismatch(where, must, got, "Take the common sites: HeadScores.of(pattern).")
 
 
 def _units(scores: HeadScores) -> list[Site]:
@@ -253,7 +253,7 @@ def _resamples(
             drawn = resampled(s, draws, own_seed, "agreement")
         except InvalidValue as error:
             if s.n_examples:
-                notes.append(f"{name} is held fixed: {error.got}")
+                notes.append(f"{name} is not resampled: {error.got}")
         resamples.append(drawn)
     return resamples, notes
 

@@ -86,7 +86,7 @@ def score(
         batches: What the model takes, with labels where the scorer needs a loss. Scorers without
             data take None; the scores then lack costs.
         scorer: A registered name, a configured scorer, or several.
-        loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
+        loss: ``(model, batch) -> Tensor[batch]``; the default covers Transformers' task heads.
         sites: Default ``find_sites(model)``.
         until: ``hp.Stable(k=...)`` stops reading when the k lowest are settled.
         processes: ``hp.Processes()`` shares the batches among processes.
@@ -373,15 +373,13 @@ def _check_alike(workers: Workers, mark: str, batches: Any, *asked: Any) -> None
     if n_shares > 1 or kind == "DataLoaderDispatcher":
         must = "the same full set in every process: headprune shares the batches itself"
         hint = (
-            "Give the loader without a DistributedSampler, and as it was before"
+            "Give the plain DataLoader: without a DistributedSampler, and from before"
             " accelerator.prepare()."
         )
-        raise InvalidValue("batches", must, f"a {kind} that deals them out", hint)
+        raise InvalidValue("batches", must, f"a {kind} that gives each process a part", hint)
     must = "called with the same scorers and until= in every process"
     workers.agree("score()", must, repr(asked))
-    hint = (
-        "Load the same checkpoint everywhere, and seed what is drawn when a model gets a new head."
-    )
+    hint = "Load the same checkpoint everywhere, and set one seed before a new task head is drawn."
     workers.agree("the model", "the same in every process, to the last weight", mark, hint)
 
 

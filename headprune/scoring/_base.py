@@ -53,8 +53,7 @@ class Estimate:
         curvature: ``[units, units]``, symmetric, fp64 on the CPU, in the values' unit: the loss
             rises by ``1/2 (1-m)' I (1-m)``, so that half its diagonal are the values. None where
             the scorer has none.
-        choice: How `auto` chose the scorer that the numbers are of; None where it was asked for by
-            name.
+        choice: How `auto` chose the scorer; None where the user named it.
         ladders: For every site, the measured price of keeping fewer units; None where the scorer
             measures none.
         bundling: How scores of neurons in one bundle combine: ``sum``, ``mean`` or ``norm``.
@@ -110,12 +109,12 @@ class ScoringProblem:
         model: The model, in evaluation mode and with frozen weights.
         bound: Its sites.
         batches: The data; None where no scorer needs any.
-        loss: Per-example loss.
+        loss: ``(model, batch) -> Tensor[batch]``.
         progress: Show a bar; None shows it on a terminal only.
         costs: What the model costs; see ``measure_costs``.
-        scorers: All scorers of the call: those that read the same gather it in one pass.
+        scorers: All scorers of the call; those that read the same share one pass.
         shared: What scorers compute once for all of them.
-        before: Number of batches read before these; errors count on from it.
+        before: Number of batches read before; errors number these batches after them.
         workers: The processes that share the batches.
         cache: Stored results of batches, from which a call that was stopped resumes.
         notes: What the user should know about the loss and the model.
@@ -189,7 +188,7 @@ class ScoringProblem:
         self.checks.refuse(key, failed, error)
 
     def run_checks(self) -> None:
-        """Make all checks that wait; this waits for an accelerator.
+        """Make all pending checks; this waits for an accelerator.
 
         Raises:
             InvalidValue: a loss that is not finite, by batch and example.
@@ -199,8 +198,8 @@ class ScoringProblem:
 
     # Passes over the data.
 
-    def added(self, **sums: Sums) -> ResumableSums:
-        """Let a call that was cut off go on with the sums that it had.
+    def resumable(self, **sums: Sums) -> ResumableSums:
+        """Resume these sums where an interrupted call stopped.
 
         For a pass whose batches are added to these sums and used for nothing else. A resumed pass
         gives only the batches that the sums do not hold.

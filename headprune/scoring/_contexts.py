@@ -38,7 +38,7 @@ def mean_contexts(problem: ScoringProblem) -> dict[int, Tensor]:
     what, sums = "mean outputs of heads", ContextSums()
 
     def read_own() -> dict[str, Tensor]:
-        share = problem.share(what, problem.added(sums=sums))
+        share = problem.share(what, problem.resumable(sums=sums))
         read_contexts(problem, ((number, batch) for number, _, batch in share), sums.take)
         return sums.parts()
 
@@ -88,5 +88,6 @@ def by_example(b: BoundSite, rows: Tensor, size: int) -> Tensor:
     # A site may run on windows, several of them per example.
     if len(rows) % size:
         hint = "Leave this site out with sites=, or give batches with the examples first."
-        raise UnsupportedModel(b.site.name, f"run on {size} examples", f"{len(rows)} rows", hint)
+        must = f"a module that reads whole examples, {size} in this batch"
+        raise UnsupportedModel(b.site.name, must, f"{len(rows)} rows", hint)
     return rows.reshape(size, -1, *rows.shape[2:])

@@ -115,9 +115,9 @@ def coupled(
     with torch.no_grad():
         depend = _depends_on_others(problem, of, slopes, together)
     if depend and before is False:
-        must = "coupled to other examples from the first batch on, or never"
-        got = "a coupling that first appears in a later batch"
-        hint = "Put a batch with such examples first, use larger batches, or take leave_one_out."
+        must = "dependent on other examples of its batch from the first batch on, or never"
+        got = "a dependence that first appears in a later batch"
+        hint = "Put such a batch first, use larger batches, or take leave_one_out."
         raise InvalidValue(_WORDS[numbers], must, got, hint)
     if before is None:
         state.is_coupled = depend

@@ -28,9 +28,9 @@ _SHARE = 0.75
 _UNLIKE = 1e3
 
 _HINT = (
-    "The loss is flat where the model is, as a divergence from the model's own outputs is. Take a"
-    " scorer that does not read its slope there: leave_one_out, integrated_gradients, or ggn,"
-    " which reads only the output. Or take a loss of the labels."
+    "The loss has its minimum at the model, as a divergence from the model's own outputs does."
+    " Use leave_one_out, integrated_gradients or ggn, which do not read the gradient there, or a"
+    " loss of the labels."
 )
 
 
@@ -69,9 +69,9 @@ def refuse_flat(problem: ScoringProblem, largest: Tensor) -> None:
         return
     if float((moved - at_one).norm()) < _SHARE * float(at_one.norm()):
         return
-    where = "the slopes of the loss in the gates of the heads"
-    got = f"{size:.2g} at most, and others where the gates move by {move:.2g}"
-    raise InvalidValue(where, "larger than rounding", got, _HINT)
+    where = "the gradient of the loss in the gates of the heads"
+    got = f"at most {size:.2g}, which changes when the gates move by {move:.2g}"
+    raise InvalidValue(where, "larger than rounding errors", got, _HINT)
 
 
 def rounding(problem: ScoringProblem) -> float:

@@ -115,8 +115,9 @@ def gradients_of(
     """
     # Gates ask for a gradient, so that a loss without a graph was cut off from the model.
     if not total.requires_grad:
-        must = "connected to the model's output (not detached, not under no_grad)"
-        raise InvalidValue("loss(model, batch)", must, "a tensor without a graph")
+        must = "computed by the model with gradients"
+        hint = "Remove detach(), no_grad() and inference_mode()."
+        raise InvalidValue(what, must, "a tensor without a gradient", hint)
     flat = list(chain.from_iterable(inputs))
     # One backward pass for the tensors of all sites.
     remaining = iter(torch.autograd.grad(total, flat, allow_unused=True, retain_graph=keep_graph))

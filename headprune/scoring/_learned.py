@@ -111,7 +111,7 @@ class _GateTraining:
         self.noise = self.drawn = self.slopes = torch.zeros_like(self.sizes)
         # Slopes of the block that are on the accelerator yet.
         self.waiting: list[Tensor] = []
-        self.into = problem.added(training=self)
+        self.into = problem.resumable(training=self)
 
     def run_pass(self) -> None:
         """Train on one pass over the data, or on its beginning where no more steps are wanted."""

@@ -268,7 +268,7 @@ class _MapHooks:
     def no_map(self) -> UnsupportedModel:
         name, kind = self.bound.site.name, type(self.bound.module).__name__
         must = "an attention that computes its map (eager attention) and returns it"
-        got = f"{kind}, which returns none: fused kernels make no map, other code may not return it"
+        got = f"a {kind} that returned none: fused kernels make none, other code may not return it"
         return UnsupportedModel(f"the attention map of {name}", must, got, _HINT)
 
     def _may_be_map(self, x: Tensor) -> bool:
@@ -302,8 +302,9 @@ def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
     if len(probabilities) == size:
         return probabilities
     if len(probabilities) % size or not b.layout.windows:
+        must = f"a module whose map has one row per example, {size}"
         got = f"a map of {len(probabilities)} rows"
-        raise UnsupportedModel(b.site.name, f"run on {size} examples", got, _HINT)
+        raise UnsupportedModel(b.site.name, must, got, _HINT)
     windows: Tensor = probabilities.unflatten(0, (size, -1))
     return windows.transpose(1, 2).flatten(2, 3)
 
@@ -420,8 +421,9 @@ class MapScorer(Scorer):
         n_queries = sum(count[1:], count[0])
 
         def nothing(row: int) -> InvalidValue:
+            must = "of examples with a token that is neither padding nor excluded"
             got = f"none in example {row} of a batch, at {b.site.name}"
-            return InvalidValue("batches", "with a token that counts in every example", got)
+            return InvalidValue("batches", must, got, "Leave such examples out.")
 
         problem.refuse_later(("a token that counts", b.site.name), n_queries == 0, nothing)
         return unit_means(b, sum(total[1:], total[0]) / n_queries)

@@ -269,8 +269,8 @@ class ResumableSums:
             for name, own in self._sums.items():
                 own.join([_with_prefix(tensors, f"{name}/")])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            got = "a file without them"
-            raise InvalidValue(str(path), "sums of this call", got, _HINT) from error
+            got = "one without them"
+            raise InvalidValue(str(path), "a file with this call's sums", got, _HINT) from error
 
     @property
     def behind(self) -> bool:
@@ -360,9 +360,9 @@ def opened(
         own = {**call, "what the model makes of the first batch": list(first_losses)}
         differing = _differing(path, own, tolerance)
         if differing:
-            got = f"those of another, which differs in {', '.join(differing)[:500]}"
+            got = f"that of another, which differs in {', '.join(differing)[:500]}"
             where = f"score(folder={str(folder.parent)!r})"
-            raise InvalidValue(where, "free, or with batches of this call", got, _HINT)
+            raise InvalidValue(where, "empty, or the folder of this call", got, _HINT)
         if not path.exists():
             write_atomic(path, json.dumps(own, indent=1, sort_keys=True).encode())
         yield ResumeCache(folder)
@@ -375,7 +375,7 @@ def _differing(path: Path, own: Mapping[str, Any], tolerance: float) -> list[str
         names = sorted({*theirs, *own})
         return [n for n in names if not _alike(theirs.get(n), own.get(n), tolerance)]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        must = "what score(folder=) left there"
+        must = "a file that score(folder=) wrote"
         raise InvalidValue(str(path), must, "an unreadable file", _HINT) from error
 
 

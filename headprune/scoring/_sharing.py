@@ -110,8 +110,8 @@ class SharedPasses:
         """
         parts = self.workers.exchanged(make)
         hint = (
-            "Give every process all batches in one order: no sampler that deals them out, no"
-            " shuffling of its own."
+            "Give every process all batches in one order: no DistributedSampler, and the same"
+            " shuffling."
         )
         read = f"{what}: {self.reader.data}"
         self.workers.agree("batches", "the same in every process", read, hint)

@@ -45,10 +45,10 @@ class Stable:
 
     Args:
         k: Units in the set: how many a budget will remove.
-        confidence: Least probability that the set is that of all data.
+        confidence: Lowest probability that all data would give this set.
         first: Examples before the first test.
         growth: Factor of the examples between two tests.
-        rare: Share of examples above which an event that changes the set is not to be overlooked.
+        rare: Share of examples; only rarer events may change the set unnoticed.
 
     >>> Stable(k=12)
     Stable(k=12, confidence=0.95, first=200, growth=1.5, rare=0.02)
@@ -104,8 +104,8 @@ def settled(seen: PairedMoments, k: int, error: float, rare: float = 0.02) -> bo
 
     ``T[x, y]`` is the studentised difference "mean of y minus mean of x": large where x is lower.
     The answer is yes if T is above a critical value for every x inside the set and y outside. The
-    critical value grows with the number of pairs that it allows for. A pair with T of twice that
-    of all pairs is clearly ordered, so that only the other, close pairs need be allowed for.
+    critical value grows with the number of pairs that it covers. Pairs with ``|T|`` of at least
+    twice the value for all pairs are clearly ordered, so that it covers only the close pairs.
 
     Args:
         seen: Moments of the numbers ``[examples, units]``.
@@ -373,7 +373,7 @@ def _alike(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:
 
 def _refusal(name: str, reason: str) -> InvalidValue:
     must = "used with scorers whose score is a mean of one number per example"
-    hint = "Name taylor or fisher, or leave until= out; surgeon is what score takes by default."
+    hint = "Pass scorer='taylor' or 'fisher', or leave until= out. The default is surgeon."
     return InvalidValue("score(until=)", must, f"{name!r}: {reason}", hint)
 
 
@@ -381,5 +381,5 @@ def _note(n: int, n_tests: int, done: bool, until: Stable) -> str:
     what = f"the set of the {until.k} lowest"
     confidence = f"confidence {until.confidence:g}"
     if done:
-        return f"{what} is settled at {confidence} after {n} examples (look {n_tests})"
+        return f"{what} is settled at {confidence} after {n} examples (test {n_tests})"
     return f"all {n} examples were read and {what} is not settled at {confidence}"

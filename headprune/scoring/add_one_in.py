@@ -11,7 +11,8 @@ from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
 @dataclass(frozen=True)
 class AddOneIn(Scorer):
-    """``I_h = mean_i [l_i(no head) - l_i(h alone)]``: the other end of ``leave_one_out``, labels.
+    """``I_h = mean_i [l_i(no head) - l_i(h alone)]``: the other end of ``leave_one_out``;
+    needs labels.
 
     The first marginal of the heads' Shapley value (Held & Yang 2022, "Shapley Head Pruning"), as
     ``leave_one_out`` is the last. High for a head that needs no other one; a head that reads what

@@ -41,7 +41,7 @@ from headprune.scoring._maps import (
 @dataclass(frozen=True)
 class Attattr(Scorer):
     """``I_h = mean_i max_qk Attr_h[q, k]``, ``Attr_h = A_h * 1/m sum_{s=1..m} dF(s/m A) / dA_h``;
-    labels.
+    needs labels.
 
     A are the maps of all heads of one site; the layers below keep theirs, those above follow. F is
     the probability of the label, ``exp(-loss)``. Higher is more important; a head that only speaks
@@ -178,7 +178,7 @@ class Attattr(Scorer):
 
 
 def _unused(b: BoundSite) -> UnsupportedModel:
-    must = "what the values are multiplied with (eager attention)"
-    got = "others: their gradient is not the gate's"
+    must = "the one that the values are multiplied by (eager attention)"
+    got = "another: its gradient does not match the gate's"
     hint = "Leave this site out with sites=, or take another scorer, such as integrated_gradients."
     return UnsupportedModel(f"the attention map of {b.site.name}", must, got, hint)

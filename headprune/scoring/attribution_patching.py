@@ -30,7 +30,7 @@ Contexts: TypeAlias = dict[int, list[Tensor]]
 @dataclass(frozen=True)
 class AttributionPatching(GradientScorer):
     """``I_h = mean_i sum_t <base_th - ctx_ith, dl_i/dctx_ith>``: at most two forward and one
-    backward pass, labels.
+    backward pass, needs labels.
 
     It estimates how much the loss rises when the head's output ``ctx``, the output projection's
     input, is replaced at every token. Signed; higher is more important.
@@ -47,8 +47,8 @@ class AttributionPatching(GradientScorer):
             head's mean output over all tokens that are no padding; ``corrupt``, its output at the
             same place on a corrupted batch.
         corrupt: For ``corrupt``: ``batch -> corrupted batch``, with the same examples and tokens.
-            It must be deterministic. For prepared pairs
-            let batches carry both, and pass a loss that runs the clean part.
+            It must be deterministic. For prepared pairs, let batches carry both; the loss runs the
+            clean part.
 
     The standard error is over examples; the mean output is taken as known.
 

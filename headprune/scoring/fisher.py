@@ -22,7 +22,7 @@ from headprune.scoring._gradients import GradientScorer, gate_gradients, gathere
 @dataclass(frozen=True)
 class Fisher(GradientScorer):
     """``I_h = 1/2 mean_i (dl_i/dm_h)^2`` at gates m = 1: one forward and one backward pass with
-    frozen weights, labels.
+    frozen weights, needs labels.
 
     Half the diagonal of the Fisher matrix ``G'G/N``: the rise of the loss when the head is removed,
     to second order, with the Fisher matrix for the Hessian and without the slope (``taylor2`` adds

@@ -27,8 +27,8 @@ class Fluctuation(ActivationScorer):
     forward pass, no labels.
 
     x_j is channel j of the output projection's input over all tokens, W the projection. A channel
-    that does not vary can be replaced by its mean, a bias, at no loss: made for recovery
-    by ``mean_fold``.
+    that does not vary can be replaced by its mean at no loss; ``mean_fold`` puts the mean into the
+    bias.
 
     Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning" (FLAP), section 3.2
     (WIFV) and 3.3 (standardisation, so that layers can be ranked together). Their running variance
@@ -63,7 +63,7 @@ class Fluctuation(ActivationScorer):
             if len(channels) > 1:
                 spread = channels.std()
             # Chosen on the device, so that nothing waits for it.
-            channels = torch.where(spread > 0, centred / spread, 0)
+            channels = torch.where(spread == 0, 0, centred / spread)  # NaN stays, to be refused
         return of_units(statistic.bound, channels, Tensor.mean)
 
     def notes(self, statistics: Iterable[ChannelMoments]) -> tuple[str, ...]:

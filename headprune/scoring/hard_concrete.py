@@ -12,7 +12,7 @@ from headprune.scoring._learned import LearnedScorer
 @dataclass(frozen=True)
 class HardConcrete(LearnedScorer):
     """``I_h = log a_h`` at the minimum of ``mean_i l_i(g) + penalty(P(g > 0))``: `steps` forward
-    and backward, labels.
+    and backward, needs labels.
 
     g_h is a hard concrete gate, whose log-odds of being open grow with log a_h; the model's weights
     are frozen. The scores rank best at about the wanted number of heads: heads that closed early

@@ -28,7 +28,7 @@ _GAP = 0.05
 @dataclass(frozen=True)
 class IntegratedGradients(Scorer):
     """``I_h = -mean_i int_0^1 dl_i/dm_h (a, ..., a) da``: ``points`` passes forward and backward,
-    two forward, labels.
+    two forward, needs labels.
 
     All gates of all sites go from 0 to 1 together, and each head gets its share of the loss that is
     saved thereby: ``sum_h I_h = L(no heads) - L(all heads)``, up to the quadrature. Higher is

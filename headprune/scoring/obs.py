@@ -86,7 +86,7 @@ class Obs(ActivationScorer, ConstantWork):
             return super().refused(statistic)
         got = f"{self.ridge} at {statistic.bound.site.name}, with linearly dependent channels"
         return InvalidValue(
-            "Obs.ridge", "large enough to invert X'X", got, "Use 1e-2, or more data."
+            "Obs.ridge", "large enough to invert X'X", got, "Use a larger one, or more data."
         )
 
 

@@ -12,11 +12,14 @@ from headprune.scoring._ablation import Replay, byte_count, differences, nothing
 from headprune.scoring._averages import averaged, mean_and_error
 from headprune.scoring._base import Estimate, Scorer, ScoringProblem
 
+#: Fewer pairs of orders come with a note: their variance is too uncertain for an interval.
+_FEW = 8
+
 
 @dataclass(frozen=True)
 class Shapley(Scorer):
     """``phi_h = mean over orders of [v(before h, and h) - v(before h)]``,
-    ``v(S) = -mean_i l_i(only S open)``; labels.
+    ``v(S) = -mean_i l_i(only S open)``; needs labels.
 
     Source: Shapley 1953; for heads Held & Yang 2022, "Shapley Head Pruning". The shares add up to
     ``v(all heads) - v(no head)`` exactly, for any number of orders.
@@ -29,10 +32,10 @@ class Shapley(Scorer):
             et al. 2022), up to n forward passes per order. ``two_sided``: the mean of
             ``leave_one_out`` and ``add_one_in``, exact where v has no interactions of three heads.
         orders: Pairs of an order and its reverse.
-        truncation: An order ends once v is within this part of ``v(all) - v(none)`` from v(all),
-            and its last heads share the rest evenly (Ghorbani & Zou 2019, "Data Shapley"); 0 never
-            ends early.
-        step: Heads of an order between two tests of that.
+        truncation: An order ends once ``|v(all) - v|`` is at most this share of
+            ``|v(all) - v(none)|``; its other heads share the rest evenly (Ghorbani & Zou 2019,
+            "Data Shapley"); 0 never ends early.
+        step: Heads between two such tests.
         seed: Of the orders.
         max_bytes: Approximate bound on the memory for settings that run at once.
 
@@ -52,7 +55,7 @@ class Shapley(Scorer):
         check_count("Shapley.orders", self.orders)
         check_count("Shapley.step", self.step)
         if not 0 <= self.truncation < 1:
-            must = "a part of the whole, 0 <= truncation < 1"
+            must = "a share, 0 <= truncation < 1"
             raise InvalidValue("Shapley.truncation", must, self.truncation)
         byte_count("Shapley.max_bytes", self.max_bytes)
 
@@ -131,4 +134,10 @@ def _with_error_of_orders(estimate: Estimate, pairs: Tensor) -> Estimate:
         note = "The standard error is that over orders alone."
         return replace(estimate, standard_errors=of_orders, notes=(*estimate.notes, note))
     both = (of_examples.square() + of_orders.square()).sqrt()
-    return replace(estimate, standard_errors=both)
+    notes = estimate.notes
+    if len(pairs) < _FEW:
+        notes += (
+            f"Only {len(pairs)} pairs of orders: intervals may be too short. Use orders={_FEW} or"
+            " more.",
+        )
+    return replace(estimate, standard_errors=both, notes=notes)

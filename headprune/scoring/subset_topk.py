@@ -12,7 +12,7 @@ from headprune.scoring._learned import LearnedScorer
 @dataclass(frozen=True)
 class SubsetTopk(LearnedScorer):
     """``I_h = w_h`` at the minimum of ``mean_i l_i(g)``, gates that sum to k: `steps` forward and
-    backward, labels.
+    backward, needs labels.
 
     ``g_h = sigmoid((w_h + Gumbel noise - v) / T)``, v such that they sum to k, T falling over three
     quarters of the steps; the model's weights are frozen.

@@ -53,10 +53,10 @@ _PerRun: TypeAlias = list[list[Tensor | None]]
 
 @dataclass(frozen=True)
 class Surgeon(ConstantWork):
-    """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` of the cheapest unit u still kept: 4 backward passes per
-    batch, no labels.
+    """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` of the cheapest unit u still kept: up to 4 backward passes
+    per batch, no labels.
 
-    x is what a site's output projection reads at a token, g the loss's slope there. A is the
+    x ``[width]`` is the output projection's input at a token, g the loss's slope there. A is the
     covariance of x, weighted by ``|g|^2``, and ``C = sum g g' / examples``. A price is how much the
     loss rises, to second order, when the unit is removed and the projection refitted. The cheapest
     unit of all sites is removed, A and C updated, and so on.
@@ -70,9 +70,9 @@ class Surgeon(ConstantWork):
     Args:
         curvature: Slopes of the predictions (``output``), of all classes alike (``logits``), or of
             the ``loss``. None: ``loss`` where you give one, else ``output``.
-        ridge: Added to A's diagonal, as a share of its mean.
-        draws: Backward passes: groups of classes (None: 4; a price is 4 % off), or labels per
-            token (None: 1).
+        ridge: Added to A's diagonal, a share of its mean.
+        draws: Backward passes per batch: groups of classes (None: 4, prices 4 % off), or labels
+            per token (None: 1).
         blocks: For the jackknife's standard error; 1, as for neurons, gives none.
         seed: See ``Ggn``.
     """
@@ -165,7 +165,7 @@ class Surgeon(ConstantWork):
         by_name = {str(site): factor for site, factor in factors.items()}
 
         def add_share() -> dict[str, Tensor]:
-            into = problem.added(seen=flags, **by_name)
+            into = problem.resumable(seen=flags, **by_name)
             for number, first, batch in problem.share(what, into):
                 examples = range(first, first + batch_size(batch))
                 flags.drawn |= self._add_batch(problem, number, batch, curvature, factors, examples)
@@ -261,9 +261,9 @@ class Surgeon(ConstantWork):
         removals = in_main_memory(removed(factors, weights, weights @ examples, self.ridge))
         for f, of_site in zip(factors, removals, strict=True):
             if bool(of_site[:, 1].isnan().any()):
-                must = "large enough to invert A"
+                must = "large enough to invert the covariance of the projection's input"
                 got = f"{self.ridge} at {f.bound.site.name}, with linearly dependent channels"
-                raise InvalidValue("Surgeon.ridge", must, got, "Use 1e-2, or more data.")
+                raise InvalidValue("Surgeon.ridge", must, got, "Use a larger one, or more data.")
         by_run = zip(*removals, strict=True)  # of each run, [2, units] per site
         return torch.stack(list(map(_rising, by_run)))
 

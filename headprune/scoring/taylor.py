@@ -18,7 +18,7 @@ from headprune.scoring._rows import SummarizedRows
 @dataclass(frozen=True)
 class Taylor(GradientScorer):
     """``I_h = mean_i |dl_i/dm_h|`` at gates m = 1: one forward and one backward pass with frozen
-    weights, labels.
+    weights, needs labels.
 
     Source: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?", section 4.1,
     equation (5). We take gradients per example whatever the batch size, leave padding out, and

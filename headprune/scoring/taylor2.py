@@ -15,7 +15,7 @@ from headprune.scoring._gradients import GradientScorer, gathered
 @dataclass(frozen=True)
 class Taylor2(GradientScorer):
     """``I_h = mean_i [-g_ih + 1/2 g_ih^2]``, ``g_ih = dl_i/dm_h`` at gates m = 1: one forward and
-    one backward, labels.
+    one backward, needs labels.
 
     The expansion ``L(m_h = 0) - L(1) = -dL/dm_h + 1/2 d2L/dm_h2 - ...`` with the diagonal of the
     empirical Fisher matrix for the second derivative: an estimate of ``leave_one_out`` at the cost

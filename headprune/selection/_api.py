@@ -367,6 +367,7 @@ def _notes(
     else:
         notes.append(_nothing_removed(scores.sites, budget))
     notes.extend(_emptied_notes(scores.sites, mask))
+    notes.extend(_cross_cache_notes(scores.sites, budget))
     # Where kinds have budgets, or `auto` compared both ways, the split is deliberate.
     if isinstance(budget, Budget) and scores.choice is None and scores.scorer != "random":
         notes.extend(_uneven_notes(scores.sites, mask))
@@ -427,6 +428,16 @@ def count_hint(budget: Budget | Mapping[str, Budget], present: int) -> str:
     if not isinstance(count, int) or count <= present:
         return ""
     return f" It keeps {count} heads, and {present} are present. {share_hint(count)}".rstrip()
+
+
+def _cross_cache_notes(
+    sites: Sequence[AttentionSite], budget: Budget | Mapping[str, Budget]
+) -> tuple[str, ...]:
+    """The note of a budget of the KV cache in a model with cross-attention."""
+    budgets = [budget] if isinstance(budget, Budget) else budget.values()
+    if "cross" not in heads_by_kind(sites) or all(one.kind != "keep_kv" for one in budgets):
+        return ()
+    return ("keep_kv does not count the cache of cross-attention, which keeps its size.",)
 
 
 def _predicted(table: LatencyTable, mask: HeadMask) -> str:

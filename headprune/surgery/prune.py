@@ -26,6 +26,7 @@ from headprune.core.indices import indices
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
 from headprune.gating.context import gated, site_names
+from headprune.layouts import is_registered
 from headprune.model.cut import Undo, cut_
 from headprune.model.fingerprint import check_plan
 from headprune.model.offloaded import count_parameters
@@ -191,7 +192,8 @@ def _cut_and_compared(
         after = count_parameters(model)
         now = Sites((b.site for b in bind(model, located)), located.layouts.values(), beyond)
         changes = successions(old, unwrap(model), done.shortened)
-        warned = (*notes, *carry_(optimizers, changes), *coverage_note(beyond))
+        unproven = () if proof else _unproven(bound, removed)
+        warned = (*notes, *unproven, *carry_(optimizers, changes), *coverage_note(beyond))
     except BaseException:
         done.restore()
         undo.restore()
@@ -250,6 +252,21 @@ def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
             " other masks. A layout that your own package registers needs none (CONTRIBUTING.md)."
         )
         raise InvalidValue("prune_(example=)", must, f"None, with {code}", hint)
+
+
+def _unproven(
+    bound: Iterable[BoundSite], removed: Iterable[tuple[str, tuple[int, ...]]]
+) -> tuple[str, ...]:
+    """The warning where a user's own layout was cut and nothing was compared."""
+    cut = {name for name, _ in removed}
+    own = {b.layout.name for b in bound if b.site.name in cut and not is_registered(b.layout)}
+    if not own:
+        return ()
+    names = ", ".join(map(repr, sorted(own)))
+    return (
+        f"Nothing was compared, and layout {names} is not a registered one: if it is wrong, so is"
+        " the cut model. Pass example=batch.",
+    )
 
 
 def _prove(

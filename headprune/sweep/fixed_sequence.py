@@ -94,8 +94,9 @@ def fixed_sequence(
     # 2. Share the error probability among the chains.
     error = (1 - confidence) / len(chains)
     if draws * error < _TAIL:
-        must = f"at least {_TAIL / error:.0f}, for {len(chains)} chains at {confidence:g}"
-        raise InvalidValue("draws", must, draws)
+        methods = f"{len(chains)} methods at confidence {confidence:g}"
+        must = f"at least {_TAIL / error:.0f} resamples, for {methods}"
+        raise InvalidValue("fixed_sequence(draws=)", must, draws)
 
     # 3. Test each chain until a candidate fails. The worst draw decides.
     verdicts = [Verdict(False, None, False)] * len(candidates)

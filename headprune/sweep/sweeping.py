@@ -181,7 +181,7 @@ class _RunningSweep:
         base_task = self._base_task()
         for done in self._run_tasks([base_task]):
             if done.error is not None:
-                raise InvalidValue("the base model", "one that can be judged", done.error)
+                raise InvalidValue("the base model", "one that can be evaluated", done.error)
 
         # 3. Scores, then plans, then models.
         # Combinations of the same settings are one run.

@@ -95,7 +95,7 @@ def counted(monkeypatch):
     ("scorer", "batches", "inverted", "basis"),
     [
         ("taylor", [1, 2], 0, "taylor on 64 rows in 4 batches, 2 of which were timed"),
-        ("surgeon", [1, 1, 1, 2], 1, "one of 18 equal parts was timed (the largest site"),
+        ("surgeon", [1, 1, 1, 2], 1, "1 of 18 equal parts (the largest site"),
     ],
 )
 def test_it_scores_a_batch_or_two_and_inverts_one_matrix(scorer, batches, inverted, basis, counted):
@@ -207,7 +207,7 @@ def test_a_recovery_without_training_is_timed_on_a_few_rows(monkeypatch):
     monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
     stage = dried(*ALONE[:-3], "recover=[{method: lstsq, batch_size: 8}]", "score.scorer=taylor")
     assert stage["recover (lstsq)"].seconds == 100 + 64
-    assert stage["recover (lstsq)"].basis == "on 64 rows, 16 and 32 of which were timed"
+    assert stage["recover (lstsq)"].basis == "on 64 rows; timed on 16 and 32"
 
 
 def _attentions(model):

@@ -52,7 +52,7 @@ def test_measures_are_scipys_and_sets_by_hand():
         assert (pair.spearman.low, pair.kendall.high) == (None, None)
     old = hp.agreement(fixed(np.arange(12)), fixed(noise(2).mean(0), "old", n_examples=9))
     assert old.pairs[0].spearman.low is None
-    assert old.notes == ("old is held fixed: scores of 'old' without them",)
+    assert old.notes == ("old is not resampled: scores of 'old' without them",)
 
 
 def test_intervals_are_those_of_a_literal_bootstrap():

@@ -273,3 +273,10 @@ def test_a_run_refuses_a_budget_for_nothing_before_it_trains() -> None:
         prepared("digits-vit", settings, say=said.append)
     assert "[train]" not in said
     assert "[model]" in said
+
+
+def test_a_budget_of_the_cache_says_that_it_does_not_count_cross_attention() -> None:
+    said = "keep_kv does not count the cache of cross-attention, which keeps its size."
+    grouped = scores_of(tuple(replace(s, policy="group") for s in SITES))
+    assert said in hp.select(grouped, {"causal": Budget(keep_kv=0.5)}).notes
+    assert said not in hp.select(grouped, Budget(keep_heads=0.5)).notes

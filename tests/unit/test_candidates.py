@@ -258,7 +258,7 @@ def test_what_has_whole_passes_and_a_note(kind, change, max_bytes, words):
     if change:
         change(model)
     (note,) = held(model, [inputs(4)], max_bytes=max_bytes)
-    assert "because passes could not be played back" in note
+    assert "recorded outputs could not be reused" in note
     assert words in note
 
 
@@ -267,7 +267,7 @@ def test_a_tensor_that_is_as_long_as_a_batch_by_chance():
     batches = [{**inputs(size), "weights": weights} for size in (4, 2, 3)]
     assert held(net(), batches) == ()
     (note,) = held(net(), batches[::-1])  # here by chance in the first one already
-    assert "could not be played back" in note
+    assert "could not be reused" in note
 
 
 def test_a_failure_in_a_later_batch_falls_back_and_says_from_when_on():

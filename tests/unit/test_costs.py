@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
@@ -293,3 +294,14 @@ def test_costs_are_those_that_pytorch_counts_before_and_after_a_cut(layout, fami
     assert measure(small, batch).total == less(table.total, removed)
     if family not in OWN_KEYS:
         assert counted(small, batch) == whole - removed.macs(table.length)
+
+
+def test_a_router_that_returns_what_it_chose_is_counted() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 50, "intermediate_size": 48}
+    config = transformers.Llama4TextConfig(
+        **sizes, intermediate_size_mlp=48, num_local_experts=2, pad_token_id=0
+    )
+    model = transformers.Llama4ForCausalLM(config).eval()
+    batch = {"input_ids": torch.randint(3, 50, (3, 11))}
+    assert hp.score(model, [batch], "fluctuation").costs.total.macs(11) > 0

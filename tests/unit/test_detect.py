@@ -391,3 +391,34 @@ def test_a_detected_layer_keeps_a_head():
     mask = hp.HeadMask.from_keep({sites[0].name: []}, {s.name: 4 for s in sites})
     with pytest.raises(hp.HeadPruneError, match="cut so that it keeps a head"):
         hp.prune_(model, mask, sites=sites)
+
+
+def test_a_layout_that_was_proven_on_another_width_is_refused() -> None:
+    """Its head_dim is a number; the module's own count of heads shows that it does not fit."""
+
+    class Sized(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.num_heads = HEADS
+            self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+        def forward(self, x):
+            return self.o(
+                kernel(self, *(split(p(x), self.num_heads) for p in (self.q, self.k, self.v)))
+            )
+
+    def model(width):
+        return nn.Sequential(Sized(width), nn.Linear(width, 3)).eval()
+
+    found = hp.propose_layouts(model(16), torch.randn(4, 5, 16))
+    assert len(hp.find_sites(model(16), layouts=found)) == 1
+    with pytest.raises(
+        hp.HeadPruneError, match="'num_heads' is 4, but heads of width 4 would be 8"
+    ):
+        hp.find_sites(model(32), layouts=found)
+
+    # Without an example nothing is compared, and the report says what that risks.
+    small = model(16)
+    sites = hp.find_sites(small, layouts=found)
+    report = hp.prune_(small, mask_of(sites, {sites[0].name: [0, 2]}), sites=sites)
+    assert any("Nothing was compared" in warning for warning in report.warnings)

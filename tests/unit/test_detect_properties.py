@@ -267,7 +267,9 @@ REFUSED = {
     "one head": {"the softmax sees one head": lambda: Textbook(num_heads=1)},
     "shared tensors": {"'W_q' and 'W_k' are one module": one_module_twice},
     "no effect on the example": {
-        "no effect of gates of zero": lambda: Textbook(run=lambda module, x: 0.0 * plain(module, x))
+        "the same outputs with all its gates at zero": lambda: Textbook(
+            run=lambda module, x: 0.0 * plain(module, x)
+        )
     },
     "random in evaluation mode": {
         "got random outputs": lambda: Textbook(run=lambda m, x: plain(m, x) + next(CALLS)),

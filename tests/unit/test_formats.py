@@ -293,13 +293,16 @@ def changed(name):
     attention = model.bert.encoder.layer[0].attention
     if name == "classifier":
         model.classifier = nn.Linear(model.config.hidden_size, 7)
-        return model, r"tensors that the class has, cut inside of attentions, got classifier\.weig"
+        return model, r"as the class makes them, got a new or cut tensor classifier\.weig"
     if name == "attributes":
         attention.sizes = (1, [2, object()])
         return model, r"attributes that JSON holds, got bert\.encoder\.layer\.0\.attention\.sizes"
     if name == "modules":
         attention.extra = nn.Identity()
-        return model, r"modules that the class has, got bert\.encoder\.layer\.0\.attention\.extra"
+        return (
+            model,
+            r"modules of the class, got a new one, bert\.encoder\.layer\.0\.attention\.extra",
+        )
     config = hf.GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=20)
     words = "one of Transformers' Auto classes loads, got GPT2DoubleHeadsModel"
     return hf.GPT2DoubleHeadsModel(config), words

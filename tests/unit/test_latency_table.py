@@ -348,7 +348,7 @@ def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(monkeypa
     assert table.whole == 1.0
     assert table.row("0")[-1] == pytest.approx(1.0)
     (note,) = table.notes
-    assert "took 100 % longer than the model; their times are scaled" in note
+    assert "took 100 % longer than the model; times are scaled" in note
     table.check(hp.find_sites(model))
     assert _smoothed([None, 1.0, 3.0, 2.0, 4.0]) == [None, 1.0, 2.5, 2.5, 4.0], "what falls is mean"
 

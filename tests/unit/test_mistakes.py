@@ -300,7 +300,7 @@ def test_positions_of_ones_own(entry):
 
     batches = [{"rows": x, "labels": y} for x, y in pairs()]
     batches[1]["rows"] = torch.randn(SIZE, POSITIONS + 4, 8)
-    words = ("batch 1", f"at most {POSITIONS} long", "positions", f"got {POSITIONS + 4}")
+    words = ("batch 1", f"at most {POSITIONS} tokens long", "positions", f"got {POSITIONS + 4}")
     refused(ALL[entry], Own(), batches, None if entry in UNLABELLED else loss, *words)
 
 

@@ -121,7 +121,7 @@ def test_processes_that_differ_are_refused_and_what_one_raises_is_told(refusals)
             found = told(refusals, f"{what}-{rank}")
             assert found["kind"] == "InvalidValue"
             assert found["words"].startswith(f"{where}: must be")
-            assert f"others in process {1 - rank} than in process {rank}" in found["words"]
+            assert f"different ones in processes {1 - rank} and {rank}" in found["words"]
     first, second = (told(refusals, f"loss-{rank}") for rank in range(2))
     assert (first["kind"], second["kind"]) == ("ProcessFailed", "InvalidValue")
     assert second["words"].startswith("the loss of batch 1, example 0: must be finite")
@@ -149,7 +149,7 @@ def test_loaders_that_deal_out_the_data_are_refused():
     prepared = prepare_data_loader(plain, num_processes=2, process_index=0)
     assert isinstance(prepared.batch_sampler, BatchSamplerShard)
     for loader in (dealt, prepared):
-        with pytest.raises(InvalidValue, match="deals them out"):
+        with pytest.raises(InvalidValue, match="gives each process a part"):
             _check_alike(Workers(), "a model", loader)
 
 

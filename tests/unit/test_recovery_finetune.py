@@ -184,7 +184,7 @@ def test_distillation_covers_the_usual_outputs_and_refuses_others():
     ):
         with pytest.raises(InvalidValue, match=words):
             gap(ours, theirs)
-    with pytest.raises(InvalidValue, match="a loss that calls model"):
+    with pytest.raises(InvalidValue, match="a loss that calls it, got one that did not"):
         logits_gap([], answer(Fixed(a), []), 1.0)
 
 

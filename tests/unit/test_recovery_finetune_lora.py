@@ -210,7 +210,7 @@ def test_without_targets_there_must_be_projections_in_layers_that_are_known():
     with pytest.raises(UnsupportedModel, match=words):
         hp.recover_(unknown, [x], lora(), loss=squared)
     alone = nn.Sequential(nn.MultiheadAttention(16, 4), nn.ReLU())
-    words = "or a model with projections in its layers, got none there. Train the weights"
+    words = "no layer with attention has a projection .*, got none. Name projections"
     with pytest.raises(UnsupportedModel, match=words):
         hp.recover_(alone, [x], lora(), loss=lambda m, x: m[0](x, x, x)[0].square().mean((1, 2)))
     layers = [nn.Sequential(hp.MultiHeadAttention(16, 4), Scaled(16, 16)) for _ in range(2)]

@@ -193,7 +193,7 @@ def test_another_interval_of_checkpoints_is_the_same_training(killed):
 def test_a_damaged_checkpoint_is_refused(killed, damage):
     path = killed / FILE
     path.write_bytes(path.read_bytes()[:-500] if damage is None else damage)
-    with pytest.raises(CheckpointError, match="a checkpoint that a training left there"):
+    with pytest.raises(CheckpointError, match="a checkpoint that a training wrote"):
         train(SETTINGS["plain"], "in order", killed)
 
 

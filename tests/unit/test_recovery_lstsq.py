@@ -367,7 +367,7 @@ def test_inputs_that_depend_on_each_other_are_said():
     assert any("linearly dependent" in note for note in report.notes)
     (note,) = recovered(pruned(subject), few, Lstsq(ridge=0.3), subject.model).notes
     assert note.startswith("Few examples for 3 of 3 projections: ")
-    assert "12 numbers per output channel to 3 tokens. 8 examples in place of 1" in note
+    assert "12 numbers per output channel to 3 tokens. Use about 8 examples, not 1" in note
 
 
 def test_the_ridge_draws_to_the_prior():
@@ -401,11 +401,11 @@ def test_parameters_that_are_shared_are_refused():
     model = pruned(subject, mask).requires_grad_(False)
     projections = [layer.attention.output.dense for layer in subject.model.bert.encoder.layer]
     projections[2].weight = model.bert.encoder.layer[2].attention.output.dense.weight
-    words = r"teacher: must be without the parameters of the model's bert\.encoder"
+    words = r"teacher: must be a model with its own parameters at bert\.encoder"
     with pytest.raises(InvalidValue, match=words):
         recovered(model, batches, "lstsq", subject.model)
     projections[2].weight = projections[1].weight
-    with pytest.raises(UnsupportedModel, match="the weight of one projection"):
+    with pytest.raises(UnsupportedModel, match="must be used by one projection only"):
         recovered(pruned(subject, mask), batches, "lstsq", subject.model)
 
 

@@ -315,7 +315,7 @@ def test_few_examples_are_said_with_how_many_would_do():
     found = notes({"a": NO_CHANGE, "b": 0.3}, {"a": (300, 400), "b": (300, 100)}, 20)
     assert found[0].endswith(": a.")
     assert "1 of 2 projections" in found[1]
-    assert "54 examples in place of 20" in found[1]  # 800 tokens at 15 an example
+    assert "Use about 54 examples, not 20" in found[1]  # 800 tokens at 15 an example
     assert notes({"a": 0.3}, {"a": (800, 400)}, 20) == []
     # A ridge that is given: fewer tokens than numbers are few.
     assert len(notes({}, {"a": (399, 400)}, 20)) == 1

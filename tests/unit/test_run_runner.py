@@ -238,6 +238,13 @@ def test_an_untrained_head_needs_training(bert, tmp_path):
         build_model(recipe(bert, tmp_path, train=None), (0, 1, 2))
 
 
+def test_a_model_of_other_labels_is_told_from_an_untrained_one(bert, tmp_path):
+    model = trained(bert, tmp_path, ["a", "b"])
+    words = r"whose classifier.bias, classifier.weight have other sizes.*labels that the model"
+    with pytest.raises(InvalidValue, match=words):
+        build_model(recipe(model, tmp_path, train=None), (0, 1, 2))
+
+
 def test_text_that_is_too_long_is_refused_before_training(bert, tmp_path):
     chosen = recipe(bert, tmp_path)
     rows = ({"text": f"w{i} " + " ".join(WORDS * 3), "label": i % 2} for i in range(30))
@@ -307,7 +314,9 @@ def test_a_policy_that_the_models_layout_lacks(tmp_path, monkeypatch):
     monkeypatch.setitem(layouts.registry._loaded, "llama", alone)
     select = {"keep_heads": 0.5, "policy": "free"}
     chosen = recipe(llama(tmp_path / "m"), tmp_path, "causal_lm", train=None, select=select)
-    with pytest.raises(InvalidValue, match=r"select\.policy: .* got 'free'.* allows: group\."):
+    with pytest.raises(
+        InvalidValue, match=r"select\.policy: .* got 'free'.* layout 'llama' \(group\)"
+    ):
         quietly_prepared(chosen)
 
 

@@ -175,6 +175,12 @@ def test_shapley_shares_add_up_and_come_close_to_the_enumeration(game):
     assert bool((flat_errors(found) > 0).all())
 
 
+def test_shapley_of_few_orders_says_that_its_intervals_may_be_too_short(game):
+    subject, _ = game
+    said = [bool(score(subject, Shapley(orders=n)).notes) for n in (3, 8)]
+    assert said == [True, False]
+
+
 def test_shapley_of_one_order_is_its_marginals(game):
     subject, v = game
     order = torch.randperm(6, generator=torch.Generator().manual_seed(3)).tolist()

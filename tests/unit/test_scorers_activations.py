@@ -6,6 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.core.errors import InvalidValue
 from headprune.model.double import Doubled
 from headprune.scoring import ActivationNorm, Confidence, Entropy, Fluctuation, Obs, Wanda
 from tests.laws.support import examples_of as data
@@ -154,3 +155,12 @@ def test_more_examples_than_blocks(bert):
 
 
 # ---------------------------------------------------------------- one pass, no trace
+
+
+@pytest.mark.parametrize("normalize", ["zscore", "none"])
+def test_a_weight_that_is_no_number_is_refused(normalize):
+    subject = family_subject("bert", "bert")
+    with torch.no_grad():
+        subject.model.bert.encoder.layer[1].attention.self.value.weight[0, 0] = float("nan")
+    with pytest.raises(InvalidValue, match="must be finite, got NaN or infinite"):
+        hp.score(subject.model, [subject.batch], Fluctuation(normalize=normalize))

@@ -184,6 +184,11 @@ def test_the_parts_of_an_encoder_decoder_stand_alone():
 # ---------------------------------------------------------------- what they say
 
 
+def test_an_interval_is_of_a_head():
+    with pytest.raises(InvalidValue, match=r"head: must be a HeadId.*, got 0\.95"):
+        scores_of(noise(9)).interval(0.95)
+
+
 def test_intervals_are_students():
     scores = scores_of(noise(9))
     column = noise(9)[:, 0]

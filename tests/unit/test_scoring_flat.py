@@ -21,7 +21,7 @@ from tests.scoring_help import Stack
 #: Scorers whose numbers come from slopes of the loss at the model as it is; `auto` has such
 #: candidates.
 BY_SLOPE = {"attribution_patching", "auto", "fisher", "ladder", "surgeon", "taylor", "taylor2"}
-FLAT = r"the slopes of the loss in the gates .* larger than rounding, got .* leave_one_out"
+FLAT = r"the gradient of the loss in the gates .* larger than rounding errors, got .* leave_one_out"
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 

@@ -147,7 +147,7 @@ def test_a_loss_without_a_graph(bert):
             return default_loss(model, batch)
 
     for loss in (under_no_grad, lambda m, b: default_loss(m, b).detach()):
-        refused("not detached, not under no_grad", bert, ["taylor"], loss=loss)
+        refused("must be computed by the model with gradients", bert, ["taylor"], loss=loss)
 
 
 def test_a_loss_that_does_not_see_a_layer(bert):
@@ -194,8 +194,12 @@ def test_attention_that_runs_on_no_whole_examples_is_refused():
         def forward(self, x):
             return x.mean((1, 2)) + self.attention(x[1:]).mean()
 
-    for scorer, words in (("entropy", "got a map of 2 rows"), ("surgeon", "got 2 rows")):
-        with pytest.raises(UnsupportedModel, match=rf"must be run on 3 examples, {words}"):
+    cases = {
+        "entropy": "must be a module whose map has one row per example, 3, got a map of 2 rows",
+        "surgeon": "must be a module that reads whole examples, 3 in this batch, got 2 rows",
+    }
+    for scorer, words in cases.items():
+        with pytest.raises(UnsupportedModel, match=words):
             hp.score(Others(), [torch.randn(3, 4, 8)], scorer, loss=lambda m, x: m(x))
 
 
@@ -213,7 +217,7 @@ def test_data_that_a_setting_cannot_use(bert):
     resample = scoring.LeaveOneOut(replacement="resample")
     twice = {k: v[:1].repeat(2, *[1] * (v.ndim - 1)) for k, v in bert.batch.items()}
     refused("at least two unlike examples", bert, [resample], [twice])
-    refused("examples are no rows", family_subject("swin", "swin"), [resample])
+    refused("has no row per example", family_subject("swin", "swin"), [resample])
     shorter = scoring.AttributionPatching(
         base="corrupt", corrupt=lambda b: {k: v[:, :5] if v.ndim == 2 else v for k, v in b.items()}
     )

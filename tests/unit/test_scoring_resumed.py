@@ -274,7 +274,9 @@ def test_a_folder_of_another_call_is_refused(bert, four, tmp_path):
     with pytest.raises(InvalidValue, match="which differs in the model"):
         score(other, "taylor", four, folder=tmp_path)
     (tmp_path / "0-of-1" / "call.json").write_text("[]")
-    with pytest.raises(InvalidValue, match=r"call.json: must be what score\(folder=\) left there"):
+    with pytest.raises(
+        InvalidValue, match=r"call.json: must be a file that score\(folder=\) wrote"
+    ):
         score(bert, "taylor", four, folder=tmp_path)
 
 
@@ -324,7 +326,9 @@ def test_sums_of_another_kind_are_refused(bert, four, tmp_path):
         {"pass": 1, "batches": 2, "mark": "ab", "whole": ""},
     ):
         cache.write(path, sums, said)
-        with pytest.raises(InvalidValue, match="must be sums of this call, got a file without"):
+        with pytest.raises(
+            InvalidValue, match="must be a file with this call's sums, got one without"
+        ):
             score(bert, "wanda", four, folder=tmp_path)
 
 

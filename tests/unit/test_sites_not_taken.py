@@ -284,3 +284,19 @@ def test_a_layout_of_ones_own_takes_it_and_no_note_is_there():
     batches = [torch.randn(4, 5, 10).double()]
     for given in (sites, sites[:1]):
         assert hp.score(model, batches, loss=loss, sites=given).notes == ()
+
+
+def test_attention_inside_a_layer_whose_feed_forward_is_taken_is_named():
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.NystromformerConfig(**sizes, intermediate_size=24, num_landmarks=4)
+    sites = hp.find_sites(transformers.NystromformerModel(config), feed_forward=True)
+    assert all(site.is_feed_forward for site in sites)
+    assert {group.kind for group in sites.not_taken} >= {"NystromformerAttention"}
+
+
+def test_inspect_shows_feed_forwards_where_no_layout_takes_the_attention(tmp_path):
+    sizes = {"vocab_size": 50, "d_model": 16, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2}
+    transformers.MptForCausalLM(transformers.MptConfig(**sizes)).save_pretrained(tmp_path)
+    said = done(f"inspect {tmp_path} --feed-forward")
+    assert "0 heads and 128 neurons" in said.stdout
+    assert "MptAttention" in said.stdout + said.stderr

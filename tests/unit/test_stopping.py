@@ -157,7 +157,7 @@ def test_no_more_batches_are_read_than_were_needed():
     (found,) = read_until(problem, [("columns", Columns())], Stable(k=3))
     assert (stream.read, found.n_examples) == (20, 200)
     assert found.notes == (
-        "the set of the 3 lowest is settled at confidence 0.95 after 200 examples (look 1)",
+        "the set of the 3 lowest is settled at confidence 0.95 after 200 examples (test 1)",
     )
     again = problem_of(data[:200].split(10))
     assert_close(found.values, Columns().estimate(again).values)

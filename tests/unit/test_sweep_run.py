@@ -351,7 +351,7 @@ def test_failures_are_kept_and_stop_nothing(copied, monkeypatch):
 def test_a_base_model_that_cannot_be_judged_ends_the_sweep(copied, monkeypatch):
     shutil.rmtree(copied / "outcomes")
     break_at(monkeypatch, "outcomes", "taylor")
-    words = "the base model: must be one that can be judged, got RuntimeError: out of"
+    words = "the base model: must be one that can be evaluated, got RuntimeError: out of"
     with pytest.raises(InvalidValue, match=words):
         sweep(copied)
 
