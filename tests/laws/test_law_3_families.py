@@ -172,7 +172,7 @@ def allowed(sites: Any, policy: str, seed: int) -> hp.HeadMask:
 def test_law_3_a_policy_a_layout_lacks_is_refused_or_makes_no_difference(subject: Subject) -> None:
     for policy in set(POLICIES) - set(subject.layout.policies):
         if any(s.n_kv_heads < s.n_query_heads for s in subject.sites):
-            with pytest.raises(UnsupportedModel, match="a policy that layout"):
+            with pytest.raises(UnsupportedModel, match="a policy of layout"):
                 hp.find_sites(subject.model, policy=policy)
         else:
             assert hp.find_sites(subject.model, policy=policy) == subject.sites

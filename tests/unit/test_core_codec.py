@@ -166,7 +166,7 @@ DROPPED = object()
 WRONG = [
     ("headprune", "Budget", ".headprune: must be 'RunRecord', got 'Budget'"),
     ("headprune", DROPPED, ".headprune: must be 'RunRecord', got None"),
-    ("version", 2, ".version: must be 1, got 2. It was written by another version"),
+    ("version", 2, ".version: must be 1, got 2. Another version of headprune wrote it"),
     ("stagee", "x", ".stagee: must be a known key, got 'stagee'. Did you mean 'stage'?"),
     ("stage", DROPPED, ": must be complete (with stage), got only name, status, created"),
     ("stage", None, ".stage: must be of type str, got None"),
