@@ -396,7 +396,7 @@ def check_own_parameters(
         if len(owners) > 1:
             must = "used by one projection only"
             hint = f"Give each of them a {name} of its own first."
-            raise UnsupportedModel(f"{target.name}.{name}", must, f"one used by {owners}", hint)
+            raise UnsupportedModel(f"{target.name}.{name}", must, f"shared by {owners}", hint)
 
 
 def check_apart(

@@ -24,7 +24,7 @@ from tests.laws.support import family_subject, unchanged
 
 #: Layouts whose cut modules go on with code of ours, in place of what was there.
 REPLACED = {"blip"}
-ASKED = r"prune_\(example=\): must be a batch .*Pass example=batch"
+ASKED = r"prune_\(example=\): must be a batch, .*Pass example=batch"
 
 
 def first_family(layout):
