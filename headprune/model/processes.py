@@ -222,5 +222,5 @@ def translated_errors(timeout: float, what: str, hint: str = _HINT) -> Iterator[
         # The first sentence, without the transport's marks in brackets.
         text = re.sub(r"^(\[\S*\]\s*)+", "", str(error).strip())
         sentence = text.partition("\n")[0].partition(". ")[0]
-        must = f"answered within {timeout:g} s"
+        must = f"reachable and answer within {timeout:g} s"
         raise ProcessFailed(what, must, f"none ({sentence})", hint) from error

@@ -334,7 +334,7 @@ class Ratio(Value):
 def test_a_constructor_that_its_values_confuse_is_told_in_words():
     ratio = Ratio(1, 2, FrozenDict({"x": [math.inf]}))
     assert Ratio.from_json(ratio.to_json()).what == {"x": [math.inf]}
-    with pytest.raises(InvalidValue, match=r"Ratio: must be a sound Ratio, got .* ZeroDivision"):
+    with pytest.raises(InvalidValue, match=r"Ratio: must be a valid Ratio, got .* ZeroDivision"):
         Ratio.from_json(Ratio(1, 2).to_json().replace("2", "0"))
 
 

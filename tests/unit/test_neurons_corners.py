@@ -618,7 +618,7 @@ def test_a_curvature_too_large_to_keep_is_refused_before_scoring(tmp_path, monke
 
     assert run_of(tmp_path, {"selector": "quadratic"}) is not None
     monkeypatch.setattr(samples, "LIMIT", 8 * 50**2)
-    with pytest.raises(InvalidValue, match=r"select\.selector: must be .*, of so many units"):
+    with pytest.raises(InvalidValue, match=r"select\.selector: must be .*, for so many units"):
         run_of(tmp_path, {"selector": "quadratic"})
 
 

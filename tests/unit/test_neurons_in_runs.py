@@ -173,7 +173,10 @@ def test_prices_that_no_selector_reads_are_warned_of(tmp_path):
         select = {"keep_macs": 0.9, "selector": selector}
         prepared = quietly_prepared(recipe(tmp_path, select, score={"scorer": "ladder"}))
         warnings = prepared.journal.record.warnings
-        assert any("does not read the prices of levels" in text for text in warnings) is warned
+        assert (
+            any("does not read the prices that the scorer ladder" in text for text in warnings)
+            is warned
+        )
 
 
 def test_a_model_without_feed_forwards_is_refused_before_it_is_scored(tmp_path):

@@ -94,7 +94,7 @@ def test_one_process_without_a_group_shares_with_nobody():
 @pytest.mark.parametrize(
     ("how", "timeout", "words"),
     [
-        ("kill", 600, "the other processes: must be there"),
+        ("kill", 600, "the other processes: must be reachable"),
         ("stop", 2, "Timed out waiting 2000ms"),
     ],
 )

@@ -153,7 +153,9 @@ def test_the_loss_of_the_first_process_is_told_in_words(tmp_path):
     processes.together(2, "alone_meet", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     said = (tmp_path / "told").read_text()
     # It may end before the second one has met it.
-    assert re.match("the (first process|other processes): must be answered within", said)
+    assert re.match(
+        "the (first process|other processes): must be reachable and answer within", said
+    )
     assert said.endswith("Look for the first error among the processes' outputs.")
 
 
