@@ -59,7 +59,8 @@ def draw(records: Path, docs: Path) -> Path:
     picture(in_panels, (BOTH, HEADS, TRAINED, SMALLER), by_speed, docs / PICTURE)
     others = [record for record in read(records, "peers-*.json") if record["device_used"] == "cpu"]
     beside = [empty_layers.sentence(records), _beside_native(records)]
-    return publish(docs / PAGE, lead(found, others), page(found, beside, others))
+    ahead = _ahead(found, others)
+    return publish(docs / PAGE, lead(found, ahead), page(found, beside, others, ahead))
 
 
 def _beside_native(records: Path) -> str:
@@ -82,17 +83,20 @@ def shape_of(row: Mapping[str, Any]) -> str:
     return json.dumps([row["way"] == INT8, row["heads"], row["neurons"]])
 
 
-def lead(records: Sequence[dict[str, Any]], of_peers: Sequence[dict[str, Any]]) -> str:
-    """What was found, and for whom."""
+def lead(records: Sequence[dict[str, Any]], ahead: Sequence[tuple[str, str]]) -> str:
+    """What was found, and for whom; ``ahead`` is of `_ahead`."""
     reached = _reached(records)
-    ahead = list(dict.fromkeys(task for task, _ in _ahead(records, of_peers)))
-    trained = f" A trained smaller architecture is better at some speed: {', '.join(ahead)}."
+    trained = ""
+    if ahead:
+        tasks = ", ".join(dict.fromkeys(task for task, _ in ahead))
+        trained = f" A trained smaller architecture is better at some speed: {tasks}."
     return (
-        "For those who need a speed, whether heads or feed-forward neurons pay for it. The first table has, by task, the fastest cut that loses at most a point, the fastest"
-        " of all, and what training adds. A cut is chosen for one batch size and length: single short"
+        "For those who need a speed, whether heads or feed-forward neurons pay for it. The first"
+        " table has, by task, the fastest cut that loses at most a point, the fastest of all,"
+        " and what training adds. A cut is chosen for one batch size and length: single short"
         " texts gain less. Measured speeds are"
         f" {min(reached):.2f} to {max(reached):.2f} of the predicted ones.{_least(records)}"
-        f"{trained if ahead else ''}{_of_llama(records)}"
+        f"{trained}{_of_llama(records)}"
     )
 
 
@@ -142,9 +146,15 @@ def of_today(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in records if record["refit"] == REFIT]
 
 
-def _in_short(records: Sequence[dict[str, Any]], of_peers: Sequence[dict[str, Any]]) -> list[str]:
+def _in_short(records: Sequence[dict[str, Any]], ahead: Sequence[tuple[str, str]]) -> list[str]:
     """A line per task, from the records with the most draws."""
-    ahead = "; ".join(f"{task} {words}" for task, words in _ahead(records, of_peers))
+    smaller = []
+    if ahead:
+        named = "; ".join(f"{task} {words}" for task, words in ahead)
+        smaller = [
+            f"A smaller architecture of another shape is as fast and better here: {named}.",
+            "",
+        ]
     head = ["task", "whole", "within a point", "fastest", "draws", "trained, beside a smaller one"]
     lines = [[_short(task), *_summary(of_one)] for task, of_one in by_task(records).items()]
     return [
@@ -161,11 +171,7 @@ def _in_short(records: Sequence[dict[str, Any]], of_peers: Sequence[dict[str, An
         "",
         *table(head, lines),
         "",
-        *(
-            [f"A smaller architecture of another shape is as fast and better here: {ahead}.", ""]
-            if ahead
-            else []
-        ),
+        *smaller,
         f"![quality against speed, by task]({PICTURE})",
         "",
         "Each curve is of one machine, of those that have it the one with the most draws. Bars are"
@@ -291,7 +297,10 @@ def _mean_whole(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float
 
 
 def page(
-    records: Sequence[dict[str, Any]], beside: Sequence[str], of_peers: Sequence[dict[str, Any]]
+    records: Sequence[dict[str, Any]],
+    beside: Sequence[str],
+    of_peers: Sequence[dict[str, Any]],
+    ahead: Sequence[tuple[str, str]],
 ) -> str:
     """docs/one-budget.md.
 
@@ -299,6 +308,7 @@ def page(
         records: Of this study.
         beside: Sentences of other studies; empty ones have no record.
         of_peers: Records of docs/peers.md, which has smaller architectures of other shapes.
+        ahead: Of `_ahead`.
     """
     lines = [
         "# One budget: heads and neurons for a speed",
@@ -313,10 +323,9 @@ def page(
         " fast. Heads alone are chosen by `ladder` here, those of the README by `surgeon`.",
         "",
     ]
-    lines += [
-        *_in_short(records, of_peers),
-        *([" ".join(filter(None, beside)), ""] if any(beside) else []),
-    ]
+    lines += _in_short(records, ahead)
+    if any(beside):
+        lines += [" ".join(filter(None, beside)), ""]
     for record in records:
         lines += _task_lines(record)
         lines += _others_smaller(record, of_peers)
@@ -528,7 +537,8 @@ def _smaller_of_peers(
 def _ahead(
     records: Sequence[dict[str, Any]], of_peers: Sequence[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    """By task, where a smaller architecture of another shape is better than a trained cut, and as fast."""
+    """By task, where a smaller architecture of another shape is as fast and better than a trained
+    cut: speeds and qualities, in words."""
     found = []
     for record in of_today(records):
         for rows in by_speed(record, TRAINED).values():

@@ -38,8 +38,8 @@ def lead(made: str) -> str:
     return (
         "For those who choose a tool: other head pruners, a smaller architecture and INT8 beside"
         " headprune, on the same weights, rows and judging code. Outcomes for headprune, by quality"
-        f" and speed together: {counts}. At least once better than headprune: {ahead}. Others can also start from"
-        " its cut model: the last tables of each task show that."
+        f" and speed together: {counts}. At least once better than headprune: {ahead}. Others can"
+        " also start from its cut model: the last tables of each task show that."
     )
 
 

@@ -180,10 +180,10 @@ def _joined_text(rows: Any, column: str, role: str, section: DataSection) -> str
         hint = did_you_mean(column, rows.column_names)
         raise InvalidValue("data.text", must, repr(column), hint)
     texts = list(rows[column])
-    if not all(isinstance(text, str) for text in texts):
-        must = "rows of text, to be cut into blocks"
-        other = next(text for text in texts if not isinstance(text, str))
-        raise InvalidValue(f"data: {role}", must, f"a {type(other).__name__} in {column!r}")
+    for text in texts:
+        if not isinstance(text, str):
+            must = "rows of text, to be cut into blocks"
+            raise InvalidValue(f"data: {role}", must, f"a {type(text).__name__} in {column!r}")
     return "".join(texts)
 
 

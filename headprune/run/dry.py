@@ -347,7 +347,7 @@ def _scoring_basis(subject: Subject) -> str:
     if n_batches >= 3:
         text += ", 2 of which were timed"
     if wanted.until:
-        text += "; fewer if it stops early"
+        text += "; fewer rows are read if it stops early"
     return text
 
 

@@ -282,9 +282,14 @@ def _check_given(selector: Selector, name: str, **given: object) -> None:
 
 def _asks_for_speed(budget: Budget | Mapping[str, Budget]) -> bool:
     """Whether a budget is one of speed."""
+    return "speedup" in _kinds_of(budget)
+
+
+def _kinds_of(budget: Budget | Mapping[str, Budget]) -> set[str]:
+    """What a budget, or those of a mapping, are of: ``keep_heads``, ``speedup`` and so on."""
     budgets = [budget] if isinstance(budget, Budget) else budget.values()
     # Values of a mapping that are no budgets are refused later, by `sites_by_budget`.
-    return any(isinstance(one, Budget) and one.kind == "speedup" for one in budgets)
+    return {one.kind for one in budgets if isinstance(one, Budget)}
 
 
 def _check_latency(latency: LatencyTable | None, timed: bool) -> None:
@@ -434,8 +439,7 @@ def _cross_cache_notes(
     sites: Sequence[AttentionSite], budget: Budget | Mapping[str, Budget]
 ) -> tuple[str, ...]:
     """The note of a budget of the KV cache in a model with cross-attention."""
-    budgets = [budget] if isinstance(budget, Budget) else budget.values()
-    if "cross" not in heads_by_kind(sites) or all(one.kind != "keep_kv" for one in budgets):
+    if "keep_kv" not in _kinds_of(budget) or "cross" not in heads_by_kind(sites):
         return ()
     return ("keep_kv does not count the cache of cross-attention, which keeps its size.",)
 
